@@ -1,0 +1,68 @@
+"""The configuration of a run: every key of the YAML files, with its type, default and meaning.
+
+The classes (here and in `model`, `data` and `training`) are plain dataclasses that omegaconf merges YAML files and command-line overrides into (`diffusion.config.
+loading`). A field without a sensible default is `MISSING`: it is written `???` in a YAML and must be filled in. Times are
+Composer's time strings: `10ba` batches (optimizer steps), `1000sp` samples, `0.94dur` a fraction of the run.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from omegaconf import MISSING
+
+from diffusion.config.data import DataConfig, ValidationConfig
+from diffusion.config.model import AutoencoderConfig, InitFromConfig, ModelConfig, ObjectiveConfig
+from diffusion.config.training import (
+    AlgorithmsConfig,
+    LoggersConfig,
+    OptimizerConfig,
+    PlanConfig,
+    PluginsConfig,
+    SamplesConfig,
+    ScheduleConfig,
+    TrainerConfig,
+)
+
+
+class Task(str, Enum):
+    """What is trained."""
+
+    diffusion = "diffusion"
+    autoencoder = "autoencoder"
+
+
+@dataclass(kw_only=True)
+class Config:
+    """A run."""
+
+    run_name: str = MISSING
+    """Name of the run; the same name continues it."""
+
+    group: str | None = None
+    """Runs that belong together (phases, sweeps) share a group."""
+
+    output_folder: str = "runs/${run_name}"
+    """Checkpoints, logs, pictures and the resolved configuration."""
+
+    task: Task = Task.diffusion
+    """Train the diffusion model, or the VAE."""
+
+    seed: int = 17
+    """Determines the initial weights, the order of the samples and every random number."""
+
+    init_from: InitFromConfig | None = None
+    """Weights to start from; null: random."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    autoencoder: AutoencoderConfig = field(default_factory=AutoencoderConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    validation: ValidationConfig | None = None
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    algorithms: AlgorithmsConfig = field(default_factory=AlgorithmsConfig)
+    samples: SamplesConfig = field(default_factory=SamplesConfig)
+    loggers: LoggersConfig = field(default_factory=LoggersConfig)
+    plugins: PluginsConfig = field(default_factory=PluginsConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)

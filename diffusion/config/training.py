@@ -1,0 +1,234 @@
+"""Configuration of how it is trained: optimizer, Trainer, averages, loggers, plug-ins."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from omegaconf import MISSING
+
+
+class Decay(str, Enum):
+    """Shape of the learning rate after the warm-up."""
+
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+class Parallelism(str, Enum):
+    """How a model is spread over ranks."""
+
+    fsdp = "fsdp"
+    ddp = "ddp"
+
+
+class Precision(str, Enum):
+    """Arithmetic of the forward and backward pass; master weights are fp32 in each."""
+
+    fp32 = "fp32"
+    amp_bf16 = "amp_bf16"
+    amp_fp16 = "amp_fp16"
+
+
+class Device(str, Enum):
+    """Where training runs."""
+
+    auto = "auto"
+    cpu = "cpu"
+    gpu = "gpu"
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """AdamW."""
+
+    lr: float = 1e-4
+    """Learning rate after the warm-up."""
+
+    weight_decay: float = 0.01
+    """Decoupled weight decay."""
+
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """Decay of the first and of the second moment."""
+
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+
+
+@dataclass(kw_only=True)
+class ScheduleConfig:
+    """Learning rate over time."""
+
+    warmup: str = "10000ba"
+    """Linear from 0 over this time."""
+
+    decay: Decay = Decay.constant
+    """Afterwards: constant, or to `final` of the learning rate at the end of the run."""
+
+    final: float = 0.0
+    """Fraction of the learning rate that `linear` and `cosine` end at."""
+
+
+@dataclass(kw_only=True)
+class TrainerConfig:
+    """Composer's Trainer."""
+
+    max_duration: str = MISSING
+    """Length of the run, in batches (`550000ba`)."""
+
+    device_train_microbatch_size: int | None = None
+    """Samples per forward pass; gradients are accumulated up to the rank's share. Null: the whole share."""
+
+    device: Device = Device.auto
+    """auto takes a GPU where there is one."""
+
+    precision: Precision = Precision.amp_bf16
+    """Arithmetic; amp needs a GPU."""
+
+    parallelism: Parallelism = Parallelism.fsdp
+    """Sharded data parallelism (FSDP2), or DDP."""
+
+    reshard_after_forward: bool = False
+    """Sharded weights as well (FULL_SHARD); false shards gradients and optimizer state only (SHARD_GRAD_OP)."""
+
+    activation_checkpointing: bool = False
+    """Recompute each block's activations in the backward pass."""
+
+    deterministic: bool = False
+    """Only bitwise repeatable kernels on GPUs; slower."""
+
+    eval_interval: str = "10000ba"
+    """Time between evaluations."""
+
+    save_interval: str = "10000ba"
+    """Time between checkpoints."""
+
+    keep_checkpoints: int = -1
+    """How many of the newest checkpoints stay; -1 keeps all."""
+
+    autoresume: bool = True
+    """Continue from the newest complete checkpoint in the run folder."""
+
+    dist_timeout: float = 600.0
+    """Seconds after which a collective operation that not all ranks have reached ends the run."""
+
+    progress_bar: bool = True
+    """Show progress on rank 0."""
+
+
+@dataclass(kw_only=True)
+class EMAConfig:
+    """Exponential moving average of the weights, started late."""
+
+    start: str = MISSING
+    """When it is allocated as a copy of the weights: `800000ba`, `0.94dur`."""
+
+    decay: float = 0.9999
+    """Smoothing per update."""
+
+    interval: str = "1ba"
+    """Time between updates."""
+
+    evaluate: bool = True
+    """Evaluate and sample with the average, once it has started."""
+
+
+@dataclass(kw_only=True)
+class AlgorithmsConfig:
+    """What changes training itself."""
+
+    ema: EMAConfig | None = None
+    """Null: none."""
+
+
+@dataclass(kw_only=True)
+class SamplesConfig:
+    """Grids of images for fixed prompts and seeds, written to the run folder and to the loggers."""
+
+    prompts: list[str] = field(default_factory=list)
+    """Prompts; an empty list draws no grids."""
+
+    interval: str = "10000ba"
+    """Time between grids."""
+
+    guidance_scale: float = 3.0
+    """Classifier-free guidance (Ho and Salimans 2022)."""
+
+    num_inference_steps: int = 50
+    """DDIM steps."""
+
+    seed: int = 0
+    """Seed of the first prompt's initial latents; the others follow."""
+
+
+@dataclass(kw_only=True)
+class WandbConfig:
+    """Weights & Biases."""
+
+    project: str = "diffusion"
+    """Project."""
+
+    entity: str | None = None
+    """Team or user; null is the account's default."""
+
+    offline: bool = True
+    """Write to the run folder only, for a later `wandb sync`; needs no account."""
+
+    tags: list[str] = field(default_factory=list)
+    """Tags of the run."""
+
+
+@dataclass(kw_only=True)
+class LoggersConfig:
+    """Where numbers and pictures go."""
+
+    file: bool = True
+    """`metrics.jsonl` in the run folder."""
+
+    tensorboard: bool = False
+    """Event files in the run folder."""
+
+    wandb: WandbConfig | None = None
+    """Weights & Biases; null is none."""
+
+
+@dataclass(kw_only=True)
+class Plugin:
+    """An object of the user's own."""
+
+    path: str = MISSING
+    """Import path of a class or function, `package.module.Name`; it is called with `arguments`."""
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments."""
+
+
+@dataclass(kw_only=True)
+class PluginsConfig:
+    """Objects of the user's own, by import path."""
+
+    callbacks: list[Plugin] = field(default_factory=list)
+    """Composer callbacks."""
+
+    loggers: list[Plugin] = field(default_factory=list)
+    """Composer logger destinations."""
+
+    algorithms: list[Plugin] = field(default_factory=list)
+    """Composer algorithms."""
+
+    train_dataset: Plugin | None = None
+    """A torch dataset in place of the streams, whose samples are dictionaries with the keys of `BatchKey`."""
+
+
+@dataclass(kw_only=True)
+class PlanConfig:
+    """What `--dry-run` computes time and cost from."""
+
+    num_gpus: int | None = None
+    """GPUs of the fleet; null: as many as the launcher started."""
+
+    images_per_second: float | None = None
+    """Measured throughput of the fleet; null: days and cost are not known."""
+
+    price_per_gpu_hour: float | None = None
+    """In dollars."""

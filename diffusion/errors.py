@@ -1,0 +1,24 @@
+"""Exceptions that say who is at fault: the configuration, the data or the machine.
+
+A `UserError` is what a command prints, without a traceback, before it ends with exit code 2. Everything else that is
+raised is a defect of this package (or of a library below it) and keeps its traceback.
+"""
+
+
+class UserError(Exception):
+    """A mistake that the person who started the command can mend.
+
+    The message says what is wrong, where (the key or the file), and what to do about it.
+    """
+
+
+class ConfigurationError(UserError):
+    """The configuration is wrong: an unknown key, a value of the wrong type, an impossible combination."""
+
+
+class DataError(UserError):
+    """The data is missing, damaged, or not what the configuration says it is."""
+
+
+class MachineError(UserError):
+    """The machine lacks something that the configuration asks for: a device, a precision, disk space."""

@@ -1,0 +1,55 @@
+"""Packaging of `diffusion`: the pinned dependency set and its extras."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+# This set resolves together for Python 3.10 to 3.12. The four pins on top are what the package is written against.
+REQUIREMENTS = [
+    "mosaicml==0.32.1",
+    "mosaicml-streaming==0.13.0",
+    "diffusers==0.39.0",
+    "torch==2.7.0",
+    "torchvision==0.22.0",
+    "transformers>=4.57,<4.58",
+    "tokenizers>=0.22,<0.23",
+    "omegaconf>=2.3,<3",
+    "wandb>=0.18,<0.19",
+    "tensorboard>=2.16,<3",
+    "torchmetrics>=1.7,<1.8",
+    "safetensors>=0.4.5,<1",
+    "pyarrow>=15",
+    "joblib>=1.4",
+    "pillow>=11,<12",
+    "numpy>=1.26,<2.2",
+    "matplotlib>=3.8,<4",
+    "open_clip_torch>=2.24,<4",
+    "tqdm>=4.66",
+    "xxhash>=3",
+    "psutil>=5.9",
+]
+
+EXTRAS = {
+    "ray": ["ray>=2.40,<3"],
+    "dev": [
+        "pytest>=8,<9",
+        "pytest-timeout>=2.3",
+        "ruff>=0.14,<0.15",
+        "pyright>=1.1.400,<1.2",
+    ],
+}
+EXTRAS["all"] = sorted({requirement for extra in EXTRAS.values() for requirement in extra})
+
+setup(
+    name="diffusion",
+    version="0.1.0",
+    description="Train Stable-Diffusion-class text-to-image models from scratch: reproducible on any number of GPUs.",
+    long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["diffusion", "diffusion.*"]),
+    package_data={"diffusion": ["py.typed", "models/data/*"]},
+    python_requires=">=3.10,<3.13",
+    install_requires=REQUIREMENTS,
+    extras_require=EXTRAS,
+)
