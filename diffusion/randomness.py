@@ -10,6 +10,7 @@ Shape letters: B batch, N numbers per sample.
 
 import math
 from enum import IntEnum
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _NUM_ROUNDS = 10
+
+_Words = TypeVar("_Words", int, Tensor)
 
 
 class Purpose(IntEnum):
@@ -57,21 +60,21 @@ def sample_address(stream: int | Tensor, index: int | Tensor, occurrence: int | 
     return (stream << (NUM_OCCURRENCE_BITS + NUM_INDEX_BITS)) | (occurrence << NUM_INDEX_BITS) | index
 
 
-def _multiply(multiplier: int, x: Tensor) -> tuple[Tensor, Tensor]:
+def _multiply(multiplier: int, x: _Words) -> tuple[_Words, _Words]:
     """High and low 32 bits of a 32 x 32 bit product, held in int64 (the product wraps, its bits are right)."""
     product = x * multiplier
     return (product >> 32) & _MASK, product & _MASK
 
 
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
+def philox(counter: tuple[_Words, _Words, _Words, _Words], key: tuple[int, int]) -> tuple[_Words, ...]:
     """Philox4x32-10.
 
     Args:
-        counter: four int64 tensors that broadcast with one another, each holding 32-bit words.
+        counter: four int64 tensors that broadcast with one another, or four integers, each holding 32-bit words.
         key: two 32-bit words.
 
     Returns:
-        Four int64 tensors of random 32-bit words.
+        Four int64 tensors (or integers) of random 32-bit words.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -101,6 +104,12 @@ def random_words(seed: int, purpose: Purpose, step: Tensor, sample: Tensor, num_
     counter = (position[None, :], step[:, None] & _MASK, sample[:, None] & _MASK, (sample[:, None] >> 32) & _MASK)
     words = torch.stack(torch.broadcast_tensors(*philox(counter, (seed, int(purpose)))), dim=-1)
     return words.flatten(1)[:, :num_words]
+
+
+def random_word(seed: int, purpose: Purpose, step: int, sample: int) -> int:
+    """Draw one 32-bit word for one sample without tensors (5 us): the first of `random_words`."""
+    assert 0 <= seed < MAX_SEED, f"seed {seed}"
+    return philox((0, step & _MASK, sample & _MASK, (sample >> 32) & _MASK), (seed, int(purpose)))[0]
 
 
 def uniform(seed: int, purpose: Purpose, step: Tensor, sample: Tensor, num: int = 1) -> Tensor:

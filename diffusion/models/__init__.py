@@ -1,0 +1,15 @@
+"""Models: what notebooks import. Importing needs no GPU, network or distributed start-up."""
+
+from diffusion.models.build import build_model, count_parameters, stable_diffusion_2, tiny
+from diffusion.models.frozen import FrozenParts, load_frozen_parts
+from diffusion.models.latent_diffusion import LatentDiffusion
+
+__all__ = [
+    "FrozenParts",
+    "LatentDiffusion",
+    "build_model",
+    "count_parameters",
+    "load_frozen_parts",
+    "stable_diffusion_2",
+    "tiny",
+]

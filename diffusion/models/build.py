@@ -1,0 +1,164 @@
+"""From configuration to model: what a notebook imports and what training calls."""
+
+import torch
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
+
+from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, PredictionType
+from diffusion.errors import ConfigurationError
+from diffusion.models.architectures import ARCHITECTURES
+from diffusion.models.frozen import build_text_encoder, build_vae, load_frozen_parts, load_pretrained, with_seed
+from diffusion.models.latent_diffusion import LatentDiffusion
+
+
+def build_unet(config: ModelConfig) -> UNet2DConditionModel:
+    """Build the U-Net with random weights from torch's generator."""
+    spec = ARCHITECTURES[config.architecture]
+    return UNet2DConditionModel(**{**spec.unet, **config.unet})
+
+
+def build_noise_scheduler(architecture: Architecture, objective: ObjectiveConfig) -> DDPMScheduler:
+    """Build the noise scheduler that training and sampling share.
+
+    Raises:
+        ConfigurationError: zero-terminal SNR with epsilon prediction: at the last step the noise is the input, and its
+            prediction says nothing about the image.
+    """
+    if objective.zero_terminal_snr and objective.prediction_type == PredictionType.epsilon:
+        raise ConfigurationError(
+            "objective.zero_terminal_snr needs objective.prediction_type=v_prediction (or sample): with epsilon the last "
+            "step cannot be learned"
+        )
+    return DDPMScheduler(
+        **ARCHITECTURES[architecture].noise_schedule,
+        prediction_type=objective.prediction_type.value,
+        rescale_betas_zero_snr=objective.zero_terminal_snr,
+    )
+
+
+def build_model(config: ModelConfig, objective: ObjectiveConfig, *, resolution: int, seed: int) -> LatentDiffusion:
+    """Build the model that is trained: random U-Net from the seed, frozen parts as configured.
+
+    Raises:
+        ConfigurationError: the frozen weights are not there, or the combination is impossible.
+    """
+    frozen = load_frozen_parts(config)
+    unet = with_seed(seed, lambda: build_unet(config))
+    width = frozen.text_encoder.config.hidden_size
+    if unet.config["cross_attention_dim"] != width:
+        raise ConfigurationError(
+            f"model.pretrained={config.pretrained}: its text encoder is {width} wide, the U-Net of "
+            f"{config.architecture.value} expects {unet.config['cross_attention_dim']}"
+        )
+    channels = frozen.vae.config["latent_channels"]
+    if unet.config["in_channels"] != channels:
+        raise ConfigurationError(
+            f"model.vae={config.vae or config.pretrained}: its latents have {channels} channels, the U-Net expects "
+            f"{unet.config['in_channels']}"
+        )
+    return LatentDiffusion(
+        unet=unet,
+        frozen=frozen,
+        noise_scheduler=build_noise_scheduler(config.architecture, objective),
+        objective=objective,
+        resolution=resolution,
+        seed=seed,
+        low_precision_norms=config.low_precision_norms,
+    )
+
+
+def _family(
+    architecture: Architecture,
+    resolution: int,
+    pretrained: str | None,
+    unet: str | None,
+    vae: str | None,
+    prediction_type: str,
+    zero_terminal_snr: bool,
+    local_files_only: bool,
+    seed: int,
+) -> LatentDiffusion:
+    config = ModelConfig(
+        architecture=architecture, pretrained=pretrained, vae=vae, local_files_only=local_files_only
+    )
+    objective = ObjectiveConfig(prediction_type=PredictionType(prediction_type), zero_terminal_snr=zero_terminal_snr)
+    model = build_model(config, objective, resolution=resolution, seed=seed)
+    if unet:
+        loaded = load_pretrained(UNet2DConditionModel, unet, "unet", local_files_only, use_safetensors=True)
+        model.unet.load_state_dict(loaded.state_dict())
+    return model.eval()
+
+
+def stable_diffusion_2(
+    pretrained: str | None = None,
+    *,
+    unet: str | None = None,
+    vae: str | None = None,
+    resolution: int = 512,
+    prediction_type: str = "epsilon",
+    zero_terminal_snr: bool = False,
+    local_files_only: bool = False,
+    seed: int = 17,
+) -> LatentDiffusion:
+    """Stable Diffusion 2: 865,910,724 parameters in the U-Net, 83,653,863 in the VAE, 340,387,840 in the text encoder.
+
+    Args:
+        pretrained: diffusers-layout folder or hub name of the VAE's and text encoder's weights; None: random weights.
+        unet: diffusers-layout folder or hub name of the U-Net's weights; None: random weights from the seed.
+        vae: folder of a VAE in place of that of `pretrained`.
+        resolution: default size of generated images, in pixels.
+        prediction_type: "epsilon", "v_prediction" or "sample".
+        zero_terminal_snr: rescale the noise schedule (Lin et al. 2023); not with epsilon.
+        local_files_only: never ask the hub.
+        seed: of random weights and of training's random numbers.
+
+    Returns:
+        The model, on the CPU, in eval mode.
+
+    Raises:
+        ConfigurationError: weights are not there or do not fit.
+    """
+    return _family(
+        Architecture.stable_diffusion_2,
+        resolution,
+        pretrained,
+        unet,
+        vae,
+        prediction_type,
+        zero_terminal_snr,
+        local_files_only,
+        seed,
+    )
+
+
+def tiny(
+    pretrained: str | None = None,
+    *,
+    unet: str | None = None,
+    vae: str | None = None,
+    resolution: int = 32,
+    prediction_type: str = "v_prediction",
+    zero_terminal_snr: bool = False,
+    local_files_only: bool = True,
+    seed: int = 17,
+) -> LatentDiffusion:
+    """A model of the same kind that trains on two CPU cores; arguments as for `stable_diffusion_2`."""
+    return _family(
+        Architecture.tiny,
+        resolution,
+        pretrained,
+        unet,
+        vae,
+        prediction_type,
+        zero_terminal_snr,
+        local_files_only,
+        seed,
+    )
+
+
+def count_parameters(config: ModelConfig) -> dict[str, int]:
+    """Parameters of `unet`, `vae` and `text_encoder`, counted without allocating any."""
+    spec = ARCHITECTURES[config.architecture]
+    with torch.device("meta"):
+        parts = {"unet": build_unet(config), "vae": build_vae(spec), "text_encoder": build_text_encoder(spec)}
+    return {name: sum(parameter.numel() for parameter in part.parameters()) for name, part in parts.items()}

@@ -1,0 +1,105 @@
+"""The frozen parts of a latent diffusion model: VAE, text encoder and tokenizer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from torch import nn
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+from diffusion.config.model import ModelConfig
+from diffusion.errors import ConfigurationError
+from diffusion.models.architectures import ARCHITECTURES, ArchitectureSpec
+from diffusion.models.latent_scaling import LatentScaling
+from diffusion.models.tokenizers import build_tokenizer
+
+Built = TypeVar("Built")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenParts:
+    """What is not trained. Modules are in eval mode and without gradients."""
+
+    vae: AutoencoderKL
+    text_encoder: CLIPTextModel
+    tokenizer: CLIPTokenizer
+    latent_scaling: LatentScaling
+
+
+def freeze(module: nn.Module) -> nn.Module:
+    """Put a module into eval mode and switch its gradients off, in place."""
+    return module.eval().requires_grad_(False)
+
+
+def with_seed(seed: int, build: Callable[[], Built]) -> Built:
+    """Build something random from a seed, without touching the generator of the process."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build()
+
+
+def build_text_encoder(spec: ArchitectureSpec) -> CLIPTextModel:
+    """Build a text encoder with random weights."""
+    return CLIPTextModel(CLIPTextConfig(**spec.text_encoder))
+
+
+def build_vae(spec: ArchitectureSpec, changes: dict[str, Any] | None = None) -> AutoencoderKL:
+    """Build a VAE with random weights; `changes` replace keyword arguments of the architecture."""
+    return AutoencoderKL(**{**spec.vae, **(changes or {})})
+
+
+def load_pretrained(kind: type[Built], place: str, subfolder: str | None, local_files_only: bool, **options: Any) -> Built:
+    """Load one part from a folder in the diffusers layout, or from the hub.
+
+    Only safetensors are read: other formats can run code.
+
+    Raises:
+        ConfigurationError: it is not there, or not in this layout.
+    """
+    where = f"{place}/{subfolder}" if subfolder else place
+    if (place.startswith((".", "/", "~")) or place.count("/") > 1) and not Path(place).expanduser().is_dir():
+        raise ConfigurationError(f"there is no folder {place}: give a folder in the diffusers layout, or a hub name")
+    if Path(place).expanduser().is_dir():
+        place = str(Path(place).expanduser())
+    try:
+        return kind.from_pretrained(  # pyright: ignore[reportAttributeAccessIssue]
+            place, **({"subfolder": subfolder} if subfolder else {}), local_files_only=local_files_only, **options
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigurationError(
+            f"{kind.__name__} could not be loaded from {where}: {reason} Give a folder in the diffusers layout with "
+            f"safetensors (vae/, text_encoder/), or a hub name that this machine can reach."
+        ) from error
+
+
+def load_frozen_parts(config: ModelConfig) -> FrozenParts:
+    """Load, or (without `pretrained`) randomly initialise, what is not trained.
+
+    Raises:
+        ConfigurationError: the weights are not where the configuration says.
+    """
+    spec = ARCHITECTURES[config.architecture]
+    if config.pretrained:
+        options = {"local_files_only": config.local_files_only, "use_safetensors": True}
+        text_encoder = load_pretrained(CLIPTextModel, config.pretrained, "text_encoder", **options)
+    else:
+        options = {"local_files_only": True, "use_safetensors": True}
+        text_encoder = with_seed(config.frozen_seed, lambda: build_text_encoder(spec))
+    if config.vae:
+        vae = load_pretrained(AutoencoderKL, config.vae, None, **options)
+    elif config.pretrained:
+        vae = load_pretrained(AutoencoderKL, config.pretrained, "vae", **options)
+    else:
+        vae = with_seed(config.frozen_seed + 1, lambda: build_vae(spec))
+    freeze(vae)
+    freeze(text_encoder)
+    return FrozenParts(
+        vae=vae,
+        text_encoder=text_encoder,
+        tokenizer=build_tokenizer(config.architecture),
+        latent_scaling=LatentScaling.of_vae(vae.config),
+    )

@@ -1,0 +1,298 @@
+"""The ComposerModel: VAE, text encoder, U-Net and noise scheduler in one.
+
+Shape letters: B batch, C channels, H W height and width of the latent, L tokens, D width of the text encoding.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from composer.models import ComposerModel
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
+from PIL import Image
+from torch import Tensor
+from torchmetrics import MeanMetric, Metric
+from transformers import CLIPTextModel, CLIPTokenizer
+
+from diffusion.config.model import ObjectiveConfig, Posterior
+from diffusion.datasets.batch import BatchKey
+from diffusion.models.frozen import FrozenParts
+from diffusion.models.norms import use_low_precision_norms
+from diffusion.models.objectives import EVALUATION, TRAINING, NoiseProcess, Purposes, draw_noise, draw_timesteps
+from diffusion.models.sampling import image_seeds, inference_scheduler, initial_latents, sample_latents, to_pil
+from diffusion.models.tokenizers import tokenize
+from diffusion.randomness import Purpose, bernoulli, normal
+
+Batch = dict[str, Tensor]
+
+
+class Prediction(NamedTuple):
+    """What a forward pass returns."""
+
+    prediction: Tensor
+    """float [B, C, H, W], by the U-Net."""
+
+    target: Tensor
+    """float32 [B, C, H, W], what it should be."""
+
+    weight: Tensor | None
+    """float32 [B], weight of each sample's error; None is 1."""
+
+    timesteps: Tensor
+    """int64 [B]."""
+
+
+class LatentDiffusion(ComposerModel):
+    """A latent diffusion model (Rombach et al. 2022) that is trained by Composer and samples by itself.
+
+    The frozen parts are kept outside of the module tree: they are not in the optimizer, the checkpoints or FSDP, and stay
+    in eval mode; they move with the model.
+
+    Args:
+        unet: the network that is trained.
+        frozen: VAE, text encoder, tokenizer and latent scaling.
+        noise_scheduler: holds the noise schedule and the prediction type.
+        objective: the training objective; its prediction type must be the scheduler's.
+        resolution: side of the pictures trained at, in pixels; the default size of generated images.
+        seed: seed of noise, timesteps, posterior and dropped captions, 0 <= seed < 2^32.
+        low_precision_norms: run the U-Net's GroupNorm and LayerNorm in the autocast precision.
+    """
+
+    unet: UNet2DConditionModel
+
+    def __init__(
+        self,
+        *,
+        unet: UNet2DConditionModel,
+        frozen: FrozenParts,
+        noise_scheduler: DDPMScheduler,
+        objective: ObjectiveConfig,
+        resolution: int,
+        seed: int = 17,
+        low_precision_norms: bool = True,
+    ) -> None:
+        super().__init__()
+        if low_precision_norms:
+            use_low_precision_norms(unet)
+        self.unet = unet
+        self._frozen = {"vae": frozen.vae, "text_encoder": frozen.text_encoder}
+        self.tokenizer: CLIPTokenizer = frozen.tokenizer
+        self.latent_scaling = frozen.latent_scaling
+        self.noise_scheduler = noise_scheduler
+        self.noise_process = NoiseProcess(noise_scheduler.alphas_cumprod)
+        self.objective = objective
+        self.resolution = resolution
+        self.seed = seed
+        self._empty_token_ids = torch.from_numpy(tokenize(self.tokenizer, [""])).long()
+
+    @property
+    def vae(self) -> AutoencoderKL:
+        """The frozen VAE."""
+        return self._frozen["vae"]
+
+    @property
+    def text_encoder(self) -> CLIPTextModel:
+        """The frozen text encoder."""
+        return self._frozen["text_encoder"]
+
+    @property
+    def vae_factor(self) -> int:
+        """Pixels per latent position along one side."""
+        return 2 ** (len(self.vae.config.block_out_channels) - 1)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LatentDiffusion":
+        """Move or cast the frozen parts with the rest (`to`, `cuda`, `half`)."""
+        super()._apply(fn, recurse)
+        for module in self._frozen.values():
+            module._apply(fn)
+        return self
+
+    @torch.no_grad()
+    def encode_text(self, token_ids: Tensor) -> Tensor:
+        """Encode captions: int64 [B, L] -> [B, L, D], the last hidden state after the final norm."""
+        return self.text_encoder(token_ids)[0]
+
+    @torch.no_grad()
+    def _latents(self, batch: Batch, purposes: Purposes) -> Tensor:
+        """The U-Net's latents of a batch, float32 [B, C, H, W], drawn from the VAE's posterior or its mean."""
+        if BatchKey.LATENT_MEAN in batch:
+            mean, logvar = batch[BatchKey.LATENT_MEAN].float(), batch.get(BatchKey.LATENT_LOGVAR)
+        else:
+            pixels = batch[BatchKey.IMAGE].to(self.vae.dtype) / 127.5 - 1.0
+            posterior = self.vae.encode(pixels).latent_dist  # pyright: ignore[reportAttributeAccessIssue]
+            mean, logvar = posterior.mean.float(), posterior.logvar
+        if self.objective.posterior == Posterior.sample:
+            if logvar is None:
+                raise ValueError("the data holds no log-variance: encode without --mean-only, or objective.posterior=mean")
+            noise = normal(
+                self.seed, purposes.posterior, batch[BatchKey.STEP], batch[BatchKey.SAMPLE], tuple(mean.shape[1:])
+            )
+            mean = mean + torch.exp(0.5 * logvar.float()) * noise
+        return self.latent_scaling.normalise(mean)
+
+    def _drop_captions(self, batch: Batch) -> Tensor:
+        """Token ids [B, L] with captions replaced by the empty one, at the configured rate."""
+        token_ids = batch[BatchKey.TOKEN_IDS]
+        dropped = bernoulli(
+            self.seed,
+            Purpose.CAPTION_DROP,
+            batch[BatchKey.STEP],
+            batch[BatchKey.SAMPLE],
+            self.objective.caption_dropout,
+        )
+        return torch.where(dropped[:, None], self._empty_token_ids.to(token_ids.device), token_ids)
+
+    def _predict(self, batch: Batch, token_ids: Tensor, purposes: Purposes) -> Prediction:
+        """Noise the latents of a batch and let the U-Net predict the target."""
+        step, sample = batch[BatchKey.STEP], batch[BatchKey.SAMPLE]
+        latents = self._latents(batch, purposes)
+        shape = (latents.shape[1], latents.shape[2], latents.shape[3])
+        noise = draw_noise(self.objective, purposes, self.seed, step, sample, shape)
+        timesteps = draw_timesteps(purposes, self.seed, step, sample, self.noise_process.num_timesteps)
+        noised = self.noise_process.add_noise(latents, noise, timesteps)
+        prediction_type, gamma = self.objective.prediction_type, self.objective.min_snr_gamma
+        target = self.noise_process.target(prediction_type, latents, noise, timesteps)
+        weight = None if gamma is None else self.noise_process.min_snr_weight(prediction_type, timesteps, gamma)
+        prediction = self.unet(noised, timesteps, self.encode_text(token_ids), return_dict=False)[0]
+        return Prediction(prediction, target, weight, timesteps)
+
+    def forward(self, batch: Batch) -> Prediction:
+        """Predict with the random numbers of training.
+
+        Args:
+            batch: the entries of `BatchKey`; without STEP (outside of the Trainer) it is step 0.
+
+        Returns:
+            The prediction and what it should be.
+        """
+        batch = _with_step(batch)
+        return self._predict(batch, self._drop_captions(batch), TRAINING)
+
+    def loss(self, outputs: Prediction, batch: Batch) -> Tensor:
+        """Mean squared error over the microbatch, weighted per sample: float32 []."""
+        error = F.mse_loss(outputs.prediction.float(), outputs.target, reduction="none").mean(dim=(1, 2, 3))
+        return (error if outputs.weight is None else error * outputs.weight).mean()
+
+    def eval_forward(self, batch: Batch, outputs: Prediction | None = None) -> Prediction:
+        """Predict with noise and timesteps that are fixed for each sample; no caption is dropped."""
+        if outputs is not None:
+            return outputs
+        batch = {**batch, BatchKey.STEP: torch.zeros_like(batch[BatchKey.SAMPLE])}
+        return self._predict(batch, batch[BatchKey.TOKEN_IDS], EVALUATION)
+
+    def get_metrics(self, is_train: bool = False) -> dict[str, Metric]:
+        """Validation loss: the unweighted mean squared error."""
+        return {} if is_train else {"loss": self.validation_loss}
+
+    @property
+    def validation_loss(self) -> MeanMetric:
+        """A fresh metric."""
+        return MeanMetric()
+
+    def update_metric(self, batch: Any, outputs: Prediction, metric: Metric) -> None:
+        """Add the error of each sample of an evaluation batch."""
+        error = F.mse_loss(outputs.prediction.float(), outputs.target, reduction="none").mean(dim=(1, 2, 3))
+        metric.update(error)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        negative_prompts: str | Sequence[str] | None = None,
+        *,
+        height: int | None = None,
+        width: int | None = None,
+        num_inference_steps: int = 50,
+        guidance_scale: float = 3.0,
+        seed: int | Sequence[int] | None = None,
+        num_images_per_prompt: int = 1,
+        batch_size: int = 16,
+        latents: Tensor | None = None,
+        output: str = "pil",
+        progress: bool = True,
+    ) -> list[Image.Image] | Tensor:
+        """Generate images.
+
+        Args:
+            prompts: one, or P of them.
+            negative_prompts: what to lead away from, one for all or one per prompt; none is the empty caption, as in
+                training.
+            height: in pixels, a multiple of the VAE's factor; the resolution trained at by default.
+            width: likewise.
+            num_inference_steps: DDIM steps.
+            guidance_scale: classifier-free guidance; 1 is none.
+            seed: image i gets seed + i; or one per image; None draws them at random.
+            num_images_per_prompt: images for each prompt, next to one another.
+            batch_size: images at a time.
+            latents: initial noise float32 [B, C, H, W] in place of the seeds'.
+            output: "pil" for PIL images, "tensor" for float32 [B, 3, height, width] in [0, 1].
+            progress: show a bar.
+
+        Returns:
+            P * num_images_per_prompt images.
+
+        Raises:
+            ValueError: sizes, seeds or negative prompts do not fit.
+        """
+        height, width = height or self.resolution, width or self.resolution
+        if height % self.vae_factor or width % self.vae_factor:
+            raise ValueError(f"size {height} x {width}: both must be multiples of {self.vae_factor}")
+        if output not in ("pil", "tensor"):
+            raise ValueError(f"output {output!r}: choose 'pil' or 'tensor'")
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        negatives = [negative_prompts or ""] if isinstance(negative_prompts, str | None) else list(negative_prompts)
+        if len(negatives) not in (1, len(prompts)):
+            raise ValueError(f"{len(negatives)} negative prompts for {len(prompts)} prompts: give one, or one each")
+        negatives = negatives * len(prompts) if len(negatives) == 1 else negatives
+        prompts = [prompt for prompt in prompts for _ in range(num_images_per_prompt)]
+        negatives = [negative for negative in negatives for _ in range(num_images_per_prompt)]
+
+        parameter = next(self.unet.parameters())
+        device, dtype = parameter.device, self.unet.dtype
+        if latents is None:
+            shape = (self.unet.config["in_channels"], height // self.vae_factor, width // self.vae_factor)
+            latents = initial_latents(image_seeds(seed, len(prompts)), shape, device)
+        scheduler = inference_scheduler(self.noise_scheduler)
+
+        def denoise(x: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
+            return self.unet(x.to(dtype), timestep, text.to(dtype), return_dict=False)[0]
+
+        was_training = self.unet.training
+        self.unet.eval()
+        try:
+            images = []
+            for start in range(0, len(prompts), batch_size):
+                part = slice(start, start + batch_size)
+                sampled = sample_latents(
+                    denoise,
+                    scheduler,
+                    latents[part].to(device),
+                    self.encode_text(self._token_ids(prompts[part], device)),
+                    self.encode_text(self._token_ids(negatives[part], device)),
+                    num_inference_steps=num_inference_steps,
+                    guidance_scale=guidance_scale,
+                    progress=progress,
+                )
+                images.append(self.decode(sampled).cpu())
+        finally:
+            self.unet.train(was_training)
+        result = torch.cat(images)
+        return to_pil(result) if output == "pil" else result
+
+    def _token_ids(self, captions: Sequence[str], device: torch.device) -> Tensor:
+        return torch.from_numpy(tokenize(self.tokenizer, captions)).long().to(device)
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Decode the U-Net's latents [B, C, H, W] to images: float32 [B, 3, height, width] in [0, 1]."""
+        decoded = self.vae.decode(self.latent_scaling.denormalise(latents).to(self.vae.dtype), return_dict=False)[0]
+        return (decoded.float() / 2 + 0.5).clamp(0, 1)
+
+
+def _with_step(batch: Batch) -> Batch:
+    if BatchKey.STEP in batch:
+        return batch
+    return {**batch, BatchKey.STEP: torch.zeros_like(batch[BatchKey.SAMPLE])}

@@ -1,0 +1,129 @@
+"""The mathematics of training: noise process, prediction targets, loss weights. Knows neither Composer nor diffusers.
+
+Shape letters: B batch, C channels, H W height and width of the latent, T timesteps. With the cumulative product of the
+noise schedule abar_t, a noised latent is x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) noise (Ho et al. 2020, equation 4).
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from diffusion.config.model import ObjectiveConfig, PredictionType
+from diffusion.randomness import Purpose, normal, randint
+
+
+@dataclass
+class NoiseProcess:
+    """The forward process of DDPM for one noise schedule."""
+
+    alphas_cumprod: Tensor
+    """float64 [T]: abar_t, from nearly 1 to nearly (with zero-terminal SNR exactly) 0."""
+
+    _tables: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        self.alphas_cumprod = self.alphas_cumprod.double().cpu()
+
+    @property
+    def num_timesteps(self) -> int:
+        """T."""
+        return len(self.alphas_cumprod)
+
+    def signal_and_noise_rate(self, timesteps: Tensor) -> tuple[Tensor, Tensor]:
+        """sqrt(abar_t) and sqrt(1 - abar_t).
+
+        Args:
+            timesteps: int64 [B].
+
+        Returns:
+            Two float32 [B, 1, 1, 1], on the device of the timesteps.
+        """
+        device = timesteps.device
+        if device not in self._tables:
+            rates = self.alphas_cumprod.sqrt(), (1.0 - self.alphas_cumprod).sqrt()
+            self._tables[device] = tuple(rate.float().to(device) for rate in rates)  # pyright: ignore
+        signal, noise = self._tables[device]
+        return signal[timesteps].view(-1, 1, 1, 1), noise[timesteps].view(-1, 1, 1, 1)
+
+    def add_noise(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
+        """x_t (Ho et al. 2020, equation 4): float [B, C, H, W] for latents and noise of that shape, timesteps [B]."""
+        signal_rate, noise_rate = self.signal_and_noise_rate(timesteps)
+        return signal_rate * latents + noise_rate * noise
+
+    def target(self, prediction_type: PredictionType, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
+        """What the network should predict.
+
+        epsilon is the noise, sample the latents, and v = sqrt(abar_t) noise - sqrt(1 - abar_t) x_0 (Salimans and Ho 2022,
+        appendix D).
+
+        Returns:
+            float [B, C, H, W].
+        """
+        if prediction_type == PredictionType.epsilon:
+            return noise
+        if prediction_type == PredictionType.sample:
+            return latents
+        signal_rate, noise_rate = self.signal_and_noise_rate(timesteps)
+        return signal_rate * noise - noise_rate * latents
+
+    def min_snr_weight(self, prediction_type: PredictionType, timesteps: Tensor, gamma: float) -> Tensor:
+        """Weight of each sample's squared error (Hang et al. 2023, section 3.4).
+
+        min(SNR, gamma) weighs the error of the latents; the error of the noise is SNR times, the error of v is SNR + 1
+        times that of the latents, so their weights are divided by SNR and SNR + 1.
+
+        Returns:
+            float32 [B].
+        """
+        signal_rate, noise_rate = (rate.flatten() for rate in self.signal_and_noise_rate(timesteps))
+        snr = (signal_rate / noise_rate) ** 2
+        clipped = snr.clamp(max=gamma)
+        if prediction_type == PredictionType.epsilon:
+            return clipped / snr
+        if prediction_type == PredictionType.v_prediction:
+            return clipped / (snr + 1.0)
+        return clipped
+
+
+@dataclass(frozen=True, kw_only=True)
+class Purposes:
+    """What the random numbers of one forward pass are drawn for."""
+
+    noise: Purpose
+    timestep: Purpose
+    posterior: Purpose
+
+
+TRAINING = Purposes(noise=Purpose.NOISE, timestep=Purpose.TIMESTEP, posterior=Purpose.POSTERIOR)
+EVALUATION = Purposes(
+    noise=Purpose.EVALUATION_NOISE, timestep=Purpose.EVALUATION_TIMESTEP, posterior=Purpose.EVALUATION_POSTERIOR
+)
+
+
+def draw_noise(
+    config: ObjectiveConfig, purposes: Purposes, seed: int, step: Tensor, sample: Tensor, shape: tuple[int, int, int]
+) -> Tensor:
+    """Draw the noise that is added to each latent.
+
+    Args:
+        config: the objective; `offset_noise` adds a constant per channel (training only).
+        purposes: training's or evaluation's numbers.
+        seed: seed of the run.
+        step: int64 [B], optimizer step.
+        sample: int64 [B], addresses of the samples.
+        shape: C, H, W.
+
+    Returns:
+        float32 [B, C, H, W].
+    """
+    noise = normal(seed, purposes.noise, step, sample, shape)
+    if config.offset_noise and purposes is TRAINING:
+        offset = normal(seed, Purpose.OFFSET_NOISE, step, sample, (shape[0], 1, 1))
+        noise = noise + config.offset_noise * offset
+    return noise
+
+
+def draw_timesteps(purposes: Purposes, seed: int, step: Tensor, sample: Tensor, num_timesteps: int) -> Tensor:
+    """Draw one timestep per sample: int64 [B], uniform over 0 <= t < num_timesteps."""
+    return randint(seed, purposes.timestep, step, sample, num_timesteps)

@@ -1,0 +1,120 @@
+"""From noise to images: DDIM with classifier-free guidance.
+
+Shape letters: B images, C channels, H W height and width of the latent, L tokens, D width of the text encoding.
+"""
+
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from diffusers.schedulers.scheduling_ddim import DDIMScheduler
+from PIL import Image
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from diffusion.randomness import MAX_SEED, Purpose, normal
+
+Denoiser = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(latents [B, C, H, W], timestep [], text encoding [B, L, D]) -> prediction [B, C, H, W]."""
+
+
+def inference_scheduler(noise_scheduler: Any) -> DDIMScheduler:
+    """DDIM (Song et al. 2021) over the noise schedule that was trained with.
+
+    With zero-terminal SNR the last training step must be the first sampling step (Lin et al. 2023, section 3.3), so the
+    steps trail; otherwise they lead with an offset of 1, as published with Stable Diffusion 2.
+    """
+    zero_terminal = bool(noise_scheduler.config.rescale_betas_zero_snr)
+    return DDIMScheduler.from_config(  # pyright: ignore[reportReturnType]
+        noise_scheduler.config,
+        clip_sample=False,
+        set_alpha_to_one=False,
+        steps_offset=0 if zero_terminal else 1,
+        timestep_spacing="trailing" if zero_terminal else "leading",
+    )
+
+
+def image_seeds(seed: int | Sequence[int] | None, num_images: int) -> list[int]:
+    """One seed per image: consecutive from a number, as given, or random.
+
+    Raises:
+        ValueError: the number of seeds is not the number of images, or one lies outside 0 .. 2^32 - 1.
+    """
+    if seed is None:
+        return [secrets.randbelow(MAX_SEED) for _ in range(num_images)]
+    seeds = [(seed + i) % MAX_SEED for i in range(num_images)] if isinstance(seed, int) else list(seed)
+    if len(seeds) != num_images:
+        raise ValueError(f"{len(seeds)} seeds for {num_images} images: give one per image, one number, or none")
+    wrong = [s for s in seeds if not 0 <= s < MAX_SEED]
+    if wrong or (isinstance(seed, int) and not 0 <= seed < MAX_SEED):
+        raise ValueError(f"seed {wrong[0] if wrong else seed}: seeds lie in 0 .. {MAX_SEED - 1}")
+    return seeds
+
+
+def initial_latents(seeds: Sequence[int], shape: tuple[int, int, int], device: torch.device) -> Tensor:
+    """Noise that sampling starts from; that of an image depends on its seed alone.
+
+    Returns:
+        float32 [B, C, H, W].
+    """
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    return torch.cat([normal(seed, Purpose.INITIAL_LATENTS, zero, zero, shape) for seed in seeds])
+
+
+@torch.no_grad()
+def sample_latents(
+    denoiser: Denoiser,
+    scheduler: DDIMScheduler,
+    latents: Tensor,
+    text: Tensor,
+    unconditional_text: Tensor,
+    *,
+    num_inference_steps: int,
+    guidance_scale: float,
+    progress: bool = False,
+) -> Tensor:
+    """Run DDIM with classifier-free guidance (Ho and Salimans 2022, equation 6, with guidance scale 1 + w).
+
+    Args:
+        denoiser: the network.
+        scheduler: DDIM; its steps are set here.
+        latents: float32 [B, C, H, W], pure noise.
+        text: [B, L, D], encoding of the prompts.
+        unconditional_text: [B, L, D], encoding of the empty caption or of negative prompts.
+        num_inference_steps: number of steps.
+        guidance_scale: 1 is none.
+        progress: show a bar.
+
+    Returns:
+        float32 [B, C, H, W].
+    """
+    scheduler.set_timesteps(num_inference_steps, device=latents.device)
+    guided = guidance_scale != 1.0
+    context = torch.cat([unconditional_text, text]) if guided else text
+    latents = latents * scheduler.init_noise_sigma
+    for timestep in tqdm(scheduler.timesteps, desc="sampling", disable=not progress, leave=False):
+        model_input = torch.cat([latents, latents]) if guided else latents
+        prediction = denoiser(model_input, timestep, context).float()
+        if guided:
+            unconditional, conditional = prediction.chunk(2)
+            prediction = unconditional + guidance_scale * (conditional - unconditional)
+        latents = scheduler.step(prediction, timestep, latents, return_dict=False)[0]  # pyright: ignore
+    return latents
+
+
+def to_pil(images: Tensor) -> list[Image.Image]:
+    """Images [B, 3, height, width] in [0, 1] -> PIL."""
+    arrays = (images * 255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
+    return [Image.fromarray(array) for array in arrays]
+
+
+def image_grid(images: Sequence[Image.Image], num_columns: int, pad: int = 2) -> Image.Image:
+    """Arrange images of one size in rows on white, with so many pixels between them."""
+    width, height = images[0].size
+    num_rows = -(-len(images) // num_columns)
+    size = (num_columns * (width + pad) + pad, num_rows * (height + pad) + pad)
+    grid = Image.new("RGB", size, "white")
+    for i, image in enumerate(images):
+        grid.paste(image, (pad + i % num_columns * (width + pad), pad + i // num_columns * (height + pad)))
+    return grid
