@@ -77,9 +77,10 @@ def _docs_in_source(cls: type) -> dict[str, str]:
     assert isinstance(definition, ast.ClassDef)
     docs: dict[str, str] = {}
     for statement, below in zip(definition.body, definition.body[1:], strict=False):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-            docs[statement.target.id] = str(below.value.value) if is_text else ""
+        if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
+            continue
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            docs[statement.target.id] = str(below.value.value)
     return docs
 
 

@@ -57,7 +57,7 @@ def parse_time(text: str, key: str) -> Time:
     value, unit = float(match[1]), match[2].lower()
     if unit == "dur" and value > 1:
         raise ConfigurationError(f"{key} is '{text}': a fraction of the run lies between 0dur and 1dur.")
-    if unit != "dur" and value != int(value):
+    if unit != "dur" and "." in match[1]:
         raise ConfigurationError(f"{key} is '{text}': write a whole number of {TIME_UNITS[unit]}.")
     return Time(value, unit)
 

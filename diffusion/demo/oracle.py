@@ -1,9 +1,9 @@
 """The demo's oracle: which coloured shapes an image shows, found by image processing alone, without a trained model.
 
-The background is the colour of the border. A pixel belongs to the named colour for which it lies closest to the straight
-line from the background to that colour: anti-aliased and blurred edges lie on that line. Connected pixels of one colour are
-an object. Its soft outline, moved and scaled to a standard size, is compared with the same outline of each shape; the
-agreement (intersection over union) decides, and an outline that agrees with no shape has none.
+The background is the colour of the border. A pixel belongs to the named colour for which it lies closest to the
+straight line from the background to that colour: anti-aliased and blurred edges lie on that line. Connected pixels of
+one colour are an object. Its soft outline, moved and scaled to a standard size, is compared with the same outline of
+each shape; the agreement (intersection over union) decides, and an outline that agrees with no shape has none.
 """
 
 import dataclasses
@@ -61,8 +61,8 @@ class Score:
     Attributes:
         colour: Every object has its colour.
         shape: Every object has its shape.
-        relation: Both objects are there, with their colours and shapes, and lie as the relation says. None for a scene of
-            one object.
+        relation: Both objects are there, with their colours and shapes, and lie as the relation says. None for a scene
+            of one object.
     """
 
     colour: bool
@@ -78,16 +78,16 @@ def describe(image: Image.Image) -> list[Found]:
     """
     scale = SIDE / min(image.size)
     size = (round(image.width * scale), round(image.height * scale))
-    pixels_HWC = np.asarray(image.convert("RGB").resize(size, Image.Resampling.BICUBIC), dtype=np.float64)
-    background_C = _background(pixels_HWC)
-    coverage_KHW, nearest_HW = _coverage(pixels_HWC, background_C)
+    pixels = np.asarray(image.convert("RGB").resize(size, Image.Resampling.BICUBIC), dtype=np.float64)
+    background = _background(pixels)
+    coverage, nearest = _coverage(pixels, background)
     objects = []
     for index in range(len(COLOURS)):
-        labels_HW = _components((nearest_HW == index) & (coverage_KHW[index] >= MIN_COVERAGE))
-        for label in np.unique(labels_HW[labels_HW >= 0]):
-            mask_HW = labels_HW == label
-            if mask_HW.mean() >= MIN_AREA:
-                found = _found(mask_HW, coverage_KHW, pixels_HWC, background_C)
+        labels = _components((nearest == index) & (coverage[index] >= MIN_COVERAGE))
+        for label in np.unique(labels[labels >= 0]):
+            mask = labels == label
+            if mask.mean() >= MIN_AREA:
+                found = _found(mask, coverage, pixels, background)
                 if found is not None:
                     objects.append(found)
     return sorted(objects, key=lambda found: found.area, reverse=True)
@@ -135,79 +135,77 @@ def _has_shape(found: Found | None, thing: Thing) -> bool:
     return found is not None and found.shape == thing.shape
 
 
-def _background(pixels_HWC: np.ndarray) -> np.ndarray:
+def _background(pixels: np.ndarray) -> np.ndarray:
     """Return the median colour of the image's border."""
-    width = max(1, round(BORDER * min(pixels_HWC.shape[:2])))
-    inner_HW = np.zeros(pixels_HWC.shape[:2], dtype=bool)
-    inner_HW[width:-width, width:-width] = True
-    return np.median(pixels_HWC[~inner_HW], axis=0)
+    width = max(1, round(BORDER * min(pixels.shape[:2])))
+    inner = np.zeros(pixels.shape[:2], dtype=bool)
+    inner[width:-width, width:-width] = True
+    return np.median(pixels[~inner], axis=0)
 
 
-def _coverage(pixels_HWC: np.ndarray, background_C: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _coverage(pixels: np.ndarray, background: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Explain each pixel as a mixture of the background and one named colour.
 
     Returns:
-        The share of each colour in the mixture, float (colours, H, W), 0 to 1; and the index of the colour that explains
-        the pixel best, int (H, W).
+        The share of each colour in the mixture, float (colours, H, W), 0 to 1; and the index of the colour that
+        explains the pixel best, int (H, W).
     """
-    towards_KC = np.array(list(COLOURS.values()), dtype=np.float64) - background_C
-    offset_HWC = pixels_HWC - background_C
-    coverage_KHW = np.einsum("kc,hwc->khw", towards_KC, offset_HWC) / np.square(towards_KC).sum(1)[:, None, None]
-    coverage_KHW = coverage_KHW.clip(0.0, 1.0)
-    residual_KHW = np.square(offset_HWC - coverage_KHW[..., None] * towards_KC[:, None, None]).sum(-1)
-    return coverage_KHW, residual_KHW.argmin(0)
+    towards = np.array(list(COLOURS.values()), dtype=np.float64) - background
+    offset = pixels - background
+    coverage = np.einsum("kc,hwc->khw", towards, offset) / np.square(towards).sum(1)[:, None, None]
+    coverage = coverage.clip(0.0, 1.0)
+    residual = np.square(offset - coverage[..., None] * towards[:, None, None]).sum(-1)
+    return coverage, residual.argmin(0)
 
 
-def _components(mask_HW: np.ndarray) -> np.ndarray:
-    """Label the 4-connected components of a mask: each pixel gets the highest flat index of its component, -1 outside."""
-    labels_HW = np.where(mask_HW, np.arange(mask_HW.size).reshape(mask_HW.shape), -1)
+def _components(mask: np.ndarray) -> np.ndarray:
+    """Label 4-connected components: each pixel gets the highest flat index of its component, -1 outside the mask."""
+    labels = np.where(mask, np.arange(mask.size).reshape(mask.shape), -1)
     while True:
-        spread_HW = labels_HW.copy()
-        np.maximum(spread_HW[1:], labels_HW[:-1], out=spread_HW[1:])
-        np.maximum(spread_HW[:-1], labels_HW[1:], out=spread_HW[:-1])
-        np.maximum(spread_HW[:, 1:], labels_HW[:, :-1], out=spread_HW[:, 1:])
-        np.maximum(spread_HW[:, :-1], labels_HW[:, 1:], out=spread_HW[:, :-1])
-        spread_HW[~mask_HW] = -1
-        if np.array_equal(spread_HW, labels_HW):
-            return labels_HW
-        labels_HW = spread_HW
+        spread = labels.copy()
+        np.maximum(spread[1:], labels[:-1], out=spread[1:])
+        np.maximum(spread[:-1], labels[1:], out=spread[:-1])
+        np.maximum(spread[:, 1:], labels[:, :-1], out=spread[:, 1:])
+        np.maximum(spread[:, :-1], labels[:, 1:], out=spread[:, :-1])
+        spread[~mask] = -1
+        if np.array_equal(spread, labels):
+            return labels
+        labels = spread
 
 
-def _grown(mask_HW: np.ndarray, pixels: int) -> np.ndarray:
+def _grown(mask: np.ndarray, pixels: int) -> np.ndarray:
     """Return the mask with that many pixels added all around, diagonals included."""
-    padded_HW = np.pad(mask_HW, pixels)
-    views = np.lib.stride_tricks.sliding_window_view(padded_HW, (2 * pixels + 1, 2 * pixels + 1))
+    padded = np.pad(mask, pixels)
+    views = np.lib.stride_tricks.sliding_window_view(padded, (2 * pixels + 1, 2 * pixels + 1))
     return views.any((-2, -1))
 
 
-def _found(mask_HW: np.ndarray, coverage_KHW: np.ndarray, pixels_HWC: np.ndarray,
-           background_C: np.ndarray) -> Found | None:  # fmt: skip
+def _found(mask: np.ndarray, coverage: np.ndarray, pixels: np.ndarray,
+           background: np.ndarray) -> Found | None:  # fmt: skip
     """Name the colour and the shape of one component, or return None if it does not stand out from the background."""
-    offset_PC = pixels_HWC[mask_HW] - background_C
-    contrast_P = np.linalg.norm(offset_PC, axis=1)
+    offset = pixels[mask] - background
+    contrast = np.linalg.norm(offset, axis=1)
     # The half that stands out most is free of the soft edge.
-    core_C = pixels_HWC[mask_HW][contrast_P >= np.median(contrast_P)].mean(0)
-    if np.linalg.norm(core_C - background_C) < MIN_CONTRAST:
+    core = pixels[mask][contrast >= np.median(contrast)].mean(0)
+    if np.linalg.norm(core - background) < MIN_CONTRAST:
         return None
     names = list(COLOURS)
-    colour = names[int(np.linalg.norm(np.array(list(COLOURS.values())) - core_C, axis=1).argmin())]
+    colour = names[int(np.linalg.norm(np.array(list(COLOURS.values())) - core, axis=1).argmin())]
     # Measured against the object's own colour, which need not be the pure named one, the edge is where it looks to be.
-    towards_C = core_C - background_C
-    own_HW = ((pixels_HWC - background_C) @ towards_C / np.square(towards_C).sum()).clip(0.0, 1.0)
-    soft_HW = np.where(_grown(mask_HW, 2), own_HW, 0.0)
-    shape, agreement, x, y = _shape(soft_HW)
-    height, width = mask_HW.shape
-    return Found(
-        colour=colour, shape=shape, x=x / width, y=y / height, area=float(soft_HW.mean()), agreement=agreement
-    )
+    towards = core - background
+    own = ((pixels - background) @ towards / np.square(towards).sum()).clip(0.0, 1.0)
+    soft = np.where(_grown(mask, 2), own, 0.0)
+    shape, agreement, x, y = _shape(soft)
+    height, width = mask.shape
+    return Found(colour=colour, shape=shape, x=x / width, y=y / height, area=float(soft.mean()), agreement=agreement)
 
 
-def _shape(soft_HW: np.ndarray) -> tuple[str | None, float, float, float]:
+def _shape(soft: np.ndarray) -> tuple[str | None, float, float, float]:
     """Return the shape's name or None, its agreement, and the centre in pixels of a soft outline."""
-    standard_SS, (x, y), (spread_x, spread_y) = _standard(soft_HW)
+    standard, (x, y), (spread_x, spread_y) = _standard(soft)
     agreements = {
-        shape: float(np.minimum(standard_SS, outline_SS).sum() / np.maximum(standard_SS, outline_SS).sum())
-        for shape, outline_SS in _outlines().items()
+        shape: float(np.minimum(standard, outline).sum() / np.maximum(standard, outline).sum())
+        for shape, outline in _outlines().items()
     }
     shape = max(agreements, key=agreements.__getitem__)
     aspect = max(spread_x, spread_y) / min(spread_x, spread_y)
@@ -215,28 +213,28 @@ def _shape(soft_HW: np.ndarray) -> tuple[str | None, float, float, float]:
     return (shape if named else None), agreements[shape], x, y
 
 
-def _standard(soft_HW: np.ndarray) -> tuple[np.ndarray, tuple[float, float], tuple[float, float]]:
+def _standard(soft: np.ndarray) -> tuple[np.ndarray, tuple[float, float], tuple[float, float]]:
     """Move and scale a soft outline so that its area has mean 0 and standard deviation 1 on both axes.
 
     Returns:
-        The outline sampled on STANDARD_SIDE x STANDARD_SIDE points; its centre (x, y), and its standard deviations (x, y),
-        in pixels.
+        The outline sampled on STANDARD_SIDE x STANDARD_SIDE points; its centre (x, y), and its standard deviations
+        (x, y), in pixels.
     """
-    height, width = soft_HW.shape
-    down_H, right_W = np.arange(height) + 0.5, np.arange(width) + 0.5
-    weight_H, weight_W = soft_HW.sum(1) / soft_HW.sum(), soft_HW.sum(0) / soft_HW.sum()
-    y, x = float(down_H @ weight_H), float(right_W @ weight_W)
-    spread_y = max(float(np.sqrt(np.square(down_H - y) @ weight_H)), 0.5)
-    spread_x = max(float(np.sqrt(np.square(right_W - x) @ weight_W)), 0.5)
-    steps_S = np.linspace(-STANDARD_SPAN, STANDARD_SPAN, STANDARD_SIDE)
-    rows_SH = _linear_weights(y + spread_y * steps_S, height)
-    columns_SW = _linear_weights(x + spread_x * steps_S, width)
-    return rows_SH @ soft_HW @ columns_SW.T, (x, y), (spread_x, spread_y)
+    height, width = soft.shape
+    down, right = np.arange(height) + 0.5, np.arange(width) + 0.5
+    row_shares, column_shares = soft.sum(1) / soft.sum(), soft.sum(0) / soft.sum()
+    y, x = float(down @ row_shares), float(right @ column_shares)
+    spread_y = max(float(np.sqrt(np.square(down - y) @ row_shares)), 0.5)
+    spread_x = max(float(np.sqrt(np.square(right - x) @ column_shares)), 0.5)
+    steps = np.linspace(-STANDARD_SPAN, STANDARD_SPAN, STANDARD_SIDE)
+    rows = _linear_weights(y + spread_y * steps, height)
+    columns = _linear_weights(x + spread_x * steps, width)
+    return rows @ soft @ columns.T, (x, y), (spread_x, spread_y)
 
 
-def _linear_weights(at_S: np.ndarray, num: int) -> np.ndarray:
+def _linear_weights(at: np.ndarray, num: int) -> np.ndarray:
     """Return weights (S, num) that read `num` pixels at positions by linear interpolation; zero outside."""
-    return np.maximum(0.0, 1.0 - np.abs(at_S[:, None] - (np.arange(num) + 0.5)))
+    return np.maximum(0.0, 1.0 - np.abs(at[:, None] - (np.arange(num) + 0.5)))
 
 
 @functools.cache

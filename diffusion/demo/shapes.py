@@ -1,7 +1,7 @@
 """The demo's data set: pictures of coloured shapes with captions, drawn from a seed in the layouts people really have.
 
-A scene is one object, or two objects with a relation. All coordinates are fractions of the picture's centred square, so that
-a centre crop to a square loses no object. An object without a size word in its caption is of medium size.
+A scene is one object, or two objects with a relation. All coordinates are fractions of the picture's centred square, so
+that a centre crop to a square loses no object. An object without a size word in its caption is of medium size.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ COLOURS = {
 BACKGROUNDS = {"black": (15, 15, 15), "gray": (128, 128, 128), "white": (255, 255, 255), "navy": (20, 30, 80)}
 SHAPES = ("circle", "square", "triangle", "star")
 SIZES = {"small": (0.15, 0.19), "medium": (0.23, 0.28), "large": (0.33, 0.38)}
-"""Radius of the circle of each size, lowest and highest; the other shapes of that size cover about the same area."""
+"""Radius of the circle of each size, lowest and highest; the other shapes of that size are about as wide and high."""
 RELATIONS = ("left of", "right of", "above", "below")
 POSITIONS = {
     "in the top left": (0, 0),
@@ -63,7 +63,7 @@ class Thing:
         size: A key of SIZES.
         x: Horizontal centre, 0 (left) to 1 (right) of the centred square.
         y: Vertical centre, 0 (top) to 1 (bottom) of the centred square.
-        radius: Radius of the circle of about the same area, as a fraction of the square's side.
+        radius: Radius of the circle that is about as wide and high, as a fraction of the square's side.
     """
 
     colour: str
@@ -165,8 +165,8 @@ def prompts(*, background: str = "gray") -> tuple[list[Scene], list[Scene]]:
         background: The background of all of them.
 
     Returns:
-        One scene for each pair of colour and shape, and two scenes for each relation and each shape of the first object.
-        Only what the captions say counts: centres and radii are typical values.
+        One scene for each pair of colour and shape, and two for each relation and each shape of the first object. Only
+        what the captions say counts: centres and radii are typical values.
     """
     low, high = SIZES["medium"]
     single = [

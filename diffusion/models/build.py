@@ -78,9 +78,7 @@ def _family(
     local_files_only: bool,
     seed: int,
 ) -> LatentDiffusion:
-    config = ModelConfig(
-        architecture=architecture, pretrained=pretrained, vae=vae, local_files_only=local_files_only
-    )
+    config = ModelConfig(architecture=architecture, pretrained=pretrained, vae=vae, local_files_only=local_files_only)
     objective = ObjectiveConfig(prediction_type=PredictionType(prediction_type), zero_terminal_snr=zero_terminal_snr)
     model = build_model(config, objective, resolution=resolution, seed=seed)
     if unet:

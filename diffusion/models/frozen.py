@@ -51,7 +51,9 @@ def build_vae(spec: ArchitectureSpec, changes: dict[str, Any] | None = None) -> 
     return AutoencoderKL(**{**spec.vae, **(changes or {})})
 
 
-def load_pretrained(kind: type[Built], place: str, subfolder: str | None, local_files_only: bool, **options: Any) -> Built:
+def load_pretrained(
+    kind: type[Built], place: str, subfolder: str | None, local_files_only: bool, **options: Any
+) -> Built:
     """Load one part from a folder in the diffusers layout, or from the hub.
 
     Only safetensors are read: other formats can run code.

@@ -126,7 +126,9 @@ class LatentDiffusion(ComposerModel):
             mean, logvar = posterior.mean.float(), posterior.logvar
         if self.objective.posterior == Posterior.sample:
             if logvar is None:
-                raise ValueError("the data holds no log-variance: encode without --mean-only, or objective.posterior=mean")
+                raise ValueError(
+                    "the data holds no log-variance: encode without --mean-only, or objective.posterior=mean"
+                )
             noise = normal(
                 self.seed, purposes.posterior, batch[BatchKey.STEP], batch[BatchKey.SAMPLE], tuple(mean.shape[1:])
             )

@@ -90,7 +90,11 @@ def tokenize(tokenizer: Any, captions: Sequence[str]) -> NDArray[np.int32]:
         int32 [K, L] for K captions.
     """
     encoded = tokenizer(
-        list(captions), padding="max_length", truncation=True, max_length=tokenizer.model_max_length, return_tensors="np"
+        list(captions),
+        padding="max_length",
+        truncation=True,
+        max_length=tokenizer.model_max_length,
+        return_tensors="np",
     )
     return encoded["input_ids"].astype(np.int32)
 
@@ -107,7 +111,10 @@ def train_merges(captions: Iterable[str], num_merges: int) -> list[str]:
         [pre_tokenizers.BertPreTokenizer(), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     trainer = trainers.BpeTrainer(
-        vocab_size=num_merges + len(alphabet), initial_alphabet=symbols, end_of_word_suffix=END_OF_WORD, show_progress=False
+        vocab_size=num_merges + len(alphabet),
+        initial_alphabet=symbols,
+        end_of_word_suffix=END_OF_WORD,
+        show_progress=False,
     )
     model.train_from_iterator(captions, trainer)
     merges = json.loads(model.to_str())["model"]["merges"]

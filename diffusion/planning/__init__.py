@@ -1,0 +1,1 @@
+"""What a run will take: images, epochs, days, cost, memory, storage."""

@@ -1,0 +1,39 @@
+"""What ties random numbers and data to the step: the address of each sample, and the position in the data."""
+
+from typing import Any
+
+import torch
+from composer import Callback, Logger, State
+
+from diffusion.datasets.batch import BatchKey
+
+
+class StepAddress(Callback):
+    """Write the optimizer step into the batch, before it is split into microbatches."""
+
+    def after_dataloader(self, state: State, logger: Logger) -> None:
+        """Add `BatchKey.STEP`: the number of steps done before this one."""
+        batch = state.batch
+        batch[BatchKey.STEP] = torch.full_like(batch[BatchKey.SAMPLE], state.timestamp.batch.value)
+
+
+class DataPosition(Callback):
+    """Start in the epoch and at the sample that the Trainer's timestamp says.
+
+    At the end of an epoch Composer saves `sample_in_epoch=0` of the epoch that has ended, which Streaming would replay.
+    """
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Set the position again, from the timestamp that was loaded."""
+        if state.timestamp.batch.value == 0:
+            return
+        loader: Any = state.train_dataloader
+        dataset = getattr(loader, "dataset", None)
+        if dataset is None or not hasattr(dataset, "load_state_dict"):
+            return
+        position = dataset.state_dict(num_samples=0, from_beginning=False)
+        position.update(
+            epoch=state.timestamp.epoch.value,
+            sample_in_epoch=state.timestamp.sample_in_epoch.value,
+        )
+        dataset.load_state_dict(position)

@@ -1,0 +1,140 @@
+"""Numbers in a file that any tool reads, and the loss curve drawn from it."""
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from composer import Callback, Logger, State
+from composer.loggers import LoggerDestination
+from composer.utils import dist
+
+TRAIN_LOSS = "loss/train/total"
+
+
+class MetricsFile(LoggerDestination):
+    """Write metrics as JSON lines `{"step": 10, "loss/train/total": 0.3}`, on rank 0.
+
+    Args:
+        path: the file; a resumed run continues it, without the rows of steps that are run again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._step = 0
+        self._row: dict[str, float] = {}
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Drop what an interrupted run wrote after the checkpoint that is continued."""
+        if dist.get_global_rank() != 0:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [row for row in read_metrics(self.path) if row["step"] <= state.timestamp.batch.value]
+        partial = self.path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        os.replace(partial, self.path)
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Collect the numbers of a step; they are written when the next step begins."""
+        if dist.get_global_rank() != 0 or step is None:
+            return
+        if step != self._step:
+            self.flush()
+            self._step = step
+        for name, value in metrics.items():
+            number = float(value.item() if hasattr(value, "item") else value)
+            self._row[name] = number if math.isfinite(number) else number
+
+    def flush(self) -> None:
+        """Append the row that was collected."""
+        if self._row:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": self._step, **self._row}) + "\n")
+            self._row = {}
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Write the last row."""
+        self.flush()
+
+    def close(self, state: State, logger: Logger) -> None:
+        """Write the last row also when the run ends early."""
+        self.flush()
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """Rows of a metrics file, in order; a last line that was cut off is left out."""
+    return list(_rows(path)) if path.is_file() else []
+
+
+def _rows(path: Path) -> Iterator[dict[str, float]]:
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            return
+
+
+def series(rows: list[dict[str, float]], name: str) -> tuple[list[float], list[float]]:
+    """Steps and values of one metric."""
+    pairs = [(row["step"], row[name]) for row in rows if name in row]
+    return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def running_mean(values: list[float], window: int) -> list[float]:
+    """Mean of up to `window` values that end at each one."""
+    result, total = [], 0.0
+    for i, value in enumerate(values):
+        total += value - (values[i - window] if i >= window else 0.0)
+        result.append(total / min(i + 1, window))
+    return result
+
+
+def draw_loss_curve(rows: list[dict[str, float]], path: Path, title: str) -> None:
+    """Draw training loss (each step and a running mean) and validation metrics as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    steps, losses = series(rows, TRAIN_LOSS)
+    window = max(1, len(losses) // 50)
+    axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="training")
+    axes.plot(steps, running_mean(losses, window), color="tab:blue", label=f"training, mean of {window}")
+    for name in sorted({key for row in rows for key in row if key.startswith("metrics/") and key.endswith("/loss")}):
+        axes.plot(*series(rows, name), "o-", color="tab:orange", label=name.removeprefix("metrics/").removesuffix("/loss"))
+    if losses:
+        ordered = sorted(losses)
+        axes.set_ylim(0.9 * ordered[0], 1.1 * ordered[int(0.99 * (len(ordered) - 1))])
+    axes.set(xlabel="optimizer step", ylabel="loss", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=110)
+
+
+class LossCurve(Callback):
+    """Draw the loss curve of the run into its folder, after each evaluation and at the end.
+
+    Args:
+        metrics: the run's metrics file.
+        path: the PNG.
+        title: the run's name.
+    """
+
+    def __init__(self, metrics: MetricsFile, path: Path, title: str) -> None:
+        self.metrics, self.path, self.title = metrics, path, title
+
+    def _draw(self) -> None:
+        if dist.get_global_rank() == 0:
+            self.metrics.flush()
+            draw_loss_curve(read_metrics(self.metrics.path), self.path, self.title)
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        """Draw."""
+        self._draw()
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Draw."""
+        self._draw()

@@ -1,0 +1,76 @@
+"""Grids of images for fixed prompts and seeds, while training."""
+
+import contextlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from composer import Callback, Logger, State, Time
+from composer.utils import dist
+
+from diffusion.algorithms.averaging import reshard
+from diffusion.algorithms.ema import LateStartEMA
+from diffusion.config.training import SamplesConfig
+from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.sampling import image_grid, to_pil
+
+
+class SampleGrids(Callback):
+    """Generate one image per prompt at intervals and at the end, as PNG in the run folder and to the loggers.
+
+    The prompts are divided over the ranks. With an average of the weights, the average is sampled.
+
+    Args:
+        model: the model that is trained.
+        config: prompts, interval and sampler.
+        folder: where the grids go, as `step-000100.png`.
+        ema: the average, if there is one.
+    """
+
+    def __init__(self, model: LatentDiffusion, config: SamplesConfig, folder: Path, ema: LateStartEMA | None) -> None:
+        self.model, self.config, self.folder, self.ema = model, config, folder, ema
+        self.interval = Time.from_timestring(config.interval)
+        self._last_step = -1
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Sample at the interval."""
+        if state.timestamp.get(self.interval.unit).value % self.interval.value == 0:
+            self._sample(state, logger)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Sample at the end, unless that was just done."""
+        self._sample(state, logger)
+
+    def _sample(self, state: State, logger: Logger) -> None:
+        step = state.timestamp.batch.value
+        if not self.config.prompts or step in (0, self._last_step):
+            return
+        self._last_step = step
+        with self.ema.swapped_in(state) if self.ema is not None else contextlib.nullcontext():
+            images = self._generate()
+            reshard(state.model)
+        if dist.get_global_rank() != 0:
+            return
+        pictures = to_pil(images)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        image_grid(pictures, min(len(pictures), 8)).save(self.folder / f"step-{step:06d}.png")
+        logger.log_images([np.asarray(picture) for picture in pictures], name="samples", channels_last=True, step=step)
+
+    def _generate(self) -> torch.Tensor:
+        """Images of all prompts, [P, 3, height, width] on the CPU; each rank makes its share, of equal size."""
+        prompts, world_size, rank = self.config.prompts, dist.get_world_size(), dist.get_global_rank()
+        share = -(-len(prompts) // world_size)
+        mine = [min(rank * share + i, len(prompts) - 1) for i in range(share)]
+        images = self.model.generate(
+            [prompts[i] for i in mine],
+            seed=[self.config.seed + i for i in mine],
+            guidance_scale=self.config.guidance_scale,
+            num_inference_steps=self.config.num_inference_steps,
+            output="tensor",
+            progress=False,
+        )
+        assert isinstance(images, torch.Tensor)
+        if world_size > 1:
+            device = next(self.model.unet.parameters()).device
+            images = torch.cat([part.cpu() for part in dist.all_gather(images.contiguous().to(device))])
+        return images[: len(prompts)]

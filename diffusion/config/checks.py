@@ -1,0 +1,392 @@
+"""Combinations of values that cannot work, found within a second and before any GPU work.
+
+Pure functions of the configuration and of numbers about the machine. Each yields sentences that say what is wrong,
+under which key, and what to do. A location that is still missing (`???`, in a dry run) is not checked.
+"""
+
+import hashlib
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from omegaconf import MISSING
+
+from diffusion.config.data import Crop, Representation, StreamConfig
+from diffusion.config.loading import missing_keys
+from diffusion.config.model import PredictionType
+from diffusion.config.quantities import parse_size, parse_time
+from diffusion.config.schema import Config, Task
+from diffusion.config.training import Device, Parallelism, Precision
+from diffusion.errors import ConfigurationError, MachineError
+
+NUM_SEEDS = 2**32
+SHUFFLE_ALGORITHMS = ("naive", "py1br", "py1e", "py1s", "py2s")
+XXHASHES = ("xxh32", "xxh64", "xxh3_64", "xxh128", "xxh3_128")
+
+_LOCATIONS = re.compile(
+    r"(data|validation)\.(remote|local|streams(\.\d+\.(name|remote|local))?)"
+    r"|init_from\.checkpoint|model\.(pretrained|vae)"
+)
+
+
+def is_location(key: str) -> bool:
+    """Whether a key says where something lies, so that a dry run can do without it."""
+    return _LOCATIONS.fullmatch(key) is not None
+
+
+def missing_locations(config: Config) -> dict[str, str]:
+    """Keys of locations that are still `???`, and their meanings."""
+    return {key: doc for key, doc in missing_keys(config).items() if is_location(key)}
+
+
+def check(config: Config, *, world_size: int, vae_factor: int | None = None) -> None:
+    """Check a configuration for a number of ranks; knows nothing of the machine.
+
+    Args:
+        config: the configuration.
+        world_size: ranks that it is to run on.
+        vae_factor: side of a picture over side of its latent; None where it is not known yet.
+
+    Raises:
+        ConfigurationError: with everything that is wrong.
+    """
+    _raise(
+        ConfigurationError,
+        [problem for part in _PARTS for problem in part(config)]
+        + [
+            *_batch(config, world_size),
+            *_resolution(config, vae_factor),
+        ],
+    )
+
+
+def check_machine(config: Config, *, num_gpus: int, bf16_supported: bool, local_world_size: int = 1) -> None:
+    """Check whether this machine can do what the configuration asks for.
+
+    Args:
+        config: the configuration.
+        num_gpus: GPUs of this node.
+        bf16_supported: whether they compute in bfloat16.
+        local_world_size: ranks on this node.
+
+    Raises:
+        MachineError: with everything that is lacking.
+    """
+    _raise(MachineError, list(_machine(config, num_gpus, bf16_supported, local_world_size)))
+
+
+def resolve_device(device: Device, num_gpus: int) -> Device:
+    """What `auto` means on a machine with so many GPUs."""
+    if device is not Device.auto:
+        return device
+    return Device.gpu if num_gpus else Device.cpu
+
+
+def num_batches(config: Config) -> int:
+    """Length of the run in optimizer steps.
+
+    Raises:
+        ConfigurationError: `trainer.max_duration` is not a positive number of batches.
+    """
+    time = parse_time(config.trainer.max_duration, "trainer.max_duration")
+    if time.unit != "ba" or time.value <= 0:
+        raise ConfigurationError(
+            f"trainer.max_duration is '{config.trainer.max_duration}', but the length of a run is given in batches "
+            "(550000ba): epochs depend on the number of samples, and batches do not."
+        )
+    return int(time.value)
+
+
+def _raise(kind: type[ConfigurationError | MachineError], problems: list[str]) -> None:
+    if len(problems) == 1:
+        raise kind(problems[0])
+    if problems:
+        raise kind(f"{len(problems)} mistakes:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+def _attempt(parse: Callable[[], Any], problems: list[str]) -> Any:
+    """The result of a parser, or None and its complaint among the problems."""
+    try:
+        return parse()
+    except ConfigurationError as error:
+        problems.append(str(error))
+        return None
+
+
+def _value(config: Config, key: str) -> Any:
+    """Value of a dotted key; None where a group on the way is null."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part) if value is not None else None
+    return None if isinstance(value, str) and value == MISSING else value
+
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "objective.caption_dropout": (0, 1),
+    "data.horizontal_flip": (0, 1),
+    "schedule.final": (0, 1),
+    "optimizer.lr": (0, math.inf),
+    "optimizer.weight_decay": (0, math.inf),
+    "objective.offset_noise": (0, math.inf),
+    "autoencoder.l1_weight": (0, math.inf),
+    "autoencoder.kl_weight": (0, math.inf),
+    "samples.guidance_scale": (0, math.inf),
+    "data.num_workers": (0, math.inf),
+    "data.download_retry": (0, math.inf),
+    "data.loader_timeout": (0, math.inf),
+    "data.resolution": (1, math.inf),
+    "data.global_batch_size": (1, math.inf),
+    "data.shuffle_block_size": (1, math.inf),
+    "data.num_canonical_nodes": (1, math.inf),
+    "data.prefetch_factor": (1, math.inf),
+    "data.predownload": (1, math.inf),
+    "trainer.device_train_microbatch_size": (1, math.inf),
+    "validation.num_samples": (1, math.inf),
+    "validation.device_batch_size": (1, math.inf),
+    "samples.num_inference_steps": (1, math.inf),
+    "plan.num_gpus": (1, math.inf),
+}
+_POSITIVE = (
+    "optimizer.eps",
+    "objective.min_snr_gamma",
+    "data.download_timeout",
+    "trainer.dist_timeout",
+    "plan.images_per_second",
+    "plan.price_per_gpu_hour",
+)
+_SEEDS = ("seed", "samples.seed", "model.frozen_seed")
+_TIMES = {
+    "schedule.warmup": False,
+    "trainer.eval_interval": True,
+    "trainer.save_interval": True,
+    "samples.interval": True,
+    "algorithms.ema.start": False,
+    "algorithms.ema.interval": True,
+}
+"""Times, and whether they are intervals, which cannot be zero."""
+
+
+def _numbers(config: Config) -> Iterator[str]:
+    for key, (low, high) in _RANGES.items():
+        value = _value(config, key)
+        if value is not None and not (low <= value <= high and math.isfinite(value)):
+            limits = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
+            yield f"{key} is {value}, but must be {limits}{' and finite' if not math.isfinite(value) else ''}."
+    for key in _POSITIVE:
+        value = _value(config, key)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            yield f"{key} is {value}, but must be greater than 0 and finite."
+    for key in _SEEDS:
+        value = _value(config, key)
+        if not 0 <= value < NUM_SEEDS:
+            yield f"{key} is {value}, but seeds are integers from 0 to {NUM_SEEDS - 1} (2^32 - 1)."
+    betas = config.optimizer.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        yield f"optimizer.betas is {betas}, but must be two numbers of at least 0 and below 1, such as [0.9, 0.999]."
+    if config.algorithms.ema is not None and not 0 <= config.algorithms.ema.decay < 1:
+        yield f"algorithms.ema.decay is {config.algorithms.ema.decay}, but must be at least 0 and below 1."
+    if config.trainer.keep_checkpoints != -1 and config.trainer.keep_checkpoints < 1:
+        yield f"trainer.keep_checkpoints is {config.trainer.keep_checkpoints}: keep at least 1, or all with -1."
+
+
+def _times(config: Config) -> Iterator[str]:
+    problems: list[str] = []
+    total = _attempt(lambda: num_batches(config), problems)
+    steps: dict[str, float | None] = {}
+    for key, is_interval in _TIMES.items():
+        text = _value(config, key)
+        time = _attempt(lambda text=text, key=key: parse_time(text, key), problems) if text is not None else None
+        if time is None:
+            continue
+        if is_interval and time.value == 0:
+            problems.append(f"{key} is '{text}', but an interval must be longer than nothing.")
+        if key == "algorithms.ema.interval" and time.unit != "ba":
+            problems.append(f"{key} is '{text}', but updates are counted in batches, as in 1ba.")
+        global_batch_size = _value(config, "data.global_batch_size") or 0
+        if total is not None and global_batch_size > 0:
+            steps[key] = time.in_batches(num_batches=total, global_batch_size=global_batch_size)
+    yield from problems
+    warmup, start = steps.get("schedule.warmup"), steps.get("algorithms.ema.start")
+    if total is not None and warmup is not None and warmup > total:
+        yield (
+            f"schedule.warmup is '{config.schedule.warmup}', longer than the run (trainer.max_duration is "
+            f"'{config.trainer.max_duration}'): the learning rate would never be reached. Shorten the warm-up, as in "
+            f"schedule.warmup=0.1dur."
+        )
+    if total is not None and config.algorithms.ema is not None and start is not None and start >= total:
+        yield (
+            f"algorithms.ema.start is '{config.algorithms.ema.start}', at or after the end of the run "
+            f"(trainer.max_duration is '{config.trainer.max_duration}'): there would be no average. Start it earlier, "
+            f"or switch it off with algorithms.ema=null."
+        )
+
+
+def _batch(config: Config, world_size: int) -> Iterator[str]:
+    size, num_canonical = config.data.global_batch_size, config.data.num_canonical_nodes
+    microbatch = config.trainer.device_train_microbatch_size
+    if size < 1 or num_canonical < 1:
+        return
+    legal = _divisors(math.gcd(size, num_canonical))
+    if size % world_size:
+        yield (
+            f"data.global_batch_size is {size}, which cannot be divided among {world_size} ranks: every rank must get "
+            f"the same share. Start {_near(legal, world_size)} ranks, or change it to "
+            f"{_near_multiples(size, world_size)} (which makes it another experiment)."
+        )
+    elif microbatch is not None and microbatch > 0 and (size // world_size) % microbatch:
+        share = size // world_size
+        yield (
+            f"trainer.device_train_microbatch_size is {microbatch}, which does not divide the {share} samples of a "
+            f"rank ({size} over {world_size} ranks). Possible are {_listed(_divisors(share))}."
+        )
+    if num_canonical % world_size:
+        yield (
+            f"data.num_canonical_nodes is {num_canonical}, which is not a multiple of {world_size} ranks: the samples "
+            f"of a step would depend on the number of ranks. Start {_near(legal, world_size)} ranks, or change it to "
+            f"{_near_multiples(num_canonical, world_size)} (which changes the order of the samples)."
+        )
+
+
+def _resolution(config: Config, vae_factor: int | None) -> Iterator[str]:
+    resolution = config.data.resolution
+    if vae_factor is not None and resolution >= 1 and resolution % vae_factor:
+        yield (
+            f"data.resolution is {resolution}, which is not a multiple of {vae_factor}, the factor by which the VAE "
+            f"shrinks a picture. Use {_near_multiples(resolution, vae_factor)}."
+        )
+
+
+def _model(config: Config) -> Iterator[str]:
+    objective = config.objective
+    if objective.zero_terminal_snr and objective.prediction_type is PredictionType.epsilon:
+        yield (
+            "objective.zero_terminal_snr is true with objective.prediction_type epsilon: at the last step the input is "
+            "pure noise, from which the noise says nothing about the picture (Lin et al. 2023). Set "
+            "objective.prediction_type=v_prediction."
+        )
+    if config.trainer.reshard_after_forward and config.trainer.parallelism is Parallelism.ddp:
+        yield (
+            "trainer.reshard_after_forward is true with trainer.parallelism ddp, which shards nothing. Set "
+            "trainer.parallelism=fsdp or trainer.reshard_after_forward=false."
+        )
+
+    if config.task is Task.autoencoder and config.trainer.parallelism is not Parallelism.ddp:
+        yield (
+            f"task is autoencoder with trainer.parallelism {config.trainer.parallelism.value}: the VAE is trained "
+            "whole on each rank. Set trainer.parallelism=ddp."
+        )
+
+
+def _data(config: Config) -> Iterator[str]:
+    data = config.data
+    if data.representation is Representation.latents:
+        remedy = "Set data.representation=images, or encode the pictures as they are to be."
+        if data.crop is Crop.random:
+            yield f"data.crop is random with data.representation latents, whose crop was fixed by encoding. {remedy}"
+        if data.horizontal_flip > 0:
+            yield (
+                f"data.horizontal_flip is {data.horizontal_flip} with data.representation latents: a mirrored latent "
+                f"is not the latent of the mirrored picture. {remedy}"
+            )
+        if config.task is Task.autoencoder:
+            yield (
+                "task is autoencoder with data.representation latents: the VAE is trained on pictures. "
+                "Set data.representation=images."
+            )
+    if data.shuffle_algorithm not in SHUFFLE_ALGORITHMS:
+        legal = ", ".join(SHUFFLE_ALGORITHMS)
+        yield f"data.shuffle_algorithm is '{data.shuffle_algorithm}', but must be one of {legal}."
+    if data.validate_hash is not None and data.validate_hash not in {*hashlib.algorithms_available, *XXHASHES}:
+        yield f"data.validate_hash is '{data.validate_hash}', which is no hash that is known here. Use xxh64, or null."
+    problems: list[str] = []
+    if data.cache_limit is not None:
+        _attempt(lambda: parse_size(data.cache_limit or "", "data.cache_limit"), problems)
+    yield from problems
+    if isinstance(data.streams, list):
+        yield from _streams(data.streams, "data.streams")
+        if data.cache_limit is not None and data.remote is None:
+            for stream in data.streams:
+                if stream.remote is None:
+                    yield (
+                        f"data.cache_limit is '{data.cache_limit}', but stream '{stream.name}' has no remote: "
+                        "evicting its shards would delete the only copy. Set data.cache_limit=null, or give the remote."
+                    )
+    if config.validation is not None and isinstance(config.validation.streams, list):
+        yield from _streams(config.validation.streams, "validation.streams")
+
+
+def _streams(streams: list[StreamConfig], key: str) -> Iterator[str]:
+    if not streams:
+        yield f"{key} is empty: name at least one folder of shards, as in {key}=[{{name: 256-512}}]."
+    names = Counter(stream.name for stream in streams if stream.name != MISSING)
+    for name, count in names.items():
+        if count > 1:
+            yield f"{key} holds '{name}' {count} times: name each stream once, and use `repeat` to see it more often."
+    without = [stream.name for stream in streams if stream.proportion is None]
+    if 0 < len(without) < len(streams):
+        yield (
+            f"{key} gives a proportion for some streams but not for {', '.join(without)}: give one for all streams, or "
+            "for none (natural proportions)."
+        )
+    for stream in streams:
+        if stream.proportion is not None and stream.repeat is not None:
+            yield (
+                f"{key}: stream '{stream.name}' has a proportion and a repeat, which both say how often it is seen. "
+                "Keep one of them."
+            )
+        for field in ("proportion", "repeat"):
+            value = getattr(stream, field)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                yield f"{key}: the {field} of stream '{stream.name}' is {value}, but must be greater than 0."
+
+
+def _machine(config: Config, num_gpus: int, bf16_supported: bool, local_world_size: int) -> Iterator[str]:
+    trainer = config.trainer
+    device = resolve_device(trainer.device, num_gpus)
+    if device is Device.gpu and num_gpus == 0:
+        yield (
+            "trainer.device is gpu, but no GPU is visible here (torch.cuda.device_count() is 0). Check the driver and "
+            "CUDA_VISIBLE_DEVICES, or set trainer.device=cpu trainer.precision=fp32."
+        )
+        return
+    if device is Device.cpu and trainer.precision is not Precision.fp32:
+        why = "and no GPU is visible here" if trainer.device is Device.auto else "which needs a GPU"
+        yield (
+            f"trainer.precision is {trainer.precision.value} with trainer.device {trainer.device.value}, {why}: a CPU "
+            "trains in fp32. Set trainer.precision=fp32."
+        )
+    if device is Device.gpu and trainer.precision is Precision.amp_bf16 and not bf16_supported:
+        yield (
+            "trainer.precision is amp_bf16, which the GPUs here cannot compute (it takes compute capability 8.0). "
+            "Set trainer.precision=amp_fp16."
+        )
+    if device is Device.gpu and local_world_size > num_gpus:
+        yield (
+            f"{local_world_size} ranks were started on this machine, which shows {num_gpus} "
+            f"GPU{'s' if num_gpus > 1 else ''}. Start {num_gpus}, or check CUDA_VISIBLE_DEVICES."
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
+
+
+def _near(legal: list[int], number: int) -> str:
+    """The legal number below and the one above."""
+    below, above = [n for n in legal if n < number][-1:], [n for n in legal if n > number][:1]
+    return " or ".join(str(n) for n in [*below, *above])
+
+
+def _near_multiples(number: int, factor: int) -> str:
+    below = number // factor * factor
+    return " or ".join(str(n) for n in (below, below + factor) if n > 0)
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(str(number) for number in numbers)
+
+
+_PARTS = (_numbers, _times, _model, _data)

@@ -1,0 +1,190 @@
+"""Bytes of an image file to an RGB picture: the one way in which preparation, encoding and training decode.
+
+The picture is what a viewer shows on a white page: upright by its EXIF orientation, transparency composited on white,
+16-bit samples scaled to 8 bits, the first frame of an animation. Colour profiles are not applied. Pillow's limit
+against decompression bombs stays on: what it warns about or refuses is refused here.
+"""
+
+import functools
+import io
+import logging
+import struct
+import warnings
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "JPEG2000", "AVIF", "PPM")
+"""Formats that are opened. Those that run other programs or have no signature (EPS, WMF, TGA ...) are left out."""
+
+EXTENSIONS = frozenset(
+    f".{name}"
+    for name in (
+        *("jpg", "jpeg", "jpe", "jfif", "mpo", "png", "apng", "webp", "gif", "bmp", "dib", "tif", "tiff"),
+        *("jp2", "j2k", "jpx", "avif", "ppm", "pgm", "pbm", "pnm"),
+    )
+)
+"""File name extensions, lower case, that are taken for a picture; the content decides how it is decoded."""
+
+MAX_BYTES = 512 * 2**20
+"""Largest image file, in bytes."""
+
+_ORIENTATION = 0x0112
+_TRANSPOSE = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_DECODER_ERRORS = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+    struct.error,
+    zlib.error,
+)
+"""What Pillow's decoders raise on damaged or hostile files."""
+
+
+class UndecodableImageError(ValueError):
+    """An image that cannot be decoded to RGB.
+
+    Attributes:
+        reason: `undecodable` or `too_large`.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What decoding an image showed.
+
+    Attributes:
+        width: Pixels, upright; 0 if it was refused.
+        height: Pixels, upright; 0 if it was refused.
+        reason: Why it was refused; empty if it was not.
+        detail: The decoder's message; empty if it was not refused.
+    """
+
+    width: int = 0
+    height: int = 0
+    reason: str = ""
+    detail: str = ""
+
+
+def decode_rgb(data: bytes) -> Image.Image:
+    """Decode the bytes of an image file.
+
+    Args:
+        data: The whole file.
+
+    Returns:
+        A fully loaded picture of mode RGB, 8 bits per channel.
+
+    Raises:
+        UndecodableImageError: The data is empty, truncated, damaged, of an unknown format or mode, or too large.
+    """
+    if not data:
+        raise UndecodableImageError("undecodable", "the file is empty")
+    if len(data) > MAX_BYTES:
+        raise UndecodableImageError("too_large", f"{len(data)} bytes are more than {MAX_BYTES}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        try:
+            with Image.open(io.BytesIO(data), formats=_formats()) as image:
+                image.load()
+                orientation = _orientation(image)
+                rgb = _to_rgb(image)
+        except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+            raise UndecodableImageError("too_large", str(error)) from error
+        except _DECODER_ERRORS as error:
+            message = str(error).split("<_io.BytesIO", maxsplit=1)[0].strip()
+            raise UndecodableImageError("undecodable", message or type(error).__name__) from error
+    return rgb.transpose(_TRANSPOSE[orientation]) if orientation in _TRANSPOSE else rgb
+
+
+def examine(images: list[bytes]) -> list[Verdict]:
+    """Decode images fully and return only what was found, so that it can be sent between processes."""
+    _silence_decoders()
+    verdicts = []
+    for data in images:
+        try:
+            image = decode_rgb(data)
+        except UndecodableImageError as error:
+            verdicts.append(Verdict(reason=error.reason, detail=str(error)))
+        else:
+            verdicts.append(Verdict(width=image.width, height=image.height))
+    return verdicts
+
+
+@functools.cache
+def _silence_decoders() -> None:
+    """Keep Pillow's messages about damaged files off the stderr of a process that configures no logging."""
+    logging.getLogger("PIL").addHandler(logging.NullHandler())
+
+
+@functools.cache
+def _formats() -> tuple[str, ...]:
+    """Return the formats that this build of Pillow knows."""
+    Image.init()
+    return tuple(name for name in FORMATS if name in Image.OPEN)
+
+
+def _orientation(image: Image.Image) -> int:
+    """Return the EXIF orientation of a loaded image; 1 (upright) where there is none or it is damaged."""
+    try:
+        orientation = image.getexif().get(_ORIENTATION, 1)
+    except _DECODER_ERRORS:
+        return 1
+    return orientation if isinstance(orientation, int) else 1
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """Convert a loaded image of any mode to RGB, transparency on white."""
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        return _sixteen_bits_to_rgb(image)
+    if image.mode == "F":
+        raise ValueError("floating-point samples have no defined range")
+    if image.has_transparency_data:
+        _scale_transparent_colour(image)
+        rgba = image.convert("RGBA")
+        page = Image.new("RGB", image.size, "white")
+        page.paste(rgba, mask=rgba.getchannel("A"))
+        return page
+    rgb = image.convert("RGB")
+    rgb.info.clear()  # the orientation in it is applied by the caller and must not be applied again
+    return rgb
+
+
+def _sixteen_bits_to_rgb(image: Image.Image) -> Image.Image:
+    """Scale grey samples of 0 to 65535 to 0 to 255, a transparent value to white."""
+    samples = np.asarray(image).astype(np.int64)
+    if samples.min() < 0 or samples.max() > 65535:
+        raise ValueError("32-bit samples have no defined range")
+    grey = ((samples * 255 + 32767) // 65535).astype(np.uint8)
+    transparent = image.info.get("transparency")
+    if isinstance(transparent, int):
+        grey[samples == transparent] = 255
+    return Image.fromarray(grey).convert("RGB")
+
+
+def _scale_transparent_colour(image: Image.Image) -> None:
+    """Bring the transparent colour of a PNG with 16 bits per channel to the 8 bits that Pillow decodes it to."""
+    colour = image.info.get("transparency")
+    if image.mode == "RGB" and isinstance(colour, tuple) and max(colour) > 255:
+        image.info["transparency"] = tuple(value >> 8 for value in colour)

@@ -1,0 +1,137 @@
+"""Where streams lie, and what is checked about them before anything is opened."""
+
+import logging
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from streaming.base.storage import CloudDownloader
+
+from diffusion.config.data import StreamConfig
+from diffusion.datasets.manifest import MANIFEST, read_json
+from diffusion.datasets.mds import INDEX, PARTIAL
+from diffusion.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+MANIFEST_TIMEOUT = 60.0
+"""Seconds for downloading a manifest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamLocation:
+    """One stream with its paths joined."""
+
+    name: str
+    remote: str | None
+    local: str
+    proportion: float | None = None
+    repeat: float | None = None
+
+    @property
+    def source(self) -> str:
+        """Folder or URL that holds the original."""
+        return self.remote or self.local
+
+
+def is_url(path: str) -> bool:
+    """Whether a remote is reached by something else than the file system."""
+    return "://" in path or path.startswith("dbfs:")
+
+
+def join(root: str, *names: str) -> str:
+    """Join a path or a URL and names."""
+    return "/".join([root.rstrip("/") or "/", *names]) if is_url(root) else str(Path(root, *names))
+
+
+def locate_streams(remote: str | None, local: str, streams: Sequence[StreamConfig]) -> list[StreamLocation]:
+    """Join the roots of a data set with its streams.
+
+    Args:
+        remote: root of the data set; None where `local` holds it.
+        local: root on this machine.
+        streams: the streams of the configuration, which `diffusion.config.checks` has checked.
+    """
+    return [_locate(remote, local, stream) for stream in streams]
+
+
+def _locate(root_remote: str | None, root_local: str, stream: StreamConfig) -> StreamLocation:
+    local = stream.local or str(Path(root_local, stream.name))
+    remote = stream.remote or (join(root_remote, stream.name) if root_remote else None)
+    if remote is not None and not is_url(remote) and Path(remote).resolve() == Path(local).resolve():
+        remote = None  # An original is never treated as a cached copy.
+    return StreamLocation(
+        name=stream.name, remote=remote, local=local, proportion=stream.proportion, repeat=stream.repeat
+    )
+
+
+def check_location(location: StreamLocation) -> None:
+    """Refuse a stream that is not there or not whole. A URL is left to Streaming, which downloads its index.
+
+    Raises:
+        DataError: what is missing, where, and the command that makes it.
+    """
+    folder = Path(location.source)
+    if folder.name.endswith(PARTIAL) or location.name.endswith(PARTIAL):
+        raise DataError(f"{folder} is half-written: run the command that writes it (prepare or encode) again")
+    if is_url(location.source):
+        return
+    if not folder.is_dir():
+        raise DataError(f"{folder} (stream '{location.name}') does not exist{_what_is_there(folder)}")
+    if not (folder / INDEX).is_file():
+        raise DataError(
+            f"{folder} (stream '{location.name}') has no {INDEX}: it is not an MDS folder or was not copied whole. "
+            "Copy it again, or write it with scripts/prepare.py or scripts/encode.py"
+        )
+    if not any((parent / MANIFEST).is_file() for parent in folder.absolute().parents[:2]):
+        halves = sorted(path.name for path in folder.parent.glob(f"*{PARTIAL}"))
+        if halves:
+            raise DataError(
+                f"{folder.parent} is unfinished ({halves[0]}, and no {MANIFEST}): run the command that writes it "
+                "(prepare or encode) again; it continues where it was stopped"
+            )
+        logger.warning("%s has no %s beside or above it: taken for an MDS folder of another tool", folder, MANIFEST)
+
+
+def _what_is_there(folder: Path) -> str:
+    """The second half of the message about a missing folder: the half-written one, or its neighbours."""
+    partial = folder.with_name(folder.name + PARTIAL)
+    if partial.is_dir():
+        return f", only the half-written {partial.name}: run the command that writes it (prepare or encode) again"
+    neighbours = sorted(path.parent.name for path in folder.parent.glob(f"*/{INDEX}"))
+    if neighbours:
+        return f". Streams there: {', '.join(neighbours)}. Correct the names in `streams`"
+    return ": run scripts/prepare.py (and scripts/encode.py for latents), or correct `local`, `remote` and `streams`"
+
+
+def find_manifest(source: str) -> dict[str, Any] | None:
+    """Read the `manifest.json` beside or above a stream.
+
+    Args:
+        source: folder or URL of the stream, such as `ROOT/train/256-512` or `s3://bucket/ROOT/train/256-512`.
+
+    Returns:
+        Its content; None where there is none.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    if not is_url(source):
+        paths = (parent / MANIFEST for parent in Path(source).absolute().parents[:2])
+        return next((read_json(path) for path in paths if path.is_file()), None)
+    parents = (source.rstrip("/").rsplit("/", up)[0] for up in (1, 2))
+    contents = (_download_json(join(parent, MANIFEST)) for parent in parents)
+    return next((content for content in contents if content is not None), None)
+
+
+def _download_json(url: str) -> dict[str, Any] | None:
+    """Content of a remote JSON file; None where there is none."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, MANIFEST)
+        try:
+            CloudDownloader.direct_download(url, str(path), MANIFEST_TIMEOUT)
+        except FileNotFoundError:
+            return None
+        return read_json(path)

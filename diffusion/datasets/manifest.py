@@ -1,0 +1,201 @@
+"""Manifests: the file that makes a folder a data set, written last and all at once."""
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from diffusion.errors import DataError
+
+MANIFEST = "manifest.json"
+
+
+def write_json_atomically(path: Path, value: Any) -> None:
+    """Write a JSON file that is there with the whole content or not at all, also after a crash of the machine.
+
+    Args:
+        path: The file; an existing one is replaced.
+        value: What `json.dumps` takes; NaN and infinity are not JSON and are refused.
+
+    Raises:
+        OSError: The disk is full, or the place cannot be written to.
+    """
+    text = json.dumps(value, indent=2, allow_nan=False) + "\n"
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        sync(partial)
+        os.replace(partial, path)  # noqa: PTH105
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        DataError: It does not exist, cannot be read, or is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is damaged, it is not JSON: {error}") from error
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceEntry:
+    """One source of a prepared data set and what became of its pictures."""
+
+    name: str
+    """First part of the keys."""
+    kind: str
+    """`folder`, `webdataset` or `parquet`."""
+    path: str
+    """Where it was."""
+    seen: int
+    """Pictures that it held."""
+    kept: int
+    """Pictures that came into the data set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One refused picture."""
+
+    key: str
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefusedEntry:
+    """The pictures that were refused for one reason."""
+
+    count: int
+    """How many."""
+    examples: list[Example]
+    """The first few, in the order of the sources."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketEntry:
+    """One MDS folder, `<split>/<bucket>`."""
+
+    num_samples: int
+    num_shards: int
+    num_bytes: int
+    """Bytes of the shards."""
+    sha256: str
+    """Hash of the folder's index, which holds the hashes of the shards."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareSettings:
+    """What, beside the sources, determines a prepared data set."""
+
+    edges: list[int]
+    """Lowest shorter side of each bucket, in pixels."""
+    validation_fraction: float
+    seed: int
+    shard_bytes: int
+    image_column: str | None = None
+    caption_column: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedManifest:
+    """Manifest of a prepared data set."""
+
+    KIND: ClassVar[str] = "prepared"
+    VERSION: ClassVar[int] = 1
+
+    sources: list[SourceEntry]
+    settings: PrepareSettings
+    columns: dict[str, str]
+    """MDS type of each column."""
+    seen: int
+    """Pictures that the sources held: kept and refused together."""
+    kept: int
+    refused: dict[str, RefusedEntry] = field(default_factory=dict)
+    """By reason, sorted."""
+    splits: dict[str, dict[str, BucketEntry]] = field(default_factory=dict)
+    """`train` and, where some were held out, `validation`: the buckets that hold samples, ascending."""
+
+    def write(self, folder: Path) -> None:
+        """Write `manifest.json` into a folder, atomically.
+
+        Raises:
+            OSError: The disk is full, or the place cannot be written to.
+        """
+        write_json_atomically(folder / MANIFEST, {"kind": self.KIND, "version": self.VERSION, **asdict(self)})
+
+    @classmethod
+    def read(cls, folder: Path) -> "PreparedManifest":
+        """Read `manifest.json` of a prepared data set.
+
+        Raises:
+            DataError: There is none, it is damaged, or it is one of another kind or version.
+        """
+        values = read_manifest(folder, cls.KIND, cls.VERSION)
+        try:
+            return cls(
+                sources=[SourceEntry(**entry) for entry in values["sources"]],
+                settings=PrepareSettings(**values["settings"]),
+                columns=dict(values["columns"]),
+                seen=values["seen"],
+                kept=values["kept"],
+                refused={
+                    reason: RefusedEntry(count=entry["count"], examples=[Example(**one) for one in entry["examples"]])
+                    for reason, entry in values["refused"].items()
+                },
+                splits={
+                    split: {name: BucketEntry(**entry) for name, entry in buckets.items()}
+                    for split, buckets in values["splits"].items()
+                },
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{folder / MANIFEST} is damaged ({error!r}); write the data set anew") from error
+
+
+def read_manifest(folder: Path, kind: str, version: int) -> dict[str, Any]:
+    """Read `manifest.json` and check what it is.
+
+    Args:
+        folder: Root of the data set.
+        kind: `prepared` or `encoded`.
+        version: The version that the caller reads.
+
+    Returns:
+        The content, with `kind` and `version`.
+
+    Raises:
+        DataError: There is none, it is damaged, or it is one of another kind or version.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise DataError(
+            f"{folder} is not a data set: there is no {MANIFEST}, which is written last; run the command that makes it "
+            "(scripts/prepare.py or scripts/encode.py) to its end"
+        )
+    values = read_json(path)
+    if not isinstance(values, dict) or values.get("kind") != kind:
+        found = values.get("kind") if isinstance(values, dict) else None
+        raise DataError(f"{folder} is not {kind} data: kind in {MANIFEST} is {found!r}, not {kind!r}")
+    if values.get("version") != version:
+        raise DataError(
+            f"{path} has version {values.get('version')!r}, this package reads {version}; make the data set anew"
+        )
+    return values

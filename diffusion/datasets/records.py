@@ -1,0 +1,184 @@
+"""What a source yields: records, and refusals of what could not become one."""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, Protocol
+
+from diffusion.errors import MachineError
+
+
+class Reason(str, Enum):
+    """Why a picture was refused; the value is the key in the manifest."""
+
+    MISSING_CAPTION = "missing_caption"
+    EMPTY_CAPTION = "empty_caption"
+    INVALID_UTF8 = "invalid_utf8"
+    MISSING_IMAGE = "missing_image"
+    UNREADABLE = "unreadable"
+    UNDECODABLE = "undecodable"
+    TOO_LARGE = "too_large"
+    TOO_SMALL = "too_small"
+    DUPLICATE_KEY = "duplicate_key"
+    NOT_SUCCESSFUL = "not_successful"
+    INVALID_JSON = "invalid_json"
+    DAMAGED_FILE = "damaged_file"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One picture with its captions.
+
+    Attributes:
+        key: Unique over all sources: the name of the source, a slash, and the place in the source.
+        image: The image file as it came.
+        captions: At least one; each non-empty, stripped, encodable as UTF-8.
+        metadata: Whatever else the source knew; fit for JSON.
+    """
+
+    key: str
+    image: bytes
+    captions: list[str]
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """One picture that a source could not make a record of.
+
+    Attributes:
+        key: As the record's would have been.
+        reason: Why.
+        detail: A few words for the person who looks at the examples.
+    """
+
+    key: str
+    reason: Reason
+    detail: str = ""
+
+
+class Source(Protocol):
+    """A place that records are read from, in the same order each time."""
+
+    @property
+    def name(self) -> str:
+        """First part of the keys."""
+        ...
+
+    @property
+    def kind(self) -> str:
+        """`folder`, `webdataset` or `parquet`."""
+        ...
+
+    @property
+    def path(self) -> str:
+        """Where it is, as the manifest names it."""
+        ...
+
+    @property
+    def num_records(self) -> int | None:
+        """How many records and refusals it will yield; None if that is not known beforehand."""
+        ...
+
+    def read(self) -> Iterator[Record | Refused]:
+        """Yield each picture once, either way."""
+        ...
+
+
+def make_record(key: str, image: bytes, captions: Any, metadata: dict[str, Any]) -> Record | Refused:
+    """Check captions and make a record.
+
+    Args:
+        key: Key of the record.
+        image: The image file.
+        captions: A text, a list of texts, or nothing; undecodable bytes as surrogates (`surrogateescape`). Blank
+            entries of a list are left out.
+        metadata: Anything; what JSON cannot hold becomes text or None.
+
+    Returns:
+        The record, or the refusal if there is no caption, none that is not blank, or one is not valid UTF-8.
+    """
+    texts = [text for text in (captions if isinstance(captions, list) else [captions]) if isinstance(text, str)]
+    if not texts:
+        return Refused(key, Reason.MISSING_CAPTION)
+    if any(has_surrogates(text) for text in texts):
+        return Refused(key, Reason.INVALID_UTF8, ascii(next(text for text in texts if has_surrogates(text))[:80]))
+    stripped = [text.strip() for text in texts]
+    captions = [text for text in stripped if text]
+    if not captions:
+        return Refused(key, Reason.EMPTY_CAPTION)
+    return Record(key, image, captions, {clean_text(str(name)): fit_for_json(metadata[name]) for name in metadata})
+
+
+def read_image(path: Path, key: str) -> bytes | Refused:
+    """Read an image file; a refusal if it is not there or may not be read.
+
+    Raises:
+        MachineError: The disk or the network fails.
+    """
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return Refused(key, Reason.MISSING_IMAGE, "there is no such file")
+    except PermissionError:
+        return Refused(key, Reason.UNREADABLE, "no permission to read the file")
+    except OSError as error:
+        raise MachineError(f"cannot read {path}: {error.strerror}") from error
+
+
+def decode_text(data: bytes) -> str:
+    """Decode UTF-8 with or without a byte-order mark; bytes that are not UTF-8 become surrogates."""
+    return data.decode("utf-8-sig", errors="surrogateescape")
+
+
+def has_surrogates(text: str) -> bool:
+    """Return whether a text cannot be encoded as UTF-8."""
+    return any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def clean_text(text: str) -> str:
+    """Return the text with surrogates written out as escapes."""
+    return text.encode("utf-8", errors="backslashreplace").decode("utf-8") if has_surrogates(text) else text
+
+
+def key_of(name: str) -> str:
+    """Return a file or member name as a key; one that is not UTF-8 is escaped and gets a hash of its bytes."""
+    if not has_surrogates(name):
+        return name
+    # the digest keeps a name that holds the escape literally apart from the name that holds the byte
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
+    return f"{clean_text(name)}~{digest}"
+
+
+def fit_for_json(value: Any) -> Any:
+    """Return the value with what JSON cannot hold replaced: text for unknown types, None for NaN and infinity."""
+    if isinstance(value, str):
+        return clean_text(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, dict):
+        return {clean_text(str(name)): fit_for_json(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [fit_for_json(entry) for entry in value]
+    return clean_text(str(value))
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object.
+
+    Raises:
+        ValueError: It is not JSON, or JSON but not an object.
+    """
+    try:
+        parsed = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("too deeply nested") from error
+    if not isinstance(parsed, dict):
+        raise ValueError("not a JSON object")
+    return parsed

@@ -1,0 +1,157 @@
+"""Streaming's data set, with failures that are errors.
+
+In streaming 0.13 a shard that cannot be downloaded or fails its hash is no error: without loader workers the epoch ends
+silently, with workers it hangs. A damaged file in the cache is never looked at again. Everything here that touches
+private parts of `StreamingDataset` is in this file.
+"""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from streaming import StreamingDataset
+from streaming.base.dataset import _ShardState
+from torch import distributed
+
+from diffusion.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+
+class ShardDataset(StreamingDataset):
+    """A `StreamingDataset` that raises one `DataError` for a missing or damaged shard.
+
+    Args:
+        stream_names: names of the streams, for messages.
+        kwargs: arguments of `StreamingDataset`; `streams` is required.
+    """
+
+    epoch = 0
+    """Epoch that is being iterated over; known in the process that reads (a loader worker)."""
+
+    def __init__(self, *, stream_names: list[str], **kwargs: Any) -> None:
+        self.stream_names = stream_names
+        self._failure: DataError | None = None
+        self._prepared: set[int] = set()
+        try:
+            super().__init__(**kwargs)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise DataError(f"the streams {', '.join(stream_names)} cannot be opened: {error}") from error
+        self._check_sizes()
+        for stream in self.streams:
+            # A connection that loader workers inherited by fork would be shared by all of them.
+            stream._downloader.clean_up()
+
+    def shard_path(self, shard_id: int) -> Path:
+        """Raw file of a shard on this machine."""
+        stream = self.streams[self.stream_per_shard[shard_id]]
+        return Path(stream.local, stream.split, self.shards[shard_id].file_pairs[0][0].basename)
+
+    def _shard_name(self, shard_id: int) -> str:
+        return f"stream '{self.stream_names[self.stream_per_shard[shard_id]]}', shard {self.shard_path(shard_id).name}"
+
+    def _remote(self, shard_id: int) -> str | None:
+        return self.streams[self.stream_per_shard[shard_id]].remote
+
+    def _check_sizes(self) -> None:
+        """Compare the files' sizes with the index: drop a cached copy that differs, refuse an original that does."""
+        is_leader = self._unique_rank_world.is_local_leader
+        for shard_id, shard in enumerate(self.shards):
+            for info in (info for pair in shard.file_pairs for info in pair if info is not None):
+                path = self.shard_path(shard_id).with_name(info.basename)
+                size = path.stat().st_size if path.is_file() else None
+                if size == info.bytes:
+                    continue
+                if self._remote(shard_id) is None:
+                    self._refuse_original(shard_id, path, size, info.bytes)
+                elif size is not None and is_leader:
+                    logger.warning("%s has %d bytes instead of %d: downloading it again", path, size, info.bytes)
+                    self._drop(shard_id, path, info.bytes)
+        if distributed.is_available() and distributed.is_initialized():
+            distributed.barrier()
+
+    def _refuse_original(self, shard_id: int, path: Path, size: int | None, expected: int) -> None:
+        """Raise for a damaged file without a remote, unless it is the other form of a compressed shard."""
+        if size is None and self.shards[shard_id].compression:
+            return
+        state = "is missing" if size is None else f"has {size} bytes instead of {expected}"
+        raise DataError(f"{path} {state}, and there is no remote to fetch it from: copy or write the data set again")
+
+    def _drop(self, shard_id: int, path: Path, size: int) -> None:
+        path.unlink()
+        if self._shard_states[shard_id] == _ShardState.LOCAL:
+            self._shard_states[shard_id] = _ShardState.REMOTE
+            self.cache_usage -= size
+
+    def _resume_incr_epoch(self) -> tuple[int, int]:
+        """Note the epoch; called in each worker at the start of each epoch."""
+        epoch, sample_in_epoch = super()._resume_incr_epoch()
+        self.epoch = epoch
+        return epoch, sample_in_epoch
+
+    def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
+        """Have a shard on this machine; a failure ends the epoch with a `DataError`."""
+        if not blocking and shard_id in self._prepared and self._shard_states[shard_id] == _ShardState.LOCAL:
+            return  # Streaming takes a file lock for each sample here: 216 us. Reading finds a deleted file by itself.
+        try:
+            super().prepare_shard(shard_id, blocking)
+        except Exception as error:
+            failure = self._failed(shard_id, error)
+            if blocking:
+                raise failure from error
+            # In a background thread: raising would leave the other threads waiting. They stop by the event.
+            self._failure = failure
+            self._event.set()
+        else:
+            if not self.cache_limit and self._shard_states[shard_id] == _ShardState.LOCAL:
+                self._prepared.add(shard_id)
+
+    def _failed(self, shard_id: int, error: Exception) -> DataError:
+        """Leave nothing behind that blocks or misleads another process, and describe the failure."""
+        if self._cache_filelock.is_locked:
+            self._cache_filelock.release(force=True)
+        remote, path = self._remote(shard_id), self.shard_path(shard_id)
+        if remote is not None and isinstance(error, ValueError):  # A wrong hash.
+            for info in (info for pair in self.shards[shard_id].file_pairs for info in pair if info is not None):
+                path.with_name(info.basename).unlink(missing_ok=True)
+        if self._shard_states[shard_id] == _ShardState.PREPARING:
+            self._shard_states[shard_id] = _ShardState.REMOTE
+        return DataError(
+            f"{self._shard_name(shard_id)} could not be fetched from {remote or path.parent}: "
+            f"{type(error).__name__}: {error}. Check that it is there and whole and that this machine can reach it, "
+            "then start the same command again"
+        )
+
+    def get_item(self, sample_id: int, retry: int = 7) -> dict[str, Any]:
+        """Read one sample.
+
+        Raises:
+            DataError: its shard cannot be fetched, or its bytes are damaged.
+        """
+        try:
+            return super().get_item(sample_id, retry)
+        except (ValueError, IndexError, KeyError) as error:
+            shard_id, index = self.spanner[sample_id]
+            remedy = (
+                "delete the file, it will be fetched again" if self._remote(shard_id) else "write the data set again"
+            )
+            raise DataError(
+                f"{self.shard_path(shard_id)} is damaged at its sample {index} "
+                f"({type(error).__name__}: {error}): {remedy}"
+            ) from error
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Iterate over this worker's part of the epoch.
+
+        Raises:
+            DataError: a shard could not be fetched.
+        """
+        try:
+            yield from super().__iter__()
+        except RuntimeError as error:
+            if self._failure is None:
+                raise
+            raise self._failure from error
+        if self._failure is not None:
+            raise self._failure

@@ -1,0 +1,258 @@
+"""What the commands share: ranks, and errors that end a job with one message on all ranks.
+
+A `UserError` is printed once per job, without a traceback, and every rank ends with exit code 2:
+
+- Before the process group exists, configuration errors are the same on each rank (they follow from the files and the
+  command line), and rank 0 speaks. Other errors may concern one machine only, and the first rank of each node speaks.
+- Afterwards, steps that may fail on some ranks only run within `agree`: all ranks raise one error that names the
+  failing ranks, and rank 0 speaks. An error outside `agree` is told by the rank that met it, unless rank 0 met it too.
+
+Both launchers (composer, torchrun) terminate all ranks of a node as soon as one has ended, so a rank that is silent
+lets the first rank of its node, which may still have to speak, end first. Torch is imported by what needs it only: a
+mistake in a YAML file ends a command within a second.
+"""
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import IO, Any, NoReturn, TypeVar
+
+from diffusion.errors import ConfigurationError, UserError
+
+USER_ERROR_EXIT_CODE = 2
+PATIENCE_SECONDS = 10.0
+"""How long a silent rank waits for the first rank of its node to end."""
+
+HEARING_SECONDS = 3.0
+"""How long a rank waits to hear that rank 0 met the same error."""
+
+USER_ERROR_KEY = "diffusion/user_error"
+"""Entry of the process group's store that says that a rank ended with a `UserError` that the others do not know."""
+
+T = TypeVar("T")
+
+
+def say_to_stderr(message: str) -> None:
+    """Write a message and a line break to stderr."""
+    sys.stderr.write(message + "\n")
+    sys.stderr.flush()
+
+
+def rank() -> int:
+    """Number of this process in the job, as the launcher set it; 0 without a launcher."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Processes in the job; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_rank() -> int:
+    """Number of this process on its node."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_world_size() -> int:
+    """Processes on this node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def prepare_environment() -> None:
+    """Give Composer, before it is imported, the variables that torchrun calls by another name."""
+    if "GROUP_RANK" in os.environ:
+        os.environ.setdefault("NODE_RANK", os.environ["GROUP_RANK"])
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this node can compute with."""
+
+    num_gpus: int
+    bf16_supported: bool
+
+
+def probe_machine() -> Machine:
+    """Look at the GPUs of this node; imports torch."""
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    return Machine(num_gpus=num_gpus, bf16_supported=num_gpus > 0 and torch.cuda.is_bf16_supported())
+
+
+class CommandParser(argparse.ArgumentParser):
+    """An argument parser whose complaints are `ConfigurationError`s, so that each job prints them once."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing on every rank."""
+        hint = " Values are set without dashes, key.sub=value." if message.startswith("unrecognized") else ""
+        raise ConfigurationError(f"{self.prog}: {message}.{hint} {' '.join(self.format_usage().split())}")
+
+    def _print_message(self, message: str, file: IO[str] | None = None) -> None:
+        if rank() == 0:
+            super()._print_message(message, file)
+
+
+def agree(step: Callable[[], T]) -> T:
+    """Run a step on every rank and fail together.
+
+    To be called by all ranks at the same place. Without a process group the step is just run.
+
+    Args:
+        step: may raise a `UserError` on some ranks or on all.
+
+    Returns:
+        What the step gave on this rank.
+
+    Raises:
+        UserError: the step failed somewhere: on all ranks the same error, of the class that the lowest failing rank
+            raised; its message names the failing ranks unless all said the same.
+        StepFailedElsewhereError: the step raised something else than a `UserError` on other ranks only.
+    """
+    if not _has_process_group():
+        return step()
+    import torch.distributed as dist
+
+    report: tuple[type[UserError] | None, str] | None = (None, "")
+    reports: list[tuple[type[UserError] | None, str] | None] = [None] * dist.get_world_size()
+    result: Any = None
+    try:
+        result = step()
+        report = None
+    except UserError as error:
+        report = (type(error), str(error))
+    finally:
+        dist.all_gather_object(reports, report)
+    failures = {number: (kind, message) for number, entry in enumerate(reports) if entry for kind, message in [entry]}
+    mistakes = {number: (kind, message) for number, (kind, message) in failures.items() if kind is not None}
+    if mistakes:
+        kind = next(iter(mistakes.values()))[0]
+        assert kind is not None
+        error = kind(_joined_message({number: text for number, (_, text) in mistakes.items()}, len(reports)))
+        error.agreed = True  # type: ignore[attr-defined]
+        raise error
+    if failures:
+        raise StepFailedElsewhereError(f"{_ranks(list(failures), len(reports))} failed; the traceback is in its log.")
+    return result
+
+
+class StepFailedElsewhereError(RuntimeError):
+    """A step failed on other ranks for a reason that is not the user's mistake."""
+
+
+def run_command(main: Callable[[], None], *, say: Callable[[str], None] = say_to_stderr) -> int:
+    """Run a command and turn a `UserError` into one message.
+
+    Args:
+        main: the command.
+        say: where the message goes.
+
+    Returns:
+        The exit code of this process: 0, or 2 after a `UserError`. Other exceptions pass.
+    """
+    prepare_environment()
+    try:
+        main()
+    except UserError as error:
+        _tell(error, say)
+        return USER_ERROR_EXIT_CODE
+    except Exception:
+        if _is_known_elsewhere():
+            _catch_termination()
+            return USER_ERROR_EXIT_CODE
+        raise
+    return 0
+
+
+def _tell(error: UserError, say: Callable[[str], None]) -> None:
+    """Print the message if this is the rank to do it."""
+    terminated = _catch_termination()
+    has_group = _has_process_group()
+    if has_group and not getattr(error, "agreed", False):
+        speaks = _is_first_to_tell(str(error), terminated)
+    elif has_group or isinstance(error, ConfigurationError):
+        speaks = rank() == 0
+    else:
+        speaks = local_rank() == 0
+    if speaks:
+        speaker = f"rank {rank()} on {socket.gethostname()}: " if rank() else ""
+        say(f"{type(error).__name__}: {speaker}{error}")
+    elif local_rank():
+        terminated.wait(PATIENCE_SECONDS)
+
+
+def _catch_termination() -> threading.Event:
+    """Keep the launcher's SIGTERM from changing the exit code of a process that is about to end; tell when it came."""
+    terminated = threading.Event()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda number, frame: terminated.set())
+    return terminated
+
+
+def _has_process_group() -> bool:
+    """Whether torch.distributed is in use, without importing it."""
+    dist: Any = sys.modules.get("torch.distributed")
+    return dist is not None and dist.is_available() and dist.is_initialized()
+
+
+def _is_first_to_tell(message: str, terminated: threading.Event) -> bool:
+    """Whether this rank is to tell an error that it met outside `agree`: rank 0 if it met it, else the first to ask.
+
+    Other ranks may be anywhere, so no collective operation is possible; the store of the process group is.
+    """
+    store = _store()
+    key = f"diffusion/told/{message}"
+    try:
+        store.set(USER_ERROR_KEY, "")
+        if rank() == 0:
+            store.set(key, "")
+            return True
+        deadline = time.monotonic() + HEARING_SECONDS
+        while not store.check([key]):
+            if time.monotonic() > deadline or terminated.wait(0.1):
+                return store.add(f"{key}/others", 1) == 1
+    except _store_errors():
+        return True
+    return False
+
+
+def _is_known_elsewhere() -> bool:
+    """Whether another rank ended with a `UserError`, of which this rank only notices that a collective failed."""
+    try:
+        return _has_process_group() and _store().check([USER_ERROR_KEY])
+    except _store_errors():
+        return False
+
+
+def _store() -> Any:
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
+def _store_errors() -> tuple[type[Exception], ...]:
+    import torch.distributed as dist
+
+    return (dist.DistStoreError, dist.DistNetworkError)
+
+
+def _joined_message(messages: dict[int, str], num_ranks: int) -> str:
+    """One text for the messages of several ranks."""
+    ranks_by_message: dict[str, list[int]] = {}
+    for number, message in messages.items():
+        ranks_by_message.setdefault(message, []).append(number)
+    if len(messages) == num_ranks and len(ranks_by_message) == 1:
+        return next(iter(ranks_by_message))
+    return "\n".join(f"{_ranks(numbers, num_ranks)}: {message}" for message, numbers in ranks_by_message.items())
+
+
+def _ranks(numbers: list[int], num_ranks: int) -> str:
+    shown = ", ".join(str(number) for number in numbers[:8])
+    more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {shown}{more} of {num_ranks}"
