@@ -1,13 +1,14 @@
 """Finding checkpoints and reading weights from them, outside of training too.
 
 A checkpoint is either a folder `ep0-ba100` of shards with an index `.metadata` (FSDP2), or a file `ep0-ba100.pt` (DDP).
-Both are written by Composer; the index is written last, and a zip archive ends with its directory, so that a half-written
-checkpoint is told from a whole one.
+Both are written by Composer; the index is written last, and a zip archive ends with its directory, so that a
+half-written checkpoint is told from a whole one.
 """
 
 import re
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from diffusion.config.model import Weights
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.sharding import check_metadata, load_safely
+from diffusion.sharding import SafeLoadPlanner, check_metadata, load_safely
 
 _NAME = re.compile(r"ep(\d+)-ba(\d+)(\.pt)?$")
 _UNET = "unet."
@@ -84,6 +85,36 @@ def read_unet(checkpoint: Path, weights: Weights) -> dict[str, Tensor]:
     return unet
 
 
+def read_record(checkpoint: Path) -> dict[str, Any]:
+    """Read what a run has stored about itself in a checkpoint: `config` (YAML), `model`.
+
+    Raises:
+        DataError: the checkpoint is damaged, or was not written by this package.
+    """
+    key = "state.callbacks.RunRecord."
+    if checkpoint.is_dir():
+        check_metadata(checkpoint)
+        reader = dcp.FileSystemReader(checkpoint)
+        content: dict[str, Any] = {
+            name: None for name in reader.read_metadata().state_dict_metadata if name.startswith(key)
+        }
+        if content:
+            dcp.load(content, storage_reader=reader, planner=_planner(), no_dist=True)
+        record = {name.removeprefix(key): value for name, value in content.items()}
+    else:
+        record = _read_state(checkpoint).get("callbacks", {}).get("RunRecord", {})
+    if "config" not in record:
+        raise DataError(
+            f"checkpoint {checkpoint} does not say what it was trained as: it was not written by this package"
+        )
+    return record
+
+
+def _planner() -> SafeLoadPlanner:
+    """For dictionaries that are filled in place under the keys of the checkpoint."""
+    return SafeLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+
 def _read_sharded(checkpoint: Path, prefix: str) -> dict[str, Tensor]:
     check_metadata(checkpoint)
     reader = dcp.FileSystemReader(checkpoint)
@@ -94,16 +125,19 @@ def _read_sharded(checkpoint: Path, prefix: str) -> dict[str, Tensor]:
         for key, entry in wanted.items()
         if hasattr(entry, "size")
     }
-    planner = dcp.default_planner.DefaultLoadPlanner(flatten_state_dict=False)
-    dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)  # pyright: ignore[reportArgumentType]
+    dcp.load(tensors, storage_reader=reader, planner=_planner(), no_dist=True)
     return {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
 
 
-def _read_file(checkpoint: Path, weights: Weights) -> dict[str, Tensor]:
+def _read_state(checkpoint: Path) -> dict[str, Any]:
     try:
-        state = load_safely(checkpoint)["state"]
+        return load_safely(checkpoint)["state"]
     except (RuntimeError, KeyError) as error:
         raise DataError(f"checkpoint {checkpoint} cannot be read: {error}") from error
+
+
+def _read_file(checkpoint: Path, weights: Weights) -> dict[str, Tensor]:
+    state = _read_state(checkpoint)
     if weights == Weights.ema:
         return state.get("callbacks", {}).get("LateStartEMA", {}).get("averages", {})
     return {name.removeprefix("module."): tensor for name, tensor in state["model"].items()}

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from composer.utils.parallelism import FSDP2Config
 from torch import nn
+from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.fsdp import FSDPModule
@@ -44,7 +45,7 @@ _SAFE_NAMES = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Reads the index of a sharded checkpoint, which is a pickle, and refuses everything that an index does not need."""
+    """Reads the index of a sharded checkpoint, which is a pickle, and refuses all that an index does not need."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module in _SAFE_MODULES and "." not in name and not name.startswith("_load"):
@@ -89,8 +90,20 @@ def load_safely(source: Any) -> Any:
             raise DataError(f"{getattr(source, 'name', source)}: {what}. Nothing of it was loaded") from error
 
 
-class SafeTolerantLoadPlanner(DefaultLoadPlanner):
-    """Loads no code, and lets bookkeeping keys be absent: callbacks may change between runs, weights may not."""
+class SafeLoadPlanner(DefaultLoadPlanner):
+    """Loads no code with the entries that are not tensors."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Decode an entry that is not a tensor."""
+        content = load_safely(value)
+        key = read_item.dest_index.fqn
+        self.state_dict[key] = content
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[key], content)
+
+
+class TolerantLoadPlanner(SafeLoadPlanner):
+    """Lets bookkeeping keys be absent as well: callbacks may change between runs, weights may not."""
 
     def create_local_plan(self) -> LoadPlan:
         """Drop bookkeeping keys that the checkpoint lacks, and keep their current values."""
@@ -101,16 +114,6 @@ class SafeTolerantLoadPlanner(DefaultLoadPlanner):
             self.state_dict.pop(key)
         return super().create_local_plan()
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Decode an entry that is not a tensor."""
-        content = load_safely(value)
-        key = read_item.dest_index.fqn
-        self.state_dict[key] = content
-        if self.flatten_state_dict:
-            from torch.distributed.checkpoint._nested_dict import set_element
-
-            set_element(self.original_state_dict, self.mappings[key], content)
-
 
 class ElasticFSDP2Config(FSDP2Config):
     """FSDP2 whose checkpoints load safely at any world size and with other callbacks."""
@@ -118,7 +121,7 @@ class ElasticFSDP2Config(FSDP2Config):
     @property
     def load_planner(self) -> DefaultLoadPlanner:
         """A new planner for each load."""
-        return SafeTolerantLoadPlanner()
+        return TolerantLoadPlanner()
 
 
 def reduce_scatter_averages() -> bool:

@@ -1,7 +1,6 @@
 """From configuration to a trained model: model, data, algorithms and callbacks put together for Composer's Trainer."""
 
 import logging
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.launch import agree
 from diffusion.models.architectures import ARCHITECTURES
 from diffusion.models.autoencoder import AutoencoderTraining
-from diffusion.models.build import build_model
+from diffusion.models.build import build_model, load_unet
 from diffusion.models.frozen import build_vae, with_seed
 from diffusion.models.identity import module_identity, tokenizer_identity
 from diffusion.models.latent_diffusion import LatentDiffusion
@@ -105,7 +104,7 @@ def _open_run_folder(folder: Path, config: Config) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / "config.yaml.partial"
         partial.write_text(to_yaml(config), encoding="utf-8")
-        os.replace(partial, folder / "config.yaml")
+        partial.replace(folder / "config.yaml")
     except OSError as error:
         raise MachineError(f"output_folder={folder} cannot be written: {error.strerror}. Choose another one") from error
 
@@ -121,25 +120,6 @@ def _build_model(config: Config) -> ComposerModel:
         checkpoint = resolve_checkpoint(config.init_from.checkpoint)
         load_unet(model, read_unet(checkpoint, config.init_from.weights), str(checkpoint))
     return model
-
-
-def load_unet(model: LatentDiffusion, weights: dict[str, Tensor], where: str) -> None:
-    """Load weights into a model's U-Net.
-
-    Raises:
-        ConfigurationError: names or shapes are not those of the U-Net; says which.
-    """
-    expected = model.unet.state_dict()
-    missing, unexpected = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
-    shapes = [name for name in expected.keys() & weights.keys() if expected[name].shape != weights[name].shape]
-    if missing or unexpected or shapes:
-        example = next(iter(sorted(shapes)), None)
-        detail = f", such as {example}: {tuple(weights[example].shape)} there" if example else ""
-        raise ConfigurationError(
-            f"{where} does not fit the U-Net of this configuration: {len(missing)} weights missing, {len(unexpected)} "
-            f"unknown, {len(shapes)} of another shape{detail}. Use the `model` section that it was trained with"
-        )
-    model.unet.load_state_dict(weights)
 
 
 def move_frozen(model: LatentDiffusion, device: Device) -> None:
@@ -194,7 +174,9 @@ def _build_train_data(config: Config) -> DataSpec:
     if config.plugins.train_dataset is not None:
         dataset = build_plugin(config.plugins.train_dataset, "plugins.train_dataset")
         sampler = dist.get_sampler(dataset, shuffle=config.data.shuffle, drop_last=True, seed=config.seed)
-        loader = DataLoader(dataset, rank_batch_size, sampler=sampler, num_workers=config.data.num_workers, drop_last=True)
+        loader = DataLoader(
+            dataset, rank_batch_size, sampler=sampler, num_workers=config.data.num_workers, drop_last=True
+        )
         return _data_spec(loader)
     loader = train_loader(
         config.data,

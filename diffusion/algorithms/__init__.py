@@ -1,0 +1,1 @@
+"""What changes training itself: averaging of the weights."""

@@ -1,7 +1,8 @@
 """Exponential moving average of the weights that starts late and is sharded like them.
 
-Composer's own keeps a full copy on every rank from step 0 and is not sharded in checkpoints. This one is a callback, since
-a callback's state is a dictionary, whose sharded tensors a distributed checkpoint stores and reshards like the model's.
+Composer's own keeps a full copy on every rank from step 0 and is not sharded in checkpoints. This one is a callback,
+since a callback's state is a dictionary, whose sharded tensors a distributed checkpoint stores and reshards like the
+model's.
 """
 
 import contextlib

@@ -1,0 +1,1 @@
+"""What accompanies training: addresses, samples, metrics, records."""

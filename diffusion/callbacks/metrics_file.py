@@ -1,8 +1,6 @@
 """Numbers in a file that any tool reads, and the loss curve drawn from it."""
 
 import json
-import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,7 @@ class MetricsFile(LoggerDestination):
         kept = [row for row in read_metrics(self.path) if row["step"] <= state.timestamp.batch.value]
         partial = self.path.with_suffix(".partial")
         partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        os.replace(partial, self.path)
+        partial.replace(self.path)
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Collect the numbers of a step; they are written when the next step begins."""
@@ -44,8 +42,7 @@ class MetricsFile(LoggerDestination):
             self.flush()
             self._step = step
         for name, value in metrics.items():
-            number = float(value.item() if hasattr(value, "item") else value)
-            self._row[name] = number if math.isfinite(number) else number
+            self._row[name] = float(value.item() if hasattr(value, "item") else value)
 
     def flush(self) -> None:
         """Append the row that was collected."""
@@ -104,7 +101,9 @@ def draw_loss_curve(rows: list[dict[str, float]], path: Path, title: str) -> Non
     axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="training")
     axes.plot(steps, running_mean(losses, window), color="tab:blue", label=f"training, mean of {window}")
     for name in sorted({key for row in rows for key in row if key.startswith("metrics/") and key.endswith("/loss")}):
-        axes.plot(*series(rows, name), "o-", color="tab:orange", label=name.removeprefix("metrics/").removesuffix("/loss"))
+        axes.plot(
+            *series(rows, name), "o-", color="tab:orange", label=name.removeprefix("metrics/").removesuffix("/loss")
+        )
     if losses:
         ordered = sorted(losses)
         axes.set_ylim(0.9 * ordered[0], 1.1 * ordered[int(0.99 * (len(ordered) - 1))])

@@ -1,0 +1,1 @@
+"""From pictures with captions to batches."""

@@ -6,7 +6,7 @@ from enum import Enum
 class BatchKey(str, Enum):
     """Keys of the dictionary that the loader yields and the model reads.
 
-    B is the batch size, C the channels of the latent, H and W its height and width, L the length of a caption in tokens.
+    B is the batch size, C the channels of the latent, H and W its height and width, L the tokens of a caption.
     """
 
     IMAGE = "image"

@@ -14,7 +14,7 @@ from streaming import Stream
 from diffusion.config.data import Representation
 from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
-from diffusion.datasets.locations import StreamLocation, check_location
+from diffusion.datasets.locations import StreamLocation
 from diffusion.datasets.shards import ShardDataset
 from diffusion.datasets.transforms import SquareTransform
 from diffusion.errors import DataError
@@ -76,7 +76,7 @@ class TextImageDataset(ShardDataset):
     Iterated over, it yields this worker's part of the global order; indexed, it gives any sample.
 
     Args:
-        locations: the streams; their order is the stream index in a sample's address.
+        locations: the streams, checked; their order is the stream index in a sample's address.
         representation: whether the streams hold pictures or latents.
         transform: what is done with a picture; for latents, only its resolution is used.
         tokenize: encodes captions; None with latents, whose token ids are stored.
@@ -86,7 +86,7 @@ class TextImageDataset(ShardDataset):
         options: further arguments of `streaming.StreamingDataset`.
 
     Raises:
-        DataError: a stream is missing, half-written, damaged or not what was asked for.
+        DataError: a stream is damaged or not what was asked for.
     """
 
     def __init__(
@@ -102,8 +102,6 @@ class TextImageDataset(ShardDataset):
         **options: Any,
     ) -> None:
         assert (tokenize is None) == (representation == Representation.latents)
-        for location in locations:
-            check_location(location)
         self.representation = representation
         self.transform = transform
         self.tokenize = tokenize

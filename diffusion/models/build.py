@@ -3,6 +3,7 @@
 import torch
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
+from torch import Tensor
 
 from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, PredictionType
 from diffusion.errors import ConfigurationError
@@ -26,8 +27,8 @@ def build_noise_scheduler(architecture: Architecture, objective: ObjectiveConfig
     """
     if objective.zero_terminal_snr and objective.prediction_type == PredictionType.epsilon:
         raise ConfigurationError(
-            "objective.zero_terminal_snr needs objective.prediction_type=v_prediction (or sample): with epsilon the last "
-            "step cannot be learned"
+            "objective.zero_terminal_snr needs objective.prediction_type=v_prediction (or sample): with epsilon the "
+            "last step cannot be learned"
         )
     return DDPMScheduler(
         **ARCHITECTURES[architecture].noise_schedule,
@@ -67,6 +68,25 @@ def build_model(config: ModelConfig, objective: ObjectiveConfig, *, resolution: 
     )
 
 
+def load_unet(model: LatentDiffusion, weights: dict[str, Tensor], where: str) -> None:
+    """Load weights into a model's U-Net.
+
+    Raises:
+        ConfigurationError: names or shapes are not those of the U-Net; says which.
+    """
+    expected = model.unet.state_dict()
+    missing, unexpected = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
+    shapes = [name for name in expected.keys() & weights.keys() if expected[name].shape != weights[name].shape]
+    if missing or unexpected or shapes:
+        example = next(iter(sorted(shapes)), None)
+        detail = f", such as {example}: {tuple(weights[example].shape)} there" if example else ""
+        raise ConfigurationError(
+            f"{where} does not fit the U-Net of this configuration: {len(missing)} weights missing, {len(unexpected)} "
+            f"unknown, {len(shapes)} of another shape{detail}. Use the `model` section that it was trained with"
+        )
+    model.unet.load_state_dict(weights)
+
+
 def _family(
     architecture: Architecture,
     resolution: int,
@@ -83,7 +103,7 @@ def _family(
     model = build_model(config, objective, resolution=resolution, seed=seed)
     if unet:
         loaded = load_pretrained(UNet2DConditionModel, unet, "unet", local_files_only, use_safetensors=True)
-        model.unet.load_state_dict(loaded.state_dict())
+        load_unet(model, loaded.state_dict(), f"{unet}/unet")
     return model.eval()
 
 

@@ -48,8 +48,8 @@ class Prediction(NamedTuple):
 class LatentDiffusion(ComposerModel):
     """A latent diffusion model (Rombach et al. 2022) that is trained by Composer and samples by itself.
 
-    The frozen parts are kept outside of the module tree: they are not in the optimizer, the checkpoints or FSDP, and stay
-    in eval mode; they move with the model.
+    The frozen parts are kept outside of the module tree: they are not in the optimizer, the checkpoints or FSDP, and
+    stay in eval mode; they move with the model.
 
     Args:
         unet: the network that is trained.
@@ -187,12 +187,7 @@ class LatentDiffusion(ComposerModel):
 
     def get_metrics(self, is_train: bool = False) -> dict[str, Metric]:
         """Validation loss: the unweighted mean squared error."""
-        return {} if is_train else {"loss": self.validation_loss}
-
-    @property
-    def validation_loss(self) -> MeanMetric:
-        """A fresh metric."""
-        return MeanMetric()
+        return {} if is_train else {"loss": MeanMetric()}
 
     def update_metric(self, batch: Any, outputs: Prediction, metric: Metric) -> None:
         """Add the error of each sample of an evaluation batch."""

@@ -32,8 +32,8 @@ class LatentScaling:
     def of_vae(cls, config: Any) -> "LatentScaling":
         """Read it from the configuration of an AutoencoderKL.
 
-        In diffusers a U-Net's latent is (latent - latents_mean) * scaling_factor / latents_std, where mean and std are 0
-        and 1 unless given.
+        In diffusers a U-Net's latent is (latent - latents_mean) * scaling_factor / latents_std, where mean and std are
+        0 and 1 unless given.
         """
         factor = float(config.scaling_factor)
         mean = getattr(config, "latents_mean", None) or (getattr(config, "shift_factor", None) or 0.0,)

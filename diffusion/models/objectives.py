@@ -54,8 +54,8 @@ class NoiseProcess:
     def target(self, prediction_type: PredictionType, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
         """What the network should predict.
 
-        epsilon is the noise, sample the latents, and v = sqrt(abar_t) noise - sqrt(1 - abar_t) x_0 (Salimans and Ho 2022,
-        appendix D).
+        epsilon is the noise, sample the latents, and v = sqrt(abar_t) noise - sqrt(1 - abar_t) x_0 (Salimans and Ho
+        2022, appendix D).
 
         Returns:
             float [B, C, H, W].

@@ -1,1 +1,1 @@
-"""What a run will take: images, epochs, days, cost, memory, storage."""
+"""What a run will take, before it starts."""

@@ -40,7 +40,7 @@ def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
     return path
 
 
-def sample(stem: str, image: bytes, caption: bytes | None = None, **metadata) -> list[tuple[str, bytes]]:
+def sample(stem: str, image: bytes, caption: bytes | None = None, /, **metadata) -> list[tuple[str, bytes]]:
     """Return the members of a sample as img2dataset names them."""
     members = [(f"{stem}.png", image)]
     if caption is not None:

@@ -11,7 +11,15 @@ def test_names():
 
 @pytest.mark.parametrize(
     ("side", "bucket"),
-    [(1, None), (255, None), (256, "256-512"), (511, "256-512"), (512, "512-1024"), (1024, "1024-up"), (9999, "1024-up")],
+    [
+        (1, None),
+        (255, None),
+        (256, "256-512"),
+        (511, "256-512"),
+        (512, "512-1024"),
+        (1024, "1024-up"),
+        (9999, "1024-up"),
+    ],
 )
 def test_bucket_of(side, bucket):
     assert bucket_of(side, (256, 512, 1024)) == bucket

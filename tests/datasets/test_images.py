@@ -150,7 +150,9 @@ def test_truncated_is_refused(image_format):
     assert ImageFile.LOAD_TRUNCATED_IMAGES is False
 
 
-@pytest.mark.parametrize("data", [b"", b"\0" * 100, b"this is text", b"<svg></svg>", b"\xff\xd8\xff", b"%!PS-Adobe-3.0 EPSF"])
+@pytest.mark.parametrize(
+    "data", [b"", b"\0" * 100, b"this is text", b"<svg></svg>", b"\xff\xd8\xff", b"%!PS-Adobe-3.0 EPSF"]
+)
 def test_no_image_is_refused(data):
     with pytest.raises(UndecodableImageError) as caught:
         decode_rgb(data)

@@ -1,0 +1,241 @@
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Sampler
+from written_data import data_config, picture, tokenize, write_encoded, write_prepared
+
+from diffusion.config.data import Crop, Representation, StreamConfig, ValidationConfig
+from diffusion.datasets.batch import BatchKey
+from diffusion.datasets.loader import BatchLoader, train_loader, validation_dataset, validation_loader
+from diffusion.datasets.transforms import SquareTransform
+from diffusion.errors import ConfigurationError, DataError
+
+LATENTS = {"representation": Representation.latents}
+
+
+def open_loader(local: Path, *names: str, tokenize: Any = tokenize, **options: Any) -> BatchLoader:
+    config = data_config(local, *names, **options)
+    return train_loader(config, seed=3, tokenize=tokenize, rank_batch_size=config.global_batch_size)
+
+
+def addresses(loader: BatchLoader) -> list[list[int]]:
+    return [batch[BatchKey.SAMPLE].tolist() for batch in loader]
+
+
+def test_a_batch_of_pictures_is_a_dictionary_of_tensors(tmp_path: Path) -> None:
+    root = write_prepared(tmp_path, {"a": 12, "b": 12})
+    batch = next(iter(open_loader(root, "a", "b")))
+    assert {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in batch.items()} == {
+        BatchKey.IMAGE: (torch.uint8, (8, 3, 16, 16)),
+        BatchKey.TOKEN_IDS: (torch.int64, (8, 5)),
+        BatchKey.SAMPLE: (torch.int64, (8,)),
+        BatchKey.STREAM: (torch.int64, (8,)),
+    }
+    index = int(batch[BatchKey.SAMPLE][2]) % 2**40
+    np.testing.assert_array_equal(batch[BatchKey.IMAGE][2], SquareTransform(resolution=16)(picture(index)))
+    assert batch[BatchKey.SAMPLE][2] >> 53 == batch[BatchKey.STREAM][2]
+
+
+def test_a_batch_of_latents_is_a_dictionary_of_tensors(tmp_path: Path) -> None:
+    batch = next(iter(open_loader(write_encoded(tmp_path, {"a": 12}), "a", **LATENTS)))
+    assert {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in batch.items()} == {
+        BatchKey.LATENT_MEAN: (torch.float16, (8, 4, 4, 4)),
+        BatchKey.LATENT_LOGVAR: (torch.float16, (8, 4, 4, 4)),
+        BatchKey.TOKEN_IDS: (torch.int64, (8, 5)),
+        BatchKey.SAMPLE: (torch.int64, (8,)),
+        BatchKey.STREAM: (torch.int64, (8,)),
+    }
+    torch.testing.assert_close(batch[BatchKey.LATENT_MEAN][:, 0, 0, 0].long(), batch[BatchKey.SAMPLE])
+
+
+def test_batches_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
+    root = write_prepared(tmp_path, {"a": 30, "b": 40}, num_captions=2, bad=(7,))
+    options = {"crop": Crop.random, "horizontal_flip": 0.5}
+    loaders = [open_loader(root, "a", "b", num_workers=num, **options) for num in (0, 2)]
+    epochs = [[list(loader) for loader in loaders] for _ in range(2)]
+    for alone, with_workers in epochs:
+        assert len(alone) == len(with_workers) == len(loaders[0]) == 9  # 70 samples, filled up to 72
+        for one, other in zip(alone, with_workers, strict=True):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[key], other[key]) for key in one)
+    assert not torch.equal(epochs[0][0][0][BatchKey.SAMPLE], epochs[1][0][0][BatchKey.SAMPLE])
+
+
+RANK_PROGRAM = """
+import json, sys
+from pathlib import Path
+import torch.distributed as dist
+rank, world = int(sys.argv[1]), int(sys.argv[2])
+root, start, num_workers, work = Path(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]), sys.argv[6]
+dist.init_process_group("gloo", init_method=f"file://{work}/store", rank=rank, world_size=world)
+from written_data import data_config
+from diffusion.config.data import Representation
+from diffusion.datasets.batch import BatchKey
+from diffusion.datasets.loader import train_loader
+config = data_config(root, "a", "b", representation=Representation.latents, num_workers=num_workers)
+loader = train_loader(config, seed=3, tokenize=None, rank_batch_size=8 // world)
+if start:
+    state = loader.dataset.state_dict(0, from_beginning=True)
+    loader.dataset.load_state_dict(state | {"epoch": 0, "sample_in_epoch": start})
+epochs = [[batch[BatchKey.SAMPLE].tolist() for batch in loader] for _ in range(2)]
+Path(work, f"rank{rank}.json").write_text(json.dumps([len(loader), epochs]))
+dist.barrier()
+"""
+
+
+def run_world(world: int, root: Path, work: Path, *, start: int = 0, num_workers: int = 0) -> tuple[int, Any]:
+    """Read two epochs in real processes.
+
+    Returns:
+        Batches that the loader announces; the samples of each global batch, sorted, by epoch.
+    """
+    work.mkdir()
+    processes = []
+    for rank in range(world):
+        environment = os.environ | {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
+            "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1", "TMPDIR": str(work),
+        }  # fmt: skip
+        arguments = [str(argument) for argument in (rank, world, root, start, num_workers, work)]
+        command = [sys.executable, "-c", RANK_PROGRAM, *arguments]
+        processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    for process in processes:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+    results = [json.loads((work / f"rank{rank}.json").read_text()) for rank in range(world)]
+    assert len({length for length, _ in results}) == 1
+    epochs = []
+    for of_ranks in zip(*(epochs for _, epochs in results), strict=True):
+        epochs.append([sorted(sum(batches, [])) for batches in zip(*of_ranks, strict=True)])
+    return results[0][0], epochs
+
+
+@pytest.mark.world_size(2)
+def test_global_batches_do_not_depend_on_the_world_size_or_a_resumption(tmp_path: Path) -> None:
+    root = write_encoded(tmp_path, {"a": 30, "b": 40})
+    loader = open_loader(root, "a", "b", **LATENTS)
+    alone = [[sorted(batch) for batch in addresses(loader)] for _ in range(2)]
+    length, together = run_world(2, root, tmp_path / "two", num_workers=2)
+    assert length == len(loader) == len(alone[0])
+    assert together == alone
+    _, resumed = run_world(2, root, tmp_path / "resumed", start=24)
+    assert resumed == [alone[0][3:], alone[1]]
+
+
+def test_less_than_a_global_batch_is_refused(tmp_path: Path) -> None:
+    root = write_encoded(tmp_path, {"a": 6})
+    with pytest.raises(ConfigurationError, match=r"6 samples an epoch, less than data.global_batch_size 8"):
+        open_loader(root, "a", **LATENTS)
+    with pytest.raises(ConfigurationError, match=r"6 samples an epoch, .* data.num_canonical_nodes 16"):
+        open_loader(root, "a", global_batch_size=4, num_canonical_nodes=16, **LATENTS)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_shard_that_cannot_be_fetched_ends_the_run(tmp_path: Path, num_workers: int) -> None:
+    root = write_encoded(tmp_path / "remote", {"a": 80})
+    shards = sorted((root / "a").glob("*.mds"))
+    assert len(shards) > 3
+    shards[2].unlink()
+    loader = open_loader(tmp_path / "cache", "a", remote=str(root), num_workers=num_workers, **LATENTS)
+    began = time.monotonic()
+    with pytest.raises(DataError) as caught:
+        addresses(loader)
+    assert time.monotonic() - began < 20
+    message = str(caught.value)
+    assert message.startswith(f"stream 'a', shard {shards[2].name} could not be fetched from {root}/a: FileNotFound")
+    assert message.endswith("then start the same command again")
+    assert "Traceback" not in message
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_shard_with_a_wrong_hash_ends_the_run_and_leaves_the_cache_clean(tmp_path: Path, num_workers: int) -> None:
+    root = write_encoded(tmp_path / "remote", {"a": 40})
+    shard = root / "a" / "shard.00000.mds"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    options = {"remote": str(root), "num_workers": num_workers, "validate_hash": "xxh64"} | LATENTS
+    with pytest.raises(DataError, match=r"shard.00000.mds could not be fetched .*Checksum failure"):
+        addresses(open_loader(tmp_path / "cache", "a", **options))
+    assert not (tmp_path / "cache" / "a" / shard.name).exists()
+
+
+def test_an_error_in_a_worker_arrives_without_its_traceback(tmp_path: Path) -> None:
+    root = write_prepared(tmp_path, {"a": 40}, bad=tuple(range(0, 40, 2)))
+    with pytest.raises(DataError) as caught:
+        addresses(open_loader(root, "a", num_workers=2))
+    assert str(caught.value).startswith("11 of ")
+    assert "Traceback" not in str(caught.value)
+
+
+def test_a_worker_that_gives_nothing_ends_the_run(tmp_path: Path) -> None:
+    def never(captions: list[str]) -> np.ndarray:
+        time.sleep(8)
+        return tokenize(captions)
+
+    root = write_prepared(tmp_path, {"a": 8})
+    loader = open_loader(root, "a", tokenize=never, num_workers=1, loader_timeout=1.0)
+    with pytest.raises(DataError, match=r"no batch came from a loader worker within 1 s.* data.loader_timeout"):
+        addresses(loader)
+
+
+class EverySecond(Sampler[int]):
+    def __init__(self, length: int, rank: int) -> None:
+        self.indices = range(rank, length, 2)
+
+    def __iter__(self) -> Any:
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+def test_held_out_data_is_read_in_order_without_dropping_or_drawing(tmp_path: Path) -> None:
+    root = write_prepared(tmp_path, {"a": 7, "b": 6}, num_captions=3)
+    data = data_config(root, "a", "b", crop=Crop.random, horizontal_flip=1.0)
+    config = ValidationConfig(local=str(root), device_batch_size=4)
+    dataset = validation_dataset(config, data, tokenize=tokenize)
+    assert len(dataset) == 13
+    batches = list(validation_loader(dataset, config, data, sampler=None))
+    assert [len(batch[BatchKey.SAMPLE]) for batch in batches] == [4, 4, 4, 1]
+    samples = torch.cat([batch[BatchKey.SAMPLE] for batch in batches]).tolist()
+    assert samples == [*range(7), *((1 << 53) + i for i in range(6))]
+    images = torch.cat([batch[BatchKey.IMAGE] for batch in batches])
+    expected = np.stack([SquareTransform(resolution=16)(picture(i)) for i in [*range(7), *range(6)]])
+    np.testing.assert_array_equal(images, expected)
+    ids = torch.cat([batch[BatchKey.TOKEN_IDS] for batch in batches])
+    np.testing.assert_array_equal(ids, tokenize([f"{i} a 0" for i in range(7)] + [f"{i} b 0" for i in range(6)]))
+
+
+def test_held_out_data_of_each_rank_with_workers_and_a_remote(tmp_path: Path) -> None:
+    root = write_encoded(tmp_path / "remote", {"a": 30, "b": 9})
+    data = data_config(root, "a", num_workers=2, **LATENTS)
+    config = ValidationConfig(
+        remote=str(root), local=str(tmp_path / "cache"), streams=[StreamConfig(name="b"), StreamConfig(name="a")],
+        num_samples=20, device_batch_size=4,
+    )  # fmt: skip
+    dataset = validation_dataset(config, data, tokenize=None)
+    assert len(dataset) == 20
+    read = []
+    for rank in range(2):
+        loader = validation_loader(dataset, config, data, sampler=EverySecond(20, rank))
+        for batch in [*loader, *loader]:
+            assert torch.equal(batch[BatchKey.LATENT_MEAN][:, 0, 0, 0].long(), batch[BatchKey.SAMPLE] % 2**40)
+            read += batch[BatchKey.SAMPLE].tolist()
+    assert sorted(read) == sorted(2 * [*range(9), *((1 << 53) + i for i in range(11))])
+    with pytest.raises(IndexError, match="20 of 20"):
+        dataset[20]
+
+
+def test_held_out_data_that_is_missing(tmp_path: Path) -> None:
+    root = write_prepared(tmp_path, {"a": 8})
+    config = ValidationConfig(local=str(tmp_path / "validation"))
+    with pytest.raises(DataError, match=r"validation/a \(stream 'a'\) does not exist"):
+        validation_dataset(config, data_config(root, "a"), tokenize=tokenize)

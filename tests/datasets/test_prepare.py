@@ -1,0 +1,436 @@
+import contextlib
+import errno
+import filecmp
+import io
+import json
+import multiprocessing
+import os
+import signal
+import struct
+import subprocess
+import sys
+import zlib
+from collections import Counter
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from picture_files import encode, noise, sample, write_folder, write_tar
+from PIL import Image
+from streaming import StreamingDataset
+
+from diffusion.datasets import examine, output_folder
+from diffusion.datasets import prepare as module
+from diffusion.datasets.images import decode_rgb
+from diffusion.datasets.manifest import PreparedManifest
+from diffusion.datasets.prepare import is_held_out, order_of, prepare
+from diffusion.datasets.spill import Spill
+from diffusion.errors import ConfigurationError, DataError, MachineError
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare.py"
+
+
+def read_all(out):
+    """Return the samples of all folders in order, by split and bucket."""
+    manifest = PreparedManifest.read(Path(out))
+    found = {}
+    for split, buckets in manifest.splits.items():
+        for bucket in buckets:
+            dataset = StreamingDataset(local=str(Path(out) / split / bucket), shuffle=False, batch_size=1)
+            found[split, bucket] = [dataset[index] for index in range(len(dataset))]
+    return found
+
+
+def tree(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def looks_whole(out):
+    return (out / "manifest.json").exists()
+
+
+@pytest.fixture
+def hostile(tmp_path):
+    """A folder with a picture of each kind that goes wrong, and some odd ones that do not."""
+    folder = tmp_path / "hostile"
+    folder.mkdir()
+    bomb = noise(2, 2).replace(b"IHDR\0\0\0\2\0\0\0\2", b"IHDR\0\1\0\0\0\1\0\0")
+    header = bomb[12:29]
+    bomb = bomb[:29] + struct.pack(">I", zlib.crc32(header)) + bomb[33:]
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    frames = [Image.new("RGB", (20, 20), colour) for colour in ("red", "blue")]
+    pictures = {
+        "animated.gif": encode(frames[0], "GIF", save_all=True, append_images=frames[1:]),
+        "bomb.png": bomb,
+        "cmyk.jpg": encode(Image.new("CMYK", (20, 20)), "JPEG"),
+        "no caption.png": noise(20, 20),
+        "odd 'name' \u00e9\u4e2d #%20.png": noise(20, 20),
+        "one.png": noise(1, 1),
+        "palette.png": encode(Image.new("P", (20, 20)), transparency=0),
+        "rotated.jpg": encode(Image.new("RGB", (50, 20)), "JPEG", exif=exif),
+        "sixteen.png": encode(Image.new("I;16", (20, 20))),
+        "text.jpg": b"this is text",
+        "truncated.jpg": noise(40, 40, image_format="JPEG")[:-300],
+        "truncated.png": noise(40, 40)[:-300],
+        "wrong extension.png": noise(20, 20, image_format="JPEG"),
+        "zero.png": b"",
+    }
+    for name, content in pictures.items():
+        (folder / name).write_bytes(content)
+        if name != "no caption.png":
+            (folder / name).with_suffix(".txt").write_text(f"caption of {name}")
+    for name, caption in (("blank", b" \n"), ("latin", b"caf\xe9")):
+        (folder / f"{name}.png").write_bytes(noise(20, 20))
+        (folder / f"{name}.txt").write_bytes(caption)
+    return folder
+
+
+def test_hostile_pictures(hostile, tmp_path):
+    manifest = prepare([hostile], tmp_path / "out", edges=[16, 32], num_workers=1)
+    counts = {reason: entry.count for reason, entry in manifest.refused.items()}
+    assert counts == {
+        "empty_caption": 1,
+        "invalid_utf8": 1,
+        "missing_caption": 1,
+        "too_large": 1,
+        "too_small": 1,
+        "undecodable": 4,
+    }
+    assert manifest.seen == 17 - 1 == manifest.kept + sum(counts.values())
+    assert [example.key for example in manifest.refused["undecodable"].examples] == [
+        f"hostile/{name}" for name in ("text.jpg", "truncated.jpg", "truncated.png", "zero.png")
+    ]
+    samples = {one["key"]: one for one in read_all(tmp_path / "out")["train", "16-32"]}
+    assert len(samples) == manifest.kept == 7
+    for key, one in samples.items():
+        assert one["image"] == (tmp_path / key).read_bytes()
+        assert one["captions"] == [f"caption of {Path(key).name}"]
+        assert decode_rgb(one["image"]).size == (one["width"], one["height"])
+    assert (samples["hostile/rotated.jpg"]["width"], samples["hostile/rotated.jpg"]["height"]) == (20, 50)
+
+
+def test_three_layouts(tmp_path):
+    write_folder(tmp_path / "folder", 12, side=16)
+    for part in range(2):
+        members = [
+            member
+            for index in range(10)
+            for member in sample(
+                f"{index:03d}", noise(40, 33, part * 10 + index), b"tar", status="success", number=index
+            )
+        ]
+        write_tar(tmp_path / f"{part}.tar", members)
+    images = [noise(70, 64, index) for index in range(10)]
+    pq.write_table(pa.table({"jpg": images, "captions": [["a", "b"]] * 10}), tmp_path / "x.parquet")
+    sources = [tmp_path / "folder", tmp_path / "*.tar", tmp_path / "x.parquet"]
+    out = tmp_path / "out"
+    manifest = prepare(
+        sources, out, edges=[16, 32, 64], validation_fraction=0.2, seed=3, num_workers=1, shard_bytes=9000
+    )
+
+    assert PreparedManifest.read(out) == manifest
+    assert [(one.name, one.kind, one.seen, one.kept) for one in manifest.sources] == [
+        ("folder", "folder", 12, 12),
+        (tmp_path.name, "webdataset", 20, 20),
+        ("x.parquet", "parquet", 10, 10),
+    ]
+    found = read_all(out)
+    assert {place: len(samples) for place, samples in found.items()} == {
+        (split, bucket): entry.num_samples
+        for split, buckets in manifest.splits.items()
+        for bucket, entry in buckets.items()
+    }
+    assert list(manifest.splits) == ["train", "validation"]
+    assert list(manifest.splits["train"]) == ["16-32", "32-64", "64-up"]
+    assert manifest.splits["train"]["32-64"].num_shards > 1
+    assert sum(map(len, found.values())) == 42 == manifest.kept
+    for (split, bucket), samples in found.items():
+        keys = [one["key"] for one in samples]
+        assert keys == sorted(keys, key=lambda key: order_of(key, 3)), "the order is that of the hash"
+        assert {is_held_out(key, 0.2, 3) for key in keys} == {split == "validation"}
+        for one in samples:
+            low, _, high = bucket.partition("-")
+            assert int(low) <= min(one["width"], one["height"]) < (10**9 if high == "up" else int(high))
+    by_key = {one["key"]: one for samples in found.values() for one in samples}
+    assert by_key[f"{tmp_path.name}/1.tar/004"]["metadata"] == {"status": "success", "number": 4}
+    assert by_key["x.parquet#7"]["image"] == images[7]
+    assert by_key["x.parquet#7"]["captions"] == ["a", "b"]
+    assert sorted(path.name for path in out.iterdir()) == ["manifest.json", "train", "validation"]
+
+
+def test_order_is_shuffled_and_depends_on_the_seed():
+    keys = [f"set/{index:05d}" for index in range(2000)]
+    orders = [sorted(keys, key=lambda key, seed=seed: order_of(key, seed)) for seed in (1, 1, 2)]
+    assert orders[0] == orders[1] != orders[2]
+    assert abs(sum(int(key[4:]) for key in orders[0][:1000]) / 1000 - 1000) < 60
+    held_out = {fraction: {key for key in keys if is_held_out(key, fraction, 1)} for fraction in (0, 0.1, 0.3)}
+    assert not held_out[0]
+    assert 150 < len(held_out[0.1]) < 250
+    assert held_out[0.1] < held_out[0.3]
+
+
+def test_workers_do_not_matter(hostile, tmp_path, monkeypatch):
+    monkeypatch.setattr(examine, "_ROUND_IMAGES", 10)
+    monkeypatch.setattr(examine, "_TASK_IMAGES", 3)
+    write_folder(tmp_path / "set", 50)
+    for workers in (1, 2):
+        prepare(
+            [hostile, tmp_path / "set"], tmp_path / str(workers), edges=[16, 33, 35], validation_fraction=0.2,
+            num_workers=workers, shard_bytes=20000,
+        )  # fmt: skip
+    assert tree(tmp_path / "1") == tree(tmp_path / "2")
+    assert len(tree(tmp_path / "1")) > 8
+
+
+def test_memory_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(examine, "_ROUND_IMAGES", 8)
+    write_folder(tmp_path / "set", 60)
+    in_flight, most = 0, 0
+
+    def counted(records):
+        nonlocal in_flight, most
+        for record in records:
+            in_flight += 1
+            most = max(most, in_flight)
+            yield record
+
+    source = module.open_sources([tmp_path / "set"])[0]
+    for batch in examine.examine_records(counted(source.read()), 1):
+        in_flight -= len(batch)
+    assert in_flight == 0
+    assert most <= 3 * 8
+
+
+def test_spill_keeps_order_and_bytes(tmp_path):
+    spill = Spill(tmp_path / "spill")
+    ranks = [5, 2**64 - 1, 0, 5, 3]
+    for index, rank in enumerate(ranks):
+        spill.add(rank, bytes([index]) * index, {"key": f"é{index}"})
+    assert [(one["key"], one["image"]) for one in spill.samples()] == [
+        (f"é{index}", bytes([index]) * index) for index in (2, 4, 0, 3, 1)
+    ]
+    spill.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_finished_output_is_left_alone(tmp_path, caplog):
+    write_folder(tmp_path / "set", 6)
+    out = tmp_path / "out"
+    options = {"edges": [16], "num_workers": 1}
+    first = prepare([tmp_path / "set"], out, **options)
+    times = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    caplog.set_level("INFO")
+    assert prepare([tmp_path / "set"], out, **options) == first
+    assert "finished already; nothing was done" in caplog.text
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == times
+    with pytest.raises(DataError, match="prepared with other settings .*--overwrite"):
+        prepare([tmp_path / "set"], out, edges=[16], seed=5, num_workers=1)
+    write_folder(tmp_path / "other", 3)
+    with pytest.raises(DataError, match="from other sources"):
+        prepare([tmp_path / "other"], out, **options)
+    assert prepare([tmp_path / "other"], out, overwrite=True, **options).kept == 3
+    assert len(read_all(out)["train", "16-up"]) == 3
+
+
+def test_foreign_files_are_never_removed(tmp_path):
+    write_folder(tmp_path / "set", 2)
+    (tmp_path / "out" / "train").mkdir(parents=True)
+    (tmp_path / "out" / "train" / "thesis.doc").write_text("precious")
+    for overwrite in (False, True):
+        with pytest.raises(DataError, match="holds other files .'train'.; choose an empty folder"):
+            prepare([tmp_path / "set"], tmp_path / "out", edges=[16], num_workers=1, overwrite=overwrite)
+    (tmp_path / "out" / "manifest.json").write_text('{"kind": "encoded"}')
+    with pytest.raises(DataError, match="holds another data set .kind 'encoded'"):
+        prepare([tmp_path / "set"], tmp_path / "out", edges=[16], num_workers=1, overwrite=True)
+    assert (tmp_path / "out" / "train" / "thesis.doc").read_text() == "precious"
+
+
+def killed(moment, source, out):
+    """Prepare, and end by SIGKILL at a moment."""
+    die = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+    if moment == "decoding":
+        count = iter(range(10**6))
+        add = Spill.add
+        Spill.add = lambda self, *rest: die() if next(count) == 20 else add(self, *rest)
+    elif moment == "writing":
+        writer = module.write_mds
+
+        @contextlib.contextmanager
+        def write_some(*arguments, **options):
+            with writer(*arguments, **options) as mds:
+                write, count = mds.write, iter(range(10**6))
+                mds.write = lambda one: die() if next(count) == 8 else write(one)
+                yield mds
+
+        module.write_mds = write_some
+    else:
+        PreparedManifest.write = die
+    prepare([source], out, edges=[16, 34], num_workers=1, shard_bytes=8000)
+
+
+@pytest.mark.parametrize("moment", ["decoding", "writing", "manifest"])
+def test_killed_in_the_middle(tmp_path, moment):
+    source, out = tmp_path / "set", tmp_path / "out"
+    write_folder(source, 40)
+    process = multiprocessing.get_context("fork").Process(target=killed, args=(moment, source, out))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert not looks_whole(out)
+    with pytest.raises(DataError, match=r"not a data set: there is no manifest.json"):
+        PreparedManifest.read(out)
+    indexes = {str(path.relative_to(out)) for path in out.rglob("index.json")}
+    wanted = {"manifest": {"train/16-34/index.json", "train/34-up/index.json"}}.get(moment, set())
+    assert indexes == wanted
+    assert any(out.rglob("*.partial"))
+
+    options = {"edges": [16, 34], "num_workers": 1, "shard_bytes": 8000}
+    manifest = prepare([source], out, **options)
+    assert manifest.kept == 40
+    prepare([source], tmp_path / "undisturbed", **options)
+    comparison = filecmp.dircmp(out, tmp_path / "undisturbed")
+    assert (comparison.left_only, comparison.right_only) == ([], [])
+    assert tree(out) == tree(tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize("moment", ["spill", "shard", "manifest"])
+def test_disk_full(tmp_path, monkeypatch, moment):
+    write_folder(tmp_path / "set", 10)
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    target = {"spill": (Spill, "add"), "shard": (module, "write_mds"), "manifest": (PreparedManifest, "write")}[moment]
+    monkeypatch.setattr(*target, full)
+    with pytest.raises(MachineError, match=r"cannot write to .*No space left on device; .* GiB are free"):
+        prepare([tmp_path / "set"], tmp_path / "out", edges=[16], num_workers=1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_output_is_claimed(tmp_path):
+    write_folder(tmp_path / "set", 2)
+    with (
+        output_folder.claim(tmp_path / "out", "prepared"),
+        pytest.raises(MachineError, match="another process is writing"),
+    ):
+        prepare([tmp_path / "set"], tmp_path / "out", edges=[16], num_workers=1)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(MachineError, match="cannot write to .*Not a directory"):
+        prepare([tmp_path / "set"], tmp_path / "file" / "out", edges=[16], num_workers=1)
+
+
+def test_nothing_kept(tmp_path):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "a.png").write_bytes(b"")
+    (tmp_path / "set" / "a.txt").write_text("x")
+    with pytest.raises(
+        DataError, match=r"no picture was kept; 1 refused as undecodable \(as set/a.png: the file is empty\)"
+    ):
+        prepare([tmp_path / "set"], tmp_path / "out", num_workers=1)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"validation_fraction": 1.0}, ConfigurationError, "validation fraction: 1.0"),
+        ({"validation_fraction": float("nan")}, ConfigurationError, "validation fraction: nan"),
+        ({"seed": -1}, ConfigurationError, "seed: -1"),
+        ({"num_workers": 0}, ConfigurationError, "workers: 0"),
+        ({"shard_bytes": 2**32}, ConfigurationError, "shard size"),
+        ({"edges": [5, 4]}, ConfigurationError, "ascend"),
+        ({"out": "s3://bucket/set"}, ConfigurationError, "is a URL"),
+        ({"sources": ["none"]}, DataError, "none: there is no such file or folder"),
+    ],
+)
+def test_wrong_arguments_write_nothing(tmp_path, options, error, message):
+    write_folder(tmp_path / "set", 1)
+    arguments = {"sources": [tmp_path / "set"], "out": tmp_path / "out", **options}
+    with pytest.raises(error, match=message):
+        prepare(**arguments)
+    assert [path.name for path in tmp_path.iterdir()] == ["set"]
+
+
+def test_output_in_a_source(tmp_path):
+    write_folder(tmp_path / "out" / "set", 1)
+    for source, out in (("out", "out"), ("out", "out/set/new"), ("out/set", "out")):
+        with pytest.raises(DataError, match="lie in one another"):
+            prepare([tmp_path / source], tmp_path / out, num_workers=1)
+
+
+def test_damaged_manifest(tmp_path):
+    write_folder(tmp_path / "set", 1)
+    prepare([tmp_path / "set"], tmp_path / "out", edges=[16], num_workers=1)
+    path = tmp_path / "out" / "manifest.json"
+    content = json.loads(path.read_text())
+    for change, message in (
+        ({"kind": "encoded"}, "is not prepared data: kind in manifest.json is 'encoded'"),
+        ({"version": 99}, "has version 99, this package reads 1"),
+        ({"settings": {}}, "is damaged"),
+        ({"splits": None}, "is damaged"),
+    ):
+        path.write_text(json.dumps({**content, **change}))
+        with pytest.raises(DataError, match=message):
+            PreparedManifest.read(tmp_path / "out")
+
+
+def run_command(*arguments):
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=SCRIPT.parents[1])
+
+
+def test_command(hostile, tmp_path):
+    out = tmp_path / "out"
+    result = run_command(hostile, out, "--edges", 16, 32, "--validation-fraction", 0.3, "--workers", 2, "--shard-mb", 1)
+    assert result.returncode == 0, result.stderr
+    manifest = PreparedManifest.read(out)
+    assert manifest.settings.edges == [16, 32]
+    assert manifest.settings.shard_bytes == 2**20
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert ["hostile", "16", "7", "9"] in lines
+    assert ["undecodable", "4"] in lines
+    train = manifest.splits["train"]["16-32"]
+    assert ["train/16-32", str(train.num_samples), "1", f"{train.num_bytes / 2**20:.1f}"] in lines
+    assert "hostile/zero.png (the file is empty)" in result.stdout
+    assert "Warning" not in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_command_with_a_mistake(tmp_path):
+    result = run_command(tmp_path / "none", tmp_path / "out")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith(f"prepare: {tmp_path}/none: there is no such file or folder; a source is")
+
+
+@pytest.mark.emoji
+def test_real_pictures(data_folder, tmp_path):
+    emoji = data_folder / "emoji"
+    sources = [emoji / "folder_512", emoji / "webdataset_128", emoji / "parquet_72.parquet"]
+    out = tmp_path / "out"
+    manifest = prepare(sources, out, edges=[64, 128, 256, 512], validation_fraction=0.05, num_workers=2)
+    assert (manifest.seen, manifest.kept, manifest.refused) == (1800, 1800, {})
+    found = read_all(out)
+    assert Counter(bucket for (_, bucket), samples in found.items() for _ in samples) == {
+        "512-up": 400,
+        "128-256": 1000,
+        "64-128": 400,
+    }
+    by_key = {one["key"]: one for samples in found.values() for one in samples}
+    assert len(by_key) == 1800
+    for path in sorted(sources[0].glob("*.png")):
+        one = by_key[f"folder_512/{path.name}"]
+        assert one["image"] == path.read_bytes()
+        assert one["captions"] == [path.with_suffix(".txt").read_text().strip()]
+    rows = pq.read_table(sources[2]).to_pylist()
+    for number, row in enumerate(rows):
+        one = by_key[f"parquet_72.parquet#{number}"]
+        assert (one["image"], one["captions"]) == (row["image"]["bytes"], [row["caption"]])
+        assert Image.open(io.BytesIO(one["image"])).size == (one["width"], one["height"])
+    assert sum(key.startswith("webdataset_128/") for key in by_key) == 1000
+    held_out = sum(entry.num_samples for entry in manifest.splits["validation"].values())
+    assert 60 < held_out < 120

@@ -1,0 +1,141 @@
+import json
+
+import pytest
+
+from diffusion.config.data import DataConfig, StreamConfig
+from diffusion.config.schema import Config
+from diffusion.config.training import AlgorithmsConfig, EMAConfig, Parallelism, PlanConfig, Precision, TrainerConfig
+from diffusion.planning.plan import make_plan, read_num_samples
+from diffusion.planning.plan_text import format_plan
+
+NUM_PARAMETERS = 865_910_724
+
+
+def recipe(*, phase: int = 1, images_per_second: float | None = None, **data) -> Config:
+    iterations = {1: 550_000, 2: 850_000}[phase]
+    return Config(
+        run_name=f"phase{phase}",
+        data=DataConfig(resolution=256 * phase, global_batch_size=2048, **data),
+        trainer=TrainerConfig(max_duration=f"{iterations}ba", device_train_microbatch_size=16),
+        algorithms=AlgorithmsConfig(ema=EMAConfig(start="800000ba") if phase == 2 else None),
+        plan=PlanConfig(num_gpus=128, images_per_second=images_per_second, price_per_gpu_hour=2.0),
+    )
+
+
+def write_index(folder, *counts):
+    folder.mkdir(parents=True)
+    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [{"samples": count} for count in counts]}))
+
+
+def test_images_and_time_of_the_published_recipe():
+    first = make_plan(recipe(images_per_second=11_600), num_parameters=NUM_PARAMETERS)
+    second = make_plan(recipe(phase=2, images_per_second=4_590), num_parameters=NUM_PARAMETERS)
+    assert (first.num_images, second.num_images) == (1_126_400_000, 1_740_800_000)
+    assert (first.samples_per_rank, first.num_microbatches) == (16, 1)
+    assert first.days is not None
+    assert second.days is not None
+    assert first.days + second.days == pytest.approx(5.51, abs=0.005)
+    assert first.cost is not None
+    assert second.cost is not None
+    assert first.cost + second.cost == pytest.approx(33_874, abs=50)
+    assert first.gpu_hours == pytest.approx(first.days * 24 * 128)
+
+
+def test_what_is_not_given_is_not_known():
+    plan = make_plan(recipe(), num_parameters=NUM_PARAMETERS)
+    assert (plan.days, plan.gpu_hours, plan.cost) == (None, None, None)
+    assert "time                 " in format_plan(plan)
+    assert "not known (give plan.images_per_second)" in format_plan(plan)
+
+
+def test_ranks_come_from_the_launcher_unless_the_fleet_is_named():
+    config = recipe()
+    assert make_plan(config, num_parameters=1, world_size=8).num_ranks == 128
+    config.plan.num_gpus = None
+    plan = make_plan(config, num_parameters=1, world_size=8)
+    assert (plan.num_ranks, plan.samples_per_rank, plan.num_microbatches) == (8, 256, 16)
+    config.plan.num_gpus = 12
+    assert any("cannot be divided among 12" in text for text in make_plan(config, num_parameters=1).assumptions)
+
+
+def test_memory_per_rank():
+    plans = make_plan(recipe(phase=2), num_parameters=NUM_PARAMETERS).memory
+    shard_grad_op, full_shard, ddp = plans
+    shard = -(-NUM_PARAMETERS // 128)
+    assert ddp.total == NUM_PARAMETERS * (4 + 4 + 8 + 4)
+    assert full_shard.total == shard * 20
+    assert shard_grad_op.total == shard * 20 + NUM_PARAMETERS * 2
+    assert [plan.is_chosen for plan in plans] == [True, False, False]
+    assert make_plan(recipe(), num_parameters=NUM_PARAMETERS).memory[2].ema == 0
+
+
+def test_the_chosen_way_to_spread_the_model_is_marked():
+    config = recipe()
+    config.trainer.reshard_after_forward = True
+    assert [plan.is_chosen for plan in make_plan(config, num_parameters=1).memory] == [False, True, False]
+    config.trainer.parallelism = Parallelism.ddp
+    assert [plan.is_chosen for plan in make_plan(config, num_parameters=1).memory] == [False, False, True]
+
+
+def test_activations_are_estimated_for_sd2_in_autocast_only():
+    assert make_plan(recipe(), num_parameters=1).activation_bytes == pytest.approx(16 * 237e6)
+    assert make_plan(recipe(phase=2), num_parameters=1).activation_bytes == pytest.approx(16 * 935e6)
+    config = recipe()
+    config.trainer.precision = Precision.fp32
+    assert make_plan(config, num_parameters=1).activation_bytes is None
+
+
+def test_checkpoints_hold_weights_adam_and_the_average_once_it_started():
+    first, second = recipe(), recipe(phase=2)
+    plan = make_plan(first, num_parameters=NUM_PARAMETERS)
+    assert (plan.checkpoint_bytes, plan.num_checkpoints) == (12 * NUM_PARAMETERS, 55)
+    assert plan.storage_bytes == 55 * 12 * NUM_PARAMETERS
+    plan = make_plan(second, num_parameters=NUM_PARAMETERS)
+    assert (plan.checkpoint_bytes, plan.num_checkpoints) == (16 * NUM_PARAMETERS, 85)
+    assert plan.storage_bytes == (79 * 12 + 6 * 16) * NUM_PARAMETERS
+    second.trainer.keep_checkpoints = 7
+    assert make_plan(second, num_parameters=1).storage_bytes == 12 + 6 * 16
+    second.trainer.save_interval = "300000ba"
+    assert make_plan(second, num_parameters=1).storage_bytes == 12 + 12 + 16
+    second.trainer.save_interval = "1ep"
+    assert make_plan(second, num_parameters=1).num_checkpoints is None
+
+
+def test_epochs_where_the_index_files_can_be_read(tmp_path):
+    write_index(tmp_path / "remote" / "a", 60_000_000, 40_000_000)
+    write_index(tmp_path / "local" / "b", 300_000_000)
+    roots = {"remote": str(tmp_path / "remote"), "local": str(tmp_path / "local")}
+    streams = [StreamConfig(name="a"), StreamConfig(name="b")]
+    natural = make_plan(recipe(streams=streams, **roots), num_parameters=1).streams
+    assert [stream.num_samples for stream in natural] == [100_000_000, 300_000_000]
+    assert [stream.epochs for stream in natural] == [pytest.approx(2.816)] * 2
+    streams = [StreamConfig(name="a", repeat=3.0), StreamConfig(name="b")]
+    repeated = make_plan(recipe(streams=streams, **roots), num_parameters=1).streams
+    assert [stream.epochs for stream in repeated] == [pytest.approx(3 * 1126.4 / 600), pytest.approx(1126.4 / 600)]
+    streams = [StreamConfig(name="a", proportion=3.0), StreamConfig(name="c", proportion=1.0)]
+    mixed = make_plan(recipe(streams=streams, **roots), num_parameters=1).streams
+    assert [stream.epochs for stream in mixed] == [pytest.approx(0.75 * 11.264), None]
+    streams = [StreamConfig(name="a"), StreamConfig(name="c")]
+    unknown = make_plan(recipe(streams=streams, **roots), num_parameters=1).streams
+    assert [(stream.num_samples, stream.epochs) for stream in unknown] == [(100_000_000, None), (None, None)]
+    assert read_num_samples(tmp_path) is None
+
+
+def test_text():
+    streams = [StreamConfig(name="256-512")]
+    config = recipe(images_per_second=11_600, local="???", streams=streams)
+    text = format_plan(
+        make_plan(config, num_parameters=NUM_PARAMETERS, missing={"data.local": "Root of the data set."})
+    )
+    for line in [
+        "Plan of phase1",
+        "1,126,400,000 = 550,000 iterations x 2,048",
+        "samples not known, epochs not known",
+        "1.12 days on 128 GPUs",
+        "865,910,724 trained",
+        "  data.local: Root of the data set.",
+        "<- chosen",
+        "3.79 GB per microbatch of 16 (estimate)",
+        "VAE and text encoder: random weights (model.pretrained is null).",
+    ]:
+        assert line in text

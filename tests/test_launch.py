@@ -1,0 +1,151 @@
+"""Errors of a command under both launchers, in real processes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diffusion.cli import train_command
+from diffusion.errors import ConfigurationError, DataError, MachineError
+from diffusion.launch import agree, rank, run_command, world_size
+
+SCRIPT = """\
+import sys, time
+from pathlib import Path
+from diffusion.errors import ConfigurationError, DataError
+from diffusion.launch import agree, rank, run_command
+
+def fail(text):
+    raise DataError(text)
+
+def main():
+    mode = sys.argv[1]
+    if mode == "before":
+        time.sleep(1.0 if rank() == 0 else 0.0)
+        raise ConfigurationError("the key is wrong")
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    if mode == "some":
+        agree(lambda: fail("a shard is damaged") if rank() == 1 else None)
+    if mode == "alone":
+        fail("a shard is damaged") if rank() == 1 else dist.barrier()
+
+if __name__ == "__main__":
+    code = run_command(main)
+    Path(sys.argv[2], f"code{rank()}").write_text(str(code))
+    sys.exit(code)
+"""
+BIN = Path(sys.executable).parent
+
+
+def launch(tmp_path: Path, launcher: list[str], mode: str) -> subprocess.CompletedProcess:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [str(BIN / launcher[0]), *launcher[1:], str(script), mode, str(tmp_path)]
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return subprocess.run(
+        command, env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("launcher", "mode", "message"),
+    [
+        ("composer -n 2", "before", "ConfigurationError: the key is wrong"),
+        ("composer -n 2", "some", "DataError: rank 1 of 2: a shard is damaged"),
+        ("torchrun --nproc-per-node 2 --master-port 29617", "before", "ConfigurationError: the key is wrong"),
+        ("torchrun --nproc-per-node 2 --master-port 29619", "alone", "a shard is damaged"),
+    ],
+)
+def test_one_message_and_exit_code_2_on_all_ranks(tmp_path, launcher, mode, message):
+    result = launch(tmp_path, launcher.split(), mode)
+    output = result.stdout + result.stderr
+    assert output.count(message) == 1, output
+    assert result.returncode != 0
+    assert [(tmp_path / f"code{number}").read_text() for number in (0, 1)] == ["2", "2"]
+    assert str(tmp_path / "script.py") + '"' not in output, "a traceback through the command"
+    if launcher.startswith("composer"):
+        assert result.returncode == 2
+        assert "Traceback" not in output
+
+
+def test_ranks_without_a_launcher(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert (rank(), world_size()) == (0, 1)
+    assert agree(lambda: 7) == 7
+
+
+def test_a_user_error_is_said_without_a_traceback_and_a_defect_passes(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    said: list[str] = []
+
+    def fail(error: Exception):
+        raise error
+
+    assert run_command(lambda: None, say=said.append) == 0
+    assert run_command(lambda: fail(DataError("no shards in x")), say=said.append) == 2
+    assert said == ["DataError: no shards in x"]
+    with pytest.raises(ZeroDivisionError):
+        run_command(lambda: fail(ZeroDivisionError()))
+
+
+def test_before_the_process_group_rank_0_speaks_and_of_its_machine_the_first_rank_of_a_node(monkeypatch):
+    said: list[str] = []
+
+    def fail(error: Exception):
+        raise error
+
+    monkeypatch.setenv("RANK", "8")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert run_command(lambda: fail(ConfigurationError("same everywhere")), say=said.append) == 2
+    assert said == []
+    assert run_command(lambda: fail(MachineError("no GPU")), say=said.append) == 2
+    assert said[0].startswith("MachineError: rank 8 on ")
+    assert said[0].endswith(": no GPU")
+
+
+def test_torchrun_names_the_node_for_composer(monkeypatch):
+    monkeypatch.setenv("GROUP_RANK", "3")
+    monkeypatch.delenv("NODE_RANK", raising=False)
+    run_command(lambda: None)
+    assert os.environ["NODE_RANK"] == "3"
+
+
+YAML = """\
+run_name: plan
+model: {architecture: tiny}
+data: {streams: [{name: a}], resolution: 32, global_batch_size: 8}
+schedule: {warmup: 1ba}
+trainer: {max_duration: 10ba, precision: fp32}
+"""
+
+
+def test_dry_run_goes_on_without_locations(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(YAML)
+    said: list[str] = []
+    train_command([str(path), "--dry-run", "seed=5"], say=said.append)
+    text = "\n".join(said)
+    assert "seed: 5\n" in text
+    assert "80 = 10 iterations x 8" in text
+    assert "Still missing before it can start\n  data.local: Root of the data set" in text
+    with pytest.raises(ConfigurationError, match=r"1 value is missing in .*run.yaml: data.local"):
+        train_command([str(path), "seed=5"], say=said.append)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "run.py: name the configuration of the run"),
+        (["a.yaml", "--seed=1"], r"unrecognized arguments: --seed=1. Values are set without dashes, key.sub=value."),
+        (["no.yaml"], "The configuration file no.yaml does not exist."),
+    ],
+)
+def test_mistakes_on_the_command_line(arguments, message):
+    with pytest.raises(ConfigurationError, match=message):
+        train_command(arguments, say=lambda text: None)
