@@ -173,8 +173,8 @@ def run_command(main: Callable[[], None], *, say: Callable[[str], None] = say_to
 def _tell(error: UserError, say: Callable[[str], None]) -> None:
     """Print the message if this is the rank to do it."""
     terminated = _catch_termination()
-    has_group = _has_process_group()
-    if has_group and not getattr(error, "agreed", False):
+    has_group, is_agreed = _has_process_group(), getattr(error, "agreed", False)
+    if has_group and not is_agreed:
         speaks = _is_first_to_tell(str(error), terminated)
     elif has_group or isinstance(error, ConfigurationError):
         speaks = rank() == 0
@@ -183,7 +183,9 @@ def _tell(error: UserError, say: Callable[[str], None]) -> None:
     if speaks:
         speaker = f"rank {rank()} on {socket.gethostname()}: " if rank() else ""
         say(f"{type(error).__name__}: {speaker}{error}")
-    elif local_rank():
+    if has_group and is_agreed:
+        _destroy_process_group()
+    if not speaks and local_rank():
         terminated.wait(PATIENCE_SECONDS)
 
 
@@ -199,6 +201,13 @@ def _has_process_group() -> bool:
     """Whether torch.distributed is in use, without importing it."""
     dist: Any = sys.modules.get("torch.distributed")
     return dist is not None and dist.is_available() and dist.is_initialized()
+
+
+def _destroy_process_group() -> None:
+    """End communication in order, on all ranks: at the exit of the interpreter its threads may abort the process."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
 
 
 def _is_first_to_tell(message: str, terminated: threading.Event) -> bool:

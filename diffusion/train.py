@@ -87,9 +87,17 @@ def train(config: Config) -> Trainer:
     trainer = _build_trainer(config, model, folder, device)
     if config.trainer.parallelism == Parallelism.fsdp:
         correct_gradient_average(trainer.state.model)
-    trainer.fit()
+    if _has_ended(trainer):
+        log.info("run %s has reached its end (%s) before; nothing is left to do", config.run_name, trainer.state.timestamp.batch)
+    else:
+        trainer.fit()
     trainer.close()
     return trainer
+
+
+def _has_ended(trainer: Trainer) -> bool:
+    end = trainer.state.max_duration
+    return end is not None and trainer.state.timestamp.get(end.unit) >= end
 
 
 def _spec(config: Config) -> Any:

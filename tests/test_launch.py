@@ -68,7 +68,7 @@ def test_one_message_and_exit_code_2_on_all_ranks(tmp_path, launcher, mode, mess
     assert [(tmp_path / f"code{number}").read_text() for number in (0, 1)] == ["2", "2"]
     assert str(tmp_path / "script.py") + '"' not in output, "a traceback through the command"
     if launcher.startswith("composer"):
-        assert result.returncode == 2
+        assert result.returncode == 2, output
         assert "Traceback" not in output
 
 

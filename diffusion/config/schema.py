@@ -1,7 +1,7 @@
 """The configuration of a run: every key of the YAML files, with its type, default and meaning.
 
-The classes (here and in `model`, `data` and `training`) are plain dataclasses that YAML files and command-line overrides
-are merged into (`diffusion.config.loading`). A field without a sensible default is `MISSING`: it is written `???` in a
+The classes (here and in `model`, `data`, `training`) are plain dataclasses that YAML files and overrides are
+merged into (`diffusion.config.loading`). A field without a sensible default is `MISSING`: it is written `???` in a
 YAML and must be filled in. Times are Composer's time strings: `10ba` batches (optimizer steps), `1000sp` samples,
 `0.94dur` a fraction of the run.
 """

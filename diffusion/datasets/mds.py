@@ -11,11 +11,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-from streaming import MDSWriter
+from typing import TYPE_CHECKING
 
 from diffusion.datasets.manifest import read_json, sync
 from diffusion.errors import ConfigurationError, DataError
+
+if TYPE_CHECKING:
+    from streaming import MDSWriter
 
 PARTIAL = ".partial"
 """Suffix of the name of a folder that is being written."""
@@ -58,7 +60,7 @@ def write_mds(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     hashes: tuple[str, ...] = DEFAULT_HASHES,
     compression: str | None = None,
-) -> Iterator[MDSWriter]:
+) -> Iterator["MDSWriter"]:
     """Write an MDS folder that appears under its name only when it is whole.
 
     Until then it is `<folder>.partial`; what an earlier, interrupted run left there is removed. If the block raises,
@@ -79,6 +81,8 @@ def write_mds(
         DataError: The folder exists.
         OSError: The disk is full, or the place cannot be written to.
     """
+    from streaming import MDSWriter  # takes seconds: a command's mistakes are to be told before
+
     check_shard_bytes(shard_bytes)
     if folder.exists():
         raise DataError(f"{folder} exists; remove it or write to another folder")

@@ -8,10 +8,12 @@ private parts of `StreamingDataset` is in this file.
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 from streaming import StreamingDataset
-from streaming.base.dataset import _ShardState
+from streaming.base.constant import TICK
+from streaming.base.dataset import _Iterator, _ShardState
 from torch import distributed
 
 from diffusion.errors import DataError
@@ -106,6 +108,29 @@ class ShardDataset(StreamingDataset):
         else:
             if not self.cache_limit and self._shard_states[shard_id] == _ShardState.LOCAL:
                 self._prepared.add(shard_id)
+
+    def _ready_thread(self, it: _Iterator) -> None:
+        """Advance `ready_index` as shards arrive. Streaming's own waits for ever for one that failed elsewhere.
+
+        A shard that another worker tried to fetch in vain is tried here, so that each worker that needs it fails.
+        """
+        while not self._is_over(it) and it.ready_index < it.total:
+            if self.predownload is not None and self.predownload < it.ready_index - it.yield_index:
+                sleep(TICK)
+                continue
+            sample_id = it.sample_ids[it.ready_index]
+            if sample_id != -1:
+                shard_id, _ = self.spanner[sample_id]
+                while (state := self._shard_states[shard_id]) != _ShardState.LOCAL and not self._is_over(it):
+                    if state == _ShardState.REMOTE:
+                        self.prepare_shard(shard_id, False)
+                    else:
+                        sleep(TICK)
+            it.ready_index += 1
+        it.on_exit()
+
+    def _is_over(self, it: _Iterator) -> bool:
+        return it.should_exit() or self._event.is_set()
 
     def _failed(self, shard_id: int, error: Exception) -> DataError:
         """Leave nothing behind that blocks or misleads another process, and describe the failure."""

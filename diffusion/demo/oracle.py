@@ -87,7 +87,7 @@ def describe(image: Image.Image) -> list[Found]:
         for label in np.unique(labels[labels >= 0]):
             mask = labels == label
             if mask.mean() >= MIN_AREA:
-                found = _found(mask, coverage, pixels, background)
+                found = _found(mask, pixels, background)
                 if found is not None:
                     objects.append(found)
     return sorted(objects, key=lambda found: found.area, reverse=True)
@@ -99,16 +99,15 @@ def score(image: Image.Image, scene: Scene) -> Score:
     A scene of one object is compared with the image's largest object, a scene of two with the two largest, in the order
     that gives the most matches.
     """
-    objects = describe(image)[: len(scene.things)]
-    if len(objects) < len(scene.things):
-        padded: list[Found | None] = [*objects, *[None] * (len(scene.things) - len(objects))]
-    else:
-        padded = [*objects]
+    largest, next_largest = [*describe(image), None, None][:2]
     if scene.relation is None:
-        return Score(colour=_has_colour(padded[0], scene.things[0]), shape=_has_shape(padded[0], scene.things[0]),
-                     relation=None)  # fmt: skip
-    scores = [_score_pair(first, second, scene) for first, second in (padded, padded[::-1])]
-    return max(scores, key=lambda pair: (bool(pair.relation), pair.colour + pair.shape))
+        thing = scene.things[0]
+        return Score(colour=_has_colour(largest, thing), shape=_has_shape(largest, thing), relation=None)
+    pairs = ((largest, next_largest), (next_largest, largest))
+    return max(
+        (_score_pair(first, second, scene) for first, second in pairs),
+        key=lambda pair: (bool(pair.relation), pair.colour + pair.shape),
+    )
 
 
 def _score_pair(first: Found | None, second: Found | None, scene: Scene) -> Score:
@@ -180,8 +179,7 @@ def _grown(mask: np.ndarray, pixels: int) -> np.ndarray:
     return views.any((-2, -1))
 
 
-def _found(mask: np.ndarray, coverage: np.ndarray, pixels: np.ndarray,
-           background: np.ndarray) -> Found | None:  # fmt: skip
+def _found(mask: np.ndarray, pixels: np.ndarray, background: np.ndarray) -> Found | None:
     """Name the colour and the shape of one component, or return None if it does not stand out from the background."""
     offset = pixels[mask] - background
     contrast = np.linalg.norm(offset, axis=1)

@@ -42,8 +42,11 @@ POSITIONS = {
     "in the bottom right": (2, 2),
 }
 """Column and row, in thirds of the picture, that each phrase names."""
-PHRASINGS = ("{things} on a {background} background", "a picture of {things} on a {background} background",
-             "{things}, {background} background")  # fmt: skip
+PHRASINGS = (
+    "{things} on a {background} background",
+    "a picture of {things} on a {background} background",
+    "{things}, {background} background",
+)
 SHORTER_SIDES = (40, 48, 56, 64, 80, 96, 112, 128, 144, 160)
 FORMATS = {"png": "PNG", "jpg": "JPEG", "webp": "WEBP"}
 RELATION_SHARE = 0.25
@@ -187,8 +190,9 @@ def prompts(*, background: str = "gray") -> tuple[list[Scene], list[Scene]]:
     return single, double
 
 
-def write_data_set(folder: Path | str, num_images: int = 6000, seed: int = 17, *, split: str = "train",
-                   shard_size: int = 500) -> dict[str, int]:  # fmt: skip
+def write_data_set(
+    folder: Path | str, num_images: int = 6000, seed: int = 17, *, split: str = "train", shard_size: int = 500
+) -> dict[str, int]:
     """Write the data set in three layouts, a third of the pictures each; the same arguments write the same bytes.
 
     - `folder/pictures`: PNG, JPEG and WebP files, each with its caption in a .txt file beside it.
@@ -329,8 +333,15 @@ def _two_things(rng: random.Random) -> Scene:
     return _placed(things, relation, background, along=along, across=across, phrasing=phrasing)
 
 
-def _placed(things: Iterable[Thing], relation: str, background: str, *, along: tuple[float, float] = (0.27, 0.73),
-            across: float = 0.5, phrasing: int = 0) -> Scene:  # fmt: skip
+def _placed(
+    things: Iterable[Thing],
+    relation: str,
+    background: str,
+    *,
+    along: tuple[float, float] = (0.27, 0.73),
+    across: float = 0.5,
+    phrasing: int = 0,
+) -> Scene:
     """Return the scene in which two objects are where the relation says.
 
     Args:

@@ -26,7 +26,7 @@ def write_folder(folder: Path, num: int, *, side: int = 32, start: int = 0) -> N
     """Write numbered pictures, each with a caption beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     for index in range(start, start + num):
-        (folder / f"{index:04d}.png").write_bytes(noise(side, side + index % 5, index))
+        (folder / f"{index:04d}.png").write_bytes(noise(side + 5, side + index % 5, index))
         (folder / f"{index:04d}.txt").write_text(f"picture {index}\n")
 
 
@@ -46,3 +46,8 @@ def sample(stem: str, image: bytes, caption: bytes | None = None, /, **metadata)
     if caption is not None:
         members.append((f"{stem}.txt", caption))
     return [*members, (f"{stem}.json", json.dumps(metadata).encode())]
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Return the content of each file below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -1,0 +1,42 @@
+# Every command runs in .venv, which is made on the first use and remade when setup.py changes.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+PINS := $(shell cksum < setup.py | cut -d' ' -f1)
+INSTALLED := $(VENV)/installed-$(PINS)
+DATA ?=
+TESTS ?= tests
+DEMO ?=
+
+.PHONY: install demo test lint format clean help
+
+help:              ## list the targets
+	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*##/ -/'
+
+install: $(INSTALLED)  ## make .venv with the pinned dependencies and this package (editable)
+
+$(INSTALLED):
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[dev]'
+	rm -f $(VENV)/installed-*
+	touch $(INSTALLED)
+
+demo: install      ## from drawn shapes to a trained model, images and a report; DEMO="--quick" for a short one
+	$(BIN)/python scripts/shapes_demo.py $(DEMO)
+
+test: install      ## run the tests; DATA=FOLDER adds those on real pictures, TESTS=PATH chooses some
+	$(BIN)/python -m pytest $(TESTS) $(if $(DATA),--data $(DATA))
+
+lint: install      ## ruff (lint and format) and pyright
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: install    ## format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:             ## remove .venv, runs and caches
+	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

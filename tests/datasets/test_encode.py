@@ -1,0 +1,276 @@
+import hashlib
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from streaming.base.format import reader_from_json
+from written_data import (
+    PREPARED,
+    data_config,
+    picture,
+    prepared_sample,
+    tokenize,
+    write_mds,
+    write_prepared,
+    write_prepared_manifest,
+)
+
+from diffusion.config.data import Representation
+from diffusion.datasets import encode as encode_module
+from diffusion.datasets.batch import BatchKey
+from diffusion.datasets.encode import encode
+from diffusion.datasets.encoded import EncodedManifest, check_encoded, read_encoded_manifest
+from diffusion.datasets.loader import train_loader
+from diffusion.datasets.transforms import SquareTransform
+from diffusion.errors import ConfigurationError, DataError
+
+RESOLUTION = 32
+EMPTY_IDS = [0, 1, 2, 3, 4]
+
+
+def build_vae(seed: int = 0) -> AutoencoderKL:
+    """A VAE of two levels: 32 px -> 4 x 16 x 16."""
+    torch.manual_seed(seed)
+    return AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(8, 16),
+        layers_per_block=1,
+        latent_channels=4,
+        norm_num_groups=4,
+    ).eval()
+
+
+def run(prepared: Path, out: Path, **options: Any) -> EncodedManifest:
+    defaults: dict[str, Any] = {
+        "vae": build_vae(),
+        "vae_identity": "vae-0",
+        "tokenize": tokenize,
+        "tokenizer_identity": "tokenizer-0",
+        "empty_ids": EMPTY_IDS,
+        "resolution": RESOLUTION,
+        "batch_size": 4,
+    }
+    return encode(prepared, out, **(defaults | options))
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    shards = json.loads((folder / "index.json").read_text())["shards"]
+    return [sample for shard in shards for sample in reader_from_json(str(folder), None, shard)]
+
+
+def digests(root: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> Path:
+    root = tmp_path / "prepared"
+    write_prepared(root, {"16-32": 3, "32-64": 11, "64-up": 6}, num_captions=2)
+    write_mds(root / "validation" / "32-64", PREPARED, [prepared_sample("v", i) for i in range(3)])
+    write_prepared_manifest(root)
+    return root
+
+
+def test_encoding_keeps_layout_order_and_count(prepared: Path, tmp_path: Path) -> None:
+    manifest = run(prepared, tmp_path / "out")
+    assert manifest.counts == {"train": {"32-64": 11, "64-up": 6}, "validation": {"32-64": 3}}
+    folders = {str(path.parent.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("index.json")}
+    assert folders == {"train/32-64", "train/64-up", "validation/32-64"}
+    samples = read(tmp_path / "out" / "train" / "32-64")
+    assert [sample["key"] for sample in samples] == [f"32-64/{i}" for i in range(11)]
+    vae = build_vae()
+    for i, sample in enumerate(samples):
+        assert set(sample) == {"latent_mean", "latent_logvar", "token_ids", "key"}
+        pixels = torch.from_numpy(SquareTransform(resolution=RESOLUTION)(picture(i))[None]) / 127.5 - 1
+        with torch.no_grad():
+            posterior = vae.encode(pixels).latent_dist
+        for name, moment in [("latent_mean", posterior.mean[0]), ("latent_logvar", posterior.logvar[0])]:
+            assert sample[name].dtype == np.float16
+            assert sample[name].shape == (4, 16, 16)
+            np.testing.assert_allclose(sample[name], moment.half().numpy(), rtol=2e-3, atol=1e-4)
+        assert sample["token_ids"].dtype == np.int32
+        np.testing.assert_array_equal(sample["token_ids"], tokenize([f"{i} 32-64 0", f"{i} 32-64 1"]))
+
+
+def test_the_result_does_not_depend_on_batch_size_or_workers(prepared: Path, tmp_path: Path) -> None:
+    run(prepared, tmp_path / "a", batch_size=4)
+    run(prepared, tmp_path / "again", batch_size=4, num_workers=2)
+    run(prepared, tmp_path / "b", batch_size=3)
+    assert digests(tmp_path / "a") == digests(tmp_path / "again")
+    for one, other in zip(read(tmp_path / "a/train/32-64"), read(tmp_path / "b/train/32-64"), strict=True):
+        for name in ("latent_mean", "latent_logvar"):
+            np.testing.assert_allclose(one[name], other[name], rtol=2e-3, atol=1e-4)
+        assert one["key"] == other["key"]
+
+
+def test_mean_only(prepared: Path, tmp_path: Path) -> None:
+    manifest = run(prepared, tmp_path / "out", mean_only=True)
+    assert manifest.mean_only
+    assert set(read(tmp_path / "out/train/64-up")[0]) == {"latent_mean", "token_ids", "key"}
+
+
+def test_the_manifest_says_what_it_was_made_with(prepared: Path, tmp_path: Path) -> None:
+    manifest = run(prepared, tmp_path / "out")
+    assert read_encoded_manifest(str(tmp_path / "out/train/32-64")) == manifest
+    assert (manifest.vae, manifest.tokenizer, manifest.empty_ids) == ("vae-0", "tokenizer-0", EMPTY_IDS)
+    assert manifest.source == hashlib.sha256((prepared / "manifest.json").read_bytes()).hexdigest()
+    content = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert (content["kind"], content["version"]) == ("encoded", 1)
+
+
+def test_the_same_command_continues_where_it_was_stopped(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    run(prepared, whole)
+    original = encode_module._Encoder.posterior
+    num_batches = 0
+
+    def stop_at_the_fifth(self: Any, images: torch.Tensor) -> Any:
+        nonlocal num_batches
+        num_batches += 1
+        if num_batches == 5:
+            raise KeyboardInterrupt
+        return original(self, images)
+
+    monkeypatch.setattr(encode_module._Encoder, "posterior", stop_at_the_fifth)
+    with pytest.raises(KeyboardInterrupt):
+        run(prepared, out)
+    assert sorted(path.name for path in (out / "train").iterdir()) == ["32-64"]
+    assert not (out / "manifest.json").exists()
+    with pytest.raises(DataError, match=r"holds another encoding \(vae differ\)"):
+        run(prepared, out, vae_identity="vae-1")
+    num_batches = 5
+    run(prepared, out)
+    assert num_batches == 5 + 2 + 1
+    assert digests(out) == digests(whole)
+    run(prepared, out)
+    assert num_batches == 5 + 2 + 1
+
+
+def test_a_folder_with_something_else_is_not_touched(prepared: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="is the prepared data"):
+        run(prepared, prepared)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").touch()
+    with pytest.raises(DataError, match="is not empty and no encoding"):
+        run(prepared, tmp_path / "out")
+    run(prepared, tmp_path / "encoded")
+    before = digests(tmp_path / "encoded")
+    with pytest.raises(DataError, match=r"holds another encoding \(mean_only, tokenizer differ\)"):
+        run(prepared, tmp_path / "encoded", tokenizer_identity="other", mean_only=True)
+    assert digests(tmp_path / "encoded") == before
+
+
+def test_what_cannot_be_encoded(prepared: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="--resolution 33 is not a multiple of 2"):
+        run(prepared, tmp_path / "out", resolution=33)
+    with pytest.raises(DataError, match=r"shorter side is 128 or more \(there are: 16-32, 32-64, 64-up\)"):
+        run(prepared, tmp_path / "out", resolution=128)
+    with pytest.raises(DataError, match=r"there is no manifest.json"):
+        run(tmp_path / "nowhere", tmp_path / "out")
+    shard = prepared / "train" / "64-up" / "shard.00000.mds"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1])
+    with pytest.raises(DataError, match=r"64-up/shard.00000.mds has \d+ bytes instead of"):
+        run(prepared, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    write_mds(prepared / "train" / "32-64", PREPARED, [prepared_sample("a", 0)])
+    shard.write_bytes(whole)
+    with pytest.raises(DataError, match=r"train/32-64 is not what .*manifest.json says"):
+        run(prepared, tmp_path / "out")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_undecodable_picture_is_an_error(tmp_path: Path, num_workers: int) -> None:
+    write_prepared(tmp_path / "prepared", {"32-64": 6}, bad=(4,))
+    with pytest.raises(DataError) as caught:
+        run(tmp_path / "prepared", tmp_path / "out", num_workers=num_workers)
+    assert "32-64, sample 4, key '32-64/4' cannot be decoded" in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+    assert not list((tmp_path / "out" / "train").iterdir())
+
+
+def test_latents_that_are_not_finite_are_an_error(prepared: Path, tmp_path: Path) -> None:
+    vae = build_vae()
+    with torch.no_grad():
+        vae.quant_conv.weight.fill_(1e6)
+    with pytest.raises(DataError, match="the VAE gives no finite float16 latent for '32-64/0'"):
+        run(prepared, tmp_path / "out", vae=vae)
+
+
+def test_latents_read_are_those_of_the_pictures_read(prepared: Path, tmp_path: Path) -> None:
+    run(prepared, tmp_path / "out")
+    batches = []
+    for root, representation in [(prepared, Representation.images), (tmp_path / "out", Representation.latents)]:
+        config = data_config(
+            root / "train", "32-64", "64-up", resolution=RESOLUTION, representation=representation, global_batch_size=4
+        )
+        batches.append(list(train_loader(config, seed=1, tokenize=tokenize, rank_batch_size=4)))
+    vae = build_vae()
+    assert len(batches[0]) == len(batches[1]) > 0
+    for pictures, latents in zip(*batches, strict=True):
+        for key in (BatchKey.SAMPLE, BatchKey.STREAM, BatchKey.TOKEN_IDS):
+            assert torch.equal(pictures[key], latents[key])
+        with torch.no_grad():
+            mean = vae.encode(pictures[BatchKey.IMAGE] / 127.5 - 1).latent_dist.mean
+        torch.testing.assert_close(latents[BatchKey.LATENT_MEAN], mean.half(), rtol=2e-3, atol=1e-4)
+
+
+def test_encoded_data_that_does_not_fit_a_run(prepared: Path, tmp_path: Path) -> None:
+    manifest = run(prepared, tmp_path / "out", mean_only=True)
+    fitting: dict[str, Any] = {
+        "where": "data", "resolution": RESOLUTION, "needs_logvar": False,
+        "vae_identity": "vae-0", "tokenizer_identity": "tokenizer-0", "empty_ids": EMPTY_IDS,
+    }  # fmt: skip
+    check_encoded(manifest, **fitting)
+    for change, message in [
+        ({"vae_identity": "vae-1"}, "VAE: vae-0 there, vae-1 here"),
+        ({"tokenizer_identity": "t"}, "tokenizer: tokenizer-0 there, t here"),
+        ({"resolution": 64}, "resolution: 32 there, 64 here; transform: lanczos-centre-crop-32-v1 there"),
+        ({"empty_ids": [1]}, r"empty caption's ids: \[0, 1, 2, 3, 4\] there, \[1\] here"),
+        ({"needs_logvar": True}, "only the means are there, and objective.posterior is sample"),
+    ]:
+        with pytest.raises(DataError, match=f"data was not encoded for this run. .*{message}.*scripts/encode.py"):
+            check_encoded(manifest, **(fitting | change))
+    with pytest.raises(DataError, match="transform: other there"):
+        check_encoded(replace(manifest, transform="other"), **fitting)
+    config = data_config(
+        tmp_path / "out/train", "32-64", resolution=64, representation=Representation.latents, global_batch_size=4
+    )
+    with pytest.raises(DataError, match="resolution: 32 there, 64 here"):
+        train_loader(config, seed=1, tokenize=None, rank_batch_size=4)
+
+
+def test_a_manifest_of_another_kind_or_version(prepared: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"is not encoded data: encode it with scripts/encode.py"):
+        read_encoded_manifest(str(prepared / "train/32-64"))
+    content = run(prepared, tmp_path / "out").to_json()
+    with pytest.raises(DataError, match=r"another version of this package \(format 99"):
+        EncodedManifest.from_json(content | {"version": 99}, "data")
+    assert read_encoded_manifest(str(tmp_path / "nothing" / "here" / "x")) is None
+
+
+def test_the_command(prepared: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "scripts/encode.py", str(prepared), str(tmp_path / "out"), "--resolution", "32"]
+    root = Path(__file__).parents[2]
+    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("ConfigurationError: say what encodes: --config YAML, or --architecture")
+    command += ["--architecture", "tiny", "--device", "cpu", "--workers", "1"]
+    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "20 samples at 32 px" in ended.stdout
+    assert (tmp_path / "out" / "manifest.json").is_file()

@@ -1,0 +1,89 @@
+import pytest
+import torch
+from diffusers import DDPMScheduler
+
+from diffusion.config.model import Architecture, ObjectiveConfig, PredictionType
+from diffusion.errors import ConfigurationError
+from diffusion.models.build import build_noise_scheduler
+from diffusion.models.objectives import EVALUATION, TRAINING, NoiseProcess, draw_noise, draw_timesteps
+from diffusion.models.sampling import inference_scheduler
+
+SCHEDULE = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
+
+
+@pytest.fixture(scope="module")
+def example():
+    generator = torch.Generator().manual_seed(0)
+    latents, noise = torch.randn(2, 5, 4, 8, 8, generator=generator)
+    return latents, noise, torch.tensor([0, 1, 500, 998, 999])
+
+
+def process(zero: bool = False) -> tuple[NoiseProcess, DDPMScheduler]:
+    scheduler = DDPMScheduler(**SCHEDULE, rescale_betas_zero_snr=zero, prediction_type="v_prediction")
+    return NoiseProcess(scheduler.alphas_cumprod), scheduler
+
+
+def test_noised_latents_and_velocities_are_those_of_diffusers(example):
+    latents, noise, timesteps = example
+    ours, theirs = process()
+    torch.testing.assert_close(ours.add_noise(*example), theirs.add_noise(latents, noise, timesteps), rtol=1e-5, atol=1e-6)
+    velocity = theirs.get_velocity(latents, noise, timesteps)
+    target = ours.target(PredictionType.v_prediction, latents, noise, timesteps)
+    torch.testing.assert_close(target, velocity, rtol=1e-5, atol=1e-6)
+
+
+def test_targets_give_back_the_latents(example):
+    latents, noise, timesteps = example
+    ours, _ = process()
+    noised = ours.add_noise(latents, noise, timesteps)
+    signal_rate, noise_rate = ours.signal_and_noise_rate(timesteps)
+    velocity = ours.target(PredictionType.v_prediction, latents, noise, timesteps)
+    torch.testing.assert_close(signal_rate * noised - noise_rate * velocity, latents, rtol=1e-4, atol=1e-5)
+    assert ours.target(PredictionType.epsilon, latents, noise, timesteps) is noise
+    assert ours.target(PredictionType.sample, latents, noise, timesteps) is latents
+
+
+def test_min_snr_weights_are_equal_in_units_of_the_latents_error():
+    ours, _ = process()
+    timesteps = torch.tensor([1, 100, 500, 900])
+    signal_rate, noise_rate = (rate.flatten() for rate in ours.signal_and_noise_rate(timesteps))
+    snr = (signal_rate / noise_rate) ** 2
+    weights = {kind: ours.min_snr_weight(kind, timesteps, 5.0) for kind in PredictionType}
+    torch.testing.assert_close(weights[PredictionType.sample], snr.clamp(max=5))
+    torch.testing.assert_close(weights[PredictionType.epsilon] * snr, weights[PredictionType.sample])
+    torch.testing.assert_close(weights[PredictionType.v_prediction] * (snr + 1), weights[PredictionType.sample])
+    assert weights[PredictionType.epsilon][-1] == 1.0
+
+
+def test_zero_terminal_snr_applies_to_training_and_sampling_alike():
+    objective = ObjectiveConfig(prediction_type=PredictionType.v_prediction, zero_terminal_snr=True)
+    scheduler = build_noise_scheduler(Architecture.tiny, objective)
+    assert NoiseProcess(scheduler.alphas_cumprod).alphas_cumprod[-1] < 1e-7
+    sampler = inference_scheduler(scheduler)
+    torch.testing.assert_close(sampler.alphas_cumprod, scheduler.alphas_cumprod)
+    sampler.set_timesteps(25)
+    assert sampler.timesteps[0] == 999
+    assert sampler.config["prediction_type"] == "v_prediction"
+
+
+def test_zero_terminal_snr_is_refused_with_epsilon():
+    with pytest.raises(ConfigurationError, match=r"zero_terminal_snr needs objective\.prediction_type=v_prediction"):
+        build_noise_scheduler(Architecture.tiny, ObjectiveConfig(zero_terminal_snr=True))
+
+
+def test_offset_noise_shifts_each_channel_as_a_whole_and_not_in_evaluation():
+    step, sample = torch.zeros(3, dtype=torch.int64), torch.arange(3)
+    plain = draw_noise(ObjectiveConfig(), TRAINING, 1, step, sample, (4, 8, 8))
+    shifted = draw_noise(ObjectiveConfig(offset_noise=0.1), TRAINING, 1, step, sample, (4, 8, 8))
+    offset = shifted - plain
+    assert offset.std(dim=(2, 3)).max() < 1e-6
+    assert 0.01 < offset.mean(dim=(2, 3)).std() < 0.3
+    evaluation = draw_noise(ObjectiveConfig(offset_noise=0.1), EVALUATION, 1, step, sample, (4, 8, 8))
+    assert torch.equal(evaluation, draw_noise(ObjectiveConfig(), EVALUATION, 1, step, sample, (4, 8, 8)))
+
+
+def test_timesteps_of_evaluation_are_others_than_those_of_training():
+    step, sample = torch.zeros(64, dtype=torch.int64), torch.arange(64)
+    training = draw_timesteps(TRAINING, 1, step, sample, 1000)
+    assert (training != draw_timesteps(EVALUATION, 1, step, sample, 1000)).sum() > 55
+    assert (training != draw_timesteps(TRAINING, 1, step + 1, sample, 1000)).sum() > 55

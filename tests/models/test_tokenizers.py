@@ -1,0 +1,60 @@
+import numpy as np
+import pytest
+
+from diffusion.config.model import Architecture
+from diffusion.models.tokenizers import build_tokenizer, clip_merges, tokenize, train_merges
+
+
+@pytest.fixture(scope="module")
+def clip():
+    return build_tokenizer(Architecture.stable_diffusion_2)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return build_tokenizer(Architecture.tiny)
+
+
+def test_clip_has_49408_entries_and_pads_with_id_0(clip):
+    assert len(clip) == 49_408
+    assert (clip.pad_token, clip.pad_token_id) == ("!", 0)
+    assert (clip.bos_token_id, clip.eos_token_id, clip.model_max_length) == (49_406, 49_407, 77)
+    assert len(clip_merges()) == 48_894
+
+
+@pytest.mark.parametrize(
+    ("caption", "ids"),
+    [
+        ("a photo of an astronaut riding a horse on mars", [320, 1125, 539, 550, 18376, 6765, 320, 4558, 525, 7496]),
+        ("A Photo  of a CAT", [320, 1125, 539, 320, 2368]),
+        ("", []),
+    ],
+)
+def test_clip_gives_the_known_ids(clip, caption, ids):
+    expected = [49_406, *ids, 49_407] + [0] * (75 - len(ids))
+    assert tokenize(clip, [caption])[0].tolist() == expected
+
+
+def test_long_captions_are_cut_and_keep_their_end(clip):
+    ids = tokenize(clip, ["horse " * 200])
+    assert ids.shape == (1, 77)
+    assert ids.dtype == np.int32
+    assert ids[0, -1] == 49_407
+
+
+def test_tiny_reads_any_text(tiny):
+    assert len(tiny) == 2048
+    captions = ["a red circle on a black background", "Ünïcödé ☺ 漢字 \x00", ""]
+    ids = tokenize(tiny, captions)
+    assert ids.shape == (3, 24)
+    assert (ids >= 0).all()
+    assert (ids < 2048).all()
+    assert tiny.tokenize(captions[0]) == [word + "</w>" for word in captions[0].split()]
+    assert tiny.unk_token_id not in ids[1, 1:5]
+
+
+def test_merges_are_learned_from_the_most_frequent_pairs():
+    merges = train_merges(["hug hug hug pug", "hug"], 3)
+    assert len(merges) == 3
+    assert merges[0] in ("u g</w>", "h u")
+    assert "hug</w>" in ["".join(merge.split()) for merge in merges]
