@@ -150,12 +150,12 @@ def _check_identity(config: Config, model: LatentDiffusion) -> None:
     if config.data.representation != Representation.latents:
         return
     vae, tokenizer = module_identity(model.vae), tokenizer_identity(model.tokenizer)
-    roots = [(config.data.remote, config.data.local, config.data.streams, "data")]
+    roots = [(config.data.remote, config.data.local, config.data.streams)]
     if config.validation is not None:
         streams = config.validation.streams or config.data.streams
-        roots.append((config.validation.remote, config.validation.local, streams, "validation"))
-    for remote, local, streams, key in roots:
-        for location in locate_streams(remote, local, streams, key=key):
+        roots.append((config.validation.remote, config.validation.local, streams))
+    for remote, local, streams in roots:
+        for location in locate_streams(remote, local, streams):
             manifest = read_encoded_manifest(location.source)
             if manifest is None:
                 raise DataError(f"{location.source} has no manifest.json beside it: encode it with scripts/encode.py")

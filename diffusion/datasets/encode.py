@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from streaming import MDSWriter
 from streaming.base.format import reader_from_json
 from torch import nn
 from torch.utils.data import Dataset
@@ -32,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 SETTINGS = "encoding.json"
 """The manifest of an encoding that has not ended yet."""
+
+MAX_SHARD_BYTES = 2**30
+"""A shard is begun where the prepared data begins one, and here."""
 
 
 def encode(
@@ -53,6 +57,8 @@ def encode(
     """Encode the buckets whose shorter side is at least the resolution.
 
     Buckets are published whole, and finished ones are not done again: the same call continues one that was stopped.
+    Shards hold the samples that the prepared ones hold: the global order of training goes by shards, and so it is the
+    same for pictures and latents.
 
     Args:
         prepared: output of `prepare`.
@@ -109,8 +115,10 @@ def encode(
                 pin_memory=encoder.device.type == "cuda",
             )
             progress = tqdm(total=len(samples), desc=f"{split}/{folder.name}", unit=" pictures", disable=None)
-            with progress, write_mds(target, _columns(shape, mean_only)) as writer:
-                for sample in encoder.samples(loader, mean_only):
+            with progress, write_mds(target, _columns(shape, mean_only), shard_bytes=MAX_SHARD_BYTES) as writer:
+                for i, sample in enumerate(encoder.samples(loader, mean_only)):
+                    if i in samples.shard_starts:
+                        _begin_shard(writer)
                     writer.write(sample)
                     progress.update()
     write_json_atomically(out / MANIFEST, manifest.to_json())
@@ -136,6 +144,7 @@ class PreparedBucket(Dataset):
             raise DataError(f"{folder} is compressed, which is not read here: prepare it without compression")
         self._readers = [reader_from_json(str(folder), None, shard) for shard in shards]
         self._ends = list(accumulate(shard["samples"] for shard in shards))
+        self.shard_starts = frozenset(self._ends[:-1])
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -199,6 +208,12 @@ def _latent_shape(vae: Any, resolution: int) -> tuple[int, int, int]:
     if resolution <= 0 or resolution % factor:
         raise ConfigurationError(f"--resolution {resolution} is not a multiple of {factor}, the VAE's factor")
     return vae.config.latent_channels, resolution // factor, resolution // factor
+
+
+def _begin_shard(writer: MDSWriter) -> None:
+    """End the shard that is being written, as the writer does at its size limit."""
+    writer.flush_shard()
+    writer._reset_cache()
 
 
 def _columns(shape: tuple[int, int, int], mean_only: bool) -> dict[str, str]:

@@ -27,7 +27,7 @@ COLOURS = {
 }
 BACKGROUNDS = {"black": (15, 15, 15), "gray": (128, 128, 128), "white": (255, 255, 255), "navy": (20, 30, 80)}
 SHAPES = ("circle", "square", "triangle", "star")
-SIZES = {"small": (0.15, 0.19), "medium": (0.23, 0.28), "large": (0.33, 0.38)}
+SIZES = {"small": (0.15, 0.19), "medium": (0.26, 0.30), "large": (0.34, 0.375)}
 """Radius of the circle of each size, lowest and highest; the other shapes of that size are about as wide and high."""
 RELATIONS = ("left of", "right of", "above", "below")
 POSITIONS = {
@@ -49,7 +49,7 @@ PHRASINGS = (
 )
 SHORTER_SIDES = (40, 48, 56, 64, 80, 96, 112, 128, 144, 160)
 FORMATS = {"png": "PNG", "jpg": "JPEG", "webp": "WEBP"}
-RELATION_SHARE = 0.25
+RELATION_SHARE = 0.2
 """Share of the scenes that have two objects."""
 SUPERSAMPLING = 4
 MARGIN = 0.03

@@ -68,7 +68,11 @@ def load_pretrained(
         place = str(Path(place).expanduser())
     try:
         return kind.from_pretrained(  # pyright: ignore[reportAttributeAccessIssue]
-            place, **({"subfolder": subfolder} if subfolder else {}), local_files_only=local_files_only, **options
+            place,
+            **({"subfolder": subfolder} if subfolder else {}),
+            local_files_only=local_files_only,
+            low_cpu_mem_usage=False,
+            **options,
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = str(error).strip().split("\n")[0]

@@ -1,5 +1,6 @@
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -187,8 +188,9 @@ def test_what_cannot_be_encoded(prepared: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"64-up/shard.00000.mds has \d+ bytes instead of"):
         run(prepared, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    write_mds(prepared / "train" / "32-64", PREPARED, [prepared_sample("a", 0)])
     shard.write_bytes(whole)
+    shutil.rmtree(prepared / "train" / "32-64")
+    write_mds(prepared / "train" / "32-64", PREPARED, [prepared_sample("a", 0)])
     with pytest.raises(DataError, match=r"train/32-64 is not what .*manifest.json says"):
         run(prepared, tmp_path / "out")
 
