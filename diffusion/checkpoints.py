@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from diffusion.config.model import Weights
 from diffusion.errors import ConfigurationError, DataError
@@ -94,12 +95,12 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
     key = "state.callbacks.RunRecord."
     if checkpoint.is_dir():
         check_metadata(checkpoint)
-        reader = dcp.FileSystemReader(checkpoint)
+        reader = FileSystemReader(checkpoint)
         content: dict[str, Any] = {
             name: None for name in reader.read_metadata().state_dict_metadata if name.startswith(key)
         }
         if content:
-            dcp.load(content, storage_reader=reader, planner=_planner(), no_dist=True)
+            load(content, storage_reader=reader, planner=_planner(), no_dist=True)
         record = {name.removeprefix(key): value for name, value in content.items()}
     else:
         record = _read_state(checkpoint).get("callbacks", {}).get("RunRecord", {})
@@ -117,7 +118,7 @@ def _planner() -> SafeLoadPlanner:
 
 def _read_sharded(checkpoint: Path, prefix: str) -> dict[str, Tensor]:
     check_metadata(checkpoint)
-    reader = dcp.FileSystemReader(checkpoint)
+    reader = FileSystemReader(checkpoint)
     stored = reader.read_metadata().state_dict_metadata
     wanted = {key: entry for key, entry in stored.items() if key.startswith(prefix)}
     tensors: dict[str, Tensor] = {
@@ -125,7 +126,7 @@ def _read_sharded(checkpoint: Path, prefix: str) -> dict[str, Tensor]:
         for key, entry in wanted.items()
         if hasattr(entry, "size")
     }
-    dcp.load(tensors, storage_reader=reader, planner=_planner(), no_dist=True)
+    load(tensors, storage_reader=reader, planner=_planner(), no_dist=True)
     return {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
 
 

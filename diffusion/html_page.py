@@ -13,7 +13,8 @@ _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1b1f24; max-width: 960px; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.7rem; margin-bottom: .2rem; } h2 { font-size: 1.25rem; margin-top: 2.2rem; }
 table { border-collapse: collapse; margin: .8rem 0; } caption { text-align: left; font-weight: 600; padding: .3rem 0; }
-th, td { border: 1px solid #d0d7de; padding: .25rem .6rem; text-align: right; } th:first-child, td:first-child { text-align: left; }
+th, td { border: 1px solid #d0d7de; padding: .25rem .6rem; text-align: right; }
+th:first-child, td:first-child { text-align: left; }
 th { background: #f6f8fa; } img { max-width: 100%; height: auto; image-rendering: auto; }
 figure { margin: .8rem 0; } figcaption { color: #57606a; font-size: .9rem; } .note { color: #57606a; }
 @media print { body { margin: 0; } figure, table { break-inside: avoid; } }

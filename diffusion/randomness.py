@@ -10,7 +10,7 @@ Shape letters: B batch, N numbers per sample.
 
 import math
 from enum import IntEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class Purpose(IntEnum):
     INITIAL_LATENTS = 12
 
 
-def sample_address(stream: int | Tensor, index: int | Tensor, occurrence: int | Tensor = 0) -> int | Tensor:
+def sample_address(stream: Any, index: Any, occurrence: Any = 0) -> Any:
     """Pack the identity of a sample into one non-negative int64.
 
     Args:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from composer.utils.parallelism import FSDP2Config
 from torch import nn
-from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.fsdp import FSDPModule
@@ -78,7 +78,7 @@ def load_safely(source: Any) -> Any:
         DataError: there is something else in it, which might run code.
     """
     import numpy as np
-    from numpy._core.multiarray import _reconstruct, scalar
+    from numpy._core.multiarray import _reconstruct, scalar  # pyright: ignore[reportAttributeAccessIssue]
 
     numpy_types = [np.ndarray, np.dtype, _reconstruct, scalar, *(type(np.dtype(kind)) for kind in "?bhilqBHILQefd")]
     with torch.serialization.safe_globals([datetime.timedelta, TorchVersion, *numpy_types]):
@@ -139,6 +139,10 @@ def correct_gradient_average(model: nn.Module) -> None:
     if reduce_scatter_averages():
         return
     world_size = dist.get_world_size()
+
+    def divide(gradient: torch.Tensor) -> None:
+        gradient.div_(world_size)
+
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_all_reduce_hook(lambda gradient: gradient.div_(world_size))
+            module.set_all_reduce_hook(divide)

@@ -88,7 +88,11 @@ def train(config: Config) -> Trainer:
     if config.trainer.parallelism == Parallelism.fsdp:
         correct_gradient_average(trainer.state.model)
     if _has_ended(trainer):
-        log.info("run %s has reached its end (%s) before; nothing is left to do", config.run_name, trainer.state.timestamp.batch)
+        log.info(
+            "run %s has reached its end (%s) before; nothing is left to do",
+            config.run_name,
+            trainer.state.timestamp.batch,
+        )
     else:
         trainer.fit()
     trainer.close()
@@ -147,7 +151,7 @@ def _tokenize(config: Config) -> Callable[[list[str]], Any]:
 
 def _check_identity(config: Config, model: LatentDiffusion) -> None:
     """Refuse latents of another VAE or tokenizer."""
-    if config.data.representation != Representation.latents:
+    if config.data.representation != Representation.latents or config.plugins.train_dataset is not None:
         return
     vae, tokenizer = module_identity(model.vae), tokenizer_identity(model.tokenizer)
     roots = [(config.data.remote, config.data.local, config.data.streams)]

@@ -20,9 +20,24 @@ BIN = Path(sys.executable).parent
 COMPOSER = [str(BIN / "composer"), "-n", "1"]
 GUIDANCE_SCALE, NUM_INFERENCE_STEPS = 3.0, 25
 QUICK = {
-    "autoencoder": ["trainer.max_duration=6ba", "trainer.eval_interval=3ba", "schedule.warmup=2ba", "validation.num_samples=32"],
-    "phase1": ["trainer.max_duration=6ba", "trainer.eval_interval=3ba", "schedule.warmup=2ba", "validation.num_samples=32"],
-    "phase2": ["trainer.max_duration=6ba", "trainer.eval_interval=3ba", "schedule.warmup=2ba", "validation.num_samples=32"],
+    "autoencoder": [
+        "trainer.max_duration=6ba",
+        "trainer.eval_interval=3ba",
+        "schedule.warmup=2ba",
+        "validation.num_samples=32",
+    ],
+    "phase1": [
+        "trainer.max_duration=6ba",
+        "trainer.eval_interval=3ba",
+        "schedule.warmup=2ba",
+        "validation.num_samples=32",
+    ],
+    "phase2": [
+        "trainer.max_duration=6ba",
+        "trainer.eval_interval=3ba",
+        "schedule.warmup=2ba",
+        "validation.num_samples=32",
+    ],
 }
 
 

@@ -49,7 +49,9 @@ def test_a_number_does_not_depend_on_its_place_in_the_batch():
 
 
 def test_a_longer_draw_begins_with_the_shorter_one():
-    assert torch.equal(random_words(1, Purpose.NOISE, STEP, SAMPLES, 10)[:, :3], random_words(1, Purpose.NOISE, STEP, SAMPLES, 3))
+    assert torch.equal(
+        random_words(1, Purpose.NOISE, STEP, SAMPLES, 10)[:, :3], random_words(1, Purpose.NOISE, STEP, SAMPLES, 3)
+    )
 
 
 def test_every_part_of_the_address_matters():
@@ -66,7 +68,9 @@ def test_every_part_of_the_address_matters():
         for second in names[i + 1 :]:
             equal = (draws[first] == draws[second]).float().mean()
             assert equal < 0.001, (first, second)
-            correlation = torch.corrcoef(torch.stack([draws[first].flatten().double(), draws[second].flatten().double()]))
+            correlation = torch.corrcoef(
+                torch.stack([draws[first].flatten().double(), draws[second].flatten().double()])
+            )
             assert correlation[0, 1].abs() < 4 / math.sqrt(4 * NUM), (first, second)
 
 

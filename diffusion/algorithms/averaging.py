@@ -65,7 +65,7 @@ class WeightAverage:
         parameters = self._parameter_shards
         if any(parameter.dtype != torch.float32 for parameter in parameters):
             parameters = [parameter.float() for parameter in parameters]
-        torch._foreach_lerp_(self._average_shards, parameters, 1.0 - self.decay)
+        torch._foreach_lerp_(self._average_shards, parameters, 1.0 - self.decay)  # pyright: ignore
         self.num_updates += 1
 
     @torch.no_grad()

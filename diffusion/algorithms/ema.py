@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from composer import Callback, Logger, State, Time, TimeUnit
 from composer.utils import dist
 from composer.utils.misc import partial_format
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from diffusion.algorithms.averaging import WeightAverage, check_names, full_tensor, reshard, trainable_parameters
 from diffusion.errors import DataError
@@ -156,7 +157,7 @@ class LateStartEMA(Callback):
     def _load_shards(self, state: State) -> None:
         """Composer loads only the keys that exist already; before the start there are none, so read them here."""
         path = partial_format(str(state.load_path), run_name=state.run_name)
-        reader = dcp.FileSystemReader(path)
+        reader = FileSystemReader(path)
         prefix = f"state.callbacks.{type(self).__qualname__}."
         stored = [
             key.removeprefix(prefix) for key in reader.read_metadata().state_dict_metadata if key.startswith(prefix)
@@ -171,5 +172,5 @@ class LateStartEMA(Callback):
             raise DataError(f"checkpoint {path}: {error}") from error
         content: dict[str, Any] = {"num_updates": 0, "averages": average.averages}
         with torch.no_grad():
-            dcp.load({"state": {"callbacks": {type(self).__qualname__: content}}}, storage_reader=reader)
+            load({"state": {"callbacks": {type(self).__qualname__: content}}}, storage_reader=reader)
         average.num_updates = int(content["num_updates"])

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from composer import Callback, Logger, State
+from composer.utils import dist
 
 from diffusion.datasets.batch import BatchKey
 
@@ -31,9 +32,12 @@ class DataPosition(Callback):
         dataset = getattr(loader, "dataset", None)
         if dataset is None or not hasattr(dataset, "load_state_dict"):
             return
+        dist.barrier()
         position = dataset.state_dict(num_samples=0, from_beginning=False)
         position.update(
             epoch=state.timestamp.epoch.value,
             sample_in_epoch=state.timestamp.sample_in_epoch.value,
         )
+        dist.barrier()  # Streaming's shared memory must not be read while another rank still writes it.
         dataset.load_state_dict(position)
+        dist.barrier()

@@ -91,7 +91,9 @@ def write_report(
     steps_of, values = series(read_metrics(vae_run / "metrics.jsonl"), "metrics/validation/psnr")
     if values:
         page.text(f"PSNR on held-out pictures after {steps_of[-1]:.0f} steps: {values[-1]:.1f} dB.")
-    _add_picture(page, vae_run / "reconstructions.png", "Pictures (above) and what is left of them in the latents (below)")
+    _add_picture(
+        page, vae_run / "reconstructions.png", "Pictures (above) and what is left of them in the latents (below)"
+    )
     page.heading("Training")
     for name, run in runs.items():
         _add_picture(page, run / "loss.png", f"Loss of {name}")

@@ -285,7 +285,8 @@ class LatentDiffusion(ComposerModel):
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Decode the U-Net's latents [B, C, H, W] to images: float32 [B, 3, height, width] in [0, 1]."""
-        decoded = self.vae.decode(self.latent_scaling.denormalise(latents).to(self.vae.dtype), return_dict=False)[0]
+        unscaled = self.latent_scaling.denormalise(latents).to(self.vae.dtype)
+        decoded = self.vae.decode(unscaled, return_dict=False)[0]  # pyright: ignore[reportArgumentType]
         return (decoded.float() / 2 + 0.5).clamp(0, 1)
 
 

@@ -183,7 +183,10 @@ def test_loads_frozen_parts_from_a_diffusers_folder(tmp_path):
 
 @pytest.mark.parametrize(
     ("place", "message"),
-    [("./nowhere", "there is no folder ./nowhere"), ("someone/something", "could not be loaded from someone/something")],
+    [
+        ("./nowhere", "there is no folder ./nowhere"),
+        ("someone/something", "could not be loaded from someone/something"),
+    ],
 )
 def test_missing_weights_are_a_clear_error(place, message):
     with pytest.raises(ConfigurationError, match=message):
@@ -215,7 +218,13 @@ class TestGenerate:
 
     def test_other_sizes_and_several_images_per_prompt(self, model):
         images = model.generate(
-            ["a", "b"], height=40, width=64, num_images_per_prompt=2, num_inference_steps=1, output="tensor", progress=False
+            ["a", "b"],
+            height=40,
+            width=64,
+            num_images_per_prompt=2,
+            num_inference_steps=1,
+            output="tensor",
+            progress=False,
         )
         assert images.shape == (4, 3, 40, 64)
         assert 0 <= images.min() <= images.max() <= 1

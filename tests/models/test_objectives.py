@@ -26,7 +26,9 @@ def process(zero: bool = False) -> tuple[NoiseProcess, DDPMScheduler]:
 def test_noised_latents_and_velocities_are_those_of_diffusers(example):
     latents, noise, timesteps = example
     ours, theirs = process()
-    torch.testing.assert_close(ours.add_noise(*example), theirs.add_noise(latents, noise, timesteps), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        ours.add_noise(*example), theirs.add_noise(latents, noise, timesteps), rtol=1e-5, atol=1e-6
+    )
     velocity = theirs.get_velocity(latents, noise, timesteps)
     target = ours.target(PredictionType.v_prediction, latents, noise, timesteps)
     torch.testing.assert_close(target, velocity, rtol=1e-5, atol=1e-6)

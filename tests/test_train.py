@@ -1,0 +1,158 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
+from diffusion.checkpoints import batch_of, find_checkpoints, read_record, read_unet, resolve_checkpoint
+from diffusion.config.model import Weights
+from diffusion.loading import load_model
+from tests.training_runs import train_on
+
+TOY = "tests/toy.yaml"
+
+
+def losses(run: Path) -> list[float]:
+    steps, values = series(read_metrics(run / "metrics.jsonl"), TRAIN_LOSS)
+    assert steps == list(range(len(steps))), "a step is missing or doubled"
+    return values
+
+
+def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, Path]:
+    """The toy run, uninterrupted and interrupted, on one and on two ranks, sharded and not."""
+    root = tmp_path_factory.mktemp("runs")
+    names = ("fsdp-1", "fsdp-1-2", "fsdp-2-1", "ddp-1", "ddp-2-1", "half", "recorded")
+    folder = {name: root / name for name in names}
+
+    def run(name: str, *overrides: str) -> tuple[str, list[str]]:
+        parallelism = "ddp" if name.startswith("ddp") else "fsdp"
+        return TOY, [f"output_folder={folder[name]}", f"trainer.parallelism={parallelism}", *overrides]
+
+    def record(name: str) -> str:
+        return f"plugins.callbacks=[{{path: tests.toys.RecordWeights, arguments: {{folder: {folder[name]}/weights}}}}]"
+
+    short, micro = "trainer.max_duration=4ba", "trainer.device_train_microbatch_size=2"
+    train_on(
+        1,
+        [
+            run("fsdp-1", record("fsdp-1")),
+            run("fsdp-1-2", short),
+            run("ddp-1", record("ddp-1")),
+            run("half", "trainer.save_interval=3ba"),
+        ],
+        root,
+    )
+    train_on(
+        2,
+        [run("fsdp-2-1", short), run("ddp-2-1", short), run("fsdp-1-2", micro), run("recorded", record("recorded"))],
+        root,
+    )
+    train_on(1, [run("fsdp-2-1"), run("ddp-2-1", micro)], root)
+    return folder
+
+
+def test_writes_what_people_look_at(runs):
+    run = runs["fsdp-1"]
+    for name in ("config.yaml", "metrics.jsonl", "loss.png", "samples/step-000004.png", "samples/step-000008.png"):
+        assert (run / name).stat().st_size > 0, name
+    assert len(losses(run)) == 8
+    rows = read_metrics(run / "metrics.jsonl")
+    assert series(rows, "lr-AdamW/group0")[1][:4] == pytest.approx([0.0, 5e-4, 1e-3, 1e-3])
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("name", ["fsdp-1-2", "fsdp-2-1", "ddp-1", "ddp-2-1"])
+def test_losses_and_weights_do_not_depend_on_ranks_microbatches_or_interruptions(runs, name):
+    assert losses(runs[name]) == pytest.approx(losses(runs["fsdp-1"]), rel=1e-5)
+    for weights in Weights:
+        expected = read_unet(resolve_checkpoint(str(runs["fsdp-1"])), weights)
+        found = read_unet(resolve_checkpoint(str(runs[name])), weights)
+        assert largest_difference(expected, found) < 1e-5
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("name", ["fsdp-1", "ddp-1", "recorded"])
+def test_average_is_the_float64_average_of_the_recorded_weights(runs, name):
+    steps = [torch.load(path) for path in sorted((runs[name] / "weights").glob("step-*.pt"))]
+    assert len(steps) == 8
+    average = {key: value.double() for key, value in steps[2].items()}
+    for weights in steps[3:]:
+        average = {key: 0.9 * value + 0.1 * weights[key].double() for key, value in average.items()}
+    found = read_unet(resolve_checkpoint(str(runs[name])), Weights.ema)
+    for key, value in found.items():
+        assert value.dtype == torch.float32
+        assert (value.double() - average[f"unet.{key}"]).abs().max() < 1e-6
+    raw = read_unet(resolve_checkpoint(str(runs[name])), Weights.raw)
+    assert largest_difference(raw, {key: steps[-1][f"unet.{key}"] for key in raw}) == 0.0
+
+
+def test_nothing_is_stored_of_the_average_before_its_start(runs):
+    def stored(checkpoint: Path) -> list[int]:
+        entries = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+        prefix = "state.callbacks.LateStartEMA."
+        return [entry.size.numel() for key, entry in entries.items() if key.startswith(prefix + "averages.")]
+
+    before, after = (find_checkpoints(runs["fsdp-1"] / "checkpoints")[i] for i in (0, 1))
+    assert (batch_of(before), batch_of(after)) == (2, 4)
+    assert stored(before) == []
+    assert sum(stored(after)) == sum(tensor.numel() for tensor in read_unet(after, Weights.raw).values())
+
+
+def test_a_finished_run_is_left_alone(runs, tmp_path):
+    run = runs["half"]
+    before = {path: path.stat().st_mtime_ns for path in (run / "checkpoints").rglob("*") if path.is_file()}
+    rows = read_metrics(run / "metrics.jsonl")
+    train_on(1, [(TOY, [f"output_folder={run}", "trainer.save_interval=3ba"])], tmp_path)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert read_metrics(run / "metrics.jsonl") == rows
+
+
+def test_a_checkpoint_says_what_it_was_trained_as(runs):
+    for name in ("fsdp-1", "ddp-1"):
+        record = read_record(resolve_checkpoint(str(runs[name])))
+        assert "prediction_type: v_prediction" in record["config"]
+        assert record["model"] if name == "ddp-1" else any(key.startswith("model.") for key in record)
+
+
+def test_the_newest_complete_checkpoint_is_taken(runs, tmp_path):
+    checkpoints = tmp_path / "checkpoints"
+    for batch in (2, 4):
+        (checkpoints / f"ep0-ba{batch}").mkdir(parents=True)
+        (checkpoints / f"ep0-ba{batch}" / ".metadata").touch()
+    (checkpoints / "ep0-ba6").mkdir()
+    (checkpoints / "ep0-ba8.pt").write_bytes(b"PK\x03\x04 half of an archive")
+    assert resolve_checkpoint(str(tmp_path)).name == "ep0-ba4"
+
+
+def test_a_loaded_model_generates_what_the_run_sampled(runs):
+    import numpy as np
+    from PIL import Image
+
+    from diffusion.models.sampling import image_grid
+
+    prompts = ["a red circle", "a blue star", "a green square"]
+    model = load_model(runs["fsdp-1"], weights="ema")
+    images = model.generate(prompts, seed=0, num_inference_steps=2, progress=False)
+    expected = np.asarray(Image.open(runs["fsdp-1"] / "samples" / "step-000008.png"), dtype=int)
+    found = np.asarray(image_grid(images, 3), dtype=int)
+    assert np.abs(found - expected).max() <= 1
+
+
+def test_phase_2_starts_from_phase_1(runs, tmp_path):
+    run = tmp_path / "phase2"
+    options = [f"output_folder={run}", "trainer.max_duration=1ba", "optimizer.lr=0", "algorithms.ema=null"]
+    options += ["samples.prompts=[]", f"init_from.checkpoint={runs['fsdp-1']}", "init_from.weights=ema"]
+    output = train_on(1, [(TOY, options)], tmp_path)
+    expected = read_unet(resolve_checkpoint(str(runs["fsdp-1"])), Weights.ema)
+    assert largest_difference(read_unet(resolve_checkpoint(str(run)), Weights.raw), expected) == 0.0
+    assert "Traceback" not in output
+    config = (run / "config.yaml").read_text()
+    assert json.dumps(str(runs["fsdp-1"])).strip('"') in config

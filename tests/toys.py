@@ -1,0 +1,67 @@
+"""Data sets and callbacks that the training tests name by import path."""
+
+from pathlib import Path
+
+import torch
+from composer import Callback, Logger, State
+from composer.utils import dist
+from torch import Tensor
+
+from diffusion.algorithms.averaging import full_tensor, trainable_parameters
+
+NUM_SAMPLES = 64
+
+
+class ToyLatents(torch.utils.data.Dataset):
+    """Random latents with learnable structure: each caption has a latent of its own."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index % 8)
+        token_ids = torch.zeros(24, dtype=torch.int64)
+        token_ids[1] = 1 + index % 8
+        return {
+            "latent_mean": torch.randn(4, 8, 8, generator=generator).half(),
+            "latent_logvar": torch.full((4, 8, 8), -8.0).half(),
+            "token_ids": token_ids,
+            "sample": torch.tensor(index),
+        }
+
+
+class RecordWeights(Callback):
+    """Write the weights after each step to `folder/step-N.pt`, on rank 0."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        weights = {name: full_tensor(p.detach()).clone() for name, p in trainable_parameters(state.model).items()}
+        if dist.get_global_rank() == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            torch.save(weights, self.folder / f"step-{state.timestamp.batch.value:03d}.pt")
+
+
+class RecordBatches(Callback):
+    """Write sample addresses and steps of each global batch to `folder/rank-R.txt`."""
+
+    def __init__(self, folder: str) -> None:
+        self.path = Path(folder) / f"rank-{dist.get_global_rank()}.txt"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        samples = state.batch["sample"].tolist()
+        with self.path.open("a") as file:
+            file.write(f"{state.timestamp.batch.value} {' '.join(map(str, samples))}\n")
+
+
+class FailAt(Callback):
+    """Raise in the middle of a run."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch.value == self.step:
+            raise RuntimeError("interrupted on purpose")
