@@ -13,6 +13,8 @@ mistake in a YAML file ends a command within a second.
 """
 
 import argparse
+import atexit
+import logging
 import os
 import signal
 import socket
@@ -154,18 +156,19 @@ def run_command(main: Callable[[], None], *, say: Callable[[str], None] = say_to
         say: where the message goes.
 
     Returns:
-        The exit code of this process: 0, or 2 after a `UserError`. Other exceptions pass.
+        The exit code of this process: 0, or 2 after a `UserError`; with a process group the process ends here, with
+        that code. Other exceptions pass.
     """
     prepare_environment()
     try:
         main()
     except UserError as error:
         _tell(error, say)
-        return USER_ERROR_EXIT_CODE
+        return _end()
     except Exception:
         if _is_known_elsewhere():
             _catch_termination()
-            return USER_ERROR_EXIT_CODE
+            return _end()
         raise
     return 0
 
@@ -173,8 +176,8 @@ def run_command(main: Callable[[], None], *, say: Callable[[str], None] = say_to
 def _tell(error: UserError, say: Callable[[str], None]) -> None:
     """Print the message if this is the rank to do it."""
     terminated = _catch_termination()
-    has_group, is_agreed = _has_process_group(), getattr(error, "agreed", False)
-    if has_group and not is_agreed:
+    has_group = _has_process_group()
+    if has_group and not getattr(error, "agreed", False):
         speaks = _is_first_to_tell(str(error), terminated)
     elif has_group or isinstance(error, ConfigurationError):
         speaks = rank() == 0
@@ -183,9 +186,7 @@ def _tell(error: UserError, say: Callable[[str], None]) -> None:
     if speaks:
         speaker = f"rank {rank()} on {socket.gethostname()}: " if rank() else ""
         say(f"{type(error).__name__}: {speaker}{error}")
-    if has_group and is_agreed:
-        _destroy_process_group()
-    if not speaks and local_rank():
+    elif local_rank():
         terminated.wait(PATIENCE_SECONDS)
 
 
@@ -203,11 +204,19 @@ def _has_process_group() -> bool:
     return dist is not None and dist.is_available() and dist.is_initialized()
 
 
-def _destroy_process_group() -> None:
-    """End communication in order, on all ranks: at the exit of the interpreter its threads may abort the process."""
-    import torch.distributed as dist
+def _end() -> int:
+    """End a failed process; return the exit code to give where the interpreter may end by itself.
 
-    dist.destroy_process_group()
+    With a process group the interpreter's way out is not safe (gloo, torch 2.7): destroying the group can hang, and
+    leaving it to the exit of the interpreter can abort the process. So exit handlers run and the process ends.
+    """
+    if _has_process_group():
+        logging.shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(USER_ERROR_EXIT_CODE)
+    return USER_ERROR_EXIT_CODE
 
 
 def _is_first_to_tell(message: str, terminated: threading.Event) -> bool:

@@ -12,7 +12,7 @@ from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.launch import agree, rank, run_command, world_size
 
 SCRIPT = """\
-import sys, time
+import os, sys, time
 from pathlib import Path
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.launch import agree, rank, run_command
@@ -32,10 +32,13 @@ def main():
     if mode == "alone":
         fail("a shard is damaged") if rank() == 1 else dist.barrier()
 
-if __name__ == "__main__":
-    code = run_command(main)
+def end(code):
     Path(sys.argv[2], f"code{rank()}").write_text(str(code))
-    sys.exit(code)
+    end_process(code)
+
+if __name__ == "__main__":
+    end_process, os._exit = os._exit, end
+    os._exit(run_command(main))
 """
 BIN = Path(sys.executable).parent
 

@@ -51,6 +51,9 @@ SHORTER_SIDES = (40, 48, 56, 64, 80, 96, 112, 128, 144, 160)
 FORMATS = {"png": "PNG", "jpg": "JPEG", "webp": "WEBP"}
 RELATION_SHARE = 0.2
 """Share of the scenes that have two objects."""
+CENTER = "in the center"
+OFF_CENTER_SHARE = 0.35
+"""Share of the small and medium single objects that lie elsewhere; their captions say so."""
 SUPERSAMPLING = 4
 MARGIN = 0.03
 """Least distance from an object to the border."""
@@ -307,14 +310,15 @@ def _one_thing(rng: random.Random) -> Scene:
     """Return a random scene with one object."""
     size = rng.choices(tuple(SIZES), (1, 2, 1))[0]
     radius = rng.uniform(*SIZES[size])
-    # A large object fills the picture, so that it is in the center.
-    position = "in the center" if size == "large" else rng.choice(tuple(POSITIONS))
+    # A caption that does not say where means the center; a large object fills the picture, so that it is there too.
+    off_center = size != "large" and rng.random() < OFF_CENTER_SHARE
+    position = rng.choice([p for p in POSITIONS if p != CENTER]) if off_center else CENTER
     x, y = (_coordinate(third, radius, rng) for third in POSITIONS[position])
     thing = Thing(colour=_choose(COLOURS, rng), shape=_choose(SHAPES, rng), size=size, x=x, y=y, radius=radius)
     return Scene(
         things=(thing,),
         background=_choose(BACKGROUNDS, rng),
-        position=position if rng.random() < 0.4 else None,
+        position=position if off_center or rng.random() < 0.1 else None,
         phrasing=rng.choices((0, 1, 2), (4, 1, 1))[0],
     )
 
@@ -369,7 +373,7 @@ def _coordinate(third: int, radius: float, rng: random.Random) -> float:
     reach = 1.25 * radius + MARGIN
     low, high = reach, 1 - reach
     if third == 1:
-        slack = min(0.05, (high - low) / 2)
+        slack = min(0.03, (high - low) / 2)
         return rng.uniform(0.5 - slack, 0.5 + slack)
     near = rng.uniform(low, max(low, min(0.38, low + 0.1)))
     return near if third == 0 else 1 - near

@@ -1,4 +1,5 @@
 import json
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from diffusion.planning.plan_text import format_plan
 NUM_PARAMETERS = 865_910_724
 
 
-def recipe(*, phase: int = 1, images_per_second: float | None = None, **data) -> Config:
+def recipe(*, phase: int = 1, images_per_second: float | None = None, **data: Any) -> Config:
     iterations = {1: 550_000, 2: 850_000}[phase]
     return Config(
         run_name=f"phase{phase}",
@@ -104,7 +105,7 @@ def test_checkpoints_hold_weights_adam_and_the_average_once_it_started():
 def test_epochs_where_the_index_files_can_be_read(tmp_path):
     write_index(tmp_path / "remote" / "a", 60_000_000, 40_000_000)
     write_index(tmp_path / "local" / "b", 300_000_000)
-    roots = {"remote": str(tmp_path / "remote"), "local": str(tmp_path / "local")}
+    roots: dict[str, Any] = {"remote": str(tmp_path / "remote"), "local": str(tmp_path / "local")}
     streams = [StreamConfig(name="a"), StreamConfig(name="b")]
     natural = make_plan(recipe(streams=streams, **roots), num_parameters=1).streams
     assert [stream.num_samples for stream in natural] == [100_000_000, 300_000_000]
