@@ -54,7 +54,9 @@ class SampleGrids(Callback):
         pictures = to_pil(images)
         self.folder.mkdir(parents=True, exist_ok=True)
         image_grid(pictures, min(len(pictures), 8)).save(self.folder / f"step-{step:06d}.png")
-        logger.log_images([np.asarray(picture) for picture in pictures], name="samples", channels_last=True, step=step)
+        arrays = [np.asarray(picture) for picture in pictures]
+        # As a table, wandb would ask its server for its version, and without a network hang.
+        logger.log_images(arrays, name="samples", channels_last=True, step=step, use_table=False)
 
     def _generate(self) -> torch.Tensor:
         """Images of all prompts, [P, 3, height, width] on the CPU; each rank makes its share, of equal size."""
