@@ -15,6 +15,16 @@ from diffusion.models.latent_diffusion import LatentDiffusion
 log = logging.getLogger(__name__)
 
 
+def load_config_of(checkpoint: Path) -> Config:
+    """The configuration that a checkpoint was trained with.
+
+    Raises:
+        DataError: the checkpoint is damaged, or was not written by this package.
+        ConfigurationError: it was written by a version with other keys.
+    """
+    return from_dict(Config, yaml.safe_load(read_record(checkpoint)["config"]), str(checkpoint))
+
+
 def load_model(place: str | Path, *, weights: str = "raw") -> LatentDiffusion:
     """Build the model that a checkpoint was trained as, with its weights.
 
@@ -32,7 +42,7 @@ def load_model(place: str | Path, *, weights: str = "raw") -> LatentDiffusion:
         DataError: it is damaged, or holds no average.
     """
     checkpoint = resolve_checkpoint(str(place))
-    config = from_dict(Config, yaml.safe_load(read_record(checkpoint)["config"]), str(checkpoint))
+    config = load_config_of(checkpoint)
     log.info("loading %s weights of %s", weights, checkpoint)
     model = build_model(config.model, config.objective, resolution=config.data.resolution, seed=config.seed)
     load_unet(model, read_unet(checkpoint, Weights(weights)), str(checkpoint))

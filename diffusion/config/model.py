@@ -97,6 +97,9 @@ class AutoencoderConfig:
     """Weight of the KL divergence of the posterior from the standard normal, summed over an image's latent and divided
     by the number of its pixel values."""
 
+    initial_logvar: float = -5.0
+    """Log-variance of the posterior before the first step: small, so that noise does not drown the first latents."""
+
     vae: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of diffusers' AutoencoderKL that replace those of the architecture."""
 

@@ -91,6 +91,14 @@ class AutoencoderTraining(ComposerModel):
         metric.update(psnr(outputs.decoded, outputs.pixels))
 
 
+def initialise_logvar(vae: AutoencoderKL, logvar: float) -> None:
+    """Make the posterior of a new VAE start with about the same log-variance everywhere, in place."""
+    num_channels = vae.config["latent_channels"]
+    with torch.no_grad():
+        vae.quant_conv.weight[num_channels:].mul_(0.1)  # pyright: ignore[reportOptionalMemberAccess]
+        vae.quant_conv.bias[num_channels:].fill_(logvar)  # pyright: ignore
+
+
 def psnr(decoded: Tensor, pixels: Tensor) -> Tensor:
     """Peak signal-to-noise ratio in dB, [B], of pictures in [-1, 1]; the decoded ones are clamped."""
     error = (decoded.clamp(-1, 1) - pixels).square().mean(dim=(1, 2, 3))

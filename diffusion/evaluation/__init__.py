@@ -1,0 +1,1 @@
+"""Whether a trained model is any good."""

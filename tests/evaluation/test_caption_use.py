@@ -1,0 +1,64 @@
+import pytest
+import torch
+
+from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, PredictionType
+from diffusion.datasets.batch import BatchKey
+from diffusion.evaluation.caption_use import measure_caption_use
+from diffusion.models import build_model
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A model that has learned eight latents by their captions."""
+    config = ModelConfig(
+        architecture=Architecture.tiny,
+        unet={"block_out_channels": [16, 32], "norm_num_groups": 4, "attention_head_dim": [2, 2]},
+    )
+    objective = ObjectiveConfig(prediction_type=PredictionType.v_prediction)
+    model = build_model(config, objective, resolution=32, seed=17)
+    batch = data(32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(60):
+        batch[BatchKey.STEP] = torch.full((32,), step)
+        loss = model.loss(model(batch), batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model
+
+
+def data(num: int) -> dict:
+    generator = torch.Generator().manual_seed(0)
+    kinds = torch.randn(8, 4, 1, 1, generator=generator).expand(8, 4, 8, 8)
+    token_ids = torch.zeros(num, 24, dtype=torch.int64)
+    token_ids[:, 1] = 100 + torch.arange(num) % 8
+    order = torch.randperm(num, generator=generator)
+    return {
+        BatchKey.LATENT_MEAN: kinds[torch.arange(num) % 8][order].half(),
+        BatchKey.LATENT_LOGVAR: torch.full((num, 4, 8, 8), -8.0)[order].half(),
+        BatchKey.TOKEN_IDS: token_ids[order],
+        BatchKey.SAMPLE: order,
+    }
+
+
+def test_a_model_that_uses_captions_loses_more_without_them(trained):
+    use = measure_caption_use(trained, [data(64)], seeds=range(3))
+    assert len(use.true) == len(use.shuffled) == 3
+    assert use.gain > 0.05
+    assert use.gain > use.spread
+    assert trained.seed == 17
+
+
+def test_losses_are_repeatable_and_do_not_depend_on_the_batches(trained):
+    whole = data(64)
+    parts = [{key: value[i : i + 20] for key, value in whole.items()} for i in range(0, 64, 20)]
+    one, other = measure_caption_use(trained, [whole], seeds=[0]), measure_caption_use(trained, parts, seeds=[0])
+    assert other.true == pytest.approx(one.true, rel=1e-6)
+    assert other.shuffled == pytest.approx(one.shuffled, rel=1e-6)
+
+
+def test_equal_captions_make_no_difference(trained):
+    same = data(64)
+    same[BatchKey.TOKEN_IDS] = same[BatchKey.TOKEN_IDS][:1].expand(64, 24)
+    use = measure_caption_use(trained, [same], seeds=range(2))
+    assert use.gain == 0.0
