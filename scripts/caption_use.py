@@ -40,14 +40,9 @@ def main() -> None:
     )
     batches = validation_loader(dataset, config.validation, config.data, sampler=None)
     use = measure_caption_use(model, batches, range(arguments.seeds))
-    print(
-        json.dumps(
-            {"checkpoint": str(checkpoint), "num_samples": len(dataset), "true": use.true, "shuffled": use.shuffled}
-        )
-    )
-    print(
-        f"loss is {use.gain:.5f} lower with the true captions; over {arguments.seeds} seeds that varies by {use.spread:.5f}"
-    )
+    row = {"checkpoint": str(checkpoint), "num_samples": len(dataset), "true": use.true, "shuffled": use.shuffled}
+    print(json.dumps(row))
+    print(f"with the true captions the loss is {use.gain:.5f} lower; over the seeds that varies by {use.spread:.5f}")
 
 
 if __name__ == "__main__":

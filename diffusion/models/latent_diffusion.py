@@ -45,6 +45,25 @@ class Prediction(NamedTuple):
     """int64 [B]."""
 
 
+class Draws(NamedTuple):
+    """The random numbers of one forward pass of training."""
+
+    sample: Tensor
+    """int64 [B], addresses of the samples."""
+
+    step: Tensor
+    """int64 [B], optimizer step."""
+
+    noise: Tensor
+    """float32 [B, C, H, W]."""
+
+    timesteps: Tensor
+    """int64 [B]."""
+
+    token_ids: Tensor
+    """int64 [B, L], after captions were dropped."""
+
+
 class LatentDiffusion(ComposerModel):
     """A latent diffusion model (Rombach et al. 2022) that is trained by Composer and samples by itself.
 
@@ -59,6 +78,9 @@ class LatentDiffusion(ComposerModel):
         resolution: side of the pictures trained at, in pixels; the default size of generated images.
         seed: seed of noise, timesteps, posterior and dropped captions, 0 <= seed < 2^32.
         low_precision_norms: run the U-Net's GroupNorm and LayerNorm in the autocast precision.
+
+    Attributes:
+        observer: called with the random numbers of each forward pass of training, if it is set.
     """
 
     unet: UNet2DConditionModel
@@ -86,6 +108,7 @@ class LatentDiffusion(ComposerModel):
         self.objective = objective
         self.resolution = resolution
         self.seed = seed
+        self.observer: Callable[[Draws], None] | None = None
         self._empty_token_ids = torch.from_numpy(tokenize(self.tokenizer, [""])).long()
 
     @property
@@ -154,6 +177,8 @@ class LatentDiffusion(ComposerModel):
         shape = (latents.shape[1], latents.shape[2], latents.shape[3])
         noise = draw_noise(self.objective, purposes, self.seed, step, sample, shape)
         timesteps = draw_timesteps(purposes, self.seed, step, sample, self.noise_process.num_timesteps)
+        if self.observer is not None and purposes is TRAINING:
+            self.observer(Draws(sample, step, noise, timesteps, token_ids))
         noised = self.noise_process.add_noise(latents, noise, timesteps)
         prediction_type, gamma = self.objective.prediction_type, self.objective.min_snr_gamma
         target = self.noise_process.target(prediction_type, latents, noise, timesteps)

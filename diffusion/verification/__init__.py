@@ -1,0 +1,1 @@
+"""Proof on real processes that a run does not depend on the machines."""

@@ -1,0 +1,39 @@
+"""Small data for the verification: drawn shapes, prepared, and encoded by a VAE with random weights."""
+
+from pathlib import Path
+
+from diffusion.config.model import Architecture, ModelConfig
+from diffusion.datasets.encode import encode
+from diffusion.datasets.prepare import prepare
+from diffusion.demo.shapes import write_data_set
+from diffusion.models import load_frozen_parts
+from diffusion.models.identity import module_identity, tokenizer_identity
+from diffusion.models.tokenizers import tokenize
+
+NUM_PICTURES = 400
+
+
+def make_data(folder: Path, resolution: int) -> Path:
+    """Write `prepared/`, `latents/` and `vae/` into a folder.
+
+    The VAE has random weights: it need not be good, only the same for all runs.
+
+    Returns:
+        The folder.
+    """
+    write_data_set(folder / "source", NUM_PICTURES, seed=5)
+    sources = [folder / "source" / layout for layout in ("pictures", "webdataset", "parquet")]
+    prepare(sources, folder / "prepared", edges=[32, 64], num_workers=1)
+    parts = load_frozen_parts(ModelConfig(architecture=Architecture.tiny))
+    parts.vae.save_pretrained(folder / "vae")
+    encode(
+        folder / "prepared",
+        folder / "latents",
+        vae=parts.vae,
+        vae_identity=module_identity(parts.vae),
+        tokenize=lambda captions: tokenize(parts.tokenizer, captions),
+        tokenizer_identity=tokenizer_identity(parts.tokenizer),
+        empty_ids=tokenize(parts.tokenizer, [""])[0],
+        resolution=resolution,
+    )
+    return folder

@@ -1,0 +1,111 @@
+"""Which runs prove that nothing depends on the machines: a covering set, in which every pair of values occurs."""
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """One way to run the same recipe."""
+
+    representation: str = "latents"
+    """`latents` or `images`."""
+
+    buckets: str = "one"
+    """`one` or `several`."""
+
+    world_size: int = 1
+    """Ranks that it starts with."""
+
+    microbatch: int = 4
+    """Samples per rank and forward pass."""
+
+    workers: int = 0
+    """Loader processes per rank."""
+
+    parallelism: str = "fsdp"
+    """`fsdp` or `ddp`."""
+
+    interruption: str = "none"
+    """`none`, `kill` (-9) or `term` (SIGTERM) at a random step, resumed on another number of ranks."""
+
+    @property
+    def data_setting(self) -> tuple[str, str]:
+        """Runs of one setting train on the same numbers, and so have the same losses."""
+        return self.representation, self.buckets
+
+    @property
+    def name(self) -> str:
+        """For folders and tables."""
+        values = (self.representation, self.buckets, f"w{self.world_size}", f"m{self.microbatch}", f"l{self.workers}")
+        return "-".join((*values, self.parallelism, self.interruption))
+
+
+VALUES: dict[str, tuple[Any, ...]] = {
+    "representation": ("latents", "images"),
+    "buckets": ("one", "several"),
+    "world_size": (1, 2, 4),
+    "microbatch": (2, 4),
+    "workers": (0, 2),
+    "parallelism": ("fsdp", "ddp"),
+    "interruption": ("none", "kill", "term"),
+}
+
+
+def references() -> list[RunSpec]:
+    """One undisturbed run on one rank for each data setting, which the others are compared with."""
+    return [
+        RunSpec(representation=representation, buckets=buckets)
+        for representation in VALUES["representation"]
+        for buckets in VALUES["buckets"]
+    ]
+
+
+def product() -> list[RunSpec]:
+    """Every combination."""
+    return [RunSpec(**dict(zip(VALUES, values, strict=True))) for values in itertools.product(*VALUES.values())]
+
+
+def pairs(spec: RunSpec) -> set[tuple[str, Any, str, Any]]:
+    """The pairs of values that occur in a run."""
+    values = [(field.name, getattr(spec, field.name)) for field in fields(spec)]
+    return {(*first, *second) for first, second in itertools.combinations(values, 2)}
+
+
+def covering_set(seed: int = 0) -> list[RunSpec]:
+    """The references, and few more runs such that every pair of values of any two properties occurs in one of them.
+
+    Greedy: of all combinations, the one that covers the most pairs that are still missing.
+    """
+    candidates = product()
+    random.Random(seed).shuffle(candidates)
+    chosen = references()
+    missing = set().union(*(pairs(spec) for spec in candidates)) - set().union(*(pairs(spec) for spec in chosen))
+    while missing:
+        best = max(candidates, key=lambda spec: len(pairs(spec) & missing))
+        chosen.append(best)
+        missing -= pairs(best)
+    return chosen
+
+
+def short_set() -> list[RunSpec]:
+    """For tests: one reference, and each value of what belongs to the machines once."""
+    return [
+        RunSpec(),
+        RunSpec(world_size=2, microbatch=2, workers=2, interruption="kill"),
+        RunSpec(world_size=2, parallelism="ddp", interruption="term"),
+    ]
+
+
+def resume_size(spec: RunSpec) -> int:
+    """Ranks that an interrupted run continues on."""
+    return {1: 2, 2: 1, 4: 2}[spec.world_size]
+
+
+def in_order(specs: Sequence[RunSpec]) -> list[RunSpec]:
+    """References first."""
+    first = [spec for spec in specs if spec in references()]
+    return first + [spec for spec in specs if spec not in first]

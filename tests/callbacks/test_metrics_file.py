@@ -1,0 +1,57 @@
+import json
+from types import SimpleNamespace
+
+import pytest
+from PIL import Image
+
+from diffusion.callbacks.metrics_file import (
+    TRAIN_LOSS,
+    MetricsFile,
+    draw_loss_curve,
+    read_metrics,
+    running_mean,
+    series,
+)
+
+
+def state_at(step: int):
+    return SimpleNamespace(timestamp=SimpleNamespace(batch=SimpleNamespace(value=step)))
+
+
+def test_a_row_holds_everything_of_a_step(tmp_path):
+    metrics = MetricsFile(tmp_path / "run" / "metrics.jsonl")
+    metrics.fit_start(state_at(0), None)
+    metrics.log_metrics({TRAIN_LOSS: 1.0}, step=0)
+    metrics.log_metrics({"lr": 0.5}, step=0)
+    metrics.log_metrics({TRAIN_LOSS: 0.5}, step=1)
+    assert read_metrics(metrics.path) == [{"step": 0, TRAIN_LOSS: 1.0, "lr": 0.5}]
+    metrics.fit_end(state_at(2), None)
+    assert series(read_metrics(metrics.path), TRAIN_LOSS) == ([0, 1], [1.0, 0.5])
+
+
+def test_a_resumed_run_drops_the_steps_that_it_runs_again_and_completes_the_row_of_the_checkpoint(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    rows = "".join(json.dumps({"step": step, TRAIN_LOSS: step}) + "\n" for step in range(6))
+    path.write_text(rows + '{"step": 6, "lo')
+    before = MetricsFile(tmp_path / "other.jsonl")
+    before.log_metrics({"metrics/validation/loss": 0.5}, step=3)
+    metrics = MetricsFile(path)
+    metrics.load_state_dict(before.state_dict())
+    metrics.fit_start(state_at(3), None)
+    metrics.log_metrics({TRAIN_LOSS: 30.0}, step=3)
+    metrics.close(state_at(4), None)
+    found = read_metrics(path)
+    assert [row["step"] for row in found] == [0, 1, 2, 3]
+    assert found[-1] == {"step": 3, "metrics/validation/loss": 0.5, TRAIN_LOSS: 30.0}
+
+
+def test_running_mean_is_over_the_last_values():
+    assert running_mean([1.0, 2.0, 3.0, 4.0], 2) == pytest.approx([1.0, 1.5, 2.5, 3.5])
+
+
+def test_the_curve_is_a_picture_with_something_on_it(tmp_path):
+    rows = [{"step": i, TRAIN_LOSS: 1 / (i + 1), "metrics/validation/loss": 1.0} for i in range(50)]
+    draw_loss_curve(rows, tmp_path / "loss.png", "a run")
+    picture = Image.open(tmp_path / "loss.png").convert("RGB")
+    assert picture.width > 600
+    assert len(picture.getcolors(maxcolors=2**24)) > 50
