@@ -83,7 +83,7 @@ def write_report(
     wanted = prompts()[1]
     shown = range(0, len(wanted), max(1, len(wanted) // RELATIONS_SHOWN))
     page.picture(
-        image_grid([pairs[i * seeds_per_prompt] for i in shown], 8),
+        image_grid([pairs[i * (len(pairs) // len(wanted))] for i in shown], 8),
         "; ".join(caption(wanted[i]) for i in shown),
     )
     page.heading("The VAE")

@@ -86,23 +86,25 @@ def score_model(
         seeds_per_prompt: images of each prompt.
 
     Returns:
-        The scores; images of one object, `seeds_per_prompt` for each prompt next to one another; images of two.
+        The scores; images of one object, `seeds_per_prompt` for each prompt next to one another; images of two, half as
+        many for each prompt.
     """
     single, pairs = prompts()
+    pair_seeds = max(1, seeds_per_prompt // 2)
     images: list[list[Image.Image]] = []
-    for wanted, seed in ((single, 0), (pairs, 1_000_000)):
+    for wanted, seed, num_seeds in ((single, 0, seeds_per_prompt), (pairs, 1_000_000, pair_seeds)):
         generated = model.generate(
             [caption(scene) for scene in wanted],
-            num_images_per_prompt=seeds_per_prompt,
+            num_images_per_prompt=num_seeds,
             seed=seed,
             guidance_scale=guidance_scale,
             num_inference_steps=num_inference_steps,
-            batch_size=96,
+            batch_size=32,
         )
         assert isinstance(generated, list)
         images.append(generated)
     wanted_single = [scene for scene in single for _ in range(seeds_per_prompt)]
-    wanted_pairs = [scene for scene in pairs for _ in range(seeds_per_prompt)]
+    wanted_pairs = [scene for scene in pairs for _ in range(pair_seeds)]
 
     def subset(attribute: str, value: str) -> Rates:
         chosen = [i for i, scene in enumerate(wanted_single) if getattr(scene.things[0], attribute) == value]
