@@ -1,45 +1,127 @@
 """Finding checkpoints and reading weights from them, outside of training too.
 
 A checkpoint is either a folder `ep0-ba100` of shards with an index `.metadata` (FSDP2), or a file `ep0-ba100.pt` (DDP).
-Both are written by Composer; the index is written last, and a zip archive ends with its directory, so that a
-half-written checkpoint is told from a whole one.
+The index is written last, and a zip archive ends with its directory, so that a half-written checkpoint is told from a
+whole one. Whole means that the files are all there and long enough, which is seen without reading them.
 """
 
+import logging
+import math
 import re
+import shutil
 import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from diffusion.config.model import Weights
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.sharding import SafeLoadPlanner, check_metadata, load_safely
+from diffusion.safe_loading import (
+    INDEX,
+    SafeReader,
+    UnsafeCheckpointError,
+    check_entries,
+    check_file,
+    find_short_file,
+    load_safely,
+    load_sharded,
+    read_entries,
+)
 
-_NAME = re.compile(r"ep(\d+)-ba(\d+)(\.pt)?$")
+log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"ep(\d+)-ba(\d+)(\.pt)?")
 _UNET = "unet."
 
 
+def is_half_written(path: Path) -> bool:
+    """Whether the writing of a checkpoint did not reach its end."""
+    return not (path / INDEX).is_file() if path.is_dir() else not zipfile.is_zipfile(path)
+
+
+def find_damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint, without reading its tensors; None if it is whole.
+
+    Raises:
+        UnsafeCheckpointError: its index would run code.
+    """
+    if is_half_written(path):
+        return "it was not written to its end"
+    try:
+        if path.is_dir():
+            return find_short_file(path, read_entries(path))
+        with zipfile.ZipFile(path) as archive:
+            return None if any(name.endswith("/data.pkl") for name in archive.namelist()) else "it holds no state"
+    except UnsafeCheckpointError:
+        raise
+    except (DataError, zipfile.BadZipFile, OSError) as error:
+        return str(error)
+
+
 def is_complete(path: Path) -> bool:
-    """Whether a checkpoint was written to its end."""
-    return (path / ".metadata").is_file() if path.is_dir() else zipfile.is_zipfile(path)
+    """Whether a checkpoint is whole."""
+    return find_damage(path) is None
+
+
+def check_checkpoint(path: Path) -> None:
+    """Refuse a checkpoint that is damaged or would run code, before anything else reads it.
+
+    Raises:
+        UnsafeCheckpointError: it would run code.
+        DataError: it is damaged.
+    """
+    if damage := find_damage(path):
+        raise DataError(f"checkpoint {path} is damaged: {damage}")
+    if path.is_dir():
+        check_entries(path)
+    else:
+        check_file(path)
 
 
 def batch_of(path: Path) -> int:
     """The number of steps after which a checkpoint was written, -1 if the name is not a checkpoint's."""
-    match = _NAME.search(path.name)
+    match = _NAME.fullmatch(path.name)
     return int(match.group(2)) if match else -1
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """All checkpoints of a run's `checkpoints` folder, whole or not, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted((path for path in folder.iterdir() if batch_of(path) >= 0), key=lambda path: (batch_of(path), path))
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints of a run's `checkpoints` folder, oldest first."""
-    if not folder.is_dir():
-        return []
-    found = [path for path in folder.iterdir() if _NAME.search(path.name) and is_complete(path)]
-    return sorted(found, key=batch_of)
+    return [path for path in list_checkpoints(folder) if is_complete(path)]
+
+
+def find_newest(folder: Path, check: Callable[[Path], None] | None = None) -> Path | None:
+    """The newest checkpoint of a folder that is whole; those that are passed over are told.
+
+    Args:
+        folder: a run's `checkpoints` folder.
+        check: raises a `DataError` for a checkpoint that is not to be taken either.
+
+    Raises:
+        UnsafeCheckpointError: a checkpoint would run code.
+    """
+    for path in reversed(list_checkpoints(folder)):
+        damage = find_damage(path)
+        if damage is None and check is not None:
+            try:
+                check(path)
+            except UnsafeCheckpointError:
+                raise
+            except DataError as error:
+                damage = str(error)
+        if damage is None:
+            return path
+        log.warning("checkpoint %s is passed over, and the one before is taken: %s", path, damage)
+    return None
 
 
 def resolve_checkpoint(place: str) -> Path:
@@ -47,17 +129,67 @@ def resolve_checkpoint(place: str) -> Path:
 
     Raises:
         ConfigurationError: there is none.
+        UnsafeCheckpointError: it would run code.
     """
     path = Path(place).expanduser()
-    if path.is_file() or (path / ".metadata").is_file():
-        if not is_complete(path):
-            raise ConfigurationError(f"checkpoint {path} is not whole: take another one")
+    if path.is_file() or (path / INDEX).is_file():
+        if damage := find_damage(path):
+            raise ConfigurationError(f"checkpoint {path} is not whole ({damage}): take another one")
         return path
     for folder in (path, path / "checkpoints"):
-        if found := find_checkpoints(folder):
-            return found[-1]
+        if found := find_newest(folder):
+            return found
     what = "holds no complete checkpoint" if path.exists() else "does not exist"
     raise ConfigurationError(f"{path} {what}: give a checkpoint, a run's folder, or its `checkpoints` folder")
+
+
+# Retention
+
+
+def superseded(
+    checkpoints: list[Path], *, newest: int, every: float | None, is_whole: Callable[[Path], bool] = is_complete
+) -> list[Path]:
+    """Which checkpoints may be removed.
+
+    Args:
+        checkpoints: all of a run, oldest first.
+        newest: so many of the newest whole ones stay; nothing is removed before there are as many.
+        every: the first checkpoint at or after each multiple of so many steps stays as well.
+        is_whole: tells a whole checkpoint.
+    """
+    remaining, position = newest, len(checkpoints)
+    while remaining and position:
+        position -= 1
+        remaining -= is_whole(checkpoints[position])
+    if remaining:
+        return []
+    removed, previous = [], 0
+    for path in checkpoints[:position]:
+        step = batch_of(path)
+        if every is None or math.floor(step / every) == math.floor(previous / every):
+            removed.append(path)
+        previous = step
+    return removed
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint so that, interrupted in between, it is not taken for whole."""
+    if path.is_dir():
+        (path / INDEX).unlink(missing_ok=True)
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def remove_half_written(folder: Path) -> None:
+    """Remove what an interrupted save has left behind."""
+    for path in list_checkpoints(folder):
+        if is_half_written(path):
+            log.warning("removing %s, which was not written to its end", path)
+            remove_checkpoint(path)
+
+
+# Reading
 
 
 def read_unet(checkpoint: Path, weights: Weights) -> dict[str, Tensor]:
@@ -92,16 +224,8 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
     Raises:
         DataError: the checkpoint is damaged, or was not written by this package.
     """
-    key = "state.callbacks.RunRecord."
     if checkpoint.is_dir():
-        check_metadata(checkpoint)
-        reader = FileSystemReader(checkpoint)
-        content: dict[str, Any] = {
-            name: None for name in reader.read_metadata().state_dict_metadata if name.startswith(key)
-        }
-        if content:
-            load(content, storage_reader=reader, planner=_planner(), no_dist=True)
-        record = {name.removeprefix(key): value for name, value in content.items()}
+        record = _read_sharded(checkpoint, "state.callbacks.RunRecord.")
     else:
         record = _read_state(checkpoint).get("callbacks", {}).get("RunRecord", {})
     if "config" not in record:
@@ -111,34 +235,48 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
     return record
 
 
-def _planner() -> SafeLoadPlanner:
-    """For dictionaries that are filled in place under the keys of the checkpoint."""
-    return SafeLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+def read_all(checkpoint: Path) -> dict[str, Any]:
+    """Read everything in a checkpoint, in one process, by dotted keys such as `state.model.unet.conv_in.weight`.
+
+    Raises:
+        DataError: the checkpoint is damaged, or would run code.
+    """
+    if checkpoint.is_dir():
+        return _read_sharded(checkpoint, "")
+    return dict(_flatten(load_safely(checkpoint, f"checkpoint {checkpoint}"), ""))
 
 
-def _read_sharded(checkpoint: Path, prefix: str) -> dict[str, Tensor]:
-    check_metadata(checkpoint)
-    reader = FileSystemReader(checkpoint)
-    stored = reader.read_metadata().state_dict_metadata
-    wanted = {key: entry for key, entry in stored.items() if key.startswith(prefix)}
-    tensors: dict[str, Tensor] = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)  # pyright: ignore[reportAttributeAccessIssue]
-        for key, entry in wanted.items()
-        if hasattr(entry, "size")
+def _flatten(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        yield key, value
+        return
+    for name, content in items:
+        yield from _flatten(content, f"{key}.{name}" if key else str(name))
+
+
+def _read_sharded(checkpoint: Path, prefix: str) -> dict[str, Any]:
+    """Entries below a prefix, without it."""
+    stored = SafeReader(checkpoint).read_metadata().state_dict_metadata
+    content: dict[str, Any] = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype) if hasattr(entry, "size") else None  # pyright: ignore
+        for key, entry in stored.items()
+        if key.startswith(prefix)
     }
-    load(tensors, storage_reader=reader, planner=_planner(), no_dist=True)
-    return {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
+    if content:
+        load_sharded(content, checkpoint)
+    return {key.removeprefix(prefix): value for key, value in content.items()}
 
 
 def _read_state(checkpoint: Path) -> dict[str, Any]:
-    try:
-        return load_safely(checkpoint)["state"]
-    except (RuntimeError, KeyError) as error:
-        raise DataError(f"checkpoint {checkpoint} cannot be read: {error}") from error
+    content = load_safely(checkpoint, f"checkpoint {checkpoint}")
+    if not isinstance(content, dict) or not isinstance(content.get("state"), dict):
+        raise DataError(f"checkpoint {checkpoint} holds no state of a run")
+    return content["state"]
 
 
 def _read_file(checkpoint: Path, weights: Weights) -> dict[str, Tensor]:
     state = _read_state(checkpoint)
     if weights == Weights.ema:
         return state.get("callbacks", {}).get("LateStartEMA", {}).get("averages", {})
-    return {name.removeprefix("module."): tensor for name, tensor in state["model"].items()}
+    return {name.removeprefix("module."): tensor for name, tensor in state.get("model", {}).items()}

@@ -1,6 +1,7 @@
 """What the commands share: ranks, and errors that end a job with one message on all ranks.
 
-A `UserError` is printed once per job, without a traceback, and every rank ends with exit code 2:
+A run that was preempted ends with exit code 75 on every rank. A `UserError` is printed once per job, without a
+traceback, and every rank ends with exit code 2:
 
 - Before the process group exists, configuration errors are the same on each rank (they follow from the files and the
   command line), and rank 0 speaks. Other errors may concern one machine only, and the first rank of each node speaks.
@@ -28,6 +29,9 @@ from typing import IO, Any, NoReturn, TypeVar
 from diffusion.errors import ConfigurationError, UserError
 
 USER_ERROR_EXIT_CODE = 2
+PREEMPTED_EXIT_CODE = 75
+"""EX_TEMPFAIL of sysexits.h: a signal ended the run, which has saved a checkpoint and continues when started again."""
+
 PATIENCE_SECONDS = 10.0
 """How long a silent rank waits for the first rank of its node to end."""
 
@@ -148,6 +152,10 @@ class StepFailedElsewhereError(RuntimeError):
     """A step failed on other ranks for a reason that is not the user's mistake."""
 
 
+class PreemptedError(Exception):
+    """All ranks were asked to end, have saved a checkpoint, and do; not a failure."""
+
+
 def run_command(main: Callable[[], None], *, say: Callable[[str], None] = say_to_stderr) -> int:
     """Run a command and turn a `UserError` into one message.
 
@@ -156,19 +164,24 @@ def run_command(main: Callable[[], None], *, say: Callable[[str], None] = say_to
         say: where the message goes.
 
     Returns:
-        The exit code of this process: 0, or 2 after a `UserError`; with a process group the process ends here, with
-        that code. Other exceptions pass.
+        The exit code of this process: 0, 2 after a `UserError`, 75 after a `PreemptedError`; with a process group the
+        process ends here, with that code. Other exceptions pass.
     """
     prepare_environment()
     try:
         main()
+    except PreemptedError as reason:
+        _catch_termination()
+        if rank() == 0:
+            say(str(reason))
+        return _end(PREEMPTED_EXIT_CODE)
     except UserError as error:
         _tell(error, say)
-        return _end()
+        return _end(USER_ERROR_EXIT_CODE)
     except Exception:
         if _is_known_elsewhere():
             _catch_termination()
-            return _end()
+            return _end(USER_ERROR_EXIT_CODE)
         raise
     return 0
 
@@ -204,8 +217,8 @@ def _has_process_group() -> bool:
     return dist is not None and dist.is_available() and dist.is_initialized()
 
 
-def _end() -> int:
-    """End a failed process; return the exit code to give where the interpreter may end by itself.
+def _end(code: int) -> int:
+    """End a process before its time; return the exit code to give where the interpreter may end by itself.
 
     With a process group the interpreter's way out is not safe (gloo, torch 2.7): destroying the group can hang, and
     leaving it to the exit of the interpreter can abort the process. So exit handlers run and the process ends.
@@ -215,8 +228,8 @@ def _end() -> int:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(USER_ERROR_EXIT_CODE)
-    return USER_ERROR_EXIT_CODE
+        os._exit(code)
+    return code
 
 
 def _is_first_to_tell(message: str, terminated: threading.Event) -> bool:

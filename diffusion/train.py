@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,23 @@ from composer.optim import (
 )
 from composer.utils import dist, reproducibility
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.utils.data import DataLoader
 
 from diffusion.algorithms.ema import LateStartEMA
 from diffusion.callbacks.addresses import DataPosition, StepAddress
 from diffusion.callbacks.autoencoder import SaveAutoencoder
 from diffusion.callbacks.metrics_file import LossCurve, MetricsFile
+from diffusion.callbacks.preemption import SaveOnPreemption
 from diffusion.callbacks.run_record import RunRecord
 from diffusion.callbacks.samples import SampleGrids
-from diffusion.checkpoints import find_checkpoints, read_unet, resolve_checkpoint
-from diffusion.config.checks import check, check_machine, resolve_device
+from diffusion.callbacks.saving import SaveCheckpoints
+from diffusion.checkpoints import read_unet, resolve_checkpoint
+from diffusion.config.checks import check, check_machine, num_batches, resolve_device
 from diffusion.config.data import Representation
 from diffusion.config.loading import to_yaml
 from diffusion.config.model import Posterior
+from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config, Task
 from diffusion.config.training import Decay, Device, Parallelism
 from diffusion.datasets.batch import BatchKey
@@ -38,17 +43,19 @@ from diffusion.datasets.encoded import check_encoded, read_encoded_manifest
 from diffusion.datasets.loader import train_loader, validation_dataset, validation_loader
 from diffusion.datasets.locations import locate_streams
 from diffusion.errors import ConfigurationError, DataError, MachineError
-from diffusion.launch import agree
+from diffusion.launch import PreemptedError, agree
 from diffusion.models.architectures import ARCHITECTURES
-from diffusion.models.autoencoder import AutoencoderTraining
+from diffusion.models.autoencoder import AutoencoderTraining, initialise_logvar
 from diffusion.models.build import build_model, load_unet
 from diffusion.models.frozen import build_vae, with_seed
 from diffusion.models.identity import module_identity, tokenizer_identity
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.tokenizers import build_tokenizer, tokenize
 from diffusion.plugins import build_plugin
+from diffusion.resumption import find_resumption
 from diffusion.run_loggers import build_loggers
-from diffusion.sharding import ElasticFSDP2Config, check_metadata, correct_gradient_average, load_safely
+from diffusion.safe_loading import as_data_error
+from diffusion.sharding import ElasticFSDP2Config, correct_gradient_average
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +73,8 @@ def train(config: Config) -> Trainer:
         The Trainer, after the run.
 
     Raises:
-        UserError: on every rank, before any training: the configuration, the data or the machine is at fault.
+        UserError: on every rank: the configuration, the data or the machine is at fault.
+        PreemptedError: on every rank: a signal came, a checkpoint was saved and the loggers are closed.
     """
     num_gpus = torch.cuda.device_count()
     bf16 = num_gpus > 0 and torch.cuda.is_bf16_supported()
@@ -94,7 +102,11 @@ def train(config: Config) -> Trainer:
             trainer.state.timestamp.batch,
         )
     else:
-        trainer.fit()
+        try:
+            trainer.fit()
+        except PreemptedError:
+            trainer.close()
+            raise
     trainer.close()
     return trainer
 
@@ -126,6 +138,7 @@ def _build_model(config: Config) -> ComposerModel:
         if config.trainer.parallelism != Parallelism.ddp:
             raise ConfigurationError("task=autoencoder trains with trainer.parallelism=ddp: set it")
         vae = with_seed(config.seed, lambda: build_vae(_spec(config), config.autoencoder.vae))
+        initialise_logvar(vae, config.autoencoder.initial_logvar)
         return AutoencoderTraining(vae, config.autoencoder, config.seed)
     model = build_model(config.model, config.objective, resolution=config.data.resolution, seed=config.seed)
     if config.init_from is not None:
@@ -240,7 +253,7 @@ def _build_optimizer(config: Config, model: ComposerModel) -> torch.optim.AdamW:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     betas = (optimizer.betas[0], optimizer.betas[1])
     return torch.optim.AdamW(
-        parameters, lr=optimizer.lr, betas=betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay
+        parameters, lr=optimizer.lr, betas=betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay, fused=True
     )
 
 
@@ -276,7 +289,19 @@ def _build_callbacks(config: Config, model: ComposerModel, folder: Path, device:
     if isinstance(model, AutoencoderTraining):
         callbacks.append(SaveAutoencoder(model, _statistics_pictures(config), folder))
     plugins = config.plugins.callbacks
-    return callbacks + [build_plugin(plugin, f"plugins.callbacks.{i}") for i, plugin in enumerate(plugins)]
+    callbacks += [build_plugin(plugin, f"plugins.callbacks.{i}") for i, plugin in enumerate(plugins)]
+    saver = _build_saver(config, folder / "checkpoints")
+    return [*callbacks, saver, SaveOnPreemption(saver, folder)]
+
+
+def _build_saver(config: Config, checkpoints: Path) -> SaveCheckpoints:
+    settings = config.trainer
+    every = None
+    if settings.keep_every is not None:
+        time = parse_time(settings.keep_every, "trainer.keep_every")
+        every = time.in_batches(num_batches=num_batches(config), global_batch_size=config.data.global_batch_size)
+    newest = settings.keep_checkpoints if settings.keep_checkpoints > 0 else None
+    return SaveCheckpoints(checkpoints, settings.save_interval, newest=newest, every=every)
 
 
 def _model_record(model: ComposerModel) -> dict[str, Any]:
@@ -290,28 +315,6 @@ def _model_record(model: ComposerModel) -> dict[str, Any]:
     }
 
 
-def _find_resumption(config: Config, checkpoints: Path) -> str | None:
-    """The newest complete checkpoint of this run, as rank 0 sees it; checked to run no code when it is loaded."""
-    found: list[str | None] = [None]
-    if config.trainer.autoresume and dist.get_global_rank() == 0:
-        complete = find_checkpoints(checkpoints)
-        if complete:
-            newest = complete[-1]
-            sharded = config.trainer.parallelism == Parallelism.fsdp
-            if newest.is_dir() != sharded:
-                raise ConfigurationError(
-                    f"trainer.parallelism={config.trainer.parallelism.value} cannot continue {newest}, which "
-                    f"{'fsdp' if newest.is_dir() else 'ddp'} wrote: set it back, or choose another run_name"
-                )
-            if newest.is_dir():
-                check_metadata(newest)
-            else:
-                load_safely(newest)
-            found = [str(newest)]
-    dist.broadcast_object_list(found)
-    return found[0]
-
-
 def _build_trainer(config: Config, model: ComposerModel, folder: Path, device: Device) -> Trainer:
     if isinstance(model, LatentDiffusion):
         agree(lambda: _check_identity(config, model))
@@ -319,10 +322,7 @@ def _build_trainer(config: Config, model: ComposerModel, folder: Path, device: D
     evaluator = agree(lambda: _build_evaluator(config))
     loggers = agree(lambda: build_loggers(config, folder))
     callbacks = agree(lambda: _build_callbacks(config, model, folder, device))
-    checkpoints = folder / "checkpoints"
-    load_path = agree(lambda: _find_resumption(config, checkpoints))
-    if load_path and dist.get_global_rank() == 0:
-        log.info("continuing from %s", load_path)
+    load_path = find_resumption(config, folder / "checkpoints")
     for metrics in [logger for logger in loggers if isinstance(logger, MetricsFile)]:
         callbacks.append(LossCurve(metrics, folder / "loss.png", config.run_name))
 
@@ -336,7 +336,8 @@ def _build_trainer(config: Config, model: ComposerModel, folder: Path, device: D
         )
         parallelism = {"fsdp": fsdp}
     algorithms = config.plugins.algorithms
-    return Trainer(
+    build = partial(
+        Trainer,
         model=model,
         train_dataloader=train_data,
         eval_dataloader=evaluator,
@@ -355,12 +356,10 @@ def _build_trainer(config: Config, model: ComposerModel, folder: Path, device: D
         dist_timeout=settings.dist_timeout,
         run_name=config.run_name,
         progress_bar=settings.progress_bar,
-        save_folder=str(checkpoints),
-        save_filename="ep{epoch}-ba{batch}.pt",
-        save_latest_filename=None,
-        save_interval=settings.save_interval,
-        save_num_checkpoints_to_keep=settings.keep_checkpoints,
-        save_overwrite=True,
         load_path=load_path,
         load_strict_model_weights=True,
     )
+    try:
+        return build()
+    except CheckpointException as error:
+        raise as_data_error(error, str(load_path)) from error

@@ -1,5 +1,7 @@
 """Data sets and callbacks that the training tests name by import path."""
 
+import os
+import resource
 from pathlib import Path
 
 import torch
@@ -15,8 +17,11 @@ NUM_SAMPLES = 64
 class ToyLatents(torch.utils.data.Dataset):
     """Random latents with learnable structure: each caption has a latent of its own."""
 
+    def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
+        self.num_samples = num_samples
+
     def __len__(self) -> int:
-        return NUM_SAMPLES
+        return self.num_samples
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(index % 8)
@@ -54,6 +59,39 @@ class RecordBatches(Callback):
         samples = state.batch["sample"].tolist()
         with self.path.open("a") as file:
             file.write(f"{state.timestamp.batch.value} {' '.join(map(str, samples))}\n")
+
+
+class SignalAt(Callback):
+    """Send a signal to a rank at the beginning of a step: 9 kills it."""
+
+    def __init__(self, step: int, number: int, rank: int = 0) -> None:
+        self.step, self.number, self.rank = step, number, rank
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch.value == self.step and dist.get_global_rank() == self.rank:
+            os.kill(os.getpid(), self.number)
+
+
+class LimitFileSize(Callback):
+    """Let every write beyond so many bytes of a file fail from a step on, as on a full disk."""
+
+    def __init__(self, step: int, num_bytes: int, rank: int = 0) -> None:
+        self.step, self.num_bytes, self.rank = step, num_bytes, rank
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch.value == self.step and dist.get_global_rank() == self.rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.num_bytes, resource.RLIM_INFINITY))
+
+
+class Announce(Callback):
+    """Create a file when a step begins, so that a test knows where a run is."""
+
+    def __init__(self, step: int, path: str) -> None:
+        self.step, self.path = step, Path(path)
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch.value == self.step and dist.get_global_rank() == 0:
+            self.path.touch()
 
 
 class FailAt(Callback):

@@ -13,11 +13,11 @@ import torch
 from composer import Callback, Logger, State, Time, TimeUnit
 from composer.utils import dist
 from composer.utils.misc import partial_format
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from diffusion.algorithms.averaging import WeightAverage, check_names, full_tensor, reshard, trainable_parameters
 from diffusion.errors import DataError
+from diffusion.safe_loading import SafeLoadPlanner, SafeReader
 
 
 class LateStartEMA(Callback):
@@ -157,7 +157,7 @@ class LateStartEMA(Callback):
     def _load_shards(self, state: State) -> None:
         """Composer loads only the keys that exist already; before the start there are none, so read them here."""
         path = partial_format(str(state.load_path), run_name=state.run_name)
-        reader = FileSystemReader(path)
+        reader = SafeReader(path)
         prefix = f"state.callbacks.{type(self).__qualname__}."
         stored = [
             key.removeprefix(prefix) for key in reader.read_metadata().state_dict_metadata if key.startswith(prefix)
@@ -172,5 +172,6 @@ class LateStartEMA(Callback):
             raise DataError(f"checkpoint {path}: {error}") from error
         content: dict[str, Any] = {"num_updates": 0, "averages": average.averages}
         with torch.no_grad():
-            load({"state": {"callbacks": {type(self).__qualname__: content}}}, storage_reader=reader)
+            whole = {"state": {"callbacks": {type(self).__qualname__: content}}}
+            load(whole, storage_reader=reader, planner=SafeLoadPlanner())
         average.num_updates = int(content["num_updates"])

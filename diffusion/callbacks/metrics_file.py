@@ -15,24 +15,34 @@ TRAIN_LOSS = "loss/train/total"
 class MetricsFile(LoggerDestination):
     """Write metrics as JSON lines `{"step": 10, "loss/train/total": 0.3}`, on rank 0.
 
+    The row of the current step goes into checkpoints, so that a resumed run completes it.
+
     Args:
         path: the file; a resumed run continues it, without the rows of steps that are run again.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._step = 0
+        self._step: float = 0
         self._row: dict[str, float] = {}
+        self._loaded = ""
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Drop what an interrupted run wrote after the checkpoint that is continued."""
+        """Drop rows after the checkpoint that is continued, and take up the row of its step."""
         if dist.get_global_rank() != 0:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [row for row in read_metrics(self.path) if row["step"] <= state.timestamp.batch.value]
+        self._step = state.timestamp.batch.value
+        rows = read_metrics(self.path)
+        kept = [row for row in rows if row["step"] < self._step]
         partial = self.path.with_suffix(".partial")
         partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
         partial.replace(self.path)
+        begun = [row for row in rows if row["step"] == self._step]
+        if self._loaded:
+            begun.append(json.loads(self._loaded))
+            self._loaded = ""
+        self._row = {name: value for row in begun for name, value in row.items() if name != "step"}
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Collect the numbers of a step; they are written when the next step begins."""
@@ -43,6 +53,14 @@ class MetricsFile(LoggerDestination):
             self._step = step
         for name, value in metrics.items():
             self._row[name] = float(value.item() if hasattr(value, "item") else value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The row of the current step, as text: one entry, whatever its metrics are."""
+        return {"row": json.dumps({"step": self._step, **self._row}) if self._row else ""}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep the row until training continues."""
+        self._loaded = state.get("row", "")
 
     def flush(self) -> None:
         """Append the row that was collected."""

@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from diffusion.config.data import Crop, Representation, StreamConfig
+from diffusion.config.groups import group_problems, group_size
 from diffusion.config.loading import missing_keys
 from diffusion.config.model import PredictionType
 from diffusion.config.quantities import parse_size, parse_time
@@ -138,6 +139,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "data.loader_timeout": (0, math.inf),
     "data.resolution": (1, math.inf),
     "data.global_batch_size": (1, math.inf),
+    "data.group_size": (1, math.inf),
     "data.shuffle_block_size": (1, math.inf),
     "data.num_canonical_nodes": (1, math.inf),
     "data.prefetch_factor": (1, math.inf),
@@ -161,6 +163,7 @@ _TIMES = {
     "schedule.warmup": False,
     "trainer.eval_interval": True,
     "trainer.save_interval": True,
+    "trainer.keep_every": True,
     "samples.interval": True,
     "algorithms.ema.start": False,
     "algorithms.ema.interval": True,
@@ -204,6 +207,8 @@ def _times(config: Config) -> Iterator[str]:
             problems.append(f"{key} is '{text}', but an interval must be longer than nothing.")
         if key == "algorithms.ema.interval" and time.unit != "ba":
             problems.append(f"{key} is '{text}', but updates are counted in batches, as in 1ba.")
+        if key == "trainer.keep_every" and time.unit == "ep":
+            problems.append(f"{key} is '{text}', but is counted in batches, as in 100000ba.")
         global_batch_size = _value(config, "data.global_batch_size") or 0
         if total is not None and global_batch_size > 0:
             steps[key] = time.in_batches(num_batches=total, global_batch_size=global_batch_size)
@@ -228,7 +233,8 @@ def _batch(config: Config, world_size: int) -> Iterator[str]:
     microbatch = config.trainer.device_train_microbatch_size
     if size < 1 or num_canonical < 1:
         return
-    legal = _divisors(math.gcd(size, num_canonical))
+    legal = _divisors(math.gcd(size // group_size(config.data), num_canonical))
+    yield from group_problems(config.data, world_size, microbatch)
     if size % world_size:
         yield (
             f"data.global_batch_size is {size}, which cannot be divided among {world_size} ranks: every rank must get "

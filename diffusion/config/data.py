@@ -20,6 +20,14 @@ class Crop(str, Enum):
     random = "random"
 
 
+class Mixing(str, Enum):
+    """Which streams meet in one optimizer step."""
+
+    mixed = "mixed"
+    bucket = "bucket"
+    groups = "groups"
+
+
 @dataclass(kw_only=True)
 class StreamConfig:
     """One folder of shards, usually one resolution bucket."""
@@ -68,14 +76,23 @@ class DataConfig:
     global_batch_size: int = MISSING
     """Samples of one optimizer step over all ranks."""
 
+    mixing: Mixing = Mixing.mixed
+    """`mixed`: any streams in one batch, all pictures of one shape. `bucket`: one stream per global batch. `groups`:
+    several streams in one batch, cut into groups of one stream. Part of what determines the order."""
+
+    group_size: int | None = None
+    """Samples of a group, with `mixing: groups` only. A rank gets whole groups, and the microbatch divides a group.
+    Part of what determines the order."""
+
     shuffle: bool = True
     """Shuffle the samples of each epoch."""
 
     shuffle_algorithm: str = "py1s"
-    """Streaming's shuffling algorithm; part of what determines the order."""
+    """`py1s` and `py2s` shuffle within each shard, the others in blocks of `shuffle_block_size` over several shards;
+    shards are shuffled always. Part of what determines the order."""
 
     shuffle_block_size: int = 262144
-    """Samples over which a shuffle mixes; part of what determines the order."""
+    """Samples of a canonical node that a shuffle in blocks mixes; part of what determines the order."""
 
     num_canonical_nodes: int = 128
     """Divisions of the data that the order is built from: a multiple of every world size that is ever to be used."""

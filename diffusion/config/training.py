@@ -106,6 +106,9 @@ class TrainerConfig:
     keep_checkpoints: int = -1
     """How many of the newest checkpoints stay; -1 keeps all."""
 
+    keep_every: str | None = None
+    """The first checkpoint at or after each multiple of this time (`100000ba`) stays for ever, too; null: none."""
+
     autoresume: bool = True
     """Continue from the newest complete checkpoint in the run folder."""
 

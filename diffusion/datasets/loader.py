@@ -12,21 +12,36 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from diffusion.config.data import DataConfig, Representation, StreamConfig, ValidationConfig
 from diffusion.datasets.batch import BatchKey
+from diffusion.datasets.batching import OrderSettings
 from diffusion.datasets.encoded import ENCODED, EncodedManifest, check_encoded
 from diffusion.datasets.locations import StreamLocation, check_location, find_manifest, locate_streams
 from diffusion.datasets.streams import Sample, TextImageDataset, Tokenize
 from diffusion.datasets.transforms import SquareTransform
-from diffusion.errors import ConfigurationError, DataError
+from diffusion.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-SAMPLING_GRANULARITY = 256
-"""Samples of one shard that a partial repeat picks together; part of what determines the order."""
+SHUFFLES_WITHIN_SHARDS = ("py1s", "py2s")
+"""Values of `data.shuffle_algorithm` under which `data.shuffle_block_size` has no effect."""
 
 
 def collate(samples: list[Sample]) -> dict[BatchKey, Tensor]:
-    """Stack the entries of samples: [...] each -> [B, ...]."""
-    return {key: torch.from_numpy(np.stack([sample[key] for sample in samples])) for key in samples[0]}
+    """Stack the entries of samples: [...] each -> [B, ...].
+
+    Raises:
+        DataError: they have several shapes.
+    """
+    batch = {}
+    for key in samples[0]:
+        try:
+            batch[key] = torch.from_numpy(np.stack([sample[key] for sample in samples]))
+        except ValueError as error:
+            shapes = sorted({np.shape(sample[key]) for sample in samples})
+            raise DataError(
+                f"one batch holds {key.value} of the shapes {', '.join(map(str, shapes))}, and such batches "
+                "are not supported: prepare or encode all streams with one shape"
+            ) from error
+    return batch
 
 
 class BatchLoader(DataLoader):
@@ -68,10 +83,12 @@ def train_loader(
         with_logvar: whether the latents' log-variance is wanted (`objective.posterior: sample`).
 
     Returns:
-        Batches of `rank_batch_size`; its length is the number of whole global batches in an epoch.
+        Batches of `rank_batch_size`; its length is the number of whole global batches in an epoch. With `mixing:
+        groups` a batch holds whole groups one after the other.
 
     Raises:
-        ConfigurationError: an epoch is less than a global batch or the canonical nodes.
+        ConfigurationError: an epoch is less than a global batch, a stream less than what it has to give to one, or
+            the ranks cannot share a batch.
         DataError: streams that are missing, damaged or not what the configuration says.
     """
     num_ranks = World.detect().num_ranks
@@ -81,7 +98,6 @@ def train_loader(
         rank_batch_size,
         num_ranks,
     )
-    assert config.num_canonical_nodes % num_ranks == 0, (config.num_canonical_nodes, num_ranks)
     dataset = TextImageDataset(
         locations=check_training_streams(config, with_logvar=with_logvar),
         representation=config.representation,
@@ -93,30 +109,26 @@ def train_loader(
         with_logvar=with_logvar,
         choose_caption=True,
         batch_size=rank_batch_size,
-        shuffle=config.shuffle,
-        shuffle_algo=config.shuffle_algorithm,
-        shuffle_block_size=config.shuffle_block_size,
+        order=order_settings(config, seed),
         num_canonical_nodes=config.num_canonical_nodes,
-        batching_method="random",
-        sampling_granularity=SAMPLING_GRANULARITY,
         predownload=config.predownload,
         cache_limit=config.cache_limit,
         **_download_options(config),
     )
-    dataset.length = _num_batches(dataset, config) * rank_batch_size
     return BatchLoader(dataset, batch_size=rank_batch_size, drop_last=True, **_loader_options(config))
 
 
-def _num_batches(dataset: TextImageDataset, config: DataConfig) -> int:
-    """Whole global batches of an epoch, which Streaming fills up to a multiple of the canonical nodes."""
-    if dataset.epoch_size < max(config.global_batch_size, config.num_canonical_nodes):
-        raise ConfigurationError(
-            f"the streams give {dataset.epoch_size} samples an epoch, less than data.global_batch_size "
-            f"{config.global_batch_size} or data.num_canonical_nodes {config.num_canonical_nodes}: lower these, add "
-            "data or raise `repeat` of the streams"
-        )
-    per_node = -(-dataset.epoch_size // config.num_canonical_nodes)
-    return per_node * config.num_canonical_nodes // config.global_batch_size
+def order_settings(config: DataConfig, seed: int) -> OrderSettings:
+    """What the order of samples depends on besides the data."""
+    return OrderSettings(
+        seed=seed,
+        global_batch_size=config.global_batch_size,
+        num_canonical_nodes=config.num_canonical_nodes,
+        mixing=config.mixing,
+        group_size=config.group_size,
+        shuffle=config.shuffle,
+        shuffle_block_size=None if config.shuffle_algorithm in SHUFFLES_WITHIN_SHARDS else config.shuffle_block_size,
+    )
 
 
 class ValidationDataset(Dataset):

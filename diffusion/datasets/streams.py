@@ -15,7 +15,7 @@ from diffusion.config.data import Representation
 from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
 from diffusion.datasets.locations import StreamLocation
-from diffusion.datasets.shards import ShardDataset
+from diffusion.datasets.shards import SampleId, ShardDataset
 from diffusion.datasets.transforms import SquareTransform
 from diffusion.errors import DataError
 from diffusion.randomness import Purpose, random_word, sample_address
@@ -83,7 +83,7 @@ class TextImageDataset(ShardDataset):
         seed: seed of the run: order, crops, flips and choices of captions.
         with_logvar: whether the log-variance of latents is wanted.
         choose_caption: draw one of a sample's captions in each epoch; otherwise the first is taken.
-        options: further arguments of `streaming.StreamingDataset`.
+        options: further arguments of `ShardDataset` and `streaming.StreamingDataset`.
 
     Raises:
         DataError: a stream is damaged or not what was asked for.
@@ -111,10 +111,16 @@ class TextImageDataset(ShardDataset):
         self.bad_pictures = BadPictures()
         streams = [_stream(location) for location in locations]
         names = [location.name for location in locations]
-        super().__init__(stream_names=names, streams=streams, shuffle_seed=seed, **options)
+        super().__init__(
+            stream_names=names,
+            streams=streams,
+            proportions=[location.proportion for location in locations],
+            repeats=[location.repeat for location in locations],
+            shuffle_seed=seed,
+            **options,
+        )
         for stream, location in enumerate(locations):
             self._check_columns(stream, location)
-        self._first_samples: list[int] = self.sample_offset_per_stream.tolist()
 
     def _check_columns(self, stream: int, location: StreamLocation) -> None:
         """Compare a stream's columns with the representation that was asked for."""
@@ -168,11 +174,13 @@ class TextImageDataset(ShardDataset):
 
         Returns:
             `TOKEN_IDS` int64 [L]; `IMAGE` uint8 [3, R, R], or `LATENT_MEAN` (and `LATENT_LOGVAR`) float16 [C, H, W];
-            `SAMPLE` and `STREAM` integers.
+            `SAMPLE` and `STREAM` integers. A sample that is read by its number, not in the order, has occurrence 0.
         """
+        address = sample_id.address if isinstance(sample_id, SampleId) else None
         sample_id = int(sample_id)
-        stream = bisect_right(self._first_samples, sample_id) - 1
-        address = int(sample_address(stream, sample_id - self._first_samples[stream]))
+        stream = bisect_right(self.first_samples, sample_id) - 1
+        if address is None:
+            address = int(sample_address(stream, sample_id - self.first_samples[stream]))
         sample: Sample = {BatchKey.SAMPLE: address, BatchKey.STREAM: stream}
         if self.representation == Representation.latents:
             columns = super().get_item(sample_id, retry)
@@ -199,7 +207,7 @@ class TextImageDataset(ShardDataset):
     def _decodable(self, sample_id: int, stream: int, retry: int) -> tuple[dict[str, Any], Image.Image]:
         """Read a sample's columns and picture; in place of an undecodable one, the next decodable one of its stream."""
         self.bad_pictures.count_read()
-        first, num_samples = self._first_samples[stream], int(self.samples_per_stream[stream])
+        first, num_samples = self.first_samples[stream], int(self.samples_per_stream[stream])
         for step in range(num_samples):
             columns = super().get_item(first + (sample_id - first + step) % num_samples, retry)
             try:

@@ -13,9 +13,9 @@ import torch
 from torch.utils.data import Sampler
 from written_data import data_config, picture, tokenize, write_encoded, write_prepared
 
-from diffusion.config.data import Crop, Representation, StreamConfig, ValidationConfig
+from diffusion.config.data import Crop, Mixing, Representation, StreamConfig, ValidationConfig
 from diffusion.datasets.batch import BatchKey
-from diffusion.datasets.loader import BatchLoader, train_loader, validation_dataset, validation_loader
+from diffusion.datasets.loader import BatchLoader, collate, train_loader, validation_dataset, validation_loader
 from diffusion.datasets.transforms import SquareTransform
 from diffusion.errors import ConfigurationError, DataError
 
@@ -63,7 +63,7 @@ def test_batches_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
     loaders = [open_loader(root, "a", "b", num_workers=num, **options) for num in (0, 2)]
     epochs = [[list(loader) for loader in loaders] for _ in range(2)]
     for alone, with_workers in epochs:
-        assert len(alone) == len(with_workers) == len(loaders[0]) == 9  # 70 samples, filled up to 72
+        assert len(alone) == len(with_workers) == len(loaders[0]) == 8  # 70 samples, cut to 64
         for one, other in zip(alone, with_workers, strict=True):
             assert one.keys() == other.keys()
             assert all(torch.equal(one[key], other[key]) for key in one)
@@ -147,8 +147,78 @@ def test_less_than_a_global_batch_is_refused(tmp_path: Path) -> None:
     root = write_encoded(tmp_path, {"a": 6})
     with pytest.raises(ConfigurationError, match=r"6 samples an epoch, less than data.global_batch_size 8"):
         open_loader(root, "a", **LATENTS)
-    with pytest.raises(ConfigurationError, match=r"6 samples an epoch, .* data.num_canonical_nodes 16"):
-        open_loader(root, "a", global_batch_size=4, num_canonical_nodes=16, **LATENTS)
+    assert len(open_loader(root, "a", global_batch_size=4, num_canonical_nodes=16, **LATENTS)) == 1
+
+
+def test_a_batch_of_one_bucket_and_a_batch_of_groups(tmp_path: Path) -> None:
+    root = write_encoded(tmp_path, {"a": 40, "b": 24})
+    buckets = [batch[BatchKey.STREAM] for batch in open_loader(root, "a", "b", mixing=Mixing.bucket, **LATENTS)]
+    assert all(len(set(streams.tolist())) == 1 for streams in buckets)
+    assert sorted(int(streams[0]) for streams in buckets) == [0] * 5 + [1] * 3
+    groups = list(open_loader(root, "a", "b", mixing=Mixing.groups, group_size=2, **LATENTS))
+    assert len(groups) == 8
+    for batch in groups:
+        streams = batch[BatchKey.STREAM].view(4, 2)
+        assert torch.equal(streams[:, 0], streams[:, 1])
+    assert any(len(set(batch[BatchKey.STREAM].tolist())) == 2 for batch in groups)
+
+
+def test_streams_that_do_not_give_a_batch_or_a_group(tmp_path: Path) -> None:
+    root = write_encoded(tmp_path, {"a": 40, "b": 6})
+    with pytest.raises(ConfigurationError, match=r"stream 'b' \(6 samples\) .* less than one global batch of 8"):
+        open_loader(root, "a", "b", mixing=Mixing.bucket, **LATENTS)
+    with pytest.raises(ConfigurationError, match=r"data.group_size is 3, which does not divide"):
+        open_loader(root, "a", "b", mixing=Mixing.groups, group_size=3, **LATENTS)
+
+
+def test_samples_of_several_shapes_in_one_batch_are_refused() -> None:
+    samples = [{BatchKey.IMAGE: np.zeros((3, 8, size), np.uint8)} for size in (8, 16)]
+    with pytest.raises(DataError, match=r"image of the shapes \(3, 8, 8\), \(3, 8, 16\)"):
+        collate(samples)
+
+
+def test_a_repeated_sample_has_another_address_each_time(tmp_path: Path) -> None:
+    root = write_encoded(tmp_path, {"a": 40, "b": 24})
+    streams = [StreamConfig(name="a"), StreamConfig(name="b", repeat=2.5)]
+    loader = open_loader(root, streams=streams, num_workers=2, **LATENTS)
+    for _ in range(2):
+        read = list(chain.from_iterable(addresses(loader)))
+        assert len(set(read)) == len(read) == 96  # 40 + 60, cut
+        occurrences = [(address >> 40) % 2**13 for address in read if address >> 53 == 1]
+        assert occurrences.count(0) == occurrences.count(1) == 24
+        assert set(occurrences) == {0, 1, 2}
+
+
+def test_a_resumption_in_another_order_is_refused(tmp_path: Path) -> None:
+    root = write_encoded(tmp_path, {"a": 40, "b": 24})
+    streams = [StreamConfig(name="a"), StreamConfig(name="b")]
+    loader = open_loader(root, streams=streams, **LATENTS)
+    state = loader.dataset.state_dict(16, from_beginning=True)  # pyright: ignore[reportAttributeAccessIssue]
+    expected = addresses(loader)
+
+    def resumed(**options: Any) -> list[list[int]]:
+        other = open_loader(root, **({"streams": streams} | LATENTS | options))
+        other.dataset.load_state_dict(state | {"epoch": 0})  # pyright: ignore[reportAttributeAccessIssue]
+        return addresses(other)
+
+    assert resumed() == resumed(num_workers=2) == expected[2:]
+    for options, message in [
+        ({"global_batch_size": 16}, r"data.global_batch_size \(was 8, is 16\)"),
+        ({"num_canonical_nodes": 8}, r"data.num_canonical_nodes \(was 4, is 8\)"),
+        ({"shuffle_algorithm": "py1br"}, r"data.shuffle_block_size \(or shuffle_algorithm\) \(was None, is 262144\)"),
+        ({"mixing": Mixing.bucket}, r"data.mixing \(was mixed, is bucket\)"),
+        ({"streams": [streams[0], StreamConfig(name="b", repeat=2.0)]}, r"proportion and repeat of data.streams"),
+        ({"streams": streams[:1]}, r"number of data.streams \(was 2, is 1\)"),
+        ({"streams": streams[::-1]}, r"shards of data.streams"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            resumed(**options)
+    state["sample_in_epoch"] = 12
+    with pytest.raises(DataError, match="continued at sample 12 of an epoch, which is not the beginning"):
+        resumed()
+    del state["order"]
+    with pytest.raises(DataError, match="does not say in which order"):
+        resumed()
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -22,7 +22,7 @@ from diffusion.datasets.loader import train_loader
 from diffusion.datasets.streams import TextImageDataset
 from diffusion.datasets.transforms import SquareTransform
 from diffusion.errors import DataError
-from diffusion.randomness import NUM_INDEX_BITS, NUM_OCCURRENCE_BITS, Purpose, random_word
+from diffusion.randomness import NUM_INDEX_BITS, NUM_OCCURRENCE_BITS, Purpose, random_word, sample_address
 
 LATENTS = {"representation": Representation.latents}
 
@@ -148,8 +148,9 @@ def test_proportions_and_repeats_change_the_mix(tmp_path: Path) -> None:
     numbers = [s[BatchKey.STREAM] for s in open_data(root, streams=halves, **LATENTS)]
     assert (numbers.count(0), numbers.count(1)) == (32, 32)
     repeated = [StreamConfig(name="a"), StreamConfig(name="b", repeat=2.0)]
-    indices = [split_address(s[BatchKey.SAMPLE]) for s in open_data(root, streams=repeated, **LATENTS)]
-    assert sorted(indices) == sorted([(0, i) for i in range(40)] + 2 * [(1, i) for i in range(24)])
+    addresses = [int(s[BatchKey.SAMPLE]) for s in open_data(root, streams=repeated, **LATENTS)]
+    expected = [sample_address(0, i) for i in range(40)] + [sample_address(1, i, k) for i in range(24) for k in (0, 1)]
+    assert sorted(addresses) == sorted(expected)
 
 
 def test_the_epoch_is_known_while_reading(tmp_path: Path) -> None:

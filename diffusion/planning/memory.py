@@ -1,0 +1,80 @@
+"""Bytes of a training state, counted by sharding the real U-Net over a fake process group: no memory, no GPU."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from composer.core import Precision
+from composer.distributed.fsdp2 import prepare_fully_shard
+from composer.distributed.fsdp2_utils import generate_composer_model_policy
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from diffusion.algorithms.averaging import WeightAverage, local_shard, trainable_parameters
+from diffusion.config.schema import Config
+from diffusion.models.build import build_unet
+from diffusion.sharding import ElasticFSDP2Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Bytes that one rank holds between two steps, without activations, buffers and gathered weights."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    ema: int
+
+    @property
+    def total(self) -> int:
+        """Everything counted."""
+        return self.weights + self.gradients + self.optimizer + self.ema
+
+
+def count_rank_memory(config: Config, *, num_ranks: int, rank: int) -> RankMemory:
+    """Count what a rank of an FSDP run holds.
+
+    FSDP2 splits each parameter by its first dimension and pads the shards to one size, so that a rank holds a little
+    more than its share. To be called where there is no process group; one is made and destroyed.
+
+    Args:
+        config: architecture, precision and whether there is an average of the weights.
+        num_ranks: world size.
+        rank: which one is looked at.
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+    try:
+        return _count(config)
+    finally:
+        dist.destroy_process_group()
+
+
+def _count(config: Config) -> RankMemory:
+    model = nn.Module()
+    with torch.device("meta"):
+        model.unet = build_unet(config.model)
+    fsdp = ElasticFSDP2Config(reshard_after_forward=config.trainer.reshard_after_forward)
+    policy: Any = generate_composer_model_policy(model)  # pyright: ignore[reportArgumentType]
+    prepare_fully_shard(model, fsdp, Precision(config.trainer.precision.value), policy)
+    parameters = trainable_parameters(model)
+    optimizer = torch.optim.AdamW(parameters.values())
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    moments = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+    average = WeightAverage(parameters, decay=0.0) if config.algorithms.ema is not None else None
+    # The gradients of a unit are views of one reduced buffer, laid out as the padded weights are.
+    weights = _stored(parameters.values())
+    return RankMemory(
+        weights=weights,
+        gradients=weights,
+        optimizer=_stored(moments),
+        ema=_stored(average.averages.values()) if average is not None else 0,
+    )
+
+
+def _stored(tensors: Any) -> int:
+    """Bytes of the storages behind this rank's shards, each once."""
+    storages = [local_shard(tensor.detach()).untyped_storage() for tensor in tensors]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

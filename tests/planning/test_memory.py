@@ -1,0 +1,68 @@
+"""Memory per rank of the recipe's runs, counted on a fake world of 128 ranks."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from diffusion.config.checks import is_location
+from diffusion.config.loading import load_config
+from diffusion.planning.plan import make_plan
+from tests.training_runs import ROOT, environment
+
+NUM_PARAMETERS = 865_910_724
+PROGRAM = """
+import json, sys
+from dataclasses import asdict
+import torch.distributed as dist
+from diffusion.config.checks import is_location
+from diffusion.config.loading import load_config
+from diffusion.planning.memory import count_rank_memory
+
+def count(phase, num_ranks, rank):
+    config = load_config(f"yamls/phase{phase}.yaml", [], may_miss=is_location)
+    return asdict(count_rank_memory(config, num_ranks=num_ranks, rank=rank))
+
+counts = {f"{phase} {rank}": count(phase, 128, rank) for phase in (1, 2) for rank in (0, 127)}
+counts["small"] = [count(2, 3, rank) for rank in range(3)]
+assert not dist.is_initialized()
+sys.stdout.write(json.dumps(counts))
+"""
+
+
+@pytest.fixture(scope="module")
+def counts():
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+def test_first_rank_of_128(counts):
+    """FSDP2 cuts each parameter by rows: of the 320 rows of many, rank 0 holds 3, not 2.5."""
+    assert counts["1 0"] == {"weights": 27_233_720, "gradients": 27_233_720, "optimizer": 54_467_440, "ema": 0}
+    assert counts["2 0"] == counts["1 0"] | {"ema": 27_233_720}
+
+
+def test_last_rank_of_128_holds_padding_in_place_of_rows(counts):
+    assert counts["2 127"]["weights"] == counts["2 0"]["weights"]
+    assert counts["2 127"]["optimizer"] == 52_490_080
+    assert counts["2 127"]["ema"] == 26_245_040
+
+
+def test_all_ranks_together_hold_each_number_once(counts):
+    assert sum(count["optimizer"] for count in counts["small"]) == 8 * NUM_PARAMETERS
+    assert sum(count["ema"] for count in counts["small"]) == 4 * NUM_PARAMETERS
+    assert 4 * NUM_PARAMETERS <= sum(count["weights"] for count in counts["small"]) < 4.01 * NUM_PARAMETERS
+
+
+@pytest.mark.parametrize("phase", [1, 2])
+def test_the_plan_is_right_within_one_percent(counts, phase):
+    config = load_config(f"yamls/phase{phase}.yaml", ["plan.num_gpus=128"], may_miss=is_location)
+    _, shards_only, _ = make_plan(config, num_parameters=NUM_PARAMETERS).memory
+    for rank in (0, 127):
+        counted = counts[f"{phase} {rank}"]
+        assert sum(counted.values()) == pytest.approx(shards_only.total, rel=0.03)
+    assert sum(counts[f"{phase} 0"].values()) == pytest.approx(shards_only.total, rel=0.01)
