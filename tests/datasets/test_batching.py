@@ -346,8 +346,8 @@ def test_the_shuffle_is_uniform(block: int | None):
     error = 2000 / 12**0.5 / 300**0.5
     assert np.abs(places.mean(axis=0) - 999.5).max() < 5 * error + (200 if block else 0)
     assert abs(places.std() / (2000 / 12**0.5) - 1) < 0.01
-    # Two samples of one shard that lie side by side are as far apart as any two of it, where a cut or the end of a block
-    # has not come between those.
+    # Two samples of one shard that lie side by side are as far apart as any two of it, where a cut or the end of a
+    # block has not come between those.
     near = np.abs(places[:, 0:2000:100] - places[:, 1:2000:100])
     far = np.abs(places[:, 0:2000:100] - places[:, 51:2000:100])
     assert abs(np.median(near) / np.median(far) - 1) < 0.3
