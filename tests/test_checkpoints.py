@@ -1,14 +1,12 @@
 """Which checkpoint is taken and which stay; damaged ones, full disks, and ones that try to run code."""
 
 import contextlib
-import io
 import os
 import pickle
 import shutil
 import subprocess
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,6 +30,7 @@ from diffusion.config.model import Weights
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.loading import load_model
 from diffusion.safe_loading import UnsafeCheckpointError, read_entries
+from tests.malicious_checkpoints import ATTACKS, evil_entry, evil_optimizer_entry, evil_tensor
 from tests.training_runs import TrainingServer
 
 COMMON = ["trainer.max_duration=4ba", "samples.prompts=[]"]
@@ -265,69 +264,6 @@ def test_where_one_rank_cannot_write_all_end_and_the_run_continues(server, tmp_p
 
 
 # Checkpoints that try to run code
-
-
-class Evil:
-    """Its pickle creates a file when it is loaded."""
-
-    def __init__(self, proof: Path) -> None:
-        self.proof = proof
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.proof}",)
-
-
-def evil_index(checkpoint: Path, proof: Path) -> None:
-    metadata = FileSystemReader(checkpoint).read_metadata()
-    metadata.planner_data["evil"] = Evil(proof)
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
-def index_that_truncates_a_file(checkpoint: Path, proof: Path) -> None:
-    """A class of torch.serialization that opens a file for writing, which is harm enough."""
-    opens = b"ctorch.serialization\n_open_zipfile_writer_file\n(V" + str(proof).encode() + b"\ntR."
-    (checkpoint / ".metadata").write_bytes(opens)
-
-
-def evil_entry(checkpoint: Path, proof: Path) -> None:
-    replace_entry(checkpoint, Evil(proof), lambda name: name == "state.callbacks.RunRecord.config")
-
-
-def evil_optimizer_entry(checkpoint: Path, proof: Path) -> None:
-    replace_entry(checkpoint, Evil(proof), lambda name: "param_groups" in name and name.endswith(".lr"))
-
-
-def evil_tensor(checkpoint: Path, proof: Path) -> None:
-    replace_entry(checkpoint, Evil(proof), lambda name: name == "state.model.unet.conv_in.weight")
-
-
-def replace_entry(checkpoint: Path, value: Any, is_wanted) -> None:
-    """Append another content for an entry and let the index point to it."""
-    metadata = FileSystemReader(checkpoint).read_metadata()
-    index = next(index for index in metadata.storage_data if is_wanted(index.fqn))
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    place = metadata.storage_data[index]
-    with (checkpoint / place.relative_path).open("ab") as file:
-        place.offset, place.length = file.tell(), len(buffer.getvalue())
-        file.write(buffer.getvalue())
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
-def evil_file(checkpoint: Path, proof: Path) -> None:
-    state = torch.load(checkpoint, weights_only=False)
-    state["state"]["callbacks"]["RunRecord"]["more"] = Evil(proof)
-    torch.save(state, checkpoint)
-
-
-ATTACKS = [
-    ("fsdp", evil_index),
-    ("fsdp", index_that_truncates_a_file),
-    ("fsdp", evil_entry),
-    ("fsdp", evil_optimizer_entry),
-    ("fsdp", evil_tensor),
-    ("ddp", evil_file),
-]
 
 
 def test_the_attacks_work_on_readers_that_do_not_look(trained, tmp_path):
