@@ -113,8 +113,8 @@ def test_before_the_process_group_rank_0_speaks_and_of_its_machine_the_first_ran
 
 
 def test_torchrun_names_the_node_for_composer(monkeypatch):
-    monkeypatch.setenv("GROUP_RANK", "3")
-    monkeypatch.delenv("NODE_RANK", raising=False)
+    without = {name: value for name, value in os.environ.items() if name != "NODE_RANK"}
+    monkeypatch.setattr(os, "environ", {**without, "GROUP_RANK": "3"})
     run_command(lambda: None)
     assert os.environ["NODE_RANK"] == "3"
 

@@ -71,9 +71,9 @@ def test_generator_is_pinned() -> None:
     """A change of the generator changes every number that was measured with it: then change these lines knowingly."""
     captions = [shapes.caption(scene) for scene in shapes.scenes(3, 17)]
     assert captions == [
-        "a yellow square on the right on a black background",
-        "a small cyan triangle on the left on a gray background",
-        "a cyan star on a white background",
+        "a green star on a gray background",
+        "a picture of a yellow triangle on a white background",
+        "a purple square left of a cyan star on a navy background",
     ]
 
 
