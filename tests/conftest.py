@@ -35,12 +35,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Drawn shapes with captions: prepared/, a random VAE in vae/, and latents-32/ and latents-64/ made with it."""
     from diffusion.config.model import Architecture, ModelConfig
-    from diffusion.datasets.encode import encode
     from diffusion.datasets.prepare import prepare
     from diffusion.demo.shapes import write_data_set
     from diffusion.models import load_frozen_parts
-    from diffusion.models.identity import module_identity, tokenizer_identity
-    from diffusion.models.tokenizers import tokenize
+    from diffusion.verification.data import encode_prepared
 
     root = tmp_path_factory.mktemp("shapes")
     write_data_set(root / "source", 150, seed=3)
@@ -49,14 +47,5 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     parts = load_frozen_parts(ModelConfig(architecture=Architecture.tiny))
     parts.vae.save_pretrained(root / "vae")
     for resolution in (32, 64):
-        encode(
-            root / "prepared",
-            root / f"latents-{resolution}",
-            vae=parts.vae,
-            vae_identity=module_identity(parts.vae),
-            tokenize=lambda captions: tokenize(parts.tokenizer, captions),
-            tokenizer_identity=tokenizer_identity(parts.tokenizer),
-            empty_ids=tokenize(parts.tokenizer, [""])[0],
-            resolution=resolution,
-        )
+        encode_prepared(root / "prepared", root / f"latents-{resolution}", parts, resolution)
     return root

@@ -69,27 +69,16 @@ def test_drawn_shapes_from_two_buckets(shapes, tmp_path):
 @pytest.mark.world_size(2)
 def test_real_pictures_from_three_buckets(shapes, data_folder, tmp_path):
     from diffusion.config.model import Architecture, ModelConfig
-    from diffusion.datasets.encode import encode
     from diffusion.datasets.prepare import prepare
     from diffusion.models import load_frozen_parts
-    from diffusion.models.identity import module_identity, tokenizer_identity
-    from diffusion.models.tokenizers import tokenize
+    from diffusion.verification.data import encode_prepared
 
     emoji = data_folder / "emoji"
     sources = [emoji / "folder_512", emoji / "webdataset_128", emoji / "parquet_72.parquet"]
     manifest = prepare(sources, tmp_path / "prepared", edges=[64, 128, 512], validation_fraction=0.1, num_workers=2)
     assert (manifest.seen, manifest.kept, manifest.refused) == (1800, 1800, {})
     parts = load_frozen_parts(ModelConfig(architecture=Architecture.tiny, vae=str(shapes / "vae")))
-    encoded = encode(
-        tmp_path / "prepared",
-        tmp_path / "latents",
-        vae=parts.vae,
-        vae_identity=module_identity(parts.vae),
-        tokenize=lambda captions: tokenize(parts.tokenizer, captions),
-        tokenizer_identity=tokenizer_identity(parts.tokenizer),
-        empty_ids=tokenize(parts.tokenizer, [""])[0],
-        resolution=32,
-    )
+    encoded = encode_prepared(tmp_path / "prepared", tmp_path / "latents", parts, 32)
     assert sum(sum(buckets.values()) for buckets in encoded.counts.values()) == 1800
     streams = "[{name: 64-128}, {name: 128-512}, {name: 512-up}]"
     check(tmp_path, tmp_path / "prepared", tmp_path / "latents", shapes / "vae", streams)

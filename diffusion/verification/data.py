@@ -4,9 +4,10 @@ from pathlib import Path
 
 from diffusion.config.model import Architecture, ModelConfig
 from diffusion.datasets.encode import encode
+from diffusion.datasets.encoded import EncodedManifest
 from diffusion.datasets.prepare import prepare
 from diffusion.demo.shapes import write_data_set
-from diffusion.models import load_frozen_parts
+from diffusion.models import FrozenParts, load_frozen_parts
 from diffusion.models.identity import module_identity, tokenizer_identity
 from diffusion.models.tokenizers import tokenize
 
@@ -26,9 +27,15 @@ def make_data(folder: Path, resolution: int) -> Path:
     prepare(sources, folder / "prepared", edges=[32, 64], num_workers=1)
     parts = load_frozen_parts(ModelConfig(architecture=Architecture.tiny))
     parts.vae.save_pretrained(folder / "vae")
-    encode(
-        folder / "prepared",
-        folder / "latents",
+    encode_prepared(folder / "prepared", folder / "latents", parts, resolution)
+    return folder
+
+
+def encode_prepared(prepared: Path, out: Path, parts: FrozenParts, resolution: int) -> EncodedManifest:
+    """Encode prepared data with a model's frozen parts, on the CPU."""
+    return encode(
+        prepared,
+        out,
         vae=parts.vae,
         vae_identity=module_identity(parts.vae),
         tokenize=lambda captions: tokenize(parts.tokenizer, captions),
@@ -36,4 +43,3 @@ def make_data(folder: Path, resolution: int) -> Path:
         empty_ids=tokenize(parts.tokenizer, [""])[0],
         resolution=resolution,
     )
-    return folder
