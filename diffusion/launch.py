@@ -23,7 +23,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import IO, Any, NoReturn, TypeVar
 
 from diffusion.errors import ConfigurationError, UserError
@@ -74,22 +73,6 @@ def prepare_environment() -> None:
     """Give Composer, before it is imported, the variables that torchrun calls by another name."""
     if "GROUP_RANK" in os.environ:
         os.environ.setdefault("NODE_RANK", os.environ["GROUP_RANK"])
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What this node can compute with."""
-
-    num_gpus: int
-    bf16_supported: bool
-
-
-def probe_machine() -> Machine:
-    """Look at the GPUs of this node; imports torch."""
-    import torch
-
-    num_gpus = torch.cuda.device_count()
-    return Machine(num_gpus=num_gpus, bf16_supported=num_gpus > 0 and torch.cuda.is_bf16_supported())
 
 
 class CommandParser(argparse.ArgumentParser):
