@@ -69,10 +69,10 @@ def main() -> None:
 
     import torch
 
-    from diffusion.datasets.encode import encode
     from diffusion.models import load_frozen_parts
     from diffusion.models.identity import module_identity, tokenizer_identity
     from diffusion.models.tokenizers import tokenize
+    from diffusion.preparation.encode import encode
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():

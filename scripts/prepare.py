@@ -16,8 +16,8 @@ from pathlib import Path
 from diffusion.datasets.buckets import DEFAULT_EDGES
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.datasets.mds import DEFAULT_SHARD_BYTES
-from diffusion.datasets.prepare import prepare
 from diffusion.errors import UserError
+from diffusion.preparation.prepare import prepare
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -35,9 +35,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Drawn shapes with captions: prepared/, a random VAE in vae/, and latents-32/ and latents-64/ made with it."""
     from diffusion.config.model import Architecture, ModelConfig
-    from diffusion.datasets.prepare import prepare
     from diffusion.demo.shapes import write_data_set
     from diffusion.models import load_frozen_parts
+    from diffusion.preparation.prepare import prepare
     from diffusion.verification.data import encode_prepared
 
     root = tmp_path_factory.mktemp("shapes")

@@ -69,8 +69,8 @@ def test_drawn_shapes_from_two_buckets(shapes, tmp_path):
 @pytest.mark.world_size(2)
 def test_real_pictures_from_three_buckets(shapes, data_folder, tmp_path):
     from diffusion.config.model import Architecture, ModelConfig
-    from diffusion.datasets.prepare import prepare
     from diffusion.models import load_frozen_parts
+    from diffusion.preparation.prepare import prepare
     from diffusion.verification.data import encode_prepared
 
     emoji = data_folder / "emoji"

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 from diffusion.config.model import Architecture, ModelConfig
-from diffusion.datasets.encode import encode
 from diffusion.datasets.encoded import EncodedManifest
-from diffusion.datasets.prepare import prepare
 from diffusion.demo.shapes import write_data_set
 from diffusion.models import FrozenParts, load_frozen_parts
 from diffusion.models.identity import module_identity, tokenizer_identity
 from diffusion.models.tokenizers import tokenize
+from diffusion.preparation.encode import encode
+from diffusion.preparation.prepare import prepare
 
 NUM_PICTURES = 400
 

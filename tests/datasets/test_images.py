@@ -8,11 +8,11 @@ import zlib
 
 import numpy as np
 import pytest
-from picture_files import encode, noise
 from PIL import Image, ImageFile
 
 from diffusion.datasets import images
 from diffusion.datasets.images import UndecodableImageError, Verdict, decode_rgb, examine
+from tests.picture_files import encode, noise
 
 WHITE, RED = (255, 255, 255), (255, 0, 0)
 
@@ -211,7 +211,7 @@ def test_examine():
 
 def test_worker_modules_are_light():
     program = (
-        "import sys; import diffusion.datasets.images, diffusion.datasets.sources, diffusion.datasets.buckets;"
+        "import sys; import diffusion.datasets.images, diffusion.preparation.sources, diffusion.datasets.buckets;"
         "print([name for name in ('torch', 'streaming', 'composer') if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import Sampler
-from written_data import data_config, picture, tokenize, write_encoded, write_prepared
 
 from diffusion.config.data import Crop, Mixing, Representation, StreamConfig, ValidationConfig
 from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.loader import BatchLoader, collate, train_loader, validation_dataset, validation_loader
 from diffusion.datasets.transforms import SquareTransform
 from diffusion.errors import ConfigurationError, DataError
+from tests.written_data import data_config, picture, tokenize, write_encoded, write_prepared
 
 LATENTS = {"representation": Representation.latents}
 
@@ -76,7 +76,7 @@ from pathlib import Path
 import torch.distributed as dist
 rank, world, root, work = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
 dist.init_process_group("gloo", init_method=f"file://{work}/store", rank=rank, world_size=world)
-from written_data import data_config
+from tests.written_data import data_config
 from diffusion.config.data import Representation
 from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.loader import train_loader

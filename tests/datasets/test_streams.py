@@ -4,16 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from written_data import (
-    PREPARED,
-    data_config,
-    picture,
-    prepared_sample,
-    tokenize,
-    write_encoded,
-    write_mds,
-    write_prepared,
-)
 
 from diffusion.config.data import Crop, Representation, StreamConfig
 from diffusion.datasets import streams
@@ -23,6 +13,16 @@ from diffusion.datasets.streams import TextImageDataset
 from diffusion.datasets.transforms import SquareTransform
 from diffusion.errors import DataError
 from diffusion.randomness import NUM_INDEX_BITS, NUM_OCCURRENCE_BITS, Purpose, random_word, sample_address
+from tests.written_data import (
+    PREPARED,
+    data_config,
+    picture,
+    prepared_sample,
+    tokenize,
+    write_encoded,
+    write_mds,
+    write_prepared,
+)
 
 LATENTS = {"representation": Representation.latents}
 

@@ -2,11 +2,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from written_data import picture
 
 from diffusion.config.data import Crop
 from diffusion.datasets.transforms import SquareTransform
 from diffusion.randomness import Purpose, random_word, random_words, sample_address
+from tests.written_data import picture
 
 
 def square(image: Image.Image, resolution: int = 16) -> np.ndarray:

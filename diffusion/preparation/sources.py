@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from diffusion.datasets.records import Reason, Record, Refused, Source, clean_text
-from diffusion.datasets.source_folder import FolderSource, is_image_name, read_table, walk_files
-from diffusion.datasets.source_parquet import ParquetSource, check_parquet
-from diffusion.datasets.source_webdataset import WebDatasetSource
 from diffusion.errors import DataError
+from diffusion.preparation.records import Reason, Record, Refused, Source, clean_text
+from diffusion.preparation.source_folder import FolderSource, is_image_name, read_table, walk_files
+from diffusion.preparation.source_parquet import ParquetSource, check_parquet
+from diffusion.preparation.source_webdataset import WebDatasetSource
 
 __all__ = ["Reason", "Record", "Refused", "Source", "open_source", "open_sources"]
 

@@ -9,17 +9,17 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from picture_files import encode, noise, sample, tree, write_folder, write_tar
 from PIL import Image
 from streaming import StreamingDataset
 
-from diffusion.datasets import examine
-from diffusion.datasets import prepare as module
 from diffusion.datasets.images import decode_rgb
 from diffusion.datasets.manifest import PreparedManifest
-from diffusion.datasets.prepare import is_held_out, order_of, prepare
-from diffusion.datasets.spill import Spill
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.preparation import examine
+from diffusion.preparation import prepare as module
+from diffusion.preparation.prepare import is_held_out, order_of, prepare
+from diffusion.preparation.spill import Spill
+from tests.picture_files import encode, noise, sample, tree, write_folder, write_tar
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare.py"
 

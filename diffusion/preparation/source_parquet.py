@@ -8,8 +8,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from diffusion.datasets.records import Reason, Record, Refused, key_of, make_record
 from diffusion.errors import DataError, MachineError
+from diffusion.preparation.records import Reason, Record, Refused, key_of, make_record
 
 IMAGE_COLUMNS = ("image", "jpg", "image_bytes")
 CAPTION_COLUMNS = ("caption", "captions", "text")

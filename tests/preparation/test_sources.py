@@ -5,10 +5,10 @@ import os
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from picture_files import noise, sample, write_folder, write_tar
 
-from diffusion.datasets.sources import Reason, Record, Refused, open_source, open_sources
 from diffusion.errors import DataError
+from diffusion.preparation.sources import Reason, Record, Refused, open_source, open_sources
+from tests.picture_files import noise, sample, write_folder, write_tar
 
 IMAGE = noise(4, 4)
 

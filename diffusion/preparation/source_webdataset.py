@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from diffusion.datasets.images import EXTENSIONS
-from diffusion.datasets.records import Reason, Record, Refused, decode_text, key_of, make_record, parse_object
 from diffusion.errors import MachineError
+from diffusion.preparation.records import Reason, Record, Refused, decode_text, key_of, make_record, parse_object
 
 _CAPTION_KEYS = ("captions", "caption", "text")
 _DAMAGE = (tarfile.TarError, EOFError, zlib.error)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from diffusion.datasets.images import EXTENSIONS
-from diffusion.datasets.records import (
+from diffusion.errors import DataError, MachineError
+from diffusion.preparation.records import (
     Reason,
     Record,
     Refused,
@@ -19,7 +20,6 @@ from diffusion.datasets.records import (
     parse_object,
     read_image,
 )
-from diffusion.errors import DataError, MachineError
 
 TABLES = ("metadata.jsonl", "captions.csv", "metadata.csv")
 """Names of a table of captions in the root of the folder; one of them at most."""

@@ -7,8 +7,8 @@ from concurrent.futures.process import BrokenProcessPool
 from joblib import Parallel, delayed
 
 from diffusion.datasets.images import Verdict, examine
-from diffusion.datasets.records import Record, Refused
 from diffusion.errors import MachineError
+from diffusion.preparation.records import Record, Refused
 
 _TASK_IMAGES = 16
 _ROUND_IMAGES = 128

@@ -7,15 +7,15 @@ import os
 import signal
 
 import pytest
-from picture_files import tree, write_folder
 
-from diffusion.datasets import output_folder
-from diffusion.datasets import prepare as module
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.datasets.mds import read_index
-from diffusion.datasets.prepare import prepare
-from diffusion.datasets.spill import Spill
 from diffusion.errors import DataError, MachineError
+from diffusion.preparation import output_folder
+from diffusion.preparation import prepare as module
+from diffusion.preparation.prepare import prepare
+from diffusion.preparation.spill import Spill
+from tests.picture_files import tree, write_folder
 
 
 def looks_whole(out):

@@ -18,7 +18,6 @@ from pathlib import Path
 from tqdm import tqdm
 
 from diffusion.datasets.buckets import DEFAULT_EDGES, bucket_names, bucket_of, parse_edges
-from diffusion.datasets.examine import examine_records
 from diffusion.datasets.images import Verdict
 from diffusion.datasets.manifest import (
     MANIFEST,
@@ -30,11 +29,12 @@ from diffusion.datasets.manifest import (
     SourceEntry,
 )
 from diffusion.datasets.mds import DEFAULT_SHARD_BYTES, check_shard_bytes, read_index, write_mds
-from diffusion.datasets.output_folder import SPLITS, claim, writing
-from diffusion.datasets.records import Reason, Record, Refused, Source, clean_text
-from diffusion.datasets.sources import open_sources
-from diffusion.datasets.spill import Spill
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.preparation.examine import examine_records
+from diffusion.preparation.output_folder import SPLITS, claim, writing
+from diffusion.preparation.records import Reason, Record, Refused, Source, clean_text
+from diffusion.preparation.sources import open_sources
+from diffusion.preparation.spill import Spill
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def prepare(
     The bytes written are a function of the content of the sources and of the other arguments, without `num_workers`.
 
     Args:
-        sources: Folders of pictures, WebDataset tars, parquet files; see `diffusion.datasets.sources`.
+        sources: Folders of pictures, WebDataset tars, parquet files; see `diffusion.preparation.sources`.
         out: The folder to write; it must be new, empty, or left half-written by an earlier run.
         edges: Lowest shorter side of each bucket in pixels, ascending; smaller pictures are refused.
         validation_fraction: Share of the keys that is held out, 0 <= fraction < 1; whether a key is, depends on it and

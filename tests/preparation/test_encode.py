@@ -12,7 +12,16 @@ import pytest
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from streaming.base.format import reader_from_json
-from written_data import (
+
+from diffusion.config.data import Representation
+from diffusion.datasets.batch import BatchKey
+from diffusion.datasets.encoded import EncodedManifest, check_encoded, read_encoded_manifest
+from diffusion.datasets.loader import train_loader
+from diffusion.datasets.transforms import SquareTransform
+from diffusion.errors import ConfigurationError, DataError
+from diffusion.preparation import encode as encode_module
+from diffusion.preparation.encode import encode
+from tests.written_data import (
     PREPARED,
     data_config,
     picture,
@@ -22,15 +31,6 @@ from written_data import (
     write_prepared,
     write_prepared_manifest,
 )
-
-from diffusion.config.data import Representation
-from diffusion.datasets import encode as encode_module
-from diffusion.datasets.batch import BatchKey
-from diffusion.datasets.encode import encode
-from diffusion.datasets.encoded import EncodedManifest, check_encoded, read_encoded_manifest
-from diffusion.datasets.loader import train_loader
-from diffusion.datasets.transforms import SquareTransform
-from diffusion.errors import ConfigurationError, DataError
 
 RESOLUTION = 32
 EMPTY_IDS = [0, 1, 2, 3, 4]
