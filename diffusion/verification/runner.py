@@ -2,7 +2,6 @@
 
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -13,10 +12,9 @@ from pathlib import Path
 import psutil
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
+from diffusion.verification.disturbance import MOMENTS
 from diffusion.verification.plan import RunSpec, resume_size
 from diffusion.verification.trace import step_hashes
-
-POLL_SECONDS = 0.1
 
 
 class VerificationError(Exception):
@@ -36,7 +34,7 @@ class Outcome:
     """Training loss of each step."""
 
     interrupted_at: int | None
-    """Steps that were done when it was disturbed."""
+    """Step in which it was disturbed."""
 
     seconds: float
 
@@ -72,10 +70,10 @@ def run(recipe: Recipe, spec: RunSpec, data: Sequence[str]) -> Outcome:
         data: overrides that name the data of this setting.
 
     Raises:
-        VerificationError: it failed, or was over before it could be disturbed.
+        VerificationError: it failed, or did not end as a disturbed run should.
     """
     folder = recipe.root / spec.name
-    trace = folder / "trace"
+    trace = _plugin("trace.DrawTrace", folder=f"'{folder / 'trace'}'")
     own = [
         *recipe.overrides,
         *data,
@@ -84,24 +82,26 @@ def run(recipe: Recipe, spec: RunSpec, data: Sequence[str]) -> Outcome:
         f"trainer.device_train_microbatch_size={spec.microbatch}",
         f"trainer.parallelism={spec.parallelism}",
         f"data.num_workers={spec.workers}",
-        f"plugins.callbacks=[{{path: diffusion.verification.trace.DrawTrace, arguments: {{folder: '{trace}'}}}}]",
     ]
     start = time.monotonic()
     interrupted_at = None
+    num_ranks = spec.world_size
     folder.mkdir(parents=True)
     if spec.interruption != "none":
-        step = random.Random(f"{recipe.seed} {spec.name}").randrange(recipe.num_steps // 6, recipe.num_steps * 5 // 6)
-        interrupted_at = _disturb(recipe, spec, own, folder, step)
-        _finish(recipe, resume_size(spec), own, folder)
-    else:
-        _finish(recipe, spec.world_size, own, folder)
+        chance = random.Random(f"{recipe.seed} {spec.name}")
+        interrupted_at = chance.randrange(recipe.num_steps // 6, recipe.num_steps * 5 // 6)
+        moment = chance.choice(MOMENTS)
+        disturbance = _plugin("disturbance.Disturbance", step=interrupted_at, moment=moment, kind=spec.interruption)
+        _disturb(recipe, spec, [*own, f"plugins.callbacks=[{trace}, {disturbance}]"], folder)
+        num_ranks = resume_size(spec)
+    _finish(recipe, num_ranks, [*own, f"plugins.callbacks=[{trace}]"], folder)
     steps, losses = series(read_metrics(folder / "metrics.jsonl"), TRAIN_LOSS)
     if steps != list(range(recipe.num_steps)):
         raise VerificationError(f"{spec.name}: the losses are of steps {steps}, each once was expected; see {folder}")
     return Outcome(
         spec=spec,
         folder=folder,
-        hashes=step_hashes(trace),
+        hashes=step_hashes(folder / "trace"),
         losses=dict(zip(map(int, steps), losses, strict=True)),
         interrupted_at=interrupted_at,
         seconds=time.monotonic() - start,
@@ -123,48 +123,34 @@ def _start(recipe: Recipe, num_ranks: int, overrides: Sequence[str], folder: Pat
 
 
 def _finish(recipe: Recipe, num_ranks: int, overrides: Sequence[str], folder: Path) -> None:
-    process = _start(recipe, num_ranks, overrides, folder)
-    try:
-        code = process.wait(recipe.timeout)
-    except subprocess.TimeoutExpired:
-        _kill(process)
-        raise VerificationError(f"{folder.name}: not over after {recipe.timeout:g} s; see {folder}/log.txt") from None
+    code = _wait(recipe, _start(recipe, num_ranks, overrides, folder), folder)
     if code:
         raise VerificationError(f"{folder.name}: ended with exit code {code}; see {folder}/log.txt")
 
 
-def _disturb(recipe: Recipe, spec: RunSpec, overrides: Sequence[str], folder: Path, step: int) -> int:
-    """Start a run, and kill it or send it SIGTERM when it has done so many steps. Returns how many it had done."""
-    process = _start(recipe, spec.world_size, overrides, folder)
-    deadline = time.monotonic() + recipe.timeout
-    lines = folder / "trace" / "rank-0.jsonl"
-    done = 0
-    while done < step:
-        if process.poll() is not None:
-            raise VerificationError(f"{spec.name}: ended before step {step}; see {folder}/log.txt")
-        if time.monotonic() > deadline:
-            _kill(process)
-            raise VerificationError(f"{spec.name}: did not reach step {step} in time; see {folder}/log.txt")
-        done = lines.read_bytes().count(b"\n") if lines.is_file() else 0
-        time.sleep(POLL_SECONDS)
-    if spec.interruption == "kill":
-        _kill(process)
-        return done
-    for rank in _ranks(process):
-        rank.send_signal(signal.SIGTERM)
+def _wait(recipe: Recipe, process: subprocess.Popen[bytes], folder: Path) -> int:
     try:
-        process.wait(60)
+        return process.wait(recipe.timeout)
     except subprocess.TimeoutExpired:
         _kill(process)
-        raise VerificationError(f"{spec.name}: went on for 60 s after SIGTERM; see {folder}/log.txt") from None
-    if not (folder / "preempted.json").is_file():
+        raise VerificationError(f"{folder.name}: not over after {recipe.timeout:g} s; see {folder}/log.txt") from None
+
+
+def _plugin(name: str, **arguments: object) -> str:
+    """An entry of `plugins.callbacks` for a callback of this package."""
+    values = ", ".join(f"{key}: {value}" for key, value in arguments.items())
+    return f"{{path: diffusion.verification.{name}, arguments: {{{values}}}}}"
+
+
+def _disturb(recipe: Recipe, spec: RunSpec, overrides: Sequence[str], folder: Path) -> None:
+    """Start a run that disturbs itself, and see that it ends as it should."""
+    code = _wait(recipe, _start(recipe, spec.world_size, overrides, folder), folder)
+    if not code:
+        raise VerificationError(
+            f"{spec.name}: ended with exit code 0, as if nothing had happened; see {folder}/log.txt"
+        )
+    if spec.interruption == "term" and not (folder / "preempted.json").is_file():
         raise VerificationError(f"{spec.name}: left no marker after SIGTERM; see {folder}/log.txt")
-    return done
-
-
-def _ranks(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """The launcher's children: one process per rank."""
-    return psutil.Process(process.pid).children()
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
