@@ -44,6 +44,7 @@ class Purpose(IntEnum):
     EVALUATION_TIMESTEP = 10
     EVALUATION_POSTERIOR = 11
     INITIAL_LATENTS = 12
+    TIMESTEP_STRATUM = 13
 
 
 def sample_address(stream: Any, index: Any, occurrence: Any = 0) -> Any:
@@ -124,6 +125,22 @@ def randint(seed: int, purpose: Purpose, step: Tensor, sample: Tensor, high: int
         int64 [B], uniform over 0 <= value < high (bias below high / 2^32).
     """
     return (random_words(seed, purpose, step, sample, 1)[:, 0] * high) >> 32
+
+
+def permutation(seed: int, purpose: Purpose, step: Tensor, num: int) -> Tensor:
+    """Draw an order of 0 ... num - 1 for one step.
+
+    Args:
+        seed: seed of the run, 0 <= seed < 2^32.
+        purpose: what it is drawn for.
+        step: int64 [1].
+        num: how many.
+
+    Returns:
+        int64 [num]: each number once. The same on every device.
+    """
+    positions = torch.arange(num, device=step.device)
+    return random_words(seed, purpose, step.expand(num), positions, 1)[:, 0].argsort(stable=True)
 
 
 def bernoulli(seed: int, purpose: Purpose, step: Tensor, sample: Tensor, probability: float) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from diffusion.config.model import ObjectiveConfig, PredictionType
-from diffusion.randomness import Purpose, normal, randint
+from diffusion.randomness import Purpose, normal, permutation, randint, random_words
 
 
 @dataclass
@@ -127,3 +127,28 @@ def draw_noise(
 def draw_timesteps(purposes: Purposes, seed: int, step: Tensor, sample: Tensor, num_timesteps: int) -> Tensor:
     """Draw one timestep per sample: int64 [B], uniform over 0 <= t < num_timesteps."""
     return randint(seed, purposes.timestep, step, sample, num_timesteps)
+
+
+def draw_stratified_timesteps(
+    seed: int, step: Tensor, sample: Tensor, slot: Tensor, num_slots: int, num_timesteps: int
+) -> Tensor:
+    """Draw one timestep per sample such that those of a global batch are spread evenly.
+
+    The timesteps are cut into as many strata as the global batch has slots, and each slot draws from one, in an order of
+    strata that is drawn anew in each step (Kingma et al., "Variational diffusion models", 2021, spread them with one
+    random offset instead). Each timestep by itself is uniform; their mean over a global batch varies less.
+
+    Args:
+        seed: seed of the run.
+        step: int64 [B], optimizer step, the same for all.
+        sample: int64 [B], addresses of the samples.
+        slot: int64 [B], places of the samples in the global batch.
+        num_slots: samples of the global batch, at most 2^20.
+        num_timesteps: T, at most 2^10.
+
+    Returns:
+        int64 [B], 0 <= t < num_timesteps.
+    """
+    stratum = permutation(seed, Purpose.TIMESTEP_STRATUM, step[:1], num_slots)[slot]
+    within = random_words(seed, Purpose.TIMESTEP, step, sample, 1)[:, 0]
+    return (((stratum << 32) + within) * num_timesteps // num_slots) >> 32

@@ -1,11 +1,19 @@
 import pytest
 import torch
 from diffusers import DDPMScheduler
+from torch import Tensor
 
 from diffusion.config.model import Architecture, ObjectiveConfig, PredictionType
 from diffusion.errors import ConfigurationError
 from diffusion.models.build import build_noise_scheduler
-from diffusion.models.objectives import EVALUATION, TRAINING, NoiseProcess, draw_noise, draw_timesteps
+from diffusion.models.objectives import (
+    EVALUATION,
+    TRAINING,
+    NoiseProcess,
+    draw_noise,
+    draw_stratified_timesteps,
+    draw_timesteps,
+)
 from diffusion.models.sampling import inference_scheduler
 
 SCHEDULE = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
@@ -89,3 +97,39 @@ def test_timesteps_of_evaluation_are_others_than_those_of_training():
     training = draw_timesteps(TRAINING, 1, step, sample, 1000)
     assert (training != draw_timesteps(EVALUATION, 1, step, sample, 1000)).sum() > 55
     assert (training != draw_timesteps(TRAINING, 1, step + 1, sample, 1000)).sum() > 55
+
+
+def stratified(step: int, num: int, num_timesteps: int = 1000) -> Tensor:
+    steps, samples = torch.full((num,), step), torch.arange(num) * 977 + 5
+    return draw_stratified_timesteps(3, steps, samples, torch.arange(num), num, num_timesteps)
+
+
+@pytest.mark.parametrize("num", [1, 7, 250, 1000, 2048])
+def test_stratified_timesteps_take_one_of_each_stratum(num):
+    drawn = stratified(11, num).sort().values
+    lowest = torch.arange(num) * 1000 // num
+    highest = ((torch.arange(num) + 1) * 1000 - 1) // num
+    assert (drawn >= lowest).all()
+    assert (drawn <= highest).all()
+    assert not torch.equal(stratified(11, num), stratified(12, num)) or num == 1
+
+
+def test_each_stratified_timestep_by_itself_is_uniform_and_independent_of_its_neighbour():
+    drawn = torch.stack([stratified(step, 16) for step in range(4000)])
+    for slot in (0, 5, 15):
+        counts = torch.bincount(drawn[:, slot] // 100, minlength=10).double()
+        assert ((counts - 400) ** 2 / 400).sum() < 27.9, "chi-squared with 9 degrees of freedom, p = 0.001"
+    # Of 16 strata without replacement two slots have correlation -1 / 15.
+    pair = torch.corrcoef(drawn[:, :2].double().T)[0, 1]
+    assert abs(pair + 1 / 15) < 4 / 4000**0.5
+    assert drawn.double().mean(1).std() < 0.1 * 1000 / 12**0.5 / 16**0.5, "the mean over a batch hardly varies"
+
+
+def test_a_stratified_timestep_does_not_depend_on_the_microbatch():
+    whole = stratified(4, 32)
+    steps, samples, slots = torch.full((32,), 4), torch.arange(32) * 977 + 5, torch.arange(32)
+    parts = [
+        draw_stratified_timesteps(3, steps[part], samples[part], slots[part], 32, 1000)
+        for part in (slice(24, 32), slice(0, 24))
+    ]
+    assert torch.equal(torch.cat([parts[1], parts[0]]), whole)
