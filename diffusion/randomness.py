@@ -8,7 +8,9 @@ moment of resumption changes. Here every number is a pure function of its addres
 Shape letters: B batch, N numbers per sample.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, TypeVar
 
@@ -67,12 +69,12 @@ def _multiply(multiplier: int, x: _Words) -> tuple[_Words, _Words]:
     return (product >> 32) & _MASK, product & _MASK
 
 
-def philox(counter: tuple[_Words, _Words, _Words, _Words], key: tuple[int, int]) -> tuple[_Words, ...]:
+def philox(counter: tuple[_Words, _Words, _Words, _Words], key: tuple[Any, Any]) -> tuple[_Words, ...]:
     """Philox4x32-10.
 
     Args:
         counter: four int64 tensors that broadcast with one another, or four integers, each holding 32-bit words.
-        key: two 32-bit words.
+        key: two 32-bit words: integers, or int64 tensors that broadcast with the counter.
 
     Returns:
         Four int64 tensors (or integers) of random 32-bit words.
@@ -100,10 +102,19 @@ def random_words(seed: int, purpose: Purpose, step: Tensor, sample: Tensor, num_
     Returns:
         int64 [B, num_words], each 0 <= word < 2^32.
     """
+    return _words(_key(seed, purpose), step, sample, num_words)
+
+
+def _key(seed: int, purpose: Purpose) -> tuple[int, int]:
     assert 0 <= seed < MAX_SEED, f"seed {seed}"
+    return seed, int(purpose)
+
+
+def _words(key: tuple[Any, Any], step: Tensor, sample: Tensor, num_words: int) -> Tensor:
+    """Random words [B, num_words] of a key."""
     position = torch.arange((num_words + 3) // 4, device=sample.device)
     counter = (position[None, :], step[:, None] & _MASK, sample[:, None] & _MASK, (sample[:, None] >> 32) & _MASK)
-    words = torch.stack(torch.broadcast_tensors(*philox(counter, (seed, int(purpose)))), dim=-1)
+    words = torch.stack(torch.broadcast_tensors(*philox(counter, key)), dim=-1)
     return words.flatten(1)[:, :num_words]
 
 
@@ -162,8 +173,30 @@ def normal(seed: int, purpose: Purpose, step: Tensor, sample: Tensor, shape: tup
         float32 [B, *shape]. The same on every device to 1e-6; largest magnitude 6.7.
     """
     num = math.prod(shape)
-    words = random_words(seed, purpose, step, sample, num + num % 2).float().view(sample.shape[0], -1, 2)
+    if sample.is_cuda:
+        numbers = _fused_normals()(_key_on_device(seed, purpose, sample.device), step, sample, num)
+    else:
+        numbers = _normals(_key(seed, purpose), step, sample, num)
+    return numbers.reshape(sample.shape[0], *shape)
+
+
+def _normals(key: tuple[Any, Any], step: Tensor, sample: Tensor, num: int) -> Tensor:
+    """Standard normal numbers [B, num] of a key."""
+    words = _words(key, step, sample, num + num % 2).float().view(sample.shape[0], -1, 2)
     radius = torch.sqrt(-2.0 * torch.log((words[..., 0] + 0.5) * 2.0**-32))
     angle = words[..., 1] * (2.0 * math.pi * 2.0**-32)
     pairs = torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)], dim=-1)
-    return pairs.flatten(1)[:, :num].reshape(sample.shape[0], *shape)
+    return pairs.flatten(1)[:, :num]
+
+
+@functools.cache
+def _fused_normals() -> Callable[[tuple[Tensor, Tensor], Tensor, Tensor, int], Tensor]:
+    """`_normals` as one kernel for any key and size: operation by operation it is 170 launches."""
+    return torch.compile(_normals, fullgraph=True, dynamic=True)
+
+
+@functools.cache
+def _key_on_device(seed: int, purpose: Purpose, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The key as tensors, so that what is compiled for one purpose serves all."""
+    first, second = _key(seed, purpose)
+    return torch.tensor(first, device=device), torch.tensor(second, device=device)
