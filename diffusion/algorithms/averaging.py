@@ -1,11 +1,14 @@
 """The arithmetic of weight averaging; knows tensors (sharded or not), but not Composer."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from diffusion.algorithms.profiles import Profile
 
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
@@ -23,6 +26,20 @@ def local_shard(tensor: Tensor) -> Tensor:
 def full_tensor(tensor: Tensor) -> Tensor:
     """The whole of a tensor, gathered from all ranks if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gather_on_rank_0(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Whole tensors on the CPU on rank 0, nothing on the others; to be called by all ranks.
+
+    Elsewhere than on rank 0's CPU one tensor at a time is whole.
+
+    Args:
+        tensors: sharded or not, by name.
+        dtype: of the result; None keeps it.
+    """
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    whole = ((name, full_tensor(tensor)) for name, tensor in tensors.items())
+    return {name: tensor.to("cpu", dtype) for name, tensor in whole if is_first}
 
 
 def reshard(model: nn.Module) -> None:
@@ -43,30 +60,34 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class WeightAverage:
-    """Exponential moving average of parameters, in fp32, of this rank's shards only.
+    """Average of parameters by a profile, in fp32, of this rank's shards only.
 
     Args:
-        parameters: by name; the average starts as a copy of them.
-        decay: avg <- decay * avg + (1 - decay) * parameter.
+        parameters: fp32, by name; the average starts as a copy of them, which are the weights of time 1.
+        profile: how it follows them.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], decay: float) -> None:
-        self.decay = decay
+    def __init__(self, parameters: dict[str, nn.Parameter], profile: Profile) -> None:
+        assert all(parameter.dtype == torch.float32 for parameter in parameters.values()), "master weights are fp32"
+        self.profile = profile
         self.num_updates = 0
-        self.averages = {name: parameter.detach().clone().float() for name, parameter in parameters.items()}
+        self.averages = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         pairs = [(local_shard(self.averages[name]), local_shard(p.detach())) for name, p in parameters.items()]
         pairs = [(average, parameter) for average, parameter in pairs if average.numel()]
         self._average_shards = [average for average, _ in pairs]
         self._parameter_shards = [parameter for _, parameter in pairs]
 
+    @property
+    def time(self) -> int:
+        """Number of weights that it has seen, those at its start included."""
+        return self.num_updates + 1
+
     @torch.no_grad()
     def update(self) -> None:
         """Move the average towards the parameters; touches local shards only."""
-        parameters = self._parameter_shards
-        if any(parameter.dtype != torch.float32 for parameter in parameters):
-            parameters = [parameter.float() for parameter in parameters]
-        torch._foreach_lerp_(self._average_shards, parameters, 1.0 - self.decay)  # pyright: ignore
         self.num_updates += 1
+        step = self.profile.step(self.time)
+        torch._foreach_lerp_(self._average_shards, self._parameter_shards, step)  # pyright: ignore
 
     @torch.no_grad()
     def swap(self) -> None:

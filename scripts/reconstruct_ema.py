@@ -1,0 +1,36 @@
+"""Make averages of any width after the training: python scripts/reconstruct_ema.py RUN --width 0.08.
+
+Karras et al. 2024, section 3.2. The run must have stored power-function averages (`algorithms.ema.power`). The file
+that it writes is one that scripts/generate.py takes in place of a checkpoint.
+"""
+
+import argparse
+from pathlib import Path
+
+from diffusion.launch import CommandParser, run_command
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = CommandParser(description="Make averages of any width from the averages that a run has stored.")
+    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("--width", type=float, nargs="+", required=True, help="relative widths, such as 0.08")
+    parser.add_argument("--step", type=int, help="step at which it ends, one of those stored; default: the last")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Reconstruct, write and say how well."""
+    arguments = parse_arguments()
+    from diffusion.algorithms.posthoc import reconstruct
+
+    for width in arguments.width:
+        path, combination = reconstruct(arguments.run, width, step=arguments.step)
+        print(
+            f"{path}: from {len(combination.coefficients)} averages; the profile differs by {combination.error:.2%}, "
+            f"rounding errors grow by up to {combination.amplification:.1f}"
+        )
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_command(main))
