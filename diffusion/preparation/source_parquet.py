@@ -1,18 +1,24 @@
-"""Source: parquet files with the bytes of an image and a caption in each row."""
+"""Source: parquet files with an image, as bytes or as the path of a file, and its captions in each row."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from diffusion.errors import DataError, MachineError
-from diffusion.preparation.records import Reason, Record, Refused, key_of, make_record
+from diffusion.preparation.arrow_columns import find_columns, first_line, metadata_columns, record_of_row
+from diffusion.preparation.records import (
+    Partition,
+    Reason,
+    Record,
+    Refused,
+    fingerprint_of,
+    key_of,
+)
+from diffusion.preparation.remote_files import BLOCK_BYTES, each, is_url, open_file, parent_of, shown, state_of
 
-IMAGE_COLUMNS = ("image", "jpg", "image_bytes")
-CAPTION_COLUMNS = ("caption", "captions", "text")
 _BATCH_ROWS = 32
 _BUFFER_BYTES = 2**20
 
@@ -21,14 +27,17 @@ _BUFFER_BYTES = 2**20
 class ParquetSource:
     """One parquet file or several, streamed a few rows at a time.
 
-    Columns of text, numbers, truth values and times other than image and caption are metadata, and so is the `path` of
-    an image struct, as `image_path`. A file that is damaged counts as one refusal more.
+    A column of text as image column holds paths, relative to the folder of the parquet file or absolute, or URLs; so
+    does the `path` of an image struct without `bytes`. Pictures of the web are read once more in each preparation, and
+    whatever the server then gives: fetch them with img2dataset first where a run is to be repeated. The path comes into
+    the metadata as `image_path`. Other columns of text, lists of texts, numbers, truth values and times are metadata.
+    Rows whose `status` is other than `success` are refused. A file that is damaged counts as one refusal more.
 
     Attributes:
         name: First part of the keys; the rest is the file's path below `path`, `#` and the number of the row.
         path: The file, the folder or the pattern, as it was given.
-        files: For each file its name in the keys and where it is.
-        image_column: Column of the image bytes; None for the first of IMAGE_COLUMNS that is there.
+        files: For each file its name in the keys and where it is, a path or a URL; a remote one is read by ranges.
+        image_column: Column of the images; None for the first of IMAGE_COLUMNS that is there.
         caption_column: Column of the caption or list of captions; None for the first of CAPTION_COLUMNS that is there.
         num_records: Rows of all files.
     """
@@ -41,136 +50,114 @@ class ParquetSource:
     num_records: int | None = None
     kind: str = "parquet"
 
-    def read(self) -> Iterator[Record | Refused]:
+    def partitions(self, size: int, known: Sequence[Partition] = ()) -> list[Partition]:
+        """Cut the files between their row groups into partitions of at least `size` rows, or what is left of a file."""
+        files = dict(self.files)
+        read_up_to: dict[str, int] = {}
+        for below, _, stop in (partition.items for partition in known):
+            read_up_to[below] = max(read_up_to.get(below, 0), int(stop))
+        partitions = [partition for partition in known if partition.items[0] in files]
+        starts = {file: read_up_to.get(below, 0) for below, file in self.files}
+        ranges = each(lambda file: list(_row_ranges(file, size, starts[file])), list(starts))
+        for (below, _), rows in zip(self.files, ranges, strict=True):
+            for start, stop in rows:
+                name = f"{key_of(below) or 'rows'}#{start}"
+                partitions.append(Partition(name, (below, str(start), str(stop)), "", stop - start))
+        states = dict(zip(files, map(fingerprint_of, each(state_of, list(starts))), strict=True))
+        return [replace(partition, fingerprint=states[partition.items[0]]) for partition in partitions]
+
+    def only(self, partition: Partition) -> "ParquetSource":
+        """Return the source with the partition's file alone."""
+        return replace(self, files=tuple(file for file in self.files if file[0] == partition.items[0]))
+
+    def read(self, partition: Partition | None = None) -> Iterator[Record | Refused]:
         """Yield the rows in the order of the files."""
-        for below, file in self.files:
-            prefix = f"{self.name}/{key_of(below)}" if below else self.name
-            row = 0
-            try:
-                for image, captions, metadata in _rows(Path(file), self.image_column, self.caption_column):
-                    yield _record(f"{prefix}#{row}", image, captions, metadata)
-                    row += 1
-            except pa.ArrowException as error:
-                yield Refused(
-                    f"{prefix}#{row}", Reason.DAMAGED_FILE, f"{_first_line(error)}; what came before was read"
-                )
-            except OSError as error:
-                if error.errno is not None:
-                    raise MachineError(f"cannot read {file}: {error.strerror or error}") from error
-                yield Refused(
-                    f"{prefix}#{row}", Reason.DAMAGED_FILE, f"{_first_line(error)}; what came before was read"
-                )
+        for one in self.partitions(sys.maxsize) if partition is None else [partition]:
+            below, start, stop = one.items
+            yield from self._read_file(below, int(start), int(stop))
+
+    def _read_file(self, below: str, start: int, stop: int) -> Iterator[Record | Refused]:
+        """Yield some rows of a file."""
+        file = dict(self.files)[below]
+        prefix = f"{self.name}/{key_of(below)}" if below else self.name
+        row = start
+        try:
+            rows = _rows(file, self.image_column, self.caption_column, start, stop)
+            for batch, at, image, caption in rows:
+                yield record_of_row(f"{prefix}#{row}", batch, at, image, caption, parent_of(file))
+                row += 1
+        except pa.ArrowException as error:
+            yield Refused(f"{prefix}#{row}", Reason.DAMAGED_FILE, f"{first_line(error)}; what came before was read")
+        except OSError as error:
+            if error.errno is not None:
+                raise MachineError(f"cannot read {shown(file)}: {error.strerror or error}") from error
+            yield Refused(f"{prefix}#{row}", Reason.DAMAGED_FILE, f"{first_line(error)}; what came before was read")
 
 
-def check_parquet(path: Path, image_column: str | None, caption_column: str | None) -> int:
+def _row_ranges(place: str, size: int, first: int) -> Iterator[tuple[int, int]]:
+    """Yield the rows of a file from `first` on as ranges that end with a row group; none for an empty file.
+
+    Raises:
+        MachineError: The file cannot be read, and could be when the source was opened.
+    """
+    try:
+        with _opened(place) as file:
+            metadata = file.metadata
+    except (pa.ArrowException, OSError) as error:
+        raise MachineError(f"cannot read {shown(place)}: {first_line(error)}") from error
+    start, end = first, 0
+    for group in range(metadata.num_row_groups):
+        end += metadata.row_group(group).num_rows
+        if end - start >= size:
+            yield start, end
+            start = end
+    if end > start:
+        yield start, end
+
+
+def check_parquet(place: str, image_column: str | None, caption_column: str | None) -> int:
     """Check that a file is parquet and has the columns; return how many rows it has.
 
     Raises:
         DataError: It is damaged, or lacks a column or has it with another type; the message names those that it has.
     """
     try:
-        with pq.ParquetFile(path) as file:
-            _find_columns(path, file.schema_arrow, image_column, caption_column)
+        with _opened(place) as file:
+            find_columns(shown(place), file.schema_arrow, image_column, caption_column)
             return file.metadata.num_rows
     except (pa.ArrowException, OSError) as error:
         raise DataError(
-            f"{path} cannot be read as parquet: {_first_line(error)}; fetch it again or take it out"
+            f"{shown(place)} cannot be read as parquet: {first_line(error)}; fetch it again or take it out"
         ) from error
 
 
-def _find_columns(path: Path, schema: pa.Schema, image: str | None, caption: str | None) -> tuple[str, str]:
-    """Return the names of the columns of images and captions."""
-    found = []
-    for what, given, usual in (("image", image, IMAGE_COLUMNS), ("caption", caption, CAPTION_COLUMNS)):
-        name = next((name for name in ([given] if given else usual) if name in schema.names), None)
-        if name is None:
-            raise DataError(
-                f"{path} has no column {given or ' or '.join(usual)}; it has {', '.join(schema.names)}; "
-                f"name the {what} column with --{what}-column"
-            )
-        found.append(name)
-    image_type, caption_type = schema.field(found[0]).type, schema.field(found[1]).type
-    if pa.types.is_struct(image_type):
-        index = image_type.get_field_index("bytes")
-        image_type = pa.null() if index < 0 else image_type.field(index).type
-    if not _is_binary(image_type):
-        raise DataError(
-            f"{path}: column {found[0]} is {schema.field(found[0]).type}; it must be binary or a struct with bytes; "
-            f"name the image column with --image-column; there is {', '.join(schema.names)}"
-        )
-    if not (_is_text(caption_type) or (_is_list(caption_type) and _is_text(caption_type.value_type))):
-        raise DataError(
-            f"{path}: column {found[1]} is {caption_type}; it must be text or a list of texts; "
-            f"name the caption column with --caption-column; there is {', '.join(schema.names)}"
-        )
-    return found[0], found[1]
+def _opened(place: str) -> pq.ParquetFile:
+    """Open a local or remote file; of a remote one the ranges are read that are asked for."""
+    source = open_file(place, buffer_bytes=0) if is_url(place) else place
+    return pq.ParquetFile(source, buffer_size=BLOCK_BYTES if is_url(place) else _BUFFER_BYTES, pre_buffer=False)
 
 
-def _rows(path: Path, image: str | None, caption: str | None) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
-    """Yield image bytes or None, captions and metadata of each row."""
-    with pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
-        schema = file.schema_arrow
-        image, caption = _find_columns(path, schema, image, caption)
-        scalars = [field.name for field in schema if field.name not in (image, caption) and _is_scalar(field.type)]
-        for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=[image, caption, *scalars], use_threads=False):
+def _rows(
+    place: str, image: str | None, caption: str | None, start: int, stop: int
+) -> Iterator[tuple[pa.RecordBatch, int, str, str]]:
+    """Yield for the rows from `start` up to `stop` their batch, row in it, and names of image and caption columns."""
+    with _opened(place) as file:
+        image, caption = find_columns(shown(place), file.schema_arrow, image, caption)
+        columns = [image, caption, *metadata_columns(file.schema_arrow, image, caption)]
+        groups, number = _row_groups(file.metadata, start, stop)
+        for batch in file.iter_batches(batch_size=_BATCH_ROWS, row_groups=groups, columns=columns, use_threads=False):
             for row in range(batch.num_rows):
-                metadata = {name: _value(batch.column(name)[row]) for name in scalars}
-                content = _value(batch.column(image)[row])
-                if isinstance(content, dict):
-                    if content.get("path") is not None:
-                        metadata["image_path"] = content["path"]
-                    content = content["bytes"]
-                yield content, _value(batch.column(caption)[row]), metadata
+                number += 1
+                if start < number <= stop:
+                    yield batch, row, image, caption
 
 
-def _record(key: str, image: bytes | None, captions: Any, metadata: dict[str, Any]) -> Record | Refused:
-    """Make the record of a row."""
-    if image is None:
-        return Refused(key, Reason.MISSING_IMAGE, "the row holds no bytes")
-    return make_record(key, image, captions, metadata)
-
-
-def _value(scalar: Any) -> Any:
-    """Return the Python value of an Arrow scalar; bytes of texts that are not UTF-8 become surrogates."""
-    kind = scalar.type
-    if not scalar.is_valid:
-        return None
-    if pa.types.is_dictionary(kind):
-        return _value(scalar.value)
-    if _is_list(kind):
-        return [_value(entry) for entry in scalar.values]
-    if pa.types.is_struct(kind):
-        return {name: _value(scalar[name]) for name in ("bytes", "path") if kind.get_field_index(name) >= 0}
-    if _is_text(kind):
-        return scalar.as_buffer().to_pybytes().decode("utf-8", errors="surrogateescape")
-    try:
-        return scalar.as_py()
-    except ValueError:  # times outside the range of Python's
-        return str(scalar)
-
-
-def _is_binary(kind: pa.DataType) -> bool:
-    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
-
-
-def _is_scalar(kind: pa.DataType) -> bool:
-    """Return whether a column of this type becomes metadata."""
-    if _is_text(kind):
-        return True
-    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
-    return is_number or pa.types.is_boolean(kind) or pa.types.is_temporal(kind)
-
-
-def _first_line(error: Exception) -> str:
-    """Return the first line of an error's message."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _row_groups(metadata: pq.FileMetaData, start: int, stop: int) -> tuple[list[int], int]:
+    """Return the row groups that hold some of the rows, and the number of the first of their rows."""
+    groups, end, first = [], 0, start
+    for group in range(metadata.num_row_groups):
+        begin, end = end, end + metadata.row_group(group).num_rows
+        if end > start and begin < stop:
+            first = first if groups else begin
+            groups.append(group)
+    return groups, first

@@ -2,14 +2,24 @@
 
 import tarfile
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diffusion.datasets.images import EXTENSIONS
 from diffusion.errors import MachineError
-from diffusion.preparation.records import Reason, Record, Refused, decode_text, key_of, make_record, parse_object
+from diffusion.preparation.records import (
+    Partition,
+    Reason,
+    Record,
+    Refused,
+    decode_text,
+    fingerprint_of,
+    key_of,
+    make_record,
+    parse_object,
+)
+from diffusion.preparation.remote_files import each, open_file, shown, state_of
 
 _CAPTION_KEYS = ("captions", "caption", "text")
 _DAMAGE = (tarfile.TarError, EOFError, zlib.error)
@@ -17,7 +27,7 @@ _DAMAGE = (tarfile.TarError, EOFError, zlib.error)
 
 @dataclass
 class Sample:
-    """The members of a tar that share a stem: what stands before the first dot of the name.
+    """The members of a tar that share a stem (what stands before the first dot of the name), or files of a folder.
 
     Attributes:
         stem: Path and name up to the first dot.
@@ -38,15 +48,15 @@ class Sample:
 class WebDatasetSource:
     """One tar or several, read in one pass each; the members of a sample must lie together.
 
-    The caption is the .txt member, or `captions`, `caption` or `text` of the .json member; the other entries of the
-    .json are metadata. Samples whose .json has a `status` other than `success` are refused. Of two samples with the
-    same stem in one tar the first is taken and the second refused. A tar that ends early or is damaged counts as one
-    refusal more.
+    The caption is the .txt member; without one, `caption` or `text` of the .json member. All entries of a list
+    `captions` in the .json come with it. The other entries of the .json are metadata, unchanged. Samples whose .json
+    has a `status` other than `success` are refused. Of two samples with the same stem in one tar the first is taken and
+    the second refused. A tar that ends early or is damaged counts as one refusal more.
 
     Attributes:
         name: First part of the keys; the rest is the tar's path below `path` and the stem.
         path: The tar, the folder of tars or the pattern, as it was given.
-        tars: For each tar its name in the keys and where it is.
+        tars: For each tar its name in the keys and where it is, a path or a URL; a remote one is read as a stream.
     """
 
     name: str
@@ -55,13 +65,28 @@ class WebDatasetSource:
     num_records: int | None = None
     kind: str = "webdataset"
 
-    def read(self) -> Iterator[Record | Refused]:
+    def partitions(self, size: int, known: Sequence[Partition] = ()) -> list[Partition]:
+        """Return one partition per tar, whatever the size."""
+        tars, there = dict(self.tars), {partition.items[0] for partition in known}
+        kept = [partition for partition in known if partition.items[0] in tars]
+        new = [Partition(key_of(below) or "tar", (below,), "") for below, _ in self.tars if below not in there]
+        states = each(state_of, [tars[partition.items[0]] for partition in (*kept, *new)])
+        return [
+            replace(partition, fingerprint=fingerprint_of(state))
+            for partition, state in zip((*kept, *new), states, strict=True)
+        ]
+
+    def only(self, partition: Partition) -> "WebDatasetSource":
+        """Return the source with the partition's tar alone."""
+        return replace(self, tars=tuple(tar for tar in self.tars if tar[0] == partition.items[0]))
+
+    def read(self, partition: Partition | None = None) -> Iterator[Record | Refused]:
         """Yield the samples in the order of the tars and of their members."""
-        for below, tar in self.tars:
+        for below, tar in (self if partition is None else self.only(partition)).tars:
             prefix = f"{self.name}/{key_of(below)}" if below else self.name
             seen: set[str] = set()
             try:
-                for sample in _samples(Path(tar)):
+                for sample in _samples(tar):
                     key = f"{prefix}/{key_of(sample.stem)}"
                     if sample.stem in seen:
                         yield Refused(
@@ -69,19 +94,19 @@ class WebDatasetSource:
                         )
                         continue
                     seen.add(sample.stem)
-                    yield _record(key, sample)
+                    yield record_of(key, sample)
             except _DAMAGE as error:
                 yield Refused(prefix, Reason.DAMAGED_FILE, f"{error}; what came before was read")
             except OSError as error:
                 if error.errno is not None:
-                    raise MachineError(f"cannot read {tar}: {error.strerror}") from error
+                    raise MachineError(f"cannot read {shown(tar)}: {error.strerror}") from error
                 yield Refused(prefix, Reason.DAMAGED_FILE, f"{error}; what came before was read")
 
 
-def _samples(path: Path) -> Iterator[Sample]:
+def _samples(place: str) -> Iterator[Sample]:
     """Yield the samples of a tar; at a damaged place the sample that it belongs to is dropped and the error raised."""
     sample: Sample | None = None
-    with tarfile.open(path, mode="r|*") as tar:
+    with open_file(place) as file, tarfile.open(fileobj=file, mode="r|*") as tar:
         for member in tar:
             vars(tar)["members"] = []  # otherwise the list of members grows without bound
             if not member.isfile():
@@ -114,8 +139,13 @@ def _add(sample: Sample, extension: str, tar: tarfile.TarFile, member: tarfile.T
         sample.others.append(extension)
 
 
-def _record(key: str, sample: Sample) -> Record | Refused:
-    """Make the record of a sample."""
+def record_of(key: str, sample: Sample) -> Record | Refused:
+    """Make the record of a sample.
+
+    Args:
+        key: Key of the record.
+        sample: Contents, of a tar's members or of files.
+    """
     metadata: dict[str, Any] = {}
     if sample.json is not None:
         try:
@@ -128,8 +158,18 @@ def _record(key: str, sample: Sample) -> Record | Refused:
     if sample.image is None:
         others = ", ".join(f".{extension}" for extension in sample.others)
         return Refused(key, Reason.MISSING_IMAGE, ascii(f"besides: {others}")[1:-1] if others else "")
-    from_json = next((metadata[name] for name in _CAPTION_KEYS if metadata.get(name) is not None), None)
-    captions = from_json if sample.text is None else decode_text(sample.text)
-    return make_record(
-        key, sample.image, captions, {name: metadata[name] for name in metadata if name not in _CAPTION_KEYS}
-    )
+    rest = {name: metadata[name] for name in metadata if name not in _CAPTION_KEYS}
+    return make_record(key, sample.image, _captions(sample.text, metadata), rest)
+
+
+def _captions(text: bytes | None, metadata: dict[str, Any]) -> list[Any]:
+    """Return the caption of the .txt or else of the .json, then what the list `captions` adds to it."""
+    listed = metadata.get("captions")
+    listed = listed if isinstance(listed, list) else [listed]
+    if text is not None:
+        single: Any = decode_text(text)
+        return [single, *(caption for caption in listed if caption != single.strip())]
+    if any(isinstance(caption, str) for caption in listed):
+        return listed
+    single = next((metadata[name] for name in ("caption", "text") if metadata.get(name) is not None), None)
+    return single if isinstance(single, list) else [single]

@@ -1,3 +1,4 @@
+import csv
 import datetime
 import json
 import os
@@ -11,6 +12,21 @@ from diffusion.preparation.sources import Reason, Record, Refused, open_source, 
 from tests.picture_files import noise, sample, write_folder, write_tar
 
 IMAGE = noise(4, 4)
+SCORES = {
+    "width": 4,
+    "height": 4,
+    "original_width": 9,
+    "url": "http://x/é.jpg",
+    "similarity": 0.31,
+    "punsafe": 1e-5,
+    "pwatermark": 0.5,
+    "AESTHETIC_SCORE": 6.25,
+    "LANGUAGE": "en",
+    "exif": "{}",
+    "sha256": "00",
+    "key": "000000000",
+}
+"""What img2dataset and LAION's tables say of a picture."""
 
 
 def read(path, **options):
@@ -115,6 +131,35 @@ class TestFolder:
         assert len(set(keys)) == 3
         assert all(key.encode() for key in keys)
 
+    def test_img2dataset_files(self, tmp_path):
+        folder = tmp_path / "set" / "00000"
+        folder.mkdir(parents=True)
+        for stem, caption, values in (
+            ("0", "one", {**SCORES, "status": "success", "caption": "one"}),
+            ("1", None, {"caption": "from json", "status": "success"}),
+            ("2", "three", {"captions": ["three", "four"]}),
+            ("3", "gone", {"status": "failed_to_download", "error_message": "404"}),
+        ):
+            (folder / f"{stem}.jpg").write_bytes(IMAGE)
+            (folder / f"{stem}.json").write_text(json.dumps(values))
+            if caption:
+                (folder / f"{stem}.txt").write_text(caption)
+        (folder / "4.jpg").write_bytes(IMAGE)
+        (folder / "4.json").write_text("[]")
+        write_parquet(tmp_path / "set" / "00000.parquet", {"url": ["x"], "caption": ["x"]})
+        items = read(tmp_path / "set")
+        assert reasons(items) == [["one"], ["from json"], ["three", "four"], "not_successful", "invalid_json"]
+        assert items[0].key == "set/00000/0.jpg"
+        assert items[0].metadata == {**SCORES, "status": "success"}
+
+    def test_partitions_notice_a_changed_json(self, tmp_path):
+        write_folder(tmp_path / "set", 3)
+        source = open_source(tmp_path / "set")
+        before = source.partitions(2)
+        (tmp_path / "set" / "0002.json").write_text("{}")
+        after = source.partitions(2, before)
+        assert [one.fingerprint == two.fingerprint for one, two in zip(before, after, strict=True)] == [True, False]
+
     def test_links_do_not_loop(self, tmp_path):
         write_folder(tmp_path / "elsewhere", 2)
         (tmp_path / "set").mkdir()
@@ -152,6 +197,17 @@ class TestWebDataset:
         assert items[0].metadata == {"status": "success", "width": 4}
         assert items[1].metadata == {"url": "http://x"}
         assert "404" in items[2].detail
+
+    def test_several_captions_and_scores(self, tmp_path):
+        members = [
+            *sample("0", IMAGE, b"one", captions=["one", "two", " "], caption="one", **SCORES),
+            *sample("1", IMAGE, None, captions=["a", "b"]),
+            *sample("2", IMAGE, None, text=["a", "b"], captions=[]),
+            *sample("3", IMAGE, b"good", captions=["\udcff"]),
+        ]
+        items = read(write_tar(tmp_path / "x.tar", members))
+        assert reasons(items) == [["one", "two"], ["a", "b"], ["a", "b"], "invalid_utf8"]
+        assert items[0].metadata == SCORES
 
     def test_folder_and_pattern_are_in_order(self, tmp_path):
         for index in (2, 0, 1):
@@ -211,6 +267,38 @@ class TestParquet:
         items = read(path, image_column="picture", caption_column="words")
         assert items == [Record("x.parquet#0", IMAGE, ["w"], {"caption": "c"})]
 
+    @pytest.mark.parametrize("column", ["jpg", "png", "webp"])
+    def test_img2dataset(self, tmp_path, column):
+        columns = {
+            column: [IMAGE, None],
+            "caption": ["one", "two"],
+            "status": ["success", "failed_to_download"],
+            "error_message": [None, "404"],
+            **{name: [value] * 2 for name, value in SCORES.items()},
+        }
+        items = read(write_parquet(tmp_path / "00000.parquet", columns))
+        assert reasons(items) == [["one"], "not_successful"]
+        assert items[0].metadata == {**SCORES, "status": "success", "error_message": None}
+        assert "404" in items[1].detail
+
+    def test_paths(self, tmp_path):
+        names = ["a.png", "sub/b.png", str(tmp_path / "c.png"), "../c.png", "gone.png", None, "ftp://x/a.png"]
+        write_folder(tmp_path / "set" / "sub", 1)
+        for place in ("set/a.png", "set/sub/b.png", "c.png"):
+            (tmp_path / place).write_bytes(IMAGE + place.encode())
+        columns = {"file_name": names, "caption": [f"{number}" for number in range(7)], "tags": [["x", "y"]] * 7}
+        path = write_parquet(tmp_path / "set" / "x.parquet", columns)
+        items = read(path)
+        assert reasons(items) == [["0"], ["1"], ["2"], ["3"], "missing_image", "missing_image", "unreadable"]
+        expected = ["set/a.png", "set/sub/b.png", "c.png", "c.png"]
+        assert [item.image for item in items[:4]] == [IMAGE + place.encode() for place in expected]
+        assert items[1].metadata == {"image_path": "sub/b.png", "tags": ["x", "y"]}
+        structs = pa.array(
+            [{"bytes": None, "path": "a.png"}], pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+        )
+        path = write_parquet(tmp_path / "set" / "y.parquet", {"image": structs, "caption": ["x"]})
+        assert read(path)[0].image == IMAGE + b"set/a.png"
+
     def test_invalid_utf8(self, tmp_path):
         bad = pa.array([b"ok", b"\xff\xfe"]).view(pa.string())
         items = read(write_parquet(tmp_path / "x.parquet", {"image": [IMAGE] * 2, "caption": bad, "note": bad}))
@@ -223,7 +311,7 @@ class TestParquet:
         [
             ({"image": [b"x"], "words": ["w"]}, "no column caption or .*it has image, words.*--caption-column"),
             ({"picture": [b"x"], "caption": ["w"]}, "no column image or .*it has picture, caption.*--image-column"),
-            ({"image": ["text"], "caption": ["w"]}, "column image is string; it must be binary"),
+            ({"image": [1], "caption": ["w"]}, "column image is int64; it must be bytes"),
             ({"image": [b"x"], "caption": [1]}, "column caption is int64; it must be text"),
         ],
     )
@@ -263,6 +351,22 @@ class TestParquet:
             assert isinstance(item, Record)
             most = max(most, pa.total_allocated_bytes() - before)
         assert most < 20e6, "the file holds 51 MB"
+
+
+def test_long_captions_come_whole_from_every_layout(tmp_path):
+    caption = "é 'x' \n" * 12_500 + "end"
+    assert len(caption.encode()) > 100_000
+    for folder in ("beside", "jsonl", "csv"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.png").write_bytes(IMAGE)
+    (tmp_path / "beside" / "a.txt").write_text(caption, newline="")
+    (tmp_path / "jsonl" / "metadata.jsonl").write_text(json.dumps({"file_name": "a.png", "text": caption}))
+    with (tmp_path / "csv" / "metadata.csv").open("w", newline="") as table:
+        csv.writer(table).writerows([("file_name", "text"), ("a.png", caption)])
+    write_tar(tmp_path / "x.tar", sample("a", IMAGE, caption.encode()))
+    write_parquet(tmp_path / "x.parquet", {"image": [IMAGE], "caption": [caption]})
+    for name in ("beside", "jsonl", "csv", "x.tar", "x.parquet"):
+        assert [item.captions for item in read(tmp_path / name)] == [[caption]], name
 
 
 class TestOpening:
