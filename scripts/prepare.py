@@ -1,10 +1,12 @@
-"""Write pictures and captions from folders, WebDataset tars and parquet files as one prepared data set.
+"""Write pictures and captions of many kinds of sources as one prepared data set.
 
     python scripts/prepare.py SOURCE [SOURCE ...] OUT --edges 256 512 768 1024 --validation-fraction 0.01 --seed 17
+    python scripts/prepare.py --config yamls/prepare.yaml [key=value ...] [--dry-run]
 
 A SOURCE is a folder of pictures (captions in .txt files beside them, or metadata.jsonl or captions.csv in the folder),
-a tar or parquet file, or a folder or quoted pattern of such files. OUT gets one MDS folder per split and bucket, and
-manifest.json, written last. Run again, it starts over if it was interrupted and does nothing if it is finished.
+a tar or parquet file, a folder or quoted pattern of such files, or one of the other kinds of
+diffusion/preparation/sources.py. OUT gets one MDS folder per split and bucket, and manifest.json, written last. Run
+again, it goes on where it was interrupted, adds what the sources hold in addition, and does nothing if that is nothing.
 """
 
 import argparse
@@ -13,31 +15,97 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from diffusion.datasets.buckets import DEFAULT_EDGES
+from diffusion.config.loading import load, missing_error, missing_keys
+from diffusion.config.preparation import BucketsConfig, Engine, PrepareConfig
+from diffusion.datasets.buckets import DEFAULT_EDGES, parse_edges
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.datasets.mds import DEFAULT_SHARD_BYTES
-from diffusion.errors import UserError
-from diffusion.preparation.prepare import prepare
+from diffusion.errors import ConfigurationError, UserError
+from diffusion.preparation.partition_preview import Preview
+from diffusion.preparation.prepare import prepare_from, preview_of
+
+NUM_DRY_RUN = 100
+"""Pictures of each source that a dry run looks at unless it is told otherwise."""
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     description, _, _ = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("sources", nargs="+", metavar="SOURCE", help="folder, tar or parquet file, or quoted pattern")
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
+    parser.add_argument("words", nargs="*", metavar="SOURCE ... OUT | key=value", help="folders, tar or parquet files, "
+                        "quoted patterns, and the folder to write; with --config: keys and values")  # fmt: skip
+    parser.add_argument("--config", type=Path, default=None, metavar="YAML", help="read the settings from a file; the "
+                        "options below that are settings are then given as key=value")  # fmt: skip
+    parser.add_argument("--dry-run", nargs="?", type=int, const=NUM_DRY_RUN, default=None, metavar="PICTURES",
+                        help="look at so many pictures of each source (default: 100), tell what would be kept and "
+                        "refused, and write nothing")  # fmt: skip
     edges_help = "lowest shorter side of each bucket (default: 256 512 768 1024); give it after OUT"
-    parser.add_argument("--edges", nargs="+", default=DEFAULT_EDGES, metavar="PIXELS", help=edges_help)
-    parser.add_argument("--validation-fraction", type=float, default=0.0, help="share that is held out (default: 0)")
-    parser.add_argument("--seed", type=int, default=17, help="of the order and the held-out pictures (default: 17)")
-    parser.add_argument("--shard-mb", type=int, default=DEFAULT_SHARD_BYTES // 2**20, metavar="MIB",
-                        help="size of a shard in MiB (default: 256)")  # fmt: skip
-    parser.add_argument("--workers", type=int, default=None, help="processes that decode (default: one per core)")
-    parser.add_argument("--image-column", default=None, help="column of the images in parquet files")
-    parser.add_argument("--caption-column", default=None, help="column of the captions in parquet files")
+    settings = parser.add_argument_group("settings, without --config")
+    settings.add_argument("--edges", nargs="+", default=None, metavar="PIXELS", help=edges_help)
+    settings.add_argument("--validation-fraction", type=float, default=None, help="share that is held out (default: 0)")
+    settings.add_argument("--seed", type=int, default=None, help="of the order and the held-out pictures (default: 17)")
+    settings.add_argument("--shard-mb", type=int, default=None, metavar="MIB",
+                          help=f"size of a shard in MiB (default: {DEFAULT_SHARD_BYTES // 2**20})")  # fmt: skip
+    settings.add_argument("--compression", default=None, help="of the shards, such as zstd:3 (default: none)")
+    settings.add_argument("--workers", type=int, default=None, help="workers (default: one per core)")
+    settings.add_argument("--engine", default=None, help="processes (default) or ray")
+    settings.add_argument("--partition-size", type=int, default=None, help="pictures that a worker takes at a time, "
+                          "where the source does not say (default: 1024)")  # fmt: skip
+    settings.add_argument("--image-column", default=None, help="column of the images in parquet files")
+    settings.add_argument("--caption-column", default=None, help="column of the captions in parquet files")
+    parser.add_argument("--withdraw", type=Path, default=None, metavar="FILE", help="keys, one per line, that are "
+                        "never to be in the data set; those that are there already are marked")  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="replace a finished data set in OUT")
+    parser.add_argument("--no-report", action="store_true", help="do not write report.html and report.json")
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
     return parser.parse_args(arguments)
+
+
+def configuration(options: argparse.Namespace) -> PrepareConfig:
+    """Return the configuration that the command line gives.
+
+    Raises:
+        ConfigurationError: Something is missing, wrong or given in two ways.
+    """
+    names = ("validation_fraction", "seed", "shard_mb", "compression", "workers", "partition_size", "image_column",
+             "caption_column")  # fmt: skip
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    if options.config is not None:
+        wrong = [name for name in (*names, "edges", "engine") if getattr(options, name) is not None]
+        if wrong:
+            key = "buckets.edges" if wrong[0] == "edges" else wrong[0]
+            raise ConfigurationError(f"--{wrong[0].replace('_', '-')} and --config: write {key}=... instead")
+        config = load(PrepareConfig, options.config, options.words)
+        missing = missing_keys(config)
+        if options.dry_run is not None:
+            missing.pop("out", None)
+        if missing:
+            raise missing_error(missing, str(options.config))
+        return config
+    if len(options.words) < (1 if options.dry_run is not None else 2):
+        raise ConfigurationError("give SOURCE ... and OUT, or --config FILE (--help tells more)")
+    if options.engine is not None:
+        if options.engine not in [one.value for one in Engine]:
+            raise ConfigurationError(
+                f"--engine {options.engine}: it is one of {', '.join(one.value for one in Engine)}"
+            )
+        given["engine"] = Engine(options.engine)
+    edges = list(parse_edges(DEFAULT_EDGES if options.edges is None else options.edges))
+    sources = options.words[:-1] if len(options.words) > 1 else options.words
+    return PrepareConfig(sources=sources, out=options.words[-1], buckets=BucketsConfig(edges=edges), **given)
+
+
+def dry_run_text(previews: Sequence[Preview]) -> str:
+    """Return what a dry run found as a table, with an example of each reason."""
+    rows: list[tuple[str, ...]] = [("source", "pictures", "kept", "refused as", "of them")]
+    examples = []
+    for one in previews:
+        reasons = sorted(one.refused.items()) or [("", 0)]
+        for i, (reason, count) in enumerate(reasons):
+            first = (one.source, str(one.seen), str(one.buckets.total())) if i == 0 else ("", "", "")
+            rows.append((*first, reason, str(count or "")))
+        examples += [f"  {reason}: {example}" for reason, example in sorted(one.examples.items())]
+    return "\n".join([*_table(rows), *examples])
 
 
 def summary(manifest: PreparedManifest) -> str:
@@ -69,17 +137,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("diffusion").setLevel(logging.INFO)
     logging.getLogger("PIL").setLevel(logging.CRITICAL)  # what it says about damaged files is in the table of refusals
     try:
-        manifest = prepare(
-            options.sources,
-            options.out,
-            edges=options.edges,
-            validation_fraction=options.validation_fraction,
-            seed=options.seed,
-            shard_bytes=options.shard_mb * 2**20,
-            num_workers=options.workers,
-            image_column=options.image_column,
-            caption_column=options.caption_column,
+        config = configuration(options)
+        if options.dry_run is not None:
+            print(dry_run_text(preview_of(config, options.dry_run)))
+            return 0
+        manifest = prepare_from(
+            config,
+            withdrawn=options.withdraw,
             overwrite=options.overwrite,
+            report=not options.no_report,
             progress=not options.quiet,
         )
     except UserError as error:

@@ -12,6 +12,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--data", default=None, help="folder with real pictures: emoji/ and prompts/")
+    parser.addoption("--kills", type=int, default=2, help="how often a preparation is killed in a test of that")
 
 
 @pytest.fixture(scope="session")
@@ -21,6 +22,12 @@ def data_folder(request: pytest.FixtureRequest) -> Path:
     if not place or not Path(place, "emoji").is_dir():
         pytest.skip("needs real pictures: pytest --data FOLDER, where FOLDER/emoji has the three layouts")
     return Path(place).resolve()
+
+
+@pytest.fixture(scope="session")
+def kills(request: pytest.FixtureRequest) -> int:
+    """How often a preparation is killed, given by --kills."""
+    return request.config.getoption("--kills")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

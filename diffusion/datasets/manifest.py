@@ -21,7 +21,19 @@ def write_json_atomically(path: Path, value: Any) -> None:
     Raises:
         OSError: The disk is full, or the place cannot be written to.
     """
-    text = json.dumps(value, indent=2, allow_nan=False) + "\n"
+    write_text_atomically(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write a file as `write_json_atomically` does.
+
+    Args:
+        path: The file; an existing one is replaced.
+        text: Its content.
+
+    Raises:
+        OSError: The disk is full, or the place cannot be written to.
+    """
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
@@ -107,12 +119,38 @@ class PrepareSettings:
     """What, beside the sources, determines a prepared data set."""
 
     edges: list[int]
-    """Lowest shorter side of each bucket, in pixels."""
+    """Lowest shorter side of each bucket, in pixels; empty where buckets are by aspect ratio."""
     validation_fraction: float
     seed: int
     shard_bytes: int
     image_column: str | None = None
     caption_column: str | None = None
+    sizes: list[str] = field(default_factory=list)
+    """Aspect-ratio buckets, HEIGHTxWIDTH."""
+    upscale: bool = False
+    """Pictures that are smaller than every aspect-ratio bucket were taken, too."""
+    compression: str | None = None
+    """Of the shards."""
+    hashes: list[str] = field(default_factory=lambda: ["xxh64"])
+    """Of the shards."""
+    captioner: dict[str, Any] | None = None
+    """As in the configuration of `prepare`, like the ones below."""
+    scorers: list[dict[str, Any]] = field(default_factory=list)
+    filters: dict[str, Any] = field(default_factory=dict)
+    """Empty if nothing was filtered."""
+    duplicates: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """What one run added; a data set that never grew has one generation."""
+
+    partitions: int
+    """Parts of the sources that were read."""
+    seen: int
+    """Pictures in them."""
+    kept: int
+    """Pictures that came into the data set; they lie behind those of the generations before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +171,8 @@ class PreparedManifest:
     """By reason, sorted."""
     splits: dict[str, dict[str, BucketEntry]] = field(default_factory=dict)
     """`train` and, where some were held out, `validation`: the buckets that hold samples, ascending."""
+    generations: list[Generation] = field(default_factory=list)
+    """In order; the numbers above are their sums."""
 
     def write(self, folder: Path) -> None:
         """Write `manifest.json` into a folder, atomically.
@@ -165,6 +205,7 @@ class PreparedManifest:
                     split: {name: BucketEntry(**entry) for name, entry in buckets.items()}
                     for split, buckets in values["splits"].items()
                 },
+                generations=[Generation(**entry) for entry in values.get("generations", [])],
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{folder / MANIFEST} is damaged ({error!r}); write the data set anew") from error

@@ -5,13 +5,19 @@ place from the start. Here a folder gets its name only when everything in it is 
 """
 
 import hashlib
+import itertools
+import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+import struct
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import xxhash
 
 from diffusion.datasets.manifest import read_json, sync
 from diffusion.errors import ConfigurationError, DataError
@@ -52,6 +58,232 @@ def check_shard_bytes(shard_bytes: int) -> None:
         raise ConfigurationError(f"shard size: {shard_bytes} bytes; it must be above 0 and below {2**31} (2 GiB)")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShardFormat:
+    """How shards are written.
+
+    Attributes:
+        columns: MDS type of each column.
+        shard_bytes: Size above which a new shard is begun.
+        hashes: Names of the hashes of each shard in the index, sorted.
+        compression: A compression that Streaming knows, or None.
+    """
+
+    columns: Mapping[str, str]
+    shard_bytes: int = DEFAULT_SHARD_BYTES
+    hashes: tuple[str, ...] = DEFAULT_HASHES
+    compression: str | None = None
+
+    def check(self) -> None:
+        """Raise a ConfigurationError unless shards can be written so."""
+        check_shard_bytes(self.shard_bytes)
+        if self.hashes != DEFAULT_HASHES:
+            from streaming.base.hashing import get_hashes, is_hash
+
+            if list(self.hashes) != sorted(set(self.hashes)) or not all(map(is_hash, self.hashes)):
+                raise ConfigurationError(
+                    f"hashes: {list(self.hashes)}; they must be sorted, without repetition, and of: "
+                    f"{', '.join(sorted(get_hashes()))}"
+                )
+        if self.compression is not None:
+            from streaming.base.compression import get_compressions, is_compression
+
+            if self.compression.partition(":")[0] == "gz" or not is_compression(self.compression):
+                known = sorted({name.partition(":")[0] for name in get_compressions()} - {"gz"})
+                raise ConfigurationError(
+                    f"compression: {self.compression!r}; it must be one of {', '.join(known)}, with a level as in "
+                    "zstd:3 or without (gz stores the time, so that no two runs write the same)"
+                )
+
+    def writer(self, folder: Path) -> "MDSWriter":
+        """Open Streaming's writer on a folder."""
+        from streaming import MDSWriter  # takes seconds: a command's mistakes are to be told before
+
+        return MDSWriter(
+            columns=dict(self.columns),
+            out=str(folder.absolute()),
+            hashes=list(self.hashes),
+            size_limit=self.shard_bytes,
+            compression=self.compression,
+        )
+
+
+@dataclass(frozen=True)
+class ShardTemplate:
+    """What the shards of a format have in common, so that workers can write them without Streaming.
+
+    Its writer brings torch along: half a gigabyte and several seconds for each worker.
+
+    Attributes:
+        header: Bytes between the offsets and the samples.
+        entry: The part of an index entry that all shards share.
+    """
+
+    header: bytes
+    entry: dict[str, Any]
+
+    @classmethod
+    def of(cls, shards: ShardFormat) -> "ShardTemplate":
+        """Ask Streaming's writer."""
+        with tempfile.TemporaryDirectory() as folder:
+            writer = shards.writer(Path(folder))
+            writer.cancel_future_jobs()
+            return cls(writer.config_data, writer.get_config())
+
+    def num_bytes(self, num_samples: int) -> int:
+        """Return the bytes of a shard beside those of its samples."""
+        return 4 + 4 * (num_samples + 1) + len(self.header)
+
+
+def encode_sample(sample: Mapping[str, Any], columns: Mapping[str, str]) -> bytes:
+    """Return the bytes of a sample in a shard: the sizes of the columns that have none of their own, then the columns.
+
+    Args:
+        sample: Value of each column.
+        columns: Their types, of `bytes`, `str`, `json` and `int32`.
+    """
+    sizes, data = [], []
+    for name in sorted(columns):
+        data.append(_ENCODERS[columns[name]](sample[name]))
+        if columns[name] != "int32":
+            sizes.append(len(data[-1]))
+    return struct.pack(f"<{len(sizes)}I", *sizes) + b"".join(data)
+
+
+def decode_sample(data: bytes, columns: Mapping[str, str]) -> dict[str, Any]:
+    """Return the columns that `encode_sample` encoded."""
+    num_sized = sum(kind != "int32" for kind in columns.values())
+    sizes = iter(struct.unpack_from(f"<{num_sized}I", data))
+    sample, at = {}, 4 * num_sized
+    for name in sorted(columns):
+        size = 4 if columns[name] == "int32" else next(sizes)
+        sample[name] = _DECODERS[columns[name]](data[at : at + size])
+        at += size
+    return sample
+
+
+_ENCODERS: dict[str, Callable[[Any], bytes]] = {
+    "bytes": bytes,
+    "str": str.encode,
+    "json": lambda value: json.dumps(value).encode(),
+    "int32": lambda value: struct.pack("<i", value),
+}
+_DECODERS: dict[str, Callable[[bytes], Any]] = {
+    "bytes": bytes,
+    "str": bytes.decode,
+    "json": json.loads,
+    "int32": lambda data: struct.unpack("<i", data)[0],
+}
+
+
+def write_shard(
+    target: Path,
+    number: int,
+    samples: Sequence[bytes],
+    template: ShardTemplate,
+    *,
+    partial: Path,
+    revision: int = 0,
+    part: int = 0,
+) -> dict[str, Any]:
+    """Write one shard of an MDS folder, which appears there only when it is whole.
+
+    Args:
+        target: The MDS folder; it exists.
+        number: Number of the shard in it.
+        samples: Encoded.
+        template: What its shards have in common.
+        partial: File that it is written to first, on the same disk; left there by a process that is killed.
+        revision: How often the shard was written anew under a new name.
+        part: Number among the files that a shard of this number was cut into.
+
+    Returns:
+        The shard's entry for the index of the folder.
+
+    Raises:
+        OSError: The disk is full, or the place cannot be written to.
+    """
+    starts = list(itertools.accumulate(map(len, samples), initial=template.num_bytes(len(samples))))
+    raw = b"".join([struct.pack(f"<{len(starts) + 1}I", len(samples), *starts), template.header, *samples])
+    compression, hashes = template.entry["compression"], template.entry["hashes"]
+    name = f"shard.{number:05}{f'.p{part}' if part else ''}{f'.r{revision}' if revision else ''}.mds"
+    raw_data, zip_data, data = _described(raw, name, hashes), None, raw
+    if compression:
+        from streaming.base.compression import compress, get_compression_extension
+
+        name = f"{name}.{get_compression_extension(compression)}"
+        data = compress(compression, raw)
+        zip_data = _described(data, name, hashes)
+    try:
+        partial.write_bytes(data)
+        sync(partial)
+        os.replace(partial, target / name)  # noqa: PTH105
+    finally:
+        partial.unlink(missing_ok=True)
+    sync(target)
+    return {"samples": len(samples), "raw_data": raw_data, "zip_data": zip_data, **template.entry}
+
+
+def _described(data: bytes, name: str, hashes: Iterable[str]) -> dict[str, Any]:
+    """Return name, size and hashes of a file as the index holds them."""
+    return {"basename": name, "bytes": len(data), "hashes": {kind: _hash(kind, data) for kind in hashes}}
+
+
+def _hash(kind: str, data: bytes) -> str:
+    """Return a hash of one of Streaming's kinds."""
+    if kind == "xxh64":
+        return xxhash.xxh64_hexdigest(data)
+    from streaming.base.hashing import get_hash
+
+    return get_hash(kind, data)
+
+
+def write_index(folder: Path, entries: Sequence[Mapping[str, Any]]) -> None:
+    """Write the index of an MDS folder as Streaming does, atomically.
+
+    Args:
+        folder: The folder.
+        entries: What `write_shard` returned, in the order of the shards.
+
+    Raises:
+        OSError: The disk is full, or the place cannot be written to.
+    """
+    partial = folder / f".{INDEX}{PARTIAL}"
+    partial.write_text(json.dumps({"version": 2, "shards": list(entries)}, sort_keys=True), encoding="utf-8")
+    sync(partial)
+    os.replace(partial, folder / INDEX)  # noqa: PTH105
+    sync(folder)
+
+
+@contextmanager
+def open_shard(folder: Path, entry: Mapping[str, Any]) -> Iterator[Any]:
+    """Open one shard; a compressed one is unpacked to a temporary folder.
+
+    Args:
+        folder: The MDS folder.
+        entry: The shard's entry in the index.
+
+    Yields:
+        A reader: `reader[i]` gives the columns of sample i.
+
+    Raises:
+        DataError: The shard is missing.
+    """
+    from streaming.base.compression import decompress
+    from streaming.base.format import reader_from_json
+
+    stored = entry["zip_data"] or entry["raw_data"]
+    if not (folder / stored["basename"]).is_file():
+        raise DataError(f"{folder / stored['basename']} is missing; fetch or write the folder anew")
+    if entry["zip_data"] is None:
+        yield reader_from_json(str(folder), None, dict(entry))
+        return
+    with tempfile.TemporaryDirectory() as unpacked:
+        content = decompress(entry["compression"], (folder / stored["basename"]).read_bytes())
+        Path(unpacked, entry["raw_data"]["basename"]).write_bytes(content)
+        yield reader_from_json(unpacked, None, {**entry, "compression": None, "zip_data": None})
+
+
 @contextmanager
 def write_mds(
     folder: Path,
@@ -81,8 +313,7 @@ def write_mds(
         DataError: The folder exists.
         OSError: The disk is full, or the place cannot be written to.
     """
-    from streaming import MDSWriter  # takes seconds: a command's mistakes are to be told before
-
+    shards = ShardFormat(columns=columns, shard_bytes=shard_bytes, hashes=hashes, compression=compression)
     check_shard_bytes(shard_bytes)
     if folder.exists():
         raise DataError(f"{folder} exists; remove it or write to another folder")
@@ -90,13 +321,7 @@ def write_mds(
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
-    writer = MDSWriter(
-        columns=dict(columns),
-        out=str(partial.absolute()),
-        hashes=list(hashes),
-        size_limit=shard_bytes,
-        compression=compression,
-    )
+    writer = shards.writer(partial)
     try:
         yield writer
         writer.finish()
@@ -109,6 +334,18 @@ def write_mds(
         writer.cancel_future_jobs()
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def read_shards(folder: Path) -> list[dict[str, Any]]:
+    """Read the entries of the shards in the index of an MDS folder.
+
+    Raises:
+        DataError: The folder has no index, or one that is damaged.
+    """
+    index = read_json(folder / INDEX)
+    if not isinstance(index, dict) or not isinstance(index.get("shards"), list):
+        raise DataError(f"{folder / INDEX} is not the index of an MDS folder; write the folder anew")
+    return index["shards"]
 
 
 def read_index(folder: Path) -> MDSIndex:

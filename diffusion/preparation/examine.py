@@ -1,75 +1,177 @@
-"""Images of many records decoded at the same time, with a bounded number of them in memory."""
+"""Records decoded, measured, captioned, scored and filtered, a bounded number of pictures in memory at a time."""
 
-import itertools
+import functools
+import json
+import logging
 from collections.abc import Iterable, Iterator
-from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field, replace
 
-from joblib import Parallel, delayed
+from PIL import Image
 
-from diffusion.datasets.images import Verdict, examine
-from diffusion.errors import MachineError
-from diffusion.preparation.records import Record, Refused
+from diffusion.config.loading import from_dict, to_dict
+from diffusion.config.preparation import CaptionerConfig, FiltersConfig, PrepareConfig, ScorerConfig
+from diffusion.datasets.buckets import Buckets
+from diffusion.datasets.images import UndecodableImageError, decode_rgb
+from diffusion.preparation.filters import Filter, SampleFacts, build_filters
+from diffusion.preparation.measures import measure
+from diffusion.preparation.partition_output import Facts
+from diffusion.preparation.plugins import Plugins, load_plugins
+from diffusion.preparation.records import Reason, Record, Refused
 
-_TASK_IMAGES = 16
-_ROUND_IMAGES = 128
-_ROUND_BYTES = 64 * 2**20
+_BATCH_PICTURES = 64
+_BATCH_PIXELS = 2**26
+"""About 200 MB of decoded pictures wait for the plug-ins."""
 
 
-def examine_records(
-    records: Iterable[Record | Refused], num_workers: int
-) -> Iterator[list[tuple[Record | Refused, Verdict | None]]]:
-    """Decode the image of each record.
+@dataclass(frozen=True, kw_only=True)
+class Examination:
+    """What is done with each picture.
 
-    Records are read in rounds, at most 128 images and about 64 MB per worker; while the workers decode one round the
-    next is read and the one before is with the caller. Processes are joblib's, so `joblib.parallel_config` can put them
-    elsewhere.
+    Attributes:
+        buckets: The division into buckets.
+        captioner: Writes captions; None for none.
+        scorers: Write columns.
+        filters: What is kept.
+    """
+
+    buckets: Buckets
+    captioner: CaptionerConfig | None = None
+    scorers: list[ScorerConfig] = field(default_factory=list)
+    filters: FiltersConfig = field(default_factory=FiltersConfig)
+
+    def tools(self) -> tuple[Plugins, list[Filter]]:
+        """Load plug-ins and filters, once per process.
+
+        Raises:
+            ConfigurationError: One cannot be loaded.
+        """
+        config = PrepareConfig(sources=[], out="", captioner=self.captioner, scorers=self.scorers, filters=self.filters)
+        return _load(json.dumps(to_dict(config), sort_keys=True))
+
+
+@dataclass
+class Examined:
+    """One picture and what became of it.
+
+    Attributes:
+        record: The record, with the captions and the metadata that will be stored; None if the source had none.
+        facts: What is known of it; `reason` and `detail` are not filled in.
+        refused: Why it is refused; None if it is kept.
+    """
+
+    record: Record | None
+    facts: Facts
+    refused: Refused | None = None
+
+
+def examine_records(records: Iterable[Record | Refused], examination: Examination) -> Iterator[Examined]:
+    """Examine what a source yields.
+
+    Pictures wait for each other only where plug-ins take them in batches: at most 64, or 64 million pixels and one
+    picture more.
 
     Args:
         records: Records, and refusals, which are passed on.
-        num_workers: Processes; with 1 the calling one decodes.
+        examination: What is done.
 
     Yields:
-        A round: each record with its verdict, each refusal with None, in the order given.
+        Each record and refusal, in the order given.
 
     Raises:
-        MachineError: A worker process died, or memory ran out.
+        ConfigurationError: A plug-in or filter cannot be loaded, or returned something else than it should.
     """
-    rounds = _rounds(iter(records), num_workers)
-    current: list[Record | Refused] = []
-    try:
-        with Parallel(n_jobs=num_workers, return_as="generator", pre_dispatch="all", max_nbytes=None) as parallel:
-            current = next(rounds, [])
-            running = parallel(_tasks(current))
-            while current:
-                following = next(rounds, [])
-                verdicts: Iterator[Verdict] = itertools.chain.from_iterable(list(running))  # pyright: ignore
-                running = parallel(_tasks(following))
-                yield [(record, next(verdicts) if isinstance(record, Record) else None) for record in current]
-                current = following
-            list(running)
-    except (BrokenProcessPool, MemoryError) as error:
-        between = f" between {current[0].key} and {current[-1].key}" if current else ""
-        raise MachineError(
-            f"a process that decodes pictures died or ran out of memory{between}; use fewer workers; "
-            "if that does not help, take the picture out"
-        ) from error
-
-
-def _rounds(records: Iterator[Record | Refused], num_workers: int) -> Iterator[list[Record | Refused]]:
-    """Cut the records into lists of bounded size."""
-    current: list[Record | Refused] = []
-    num_bytes = 0
+    _silence_decoders()
+    plugins, filters = examination.tools()
+    has_plugins = plugins.captioner is not None or bool(plugins.scorers)
+    waiting: list[tuple[Examined, Image.Image | None]] = []
+    num_pixels = 0
     for record in records:
-        current.append(record)
-        num_bytes += len(record.image) if isinstance(record, Record) else 0
-        if len(current) >= _ROUND_IMAGES * num_workers or num_bytes >= _ROUND_BYTES * num_workers:
-            yield current
-            current, num_bytes = [], 0
-    if current:
-        yield current
+        one, picture = _decode(record, examination.buckets, plugins.takes_missing_captions)
+        if not has_plugins:
+            yield _filter(one, filters)
+            continue
+        waiting.append((one, picture))
+        num_pixels += picture.width * picture.height if picture else 0
+        if len(waiting) >= _BATCH_PICTURES or num_pixels >= _BATCH_PIXELS:
+            yield from _annotate(waiting, plugins, filters)
+            waiting, num_pixels = [], 0
+    yield from _annotate(waiting, plugins, filters)
 
 
-def _tasks(records: list[Record | Refused]) -> list:
-    """Cut the images of a round into calls."""
-    images = [record.image for record in records if isinstance(record, Record)]
-    return [delayed(examine)(images[start : start + _TASK_IMAGES]) for start in range(0, len(images), _TASK_IMAGES)]
+@functools.cache
+def _silence_decoders() -> None:
+    """Keep Pillow's messages about damaged files off the stderr of a process that configures no logging."""
+    logging.getLogger("PIL").addHandler(logging.NullHandler())
+
+
+@functools.lru_cache(maxsize=2)
+def _load(config: str) -> tuple[Plugins, list[Filter]]:
+    loaded = from_dict(PrepareConfig, json.loads(config), "the settings")
+    return load_plugins(loaded), build_filters(loaded.filters)
+
+
+def _decode(
+    record: Record | Refused, buckets: Buckets, takes_missing_captions: bool
+) -> tuple[Examined, Image.Image | None]:
+    """Decode and measure a picture and find its bucket; the picture is None if it is refused."""
+    refused = None
+    if isinstance(record, Refused):
+        if record.record is None:
+            return Examined(None, Facts(record.key), record), None
+        refused, record = record, record.record
+    facts = Facts(record.key, num_bytes=len(record.image), caption_length=_mean_length(record.captions))
+    if refused is not None and not takes_missing_captions:
+        return Examined(record, facts, refused), None
+    try:
+        picture = decode_rgb(record.image)
+    except UndecodableImageError as error:
+        return Examined(record, facts, Refused(record.key, Reason(error.reason), str(error))), None
+    facts.width, facts.height = picture.size
+    facts.values = measure(record, picture)
+    facts.bucket = buckets.of(picture.width, picture.height) or ""
+    if not facts.bucket:
+        too_small = Refused(record.key, Reason.TOO_SMALL, f"{picture.width} x {picture.height}")
+        return Examined(record, facts, too_small), None
+    return Examined(record, facts, refused), picture
+
+
+def _annotate(
+    waiting: list[tuple[Examined, Image.Image | None]], plugins: Plugins, filters: list[Filter]
+) -> Iterator[Examined]:
+    """Run the plug-ins over a batch, then the filters."""
+    chosen = [(one, one.record, picture) for one, picture in waiting if picture is not None and one.record is not None]
+    pictures, captions = [picture for _, _, picture in chosen], [record.captions for _, record, _ in chosen]
+    annotations = plugins.annotate(pictures, captions) if chosen else []
+    for (one, record, _), annotation in zip(chosen, annotations, strict=True):
+        one.record = replace(record, captions=annotation.captions, metadata=record.metadata | annotation.metadata)
+        one.facts.caption_length = _mean_length(annotation.captions)
+        one.facts.values |= annotation.metadata
+        if annotation.captions:
+            one.refused = None
+    for one, _ in waiting:
+        yield _filter(one, filters)
+
+
+def _filter(one: Examined, filters: list[Filter]) -> Examined:
+    """Apply the filters to a picture that is not refused yet; the first that refuses it gives the reason."""
+    if one.refused is not None:
+        return one
+    assert one.record is not None, "what is not refused has a record"
+    sample = SampleFacts(
+        key=one.record.key,
+        width=one.facts.width,
+        height=one.facts.height,
+        captions=one.record.captions,
+        metadata=one.record.metadata | one.facts.values,
+    )
+    for one_filter in filters:
+        detail = one_filter.refuse(sample)
+        if detail is not None:
+            one.refused = Refused(one.record.key, one_filter.name, detail)
+            break
+    return one
+
+
+def _mean_length(captions: list[str]) -> int:
+    """Return the mean number of characters, rounded down; 0 if there is no caption."""
+    return sum(map(len, captions)) // len(captions) if captions else 0

@@ -9,32 +9,43 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from diffusion.datasets.manifest import MANIFEST, read_json
-from diffusion.datasets.mds import PARTIAL, remove_mds
+from diffusion.datasets.manifest import MANIFEST, PreparedManifest, read_json
+from diffusion.datasets.mds import INDEX, PARTIAL, read_shards, remove_mds
 from diffusion.errors import DataError, MachineError
 
 logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "validation")
-_WORK = "work" + PARTIAL
-_ALWAYS_ALLOWED = ("lost+found",)
+FACTS = "facts"
+"""Folder of a data set: a table of facts per partition."""
+
+REFUSED = "refused"
+"""Folder of a data set: some refused pictures of each partition."""
+
+WORK = "work" + PARTIAL
+DONE = "partitions"
+"""Folder below the folder of a plan: a folder per finished partition."""
+
+_OURS = ("partitions.json", "report.html", "report.json", "withdrawn.json")
+_ALWAYS_ALLOWED = ("lost+found", "withdrawn.txt")
 
 
 @contextmanager
-def claim(out: Path, kind: str, *, overwrite: bool = False) -> Iterator[Path]:
-    """Take a folder for writing a data set: empty, left half-written by an earlier run, or finished and to be replaced.
+def claim(out: Path, kind: str, *, overwrite: bool = False, grow: bool = False) -> Iterator[Path]:
+    """Take a folder for writing a data set: empty, left half-written by an earlier run, or finished.
 
-    The block writes `train`, `validation` and, at the end, `manifest.json`. While it runs `work.partial` lies beside
-    them: where that is and `manifest.json` is not, a run was interrupted, and the next one starts over. If the block
-    raises, what it wrote is removed.
+    The block writes the data and, at the end, `manifest.json`. While it runs `work.partial` lies beside them: where
+    that is, a run was interrupted, and the next one continues. If the block raises, what was finished is left for the
+    next run; if nothing was, all of it is removed.
 
     Args:
         out: The folder; made if it is not there.
-        kind: `kind` in the manifest of a data set that may be replaced.
+        kind: `kind` in the manifest of a data set that may be replaced or added to.
         overwrite: Replace a finished data set.
+        grow: Add to a finished data set.
 
     Yields:
-        `work.partial`, for temporary files.
+        `work.partial`, with what an earlier run left there.
 
     Raises:
         DataError: The folder holds a finished data set, or something else.
@@ -43,23 +54,37 @@ def claim(out: Path, kind: str, *, overwrite: bool = False) -> Iterator[Path]:
     with writing(out):
         made = not out.exists()
         out.mkdir(parents=True, exist_ok=True)
-        lock = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        _lock(lock, out)
-        work = out / _WORK
+    with locked(out):
+        work = out / WORK
         with writing(out):
-            _clear(out, work, kind, overwrite)
+            _enter(out, work, kind, overwrite, grow)
         try:
             yield work
             with writing(out):
-                shutil.rmtree(work)
+                remove_tree(work)
         except BaseException:
-            _remove(out, work)
-            if made:
-                out.rmdir()
+            if not any(work.glob(f"*/{DONE}/[0-9]*")):
+                start_over(out, work)
+                remove_tree(work)
+                if made and not any(out.iterdir()):
+                    out.rmdir()
             raise
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Keep other processes from writing to a data set.
+
+    Raises:
+        MachineError: Another process is writing there.
+    """
+    with writing(out):
+        descriptor = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _lock(descriptor, out)
+        yield
     finally:
-        os.close(lock)
+        os.close(descriptor)
 
 
 @contextmanager
@@ -78,6 +103,36 @@ def writing(out: Path) -> Iterator[None]:
         raise MachineError(f"cannot write to {out}: {error.strerror or error}; {remedy}") from error
 
 
+def start_over(out: Path, work: Path) -> None:
+    """Remove what unfinished runs wrote; of a finished data set everything stays that its manifest knows."""
+    manifest = PreparedManifest.read(out) if (out / MANIFEST).is_file() else None
+    if manifest is None:
+        _remove(out, work)
+    else:
+        for split in SPLITS:
+            for folder in sorted((out / split).glob("*")):
+                if folder.name not in manifest.splits.get(split, {}):
+                    remove_mds(folder)
+                else:
+                    _remove_strays(folder)
+        remove_tree(work)
+    work.mkdir(exist_ok=True)
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder, if it is there, also while a worker that outlived its run writes a last file into it.
+
+    Raises:
+        OSError: It cannot be removed.
+    """
+    for _ in range(3):
+        if not folder.exists():
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
 def _lock(descriptor: int, out: Path) -> None:
     """Lock the folder until the descriptor is closed or the process ends."""
     try:
@@ -88,38 +143,49 @@ def _lock(descriptor: int, out: Path) -> None:
         logger.debug("%s cannot be locked: %s", out, error)
 
 
-def _clear(out: Path, work: Path, kind: str, overwrite: bool) -> None:
-    """Check what the folder holds, and empty it."""
+def _enter(out: Path, work: Path, kind: str, overwrite: bool, grow: bool) -> None:
+    """Check what the folder holds, and make the folder for the work."""
     manifest = out / MANIFEST
     if manifest.exists():
         values = read_json(manifest)
         found = values.get("kind") if isinstance(values, dict) else None
         if found != kind:
             raise DataError(f"{out} holds another data set (kind {found!r}, not {kind!r}); choose another folder")
-        if not overwrite:
+        if overwrite:
+            logger.info("%s holds a finished data set, which is replaced", out)
+            work.mkdir(exist_ok=True)
+            manifest.unlink()
+            _remove(out, work)
+        elif not grow:
             raise DataError(f"{out} holds a finished data set; choose another folder, or replace it with --overwrite")
-        logger.info("%s holds a finished data set, which is replaced", out)
-        work.mkdir(exist_ok=True)
-        manifest.unlink()
-    elif work.exists():
-        logger.info("%s was left half-written; starting over", out)
-    else:
+    elif not work.exists():
         strangers = sorted(
             path.name for path in out.iterdir() if not path.name.startswith(".") and path.name not in _ALWAYS_ALLOWED
         )
         if strangers:
             raise DataError(f"{out} holds other files ({', '.join(map(ascii, strangers[:3]))}); choose an empty folder")
-    _remove(out, work)
-    work.mkdir()
+    work.mkdir(exist_ok=True)
 
 
 def _remove(out: Path, work: Path) -> None:
-    """Remove what a run writes; the sign that it is unfinished goes last."""
+    """Remove what runs write; the sign that it is unfinished goes last."""
     (out / MANIFEST).unlink(missing_ok=True)
+    for name in _OURS:
+        (out / name).unlink(missing_ok=True)
     for split in SPLITS:
         remove_mds(out / split)
-    if work.exists():
-        shutil.rmtree(work)
+    for name in (FACTS, REFUSED):
+        remove_tree(out / name)
+    remove_tree(work)
+
+
+def _remove_strays(folder: Path) -> None:
+    """Remove the shards of an MDS folder that its index does not name."""
+    shards = read_shards(folder)
+    named = {data["basename"] for shard in shards for data in (shard["raw_data"], shard["zip_data"]) if data}
+    for path in folder.iterdir():
+        if path.name not in named | {INDEX}:
+            path.unlink()
 
 
 def _free_space(out: Path) -> str:

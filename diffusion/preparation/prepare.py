@@ -1,90 +1,72 @@
 """Sources to prepared data: every picture decoded once, sorted into buckets, shuffled, written as MDS.
 
-Two passes. The first reads the sources, decodes in parallel, and appends what is kept to one temporary file per split
-and bucket. The second writes each as MDS in the order of a hash of seed and key: a full shuffle with 16 bytes of memory
-per picture (8 more while a bucket is sorted) that knows neither the number of workers nor the order of the sources. The
-temporary files need as much disk as the pictures, are read at random places, and are removed bucket by bucket.
+Two passes, each made of independent items that any worker takes and that are finished whole or not at all. The first
+works on the partitions of the sources (`partition_work`). Then duplicates and the order are decided over all of them
+(`merge`), and the second pass writes the shards (`merge_shards`). A run that was stopped at any moment continues with
+the items that are missing. The files between need as much disk as the pictures, and are removed at the end.
 """
 
-import hashlib
 import logging
-import os
-import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tqdm import tqdm
-
-from diffusion.datasets.buckets import DEFAULT_EDGES, bucket_names, bucket_of, parse_edges
-from diffusion.datasets.images import Verdict
-from diffusion.datasets.manifest import (
-    MANIFEST,
-    BucketEntry,
-    Example,
-    PreparedManifest,
-    PrepareSettings,
-    RefusedEntry,
-    SourceEntry,
+from diffusion.config.loading import to_dict
+from diffusion.config.preparation import (
+    BucketsConfig,
+    CaptionerConfig,
+    DuplicatesConfig,
+    Engine,
+    FiltersConfig,
+    PrepareConfig,
+    ScorerConfig,
 )
-from diffusion.datasets.mds import DEFAULT_SHARD_BYTES, check_shard_bytes, read_index, write_mds
-from diffusion.errors import ConfigurationError, DataError
-from diffusion.preparation.examine import examine_records
-from diffusion.preparation.output_folder import SPLITS, claim, writing
-from diffusion.preparation.records import Reason, Record, Refused, Source, clean_text
+from diffusion.datasets.buckets import DEFAULT_EDGES, EdgeBuckets, SizeBuckets, parse_edges
+from diffusion.datasets.manifest import MANIFEST, PreparedManifest, PrepareSettings
+from diffusion.datasets.mds import DEFAULT_HASHES, DEFAULT_SHARD_BYTES, ShardFormat
+from diffusion.errors import ConfigurationError, DataError, MachineError
+from diffusion.preparation.duplicates import check_distance
+from diffusion.preparation.engine import Workers, available_cores, started
+from diffusion.preparation.examine import Examination
+from diffusion.preparation.output_folder import WORK, claim, start_over, writing
+from diffusion.preparation.partition_plan import (
+    Part,
+    Plan,
+    check_unchanged,
+    described,
+    in_generation,
+    read_parts,
+    survey,
+)
+from diffusion.preparation.partition_preview import Preview, preview
+from diffusion.preparation.partition_work import COLUMNS, content_of, is_held_out, order_of
+from diffusion.preparation.presets import build_buckets
+from diffusion.preparation.records import Source, fingerprint_of
 from diffusion.preparation.sources import open_sources
-from diffusion.preparation.spill import Spill
+from diffusion.preparation.withdrawal import KEYS, add_keys, read_keys, withdraw
+from diffusion.preparation.work_run import Run
+
+__all__ = ["COLUMNS", "is_held_out", "order_of", "prepare", "prepare_from", "preview_of"]
 
 logger = logging.getLogger(__name__)
 
-COLUMNS = {
-    "image": "bytes",
-    "captions": "json",
-    "width": "int32",
-    "height": "int32",
-    "key": "str",
-    "metadata": "json",
-}
-"""MDS type of each column of a prepared sample."""
 
-TRAIN, VALIDATION = SPLITS
-NUM_EXAMPLES = 5
-"""Refused pictures of each reason that the manifest names."""
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """What earlier runs made.
 
+    Attributes:
+        manifest: Manifest of the finished data set; None if there is none.
+        parts: Partitions that it holds; None if it does not name them.
+    """
 
-@dataclass
-class Tally:
-    """Counts over all sources: seen is kept and refused together."""
+    manifest: PreparedManifest | None = None
+    parts: list[Part] | None = field(default_factory=list)
 
-    seen: Counter[str] = field(default_factory=Counter)
-    """By name of the source."""
-    kept: Counter[str] = field(default_factory=Counter)
-    """By name of the source."""
-    refused: Counter[str] = field(default_factory=Counter)
-    """By reason."""
-    examples: dict[str, list[Example]] = field(default_factory=dict)
-    """By reason, the first few."""
-
-    def keep(self, source: str) -> None:
-        """Count a picture that is kept."""
-        self.seen[source] += 1
-        self.kept[source] += 1
-
-    def refuse(self, source: str, refused: Refused) -> None:
-        """Count a picture that is refused."""
-        self.seen[source] += 1
-        self.refused[refused.reason.value] += 1
-        examples = self.examples.setdefault(refused.reason.value, [])
-        if len(examples) < NUM_EXAMPLES:
-            examples.append(Example(key=refused.key, detail=clean_text(refused.detail)))
-
-    def by_reason(self) -> dict[str, RefusedEntry]:
-        """Return the refusals for the manifest, sorted by reason."""
-        return {
-            reason: RefusedEntry(count=self.refused[reason], examples=self.examples[reason])
-            for reason in sorted(self.refused)
-        }
+    @property
+    def num_generations(self) -> int:
+        """Runs that added to the data set."""
+        return len(self.manifest.generations) if self.manifest else 0
 
 
 def prepare(
@@ -92,103 +74,190 @@ def prepare(
     out: str | Path,
     *,
     edges: Iterable[int | str] = DEFAULT_EDGES,
+    buckets: BucketsConfig | None = None,
     validation_fraction: float = 0.0,
     seed: int = 17,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
+    compression: str | None = None,
+    hashes: Sequence[str] = DEFAULT_HASHES,
     num_workers: int | None = None,
+    engine: str = "processes",
+    partition_size: int = 1024,
     image_column: str | None = None,
     caption_column: str | None = None,
+    captioner: CaptionerConfig | None = None,
+    scorers: Sequence[ScorerConfig] = (),
+    filters: FiltersConfig | None = None,
+    duplicates: DuplicatesConfig | None = None,
+    withdrawn: Path | None = None,
     overwrite: bool = False,
+    report: bool = False,
     progress: bool = False,
 ) -> PreparedManifest:
     """Write a prepared data set; the layout and the columns are those of docs/architecture.md.
 
-    The bytes written are a function of the content of the sources and of the other arguments, without `num_workers`.
+    The samples written are a function of the content of the sources, of those that were there at each run before, and
+    of the settings; not of workers, engine, size of partitions or interruptions. (Plug-ins take pictures in batches
+    within a partition: the size of partitions matters as far as their rounding goes.)
 
     Args:
-        sources: Folders of pictures, WebDataset tars, parquet files; see `diffusion.preparation.sources`.
-        out: The folder to write; it must be new, empty, or left half-written by an earlier run.
+        sources: Folders of pictures, WebDataset tars, parquet files and others; see `diffusion.preparation.sources`.
+        out: The folder to write: new, empty, left half-written by an earlier run, which is continued, or finished: then
+            what the sources hold in addition is added behind what is there, as a generation of its own.
         edges: Lowest shorter side of each bucket in pixels, ascending; smaller pictures are refused.
+        buckets: The division into buckets, in place of `edges`.
         validation_fraction: Share of the keys that is held out, 0 <= fraction < 1; whether a key is, depends on it and
             on the seed only.
         seed: Seed of the order and of the choice of held-out pictures, 0 <= seed < 2^32.
         shard_bytes: Size above which a new shard is begun.
-        num_workers: Processes that decode; None for one per available core.
+        compression: Of the shards, such as `zstd:3`.
+        hashes: Hashes of each shard in the index.
+        num_workers: Workers; None for one per available core.
+        engine: `processes` of this machine, or `ray`.
+        partition_size: Pictures that a worker takes at a time, where the source does not say.
         image_column: Column of the images in parquet files; None for the usual names.
         caption_column: Column of the captions in parquet files; None for the usual names.
-        overwrite: Replace a finished data set in `out`.
+        captioner: Writes captions.
+        scorers: Write columns of the metadata.
+        filters: What is kept.
+        duplicates: Which pictures count as the same; None keeps all.
+        withdrawn: File of keys, one per line, that are never to be in the data set; those that are there already are
+            marked as in `diffusion.preparation.withdrawal`.
+        overwrite: Replace a finished data set in `out`; what was withdrawn from it stays out.
+        report: Write `report.html` and `report.json`, too.
         progress: Show bars on stderr.
 
     Returns:
-        The manifest; that of the finished data set, and nothing is written, if `out` holds it already with the same
-        sources and settings.
+        The manifest; that of the finished data set, and nothing is written, if it holds all that the sources do.
 
     Raises:
         ConfigurationError: A setting is out of range.
-        DataError: A source is missing or unknown, no picture was kept, or `out` holds something else.
+        DataError: A source is missing, unknown, or has changed in what was read before; no picture was kept, or `out`
+            holds something else.
         MachineError: `out` cannot be written to, the disk is full, or a worker died.
     """
+    division = EdgeBuckets(parse_edges(edges)) if buckets is None else build_buckets(buckets)
+    filters = filters or FiltersConfig()
     settings = PrepareSettings(
-        edges=list(parse_edges(edges)),
+        edges=list(division.edges) if isinstance(division, EdgeBuckets) else [],
         validation_fraction=float(validation_fraction),
         seed=seed,
         shard_bytes=shard_bytes,
         image_column=image_column,
         caption_column=caption_column,
+        sizes=division.names if isinstance(division, SizeBuckets) else [],
+        upscale=isinstance(division, SizeBuckets) and division.upscale,
+        compression=compression,
+        hashes=list(hashes),
+        captioner=None if captioner is None else to_dict(captioner),
+        scorers=[to_dict(one) for one in scorers],
+        filters=to_dict(filters) if filters != FiltersConfig() else {},
+        duplicates=None if duplicates is None else to_dict(duplicates),
     )
-    num_workers = _available_cores() if num_workers is None else num_workers
-    _check(settings, num_workers, out)
+    examination = Examination(buckets=division, captioner=captioner, scorers=list(scorers), filters=filters)
+    workers = Workers(_engine(engine), available_cores() if num_workers is None else num_workers)
+    _check(settings, partition_size, duplicates, out)
+    examination.tools()  # a plug-in that cannot be loaded is told before any work
     out = Path(out).absolute()
     opened = open_sources(sources, image_column=image_column, caption_column=caption_column)
     _check_apart(opened, out)
+    keys = read_keys(withdrawn) if withdrawn is not None else set()
+    history = History()
     if (out / MANIFEST).exists() and not overwrite:
-        return _finished(out, settings, opened)
-    with claim(out, PreparedManifest.KIND, overwrite=overwrite) as work:
-        tally, spills = _sort_into_spills(opened, settings, out, work, num_workers, progress)
-        if not sum(tally.kept.values()):
-            raise DataError(f"no picture was kept; {_in_words(tally)}")
-        splits = _write_splits(spills, settings, out, progress)
-        manifest = PreparedManifest(
-            sources=[
-                SourceEntry(
-                    name=source.name,
-                    kind=source.kind,
-                    path=clean_text(source.path),
-                    seen=tally.seen[source.name],
-                    kept=tally.kept[source.name],
-                )
-                for source in opened
-            ],
-            settings=settings,
-            columns=COLUMNS,
-            seen=tally.seen.total(),
-            kept=tally.kept.total(),
-            refused=tally.by_reason(),
-            splits=splits,
-        )
-        assert manifest.seen == manifest.kept + tally.refused.total(), "every picture is accounted for"
+        history = _history(out, settings, opened)
+        if keys:
+            withdraw(out, keys)
+        if not _has_grown(out, history, opened, partition_size, workers):
+            return _finished(out, history)
+    with claim(out, PreparedManifest.KIND, overwrite=overwrite, grow=history.manifest is not None) as work:
+        _check_still(out, history)
         with writing(out):
-            manifest.write(out)
-    return manifest
+            add_keys(out, keys)
+            plan = _plan(out, work, settings, opened, history, partition_size)
+        run = Run(
+            plan=plan,
+            settings=settings,
+            sources=opened,
+            examination=examination,
+            duplicates=duplicates,
+            manifest=history.manifest,
+            earlier=history.parts or [],
+            out=out,
+            work=work / plan.identity,
+            report=report,
+            progress=progress,
+        )
+        with started(workers) as call:
+            return run.complete(call)
 
 
-def is_held_out(key: str, fraction: float, seed: int) -> bool:
-    """Return whether a key is held out; what a smaller fraction holds out, a larger one does, too."""
-    return _hash(key, "held out", seed) < fraction * 2**64
+def prepare_from(
+    config: PrepareConfig,
+    *,
+    withdrawn: Path | None = None,
+    overwrite: bool = False,
+    report: bool = False,
+    progress: bool = False,
+) -> PreparedManifest:
+    """Write a prepared data set as a configuration says; see `prepare`."""
+    return prepare(
+        config.sources,
+        config.out,
+        buckets=config.buckets,
+        validation_fraction=config.validation_fraction,
+        seed=config.seed,
+        shard_bytes=config.shard_mb * 2**20,
+        compression=config.compression,
+        hashes=config.hashes,
+        num_workers=config.workers,
+        engine=config.engine.value,
+        partition_size=config.partition_size,
+        image_column=config.image_column,
+        caption_column=config.caption_column,
+        captioner=config.captioner,
+        scorers=config.scorers,
+        filters=config.filters,
+        duplicates=config.duplicates,
+        withdrawn=withdrawn,
+        overwrite=overwrite,
+        report=report,
+        progress=progress,
+    )
 
 
-def order_of(key: str, seed: int) -> int:
-    """Return the number, below 2^64, by which the samples of a bucket are sorted."""
-    return _hash(key, "order", seed)
+def preview_of(config: PrepareConfig, number: int) -> list[Preview]:
+    """Try a configuration on a few pictures of each source; nothing is written.
+
+    Args:
+        config: The configuration; `out` is not looked at.
+        number: Pictures of each source, at most.
+
+    Raises:
+        ConfigurationError: A setting is out of range.
+        DataError: A source is missing or unknown.
+        MachineError: A source cannot be read.
+    """
+    examination = Examination(
+        buckets=build_buckets(config.buckets),
+        captioner=config.captioner,
+        scorers=config.scorers,
+        filters=config.filters,
+    )
+    sources = open_sources(config.sources, image_column=config.image_column, caption_column=config.caption_column)
+    return preview(sources, examination, number, config.partition_size)
 
 
-def _hash(key: str, purpose: str, seed: int) -> int:
-    """Return 64 random bits of a key."""
-    digest = hashlib.blake2b(key.encode(), digest_size=8, person=purpose.encode(), salt=seed.to_bytes(8, "little"))
-    return int.from_bytes(digest.digest(), "little")
+def _engine(name: str) -> Engine:
+    """Return the engine of a name."""
+    try:
+        return Engine(name)
+    except ValueError as error:
+        raise ConfigurationError(f"engine: {name!r}; it is one of {', '.join(one.value for one in Engine)}") from error
 
 
-def _check(settings: PrepareSettings, num_workers: int, out: str | Path) -> None:
+def _check(
+    settings: PrepareSettings, partition_size: int, duplicates: DuplicatesConfig | None, out: str | Path
+) -> None:
     """Refuse settings that are out of range."""
     if not 0 <= settings.validation_fraction < 1:
         raise ConfigurationError(
@@ -196,143 +265,118 @@ def _check(settings: PrepareSettings, num_workers: int, out: str | Path) -> None
         )
     if not 0 <= settings.seed < 2**32:
         raise ConfigurationError(f"seed: {settings.seed}; it must be at least 0 and below 2^32")
-    if num_workers < 1:
-        raise ConfigurationError(f"workers: {num_workers}; it must be 1 or more")
+    if partition_size < 1:
+        raise ConfigurationError(f"partition size: {partition_size}; it must be 1 or more")
     if "://" in str(out):
         raise ConfigurationError(f"output: {out} is a URL; write to a local folder and copy it there")
-    check_shard_bytes(settings.shard_bytes)
+    if duplicates is not None:
+        check_distance(duplicates.max_distance)
+    ShardFormat(
+        columns=COLUMNS,
+        shard_bytes=settings.shard_bytes,
+        hashes=tuple(settings.hashes),
+        compression=settings.compression,
+    ).check()
 
 
 def _check_apart(sources: Sequence[Source], out: Path) -> None:
     """Refuse an output inside a source, or the reverse."""
     for source in sources:
+        if "://" in source.path:
+            continue
         place, target = Path(source.path).resolve(), out.resolve()
         if place == target or (place.is_dir() and target.is_relative_to(place)) or place.is_relative_to(target):
             raise DataError(f"the output {out} and the source {source.path} lie in one another; choose another output")
 
 
-def _finished(out: Path, settings: PrepareSettings, sources: Sequence[Source]) -> PreparedManifest:
-    """Return the manifest of a finished data set if it is the one asked for."""
+def _history(out: Path, settings: PrepareSettings, sources: Sequence[Source]) -> History:
+    """Read a finished data set and check that it can be what is asked for."""
     manifest = PreparedManifest.read(out)
-    there = [(entry.name, entry.kind, entry.path) for entry in manifest.sources]
-    asked = [(source.name, source.kind, clean_text(source.path)) for source in sources]
-    if there != asked or manifest.settings != settings:
-        what = "from other sources" if there != asked else f"with other settings ({manifest.settings})"
+    parts = read_parts(out, len(manifest.generations))
+    there = [[entry.name, entry.kind, entry.path] for entry in manifest.sources]
+    asked = described(sources)
+    fits = there == (asked if parts is None else asked[: len(there)])
+    if not fits or manifest.settings != settings:
+        what = (
+            "with other settings (" + _differences(manifest.settings, settings) + ")" if fits else "from other sources"
+        )
         raise DataError(f"{out} was prepared {what}; choose another folder, or replace it with --overwrite")
+    return History(manifest=manifest, parts=parts)
+
+
+def _differences(there: PrepareSettings, asked: PrepareSettings) -> str:
+    """Return the settings that differ, in words."""
+    differing = [name for name in vars(asked) if getattr(there, name) != getattr(asked, name)]
+    return ", ".join(f"{name}: {getattr(there, name)}, not {getattr(asked, name)}" for name in differing)
+
+
+def _has_grown(out: Path, history: History, sources: Sequence[Source], size: int, workers: Workers) -> bool:
+    """Return whether the sources hold more than the data set; refuse them if they hold less or something else."""
+    if history.parts is None:
+        return False
+    now, new = survey(sources, size, history.parts)
+
+    def contents(parts: list[Part]) -> list[str]:
+        if not parts:
+            return []
+        logger.info("%d partitions look changed; they are read again and compared", len(parts))
+        by_name = {source.name: source for source in sources}
+        with started(workers) as call:
+            tasks = [(by_name[part.source].only(part.partition), part) for part in parts]
+            found = dict(call(content_of, tasks))
+        return [found[part.number] for part in parts]
+
+    check_unchanged(out, history.parts, now, contents)
+    return bool(new)
+
+
+def _finished(out: Path, history: History) -> PreparedManifest:
+    """Return the manifest of a data set to which nothing is added."""
+    assert history.manifest is not None, "it is finished"
+    if (out / WORK).exists():
+        with claim(out, PreparedManifest.KIND, grow=True) as work:
+            start_over(out, work)
     logger.info("%s is finished already; nothing was done (--overwrite prepares it anew)", out)
-    return manifest
+    return history.manifest
 
 
-def _sort_into_spills(
-    sources: Sequence[Source], settings: PrepareSettings, out: Path, work: Path, num_workers: int, progress: bool
-) -> tuple[Tally, dict[tuple[str, str], Spill]]:
-    """Read and decode everything; put what is kept into one spill per split and bucket."""
-    tally, spills = Tally(), {}
-    totals = [source.num_records for source in sources]
-    total = None if None in totals else sum(number or 0 for number in totals)
-    try:
-        with _bar("decoding", total, progress) as bar:
-            for source in sources:
-                for batch in examine_records(source.read(), num_workers):
-                    for record, verdict in batch:
-                        refused = record if isinstance(record, Refused) else _refusal(record, verdict, settings.edges)
-                        if refused is not None:
-                            tally.refuse(source.name, refused)
-                            continue
-                        assert isinstance(record, Record) and verdict is not None
-                        with writing(out):
-                            _spill(record, verdict, settings, work, spills)
-                        tally.keep(source.name)
-                    bar.update(len(batch))
-                    bar.set_postfix(refused=tally.refused.total(), refresh=False)
-        with writing(out):
-            for spill in spills.values():
-                spill.close()
-    except BaseException:
-        for spill in spills.values():
-            spill.abandon()
-        raise
-    return tally, spills
+def _check_still(out: Path, history: History) -> None:
+    """Refuse a data set that another process finished in the meantime."""
+    now = PreparedManifest.read(out) if (out / MANIFEST).exists() else None
+    if now != history.manifest:
+        raise MachineError(f"another process has written to {out} in the meantime; run the command again")
 
 
-def _refusal(record: Record, verdict: Verdict | None, edges: Sequence[int]) -> Refused | None:
-    """Return why a decoded record is refused, or None."""
-    assert verdict is not None, "each record was decoded"
-    if verdict.reason:
-        return Refused(record.key, Reason(verdict.reason), verdict.detail)
-    if bucket_of(min(verdict.width, verdict.height), edges) is None:
-        return Refused(record.key, Reason.TOO_SMALL, f"{verdict.width} x {verdict.height}")
-    return None
-
-
-def _spill(
-    record: Record, verdict: Verdict, settings: PrepareSettings, work: Path, spills: dict[tuple[str, str], Spill]
-) -> None:
-    """Append a sample to the spill of its split and bucket."""
-    split = VALIDATION if is_held_out(record.key, settings.validation_fraction, settings.seed) else TRAIN
-    bucket = bucket_of(min(verdict.width, verdict.height), settings.edges)
-    assert bucket is not None, "small pictures were refused"
-    if (split, bucket) not in spills:
-        spills[split, bucket] = Spill(work / f"{split}-{bucket}")
-    fields = {
-        "captions": record.captions,
-        "width": verdict.width,
-        "height": verdict.height,
-        "key": record.key,
-        "metadata": record.metadata,
-    }
-    spills[split, bucket].add(order_of(record.key, settings.seed), record.image, fields)
-
-
-def _write_splits(
-    spills: dict[tuple[str, str], Spill], settings: PrepareSettings, out: Path, progress: bool
-) -> dict[str, dict[str, BucketEntry]]:
-    """Write each spill as an MDS folder and remove it."""
-    splits: dict[str, dict[str, BucketEntry]] = {}
-    with _bar("writing", sum(map(len, spills.values())), progress) as bar:
-        for split, bucket in _in_order(spills, settings.edges):
-            spill, folder = spills[split, bucket], out / split / bucket
-            with writing(out):
-                with write_mds(folder, COLUMNS, shard_bytes=settings.shard_bytes) as writer:
-                    for sample in spill.samples():
-                        writer.write(sample)
-                        bar.update()
-                spill.remove()
-            index = read_index(folder)
-            assert index.num_samples == len(spill), "every sample was written"
-            splits.setdefault(split, {})[bucket] = BucketEntry(
-                num_samples=index.num_samples,
-                num_shards=index.num_shards,
-                num_bytes=index.num_bytes,
-                sha256=index.sha256,
-            )
-    return splits
-
-
-def _in_order(spills: Iterable[tuple[str, str]], edges: Sequence[int]) -> Iterator[tuple[str, str]]:
-    """Yield split and bucket of the spills that there are: training first, buckets ascending."""
-    present = set(spills)
-    for split in SPLITS:
-        for bucket in bucket_names(edges):
-            if (split, bucket) in present:
-                yield split, bucket
-
-
-def _bar(what: str, total: int | None, progress: bool) -> tqdm:
-    """Return a progress bar; where stderr is a file it adds a line now and then only."""
-    interval = 0.2 if sys.stderr.isatty() else 30.0
-    return tqdm(desc=what, total=total, unit=" pictures", mininterval=interval, disable=not progress)
-
-
-def _available_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _in_words(tally: Tally) -> str:
-    """Return the refusals in words, with an example of each reason."""
-    reasons = [
-        f"{entry.count} refused as {reason} (as {entry.examples[0].key}: {entry.examples[0].detail or reason})"
-        for reason, entry in tally.by_reason().items()
-    ]
-    return "; ".join(reasons) or "the sources hold none"
+def _plan(
+    out: Path, work: Path, settings: PrepareSettings, sources: Sequence[Source], history: History, size: int
+) -> Plan:
+    """Return the plan that an earlier run left, if it is still right; otherwise make one, and remove what is there."""
+    known = history.parts or []
+    keys = read_keys(out / KEYS) if (out / KEYS).is_file() else set()
+    now, new = survey(sources, size, known)
+    plan = Plan(
+        generation=history.num_generations,
+        settings=to_dict(settings),
+        sources=described(sources),
+        parts=in_generation(new, history.num_generations),
+        withdrawn=fingerprint_of(*sorted(keys)),
+    )
+    for path in sorted(work.glob("*/plan.json")):
+        left = Plan.read(path)
+        same = [
+            getattr(left, name) == getattr(plan, name) for name in ("generation", "settings", "sources", "withdrawn")
+        ]
+        if not all(same):
+            continue
+        now, newer = survey(sources, size, [*known, *left.parts])
+        if now[len(known) :] == left.parts:
+            logger.info("%s was left half-written; going on", out)
+            if newer:
+                logger.warning("the sources have grown since; run the command once more to add that, too")
+            return left
+    if any(work.iterdir()):
+        logger.info("%s was left half-written, of other sources or settings; starting over", out)
+        start_over(out, work)
+    (work / plan.identity).mkdir()
+    plan.write(work / plan.identity)
+    return plan

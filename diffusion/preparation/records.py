@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -27,6 +27,14 @@ class Reason(str, Enum):
     NOT_SUCCESSFUL = "not_successful"
     INVALID_JSON = "invalid_json"
     DAMAGED_FILE = "damaged_file"
+    DUPLICATE = "duplicate"
+    NEAR_DUPLICATE = "near_duplicate"
+    WITHDRAWN = "withdrawn"
+
+
+def reason_text(reason: Reason | str) -> str:
+    """Return a reason as the manifest names it."""
+    return reason.value if isinstance(reason, Reason) else reason
 
 
 @dataclass(frozen=True)
@@ -52,17 +60,45 @@ class Refused:
 
     Attributes:
         key: As the record's would have been.
-        reason: Why.
+        reason: Why; a `Reason`, or the name of a filter.
         detail: A few words for the person who looks at the examples.
+        record: Where only the caption is missing: the record without captions, which a captioner can complete.
     """
 
     key: str
-    reason: Reason
+    reason: Reason | str
     detail: str = ""
+    record: Record | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A part of a source that one worker reads on its own, in one pass.
+
+    Attributes:
+        id: Name within the source: of two partitions of one source no two are equal, and that of a partition stays when
+            the source grows. Short and made of what the partition holds (a tar's name, a file and its first row).
+        items: What `Source.read` needs to find it again in another process: names of files below the source, numbers
+            as text. It is stored as JSON with the data set, so no secret may be in it.
+        fingerprint: Changes when what it holds changes, and is found without reading the pictures: names, sizes and
+            times of modification (`file_state`), or the version that a store gives. Where it differs from the one of
+            the last run, the partition is read again and compared in full, so it may change needlessly.
+        num_records: How many records and refusals it will yield; None if that is not known beforehand.
+    """
+
+    id: str
+    items: tuple[str, ...]
+    fingerprint: str
+    num_records: int | None = None
 
 
 class Source(Protocol):
-    """A place that records are read from, in the same order each time."""
+    """A place that records are read from, cut into partitions.
+
+    A source is a small value that can be pickled: it is sent to the workers, and each reads whole partitions. It holds
+    no open file, and no password (a worker finds those in its environment). What a partition yields depends on the
+    content of the partition alone: keys are unique over the source by construction, without a look at the others.
+    """
 
     @property
     def name(self) -> str:
@@ -71,12 +107,12 @@ class Source(Protocol):
 
     @property
     def kind(self) -> str:
-        """`folder`, `webdataset` or `parquet`."""
+        """`folder`, `webdataset`, `parquet`, ..."""
         ...
 
     @property
     def path(self) -> str:
-        """Where it is, as the manifest names it."""
+        """Where it is, as the manifest names it; without passwords."""
         ...
 
     @property
@@ -84,9 +120,61 @@ class Source(Protocol):
         """How many records and refusals it will yield; None if that is not known beforehand."""
         ...
 
-    def read(self) -> Iterator[Record | Refused]:
-        """Yield each picture once, either way."""
+    def partitions(self, size: int, known: Sequence[Partition] = ()) -> list[Partition]:
+        """Cut the source into partitions that hold every picture exactly once.
+
+        The cut is a function of the content of the source and of the arguments.
+
+        Args:
+            size: Pictures that a partition should hold where the source can be cut freely (the files of a folder, the
+                rows of a table); a tar is one partition whatever it holds.
+            known: Partitions of an earlier run, when the source held less. They are returned as they are now: with the
+                same id and items, and a fingerprint of what is there today. One whose files are gone is left out. What
+                they do not hold becomes new partitions, whatever `size` they were cut with.
+
+        Returns:
+            The known ones that are still there, in the order given, then the new ones in the order of their content
+            (that of `read` without a partition, where nothing is known).
+
+        Raises:
+            DataError: The source is not what it was when it was opened.
+            MachineError: It cannot be listed.
+        """
         ...
+
+    def only(self, partition: Partition) -> "Source":
+        """Return a source of the same keys that is small when pickled, and of which only this partition will be read.
+
+        For a source that is small anyway it is the source itself; one that lists its files leaves the others out.
+        """
+        ...
+
+    def read(self, partition: Partition | None = None) -> Iterator[Record | Refused]:
+        """Yield each picture of a partition once, either way, in the same order each time; None: of all of them.
+
+        Raises:
+            MachineError: The disk or the network fails. A damaged file is no error: it is a refusal.
+        """
+        ...
+
+
+def file_state(path: Path) -> str:
+    """Return size and time of modification of a file, for fingerprints; `gone` where there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return "gone"
+    return f"{status.st_size} {status.st_mtime_ns}"
+
+
+def fingerprint_of(*parts: str) -> str:
+    """Return a short hash of texts: equal for equal lists of texts."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        encoded = part.encode("utf-8", "surrogatepass")
+        digest.update(len(encoded).to_bytes(8, "little"))
+        digest.update(encoded)
+    return digest.hexdigest()
 
 
 def make_record(key: str, image: bytes, captions: Any, metadata: dict[str, Any]) -> Record | Refused:
@@ -103,15 +191,17 @@ def make_record(key: str, image: bytes, captions: Any, metadata: dict[str, Any])
         The record, or the refusal if there is no caption, none that is not blank, or one is not valid UTF-8.
     """
     texts = [text for text in (captions if isinstance(captions, list) else [captions]) if isinstance(text, str)]
+    metadata = {clean_text(str(name)): fit_for_json(metadata[name]) for name in metadata}
+    bare = Record(key, image, [], metadata)
     if not texts:
-        return Refused(key, Reason.MISSING_CAPTION)
+        return Refused(key, Reason.MISSING_CAPTION, record=bare)
     if any(has_surrogates(text) for text in texts):
         return Refused(key, Reason.INVALID_UTF8, ascii(next(text for text in texts if has_surrogates(text))[:80]))
     stripped = [text.strip() for text in texts]
     captions = [text for text in stripped if text]
     if not captions:
-        return Refused(key, Reason.EMPTY_CAPTION)
-    return Record(key, image, captions, {clean_text(str(name)): fit_for_json(metadata[name]) for name in metadata})
+        return Refused(key, Reason.EMPTY_CAPTION, record=bare)
+    return Record(key, image, captions, metadata)
 
 
 def read_image(path: Path, key: str) -> bytes | Refused:

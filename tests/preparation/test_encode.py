@@ -13,14 +13,16 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from streaming.base.format import reader_from_json
 
-from diffusion.config.data import Representation
+from diffusion.config.data import PictureSize, Representation
 from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.encoded import EncodedManifest, check_encoded, read_encoded_manifest
 from diffusion.datasets.loader import train_loader
-from diffusion.datasets.transforms import SquareTransform
+from diffusion.datasets.transforms import PictureTransform
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.preparation import encode as encode_module
 from diffusion.preparation.encode import encode
+from diffusion.preparation.encode_models import Encoder, EncodingModels
+from diffusion.preparation.encode_pictures import PictureBatch
+from diffusion.preparation.encode_writer import Mark
 from tests.written_data import (
     PREPARED,
     data_config,
@@ -50,16 +52,17 @@ def build_vae(seed: int = 0) -> AutoencoderKL:
 
 
 def run(prepared: Path, out: Path, **options: Any) -> EncodedManifest:
-    defaults: dict[str, Any] = {
+    models: dict[str, Any] = {
         "vae": build_vae(),
         "vae_identity": "vae-0",
         "tokenize": tokenize,
         "tokenizer_identity": "tokenizer-0",
         "empty_ids": EMPTY_IDS,
-        "resolution": RESOLUTION,
-        "batch_size": 4,
     }
-    return encode(prepared, out, **(defaults | options))
+    models |= {name: options.pop(name) for name in list(options) if name in models}
+    resolution = options.pop("resolution", RESOLUTION)
+    defaults = {"models": EncodingModels(**models), "resolutions": [resolution], "batch_size": 4}
+    return encode(prepared, out, **(defaults | options))[0]
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -94,7 +97,7 @@ def test_encoding_keeps_layout_order_and_count(prepared: Path, tmp_path: Path) -
     vae = build_vae()
     for i, sample in enumerate(samples):
         assert set(sample) == {"latent_mean", "latent_logvar", "token_ids", "key"}
-        pixels = torch.from_numpy(SquareTransform(resolution=RESOLUTION)(picture(i))[None]) / 127.5 - 1
+        pixels = torch.from_numpy(PictureTransform.square(RESOLUTION)(picture(i))[None]) / 127.5 - 1
         with torch.no_grad():
             posterior = vae.encode(pixels).latent_dist
         for name, moment in [("latent_mean", posterior.mean[0]), ("latent_logvar", posterior.logvar[0])]:
@@ -105,7 +108,7 @@ def test_encoding_keeps_layout_order_and_count(prepared: Path, tmp_path: Path) -
         np.testing.assert_array_equal(sample["token_ids"], tokenize([f"{i} 32-64 0", f"{i} 32-64 1"]))
 
 
-def test_the_result_does_not_depend_on_batch_size_or_workers(prepared: Path, tmp_path: Path) -> None:
+def test_workers_do_not_change_a_byte_and_batch_size_rounds_only(prepared: Path, tmp_path: Path) -> None:
     run(prepared, tmp_path / "a", batch_size=4)
     run(prepared, tmp_path / "again", batch_size=4, num_workers=2)
     run(prepared, tmp_path / "b", batch_size=3)
@@ -114,6 +117,8 @@ def test_the_result_does_not_depend_on_batch_size_or_workers(prepared: Path, tmp
         for name in ("latent_mean", "latent_logvar"):
             np.testing.assert_allclose(one[name], other[name], rtol=2e-3, atol=1e-4)
         assert one["key"] == other["key"]
+    with pytest.raises(DataError, match=r"holds another encoding \(batch_size differ\)"):
+        run(prepared, tmp_path / "a", batch_size=3)
 
 
 def test_mean_only(prepared: Path, tmp_path: Path) -> None:
@@ -135,30 +140,34 @@ def test_the_same_command_continues_where_it_was_stopped(
     prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, out = tmp_path / "whole", tmp_path / "out"
-    run(prepared, whole)
-    original = encode_module._Encoder.posterior
-    num_batches = 0
+    encoded: list[str] = []
+    original = Encoder.start
 
-    def stop_at_the_fifth(self: Any, images: torch.Tensor) -> Any:
-        nonlocal num_batches
-        num_batches += 1
-        if num_batches == 5:
+    def start(self: Encoder, batch: PictureBatch) -> Any:
+        if len(encoded) == 3:
             raise KeyboardInterrupt
-        return original(self, images)
+        encoded.append(batch.keys[0])
+        return original(self, batch)
 
-    monkeypatch.setattr(encode_module._Encoder, "posterior", stop_at_the_fifth)
+    run(prepared, whole)
+    monkeypatch.setattr(Encoder, "start", start)
     with pytest.raises(KeyboardInterrupt):
         run(prepared, out)
-    assert sorted(path.name for path in (out / "train").iterdir()) == ["32-64"]
     assert not (out / "manifest.json").exists()
+    assert not list(out.rglob("index.json"))
+    done = [Mark.read(path) for path in out.glob("work.partial/shards/*.json")]
     with pytest.raises(DataError, match=r"holds another encoding \(vae differ\)"):
         run(prepared, out, vae_identity="vae-1")
-    num_batches = 5
+    monkeypatch.setattr(Encoder, "start", original)
+    marked = {path: path.stat().st_mtime_ns for path in out.rglob("*.mds")}
     run(prepared, out)
-    assert num_batches == 5 + 2 + 1
     assert digests(out) == digests(whole)
+    assert sum(mark.samples for mark in done) > 0
+    kept = [path.stat().st_mtime_ns for path in out.rglob("*.mds")]
+    assert set(marked.values()) <= set(kept), "finished shards are not written again"
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
     run(prepared, out)
-    assert num_batches == 5 + 2 + 1
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
 
 
 def test_a_folder_with_something_else_is_not_touched(prepared: Path, tmp_path: Path) -> None:
@@ -196,13 +205,34 @@ def test_what_cannot_be_encoded(prepared: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_undecodable_picture_is_an_error(tmp_path: Path, num_workers: int) -> None:
-    write_prepared(tmp_path / "prepared", {"32-64": 6}, bad=(4,))
-    with pytest.raises(DataError) as caught:
-        run(tmp_path / "prepared", tmp_path / "out", num_workers=num_workers)
-    assert "32-64, sample 4, key '32-64/4' cannot be decoded" in str(caught.value)
-    assert "Traceback" not in str(caught.value)
-    assert not list((tmp_path / "out" / "train").iterdir())
+def test_damaged_pictures_keep_their_place(tmp_path: Path, num_workers: int, caplog: pytest.LogCaptureFixture) -> None:
+    write_prepared(tmp_path / "prepared", {"32-64": 8}, bad=(1, 6))
+    write_prepared(tmp_path / "whole", {"32-64": 8})
+    out = tmp_path / "out"
+    run(tmp_path / "prepared", out, num_workers=num_workers)
+    run(tmp_path / "whole", tmp_path / "sound")
+    assert json.loads((out / "damaged.json").read_text()) == {"train/32-64": [1, 6]}
+    assert not (out / "withdrawn.json").exists()
+    assert [
+        record.getMessage() for record in caplog.records if "key '32-64/6' cannot be decoded" in record.getMessage()
+    ]
+    sound, samples = read(tmp_path / "sound/train/32-64"), read(out / "train/32-64")
+    assert [sample["key"] for sample in samples] == [f"32-64/{i}" for i in range(8)]
+    for i, sample in enumerate(samples):
+        assert (i in (1, 6)) == (not sample["latent_mean"].any()) == (not sample["latent_logvar"].any())
+        if i not in (1, 6):
+            np.testing.assert_allclose(sample["latent_mean"], sound[i]["latent_mean"], rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_too_many_damaged_pictures_are_an_error(tmp_path: Path, num_workers: int) -> None:
+    write_prepared(tmp_path / "prepared", {"32-64": 20}, bad=tuple(range(3, 14)))
+    for _ in range(2):
+        with pytest.raises(DataError) as caught:
+            run(tmp_path / "prepared", tmp_path / "out", num_workers=num_workers)
+        assert "11 of 20 pictures are damaged" in str(caught.value)
+        assert "key '32-64/13' cannot be decoded" in str(caught.value)
+        assert not (tmp_path / "out" / "manifest.json").exists()
 
 
 def test_latents_that_are_not_finite_are_an_error(prepared: Path, tmp_path: Path) -> None:
@@ -234,14 +264,15 @@ def test_latents_read_are_those_of_the_pictures_read(prepared: Path, tmp_path: P
 def test_encoded_data_that_does_not_fit_a_run(prepared: Path, tmp_path: Path) -> None:
     manifest = run(prepared, tmp_path / "out", mean_only=True)
     fitting: dict[str, Any] = {
-        "where": "data", "resolution": RESOLUTION, "needs_logvar": False,
+        "where": "data", "size": PictureSize(RESOLUTION, RESOLUTION), "needs_logvar": False,
         "vae_identity": "vae-0", "tokenizer_identity": "tokenizer-0", "empty_ids": EMPTY_IDS,
     }  # fmt: skip
     check_encoded(manifest, **fitting)
     for change, message in [
         ({"vae_identity": "vae-1"}, "VAE: vae-0 there, vae-1 here"),
         ({"tokenizer_identity": "t"}, "tokenizer: tokenizer-0 there, t here"),
-        ({"resolution": 64}, "resolution: 32 there, 64 here; transform: lanczos-centre-crop-32-v1 there"),
+        ({"size": PictureSize(64, 64)}, "resolution: 32 there, 64 here"),
+        ({"size": PictureSize(32, 64)}, "resolution: 32 there, 32 x 64 here"),
         ({"empty_ids": [1]}, r"empty caption's ids: \[0, 1, 2, 3, 4\] there, \[1\] here"),
         ({"needs_logvar": True}, "only the means are there, and objective.posterior is sample"),
     ]:

@@ -1,4 +1,3 @@
-import contextlib
 import errno
 import filecmp
 import json
@@ -11,10 +10,9 @@ import pytest
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.datasets.mds import read_index
 from diffusion.errors import DataError, MachineError
-from diffusion.preparation import output_folder
-from diffusion.preparation import prepare as module
+from diffusion.preparation import merge_shards, output_folder
+from diffusion.preparation.partition_output import PartitionWriter
 from diffusion.preparation.prepare import prepare
-from diffusion.preparation.spill import Spill
 from tests.picture_files import tree, write_folder
 
 
@@ -54,31 +52,31 @@ def test_foreign_files_are_never_removed(tmp_path):
     assert (tmp_path / "out" / "train" / "thesis.doc").read_text() == "precious"
 
 
+def after(number, action, function):
+    """Do something else from a call on."""
+    count = iter(range(10**6))
+    return lambda *args, **kwargs: action() if next(count) == number else function(*args, **kwargs)
+
+
 def killed(moment, source, out):
     """Prepare, and end by SIGKILL at a moment."""
-    die = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+    die = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
     if moment == "decoding":
-        count = iter(range(10**6))
-        add = Spill.add
-        Spill.add = lambda self, *rest: die() if next(count) == 20 else add(self, *rest)
+        PartitionWriter.keep = after(20, die, PartitionWriter.keep)
     elif moment == "writing":
-        writer = module.write_mds
-
-        @contextlib.contextmanager
-        def write_some(*arguments, **options):
-            with writer(*arguments, **options) as mds:
-                write, count = mds.write, iter(range(10**6))
-                mds.write = lambda one: die() if next(count) == 8 else write(one)
-                yield mds
-
-        module.write_mds = write_some
+        merge_shards.write_shard = after(3, die, merge_shards.write_shard)
+    elif moment == "facts":
+        merge_shards.write_table = after(3, die, merge_shards.write_table)
     else:
-        PreparedManifest.write = die
-    prepare([source], out, edges=[16, 34], num_workers=1, shard_bytes=8000)
+        PreparedManifest.write = lambda *_: die()
+    prepare([source], out, **OPTIONS)
 
 
-@pytest.mark.parametrize("moment", ["decoding", "writing", "manifest"])
-def test_killed_in_the_middle(tmp_path, moment):
+OPTIONS = {"edges": [16, 34], "num_workers": 1, "shard_bytes": 8000, "partition_size": 6}
+
+
+@pytest.mark.parametrize("moment", ["decoding", "writing", "facts", "manifest"])
+def test_killed_in_the_middle(tmp_path, moment, monkeypatch):
     source, out = tmp_path / "set", tmp_path / "out"
     write_folder(source, 40)
     process = multiprocessing.get_context("fork").Process(target=killed, args=(moment, source, out))
@@ -93,27 +91,55 @@ def test_killed_in_the_middle(tmp_path, moment):
     assert indexes == wanted
     assert any(out.rglob("*.partial"))
 
-    options = {"edges": [16, 34], "num_workers": 1, "shard_bytes": 8000}
-    manifest = prepare([source], out, **options)
+    kept, written = [], []
+    keep, write = PartitionWriter.keep, merge_shards.write_shard
+    monkeypatch.setattr(PartitionWriter, "keep", lambda *a, **k: (kept.append(1), keep(*a, **k)))
+    monkeypatch.setattr(merge_shards, "write_shard", lambda *a, **k: (written.append(1), write(*a, **k))[1])
+    manifest = prepare([source], out, **OPTIONS)
     assert manifest.kept == 40
-    prepare([source], tmp_path / "undisturbed", **options)
+    assert len(kept) == (40 - 18 if moment == "decoding" else 0), "finished partitions are not read again"
+    num_shards = sum(entry.num_shards for entry in manifest.splits["train"].values())
+    assert len(written) == num_shards - {"decoding": 0, "writing": 3}.get(moment, num_shards)
+    prepare([source], tmp_path / "undisturbed", **OPTIONS)
     comparison = filecmp.dircmp(out, tmp_path / "undisturbed")
     assert (comparison.left_only, comparison.right_only) == ([], [])
     assert tree(out) == tree(tmp_path / "undisturbed")
 
 
-@pytest.mark.parametrize("moment", ["spill", "shard", "manifest"])
-def test_disk_full(tmp_path, monkeypatch, moment):
+def test_interrupted_and_started_with_other_settings(tmp_path):
+    source, out = tmp_path / "set", tmp_path / "out"
+    write_folder(source, 40)
+    process = multiprocessing.get_context("fork").Process(target=killed, args=("writing", source, out))
+    process.start()
+    process.join()
+    other = {**OPTIONS, "seed": 5}
+    prepare([source], out, **other)
+    prepare([source], tmp_path / "undisturbed", **other)
+    assert tree(out) == tree(tmp_path / "undisturbed")
+
+
+def full(*_, **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("moment", ["first partition", "partition", "shard", "manifest"])
+def test_disk_full(tmp_path, moment):
     write_folder(tmp_path / "set", 10)
-
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    target = {"spill": (Spill, "add"), "shard": (module, "write_mds"), "manifest": (PreparedManifest, "write")}[moment]
-    monkeypatch.setattr(*target, full)
-    with pytest.raises(MachineError, match=r"cannot write to .*No space left on device; .* GiB are free"):
-        prepare([tmp_path / "set"], tmp_path / "out", edges=[16], num_workers=1)
-    assert not (tmp_path / "out").exists()
+    options = {"edges": [16], "num_workers": 1, "partition_size": 4}
+    with pytest.MonkeyPatch.context() as patch:
+        if "partition" in moment:
+            number = 0 if moment == "first partition" else 5
+            patch.setattr(PartitionWriter, "keep", after(number, full, PartitionWriter.keep))
+        else:
+            place = {"shard": (merge_shards, "write_shard"), "manifest": (PreparedManifest, "write")}[moment]
+            patch.setattr(*place, full)
+        with pytest.raises(MachineError, match=r"cannot write to .*No space left on device; .* GiB are free"):
+            prepare([tmp_path / "set"], tmp_path / "out", **options)
+    assert not looks_whole(tmp_path / "out")
+    assert (tmp_path / "out").exists() == (moment != "first partition"), "what is finished is kept"
+    prepare([tmp_path / "set"], tmp_path / "out", **options)
+    prepare([tmp_path / "set"], tmp_path / "undisturbed", **options)
+    assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
 
 
 def test_output_is_claimed(tmp_path):

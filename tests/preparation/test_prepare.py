@@ -6,19 +6,23 @@ import zlib
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 from streaming import StreamingDataset
 
+from diffusion.config.preparation import DuplicatesConfig
+from diffusion.datasets.buckets import EdgeBuckets
 from diffusion.datasets.images import decode_rgb
 from diffusion.datasets.manifest import PreparedManifest
+from diffusion.datasets.mds import write_mds
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.preparation import examine
-from diffusion.preparation import prepare as module
-from diffusion.preparation.prepare import is_held_out, order_of, prepare
-from diffusion.preparation.spill import Spill
+from diffusion.preparation.examine import Examination, examine_records
+from diffusion.preparation.merge import cut_by_size
+from diffusion.preparation.prepare import COLUMNS, is_held_out, order_of, prepare
+from diffusion.preparation.sources import open_sources
 from tests.picture_files import encode, noise, sample, tree, write_folder, write_tar
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare.py"
@@ -142,7 +146,9 @@ def test_three_layouts(tmp_path):
     assert by_key[f"{tmp_path.name}/1.tar/004"]["metadata"] == {"status": "success", "number": 4}
     assert by_key["x.parquet#7"]["image"] == images[7]
     assert by_key["x.parquet#7"]["captions"] == ["a", "b"]
-    assert sorted(path.name for path in out.iterdir()) == ["manifest.json", "train", "validation"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "facts", "manifest.json", "partitions.json", "refused", "train", "validation",
+    ]  # fmt: skip
 
 
 def test_order_is_shuffled_and_depends_on_the_seed():
@@ -156,21 +162,49 @@ def test_order_is_shuffled_and_depends_on_the_seed():
     assert held_out[0.1] < held_out[0.3]
 
 
-def test_workers_do_not_matter(hostile, tmp_path, monkeypatch):
-    monkeypatch.setattr(examine, "_ROUND_IMAGES", 10)
-    monkeypatch.setattr(examine, "_TASK_IMAGES", 3)
+def test_workers_and_partitions_do_not_matter(hostile, tmp_path):
     write_folder(tmp_path / "set", 50)
-    for workers in (1, 2):
+    for workers, size in ((1, 7), (1, 1000), (2, 9)):
         prepare(
-            [hostile, tmp_path / "set"], tmp_path / str(workers), edges=[16, 33, 35], validation_fraction=0.2,
-            num_workers=workers, shard_bytes=20000,
+            [hostile, tmp_path / "set"], tmp_path / f"{workers} {size}", edges=[16, 33, 35], validation_fraction=0.2,
+            num_workers=workers, partition_size=size, shard_bytes=20000, duplicates=DuplicatesConfig(),
         )  # fmt: skip
-    assert tree(tmp_path / "1") == tree(tmp_path / "2")
-    assert len(tree(tmp_path / "1")) > 8
+    trees = [shards(tree(tmp_path / name)) for name in ("1 7", "1 1000", "2 9")]
+    assert trees[0] == trees[1] == trees[2]
+    assert len(trees[0]) > 8
 
 
-def test_memory_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(examine, "_ROUND_IMAGES", 8)
+def shards(files):
+    """Leave the files that training reads: without the tables of facts, which lie in a file per partition."""
+    return {name: content for name, content in files.items() if name.startswith(("train/", "validation/"))}
+
+
+def test_shards_are_those_of_streaming(tmp_path):
+    """The bytes are those that Streaming's own writer makes of the samples in their order."""
+    write_folder(tmp_path / "set", 40)
+    options = {"edges": [16], "num_workers": 1, "shard_bytes": 9000}
+    for compression in (None, "zstd:3"):
+        out, again = tmp_path / f"out {compression}", tmp_path / f"again {compression}"
+        prepare([tmp_path / "set"], out, compression=compression, hashes=["sha1", "xxh64"], **options)
+        samples = read_all(out)["train", "16-up"]
+        with write_mds(again, COLUMNS, shard_bytes=9000, hashes=("sha1", "xxh64"), compression=compression) as writer:
+            for one in samples:
+                writer.write(one)
+        written = tree(out / "train" / "16-up")
+        assert {name: data for name, data in written.items() if compression is None or name in tree(again)} == tree(
+            again
+        )
+        assert len(tree(again)) > 5
+
+
+def test_a_sample_larger_than_a_shard(tmp_path):
+    write_folder(tmp_path / "set", 3, side=60)
+    manifest = prepare([tmp_path / "set"], tmp_path / "out", edges=[16], num_workers=1, shard_bytes=5000)
+    assert manifest.splits["train"]["16-up"].num_shards == 3
+    assert len(read_all(tmp_path / "out")["train", "16-up"]) == 3
+
+
+def test_few_pictures_are_in_memory_at_a_time(tmp_path):
     write_folder(tmp_path / "set", 60)
     in_flight, most = 0, 0
 
@@ -181,23 +215,62 @@ def test_memory_is_bounded(tmp_path, monkeypatch):
             most = max(most, in_flight)
             yield record
 
-    source = module.open_sources([tmp_path / "set"])[0]
-    for batch in examine.examine_records(counted(source.read()), 1):
-        in_flight -= len(batch)
+    source = open_sources([tmp_path / "set"])[0]
+    for _ in examine_records(counted(source.read()), Examination(buckets=EdgeBuckets((16,)))):
+        in_flight -= 1
     assert in_flight == 0
-    assert most <= 3 * 8
+    assert most == 1
 
 
-def test_spill_keeps_order_and_bytes(tmp_path):
-    spill = Spill(tmp_path / "spill")
-    ranks = [5, 2**64 - 1, 0, 5, 3]
-    for index, rank in enumerate(ranks):
-        spill.add(rank, bytes([index]) * index, {"key": f"é{index}"})
-    assert [(one["key"], one["image"]) for one in spill.samples()] == [
-        (f"é{index}", bytes([index]) * index) for index in (2, 4, 0, 3, 1)
-    ]
-    spill.remove()
-    assert list(tmp_path.iterdir()) == []
+def test_cuts_are_those_of_a_writer():
+    sizes = np.array([3, 3, 3, 9, 1, 12, 1, 1, 8])
+    assert cut_by_size(sizes, 10) == [3, 5, 6, 9]
+    assert cut_by_size(sizes[:1], 1) == [1]
+
+
+def test_duplicates_are_left_out(tmp_path):
+    write_folder(tmp_path / "a", 8)
+    write_folder(tmp_path / "b", 10)
+    (tmp_path / "b" / "near.png").write_bytes(encode(Image.open(tmp_path / "a" / "0003.png"), compress_level=1))
+    (tmp_path / "b" / "near.txt").write_text("the same pixels in another file")
+    options = {"edges": [16], "partition_size": 3, "num_workers": 1, "duplicates": DuplicatesConfig(max_distance=0)}
+    manifest = prepare([tmp_path / "a", tmp_path / "b"], tmp_path / "out", **options)
+    assert {reason: entry.count for reason, entry in manifest.refused.items()} == {"duplicate": 8, "near_duplicate": 1}
+    assert (manifest.seen, manifest.kept) == (19, 10)
+    samples = read_all(tmp_path / "out")["train", "16-up"]
+    names = [Path(one["key"]).name for one in samples]
+    assert sorted(set(names) - {"near.png", "0003.png"}) == [f"{i:04}.png" for i in range(10) if i != 3]
+    for entry in manifest.refused.values():
+        for example in entry.examples:
+            kept = example.detail.removeprefix("of ")
+            assert kept in {one["key"] for one in samples}
+            assert order_of(kept, 17) < order_of(example.key, 17)
+    facts = pa.concat_tables([pq.read_table(path) for path in sorted((tmp_path / "out" / "facts").glob("*"))])
+    rows = {row["key"]: row for row in facts.to_pylist()}
+    assert [rows[one["key"]]["index"] for one in samples] == list(range(10))
+    assert sum(row["reason"] == "duplicate" for row in rows.values()) == 8
+
+
+def test_filters_and_the_dry_run(tmp_path):
+    write_folder(tmp_path / "set", 20)
+    config = tmp_path / "prepare.yaml"
+    config.write_text(
+        f"sources: [{tmp_path}/set]\nbuckets: {{edges: [16]}}\nworkers: 1\nfilters: {{keywords: ['1', '5']}}\n"
+    )
+    result = run_command("--config", config, f"out={tmp_path}/out", "--quiet")
+    assert result.returncode == 0, result.stderr
+    manifest = PreparedManifest.read(tmp_path / "out")
+    assert (manifest.kept, manifest.refused["keyword"].count) == (18, 2)
+    assert manifest.settings.filters["keywords"] == ["1", "5"]
+    assert "keyword" in (tmp_path / "out" / "report.html").read_text()
+    before = tree(tmp_path)
+    result = run_command("--config", config, "--dry-run", "10")
+    assert result.returncode == 0, result.stderr
+    assert ["set", "10", "8", "keyword", "2"] in [line.split() for line in result.stdout.splitlines()]
+    assert tree(tmp_path) == before
+    result = run_command("--config", config)
+    assert result.returncode == 2
+    assert "out (Folder to write)" in result.stderr
 
 
 def test_nothing_kept(tmp_path):
@@ -218,6 +291,11 @@ def test_nothing_kept(tmp_path):
         ({"validation_fraction": float("nan")}, ConfigurationError, "validation fraction: nan"),
         ({"seed": -1}, ConfigurationError, "seed: -1"),
         ({"num_workers": 0}, ConfigurationError, "workers: 0"),
+        ({"partition_size": 0}, ConfigurationError, "partition size: 0"),
+        ({"engine": "threads"}, ConfigurationError, "engine: 'threads'; it is one of processes, ray"),
+        ({"compression": "gz:1"}, ConfigurationError, "compression: 'gz:1'; it must be one of br,"),
+        ({"hashes": ["xxh64", "sha1"]}, ConfigurationError, "they must be sorted"),
+        ({"duplicates": DuplicatesConfig(max_distance=40)}, ConfigurationError, "max_distance is 40"),
         ({"shard_bytes": 2**32}, ConfigurationError, "shard size"),
         ({"edges": [5, 4]}, ConfigurationError, "ascend"),
         ({"out": "s3://bucket/set"}, ConfigurationError, "is a URL"),
