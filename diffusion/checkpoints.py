@@ -5,20 +5,28 @@ The index is written last, and a zip archive ends with its directory, so that a 
 whole one. Whole means that the files are all there and long enough, which is seen without reading them.
 """
 
+import json
 import logging
-import math
+import os
 import re
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 
+from diffusion.checkpoint_writing import PARTIAL_FILE
+from diffusion.checksums import check_checksums
 from diffusion.config.model import Weights
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.object_store import ObjectStore, is_store
+from diffusion.remote_checkpoints import RemoteCheckpoints, remove_copy
+from diffusion.retention import superseded_steps
 from diffusion.safe_loading import (
     INDEX,
     SafeReader,
@@ -35,6 +43,7 @@ log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"ep(\d+)-ba(\d+)(\.pt)?")
 _UNET = "unet."
+_AVERAGES = "state.callbacks.LateStartEMA."
 
 
 def is_half_written(path: Path) -> bool:
@@ -66,8 +75,12 @@ def is_complete(path: Path) -> bool:
     return find_damage(path) is None
 
 
-def check_checkpoint(path: Path) -> None:
+def check_checkpoint(path: Path, *, thoroughly: bool = True) -> None:
     """Refuse a checkpoint that is damaged or would run code, before anything else reads it.
+
+    Args:
+        path: file or folder.
+        thoroughly: read all of it and compare with its checksums.
 
     Raises:
         UnsafeCheckpointError: it would run code.
@@ -77,8 +90,20 @@ def check_checkpoint(path: Path) -> None:
         raise DataError(f"checkpoint {path} is damaged: {damage}")
     if path.is_dir():
         check_entries(path)
+        if thoroughly:
+            check_bits(path)
     else:
         check_file(path)
+
+
+def check_bits(path: Path) -> None:
+    """Read a sharded checkpoint entirely and compare it with its checksums.
+
+    Raises:
+        UnsafeCheckpointError: its index would run code.
+        DataError: it is not what was written.
+    """
+    check_checksums(path, {INDEX, *(entry.file for entry in read_entries(path))})
 
 
 def batch_of(path: Path) -> int:
@@ -127,11 +152,21 @@ def find_newest(folder: Path, check: Callable[[Path], None] | None = None) -> Pa
 def resolve_checkpoint(place: str) -> Path:
     """The checkpoint at a path: itself, or the newest complete one of a run or of its `checkpoints` folder.
 
+    One in an object store is downloaded to `$XDG_CACHE_HOME/diffusion` (by default `~/.cache/diffusion`), once.
+
+    Args:
+        place: path, or `s3://bucket/prefix` of a run's checkpoints or of one of them.
+
     Raises:
         ConfigurationError: there is none.
         UnsafeCheckpointError: it would run code.
+        MachineError: the store cannot be read.
     """
+    if is_store(place):
+        return _resolve_remote(place)
     path = Path(place).expanduser()
+    if elsewhere := _checkpoint_folder(path):
+        return resolve_checkpoint(elsewhere)
     if path.is_file() or (path / INDEX).is_file():
         if damage := find_damage(path):
             raise ConfigurationError(f"checkpoint {path} is not whole ({damage}): take another one")
@@ -141,6 +176,48 @@ def resolve_checkpoint(place: str) -> Path:
             return found
     what = "holds no complete checkpoint" if path.exists() else "does not exist"
     raise ConfigurationError(f"{path} {what}: give a checkpoint, a run's folder, or its `checkpoints` folder")
+
+
+READ_PATIENCE = 120.0
+"""Seconds for which a store that does not answer is tried again when a checkpoint is only read."""
+
+
+def open_remote(url: str, patience: float) -> RemoteCheckpoints:
+    """The checkpoints of a run in an object store.
+
+    Args:
+        url: `s3://bucket/prefix`.
+        patience: seconds for which failures that may pass are tried again.
+
+    Raises:
+        ConfigurationError: the URL is of another kind.
+    """
+    return RemoteCheckpoints(ObjectStore(url, patience=patience), batch_of)
+
+
+def _resolve_remote(url: str) -> Path:
+    parent, _, name = url.rstrip("/").rpartition("/")
+    is_named = batch_of(Path(name)) >= 0
+    folder = parent if is_named else url.rstrip("/")
+    remote = open_remote(folder, READ_PATIENCE)
+    whole = [found for found in remote.present() if found.is_complete and (not is_named or found.name == name)]
+    if not whole:
+        raise ConfigurationError(f"{url} holds no complete checkpoint: give s3://bucket/prefix of a run's checkpoints")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "diffusion"
+    path = remote.fetch(whole[-1], cache / whole[-1].identity)
+    if damage := find_damage(path):
+        remove_copy(path)
+        raise DataError(f"checkpoint {url} is damaged: {damage}")
+    return path
+
+
+def _checkpoint_folder(run: Path) -> str | None:
+    """Where a run has put its checkpoints, if not into its own folder."""
+    path = run / "config.yaml"
+    if not path.is_file():
+        return None
+    settings = (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("trainer") or {}
+    return settings.get("checkpoint_folder")
 
 
 # Retention
@@ -163,13 +240,8 @@ def superseded(
         remaining -= is_whole(checkpoints[position])
     if remaining:
         return []
-    removed, previous = [], 0
-    for path in checkpoints[:position]:
-        step = batch_of(path)
-        if every is None or math.floor(step / every) == math.floor(previous / every):
-            removed.append(path)
-        previous = step
-    return removed
+    steps = [batch_of(path) for path in checkpoints]
+    return [checkpoints[i] for i in superseded_steps(steps, num_replaceable=position, every=every)]
 
 
 def remove_checkpoint(path: Path) -> None:
@@ -187,6 +259,8 @@ def remove_half_written(folder: Path) -> None:
         if is_half_written(path):
             log.warning("removing %s, which was not written to its end", path)
             remove_checkpoint(path)
+    for path in folder.glob(f"ep*{PARTIAL_FILE}"):
+        path.unlink(missing_ok=True)
 
 
 # Reading
@@ -206,6 +280,7 @@ def read_unet(checkpoint: Path, weights: Weights) -> dict[str, Tensor]:
         DataError: the checkpoint is damaged, or holds no average.
     """
     if checkpoint.is_dir():
+        check_bits(checkpoint)
         tensors = _read_sharded(
             checkpoint, "state.callbacks.LateStartEMA.averages." if weights == Weights.ema else "state.model."
         )
@@ -216,6 +291,28 @@ def read_unet(checkpoint: Path, weights: Weights) -> dict[str, Tensor]:
         missing = "average of the weights (it had not started)" if weights == Weights.ema else "U-Net"
         raise DataError(f"checkpoint {checkpoint} holds no {missing}")
     return unet
+
+
+def read_average(checkpoint: Path, label: str) -> dict[str, Tensor]:
+    """Like `read_unet`, the average of a label such as `decay-0.999`.
+
+    Raises:
+        DataError: the checkpoint is damaged, or holds no such average.
+    """
+    state = {} if checkpoint.is_dir() else _read_state(checkpoint).get("callbacks", {}).get("LateStartEMA", {})
+    stored = _read_sharded(checkpoint, f"{_AVERAGES}labels").get("") if checkpoint.is_dir() else state.get("labels")
+    labels = (stored or "").split()
+    if label not in labels:
+        there = f"holds {', '.join(labels)}" if labels else "holds no averages (they had not started)"
+        raise DataError(f"checkpoint {checkpoint} {there}, but not the average {label}: choose another one")
+    if label == labels[0]:
+        return read_unet(checkpoint, Weights.ema)
+    if checkpoint.is_dir():
+        check_bits(checkpoint)
+        tensors = _read_sharded(checkpoint, f"{_AVERAGES}others.{label}.")
+    else:
+        tensors = state["others"][label]
+    return {name.removeprefix(_UNET): tensor for name, tensor in tensors.items() if name.startswith(_UNET)}
 
 
 def read_record(checkpoint: Path) -> dict[str, Any]:
@@ -233,6 +330,35 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
             f"checkpoint {checkpoint} does not say what it was trained as: it was not written by this package"
         )
     return record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """How far a run had come."""
+
+    num_steps: int
+    """Optimizer steps that were done."""
+
+    order: dict[str, str | int | None]
+    """Fingerprint of the order of its samples (`diffusion.datasets.batching.GlobalOrder.fingerprint`)."""
+
+
+def read_position(checkpoint: Path) -> Position:
+    """Read how far a run had come when a checkpoint was written.
+
+    Raises:
+        DataError: the checkpoint is damaged, or of a run whose data was not in this package's order.
+    """
+    if checkpoint.is_dir():
+        steps = _read_sharded(checkpoint, "state.timestamp.Timestamp.").get("batch")
+        order = _read_sharded(checkpoint, "state.dataset_state.train.").get("order")
+    else:
+        state = _read_state(checkpoint)
+        steps = state.get("timestamp", {}).get("Timestamp", {}).get("batch")
+        order = (state.get("dataset_state", {}).get("train") or {}).get("order")
+    if not isinstance(steps, int) or not isinstance(order, str):
+        raise DataError(f"checkpoint {checkpoint} does not say in which order its samples came")
+    return Position(num_steps=steps, order=json.loads(order))
 
 
 def read_all(checkpoint: Path) -> dict[str, Any]:

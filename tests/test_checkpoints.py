@@ -26,6 +26,7 @@ from diffusion.checkpoints import (
     resolve_checkpoint,
     superseded,
 )
+from diffusion.checksums import CHECKSUMS, read_checksums
 from diffusion.config.model import Weights
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.loading import load_model
@@ -90,6 +91,26 @@ def zero_in_the_middle(checkpoint: Path) -> None:
         file.write(bytes(size // 2))
 
 
+def flip_a_bit(checkpoint: Path) -> None:
+    """In the middle of the largest tensor."""
+    path = data_file(checkpoint)
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+
+
+def flip_a_bit_of_the_index(checkpoint: Path) -> None:
+    """In the number of an offset, so that it is still an index."""
+    if not checkpoint.is_dir():
+        flip_a_bit(checkpoint)
+        return
+    metadata = FileSystemReader(checkpoint).read_metadata()
+    next(iter(metadata.storage_data.values())).offset ^= 1
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
 def cut_the_index(checkpoint: Path) -> None:
     path = checkpoint / ".metadata" if checkpoint.is_dir() else checkpoint
     os.truncate(path, path.stat().st_size // 2)
@@ -102,7 +123,11 @@ def leave_half_written(checkpoint: Path) -> None:
         os.truncate(checkpoint, 10_000)
 
 
-@pytest.mark.parametrize("damage", [truncate, remove_shards, zero_in_the_middle, cut_the_index, leave_half_written])
+CHEAP = [truncate, remove_shards, cut_the_index, leave_half_written]
+"""Damage that is seen without reading everything."""
+
+
+@pytest.mark.parametrize("damage", [*CHEAP, zero_in_the_middle, flip_a_bit, flip_a_bit_of_the_index])
 def test_of_a_damaged_checkpoint_the_one_before_is_taken(run, damage, caplog):
     _, folder = run
     before, newest = list_checkpoints(folder / "checkpoints")
@@ -113,16 +138,41 @@ def test_of_a_damaged_checkpoint_the_one_before_is_taken(run, damage, caplog):
         check_checkpoint(newest)
     assert find_newest(folder / "checkpoints", check_checkpoint) == before
     assert f"{newest} is passed over" in caplog.text
-    if damage is not zero_in_the_middle:
+    if damage in CHEAP:
         assert find_checkpoints(folder / "checkpoints") == [before]
         assert resolve_checkpoint(str(folder)) == before
         with pytest.raises((ConfigurationError, DataError)):
             load_model(newest)
 
 
+def test_a_flipped_bit_is_noticed_before_anything_is_loaded(trained, tmp_path):
+    checkpoint = tmp_path / "ep0-ba4"
+    shutil.copytree(resolve_checkpoint(str(trained["fsdp"])), checkpoint)
+    checksums = read_checksums(checkpoint)
+    assert checksums is not None
+    assert set(checksums) == {".metadata", "__0_0.distcp"}
+    flip_a_bit(checkpoint)
+    whole = tmp_path / "whole"
+    shutil.copytree(checkpoint, whole)
+    (whole / CHECKSUMS).unlink()
+    read_unet(whole, Weights.raw)  # Nothing else would notice.
+    for read in (lambda: read_unet(checkpoint, Weights.raw), lambda: load_model(checkpoint)):
+        with pytest.raises(DataError, match=r"__0_0\.distcp does not have its checksum"):
+            read()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"__0_0.distcp": 1}', b'{".metadata": {"xxh64": "0"}}', b"{}"])
+def test_damaged_checksums_are_damage(trained, tmp_path, content):
+    checkpoint = tmp_path / "ep0-ba4"
+    shutil.copytree(resolve_checkpoint(str(trained["fsdp"])), checkpoint)
+    (checkpoint / CHECKSUMS).write_bytes(content)
+    with pytest.raises(DataError, match=CHECKSUMS):
+        check_checkpoint(checkpoint)
+
+
 def test_a_run_continues_from_the_one_before_and_removes_what_is_half_written(server, trained, tmp_path):
     starts = {}
-    for form, damage in [("fsdp", truncate), ("ddp", zero_in_the_middle), ("fsdp", leave_half_written)]:
+    for form, damage in [("fsdp", flip_a_bit), ("ddp", zero_in_the_middle), ("fsdp", leave_half_written)]:
         run = tmp_path / f"{form}-{damage.__name__}"
         shutil.copytree(trained[form], run)
         damage(list_checkpoints(run / "checkpoints")[-1])
@@ -250,15 +300,19 @@ def test_a_full_disk_ends_the_run_with_one_message(server, small_disk):
 
 
 @pytest.mark.world_size(2)
+@pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_where_one_rank_cannot_write_all_end_and_the_run_continues(server, tmp_path, form):
+def test_where_one_rank_cannot_write_all_end_and_the_run_continues(server, tmp_path, form, in_background):
     run = tmp_path / "run"
     limit = "plugins.callbacks=[{path: tests.toys.LimitFileSize, arguments: {step: 2, num_bytes: 60000}}]"
-    job = server.run(2, [options(run, form, limit)])
+    # The write of step 2 in the background would meet the limit, too.
+    interval, kept = ("4ba", []) if in_background else ("2ba", [2])
+    more = [f"trainer.async_checkpoints={in_background}", f"trainer.save_interval={interval}"]
+    job = server.run(2, [options(run, form, limit, *more)])
     assert job.codes == [2, 2], job.output[-4000:]
     assert job.output.count("MachineError") == 1, job.output[-4000:]
     assert "cannot be written: File too large" in job.output
-    assert [batch_of(path) for path in list_checkpoints(run / "checkpoints")] == [2]
+    assert [batch_of(path) for path in list_checkpoints(run / "checkpoints")] == kept
     server.train(2, [options(run, form)])
     assert series(read_metrics(run / "metrics.jsonl"), TRAIN_LOSS)[0] == list(range(4))
 
@@ -300,6 +354,8 @@ def test_a_malicious_checkpoint_is_refused_and_runs_nothing(server, trained, tmp
     shutil.copytree(trained[form], run)
     newest = list_checkpoints(run / "checkpoints")[-1]
     attack(newest, proof)
+    if newest.is_dir():
+        (newest / CHECKSUMS).unlink()  # As whoever attacks would do.
 
     refused: list[str] = []
     for read in (

@@ -34,12 +34,15 @@ SCENARIOS: dict[str, list[tuple[int, int]]] = {
 }
 WORLDS = [(1, "fsdp"), (2, "fsdp"), (2, "ddp")]
 CASES = [
-    ((1, "fsdp"), "twice at random"),
-    ((1, "fsdp"), "at the end of an epoch"),
-    ((2, "fsdp"), "twice at random"),
-    ((2, "fsdp"), "before, at and after the start of the average"),
-    ((2, "ddp"), "at the end of an epoch"),
+    ((1, "fsdp"), "twice at random", False),
+    ((1, "fsdp"), "at the end of an epoch", False),
+    ((2, "fsdp"), "twice at random", False),
+    ((2, "fsdp"), "before, at and after the start of the average", False),
+    ((2, "ddp"), "at the end of an epoch", False),
+    ((2, "fsdp"), "at the end of an epoch", True),
+    ((2, "ddp"), "twice at random", True),
 ]
+"""World, scenario, and whether checkpoints are written in the background."""
 
 
 @pytest.fixture(scope="module")
@@ -77,16 +80,17 @@ def is_equal(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize(("world", "scenario"), CASES)
-def test_equal_to_the_bit(server, uninterrupted, tmp_path, world, scenario):
+@pytest.mark.parametrize(("world", "scenario", "in_background"), CASES)
+def test_equal_to_the_bit(server, uninterrupted, tmp_path, world, scenario, in_background):
     num_ranks, parallelism = world
+    background = f"trainer.async_checkpoints={in_background}"
     run = tmp_path / "run"
     for number, (step, how) in enumerate(SCENARIOS[scenario]):
         rank = number % num_ranks
         plugin = f"{{path: tests.toys.SignalAt, arguments: {{step: {step}, number: {how}, rank: {rank}}}}}"
-        job = server.run(num_ranks, [options(run, parallelism, f"plugins.callbacks=[{plugin}]")])
+        job = server.run(num_ranks, [options(run, parallelism, background, f"plugins.callbacks=[{plugin}]")])
         assert job.codes[rank] == (-9 if how == KILL else 75), job.output[-4000:]
-    server.train(num_ranks, [options(run, parallelism)])
+    server.train(num_ranks, [options(run, parallelism, background)])
 
     expected, found = final_state(uninterrupted[world]), final_state(run)
     assert expected.keys() == found.keys()

@@ -1,20 +1,38 @@
-"""Writing checkpoints: which stay, and what happens when one cannot be written."""
+"""Writing checkpoints: when, which stay, in the foreground or not, and what happens when one cannot be written."""
 
+import concurrent.futures
+import datetime
 import errno
 import logging
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import torch
+import torch.distributed
 from composer import Logger, State
 from composer.callbacks import CheckpointSaver
-from composer.utils import checkpoint, dist
+from composer.utils import dist, reproducibility
 from torch.distributed.checkpoint.api import CheckpointException
 
+from diffusion.checkpoint_writing import PARTIAL_FILE, copy_to_host, write_file, write_sharded
 from diffusion.checkpoints import batch_of, find_damage, is_complete, list_checkpoints, remove_checkpoint, superseded
 from diffusion.errors import MachineError
 from diffusion.launch import agree
+from diffusion.remote_checkpoints import RemoteCheckpoints, remove_copy
 
 log = logging.getLogger(__name__)
+
+STALL = "time/checkpoint_stall"
+"""Metric: seconds for which a step waited for a checkpoint."""
+
+POLL_INTERVAL = 20
+"""Steps between two looks at a checkpoint that is written in the background."""
+
+WRITE_TIMEOUT = datetime.timedelta(hours=2)
+"""How long a rank waits for the others while a checkpoint is written or uploaded."""
 
 
 class SaveCheckpoints(CheckpointSaver):
@@ -22,14 +40,29 @@ class SaveCheckpoints(CheckpointSaver):
 
     A checkpoint that cannot be written ends the run: it would go on without being able to continue.
 
+    In the background, a step waits for a copy of the state in host memory only. The next save, a pre-emption and the
+    end of the run wait for the one before. The ranks of a write speak with each other over a group of their own, so
+    that it does not meet the collective operations of training.
+
     Args:
-        folder: the run's `checkpoints` folder.
+        folder: the run's `checkpoints` folder; with `remote`, where checkpoints are until they are uploaded.
         interval: Composer time string.
         newest: so many of the newest whole checkpoints stay; None keeps all.
         every: the first checkpoint at or after each multiple of so many steps stays for ever.
+        remote: the store that checkpoints go to; None is `folder`.
+        background: write while training goes on.
     """
 
-    def __init__(self, folder: Path, interval: str, *, newest: int | None = None, every: float | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        interval: str,
+        *,
+        newest: int | None = None,
+        every: float | None = None,
+        remote: RemoteCheckpoints | None = None,
+        background: bool = False,
+    ) -> None:
         super().__init__(
             folder=str(folder),
             filename="ep{epoch}-ba{batch}.pt",
@@ -39,44 +72,78 @@ class SaveCheckpoints(CheckpointSaver):
             save_interval=interval,
             overwrite=True,
         )
-        self.place = folder
+        self.place, self.remote, self.background = folder, remote, background
         self.newest, self.every = newest, every
         self._known_whole: set[Path] = set()
+        self._group: Any = None
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if background else None
+        self._pending: concurrent.futures.Future[None] | None = None
 
     @property
-    def last_saved(self) -> Path | None:
-        """The checkpoint that was written last."""
-        return Path(self.saved_checkpoints[-1]) if self.saved_checkpoints else None
+    def last_saved(self) -> str | None:
+        """Path or URL of the checkpoint that was written last."""
+        return self.saved_checkpoints[-1] if self.saved_checkpoints else None
 
     def state_dict(self) -> dict[str, object]:
-        """Nothing: which checkpoints there are is seen in their folder."""
+        """Nothing: which checkpoints there are is seen where they are."""
         return {}
 
     def save(self, state: State, logger: Logger) -> None:
-        """Write a checkpoint of this step, unless there is one. To be called by all ranks."""
+        """Write a checkpoint of this step, unless there is one, and wait for it. To be called by all ranks.
+
+        Raises:
+            MachineError: on all ranks: it cannot be written.
+        """
         if self.last_checkpoint_batch != state.timestamp.batch:
             self._save_checkpoint(state, logger)
+        self._wait()
+
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        """Save at the interval; now and then see whether the checkpoint in the background has failed."""
+        super().batch_checkpoint(state, logger)
+        if self._pending is not None and state.timestamp.batch.value % POLL_INTERVAL == 0:
+            done = state.device.tensor_to_device(torch.tensor(int(self._pending.done()), dtype=torch.int32))
+            dist.all_reduce(done, reduce_operation="MIN")
+            if done.item():
+                self._wait()
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Wait for the last checkpoint."""
+        self._wait()
+
+    def close(self, state: State, logger: Logger) -> None:
+        """Wait for a checkpoint in the background also when the run ends for another reason."""
+        if self._pending is not None:
+            concurrent.futures.wait([self._pending])
+            if (error := self._pending.exception()) is not None:
+                log.error("%s", error)
 
     def _save_checkpoint(self, state: State, logger: Logger) -> None:
+        start = time.perf_counter()
+        self._wait()
         is_sharded = state.fsdp_sharded_state_dict_enabled
         stem = f"ep{state.timestamp.epoch.value}-ba{state.timestamp.batch.value}"
         path = self.place / (stem if is_sharded else f"{stem}.pt")
         self.last_checkpoint_batch = state.timestamp.batch
+        if self._group is None:
+            self._group = torch.distributed.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
         agree(lambda: self._make_room(path))
-        failure: MachineError | None = None
-        try:
-            checkpoint.save_checkpoint(state, str(self.place / "ep{epoch}-ba{batch}.pt"))
-        except (OSError, RuntimeError, CheckpointException) as error:
-            cause = _cause(error)
-            if cause is None:
-                raise
-            failure = MachineError(
-                f"checkpoint {path} cannot be written: {cause}. Make room (or mend the disk) and start the same "
-                f"command again: it continues from {self._previous(path)}"
-            )
-            if not is_sharded:
-                dist.barrier()  # Composer's, at which the other ranks wait for rank 0's file.
-        agree(lambda: self._finish(path, failure))
+        content = _collect(state, is_sharded)
+        if self._pool is None:
+            agree(lambda: self._write(path, content, is_sharded))
+        else:
+            self._pending = self._pool.submit(self._write, path, copy_to_host(content), is_sharded)
+        logger.log_metrics({STALL: time.perf_counter() - start})
+
+    def _wait(self) -> None:
+        """Wait for the checkpoint that is being written; on all ranks.
+
+        Raises:
+            MachineError: it cannot be written.
+        """
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            agree(pending.result)
 
     def _make_room(self, path: Path) -> None:
         """Remove a checkpoint of the same name, whose index would stand beside new shards until these are whole."""
@@ -89,28 +156,117 @@ class SaveCheckpoints(CheckpointSaver):
         except OSError as error:
             raise MachineError(f"checkpoint {path} cannot be written: {error.strerror}") from error
 
+    # What may happen in the background
+
+    def _write(self, path: Path, content: dict[str, Any], is_sharded: bool) -> None:
+        """Write, upload and prune; on all ranks.
+
+        Raises:
+            MachineError: on all ranks: it cannot be written.
+        """
+        is_first = dist.get_global_rank() == 0
+
+        def write() -> None:
+            try:
+                if is_sharded:
+                    write_sharded(path, content, self._group)
+                elif is_first:
+                    write_file(path, content)
+            except (OSError, RuntimeError, CheckpointException) as error:
+                if (cause := _cause(error)) is None:
+                    raise
+                raise MachineError(
+                    f"checkpoint {path} cannot be written: {cause}. Make room (or mend the disk) and start the same "
+                    f"command again: it continues from {self._previous(path)}"
+                ) from error
+
+        try:
+            self._together(write)
+            self._together(lambda: _check_written(path) if is_first else None)
+        except MachineError:
+            if is_first or (self.remote is not None and dist.get_local_rank() == 0):
+                _remove(path)
+            raise
+        if self.remote is not None:
+            self._upload(self.remote, path, is_sharded)
+        if is_first:
+            self._prune(path)
+
+    def _together(self, step: Callable[[], None]) -> None:
+        """Run a step on each rank and fail together; like `launch.agree`, over the group of checkpoints."""
+        report: str | None = "a rank failed otherwise; the traceback is in its log"
+        reports: list[str | None] = [None] * dist.get_world_size()
+        try:
+            step()
+            report = None
+        except MachineError as error:
+            report = str(error)
+        finally:
+            torch.distributed.all_gather_object(reports, report, group=self._group)
+        if failures := [failure for failure in reports if failure]:
+            raise MachineError(failures[0])
+
+    def _upload(self, remote: RemoteCheckpoints, path: Path, is_sharded: bool) -> None:
+        """Upload what this rank has written, then the index, and remove the files here."""
+        is_first = dist.get_global_rank() == 0
+
+        def explained(step: Callable[[], None]) -> Callable[[], None]:
+            def run() -> None:
+                try:
+                    step()
+                except MachineError as error:
+                    raise MachineError(
+                        f"checkpoint {remote.place(path.name)} cannot be written: {error}. Its files are kept in "
+                        f"{path}: start the same command again when the store answers, and it uploads them and "
+                        "continues"
+                    ) from error
+
+            return run
+
+        mine = sorted(file.name for file in path.glob(f"__{dist.get_global_rank()}_*")) if is_sharded else []
+        self._together(explained(lambda: remote.remove_named(path.name) if is_first else None))
+        self._together(explained(lambda: remote.upload_parts(path, mine)))
+        self._together(explained(lambda: remote.complete(path) if is_first else None))
+        if dist.get_local_rank() == 0:
+            remove_copy(path)
+
     def _previous(self, path: Path) -> str:
+        if self.remote is not None:
+            return f"the newest one in {self.remote.store.url}"
         others = [other for other in list_checkpoints(self.place) if batch_of(other) < batch_of(path)]
         return str(others[-1]) if others else "the beginning"
 
-    def _finish(self, path: Path, failure: MachineError | None) -> None:
-        """Tell of a failure, or remove what the new checkpoint supersedes."""
-        if dist.get_global_rank() == 0:
-            if failure is not None:
-                _remove(path)
-            else:
-                if damage := find_damage(path):
-                    raise MachineError(f"checkpoint {path} is not what was written: {damage}. Check the disk")
-                self._known_whole.add(path)
-                self.saved_checkpoints.append(str(path))
-                if self.newest is not None:
-                    for old in superseded(
-                        list_checkpoints(self.place), newest=self.newest, every=self.every, is_whole=self._is_whole
-                    ):
-                        log.info("removing %s", old)
-                        _remove(old)
-        if failure is not None:
-            raise failure
+    def _prune(self, path: Path) -> None:
+        """Remove what a new checkpoint supersedes."""
+        if self.remote is not None:
+            self.saved_checkpoints.append(self.remote.place(path.name))
+            self._prune_remote(self.remote)
+            return
+        self._known_whole.add(path)
+        self.saved_checkpoints.append(str(path))
+        if self.newest is None:
+            return
+        present = list_checkpoints(self.place)
+        for old in superseded(present, newest=self.newest, every=self.every, is_whole=self._is_whole):
+            log.info("removing %s", old)
+            _remove(old)
+
+    def _prune_remote(self, remote: RemoteCheckpoints) -> None:
+        if self.newest is None:
+            return
+        try:
+            present = {Path(found.name): found for found in remote.present()}
+            old = superseded(
+                list(present),
+                newest=self.newest,
+                every=self.every,
+                is_whole=lambda name: present[name].is_complete,
+            )
+            for name in old:
+                log.info("removing %s", remote.place(name.name))
+                remote.remove(present[name])
+        except MachineError as error:
+            log.warning("older checkpoints cannot be removed: %s", error)
 
     def _is_whole(self, path: Path) -> bool:
         if path not in self._known_whole and is_complete(path):
@@ -118,9 +274,25 @@ class SaveCheckpoints(CheckpointSaver):
         return path in self._known_whole
 
 
+def _collect(state: State, is_sharded: bool) -> dict[str, Any]:
+    """This rank's part of a checkpoint: what Composer would store."""
+    content = {"state": state.state_dict(), "rng": reproducibility.get_rng_state()}
+    if dist.get_global_rank() == 0:
+        return content
+    return {"state": content["state"]} if is_sharded else {}
+
+
+def _check_written(path: Path) -> None:
+    if damage := find_damage(path):
+        raise MachineError(f"checkpoint {path} is not what was written: {damage}. Check the disk")
+
+
 def _remove(path: Path) -> None:
+    """Remove a checkpoint, or what there is of it."""
     try:
-        remove_checkpoint(path)
+        if path.exists():
+            remove_checkpoint(path)
+        path.with_name(path.stem + PARTIAL_FILE).unlink(missing_ok=True)
     except OSError as error:
         log.warning("%s cannot be removed: %s", path, error.strerror)
 

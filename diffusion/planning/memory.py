@@ -1,6 +1,5 @@
 """Bytes of a training state, counted by sharding the real U-Net over a fake process group: no memory, no GPU."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,34 +11,21 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from diffusion.algorithms.averaging import WeightAverage, local_shard, trainable_parameters
+from diffusion.algorithms.profiles import Exponential
 from diffusion.config.schema import Config
 from diffusion.models.build import build_unet
+from diffusion.planning.state_bytes import StateBytes
 from diffusion.sharding import ElasticFSDP2Config
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankMemory:
-    """Bytes that one rank holds between two steps, without activations, buffers and gathered weights."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    ema: int
-
-    @property
-    def total(self) -> int:
-        """Everything counted."""
-        return self.weights + self.gradients + self.optimizer + self.ema
-
-
-def count_rank_memory(config: Config, *, num_ranks: int, rank: int) -> RankMemory:
+def count_rank_memory(config: Config, *, num_ranks: int, rank: int) -> StateBytes:
     """Count what a rank of an FSDP run holds.
 
     FSDP2 splits each parameter by its first dimension and pads the shards to one size, so that a rank holds a little
     more than its share. To be called where there is no process group; one is made and destroyed.
 
     Args:
-        config: architecture, precision and whether there is an average of the weights.
+        config: architecture, precision and how many averages of the weights there are.
         num_ranks: world size.
         rank: which one is looked at.
     """
@@ -50,7 +36,7 @@ def count_rank_memory(config: Config, *, num_ranks: int, rank: int) -> RankMemor
         dist.destroy_process_group()
 
 
-def _count(config: Config) -> RankMemory:
+def _count(config: Config) -> StateBytes:
     model = nn.Module()
     with torch.device("meta"):
         model.unet = build_unet(config.model)
@@ -63,15 +49,20 @@ def _count(config: Config) -> RankMemory:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     moments = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
-    average = WeightAverage(parameters, decay=0.0) if config.algorithms.ema is not None else None
+    averages = [tensor for average in _averages(config, parameters) for tensor in average.averages.values()]
     # The gradients of a unit are views of one reduced buffer, laid out as the padded weights are.
     weights = _stored(parameters.values())
-    return RankMemory(
+    return StateBytes(
         weights=weights,
         gradients=weights,
         optimizer=_stored(moments),
-        ema=_stored(average.averages.values()) if average is not None else 0,
+        ema=_stored(averages),
     )
+
+
+def _averages(config: Config, parameters: dict[str, nn.Parameter]) -> list[WeightAverage]:
+    ema = config.algorithms.ema
+    return [WeightAverage(parameters, Exponential(0.0)) for _ in range(ema.num_averages)] if ema is not None else []
 
 
 def _stored(tensors: Any) -> int:

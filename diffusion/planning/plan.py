@@ -4,19 +4,18 @@ Counts (images, bytes of weights, gradients, optimizer state, checkpoints) are e
 listed with the result. Text is made by `format_plan`.
 """
 
-import json
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
-
-from omegaconf import MISSING
 
 from diffusion.config.checks import num_batches
 from diffusion.config.model import Architecture
 from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config, Task
 from diffusion.config.training import Parallelism, Precision
-from diffusion.datasets.locations import is_url, locate_streams
+from diffusion.planning.averages import average_file_bytes, count_average_files
+from diffusion.planning.state_bytes import StateBytes
+from diffusion.planning.streams import EpochPlan, plan_epoch
+from diffusion.retention import kept_steps
 
 WEIGHT_BYTES = GRADIENT_BYTES = EMA_BYTES = 4
 """Master weights, gradients and their average are fp32."""
@@ -31,34 +30,11 @@ SECONDS_PER_DAY = 86400
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamPlan:
-    """How often one stream is seen."""
-
-    name: str
-    num_samples: int | None
-    """Samples in its index; None where it cannot be read here."""
-
-    epochs: float | None
-    """Times that each of its samples is seen, on average."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryPlan:
-    """Bytes per rank for one way to spread the model."""
+class MemoryPlan(StateBytes):
+    """Bytes per rank for one way to spread the model; weights include gathered ones that stay for the backward pass."""
 
     name: str
     is_chosen: bool
-    weights: int
-    """The rank's fp32 weights, and the gathered copy where it stays from forward to backward."""
-
-    gradients: int
-    optimizer: int
-    ema: int
-
-    @property
-    def total(self) -> int:
-        """Without activations."""
-        return self.weights + self.gradients + self.optimizer + self.ema
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +49,7 @@ class Plan:
     samples_per_rank: float
     microbatch_size: float
     num_microbatches: int
-    streams: list[StreamPlan]
+    epoch: EpochPlan
     num_parameters: int
     memory: list[MemoryPlan]
     activation_bytes: float | None
@@ -87,6 +63,12 @@ class Plan:
 
     storage_bytes: int | None
     """Of all checkpoints that stay."""
+
+    num_average_files: int | None
+    """Files of averages of the weights, beside the checkpoints."""
+
+    average_file_bytes: int
+    """Of one of them."""
 
     images_per_second: float | None
     days: float | None
@@ -123,8 +105,12 @@ def make_plan(
     seconds = num_images / throughput if throughput else None
     gpu_hours = seconds / 3600 * num_ranks if seconds is not None else None
     saves = _checkpoints(config, num_iterations, num_parameters)
-    largest = num_parameters * (WEIGHT_BYTES + ADAM_BYTES + (EMA_BYTES if config.algorithms.ema else 0))
+    largest = num_parameters * (WEIGHT_BYTES + ADAM_BYTES + _ema_bytes(config))
     activations = _activations(config, microbatch)
+    epoch = plan_epoch(config, num_images)
+    assumptions = _assumptions(config, throughput, activations, num_ranks)
+    if epoch.problem is not None:
+        assumptions.append(f"This run would not start: {epoch.problem}.")
     return Plan(
         run_name=config.run_name,
         num_iterations=num_iterations,
@@ -134,55 +120,27 @@ def make_plan(
         samples_per_rank=share,
         microbatch_size=microbatch,
         num_microbatches=math.ceil(share / microbatch),
-        streams=_streams(config, num_images),
+        epoch=epoch,
         num_parameters=num_parameters,
         memory=_memory(config, num_parameters, num_ranks),
         activation_bytes=activations,
         checkpoint_bytes=largest,
         num_checkpoints=len(saves) if saves is not None else None,
         storage_bytes=sum(saves) if saves is not None else None,
+        num_average_files=count_average_files(config, num_iterations),
+        average_file_bytes=average_file_bytes(config, num_parameters),
         images_per_second=throughput,
         days=seconds / SECONDS_PER_DAY if seconds is not None else None,
         gpu_hours=gpu_hours,
         cost=gpu_hours * price if gpu_hours is not None and price is not None else None,
         missing=missing or {},
-        assumptions=_assumptions(config, throughput, activations, num_ranks),
+        assumptions=assumptions,
     )
 
 
-def read_num_samples(folder: Path) -> int | None:
-    """Samples of an MDS folder, from its `index.json`; None where there is none that can be read."""
-    try:
-        shards = json.loads((folder / "index.json").read_text(encoding="utf-8"))["shards"]
-        return sum(shard["samples"] for shard in shards)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _streams(config: Config, num_images: int) -> list[StreamPlan]:
-    data = config.data
-    if config.plugins.train_dataset is not None or not isinstance(data.streams, list):
-        return []
-    known: list[int | None] = [None] * len(data.streams)
-    if MISSING not in (data.local, data.remote):
-        for number, location in enumerate(locate_streams(data.remote, data.local, data.streams)):
-            folders = [folder for folder in (location.remote, location.local) if folder and not is_url(folder)]
-            counts = (read_num_samples(Path(folder).expanduser()) for folder in folders)
-            known[number] = next((count for count in counts if count is not None), None)
-    proportions = [stream.proportion for stream in data.streams]
-    if all(proportion is not None for proportion in proportions):
-        total = sum(proportion or 0 for proportion in proportions)
-        drawn = [num_images * (proportion or 0) / total for proportion in proportions]
-        epochs = [images / count if count else None for images, count in zip(drawn, known, strict=True)]
-    else:
-        repeats = [1.0 if stream.repeat is None else stream.repeat for stream in data.streams]
-        epoch_size = sum(repeat * (count or 0) for repeat, count in zip(repeats, known, strict=True))
-        all_known = epoch_size > 0 and all(count is not None for count in known)
-        epochs = [repeat * num_images / epoch_size if all_known else None for repeat in repeats]
-    return [
-        StreamPlan(name=stream.name, num_samples=count, epochs=times)
-        for stream, count, times in zip(data.streams, known, epochs, strict=True)
-    ]
+def _ema_bytes(config: Config) -> int:
+    """Bytes per parameter of all averages together."""
+    return EMA_BYTES * config.algorithms.ema.num_averages if config.algorithms.ema is not None else 0
 
 
 def _memory(config: Config, num_parameters: int, num_ranks: int) -> list[MemoryPlan]:
@@ -190,7 +148,6 @@ def _memory(config: Config, num_parameters: int, num_ranks: int) -> list[MemoryP
     shard = math.ceil(num_parameters / num_ranks)
     gathered = num_parameters * (4 if config.trainer.precision is Precision.fp32 else 2)
     parallelism, reshards = config.trainer.parallelism, config.trainer.reshard_after_forward
-    ema = EMA_BYTES if config.algorithms.ema is not None else 0
 
     def plan(name: str, held: int, copy: int, is_chosen: bool) -> MemoryPlan:
         return MemoryPlan(
@@ -199,7 +156,7 @@ def _memory(config: Config, num_parameters: int, num_ranks: int) -> list[MemoryP
             weights=held * WEIGHT_BYTES + copy,
             gradients=held * GRADIENT_BYTES,
             optimizer=held * ADAM_BYTES,
-            ema=held * ema,
+            ema=held * _ema_bytes(config),
         )
 
     is_fsdp = parallelism is Parallelism.fsdp
@@ -234,20 +191,21 @@ def _checkpoints(config: Config, num_iterations: int, num_parameters: int) -> li
     if interval is None or start is None:
         return None
     count = math.ceil(num_iterations / max(interval, 1))
-    keep = config.trainer.keep_checkpoints
-    first = 1 if keep == -1 else max(1, count - keep + 1)
-    batches = (min(number * max(interval, 1), num_iterations) for number in range(first, count + 1))
+    saved = [min(number * max(interval, 1), num_iterations) for number in range(1, count + 1)]
+    keep, text = config.trainer.keep_checkpoints, config.trainer.keep_every
+    every = parse_time(text, "trainer.keep_every").in_batches(**scale) if text is not None else None
+    batches = kept_steps(saved, newest=keep, every=every) if keep != -1 else saved
     per_parameter = WEIGHT_BYTES + ADAM_BYTES
-    return [num_parameters * (per_parameter + (EMA_BYTES if batch >= start else 0)) for batch in batches]
+    return [num_parameters * (per_parameter + (_ema_bytes(config) if batch >= start else 0)) for batch in batches]
 
 
 def _assumptions(config: Config, throughput: float | None, activations: float | None, num_ranks: int) -> list[str]:
     assumptions = [
-        "Memory: fp32 weights, gradients, AdamW moments and average per rank, without activations, buffers, "
+        "Memory: fp32 weights, gradients, AdamW moments and averages per rank, without activations, buffers, "
         "VAE, text encoder and what CUDA takes; fsdp gathers weights in "
         f"{'fp32' if config.trainer.precision is Precision.fp32 else 'half precision'} and, with "
         "reshard_after_forward, one block at a time, which is not counted.",
-        "Checkpoints: 4 bytes of weights, 8 of AdamW and, once it has started, 4 of average per parameter.",
+        "Checkpoints: 4 bytes of weights, 8 of AdamW and, once they have started, 4 of each average per parameter.",
     ]
     if throughput:
         assumptions.append(

@@ -1,6 +1,7 @@
 """A plan as text."""
 
-from diffusion.planning.plan import MemoryPlan, Plan, StreamPlan
+from diffusion.planning.plan import MemoryPlan, Plan
+from diffusion.planning.streams import StreamPlan
 
 UNKNOWN = "not known"
 
@@ -22,7 +23,8 @@ def format_plan(plan: Plan) -> str:
             f"{plan.samples_per_rank:g} samples of each step on {plan.num_ranks} ranks, "
             f"{plan.num_microbatches} x {plan.microbatch_size:g}",
         ),
-        *[(f"stream {stream.name}", _stream(stream)) for stream in plan.streams],
+        *[(f"stream {stream.name}", _stream(stream)) for stream in plan.epoch.streams],
+        *([("epoch", f"{plan.epoch.num_steps:,} steps")] if plan.epoch.num_steps is not None else []),
         ("throughput", f"{plan.images_per_second:,g} images/s" if plan.images_per_second else _not_known("throughput")),
         ("time", f"{plan.days:,.2f} days on {gpus}" if plan.days is not None else UNKNOWN),
         ("GPU-hours", f"{plan.gpu_hours:,.0f}" if plan.gpu_hours is not None else UNKNOWN),
@@ -42,6 +44,7 @@ def format_plan(plan: Plan) -> str:
             if plan.num_checkpoints is not None and plan.storage_bytes is not None
             else UNKNOWN,
         ),
+        *([("averages stored", _averages(plan))] if plan.average_file_bytes else []),
     ]
     width = max(len(name) for name, _ in rows)
     lines = [f"Plan of {plan.run_name}", *(f"  {name:<{width}}  {text}" for name, text in rows)]
@@ -58,13 +61,21 @@ def _not_known(what: str) -> str:
 
 def _stream(stream: StreamPlan) -> str:
     samples = f"{stream.num_samples:,} samples" if stream.num_samples is not None else f"samples {UNKNOWN}"
-    return f"{samples}, epochs {UNKNOWN if stream.epochs is None else f'{stream.epochs:,.2f}'}"
+    text = f"{samples}, epochs {UNKNOWN if stream.epochs is None else f'{stream.epochs:,.2f}'}"
+    return text if stream.draws is None else f"{text}; an epoch drops {stream.dropped:,} of {stream.draws:,}"
 
 
 def _memory(memory: MemoryPlan) -> str:
     parts = f"weights {_size(memory.weights)}, gradients {_size(memory.gradients)}, Adam {_size(memory.optimizer)}"
     average = f", EMA {_size(memory.ema)}" if memory.ema else ""
     return f"{_size(memory.total)} per rank ({parts}{average}){'  <- chosen' if memory.is_chosen else ''}"
+
+
+def _averages(plan: Plan) -> str:
+    if plan.num_average_files is None:
+        return UNKNOWN
+    total = plan.num_average_files * plan.average_file_bytes
+    return f"{plan.num_average_files:,} files of {_size(plan.average_file_bytes)}, together {_size(total)}"
 
 
 def _size(num_bytes: float) -> str:

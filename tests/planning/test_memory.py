@@ -20,12 +20,14 @@ from diffusion.config.checks import is_location
 from diffusion.config.loading import load_config
 from diffusion.planning.memory import count_rank_memory
 
-def count(phase, num_ranks, rank):
-    config = load_config(f"yamls/phase{phase}.yaml", [], may_miss=is_location)
+def count(phase, num_ranks, rank, *overrides):
+    config = load_config(f"yamls/phase{phase}.yaml", list(overrides), may_miss=is_location)
     return asdict(count_rank_memory(config, num_ranks=num_ranks, rank=rank))
 
 counts = {f"{phase} {rank}": count(phase, 128, rank) for phase in (1, 2) for rank in (0, 127)}
 counts["small"] = [count(2, 3, rank) for rank in range(3)]
+averages = "algorithms.ema={start: 800000ba, decays: [0.9999, 0.999], power: {snapshot_interval: 5000ba}}"
+counts["four averages"] = count(2, 3, 0, averages)
 assert not dist.is_initialized()
 sys.stdout.write(json.dumps(counts))
 """
@@ -56,6 +58,10 @@ def test_all_ranks_together_hold_each_number_once(counts):
     assert sum(count["optimizer"] for count in counts["small"]) == 8 * NUM_PARAMETERS
     assert sum(count["ema"] for count in counts["small"]) == 4 * NUM_PARAMETERS
     assert 4 * NUM_PARAMETERS <= sum(count["weights"] for count in counts["small"]) < 4.01 * NUM_PARAMETERS
+
+
+def test_each_of_several_averages_is_counted(counts):
+    assert counts["four averages"] == counts["small"][0] | {"ema": 4 * counts["small"][0]["ema"]}
 
 
 @pytest.mark.parametrize("phase", [1, 2])

@@ -3,11 +3,20 @@ from typing import Any
 
 import pytest
 
-from diffusion.config.data import DataConfig, StreamConfig
+from diffusion.config.data import DataConfig, Mixing, StreamConfig
 from diffusion.config.schema import Config
-from diffusion.config.training import AlgorithmsConfig, EMAConfig, Parallelism, PlanConfig, Precision, TrainerConfig
-from diffusion.planning.plan import make_plan, read_num_samples
+from diffusion.config.training import (
+    AlgorithmsConfig,
+    EMAConfig,
+    Parallelism,
+    PlanConfig,
+    PowerEMAConfig,
+    Precision,
+    TrainerConfig,
+)
+from diffusion.planning.plan import make_plan
 from diffusion.planning.plan_text import format_plan
+from diffusion.planning.streams import read_shape
 
 NUM_PARAMETERS = 865_910_724
 
@@ -70,6 +79,25 @@ def test_memory_per_rank():
     assert make_plan(recipe(), num_parameters=NUM_PARAMETERS).memory[2].ema == 0
 
 
+def test_all_averages_and_their_files_are_counted():
+    config = recipe(phase=2)
+    power = PowerEMAConfig(snapshot_interval="3000ba")
+    config.algorithms.ema = EMAConfig(start="800000ba", decays=[0.9999, 0.999], power=power)
+    plan = make_plan(config, num_parameters=NUM_PARAMETERS)
+    assert plan.memory[1].ema == 4 * 4 * -(-NUM_PARAMETERS // 128)
+    assert plan.memory[2].ema == 4 * 4 * NUM_PARAMETERS
+    assert plan.checkpoint_bytes == (12 + 16) * NUM_PARAMETERS
+    assert plan.average_file_bytes == 2 * NUM_PARAMETERS
+    assert plan.num_average_files == 2 * (283 - 266 + 1), "of both widths at 801000, ..., 849000, and at the end"
+    assert "averages stored" in format_plan(plan)
+    assert "36 files of 1.73 GB, together 62.35 GB" in format_plan(plan)
+    power.snapshot_interval = "50000ba"
+    assert make_plan(config, num_parameters=1).num_average_files == 2
+    config.algorithms.ema.start = "3ep"
+    assert make_plan(config, num_parameters=1).num_average_files is None
+    assert "averages stored" not in format_plan(make_plan(recipe(phase=2), num_parameters=1))
+
+
 def test_the_chosen_way_to_spread_the_model_is_marked():
     config = recipe()
     config.trainer.reshard_after_forward = True
@@ -96,6 +124,9 @@ def test_checkpoints_hold_weights_adam_and_the_average_once_it_started():
     assert plan.storage_bytes == (79 * 12 + 6 * 16) * NUM_PARAMETERS
     second.trainer.keep_checkpoints = 7
     assert make_plan(second, num_parameters=1).storage_bytes == 12 + 6 * 16
+    second.trainer.keep_every = "250000ba"
+    assert make_plan(second, num_parameters=1).storage_bytes == 3 * 12 + 12 + 6 * 16
+    second.trainer.keep_every = None
     second.trainer.save_interval = "300000ba"
     assert make_plan(second, num_parameters=1).storage_bytes == 12 + 12 + 16
     second.trainer.save_interval = "1ep"
@@ -107,19 +138,49 @@ def test_epochs_where_the_index_files_can_be_read(tmp_path):
     write_index(tmp_path / "local" / "b", 300_000_000)
     roots: dict[str, Any] = {"remote": str(tmp_path / "remote"), "local": str(tmp_path / "local")}
     streams = [StreamConfig(name="a"), StreamConfig(name="b")]
-    natural = make_plan(recipe(streams=streams, **roots), num_parameters=1).streams
+    natural = make_plan(recipe(streams=streams, **roots), num_parameters=1).epoch.streams
     assert [stream.num_samples for stream in natural] == [100_000_000, 300_000_000]
     assert [stream.epochs for stream in natural] == [pytest.approx(2.816)] * 2
     streams = [StreamConfig(name="a", repeat=3.0), StreamConfig(name="b")]
-    repeated = make_plan(recipe(streams=streams, **roots), num_parameters=1).streams
+    repeated = make_plan(recipe(streams=streams, **roots), num_parameters=1).epoch.streams
     assert [stream.epochs for stream in repeated] == [pytest.approx(3 * 1126.4 / 600), pytest.approx(1126.4 / 600)]
     streams = [StreamConfig(name="a", proportion=3.0), StreamConfig(name="c", proportion=1.0)]
-    mixed = make_plan(recipe(streams=streams, **roots), num_parameters=1).streams
+    mixed = make_plan(recipe(streams=streams, **roots), num_parameters=1).epoch.streams
     assert [stream.epochs for stream in mixed] == [pytest.approx(0.75 * 11.264), None]
     streams = [StreamConfig(name="a"), StreamConfig(name="c")]
-    unknown = make_plan(recipe(streams=streams, **roots), num_parameters=1).streams
+    unknown = make_plan(recipe(streams=streams, **roots), num_parameters=1).epoch.streams
     assert [(stream.num_samples, stream.epochs) for stream in unknown] == [(100_000_000, None), (None, None)]
-    assert read_num_samples(tmp_path) is None
+    assert read_shape("a", tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "num_steps", "dropped"),
+    [
+        ({}, (1274 + 268) // 32, [5, 1]),
+        ({"mixing": Mixing.bucket}, 39 + 8, [26, 12]),
+        ({"mixing": Mixing.groups, "group_size": 8}, 48, [2, 4]),
+    ],
+    ids=["mixed", "bucket", "groups"],
+)
+def test_what_an_epoch_drops_of_each_stream(tmp_path, options, num_steps, dropped):
+    write_index(tmp_path / "a", 1000, 274)
+    write_index(tmp_path / "b", 268)
+    streams = [StreamConfig(name="a"), StreamConfig(name="b")]
+    config = recipe(local=str(tmp_path), streams=streams)
+    config.data = DataConfig(local=str(tmp_path), streams=streams, resolution=256, global_batch_size=32, **options)
+    plan = make_plan(config, num_parameters=1)
+    assert plan.epoch.num_steps == num_steps
+    assert [(stream.draws, stream.dropped) for stream in plan.epoch.streams] == list(
+        zip([1274, 268], dropped, strict=True)
+    )
+    assert f"an epoch drops {dropped[0]} of 1,274" in format_plan(plan)
+
+
+def test_an_epoch_that_cannot_be(tmp_path):
+    write_index(tmp_path / "a", 100)
+    config = recipe(local=str(tmp_path), streams=[StreamConfig(name="a")])
+    text = format_plan(make_plan(config, num_parameters=1))
+    assert "This run would not start: the streams give 100 samples an epoch, less than data.global_batch_size" in text
 
 
 def test_text():

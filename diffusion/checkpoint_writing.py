@@ -1,0 +1,113 @@
+"""Writing checkpoints to files, and copying a state so that it can be written while training changes it."""
+
+import copy
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from diffusion.checksums import Checksum, HashingFile, checksum_of, write_checksums, write_durably
+from diffusion.safe_loading import INDEX
+
+PARTIAL_FILE = ".pt.partial"
+"""End of the name of a `.pt` checkpoint that is being written."""
+
+
+def copy_to_host(content: Any) -> Any:
+    """Copy a state to host memory: tensors (of a sharded one this rank's part) and whatever else can change.
+
+    Args:
+        content: nested dictionaries, lists and tuples.
+
+    Returns:
+        The same with tensors on the CPU that share no memory with those of the state.
+    """
+    if isinstance(content, torch.Tensor):
+        return content.detach().to("cpu", copy=True)
+    if isinstance(content, dict):
+        return {key: copy_to_host(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return type(content)(copy_to_host(value) for value in content)
+    return copy.deepcopy(content)
+
+
+def write_sharded(folder: Path, content: dict[str, Any], group: ProcessGroup | None) -> None:
+    """Write a sharded checkpoint: each rank its file, then rank 0 the checksums, and at last the index.
+
+    To be called by all ranks of the group.
+
+    Raises:
+        CheckpointException: on all ranks, when one cannot write.
+    """
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+    save(content, storage_writer=_ChecksumWriter(folder), planner=planner, process_group=group)
+
+
+def write_file(path: Path, content: dict[str, Any]) -> None:
+    """Write a `.pt` checkpoint under another name, to the disk, and give it its name.
+
+    Raises:
+        OSError: it cannot be written.
+        RuntimeError: likewise.
+    """
+    partial = path.with_name(path.stem + PARTIAL_FILE)
+    with partial.open("wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+class _HashingFileSystem(FileSystem):
+    """Makes checksums of the files that it writes."""
+
+    def __init__(self) -> None:
+        self.checksums: dict[str, Checksum] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:  # pyright: ignore
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with HashingFile(Path(path)) as file:
+            yield file
+        self.checksums[Path(path).name] = file.checksum
+
+
+class _ChecksumWriter(FileSystemWriter):
+    """Writes `checksums.json` before the index, from what each rank has written."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.fs = _HashingFileSystem()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        """Write this rank's file, and give rank 0 its checksum with what is in it."""
+        written = super().write_data(plan, planner).value()
+        result: Future[Any] = Future()
+        result.set_result((written, self.fs.checksums))
+        return result
+
+    def finish(self, metadata: Metadata, results: list[Any]) -> None:
+        """Write checksums and index, on rank 0 when all files are whole."""
+        folder = Path(self.path)
+        written: list[WriteResult] = [entry for entries, _ in results for entry in entries]
+        metadata.storage_data = {entry.index: entry.storage_data for entry in written}
+        metadata.storage_meta = self.storage_meta()
+        index = pickle.dumps(metadata)
+        checksums = {name: checksum for _, part in results for name, checksum in part.items()}
+        write_checksums(folder, checksums | {INDEX: checksum_of(index)})
+        write_durably(folder / INDEX, index)
