@@ -1,0 +1,100 @@
+"""What a run needs of each machine, worked out from its configuration."""
+
+from dataclasses import dataclass, replace
+
+from diffusion.config.data import Representation, picture_sizes
+from diffusion.config.model import Posterior
+from diffusion.config.schema import Config, Task
+from diffusion.config.training import Device
+from diffusion.models.architectures import ARCHITECTURES
+from diffusion.models.build import count_parameters
+from diffusion.planning.plan import make_plan
+
+FILES_PER_RANK = 256
+"""File handles of a rank without loader workers: libraries, data sets, logs."""
+
+FILES_PER_WORKER, FILES_PER_BATCH, FILES_PER_PEER = 12, 6, 2
+"""... for a loader worker, for a batch that it holds ready (one for each tensor), and for a connection to a rank."""
+
+RANK_BYTES, WORKER_BYTES = 1.0e9, 0.15e9
+"""Memory of a rank's process without the model, and what a loader worker does not share with it (estimates)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """What a run needs. Bytes of one node unless said."""
+
+    num_ranks: int
+    """Of the node."""
+
+    num_workers: int
+    """Loader processes of the node."""
+
+    shm_bytes: int
+    """Batches that loader workers hold ready."""
+
+    num_files: int
+    """File handles of one rank."""
+
+    memory_bytes: float
+    """Processes, and with training on the CPU (or checkpoints in the background) the model's state (estimate)."""
+
+    gpu_bytes: float | None
+    """Weights, gradients, optimizer, averages and, where they are known, activations on one GPU; None without GPUs."""
+
+    checkpoint_bytes: int
+    """The largest checkpoint."""
+
+    storage_bytes: int | None
+    """All checkpoints that stay; None where their number is not known."""
+
+
+def find_demand(config: Config, *, world_size: int, ranks_per_node: int, device: Device) -> Demand:
+    """Work out what a run needs.
+
+    Args:
+        config: the configuration, complete and checked.
+        world_size: ranks of the job.
+        ranks_per_node: ranks of a node.
+        device: what it trains on.
+    """
+    here = replace(config, plan=replace(config.plan, num_gpus=None))
+    trained = "vae" if config.task is Task.autoencoder else "unet"
+    plan = make_plan(here, num_parameters=count_parameters(config.model)[trained], world_size=world_size)
+    state = next(memory.total for memory in plan.memory if memory.is_chosen)
+    data = config.data
+    workers = data.num_workers * (2 if config.validation is not None else 1)
+    in_memory = state if device is Device.cpu or config.trainer.async_checkpoints else 0
+    return Demand(
+        num_ranks=ranks_per_node,
+        num_workers=ranks_per_node * data.num_workers,
+        shm_bytes=ranks_per_node * _waiting_bytes(config, data.global_batch_size // world_size),
+        num_files=FILES_PER_RANK
+        + workers * (FILES_PER_WORKER + data.prefetch_factor * FILES_PER_BATCH)
+        + world_size * FILES_PER_PEER,
+        memory_bytes=ranks_per_node * (RANK_BYTES + workers * WORKER_BYTES + in_memory),
+        gpu_bytes=state + (plan.activation_bytes or 0) if device is Device.gpu else None,
+        checkpoint_bytes=plan.checkpoint_bytes,
+        storage_bytes=plan.storage_bytes,
+    )
+
+
+def _waiting_bytes(config: Config, rank_batch_size: int) -> int:
+    """Bytes of the batches that a rank's loader workers hold ready in shared memory."""
+    data, validation = config.data, config.validation
+    samples = rank_batch_size + (validation.device_batch_size if validation is not None else 0)
+    return data.num_workers * data.prefetch_factor * samples * _sample_bytes(config)
+
+
+def _sample_bytes(config: Config) -> int:
+    """Bytes of the largest sample in a batch."""
+    spec = ARCHITECTURES[config.model.architecture]
+    streams = config.data.streams if isinstance(config.data.streams, list) else []  # Missing beside a plug-in.
+    sizes = picture_sizes(streams, config.data.resolution)
+    pixels = max([size.height * size.width for size in sizes], default=config.data.resolution**2)
+    if config.data.representation is Representation.images:
+        size = 3 * pixels
+    else:
+        kinds = 2 if config.objective.posterior is Posterior.sample else 1
+        size = 2 * kinds * spec.vae["latent_channels"] * pixels // spec.vae_factor**2
+    return size + 8 * (spec.max_tokens + 2)

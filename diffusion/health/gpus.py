@@ -1,0 +1,150 @@
+"""What NVML says about the GPUs of this machine; nothing where there is no NVIDIA driver."""
+
+import os
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import pynvml
+
+T = TypeVar("T")
+
+SLOWDOWNS = {
+    "nvmlClocksThrottleReasonHwThermalSlowdown": "it is too hot",
+    "nvmlClocksThrottleReasonHwPowerBrakeSlowdown": "the power supply asks for it",
+    "nvmlClocksThrottleReasonHwSlowdown": "the hardware protects itself",
+}
+"""Reasons of NVML for lower clocks that are faults, and what they mean."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuReading:
+    """One GPU."""
+
+    name: str
+    """Number and model, such as `GPU 3 (NVIDIA H100)`."""
+
+    total_bytes: int
+    free_bytes: int
+    foreign_bytes: int
+    """Memory that processes outside of the job hold."""
+
+    uncorrected_errors: int | None
+    """Errors of its memory that could not be corrected, since the driver was loaded; None without ECC."""
+
+    remapping_failed: bool
+    """Whether damaged memory could not be replaced by spare rows."""
+
+    slowdowns: tuple[str, ...]
+    """Why its clocks are lowered, if they are by a fault."""
+
+
+@contextmanager
+def _opened(nvml: Any) -> Iterator[bool]:
+    """Open NVML, if there is one."""
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        nvml.nvmlShutdown()
+
+
+def visible_handles(nvml: Any) -> list[Any]:
+    """NVML's handles of the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order. NVML must be open."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
+    handles = []
+    for name in filter(None, map(str.strip, visible.split(","))):
+        get = nvml.nvmlDeviceGetHandleByIndex if name.isdigit() else nvml.nvmlDeviceGetHandleByUUID
+        try:
+            handles.append(get(int(name) if name.isdigit() else name))
+        except nvml.NVMLError:
+            break  # Like CUDA, which takes no notice of what follows an invalid name.
+    return handles
+
+
+def read_gpus(job: Collection[int] = (), nvml: Any = pynvml) -> list[GpuReading]:
+    """Read the GPUs that this process may use.
+
+    Args:
+        job: process ids of the job, whose memory is not foreign.
+        nvml: the module `pynvml`.
+    """
+    with _opened(nvml) as is_open:
+        if not is_open:
+            return []
+        return [_read(nvml, number, handle, job) for number, handle in enumerate(visible_handles(nvml))]
+
+
+def _read(nvml: Any, number: int, handle: Any, job: Collection[int]) -> GpuReading:
+    name = _attempt(nvml, lambda: nvml.nvmlDeviceGetName(handle), "")
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    processes = _attempt(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle), [])
+    kinds = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+    reasons = _attempt(nvml, lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle), 0)
+    rows = _attempt(nvml, lambda: nvml.nvmlDeviceGetRemappedRows(handle), None)
+    return GpuReading(
+        name=f"GPU {number} ({name.decode() if isinstance(name, bytes) else name})",
+        total_bytes=memory.total,
+        free_bytes=memory.free,
+        foreign_bytes=sum(process.usedGpuMemory or 0 for process in processes if process.pid not in job),
+        uncorrected_errors=_attempt(nvml, lambda: nvml.nvmlDeviceGetTotalEccErrors(handle, *kinds), None),
+        remapping_failed=bool(rows[3]) if rows is not None else False,
+        slowdowns=tuple(text for reason, text in SLOWDOWNS.items() if reasons & getattr(nvml, reason)),
+    )
+
+
+def _attempt(nvml: Any, read: Callable[[], T], otherwise: Any) -> T:
+    """What NVML says, or a value where this GPU (or the user's rights) does not provide it."""
+    try:
+        return read()
+    except nvml.NVMLError:
+        return otherwise
+
+
+class GpuMeter:
+    """Utilisation of the visible GPUs between two readings. Without NVML it reads nothing.
+
+    Args:
+        nvml: the module `pynvml`.
+    """
+
+    def __init__(self, nvml: Any = pynvml) -> None:
+        self._nvml = nvml
+        self._handles: list[Any] = []
+        try:
+            nvml.nvmlInit()
+            self._handles = visible_handles(nvml)
+        except nvml.NVMLError:
+            return
+        self._since = [0] * len(self._handles)
+
+    def read(self) -> tuple[float, float] | None:
+        """Share of the time in which a kernel ran, and share of the memory in use, as means over the GPUs.
+
+        The time is that since the last reading, as far as the driver remembers it; None without GPUs.
+        """
+        if not self._handles:
+            return None
+        busy = [self._busy(number) for number in range(len(self._handles))]
+        infos = [self._nvml.nvmlDeviceGetMemoryInfo(handle) for handle in self._handles]
+        return sum(busy) / len(busy), sum(info.used / info.total for info in infos) / len(infos)
+
+    def _busy(self, number: int) -> float:
+        """Mean of the samples that the driver has taken since the last reading, or its present value."""
+        nvml, handle = self._nvml, self._handles[number]
+        try:
+            _, samples = nvml.nvmlDeviceGetSamples(handle, nvml.NVML_GPU_UTILIZATION_SAMPLES, self._since[number])
+        except nvml.NVMLError:
+            samples = []
+        new = [sample for sample in samples if sample.timeStamp > self._since[number]]
+        if new:
+            self._since[number] = max(sample.timeStamp for sample in new)
+            return sum(sample.sampleValue.uiVal for sample in new) / len(new) / 100
+        return _attempt(nvml, lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100, 0.0)
