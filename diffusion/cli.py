@@ -1,10 +1,14 @@
-"""The command `run.py`: from a YAML file to a training run, or with `--dry-run` to its plan."""
+"""The commands `run.py` (training, or with `--dry-run` its plan) and `evaluate.py`, from a YAML file each."""
 
+import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from diffusion.config.checks import check, is_location, missing_locations
-from diffusion.config.loading import load_config, to_yaml
+from diffusion.config.evaluation import EvaluationConfig, check_evaluation
+from diffusion.config.loading import load, load_config, missing_error, missing_keys
 from diffusion.config.schema import Config, Task
+from diffusion.config.secrets import to_public_yaml
 from diffusion.launch import CommandParser, rank, world_size
 
 
@@ -55,5 +59,53 @@ def _show_plan(config: Config, say: Callable[[str], None]) -> None:
         world_size=world_size(),
         missing=missing_locations(config),
     )
-    say(to_yaml(config))
+    say(to_public_yaml(config))
     say(format_plan(plan))
+
+
+def evaluate_command(arguments: Sequence[str], *, say: Callable[[str], None]) -> None:
+    """Evaluate as a YAML file says, or put the results of several evaluations into one table.
+
+    Args:
+        arguments: the command line, without the program's name.
+        say: where tables go.
+
+    Raises:
+        UserError: the configuration, the data or the machine is at fault.
+    """
+    parser = CommandParser(
+        prog="evaluate.py", description="Evaluate a model, a folder of images, or (watch=true) a run as it trains."
+    )
+    parser.add_argument("config", nargs="?", metavar="CONFIG.yaml", help="configuration of the evaluation")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="values that replace those of the file")
+    parser.add_argument(
+        "--table", nargs="+", metavar="FOLDER", help="print one table of the results in these output folders, and end"
+    )
+    options = parser.parse_intermixed_args(list(arguments))
+    if options.table is not None:
+        if rank() == 0:
+            _show_results([options.config, *options.table] if options.config else options.table, say)
+        return
+    if options.config is None:
+        parser.error("name the configuration of the evaluation, such as yamls/evaluate.yaml")
+    config = load(EvaluationConfig, options.config, options.overrides)
+    if missing := missing_keys(config):
+        raise missing_error(missing, options.config)
+    check_evaluation(config)
+    logging.basicConfig(level=logging.INFO if rank() == 0 else logging.WARNING, format="%(message)s")
+    if config.watch:
+        from diffusion.evaluation.watch import watch
+
+        watch(config)
+        return
+    from diffusion.evaluation.evaluate import evaluate
+
+    evaluate(config)
+    if rank() == 0:
+        _show_results([config.output_folder], say)
+
+
+def _show_results(folders: Sequence[str], say: Callable[[str], None]) -> None:
+    from diffusion.evaluation.results import read_results, table
+
+    say(table(read_results([Path(folder).expanduser() for folder in folders])))

@@ -9,12 +9,14 @@ traceback, and every rank ends with exit code 2:
   failing ranks, and rank 0 speaks. An error outside `agree` is told by the rank that met it, unless rank 0 met it too.
 
 Both launchers (composer, torchrun) terminate all ranks of a node as soon as one has ended, so a rank that is silent
-lets the first rank of its node, which may still have to speak, end first. Torch is imported by what needs it only: a
-mistake in a YAML file ends a command within a second.
+lets the first rank of its node, which may still have to speak, end first. A rank that the launcher terminates because
+another rank met a `UserError` ends with exit code 2, too, whether it noticed its failed collective before or after the
+signal. Torch is imported by what needs it only: a mistake in a YAML file ends a command within a second.
 """
 
 import argparse
 import atexit
+import ctypes
 import logging
 import os
 import signal
@@ -23,6 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import IO, Any, NoReturn, TypeVar
 
 from diffusion.errors import ConfigurationError, UserError
@@ -151,6 +154,8 @@ def run_command(main: Callable[[], None], *, say: Callable[[str], None] = say_to
         process ends here, with that code. Other exceptions pass.
     """
     prepare_environment()
+    _exit_on_termination()
+    _terminate_with_launcher()
     try:
         main()
     except PreemptedError as reason:
@@ -161,12 +166,37 @@ def run_command(main: Callable[[], None], *, say: Callable[[str], None] = say_to
     except UserError as error:
         _tell(error, say)
         return _end(USER_ERROR_EXIT_CODE)
-    except Exception:
+    except (Exception, SystemExit):
         if _is_known_elsewhere():
             _catch_termination()
             return _end(USER_ERROR_EXIT_CODE)
         raise
     return 0
+
+
+def _exit_on_termination() -> None:
+    """Turn SIGTERM to one of several ranks into `SystemExit`, as Composer does when it is imported.
+
+    In a collective the handler waits until that fails, which it does when the rank that failed alone is gone: so the
+    rank still learns why it is terminated.
+    """
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if world_size() > 1 and is_main_thread and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _exit_by_signal)
+
+
+def _terminate_with_launcher() -> None:
+    """Let the kernel send SIGTERM to this rank when the launcher is gone.
+
+    A signal to the composer launcher (or SIGUSR1 or SIGKILL to torchrun) ends it alone, and its ranks would go on.
+    """
+    if "RANK" in os.environ and sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h.
+        ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGTERM))
+
+
+def _exit_by_signal(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
 
 
 def _tell(error: UserError, say: Callable[[str], None]) -> None:
@@ -182,6 +212,8 @@ def _tell(error: UserError, say: Callable[[str], None]) -> None:
     if speaks:
         speaker = f"rank {rank()} on {socket.gethostname()}: " if rank() else ""
         say(f"{type(error).__name__}: {speaker}{error}")
+        if rank() == 0 and has_group and not getattr(error, "agreed", False):
+            terminated.wait(HEARING_SECONDS)  # The store, in which others look who has told, may end with this process.
     elif local_rank():
         terminated.wait(PATIENCE_SECONDS)
 

@@ -69,7 +69,7 @@ def _multiply(multiplier: int, x: _Words) -> tuple[_Words, _Words]:
     return (product >> 32) & _MASK, product & _MASK
 
 
-def philox(counter: tuple[_Words, _Words, _Words, _Words], key: tuple[Any, Any]) -> tuple[_Words, ...]:
+def philox(counter: tuple[_Words, _Words, _Words, _Words], key: tuple[Any, Any]) -> tuple[Any, ...]:
     """Philox4x32-10.
 
     Args:

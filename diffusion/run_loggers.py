@@ -3,11 +3,18 @@
 import hashlib
 from pathlib import Path
 
-from composer.loggers import LoggerDestination, TensorboardLogger, WandBLogger
+from composer.loggers import LoggerDestination
 
+from diffusion.callbacks.continued_loggers import ContinuedTensorboard
+from diffusion.callbacks.described_wandb import DescribedWandB
 from diffusion.callbacks.metrics_file import MetricsFile
+from diffusion.callbacks.starts_file import StartsFile
+from diffusion.config.loading import to_dict
 from diffusion.config.schema import Config
 from diffusion.plugins import build_plugin
+
+JOB_TYPE = "train"
+"""For wandb, of the runs of training in a group."""
 
 
 def build_loggers(config: Config, folder: Path) -> list[LoggerDestination]:
@@ -20,26 +27,28 @@ def build_loggers(config: Config, folder: Path) -> list[LoggerDestination]:
     Raises:
         ConfigurationError: a plug-in cannot be imported or built.
     """
-    loggers: list[LoggerDestination] = []
-    if config.loggers.file:
-        loggers.append(MetricsFile(folder / "metrics.jsonl"))
+    loggers: list[LoggerDestination] = [StartsFile(folder)]  # First: it looks at what the last start has left.
+    metrics = MetricsFile(folder / "metrics.jsonl") if config.loggers.file else None
+    if metrics is not None:  # Before others: when a run continues, others take from it what they have lost.
+        loggers.append(metrics)
     if config.loggers.tensorboard:
-        loggers.append(TensorboardLogger(log_dir=str(folder / "tensorboard")))
+        loggers.append(ContinuedTensorboard(folder / "tensorboard"))
     if (wandb := config.loggers.wandb) is not None:
         run_id = hashlib.sha256(f"{config.run_name} {folder.resolve()}".encode()).hexdigest()[:12]
         loggers.append(
-            WandBLogger(
+            DescribedWandB(
+                folder,
+                run_id,
+                metrics=metrics,
+                offline=wandb.offline,
+                config=to_dict(config),
+                captions={"samples": config.samples.prompts},
+                job_type=JOB_TYPE,
                 project=wandb.project,
                 entity=wandb.entity,
                 group=config.group,
                 name=config.run_name,
                 tags=wandb.tags,
-                init_kwargs={
-                    "dir": str(folder),
-                    "id": run_id,
-                    "resume": "allow",
-                    "mode": "offline" if wandb.offline else "online",
-                },
             )
         )
     plugins = config.plugins.loggers

@@ -38,7 +38,7 @@ def main() -> None:
         tokenize=lambda captions: tokenize(model.tokenizer, captions),
         with_logvar=config.objective.posterior == Posterior.sample,
     )
-    batches = validation_loader(dataset, config.validation, config.data, sampler=None)
+    batches = validation_loader(dataset, config.validation, config.data)
     use = measure_caption_use(model, batches, range(arguments.seeds))
     row = {"checkpoint": str(checkpoint), "num_samples": len(dataset), "true": use.true, "shuffled": use.shuffled}
     print(json.dumps(row))

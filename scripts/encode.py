@@ -1,21 +1,30 @@
 """Encode prepared data: the VAE's posterior and the captions' token ids, so that training need not compute them.
 
     python scripts/encode.py data/prepared data/encoded-256 --resolution 256 --config yamls/phase1.yaml
+    python scripts/encode.py data/prepared data/encoded --resolution 256 512 --config yamls/phase2.yaml
+    composer -n 8 scripts/encode.py data/prepared data/encoded-256 --resolution 256 --config yamls/phase1.yaml
     python scripts/encode.py data/prepared data/encoded-64 --resolution 64 --architecture tiny --device cpu
 
-The same command again continues one that was stopped.
+Several resolutions are written to OUT/256, OUT/512 and so on. Buckets with a size of their own (896x1152) are encoded
+at it. The same command again, on any number of processes, continues one that was stopped, encodes what the prepared
+data grew by, and marks what was withdrawn from it since.
 """
 
 import logging
 import sys
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from diffusion.config.loading import load
 from diffusion.config.model import Architecture, ModelConfig
+from diffusion.config.preparation import Engine
 from diffusion.config.schema import Config
 from diffusion.errors import ConfigurationError, MachineError
-from diffusion.launch import CommandParser, run_command
+from diffusion.launch import CommandParser, local_rank, local_world_size, rank, run_command, world_size
+
+if TYPE_CHECKING:
+    from diffusion.preparation.encoding.models import EncodingModels
 
 
 def parse() -> CommandParser:
@@ -23,7 +32,8 @@ def parse() -> CommandParser:
     parser = CommandParser(prog="encode.py", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("prepared", type=Path, help="output of scripts/prepare.py")
     parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument("--resolution", type=int, required=True, help="side of the squares in pixels")
+    parser.add_argument("--resolution", type=int, nargs="+", default=[], metavar="PIXELS",
+                        help="side of the squares; not needed where all buckets have sizes of their own")  # fmt: skip
     model = parser.add_argument_group("model, as the run that will read the data has it")
     model.add_argument("--config", type=Path, help="YAML of the run; its section `model` is taken")
     model.add_argument("--architecture", choices=[architecture.value for architecture in Architecture])
@@ -33,10 +43,15 @@ def parse() -> CommandParser:
     parser.add_argument(
         "--mean-only", action="store_true", help="leave the log-variance out (objective.posterior: mean)"
     )
-    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of the VAE's forward pass")
+    parser.add_argument("--text-embeddings", action="store_true", help="store the text encoder's output, too: 2 L D "
+                        "bytes per caption, 158 kB with stable_diffusion_2")  # fmt: skip
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of the forward passes")
     parser.add_argument("--batch-size", type=int, default=32, help="pictures per forward pass")
-    parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda if there is one")
-    parser.add_argument("--workers", type=int, default=4, help="processes that decode pictures")
+    parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda (each process its own) if there is one")
+    parser.add_argument("--workers", type=int, default=4, help="decoding processes for each process that encodes")
+    parser.add_argument("--engine", choices=[engine.value for engine in Engine], default=Engine.processes.value,
+                        help="processes: this one, or those of the launcher; ray: tasks on a Ray cluster")  # fmt: skip
+    parser.add_argument("--ray-workers", type=int, default=1, help="tasks that encode with --engine ray")
     return parser
 
 
@@ -59,42 +74,68 @@ def model_config(arguments: object) -> ModelConfig:
     return config
 
 
+def load_models(config: ModelConfig, text_embeddings: bool) -> "EncodingModels":
+    """Load the networks that encode."""
+    from diffusion.models import load_frozen_parts
+    from diffusion.preparation.encoding.models import EncodingModels
+
+    return EncodingModels.of(load_frozen_parts(config), text_embeddings=text_embeddings)
+
+
+def device_of(given: str | None, in_ray: bool) -> str:
+    """Return the device of this process: of several on a node, each has the GPU of its number."""
+    import torch
+
+    device = given or ("cuda" if torch.cuda.is_available() else "cpu")
+    if in_ray:
+        return device
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise MachineError(f"--device {device}, but no GPU is visible here: check the driver, or use --device cpu")
+    if device != "cuda":
+        return device
+    if local_world_size() > torch.cuda.device_count():
+        raise MachineError(
+            f"{local_world_size()} processes on a node with {torch.cuda.device_count()} GPUs: start one for each"
+        )
+    torch.cuda.set_device(local_rank())
+    return f"cuda:{local_rank()}"
+
+
 def main() -> None:
     """Parse, load the frozen parts, encode."""
     arguments = parse().parse_args()
     config = model_config(arguments)
-    if arguments.batch_size < 1 or arguments.workers < 0:
-        raise ConfigurationError("--batch-size must be at least 1 and --workers at least 0")
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    in_ray = arguments.engine == Engine.ray.value
+    if in_ray and world_size() > 1:
+        raise ConfigurationError("--engine ray: start it without a launcher; Ray starts the processes")
+    logging.basicConfig(level=logging.INFO if rank() == 0 else logging.WARNING, format="%(message)s")
 
-    import torch
+    from diffusion.preparation.encoding.encode import encode
+    from diffusion.preparation.encoding.ranks import RayWorkers, end_group, start_group
 
-    from diffusion.models import load_frozen_parts
-    from diffusion.models.identity import module_identity, tokenizer_identity
-    from diffusion.models.tokenizers import tokenize
-    from diffusion.preparation.encode import encode
-
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise MachineError(f"--device {device}, but no GPU is visible here: check the driver, or use --device cpu")
-    frozen = load_frozen_parts(config)
-    manifest = encode(
+    device = device_of(arguments.device, in_ray)
+    start_group()
+    ray = None
+    if in_ray:
+        ray = RayWorkers(number=arguments.ray_workers, load=partial(load_models, config, arguments.text_embeddings))
+    manifests = encode(
         arguments.prepared,
         arguments.out,
-        vae=frozen.vae,
-        vae_identity=module_identity(frozen.vae),
-        tokenize=partial(tokenize, frozen.tokenizer),
-        tokenizer_identity=tokenizer_identity(frozen.tokenizer),
-        empty_ids=tokenize(frozen.tokenizer, [""])[0].tolist(),
-        resolution=arguments.resolution,
+        models=load_models(config, arguments.text_embeddings),
+        resolutions=arguments.resolution,
         batch_size=arguments.batch_size,
         device=device,
         precision=arguments.precision,
         mean_only=arguments.mean_only,
         num_workers=arguments.workers,
+        ray=ray,
+        progress=True,
     )
-    num_samples = sum(count for buckets in manifest.counts.values() for count in buckets.values())
-    print(f"{arguments.out}: {num_samples} samples at {manifest.resolution} px")
+    if rank() == 0:
+        for manifest in manifests:
+            num_samples = sum(count for buckets in manifest.counts.values() for count in buckets.values())
+            print(f"{arguments.out}: {num_samples} samples at {manifest.resolution} px")
+    end_group()
 
 
 if __name__ == "__main__":

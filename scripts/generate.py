@@ -10,13 +10,18 @@ from diffusion.launch import CommandParser, run_command
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = CommandParser(description="Generate images from a run's checkpoint.")
-    parser.add_argument("checkpoint", help="checkpoint, run folder or its `checkpoints` folder (the newest is taken)")
+    parser.add_argument(
+        "checkpoint",
+        help="checkpoint, run folder or its `checkpoints` folder (the newest is taken); or a file of averaged weights",
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for the images, grid.png and images.jsonl")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompts", nargs="+", help="prompts")
     source.add_argument("--prompts-file", type=Path, help="text file, one prompt a line")
     parser.add_argument("--negative-prompt", help="what to lead away from; default: the empty caption")
-    parser.add_argument("--weights", choices=["raw", "ema"], default="raw", help="training weights or their average")
+    parser.add_argument(
+        "--weights", default="raw", help="raw: training weights; ema: their average; or one of several: decay-0.999"
+    )
     parser.add_argument("--images-per-prompt", type=int, default=1)
     parser.add_argument("--seed", type=int, help="image i gets seed + i; default: random")
     parser.add_argument("--steps", type=int, default=50, help="DDIM steps")

@@ -5,8 +5,9 @@
 
 A SOURCE is a folder of pictures (captions in .txt files beside them, or metadata.jsonl or captions.csv in the folder),
 a tar or parquet file, a folder or quoted pattern of such files, or one of the other kinds of
-diffusion/preparation/sources.py. OUT gets one MDS folder per split and bucket, and manifest.json, written last. Run
-again, it goes on where it was interrupted, adds what the sources hold in addition, and does nothing if that is nothing.
+diffusion/preparation/sources/opening.py. OUT gets one MDS folder per split and bucket, and manifest.json, written
+last. Run again, it goes on where it was interrupted, adds what the sources hold in addition, and does nothing if that
+is nothing.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from diffusion.datasets.buckets import DEFAULT_EDGES, parse_edges
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.datasets.mds import DEFAULT_SHARD_BYTES
 from diffusion.errors import ConfigurationError, UserError
-from diffusion.preparation.partition_preview import Preview
+from diffusion.preparation.partitions.preview import Preview
 from diffusion.preparation.prepare import prepare_from, preview_of
 
 NUM_DRY_RUN = 100

@@ -56,7 +56,7 @@ def main() -> None:
         "trainer.save_interval=10ba",
         "trainer.progress_bar=false",
         "trainer.precision=fp32",
-        "algorithms.ema={start: 0.5dur, decay: 0.9}",
+        "algorithms.ema={start: 0.5dur, decays: [0.9]}",
         *arguments.overrides,
     )
     recipe = Recipe(

@@ -12,8 +12,9 @@ from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.launch import agree, rank, run_command, world_size
 
 SCRIPT = """\
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
+from diffusion import launch
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.launch import agree, rank, run_command
 
@@ -31,6 +32,13 @@ def main():
         agree(lambda: fail("a shard is damaged") if rank() == 1 else None)
     if mode == "alone":
         fail("a shard is damaged") if rank() == 1 else dist.barrier()
+    if mode == "terminated":  # The launcher's signal comes before the failed collective is noticed.
+        if rank() == 1:
+            fail("a shard is damaged")
+        while not launch._is_known_elsewhere():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        dist.barrier()
 
 def end(code):
     Path(sys.argv[2], f"code{rank()}").write_text(str(code))
@@ -61,6 +69,7 @@ def launch(tmp_path: Path, launcher: list[str], mode: str) -> subprocess.Complet
         ("composer -n 2", "some", "DataError: rank 1 of 2: a shard is damaged"),
         ("torchrun --nproc-per-node 2 --master-port 29617", "before", "ConfigurationError: the key is wrong"),
         ("torchrun --nproc-per-node 2 --master-port 29619", "alone", "a shard is damaged"),
+        ("composer -n 2", "terminated", "a shard is damaged"),
     ],
 )
 def test_one_message_and_exit_code_2_on_all_ranks(tmp_path, launcher, mode, message):

@@ -3,10 +3,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
-from diffusion.checkpoints import batch_of, find_checkpoints, read_record, read_unet, resolve_checkpoint
+from diffusion.checkpoints import read_record, read_unet, resolve_checkpoint
 from diffusion.config.model import Weights
 from diffusion.loading import load_model
 from tests.training_runs import train_on
@@ -29,34 +28,45 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
 def runs(tmp_path_factory) -> dict[str, Path]:
     """The toy run, uninterrupted and interrupted, on one and on two ranks, sharded and not."""
     root = tmp_path_factory.mktemp("runs")
-    names = ("fsdp-1", "fsdp-1-2", "fsdp-2-1", "ddp-1", "ddp-2-1", "half", "recorded")
+    names = ("fsdp-1", "fsdp-1-2", "fsdp-2-1", "ddp-1", "ddp-2-1", "half", "stratified-1", "stratified-2")
     folder = {name: root / name for name in names}
 
     def run(name: str, *overrides: str) -> tuple[str, list[str]]:
         parallelism = "ddp" if name.startswith("ddp") else "fsdp"
         return TOY, [f"output_folder={folder[name]}", f"trainer.parallelism={parallelism}", *overrides]
 
-    def record(name: str) -> str:
-        return f"plugins.callbacks=[{{path: tests.toys.RecordWeights, arguments: {{folder: {folder[name]}/weights}}}}]"
-
     short, micro = "trainer.max_duration=4ba", "trainer.device_train_microbatch_size=2"
+    stratified = ("objective.stratified_timesteps=true", short, "algorithms.ema=null")
     train_on(
         1,
         [
-            run("fsdp-1", record("fsdp-1")),
+            run("fsdp-1"),
             run("fsdp-1-2", short),
-            run("ddp-1", record("ddp-1")),
+            run("ddp-1"),
             run("half", "trainer.save_interval=3ba"),
+            run("stratified-1", *stratified),
         ],
         root,
     )
     train_on(
         2,
-        [run("fsdp-2-1", short), run("ddp-2-1", short), run("fsdp-1-2", micro), run("recorded", record("recorded"))],
+        [
+            run("fsdp-2-1", short),
+            run("ddp-2-1", short),
+            run("fsdp-1-2", micro),
+            run("stratified-2", *stratified, micro),
+        ],
         root,
     )
     train_on(1, [run("fsdp-2-1"), run("ddp-2-1", micro)], root)
     return folder
+
+
+@pytest.mark.world_size(2)
+def test_stratified_timesteps_do_not_depend_on_ranks_and_microbatches(runs):
+    found = losses(runs["stratified-1"])
+    assert losses(runs["stratified-2"]) == pytest.approx(found, rel=1e-5)
+    assert found[0] != losses(runs["fsdp-1"])[0], "other timesteps"
 
 
 def test_writes_what_people_look_at(runs):
@@ -76,34 +86,6 @@ def test_losses_and_weights_do_not_depend_on_ranks_microbatches_or_interruptions
         expected = read_unet(resolve_checkpoint(str(runs["fsdp-1"])), weights)
         found = read_unet(resolve_checkpoint(str(runs[name])), weights)
         assert largest_difference(expected, found) < 1e-5
-
-
-@pytest.mark.world_size(2)
-@pytest.mark.parametrize("name", ["fsdp-1", "ddp-1", "recorded"])
-def test_average_is_the_float64_average_of_the_recorded_weights(runs, name):
-    steps = [torch.load(path) for path in sorted((runs[name] / "weights").glob("step-*.pt"))]
-    assert len(steps) == 8
-    average = {key: value.double() for key, value in steps[2].items()}
-    for weights in steps[3:]:
-        average = {key: 0.9 * value + 0.1 * weights[key].double() for key, value in average.items()}
-    found = read_unet(resolve_checkpoint(str(runs[name])), Weights.ema)
-    for key, value in found.items():
-        assert value.dtype == torch.float32
-        assert (value.double() - average[f"unet.{key}"]).abs().max() < 1e-6
-    raw = read_unet(resolve_checkpoint(str(runs[name])), Weights.raw)
-    assert largest_difference(raw, {key: steps[-1][f"unet.{key}"] for key in raw}) == 0.0
-
-
-def test_nothing_is_stored_of_the_average_before_its_start(runs):
-    def stored(checkpoint: Path) -> list[int]:
-        entries = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-        prefix = "state.callbacks.LateStartEMA."
-        return [entry.size.numel() for key, entry in entries.items() if key.startswith(prefix + "averages.")]
-
-    before, after = (find_checkpoints(runs["fsdp-1"] / "checkpoints")[i] for i in (0, 1))
-    assert (batch_of(before), batch_of(after)) == (2, 4)
-    assert stored(before) == []
-    assert sum(stored(after)) == sum(tensor.numel() for tensor in read_unet(after, Weights.raw).values())
 
 
 def test_a_finished_run_is_left_alone(runs, tmp_path):

@@ -103,3 +103,17 @@ class FailAt(Callback):
     def batch_start(self, state: State, logger: Logger) -> None:
         if state.timestamp.batch.value == self.step:
             raise RuntimeError("interrupted on purpose")
+
+
+class RecordGradients(Callback):
+    """Write the gradients of the first step to a file, on rank 0."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch.value == 0:
+            named = trainable_parameters(state.model).items()
+            gradients = {name: full_tensor(p.grad).clone() for name, p in named if p.grad is not None}
+            if dist.get_global_rank() == 0:
+                torch.save(gradients, self.path)

@@ -13,7 +13,6 @@ from diffusion.datasets.manifest import BucketEntry, PreparedManifest, PrepareSe
 from diffusion.datasets.mds import read_index
 
 PREPARED = {"image": "bytes", "captions": "json", "width": "int32", "height": "int32", "key": "str", "metadata": "json"}
-ENCODED = {"latent_mean": "ndarray:float16:4,4,4", "latent_logvar": "ndarray:float16:4,4,4"}
 TEXT = {"token_ids": "ndarray:int32", "key": "str"}
 NUM_TOKENS = 5
 
@@ -47,13 +46,15 @@ def prepared_sample(name: str, number: int, num_captions: int = 1, data: bytes |
     }
 
 
-def encoded_sample(name: str, number: int, *, logvar: bool = True, num_captions: int = 1) -> dict[str, Any]:
+def encoded_sample(
+    name: str, number: int, *, logvar: bool = True, num_captions: int = 1, size: tuple[int, int] = (4, 4)
+) -> dict[str, Any]:
     sample: dict[str, Any] = {
-        "latent_mean": np.full((4, 4, 4), number, np.float16),
+        "latent_mean": np.full((4, *size), number, np.float16),
         "token_ids": tokenize([f"{number} {name} {k}" for k in range(num_captions)]),
         "key": f"{name}/{number}",
     }
-    return sample | {"latent_logvar": np.full((4, 4, 4), -number, np.float16)} if logvar else sample
+    return sample | {"latent_logvar": np.full((4, *size), -number, np.float16)} if logvar else sample
 
 
 def write_mds(folder: Path, columns: dict[str, str], samples: list[dict[str, Any]], shard_bytes: int = 4096) -> None:
@@ -95,11 +96,23 @@ def write_prepared_manifest(root: Path) -> None:
     ).write(root)
 
 
-def write_encoded(root: Path, sizes: dict[str, int], *, logvar: bool = True, num_captions: int = 1) -> Path:
-    """Write ROOT/train/<bucket> of latents 4 x 4 x 4 whose values are the sample's number, without a manifest."""
-    columns = (ENCODED if logvar else {"latent_mean": ENCODED["latent_mean"]}) | TEXT
-    for name, size in sizes.items():
-        samples = [encoded_sample(name, i, logvar=logvar, num_captions=num_captions) for i in range(size)]
+def write_encoded(
+    root: Path,
+    sizes: dict[str, int],
+    *,
+    logvar: bool = True,
+    num_captions: int = 1,
+    latents: dict[str, tuple[int, int]] | None = None,
+) -> Path:
+    """Write ROOT/train/<bucket> of latents whose values are the sample's number, without a manifest.
+
+    They are 4 x 4 x 4, or 4 x height x width where `latents` gives a bucket's height and width.
+    """
+    for name, num in sizes.items():
+        size = (latents or {}).get(name, (4, 4))
+        kinds = ["latent_mean", "latent_logvar"] if logvar else ["latent_mean"]
+        columns = dict.fromkeys(kinds, f"ndarray:float16:4,{size[0]},{size[1]}") | TEXT
+        samples = [encoded_sample(name, i, logvar=logvar, num_captions=num_captions, size=size) for i in range(num)]
         write_mds(root / "train" / name, columns, samples)
     return root / "train"
 

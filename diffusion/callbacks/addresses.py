@@ -10,12 +10,23 @@ from diffusion.datasets.batch import BatchKey
 
 
 class StepAddress(Callback):
-    """Write the optimizer step into the batch, before it is split into microbatches."""
+    """Write the optimizer step and the slots into the batch, before it is split into microbatches.
+
+    Args:
+        in_turns: ranks take the slots of a global batch in turns, as torch's DistributedSampler deals them, instead of
+            one stretch each, as the order of this package does.
+    """
+
+    def __init__(self, *, in_turns: bool = False) -> None:
+        self.in_turns = in_turns
 
     def after_dataloader(self, state: State, logger: Logger) -> None:
-        """Add `BatchKey.STEP`: the number of steps done before this one."""
+        """Add `BatchKey.STEP`, the number of steps done before this one, and `BatchKey.SLOT`."""
         batch = state.batch
-        batch[BatchKey.STEP] = torch.full_like(batch[BatchKey.SAMPLE], state.timestamp.batch.value)
+        sample = batch[BatchKey.SAMPLE]
+        own, rank = torch.arange(len(sample), device=sample.device), dist.get_global_rank()
+        batch[BatchKey.STEP] = torch.full_like(sample, state.timestamp.batch.value)
+        batch[BatchKey.SLOT] = own * dist.get_world_size() + rank if self.in_turns else own + rank * len(sample)
 
 
 class DataPosition(Callback):

@@ -1,5 +1,6 @@
 """What the training of a VAE leaves behind: the VAE with its latent statistics, and a picture of reconstructions."""
 
+import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from composer import Callback, Logger, State
 from composer.utils import dist
 from torch import Tensor
 
+from diffusion.algorithms.ema import LateStartEMA
 from diffusion.models.autoencoder import AutoencoderTraining, latent_statistics, save_autoencoder, to_pixels
 from diffusion.models.sampling import image_grid, to_pil
 
@@ -19,15 +21,26 @@ class SaveAutoencoder(Callback):
         model: what is trained.
         pictures: this rank's share of the pictures that the statistics are over, uint8 [B, 3, height, width] a batch.
         folder: the run folder; the VAE goes to `vae/`, a grid (above originals, below reconstructions) beside it.
+        ema: the average that is saved, if there is one.
     """
 
     NUM_SHOWN = 8
 
-    def __init__(self, model: AutoencoderTraining, pictures: Iterable[Tensor], folder: Path) -> None:
-        self.model, self.pictures, self.folder = model, pictures, folder
+    def __init__(
+        self,
+        model: AutoencoderTraining,
+        pictures: Iterable[Tensor],
+        folder: Path,
+        ema: LateStartEMA | None = None,
+    ) -> None:
+        self.model, self.pictures, self.folder, self.ema = model, pictures, folder, ema
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Measure and save."""
+        with self.ema.swapped_in(state) if self.ema is not None else contextlib.nullcontext():
+            self._save()
+
+    def _save(self) -> None:
         self.model.eval()
         device = next(self.model.vae.parameters()).device
         shown: Tensor | None = None

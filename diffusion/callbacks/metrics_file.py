@@ -11,6 +11,9 @@ from composer.utils import dist
 
 TRAIN_LOSS = "loss/train/total"
 
+_TAIL = 2**20
+"""Bytes at the end of a metrics file in which its last row is looked for."""
+
 
 class MetricsFile(LoggerDestination):
     """Write metrics as JSON lines `{"step": 10, "loss/train/total": 0.3}`, on rank 0.
@@ -89,6 +92,21 @@ def _rows(path: Path) -> Iterator[dict[str, float]]:
             yield json.loads(line)
         except json.JSONDecodeError:
             return
+
+
+def last_step(path: Path) -> float | None:
+    """The last step in a metrics file, read from its end; None if there is none."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL))
+        lines = file.read().split(b"\n")
+    for line in reversed(lines):
+        try:
+            return json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):
+            continue
+    return None
 
 
 def series(rows: list[dict[str, float]], name: str) -> tuple[list[float], list[float]]:

@@ -25,11 +25,51 @@ MARKER = "preempted.json"
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
-class SaveOnPreemption(Callback):
-    """On SIGTERM or SIGUSR1 to any rank, save at the end of the step and end the run.
+class LaggingMaximum:
+    """The largest of the ranks' numbers, known a step later, so that no rank waits for its device or for another one.
 
-    The handler only sets a flag. The ranks agree on it at each BATCH_CHECKPOINT, so that all save after the same step:
-    the one in which the signal came, or the one after it. No evaluation follows. In the last step it is ignored.
+    All ranks call `start` and `finish` in turn, at the same places of their programs.
+
+    Args:
+        device: where collectives take their tensors.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._number = torch.zeros(1, dtype=torch.int32, device=device)
+        self._result = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._work: Any = None
+        self._copied: Any = None
+
+    def start(self, number: int) -> None:
+        """Begin to compare the ranks' numbers."""
+        assert self._work is None, "the comparison before this one is not finished"
+        self._number.fill_(number)
+        self._work = torch.distributed.all_reduce(self._number, torch.distributed.ReduceOp.MAX, async_op=True)
+        if self._number.is_cuda:
+            self._work.wait()  # On the GPU's stream, not here.
+            self._result.copy_(self._number, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def finish(self) -> int:
+        """The largest of the numbers of the last `start`; 0 if there is none that is unfinished."""
+        if self._work is None:
+            return 0
+        if self._copied is not None:
+            self._copied.synchronize()
+        else:
+            self._work.wait()
+            self._result.copy_(self._number)
+        self._work = self._copied = None
+        return int(self._result[0])
+
+
+class SaveOnPreemption(Callback):
+    """On SIGTERM or SIGUSR1 to any rank, save at the end of a step and end the run.
+
+    The handler only sets a flag. At each BATCH_CHECKPOINT the ranks begin to agree on it and read what they agreed on
+    a step ago, so that all save after the same step, at most two steps after the one in which the signal came. No
+    evaluation follows. In the last step it is ignored.
 
     Schedulers send SIGTERM to every process of a job. Data workers would die of it, and the run with them before it has
     saved, so they are forked with SIGTERM blocked; they end when the run does.
@@ -43,6 +83,7 @@ class SaveOnPreemption(Callback):
         self.saver, self.marker = saver, folder / MARKER
         self._received = 0
         self._handlers: dict[int, Any] = {}
+        self._agreement: LaggingMaximum | None = None
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received = number
@@ -58,11 +99,14 @@ class SaveOnPreemption(Callback):
             self._handlers = {number: signal.signal(number, self._receive) for number in SIGNALS}
             os.register_at_fork(after_in_child=functools.partial(_shield, weakref.ref(self)))
             atexit.register(_end_workers)
+        self._agreement = LaggingMaximum(state.device.tensor_to_device(torch.zeros(1)).device)
         if dist.get_global_rank() == 0:
             self.marker.unlink(missing_ok=True)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Leave signals to who handled them before."""
+        if self._agreement is not None:
+            self._agreement.finish()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}
@@ -73,10 +117,12 @@ class SaveOnPreemption(Callback):
         Raises:
             PreemptedError: on all ranks.
         """
-        received = state.device.tensor_to_device(torch.tensor(self._received, dtype=torch.int32))
-        dist.all_reduce(received, reduce_operation="MAX")
-        number = int(received.item())
-        if number == 0 or (state.max_duration is not None and state.timestamp >= state.max_duration):
+        assert self._agreement is not None
+        number = self._agreement.finish()
+        if state.max_duration is not None and state.timestamp >= state.max_duration:
+            return
+        if number == 0:
+            self._agreement.start(self._received)
             return
         self.saver.save(state, logger)
         step, name = state.timestamp.batch.value, signal.Signals(number).name

@@ -1,18 +1,23 @@
 """Grids of images for fixed prompts and seeds, while training."""
 
 import contextlib
+import json
 from pathlib import Path
 
 import numpy as np
 import torch
 from composer import Callback, Logger, State, Time
 from composer.utils import dist
+from PIL.PngImagePlugin import PngInfo
 
 from diffusion.algorithms.averaging import reshard
 from diffusion.algorithms.ema import LateStartEMA
 from diffusion.config.training import SamplesConfig
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.sampling import image_grid, to_pil
+
+GRID_COLUMNS = 8
+"""Pictures in a row of a grid."""
 
 
 class SampleGrids(Callback):
@@ -46,17 +51,33 @@ class SampleGrids(Callback):
         if not self.config.prompts or step in (0, self._last_step):
             return
         self._last_step = step
-        with self.ema.swapped_in(state) if self.ema is not None else contextlib.nullcontext():
+        with self.ema.swapped_in(state) if self.ema is not None else contextlib.nullcontext(False) as is_average:
             images = self._generate()
             reshard(state.model)
         if dist.get_global_rank() != 0:
             return
         pictures = to_pil(images)
         self.folder.mkdir(parents=True, exist_ok=True)
-        image_grid(pictures, min(len(pictures), 8)).save(self.folder / f"step-{step:06d}.png")
+        grid = image_grid(pictures, min(len(pictures), GRID_COLUMNS))
+        grid.save(self.folder / f"step-{step:06d}.png", pnginfo=self._description(step, is_average))
         arrays = [np.asarray(picture) for picture in pictures]
         # As a table, wandb would ask its server for its version, and without a network hang.
         logger.log_images(arrays, name="samples", channels_last=True, step=step, use_table=False)
+
+    def _description(self, step: int, is_average: bool) -> PngInfo:
+        """What the picture shows, stored in it: under `samples`, a dictionary as JSON."""
+        config = self.config
+        text = PngInfo()
+        description = {
+            "step": step,
+            "weights": "ema" if is_average else "raw",
+            "prompts": config.prompts,
+            "guidance_scale": config.guidance_scale,
+            "num_inference_steps": config.num_inference_steps,
+            "seed": config.seed,
+        }
+        text.add_text("samples", json.dumps(description))
+        return text
 
     def _generate(self) -> torch.Tensor:
         """Images of all prompts, [P, 3, height, width] on the CPU; each rank makes its share, of equal size."""

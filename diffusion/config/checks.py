@@ -13,17 +13,19 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from diffusion.config.averages import average_problems
 from diffusion.config.data import Crop, Representation, StreamConfig
-from diffusion.config.groups import group_problems, group_size
+from diffusion.config.groups import group_problems, group_size, legal_world_sizes
 from diffusion.config.loading import missing_keys
 from diffusion.config.model import PredictionType
 from diffusion.config.quantities import parse_size, parse_time
 from diffusion.config.schema import Config, Task
+from diffusion.config.sizes import size_problems
 from diffusion.config.training import Device, Parallelism, Precision
 from diffusion.errors import ConfigurationError, MachineError
+from diffusion.object_store import url_problem
 
 NUM_SEEDS = 2**32
-SHUFFLE_ALGORITHMS = ("naive", "py1br", "py1e", "py1s", "py2s")
 XXHASHES = ("xxh32", "xxh64", "xxh3_64", "xxh128", "xxh3_128")
 
 _LOCATIONS = re.compile(
@@ -58,7 +60,7 @@ def check(config: Config, *, world_size: int, vae_factor: int | None = None) -> 
         [problem for part in _PARTS for problem in part(config)]
         + [
             *_batch(config, world_size),
-            *_resolution(config, vae_factor),
+            *size_problems(config.data, config.validation, vae_factor),
         ],
     )
 
@@ -135,7 +137,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "autoencoder.kl_weight": (0, math.inf),
     "samples.guidance_scale": (0, math.inf),
     "data.num_workers": (0, math.inf),
-    "data.download_retry": (0, math.inf),
+    "data.download_retry": (1, math.inf),
     "data.loader_timeout": (0, math.inf),
     "data.resolution": (1, math.inf),
     "data.global_batch_size": (1, math.inf),
@@ -148,6 +150,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "validation.num_samples": (1, math.inf),
     "validation.device_batch_size": (1, math.inf),
     "samples.num_inference_steps": (1, math.inf),
+    "loggers.stream_loss_interval": (1, math.inf),
+    "loggers.utilisation_interval": (1, math.inf),
     "plan.num_gpus": (1, math.inf),
 }
 _POSITIVE = (
@@ -155,6 +159,7 @@ _POSITIVE = (
     "objective.min_snr_gamma",
     "data.download_timeout",
     "trainer.dist_timeout",
+    "trainer.store_patience",
     "plan.images_per_second",
     "plan.price_per_gpu_hour",
 )
@@ -167,6 +172,7 @@ _TIMES = {
     "samples.interval": True,
     "algorithms.ema.start": False,
     "algorithms.ema.interval": True,
+    "algorithms.ema.power.snapshot_interval": True,
 }
 """Times, and whether they are intervals, which cannot be zero."""
 
@@ -188,8 +194,8 @@ def _numbers(config: Config) -> Iterator[str]:
     betas = config.optimizer.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         yield f"optimizer.betas is {betas}, but must be two numbers of at least 0 and below 1, such as [0.9, 0.999]."
-    if config.algorithms.ema is not None and not 0 <= config.algorithms.ema.decay < 1:
-        yield f"algorithms.ema.decay is {config.algorithms.ema.decay}, but must be at least 0 and below 1."
+    if config.algorithms.ema is not None:
+        yield from average_problems(config.algorithms.ema)
     if config.trainer.keep_checkpoints != -1 and config.trainer.keep_checkpoints < 1:
         yield f"trainer.keep_checkpoints is {config.trainer.keep_checkpoints}: keep at least 1, or all with -1."
 
@@ -207,6 +213,8 @@ def _times(config: Config) -> Iterator[str]:
             problems.append(f"{key} is '{text}', but an interval must be longer than nothing.")
         if key == "algorithms.ema.interval" and time.unit != "ba":
             problems.append(f"{key} is '{text}', but updates are counted in batches, as in 1ba.")
+        if key == "algorithms.ema.power.snapshot_interval" and time.unit != "ba":
+            problems.append(f"{key} is '{text}', but is counted in batches, as in 5000ba.")
         if key == "trainer.keep_every" and time.unit == "ep":
             problems.append(f"{key} is '{text}', but is counted in batches, as in 100000ba.")
         global_batch_size = _value(config, "data.global_batch_size") or 0
@@ -229,38 +237,22 @@ def _times(config: Config) -> Iterator[str]:
 
 
 def _batch(config: Config, world_size: int) -> Iterator[str]:
-    size, num_canonical = config.data.global_batch_size, config.data.num_canonical_nodes
-    microbatch = config.trainer.device_train_microbatch_size
-    if size < 1 or num_canonical < 1:
+    size, microbatch = config.data.global_batch_size, config.trainer.device_train_microbatch_size
+    if size < 1:
         return
-    legal = _divisors(math.gcd(size // group_size(config.data), num_canonical))
     yield from group_problems(config.data, world_size, microbatch)
     if size % world_size:
+        legal = legal_world_sizes(size, group_size(config.data))
         yield (
             f"data.global_batch_size is {size}, which cannot be divided among {world_size} ranks: every rank must get "
-            f"the same share. Start {_near(legal, world_size)} ranks, or change it to "
+            f"the same share. Start {_near(legal, world_size)} ranks (legal are {_listed(legal)}), or change it to "
             f"{_near_multiples(size, world_size)} (which makes it another experiment)."
         )
     elif microbatch is not None and microbatch > 0 and (size // world_size) % microbatch:
         share = size // world_size
         yield (
             f"trainer.device_train_microbatch_size is {microbatch}, which does not divide the {share} samples of a "
-            f"rank ({size} over {world_size} ranks). Possible are {_listed(_divisors(share))}."
-        )
-    if num_canonical % world_size:
-        yield (
-            f"data.num_canonical_nodes is {num_canonical}, which is not a multiple of {world_size} ranks: the samples "
-            f"of a step would depend on the number of ranks. Start {_near(legal, world_size)} ranks, or change it to "
-            f"{_near_multiples(num_canonical, world_size)} (which changes the order of the samples)."
-        )
-
-
-def _resolution(config: Config, vae_factor: int | None) -> Iterator[str]:
-    resolution = config.data.resolution
-    if vae_factor is not None and resolution >= 1 and resolution % vae_factor:
-        yield (
-            f"data.resolution is {resolution}, which is not a multiple of {vae_factor}, the factor by which the VAE "
-            f"shrinks a picture. Use {_near_multiples(resolution, vae_factor)}."
+            f"rank ({size} over {world_size} ranks). Possible are {_listed(legal_world_sizes(share))}."
         )
 
 
@@ -285,6 +277,18 @@ def _model(config: Config) -> Iterator[str]:
         )
 
 
+def _places(config: Config) -> Iterator[str]:
+    if "://" in config.output_folder:
+        yield (
+            f"output_folder is '{config.output_folder}', but the record, metrics and pictures of a run go to a folder. "
+            "Give one, and trainer.checkpoint_folder=s3://bucket/prefix to keep its checkpoints in an object store."
+        )
+    if config.trainer.checkpoint_folder is not None:
+        problem = url_problem(config.trainer.checkpoint_folder, "trainer.checkpoint_folder")
+        if problem is not None:
+            yield problem
+
+
 def _data(config: Config) -> Iterator[str]:
     data = config.data
     if data.representation is Representation.latents:
@@ -301,9 +305,6 @@ def _data(config: Config) -> Iterator[str]:
                 "task is autoencoder with data.representation latents: the VAE is trained on pictures. "
                 "Set data.representation=images."
             )
-    if data.shuffle_algorithm not in SHUFFLE_ALGORITHMS:
-        legal = ", ".join(SHUFFLE_ALGORITHMS)
-        yield f"data.shuffle_algorithm is '{data.shuffle_algorithm}', but must be one of {legal}."
     if data.validate_hash is not None and data.validate_hash not in {*hashlib.algorithms_available, *XXHASHES}:
         yield f"data.validate_hash is '{data.validate_hash}', which is no hash that is known here. Use xxh64, or null."
     problems: list[str] = []
@@ -312,6 +313,7 @@ def _data(config: Config) -> Iterator[str]:
     yield from problems
     if isinstance(data.streams, list):
         yield from _streams(data.streams, "data.streams")
+        yield from _stores(data.streams, data.remote, "data")
         if data.cache_limit is not None and data.remote is None:
             for stream in data.streams:
                 if stream.remote is None:
@@ -321,6 +323,23 @@ def _data(config: Config) -> Iterator[str]:
                     )
     if config.validation is not None and isinstance(config.validation.streams, list):
         yield from _streams(config.validation.streams, "validation.streams")
+        yield from _stores(config.validation.streams, config.validation.remote, "validation")
+
+
+def _stores(streams: list[StreamConfig], root: str | None, section: str) -> Iterator[str]:
+    for stream in streams:
+        remote = stream.remote or root
+        given = [name for name in ("endpoint_url", "profile") if getattr(stream, name) is not None]
+        if given and (remote is None or not remote.startswith("s3://")):
+            yield (
+                f"{section}.streams: stream '{stream.name}' has {' and '.join(given)}, but its remote is {remote}: "
+                f"these say which S3 store an s3:// remote lies in. Give the stream such a remote, or leave them out."
+            )
+        if stream.endpoint_url is not None and not re.match(r"https?://[^/]", stream.endpoint_url):
+            yield (
+                f"{section}.streams: endpoint_url of stream '{stream.name}' is '{stream.endpoint_url}', but must be an "
+                "address such as https://objects.example.com."
+            )
 
 
 def _streams(streams: list[StreamConfig], key: str) -> Iterator[str]:
@@ -375,11 +394,6 @@ def _machine(config: Config, num_gpus: int, bf16_supported: bool, local_world_si
         )
 
 
-def _divisors(number: int) -> list[int]:
-    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
-    return sorted({*small, *(number // divisor for divisor in small)})
-
-
 def _near(legal: list[int], number: int) -> str:
     """The legal number below and the one above."""
     below, above = [n for n in legal if n < number][-1:], [n for n in legal if n > number][:1]
@@ -395,4 +409,4 @@ def _listed(numbers: list[int]) -> str:
     return ", ".join(str(number) for number in numbers)
 
 
-_PARTS = (_numbers, _times, _model, _data)
+_PARTS = (_numbers, _times, _places, _model, _data)

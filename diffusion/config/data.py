@@ -1,7 +1,9 @@
 """Configuration of the training and validation data."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from omegaconf import MISSING
 
@@ -14,7 +16,7 @@ class Representation(str, Enum):
 
 
 class Crop(str, Enum):
-    """Where a square is cut from a picture after its shorter side was resized to the resolution."""
+    """Which part of a picture is kept where its aspect ratio is not that of the size trained at."""
 
     centre = "centre"
     random = "random"
@@ -26,6 +28,24 @@ class Mixing(str, Enum):
     mixed = "mixed"
     bucket = "bucket"
     groups = "groups"
+
+
+class Shuffling(str, Enum):
+    """What is shuffled in each epoch."""
+
+    shard = "shard"
+    block = "block"
+    none = "none"
+
+
+class PictureSize(NamedTuple):
+    """Size of a picture in pixels."""
+
+    height: int
+    width: int
+
+    def __str__(self) -> str:
+        return f"{self.height} x {self.width}"
 
 
 @dataclass(kw_only=True)
@@ -41,11 +61,30 @@ class StreamConfig:
     local: str | None = None
     """Where they are cached, if not below `data.local`."""
 
+    endpoint_url: str | None = None
+    """Address of the S3 store of this stream's remote; null is that of `S3_ENDPOINT_URL`, or AWS."""
+
+    profile: str | None = None
+    """Profile of the AWS configuration files with the credentials for it; null is what boto3 finds."""
+
     proportion: float | None = None
     """Share of the training mix; for all streams or for none (natural proportions)."""
 
     repeat: float | None = None
     """How often each sample comes in an epoch; not together with `proportion`."""
+
+    resolution: list[int] | None = None
+    """Height and width of its pictures in pixels, such as [896, 1152]; null is a square of `data.resolution`."""
+
+
+def picture_sizes(streams: Sequence[StreamConfig], resolution: int) -> list[PictureSize]:
+    """Size of the pictures of each stream.
+
+    Args:
+        streams: the streams; `diffusion.config.checks` has checked that a `resolution` is two numbers.
+        resolution: `data.resolution`.
+    """
+    return [PictureSize(*(stream.resolution or [resolution, resolution])) for stream in streams]
 
 
 @dataclass(kw_only=True)
@@ -65,10 +104,10 @@ class DataConfig:
     """`images`: pictures are decoded and encoded while training. `latents`: `scripts/encode.py` did that."""
 
     resolution: int = MISSING
-    """Side of the square pictures, in pixels."""
+    """Side of the square pictures, in pixels; streams may have a `resolution` of their own."""
 
     crop: Crop = Crop.centre
-    """Where the square is cut; `random` only with `representation: images`."""
+    """What is cut from a picture that was resized to cover its size; `random` only with `representation: images`."""
 
     horizontal_flip: float = 0.0
     """Probability of mirroring a picture; only with `representation: images`."""
@@ -77,25 +116,23 @@ class DataConfig:
     """Samples of one optimizer step over all ranks."""
 
     mixing: Mixing = Mixing.mixed
-    """`mixed`: any streams in one batch, all pictures of one shape. `bucket`: one stream per global batch. `groups`:
+    """`mixed`: any streams in one batch, all pictures of one size. `bucket`: one stream per global batch. `groups`:
     several streams in one batch, cut into groups of one stream. Part of what determines the order."""
 
     group_size: int | None = None
     """Samples of a group, with `mixing: groups` only. A rank gets whole groups, and the microbatch divides a group.
     Part of what determines the order."""
 
-    shuffle: bool = True
-    """Shuffle the samples of each epoch."""
-
-    shuffle_algorithm: str = "py1s"
-    """`py1s` and `py2s` shuffle within each shard, the others in blocks of `shuffle_block_size` over several shards;
-    shards are shuffled always. Part of what determines the order."""
+    shuffle: Shuffling = Shuffling.shard
+    """`shard`: shards, and samples within each shard. `block`: samples in blocks of `shuffle_block_size` over several
+    shards. `none`: samples come in the order in which they are stored. Part of what determines the order."""
 
     shuffle_block_size: int = 262144
-    """Samples of a canonical node that a shuffle in blocks mixes; part of what determines the order."""
+    """Samples of a canonical node that `shuffle: block` mixes; without effect otherwise."""
 
     num_canonical_nodes: int = 128
-    """Divisions of the data that the order is built from: a multiple of every world size that is ever to be used."""
+    """Divisions of the data that the order is built from, each with shards of its own: best a multiple of every number
+    of nodes that is ever to be used, so that each node reads shards of its own. Part of what determines the order."""
 
     num_workers: int = 8
     """Loader processes per rank; 0 loads in the training process. Not part of what determines the run."""
@@ -107,16 +144,17 @@ class DataConfig:
     """Samples that each worker downloads ahead; null is 8 batches."""
 
     cache_limit: str | None = None
-    """Bytes of cache per node such as `500gb`; only for streams that have a remote."""
+    """Bytes of cache per node such as `500gb`; only for streams that have a remote. Shards that are being downloaded at
+    the same time may exceed it."""
 
     download_retry: int = 8
-    """Attempts for each shard."""
+    """Attempts for each shard, at least 1; the pauses between them grow from 1 s to 30 s."""
 
     download_timeout: float = 30.0
-    """Seconds that one attempt may take."""
+    """Seconds without an answer from the store after which an attempt has failed."""
 
     validate_hash: str | None = None
-    """Hash that shards are checked against when they are downloaded, such as `xxh64`."""
+    """Hash that shards are checked against when they are downloaded, such as `xxh64`; null compares sizes only."""
 
     loader_timeout: float = 900.0
     """Seconds without a batch from a worker after which the run ends with an error."""
@@ -124,7 +162,7 @@ class DataConfig:
 
 @dataclass(kw_only=True)
 class ValidationConfig:
-    """Held-out data, read with the representation, resolution and centre crop of training."""
+    """Held-out data, read with the representation, sizes and centre crop of training."""
 
     remote: str | None = None
     """Root of the held-out set: a path or a URL. Null: `local` holds it."""
@@ -133,10 +171,10 @@ class ValidationConfig:
     """Root of the held-out set on this machine, or its cache."""
 
     streams: list[StreamConfig] | None = None
-    """The folders that are read; null: the names of the training streams."""
+    """The folders that are read; null: the names (and sizes) of the training streams."""
 
     num_samples: int | None = None
-    """The first so many samples; null is all."""
+    """So many samples, the first of each stream in proportion to what it holds; null is all."""
 
     device_batch_size: int = 16
     """Samples per rank and forward pass. Does not enter the result."""

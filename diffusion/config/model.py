@@ -79,6 +79,9 @@ class ObjectiveConfig:
     min_snr_gamma: float | None = None
     """Clip the weight of each timestep at this signal-to-noise ratio (Hang et al. 2023); null is none, 5 is usual."""
 
+    stratified_timesteps: bool = False
+    """Spread the timesteps of a global batch evenly instead of drawing each by itself."""
+
     caption_dropout: float = 0.1
     """Probability with which a caption is replaced by the empty caption while training."""
 

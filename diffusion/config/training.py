@@ -103,6 +103,15 @@ class TrainerConfig:
     save_interval: str = "10000ba"
     """Time between checkpoints."""
 
+    checkpoint_folder: str | None = None
+    """Where the checkpoints of this run alone go: a folder, or `s3://bucket/prefix`; null: the run folder."""
+
+    async_checkpoints: bool = False
+    """Write and upload checkpoints while training goes on; takes host memory for a copy of the rank's state."""
+
+    store_patience: float = 300.0
+    """Seconds for which an object store that does not answer is tried again before the run ends."""
+
     keep_checkpoints: int = -1
     """How many of the newest checkpoints stay; -1 keeps all."""
 
@@ -119,21 +128,51 @@ class TrainerConfig:
     """Show progress on rank 0."""
 
 
+class StoredPrecision(str, Enum):
+    """Number format of tensors in files: 4, 2 and 2 bytes."""
+
+    fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
+
+
+@dataclass(kw_only=True)
+class PowerEMAConfig:
+    """Power-function averages, from which an average of any width is made after the training (Karras et al. 2024)."""
+
+    relative_widths: list[float] = field(default_factory=lambda: [0.05, 0.10])
+    """Standard deviation of each profile over the time since the start, below 0.2887."""
+
+    snapshot_interval: str = MISSING
+    """Time between files of each average in the run folder, in batches (`5000ba`); the last step is stored as well."""
+
+    snapshot_precision: StoredPrecision = StoredPrecision.fp16
+    """Of the tensors in these files."""
+
+
 @dataclass(kw_only=True)
 class EMAConfig:
-    """Exponential moving average of the weights, started late."""
+    """Moving averages of the weights, started late. The first is evaluated and sampled; each takes 4 bytes a weight."""
 
     start: str = MISSING
-    """When it is allocated as a copy of the weights: `800000ba`, `0.94dur`."""
+    """When they are allocated as copies of the weights: `800000ba`, `0.94dur`."""
 
-    decay: float = 0.9999
-    """Smoothing per update."""
+    decays: list[float] = field(default_factory=lambda: [0.9999])
+    """Exponential averages: smoothing per update of each."""
+
+    power: PowerEMAConfig | None = None
+    """Power-function averages, which come after the exponential ones; null: none."""
 
     interval: str = "1ba"
     """Time between updates."""
 
     evaluate: bool = True
-    """Evaluate and sample with the average, once it has started."""
+    """Evaluate and sample with the first average, once it has started."""
+
+    @property
+    def num_averages(self) -> int:
+        """How many are kept."""
+        return len(self.decays) + (len(self.power.relative_widths) if self.power is not None else 0)
 
 
 @dataclass(kw_only=True)
@@ -193,6 +232,12 @@ class LoggersConfig:
 
     wandb: WandbConfig | None = None
     """Weights & Biases; null is none."""
+
+    stream_loss_interval: int = 10
+    """Steps over which the training loss of each stream is averaged, where there are several."""
+
+    utilisation_interval: int = 50
+    """Steps between two readings of how busy machines and loader workers are, and how long training waits for data."""
 
 
 @dataclass(kw_only=True)

@@ -1,6 +1,19 @@
-"""Names of the entries of a training batch."""
+"""Names of the entries of a training batch, and how it is cut into microbatches.
 
+Entries are tensors with the samples along the first dimension. Where groups of several shapes meet in one step
+(`data.mixing: groups`), the entries that have a shape of their own (pictures, latents) are lists instead: one tensor
+for each group, in the order of the samples.
+
+Shape letters: B batch, G samples of a group.
+"""
+
+from collections.abc import Mapping
 from enum import Enum
+from typing import Any
+
+from torch import Tensor
+
+Entry = Tensor | list[Tensor]
 
 
 class BatchKey(str, Enum):
@@ -27,5 +40,42 @@ class BatchKey(str, Enum):
     STEP = "step"
     """int64 [B]: the optimizer step that the sample is used in; 0 while evaluating."""
 
+    SLOT = "slot"
+    """int64 [B]: place of the sample in the global batch; only while training."""
+
     STREAM = "stream"
     """int64 [B]: index of the stream (resolution bucket) that the sample came from."""
+
+    IS_COUNTED = "is_counted"
+    """bool [B], in batches of held-out data: false for a copy that only fills up the batches of the ranks."""
+
+
+def num_samples(batch: Mapping[str, Any]) -> int:
+    """B of a batch."""
+    return batch[BatchKey.SAMPLE].shape[0]
+
+
+def split_batch(batch: Mapping[str, Entry], size: float) -> list[dict[str, Tensor]]:
+    """Cut a batch into microbatches, each of one shape.
+
+    Args:
+        batch: the entries of `BatchKey`; those that are lists hold tensors [G, ...] of one G.
+        size: samples of a microbatch, a whole number; for lists at most G counts, so that each rank has the same
+            number of microbatches, whatever groups it got.
+
+    Returns:
+        Dictionaries of tensors; the last one may be smaller.
+    """
+    groups = [len(value[0]) for value in batch.values() if isinstance(value, list)]
+    num = min([int(size), *groups])
+    assert all(group % num == 0 for group in groups), (num, groups)
+    return [
+        {key: _cut(value, start, num) for key, value in batch.items()} for start in range(0, num_samples(batch), num)
+    ]
+
+
+def _cut(value: Entry, start: int, size: int) -> Tensor:
+    if not isinstance(value, list):
+        return value[start : start + size]
+    group, first = divmod(start, len(value[0]))
+    return value[group][first : first + size]

@@ -16,7 +16,7 @@ Shape letters: S streams, L lanes, K passes, T steps, B slots.
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import NamedTuple
@@ -81,6 +81,13 @@ class OrderSettings:
                 f"data.group_size is {self.group_size}, but data.mixing is groups: give their size"
             )
         return self.group_size
+
+    @property
+    def shuffling(self) -> str:
+        """What is shuffled, in words."""
+        if not self.shuffle:
+            return "none"
+        return "shard" if self.shuffle_block_size is None else f"block of {self.shuffle_block_size}"
 
     @property
     def num_lanes(self) -> int:
@@ -205,7 +212,7 @@ class GlobalOrder:
         share = size // num_ranks
         return range(rank * share, (rank + 1) * share)
 
-    def fingerprint(self) -> dict[str, str | int | bool | None]:
+    def fingerprint(self) -> dict[str, str | int | None]:
         """Everything that determines the order, by the names that an error gives it."""
         settings = self.settings
         shards, draws = hashlib.sha256(), hashlib.sha256()
@@ -219,12 +226,20 @@ class GlobalOrder:
             "data.num_canonical_nodes": settings.num_canonical_nodes,
             "data.mixing": settings.mixing.value,
             "data.group_size": settings.group_size,
-            "data.shuffle": settings.shuffle,
-            "data.shuffle_block_size (or shuffle_algorithm)": settings.shuffle_block_size,
+            "data.shuffle": settings.shuffling,
             "number of data.streams": len(self.streams),
             "shards of data.streams": shards.hexdigest()[:16],
             "proportion and repeat of data.streams": draws.hexdigest()[:16],
         }
+
+
+def describe_changes(there: Mapping[str, object], here: Mapping[str, object]) -> list[str]:
+    """What makes two orders differ, from their fingerprints; nothing if they are the same."""
+    return [
+        f"{name} (was {there.get(name)}, is {here.get(name)})"
+        for name in sorted(here.keys() | there.keys())
+        if here.get(name) != there.get(name)
+    ]
 
 
 class EpochOrder:

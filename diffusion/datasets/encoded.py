@@ -1,16 +1,28 @@
 """What encoded data was made with, and whether that is what a run needs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
+from diffusion.config.data import PictureSize
 from diffusion.datasets.locations import find_manifest
-from diffusion.datasets.transforms import SquareTransform
+from diffusion.datasets.stores import Store
+from diffusion.datasets.transforms import PictureTransform
 from diffusion.errors import DataError
 
 VERSION = 1
 ENCODED = "encoded"
 """What the manifest says it is the manifest of."""
+
+CODE = "float16-moments-v1"
+"""Identity of what is computed and stored besides VAE, tokenizer and transform; raised whenever that changes."""
+
+DAMAGED = "damaged.json"
+"""File of an encoded data set: for each `<split>/<bucket>` the numbers of the samples whose pictures could not be
+decoded, ascending. Their latents are zeros, which keep the place; training puts other samples in their stead."""
+
+EMPTY_EMBEDDING = "empty_embedding.npy"
+"""File of an encoded data set with text embeddings: that of the empty caption, float16 [L, D]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +39,7 @@ class EncodedManifest:
     """Identity of the transform from a picture to the VAE's input."""
 
     resolution: int
-    """Side of the encoded squares, in pixels."""
+    """Side of the encoded squares, in pixels; of buckets with a size of their own, the side of as large a square."""
 
     mean_only: bool
     """Whether the log-variance was left out."""
@@ -42,10 +54,26 @@ class EncodedManifest:
     """SHA-256 of the `manifest.json` of the prepared data."""
 
     counts: dict[str, dict[str, int]]
-    """Samples by split and bucket."""
+    """Samples by split and bucket, those that are withdrawn or damaged among them."""
+
+    sizes: dict[str, list[int]] = field(default_factory=dict)
+    """Height and width of the pictures of each bucket that does not hold squares of `resolution`; may be absent."""
+
+    text_encoder: str | None = None
+    """Identity (hash) of the text encoder whose embeddings are stored; None where there are none."""
+
+    batch_size: int = 32
+    """Pictures of a forward pass, cut from each prepared shard: part of what the bytes depend on, through rounding."""
+
+    code: str = CODE
+    """What was computed and stored, as a version of its own."""
 
     version: int = VERSION
     kind: str = ENCODED
+
+    def size_of(self, bucket: str) -> PictureSize:
+        """Size of the encoded pictures of a bucket."""
+        return PictureSize(*self.sizes.get(bucket, [self.resolution, self.resolution]))
 
     def to_json(self) -> dict[str, Any]:
         """As plain containers."""
@@ -64,7 +92,9 @@ class EncodedManifest:
         """
         if content.get("kind") != ENCODED:
             raise DataError(f"{where} is not encoded data: encode it with scripts/encode.py")
-        if content.get("version") != VERSION or content.keys() != {field.name for field in fields(cls)}:
+        keys = {field.name for field in fields(cls)}
+        required = {field.name for field in fields(cls) if field.default is field.default_factory is MISSING}
+        if content.get("version") != VERSION or not required <= content.keys() <= keys:
             raise DataError(
                 f"{where} was encoded by another version of this package (format {content.get('version')}, this one "
                 f"reads {VERSION}): run scripts/encode.py again"
@@ -72,9 +102,9 @@ class EncodedManifest:
         return cls(**content)
 
 
-def read_encoded_manifest(source: str) -> EncodedManifest | None:
+def read_encoded_manifest(source: str, store: Store | None = None) -> EncodedManifest | None:
     """Read the manifest of an encoded stream, from beside or above its folder or URL; None where there is none."""
-    content = find_manifest(source)
+    content = find_manifest(source, store)
     return None if content is None else EncodedManifest.from_json(content, source)
 
 
@@ -82,29 +112,33 @@ def check_encoded(
     manifest: EncodedManifest,
     *,
     where: str,
-    resolution: int,
+    size: PictureSize,
     needs_logvar: bool,
     vae_identity: str | None = None,
     tokenizer_identity: str | None = None,
     empty_ids: Sequence[int] | None = None,
+    text_encoder_identity: str | None = None,
 ) -> None:
     """Refuse encoded data that does not fit a run.
 
     Args:
         manifest: manifest of the data.
-        where: the data set, for messages.
-        resolution: side of the pictures, in pixels.
+        where: folder or URL of the stream, which ends with the name of its bucket.
+        size: what the run takes the pictures' size for.
         needs_logvar: whether draws from the posterior are wanted.
         vae_identity: `module_identity` of the run's VAE; None is not checked.
         tokenizer_identity: identity of the run's tokenizer; None is not checked.
         empty_ids: the run's ids [L] of the empty caption; None is not checked.
+        text_encoder_identity: `module_identity` of the run's text encoder, where stored embeddings are to be used; None
+            is not checked.
 
     Raises:
         DataError: what differs, all of it, and the command that makes data that fits.
     """
     expected = {
-        "resolution": (manifest.resolution, resolution),
-        "transform": (manifest.transform, SquareTransform(resolution=resolution).identity()),
+        "resolution": (_shown(manifest.size_of(where.rstrip("/").rpartition("/")[2])), _shown(size)),
+        "transform": (manifest.transform, PictureTransform.square(manifest.resolution).identity()),
+        "code": (manifest.code, CODE),
         "VAE": (manifest.vae, vae_identity),
         "tokenizer": (manifest.tokenizer, tokenizer_identity),
         "empty caption's ids": (manifest.empty_ids, None if empty_ids is None else [int(i) for i in empty_ids]),
@@ -112,11 +146,18 @@ def check_encoded(
     differences = [
         f"{name}: {have} there, {want} here" for name, (have, want) in expected.items() if want not in (None, have)
     ]
+    if text_encoder_identity is not None and manifest.text_encoder != text_encoder_identity:
+        there = manifest.text_encoder or "no text embeddings"
+        differences.append(f"text encoder: {there} there, {text_encoder_identity} here")
     if needs_logvar and manifest.mean_only:
         differences.append("log-variance: only the means are there, and objective.posterior is sample")
     if differences:
+        option = f" --resolution {size.height}" if size.height == size.width else ""
         raise DataError(
             f"{where} was not encoded for this run. " + "; ".join(differences) + ". Encode the prepared data with this "
-            f"run's model (`python scripts/encode.py PREPARED OUT --resolution {resolution} --config YAML`) or correct "
-            "the configuration"
+            f"run's model (`python scripts/encode.py PREPARED OUT{option} --config YAML`) or correct the configuration"
         )
+
+
+def _shown(size: PictureSize) -> str:
+    return str(size.height) if size.height == size.width else str(size)

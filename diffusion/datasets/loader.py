@@ -4,44 +4,31 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from streaming.base.world import World
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader
 
-from diffusion.config.data import DataConfig, Representation, StreamConfig, ValidationConfig
-from diffusion.datasets.batch import BatchKey
+from diffusion.config.data import (
+    DataConfig,
+    Mixing,
+    PictureSize,
+    Representation,
+    Shuffling,
+    StreamConfig,
+    ValidationConfig,
+    picture_sizes,
+)
 from diffusion.datasets.batching import OrderSettings
+from diffusion.datasets.collation import CollateGroups, collate
 from diffusion.datasets.encoded import ENCODED, EncodedManifest, check_encoded
+from diffusion.datasets.fetching import Downloads
+from diffusion.datasets.held_out import HeldOutBatches, HeldOutData
 from diffusion.datasets.locations import StreamLocation, check_location, find_manifest, locate_streams
-from diffusion.datasets.streams import Sample, TextImageDataset, Tokenize
-from diffusion.datasets.transforms import SquareTransform
+from diffusion.datasets.streams import TextImageDataset, Tokenize
+from diffusion.datasets.transforms import PictureTransform
 from diffusion.errors import DataError
 
 logger = logging.getLogger(__name__)
-
-SHUFFLES_WITHIN_SHARDS = ("py1s", "py2s")
-"""Values of `data.shuffle_algorithm` under which `data.shuffle_block_size` has no effect."""
-
-
-def collate(samples: list[Sample]) -> dict[BatchKey, Tensor]:
-    """Stack the entries of samples: [...] each -> [B, ...].
-
-    Raises:
-        DataError: they have several shapes.
-    """
-    batch = {}
-    for key in samples[0]:
-        try:
-            batch[key] = torch.from_numpy(np.stack([sample[key] for sample in samples]))
-        except ValueError as error:
-            shapes = sorted({np.shape(sample[key]) for sample in samples})
-            raise DataError(
-                f"one batch holds {key.value} of the shapes {', '.join(map(str, shapes))}, and such batches "
-                "are not supported: prepare or encode all streams with one shape"
-            ) from error
-    return batch
 
 
 class BatchLoader(DataLoader):
@@ -84,7 +71,8 @@ def train_loader(
 
     Returns:
         Batches of `rank_batch_size`; its length is the number of whole global batches in an epoch. With `mixing:
-        groups` a batch holds whole groups one after the other.
+        groups` a batch holds whole groups one after the other; where the streams have several sizes, pictures and
+        latents are lists with a tensor for each group.
 
     Raises:
         ConfigurationError: an epoch is less than a global batch, a stream less than what it has to give to one, or
@@ -98,12 +86,14 @@ def train_loader(
         rank_batch_size,
         num_ranks,
     )
+    sizes = picture_sizes(config.streams, config.resolution)
     dataset = TextImageDataset(
         locations=check_training_streams(config, with_logvar=with_logvar),
         representation=config.representation,
-        transform=SquareTransform(
-            resolution=config.resolution, crop=config.crop, horizontal_flip=config.horizontal_flip, seed=seed
-        ),
+        transforms=[
+            PictureTransform(size=size, crop=config.crop, horizontal_flip=config.horizontal_flip, seed=seed)
+            for size in sizes
+        ],
         tokenize=tokenize if config.representation == Representation.images else None,
         seed=seed,
         with_logvar=with_logvar,
@@ -113,9 +103,14 @@ def train_loader(
         num_canonical_nodes=config.num_canonical_nodes,
         predownload=config.predownload,
         cache_limit=config.cache_limit,
-        **_download_options(config),
+        downloads=_downloads(config),
     )
-    return BatchLoader(dataset, batch_size=rank_batch_size, drop_last=True, **_loader_options(config))
+    collate_fn = collate
+    if config.mixing is Mixing.groups and len(set(sizes)) > 1:
+        assert config.group_size is not None
+        collate_fn = CollateGroups(config.group_size)
+    options = _loader_options(config)
+    return BatchLoader(dataset, batch_size=rank_batch_size, drop_last=True, collate_fn=collate_fn, **options)
 
 
 def order_settings(config: DataConfig, seed: int) -> OrderSettings:
@@ -126,36 +121,15 @@ def order_settings(config: DataConfig, seed: int) -> OrderSettings:
         num_canonical_nodes=config.num_canonical_nodes,
         mixing=config.mixing,
         group_size=config.group_size,
-        shuffle=config.shuffle,
-        shuffle_block_size=None if config.shuffle_algorithm in SHUFFLES_WITHIN_SHARDS else config.shuffle_block_size,
+        shuffle=config.shuffle is not Shuffling.none,
+        shuffle_block_size=config.shuffle_block_size if config.shuffle is Shuffling.block else None,
     )
-
-
-class ValidationDataset(Dataset):
-    """Held-out samples by index: the same at each index for every world size; centre crop and first caption.
-
-    Args:
-        samples: the streams, one after the other.
-        num_samples: only the first so many; None is all.
-    """
-
-    def __init__(self, samples: TextImageDataset, num_samples: int | None = None) -> None:
-        self._samples = samples
-        self._num_samples = min(samples.size, samples.size if num_samples is None else num_samples)
-
-    def __len__(self) -> int:
-        return self._num_samples
-
-    def __getitem__(self, index: int) -> Sample:
-        if not 0 <= index < len(self):
-            raise IndexError(f"{index} of {len(self)} samples")
-        return self._samples[index]
 
 
 def validation_dataset(
     config: ValidationConfig, data: DataConfig, *, tokenize: Tokenize | None, with_logvar: bool = True
-) -> ValidationDataset:
-    """Open held-out data, read with the representation and resolution of training.
+) -> HeldOutData:
+    """Open held-out data, read with the representation and sizes of training.
 
     Args:
         config: the configuration's section `validation`.
@@ -169,19 +143,21 @@ def validation_dataset(
     samples = TextImageDataset(
         locations=check_validation_streams(config, data, with_logvar=with_logvar),
         representation=data.representation,
-        transform=SquareTransform(resolution=data.resolution),
+        transforms=[
+            PictureTransform(size=size) for size in picture_sizes(held_out_streams(config, data), data.resolution)
+        ],
         tokenize=tokenize if data.representation == Representation.images else None,
         seed=0,
         with_logvar=with_logvar,
         choose_caption=False,
         batch_size=config.device_batch_size,
-        **_download_options(data),
+        downloads=_downloads(data),
     )
-    return ValidationDataset(samples, config.num_samples)
+    return HeldOutData(samples, config.num_samples)
 
 
 def validation_loader(
-    dataset: ValidationDataset, config: ValidationConfig, data: DataConfig, *, sampler: Sampler | None
+    dataset: HeldOutData, config: ValidationConfig, data: DataConfig, *, rank: int = 0, num_ranks: int = 1
 ) -> BatchLoader:
     """Build the loader of held-out data for this rank.
 
@@ -189,12 +165,14 @@ def validation_loader(
         dataset: made by `validation_dataset`.
         config: the configuration's section `validation`.
         data: the configuration's section `data`, for its workers.
-        sampler: this rank's share of the indices; None is all, in order.
+        rank: number of the rank.
+        num_ranks: world size.
 
     Returns:
-        Batches of `config.device_batch_size`, the last one perhaps smaller.
+        Batches of one stream each, of at most `config.device_batch_size` samples.
     """
-    return BatchLoader(dataset, batch_size=config.device_batch_size, sampler=sampler, **_loader_options(data))
+    batches = HeldOutBatches(dataset, batch_size=config.device_batch_size, num_ranks=num_ranks, rank=rank)
+    return BatchLoader(dataset, batch_sampler=batches, collate_fn=collate, **_loader_options(data))
 
 
 def check_training_streams(config: DataConfig, *, with_logvar: bool) -> list[StreamLocation]:
@@ -211,38 +189,43 @@ def check_training_streams(config: DataConfig, *, with_logvar: bool) -> list[Str
         DataError: streams that are missing, half-written, or encoded otherwise than the configuration says.
     """
     locations = locate_streams(config.remote, config.local, config.streams)
-    _check_locations(locations, config, with_logvar)
+    _check_locations(locations, picture_sizes(config.streams, config.resolution), config, with_logvar)
     return locations
 
 
 def check_validation_streams(config: ValidationConfig, data: DataConfig, *, with_logvar: bool) -> list[StreamLocation]:
     """Check the held-out streams as `check_training_streams` does those of training."""
-    streams = config.streams or [StreamConfig(name=stream.name) for stream in data.streams]
+    streams = held_out_streams(config, data)
     locations = locate_streams(config.remote, config.local, streams)
-    _check_locations(locations, data, with_logvar)
+    _check_locations(locations, picture_sizes(streams, data.resolution), data, with_logvar)
     return locations
 
 
-def _check_locations(locations: list[StreamLocation], config: DataConfig, with_logvar: bool) -> None:
-    for location in locations:
+def held_out_streams(config: ValidationConfig, data: DataConfig) -> list[StreamConfig]:
+    """The streams of held-out data: those that are given, or those with the names and sizes of training's."""
+    return config.streams or [StreamConfig(name=stream.name, resolution=stream.resolution) for stream in data.streams]
+
+
+def _check_locations(
+    locations: list[StreamLocation], sizes: list[PictureSize], config: DataConfig, with_logvar: bool
+) -> None:
+    for location, size in zip(locations, sizes, strict=True):
         check_location(location)
-        manifest = find_manifest(location.source)
+        manifest = find_manifest(location.source, location.store)
         # Data without a manifest, or with one of pictures, is judged by its columns when it is opened.
         if config.representation == Representation.latents and manifest and manifest.get("kind") == ENCODED:
             encoded = EncodedManifest.from_json(manifest, location.source)
-            check_encoded(encoded, where=location.source, resolution=config.resolution, needs_logvar=with_logvar)
+            check_encoded(encoded, where=location.source, size=size, needs_logvar=with_logvar)
 
 
-def _download_options(config: DataConfig) -> dict[str, Any]:
-    return {
-        "download_retry": config.download_retry,
-        "download_timeout": config.download_timeout,
-        "validate_hash": config.validate_hash,
-    }
+def _downloads(config: DataConfig) -> Downloads:
+    return Downloads(
+        attempts=config.download_retry, timeout=config.download_timeout, validate_hash=config.validate_hash
+    )
 
 
 def _loader_options(config: DataConfig) -> dict[str, Any]:
-    options: dict[str, Any] = {"collate_fn": collate, "pin_memory": torch.cuda.is_available()}
+    options: dict[str, Any] = {"pin_memory": torch.cuda.is_available()}
     if config.num_workers == 0:
         return options
     return options | {

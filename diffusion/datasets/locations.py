@@ -2,16 +2,16 @@
 
 import logging
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from streaming.base.storage import CloudDownloader
 
 from diffusion.config.data import StreamConfig
 from diffusion.datasets.manifest import MANIFEST, read_json
 from diffusion.datasets.mds import INDEX, PARTIAL
+from diffusion.datasets.storage_errors import storage_errors
+from diffusion.datasets.stores import Store, shown
 from diffusion.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ class StreamLocation:
     local: str
     proportion: float | None = None
     repeat: float | None = None
+    store: Store = field(default_factory=Store)
 
     @property
     def source(self) -> str:
@@ -63,7 +64,12 @@ def _locate(root_remote: str | None, root_local: str, stream: StreamConfig) -> S
     if remote is not None and not is_url(remote) and Path(remote).resolve() == Path(local).resolve():
         remote = None  # An original is never treated as a cached copy.
     return StreamLocation(
-        name=stream.name, remote=remote, local=local, proportion=stream.proportion, repeat=stream.repeat
+        name=stream.name,
+        remote=remote,
+        local=local,
+        proportion=stream.proportion,
+        repeat=stream.repeat,
+        store=Store(endpoint_url=stream.endpoint_url, profile=stream.profile),
     )
 
 
@@ -106,11 +112,12 @@ def _what_is_there(folder: Path) -> str:
     return ": run scripts/prepare.py (and scripts/encode.py for latents), or correct `local`, `remote` and `streams`"
 
 
-def find_manifest(source: str) -> dict[str, Any] | None:
+def find_manifest(source: str, store: Store | None = None) -> dict[str, Any] | None:
     """Read the `manifest.json` beside or above a stream.
 
     Args:
         source: folder or URL of the stream, such as `ROOT/train/256-512` or `s3://bucket/ROOT/train/256-512`.
+        store: of the URL.
 
     Returns:
         Its content; None where there is none.
@@ -118,20 +125,47 @@ def find_manifest(source: str) -> dict[str, Any] | None:
     Raises:
         DataError: it cannot be read.
     """
+    return next((content for _, content in _find(source, MANIFEST, store or Store())), None)
+
+
+def find_beside(location: StreamLocation, name: str) -> Iterator[tuple[str, Any]]:
+    """Read a JSON file one and two folders above a stream, where it is there.
+
+    Yields:
+        The stream's path below that folder, such as `train/256-512`, and the file's content.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    yield from _find(location.source, name, location.store)
+
+
+def _find(source: str, name: str, store: Store) -> Iterator[tuple[str, Any]]:
     if not is_url(source):
-        paths = (parent / MANIFEST for parent in Path(source).absolute().parents[:2])
-        return next((read_json(path) for path in paths if path.is_file()), None)
-    parents = (source.rstrip("/").rsplit("/", up)[0] for up in (1, 2))
-    contents = (_download_json(join(parent, MANIFEST)) for parent in parents)
-    return next((content for content in contents if content is not None), None)
+        folder = Path(source).absolute()
+        for parent in folder.parents[:2]:
+            if (parent / name).is_file():
+                yield folder.relative_to(parent).as_posix(), read_json(parent / name)
+        return
+    for up in (1, 2):
+        root, *below = source.rstrip("/").rsplit("/", up)
+        content = None if root.endswith((":", "/")) else _download_json(join(root, name), store)
+        if content is not None:
+            yield "/".join(below), content
 
 
-def _download_json(url: str) -> dict[str, Any] | None:
+def _download_json(url: str, store: Store) -> Any:
     """Content of a remote JSON file; None where there is none."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, MANIFEST)
+        path = Path(folder, "content.json")
         try:
-            CloudDownloader.direct_download(url, str(path), MANIFEST_TIMEOUT)
-        except FileNotFoundError:
+            store.fetch(url, str(path), MANIFEST_TIMEOUT)
+        except (FileNotFoundError, PermissionError) as error:
+            logger.debug("%s: %s", shown(url), error)
             return None
+        except (OSError, RuntimeError, ValueError, *storage_errors()) as error:
+            raise DataError(
+                f"{shown(url)} cannot be fetched: {type(error).__name__}: {error}. Check data.remote, and that this "
+                "machine can reach it"
+            ) from error
         return read_json(path)

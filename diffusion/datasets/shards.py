@@ -5,55 +5,44 @@ start and epoch: minutes and tens of GB at 790M samples. The order of `datasets/
 directly, so each worker computes its own slots while it reads: `_get_work` is overridden, and nothing is shared.
 
 In streaming 0.13 a shard that cannot be downloaded or fails its hash is no error: without loader workers the epoch ends
-silently, with workers it hangs. A damaged file in the cache is never looked at again. Everything here that touches
-private parts of `StreamingDataset` is in this file.
+silently, with workers it hangs. A damaged file in the cache is never looked at again. And each thread goes through the
+epoch sample by sample, taking a file lock for each; here they go by batches, and each batch asks once for each shard.
+Everything that touches private parts of `StreamingDataset` is in this file; whose shared memory is whose is decided in
+`shared_memory.py`, and how files come in `fetching.py`.
 """
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+import os
+import weakref
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from time import sleep
-from typing import Any
+from time import sleep, time_ns
+from typing import Any, cast
 
 import numpy as np
 from streaming import StreamingDataset
-from streaming.base.constant import TICK
+from streaming.base.constant import RESUME, TICK
 from streaming.base.dataset import _Iterator, _ShardState
+from streaming.base.shared import SharedMemory
+from streaming.base.world import World
 from torch import distributed
 
 from diffusion.datasets.batching import GlobalOrder, OrderSettings, StreamShape, WorkerSlots, draws_per_stream
-from diffusion.errors import DataError
-from diffusion.randomness import NUM_INDEX_BITS, NUM_OCCURRENCE_BITS
+from diffusion.datasets.fetching import FetchedStream, describe
+from diffusion.datasets.sample_ids import WorkerSamples
+from diffusion.datasets.shard_files import SampleDecoder, ShardFiles
+from diffusion.datasets.shared_memory import MemoryNumber, claim_number
+from diffusion.datasets.storage_errors import storage_errors
+from diffusion.datasets.stores import shown
+from diffusion.errors import DataError, UserError
+from diffusion.launch import agree
 
 logger = logging.getLogger(__name__)
 
 ORDER = "order"
 """Key in the state of what determines the order, as JSON."""
-
-
-class SampleId(int):
-    """Streaming's number of a sample, with the address of the slot that it fills."""
-
-    address: int
-
-
-class _SampleIds(Sequence[int]):
-    """A worker's part of an epoch as Streaming reads it."""
-
-    def __init__(self, slots: WorkerSlots, first_samples: list[int]) -> None:
-        self._slots = slots
-        self._first_samples = first_samples
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    def __getitem__(self, place: int) -> SampleId:  # pyright: ignore[reportIncompatibleMethodOverride]
-        address = self._slots[place]
-        stream, index = address >> (NUM_INDEX_BITS + NUM_OCCURRENCE_BITS), address & ((1 << NUM_INDEX_BITS) - 1)
-        sample_id = SampleId(self._first_samples[stream] + index)
-        sample_id.address = address
-        return sample_id
 
 
 class ShardDataset(StreamingDataset):
@@ -64,6 +53,7 @@ class ShardDataset(StreamingDataset):
         order: what the order depends on; None for data that is read by index only.
         proportions: of the streams; all None is none.
         repeats: of the streams.
+        columns: that are read; None is all.
         kwargs: arguments of `StreamingDataset`; `streams` is required, and with an order `batch_size`.
 
     Raises:
@@ -81,21 +71,65 @@ class ShardDataset(StreamingDataset):
         order: OrderSettings | None = None,
         proportions: Sequence[float | None] = (),
         repeats: Sequence[float | None] = (),
+        columns: Collection[str] | None = None,
         **kwargs: Any,
     ) -> None:
         self.stream_names = stream_names
         self._failure: DataError | None = None
         self._prepared: set[int] = set()
-        try:
-            super().__init__(**kwargs)
-        except (OSError, RuntimeError, ValueError) as error:
-            raise DataError(f"the streams {', '.join(stream_names)} cannot be opened: {error}") from error
+        self._open(**kwargs)
         self._check_sizes()
-        for stream in self.streams:
-            # A connection that loader workers inherited by fork would be shared by all of them.
-            stream._downloader.clean_up()
         self.first_samples: list[int] = self.sample_offset_per_stream.tolist()
+        self._first_of_shards: list[int] = self.spanner.shard_bounds[:-1].tolist()
+        self._paths = [str(self.shard_path(number)) for number in range(self.num_shards)]
+        self._files = ShardFiles(0) if self.cache_limit else ShardFiles()
+        self._columns, self._decoders = columns, {}
         self.order = self._make_order(order, proportions, repeats) if order is not None else None
+
+    def _open(self, **kwargs: Any) -> None:
+        """Construct Streaming's part, on shared memory that is given back when this data set is collected."""
+        caches = [str(Path(stream.local).resolve()) for stream in kwargs["streams"] if stream.remote is not None]
+        self._number = claim_number(caches)
+        weakref.finalize(self, MemoryNumber.release, self._number)
+        try:
+            try:
+                is_leader = World.detect().is_local_leader
+                agree(lambda: self._fetch_indexes(kwargs["streams"] if is_leader else []))
+                with self._number.chosen():
+                    super().__init__(**kwargs)
+            finally:
+                for memory in self._memories():
+                    self._number.adopt(memory)
+        except UserError:
+            self._number.release()
+            raise
+        except (OSError, RuntimeError, ValueError, *storage_errors()) as error:
+            self._number.release()
+            raise DataError(f"the streams {', '.join(self.stream_names)} cannot be opened: {error}") from error
+        assert self._shm_prefix_int == self._number.number, (self._shm_prefix_int, self._number.number)
+
+    @staticmethod
+    def _fetch_indexes(streams: Sequence[FetchedStream]) -> None:
+        """Fetch what the other ranks of a node would only wait `download_timeout` for, however often it is tried."""
+        for stream in streams:
+            stream.fetch_index()
+            stream.release()
+
+    def _memories(self) -> Iterator[SharedMemory]:
+        """The shared memory that Streaming has opened for this data set, as far as it is constructed."""
+        parts = vars(self)
+        if "_locals_shm" in parts:
+            yield self._locals_shm
+        if "_shared_barrier" in parts:
+            yield self._shared_barrier._arr.shm
+        yield from (parts[name].arr.shm for name in ("_next_epoch", "_cache_usage") if name in parts)
+        yield from (parts[name].shm for name in ("_shard_states", "_shard_access_times") if name in parts)
+
+    def close(self) -> None:
+        """Give the shared memory back at once; nothing can be read any more."""
+        if hasattr(self, "_iterator"):
+            self._iterator.exit()
+        self._number.release()
 
     def _make_order(
         self, settings: OrderSettings, proportions: Sequence[float | None], repeats: Sequence[float | None]
@@ -128,8 +162,7 @@ class ShardDataset(StreamingDataset):
 
     def _get_work(self, epoch: int, sample_in_epoch: int) -> Any:
         """This worker's samples in our order, instead of its part of an array that one process made for the node."""
-        if self.order is None:
-            return super()._get_work(epoch, sample_in_epoch)
+        assert self.order is not None, "data without an order is read by index"
         step, inside = divmod(sample_in_epoch, self.order.settings.global_batch_size)
         if inside:
             raise DataError(
@@ -148,7 +181,8 @@ class ShardDataset(StreamingDataset):
             num_workers=world.workers_per_rank,
             ahead=2 * (self.predownload or 0),
         )
-        return _SampleIds(slots, self.first_samples)
+        assert self.batch_size is not None
+        return WorkerSamples(slots, self.batch_size, self.first_samples, self._first_of_shards)
 
     def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
         """Streaming's state, and what determines the order."""
@@ -180,7 +214,23 @@ class ShardDataset(StreamingDataset):
                     f"the samples would come in another order than in the run that is continued: {'; '.join(changes)}. "
                     "Set these back, or start a new run from its weights (init_from.checkpoint)"
                 )
+        before = vars(self).get("_resume_shm")
         super().load_state_dict(state)
+        self._number.replace(before, self._resume_shm)
+
+    def _resume(self, world: World, epoch: int) -> tuple[int, int]:
+        """The position that was loaded, or the beginning; Streaming's own opens the memory anew and never closes it."""
+        content = self._number.read(RESUME)
+        if content is None:
+            return super()._resume(world, epoch)
+        state = json.loads(content.partition(b"\0")[0])
+        self._set_shuffle_block_size(world)
+        if state["epoch"] < epoch:
+            return epoch, 0
+        self.num_canonical_nodes = state["num_canonical_nodes"]
+        self.shuffle_seed = state["shuffle_seed"]
+        self.initial_physical_nodes = state.get("initial_physical_nodes")
+        return state["epoch"], state["sample_in_epoch"]
 
     def shard_path(self, shard_id: int) -> Path:
         """Raw file of a shard on this machine."""
@@ -196,17 +246,21 @@ class ShardDataset(StreamingDataset):
     def _check_sizes(self) -> None:
         """Compare the files' sizes with the index: drop a cached copy that differs, refuse an original that does."""
         is_leader = self._unique_rank_world.is_local_leader
-        for shard_id, shard in enumerate(self.shards):
-            for info in (info for pair in shard.file_pairs for info in pair if info is not None):
-                path = self.shard_path(shard_id).with_name(info.basename)
-                size = path.stat().st_size if path.is_file() else None
-                if size == info.bytes:
-                    continue
-                if self._remote(shard_id) is None:
-                    self._refuse_original(shard_id, path, size, info.bytes)
-                elif size is not None and is_leader:
-                    logger.warning("%s has %d bytes instead of %d: downloading it again", path, size, info.bytes)
-                    self._drop(shard_id, path, info.bytes)
+        first_shards = self.shard_offset_per_stream.tolist()
+        for stream, begin, num in zip(self.streams, first_shards, self.shards_per_stream.tolist(), strict=True):
+            folder = Path(stream.local, stream.split)
+            sizes = {entry.name: entry.stat().st_size for entry in os.scandir(folder) if entry.is_file()}
+            for shard_id in range(begin, begin + num):
+                for info in (info for pair in self.shards[shard_id].file_pairs for info in pair if info is not None):
+                    size = sizes.get(info.basename)
+                    if size == info.bytes:
+                        continue
+                    path = folder / info.basename
+                    if stream.remote is None:
+                        self._refuse_original(shard_id, path, size, info.bytes)
+                    elif size is not None and is_leader:
+                        logger.warning("%s has %d bytes instead of %d: downloading it again", path, size, info.bytes)
+                        self._drop(shard_id, path, info.bytes)
         if distributed.is_available() and distributed.is_initialized():
             distributed.barrier()
 
@@ -231,11 +285,14 @@ class ShardDataset(StreamingDataset):
 
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
         """Have a shard on this machine; a failure ends the epoch with a `DataError`."""
-        if not blocking and shard_id in self._prepared and self._shard_states[shard_id] == _ShardState.LOCAL:
-            return  # Streaming takes a file lock for each sample here: 216 us. Reading finds a deleted file by itself.
+        if not blocking and self._is_at_hand(shard_id):
+            if self.cache_limit:
+                self._shard_access_times[shard_id] = time_ns()
+            return
         try:
+            self._check_original(shard_id)
             super().prepare_shard(shard_id, blocking)
-        except Exception as error:
+        except Exception as error:  # Each kind of storage has exceptions of its own, in packages that may be absent.
             failure = self._failed(shard_id, error)
             if blocking:
                 raise failure from error
@@ -243,8 +300,32 @@ class ShardDataset(StreamingDataset):
             self._failure = failure
             self._event.set()
         else:
-            if not self.cache_limit and self._shard_states[shard_id] == _ShardState.LOCAL:
+            if self._shard_states[shard_id] == _ShardState.LOCAL:
                 self._prepared.add(shard_id)
+
+    def _is_at_hand(self, shard_id: int) -> bool:
+        """Whether a shard that was prepared before is still here; Streaming would take a file lock: 216 us."""
+        is_local = shard_id in self._prepared and self._shard_states[shard_id] == _ShardState.LOCAL
+        return is_local and os.access(self._paths[shard_id], os.F_OK)
+
+    def _check_original(self, shard_id: int) -> None:
+        """Raise `FileNotFoundError` for a shard that is gone and has no remote: Streaming would try for minutes."""
+        if self._remote(shard_id) is None:
+            files = [info.basename for pair in self.shards[shard_id].file_pairs for info in pair if info is not None]
+            if not any(self.shard_path(shard_id).with_name(name).is_file() for name in files):
+                raise FileNotFoundError("the file is gone, and there is no remote")
+
+    def _prepare_thread(self, it: _Iterator) -> None:
+        """Fetch shards ahead of what is read, batch by batch."""
+        while not self._is_over(it) and it.prepare_index < it.total and it.ready_index < it.total:
+            if self.predownload is not None and self.predownload < it.prepare_index - it.yield_index:
+                sleep(TICK)
+                continue
+            part = self._work(it).part(it.prepare_index)
+            for shard_id in part.shards:
+                self.prepare_shard(shard_id, False)
+            it.prepare_index += len(part.sample_ids)
+        it.on_exit()
 
     def _ready_thread(self, it: _Iterator) -> None:
         """Advance `ready_index` as shards arrive. Streaming's own waits for ever for one that failed elsewhere.
@@ -255,16 +336,31 @@ class ShardDataset(StreamingDataset):
             if self.predownload is not None and self.predownload < it.ready_index - it.yield_index:
                 sleep(TICK)
                 continue
-            sample_id = it.sample_ids[it.ready_index]
-            if sample_id != -1:
-                shard_id, _ = self.spanner[sample_id]
+            part = self._work(it).part(it.ready_index)
+            for shard_id in part.shards:
                 while (state := self._shard_states[shard_id]) != _ShardState.LOCAL and not self._is_over(it):
                     if state == _ShardState.REMOTE:
                         self.prepare_shard(shard_id, False)
                     else:
                         sleep(TICK)
-            it.ready_index += 1
+            it.ready_index += len(part.sample_ids)
         it.on_exit()
+
+    def _each_sample_id(self, it: _Iterator) -> Iterator[int]:
+        """Samples whose shards are here."""
+        while not self._is_over(it) and it.yield_index < it.total:
+            start = it.yield_index
+            if it.ready_index <= start:
+                sleep(TICK)
+                continue
+            part = self._work(it).part(start)
+            yield from part.sample_ids
+            it.yield_index += len(part.sample_ids)
+            self._work(it).forget(start)
+        it.on_exit()
+
+    def _work(self, it: _Iterator) -> WorkerSamples:
+        return cast("WorkerSamples", it.sample_ids)
 
     def _is_over(self, it: _Iterator) -> bool:
         return it.should_exit() or self._event.is_set()
@@ -274,14 +370,11 @@ class ShardDataset(StreamingDataset):
         if self._cache_filelock.is_locked:
             self._cache_filelock.release(force=True)
         remote, path = self._remote(shard_id), self.shard_path(shard_id)
-        if remote is not None and isinstance(error, ValueError):  # A wrong hash.
-            for info in (info for pair in self.shards[shard_id].file_pairs for info in pair if info is not None):
-                path.with_name(info.basename).unlink(missing_ok=True)
         if self._shard_states[shard_id] == _ShardState.PREPARING:
             self._shard_states[shard_id] = _ShardState.REMOTE
         return DataError(
-            f"{self._shard_name(shard_id)} could not be fetched from {remote or path.parent}: "
-            f"{type(error).__name__}: {error}. Check that it is there and whole and that this machine can reach it, "
+            f"{self._shard_name(shard_id)} could not be fetched from {shown(remote) if remote else path.parent}: "
+            f"{describe(error)}. Check that it is there and whole and that this machine can reach it, "
             "then start the same command again"
         )
 
@@ -291,17 +384,46 @@ class ShardDataset(StreamingDataset):
         Raises:
             DataError: its shard cannot be fetched, or its bytes are damaged.
         """
+        if hasattr(self, "_event") and self._event.is_set():
+            raise RuntimeError("fetching has failed")  # `__iter__` raises the failure.
+        shard_id = bisect_right(self._first_of_shards, sample_id) - 1
+        index = sample_id - self._first_of_shards[shard_id]
         try:
-            return super().get_item(sample_id, retry)
+            data = self._read(shard_id, index, retry)
+            return self._decoder(shard_id)(data)
         except (ValueError, IndexError, KeyError) as error:
-            shard_id, index = self.spanner[sample_id]
             remedy = (
                 "delete the file, it will be fetched again" if self._remote(shard_id) else "write the data set again"
             )
             raise DataError(
-                f"{self.shard_path(shard_id)} is damaged at its sample {index} "
-                f"({type(error).__name__}: {error}): {remedy}"
+                f"{self._paths[shard_id]} is damaged at its sample {index} ({describe(error)}): {remedy}"
             ) from error
+
+    def _read(self, shard_id: int, index: int, retry: int) -> bytes:
+        """Read the bytes of a sample; its shard is fetched where it is not here, or was just removed to make room."""
+        for _ in range(1 + retry):
+            try:
+                data = self._files.read(self._paths[shard_id], index)
+            except FileNotFoundError:
+                self.prepare_shard(shard_id)
+            else:
+                if self.cache_limit:
+                    self._shard_access_times[shard_id] = time_ns()
+                return data
+        raise DataError(
+            f"{self._shard_name(shard_id)} was removed from the cache {1 + retry} times before it was read: raise "
+            "data.cache_limit"
+        )
+
+    def _decoder(self, shard_id: int) -> SampleDecoder:
+        """What decodes the samples of a shard."""
+        stream = int(self.stream_per_shard[shard_id])
+        decoder = self._decoders.get(stream)
+        if decoder is None:
+            shard = self.shards[shard_id]
+            layout = (shard.column_names, shard.column_encodings, shard.column_sizes)
+            decoder = self._decoders[stream] = SampleDecoder(*layout, self._columns)
+        return decoder
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Iterate over this worker's part of the epoch.

@@ -1,7 +1,6 @@
 """The training data: several streams of prepared pictures or encoded latents, mixed, as samples of a batch."""
 
 import logging
-import multiprocessing
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,14 +8,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
-from streaming import Stream
+from streaming.base.world import World
 
-from diffusion.config.data import Representation
+from diffusion.config.data import PictureSize, Representation
+from diffusion.datasets.bad_pictures import BadPicture, BadPictures
 from diffusion.datasets.batch import BatchKey
+from diffusion.datasets.fetching import Downloads, FetchedStream
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
 from diffusion.datasets.locations import StreamLocation
-from diffusion.datasets.shards import SampleId, ShardDataset
-from diffusion.datasets.transforms import SquareTransform
+from diffusion.datasets.sample_ids import SampleId
+from diffusion.datasets.shards import ShardDataset
+from diffusion.datasets.substitutes import Substitutes, find_substitutes
+from diffusion.datasets.transforms import PictureTransform
 from diffusion.errors import DataError
 from diffusion.randomness import Purpose, random_word, sample_address
 
@@ -30,44 +33,6 @@ Sample = dict[BatchKey, Any]
 
 PREPARED_COLUMNS = {"image", "captions"}
 ENCODED_COLUMNS = {"latent_mean", "token_ids"}
-MAX_BAD_PICTURES = 10
-MAX_BAD_FRACTION = 0.001
-
-
-class BadPictures:
-    """Counts pictures that could not be decoded, over the loader workers of a rank, and ends the run at too many."""
-
-    def __init__(self) -> None:
-        self._num_read = multiprocessing.Value("q", 0)
-        self._num_bad = multiprocessing.Value("q", 0)
-
-    @property
-    def num_bad(self) -> int:
-        """How many were met; one that is met in each epoch counts each time."""
-        return self._num_bad.value
-
-    def count_read(self) -> None:
-        """Count a sample."""
-        with self._num_read.get_lock():
-            self._num_read.value += 1
-
-    def count_bad(self, what: str) -> None:
-        """Count and log a picture that could not be decoded.
-
-        Raises:
-            DataError: there were more than `MAX_BAD_PICTURES` and more than `MAX_BAD_FRACTION` of those read.
-        """
-        with self._num_bad.get_lock():
-            self._num_bad.value += 1
-            num_bad = self._num_bad.value
-        num_read = self._num_read.value
-        logger.warning("%s; another picture takes its place (%d of %d so far)", what, num_bad, num_read)
-        if num_bad > max(MAX_BAD_PICTURES, MAX_BAD_FRACTION * num_read):
-            raise DataError(
-                f"{num_bad} of {num_read} pictures cannot be decoded (at most {MAX_BAD_PICTURES} or "
-                f"{MAX_BAD_FRACTION:.1%} may be), the last: {what}. The data is damaged: check the disk and the "
-                "copies, or run scripts/prepare.py again"
-            )
 
 
 class TextImageDataset(ShardDataset):
@@ -78,11 +43,12 @@ class TextImageDataset(ShardDataset):
     Args:
         locations: the streams, checked; their order is the stream index in a sample's address.
         representation: whether the streams hold pictures or latents.
-        transform: what is done with a picture; for latents, only its resolution is used.
+        transforms: what is done with the pictures of each stream; for latents, only their sizes are used.
         tokenize: encodes captions; None with latents, whose token ids are stored.
         seed: seed of the run: order, crops, flips and choices of captions.
         with_logvar: whether the log-variance of latents is wanted.
         choose_caption: draw one of a sample's captions in each epoch; otherwise the first is taken.
+        downloads: how shards are fetched.
         options: further arguments of `ShardDataset` and `streaming.StreamingDataset`.
 
     Raises:
@@ -94,22 +60,24 @@ class TextImageDataset(ShardDataset):
         *,
         locations: Sequence[StreamLocation],
         representation: Representation,
-        transform: SquareTransform,
+        transforms: Sequence[PictureTransform],
         tokenize: Tokenize | None,
         seed: int,
         with_logvar: bool,
         choose_caption: bool,
+        downloads: Downloads | None = None,
         **options: Any,
     ) -> None:
         assert (tokenize is None) == (representation == Representation.latents)
         self.representation = representation
-        self.transform = transform
+        self.transforms = list(transforms)
         self.tokenize = tokenize
         self.seed = seed
         self.with_logvar = with_logvar
         self.choose_caption = choose_caption
-        self.bad_pictures = BadPictures()
-        streams = [_stream(location) for location in locations]
+        self.bad_pictures = BadPictures(World.detect().num_ranks if "order" in options else 1)
+        streams = [FetchedStream(location, downloads or Downloads()) for location in locations]
+        wanted = ["latent_mean", "token_ids"] if tokenize is None else ["image", "captions", "key"]
         names = [location.name for location in locations]
         super().__init__(
             stream_names=names,
@@ -117,10 +85,26 @@ class TextImageDataset(ShardDataset):
             proportions=[location.proportion for location in locations],
             repeats=[location.repeat for location in locations],
             shuffle_seed=seed,
+            columns=[*wanted, "latent_logvar"] if with_logvar else wanted,
             **options,
         )
         for stream, location in enumerate(locations):
             self._check_columns(stream, location)
+        self.substitutes: list[Substitutes] = [
+            find_substitutes(location, int(num))
+            for location, num in zip(locations, self.samples_per_stream, strict=True)
+        ]
+        """Of each stream."""
+        for name, substitutes in zip(names, self.substitutes, strict=True):
+            if len(substitutes) and self._unique_rank_world.rank == 0:
+                logger.warning(
+                    "stream '%s': %d of %d samples are withdrawn (or could not be encoded); others take their places",
+                    name, len(substitutes), substitutes.num_samples,
+                )  # fmt: skip
+
+    def substitute_of(self, stream: int, index: int) -> int:
+        """Number of the sample of a stream that is read for a number: itself unless it is withdrawn."""
+        return self.substitutes[stream].substitute_of(index)
 
     def _check_columns(self, stream: int, location: StreamLocation) -> None:
         """Compare a stream's columns with the representation that was asked for."""
@@ -143,25 +127,27 @@ class TextImageDataset(ShardDataset):
             if not is_encoded:
                 raise DataError(
                     f"{where} holds pictures, and data.representation is latents: encode them with "
-                    f"`python scripts/encode.py PREPARED OUT --resolution {self.transform.resolution}` and point "
-                    "data.local (data.remote) at OUT, or set data.representation=images"
+                    "`python scripts/encode.py PREPARED OUT --resolution "
+                    f"{self.transforms[stream].size.height}` and point data.local (data.remote) at OUT, or set "
+                    "data.representation=images"
                 )
-            self._check_latents(where, columns)
+            self._check_latents(where, stream, columns)
 
-    def _check_latents(self, where: str, columns: dict[str, str]) -> None:
-        """Check the latents' shape, which must be that of the first stream, and that the log-variance is there."""
+    def _check_latents(self, where: str, stream: int, columns: dict[str, str]) -> None:
+        """Check that the latents have the stream's size, are of the kind of the first stream's, and have a variance."""
         expected = self.shards[0].column_encodings[self.shards[0].column_names.index("latent_mean")]
-        if columns["latent_mean"] != expected:
+        (kind, first), (other, latent) = (_latent_type(encoding) for encoding in (expected, columns["latent_mean"]))
+        size = self.transforms[stream].size
+        if other != kind:
             raise DataError(
                 f"{where} holds latents of type {columns['latent_mean']}, the first stream of type {expected}: encode "
                 "all streams with one command"
             )
-        height, width = (int(n) for n in expected.rsplit(":", 1)[-1].split(",")[-2:])
-        if height != width or self.transform.resolution % height:
+        factor = self.transforms[0].size.height // first.height
+        if size.height % latent.height or size != (latent.height * factor, latent.width * factor):
             raise DataError(
-                f"{where} holds latents of {height} x {width}, which do not fit data.resolution "
-                f"{self.transform.resolution}: set the resolution they were encoded with, or run scripts/encode.py "
-                f"with --resolution {self.transform.resolution}"
+                f"{where} holds latents of {latent}, which do not fit pictures of {size} (data.resolution, or the "
+                "resolution of the stream): set the size they were encoded with, or run scripts/encode.py again"
             )
         if self.with_logvar and "latent_logvar" not in columns:
             raise DataError(
@@ -173,8 +159,9 @@ class TextImageDataset(ShardDataset):
         """Read one sample.
 
         Returns:
-            `TOKEN_IDS` int64 [L]; `IMAGE` uint8 [3, R, R], or `LATENT_MEAN` (and `LATENT_LOGVAR`) float16 [C, H, W];
-            `SAMPLE` and `STREAM` integers. A sample that is read by its number, not in the order, has occurrence 0.
+            `TOKEN_IDS` int64 [L]; `IMAGE` uint8 [3, height, width], or `LATENT_MEAN` (and `LATENT_LOGVAR`) float16
+            [C, H, W]; `SAMPLE` and `STREAM` integers. A sample that is read by its number, not in the order, has
+            occurrence 0.
         """
         address = sample_id.address if isinstance(sample_id, SampleId) else None
         sample_id = int(sample_id)
@@ -183,7 +170,8 @@ class TextImageDataset(ShardDataset):
             address = int(sample_address(stream, sample_id - self.first_samples[stream]))
         sample: Sample = {BatchKey.SAMPLE: address, BatchKey.STREAM: stream}
         if self.representation == Representation.latents:
-            columns = super().get_item(sample_id, retry)
+            first = self.first_samples[stream]
+            columns = super().get_item(first + self.substitutes[stream].substitute_of(sample_id - first), retry)
             all_ids = columns["token_ids"]
             sample[BatchKey.LATENT_MEAN] = columns["latent_mean"]
             if self.with_logvar:
@@ -193,7 +181,7 @@ class TextImageDataset(ShardDataset):
             assert self.tokenize is not None
             columns, picture = self._decodable(sample_id, stream, retry)
             captions = columns["captions"]
-            sample[BatchKey.IMAGE] = self.transform(picture, epoch=self.epoch, sample=address)
+            sample[BatchKey.IMAGE] = self.transforms[stream](picture, epoch=self.epoch, sample=address)
             token_ids = self.tokenize([captions[self._caption(len(captions), address)]])[0]
         sample[BatchKey.TOKEN_IDS] = token_ids.astype(np.int64)
         return sample
@@ -207,16 +195,28 @@ class TextImageDataset(ShardDataset):
     def _decodable(self, sample_id: int, stream: int, retry: int) -> tuple[dict[str, Any], Image.Image]:
         """Read a sample's columns and picture; in place of an undecodable one, the next decodable one of its stream."""
         self.bad_pictures.count_read()
-        first, num_samples = self.first_samples[stream], int(self.samples_per_stream[stream])
-        for step in range(num_samples):
-            columns = super().get_item(first + (sample_id - first + step) % num_samples, retry)
+        first, substitutes = self.first_samples[stream], self.substitutes[stream]
+        index = start = substitutes.substitute_of(sample_id - first)
+        while True:
+            columns = super().get_item(first + index, retry)
             try:
                 return columns, decode_rgb(columns["image"])
             except UndecodableImageError as error:
-                what = f"stream '{self.stream_names[stream]}', key '{columns.get('key', sample_id + step)}': {error}"
-                self.bad_pictures.count_bad(what)
-        raise DataError(f"no picture of the stream '{self.stream_names[stream]}' can be decoded: prepare it again")
+                picture = BadPicture(
+                    stream=self.stream_names[stream],
+                    index=index,
+                    key=columns.get("key", str(index)),
+                    epoch=self.epoch,
+                    error=str(error),
+                )
+                self.bad_pictures.count_bad(picture)
+            index = substitutes.substitute_of((index + 1) % substitutes.num_samples)
+            if index == start:
+                name = self.stream_names[stream]
+                raise DataError(f"no picture of the stream '{name}' can be decoded: prepare it again")
 
 
-def _stream(location: StreamLocation) -> Stream:
-    return Stream(remote=location.remote, local=location.local, proportion=location.proportion, repeat=location.repeat)
+def _latent_type(encoding: str) -> tuple[str, PictureSize]:
+    """Split `ndarray:float16:C,H,W` into dtype and channels, and height and width of the latent."""
+    kind, height, width = encoding.rsplit(",", 2)
+    return kind, PictureSize(int(height), int(width))

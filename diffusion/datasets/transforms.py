@@ -1,19 +1,20 @@
-"""From a decoded picture to the square of pixels that is trained on.
+"""From a decoded picture to the pixels that are trained on.
 
-The shorter side is resized to the resolution and a square is cut out, in one step: the square is chosen in the
+The picture is resized to cover the size and the rest is cut off, in one step: the part that is kept is chosen in the
 picture's own coordinates and resampled with Lanczos (Pillow, antialiased, no prior reduction), which gives the same
 pixels as resizing the whole picture first and costs less. A random crop or flip is addressed by (seed, epoch, sample).
 
-Shape letters: R resolution in pixels.
+Shape letters: H, W height and width in pixels.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from diffusion.config.data import Crop
+from diffusion.config.data import Crop, PictureSize
 from diffusion.randomness import Purpose, random_word
 
 _VERSION = 1
@@ -21,20 +22,25 @@ _VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class SquareTransform:
-    """Resize the shorter side to the resolution, cut a square, perhaps mirror it."""
+class PictureTransform:
+    """Resize a picture to cover a size, cut off what is beyond it, perhaps mirror it."""
 
-    resolution: int
-    """Side of the square (R)."""
+    size: PictureSize
+    """Height and width of the result."""
 
     crop: Crop = Crop.centre
-    """Where the square is cut."""
+    """Which part is kept."""
 
     horizontal_flip: float = 0.0
     """Probability of mirroring."""
 
     seed: int = 0
     """Seed of the run; unused by a deterministic transform."""
+
+    @classmethod
+    def square(cls, resolution: int, **options: Any) -> "PictureTransform":
+        """The transform to a square: the shorter side is resized to the resolution."""
+        return cls(size=PictureSize(resolution, resolution), **options)
 
     @property
     def is_deterministic(self) -> bool:
@@ -44,7 +50,8 @@ class SquareTransform:
     def identity(self) -> str:
         """Name what a deterministic transform does, for the manifest of encoded data."""
         assert self.is_deterministic, f"{self} has no identity"
-        return f"lanczos-centre-crop-{self.resolution}-v{_VERSION}"
+        height, width = self.size
+        return f"lanczos-centre-crop-{height if height == width else f'{height}x{width}'}-v{_VERSION}"
 
     def __call__(self, picture: Image.Image, *, epoch: int = 0, sample: int = 0) -> NDArray[np.uint8]:
         """Transform one picture.
@@ -55,21 +62,20 @@ class SquareTransform:
             sample: address of the sample (`diffusion.randomness.sample_address`).
 
         Returns:
-            uint8 [3, R, R].
+            uint8 [3, H, W].
         """
-        side = min(picture.size)
+        width, height = _covered(picture, self.size)
         offset = self._offset(epoch, sample)
-        left, top = (picture.width - side) * offset, (picture.height - side) * offset
-        square = picture.resize(
-            (self.resolution, self.resolution), Image.Resampling.LANCZOS, box=(left, top, left + side, top + side)
-        )
-        pixels = np.asarray(square)
+        left, top = (picture.width - width) * offset, (picture.height - height) * offset
+        box = (left, top, min(left + width, picture.width), min(top + height, picture.height))
+        resized = picture.resize((self.size.width, self.size.height), Image.Resampling.LANCZOS, box=box)
+        pixels = np.asarray(resized)
         if self._is_mirrored(epoch, sample):
             pixels = pixels[:, ::-1]
         return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
     def _offset(self, epoch: int, sample: int) -> float:
-        """Offset of the square along the longer side, as a fraction of the room there is."""
+        """Offset of the part that is kept, as a fraction of the room there is."""
         if self.crop == Crop.centre:
             return 0.5
         return random_word(self.seed, Purpose.CROP, epoch, sample) / (2**32 - 1)
@@ -77,3 +83,10 @@ class SquareTransform:
     def _is_mirrored(self, epoch: int, sample: int) -> bool:
         threshold = round(self.horizontal_flip * 2**32)
         return threshold > 0 and random_word(self.seed, Purpose.FLIP, epoch, sample) < threshold
+
+
+def _covered(picture: Image.Image, size: PictureSize) -> tuple[float, float]:
+    """Width and height of the largest part of a picture that has the size's aspect ratio."""
+    if picture.width * size.height <= picture.height * size.width:
+        return picture.width, picture.width * size.height / size.width
+    return picture.height * size.width / size.height, picture.height

@@ -6,6 +6,7 @@ from diffusion.config.data import Representation, picture_sizes
 from diffusion.config.model import Posterior
 from diffusion.config.schema import Config, Task
 from diffusion.config.training import Device
+from diffusion.datasets.shard_files import MAX_OPEN
 from diffusion.models.architectures import ARCHITECTURES
 from diffusion.models.build import count_parameters
 from diffusion.planning.plan import make_plan
@@ -70,6 +71,7 @@ def find_demand(config: Config, *, world_size: int, ranks_per_node: int, device:
         num_workers=ranks_per_node * data.num_workers,
         shm_bytes=ranks_per_node * _waiting_bytes(config, data.global_batch_size // world_size),
         num_files=FILES_PER_RANK
+        + MAX_OPEN
         + workers * (FILES_PER_WORKER + data.prefetch_factor * FILES_PER_BATCH)
         + world_size * FILES_PER_PEER,
         memory_bytes=ranks_per_node * (RANK_BYTES + workers * WORKER_BYTES + in_memory),

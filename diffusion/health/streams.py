@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from streaming.base.storage import CloudDownloader
 
 from diffusion.config.data import Representation
 from diffusion.datasets.batching import StreamShape
@@ -72,7 +71,7 @@ def read_stream(location: StreamLocation, timeout: float) -> StreamReading:
         DataError: it cannot be reached, or is not an MDS folder.
     """
     check_location(location)
-    text = _fetch(join(location.source, INDEX), timeout) if is_url(location.source) else _read(location.source)
+    text = _fetch(location, timeout) if is_url(location.source) else _read(location.source)
     where = f"{location.source} (stream '{location.name}')"
     try:
         shards = json.loads(text)["shards"]
@@ -97,7 +96,7 @@ def read_stream(location: StreamLocation, timeout: float) -> StreamReading:
         damaged=tuple(name for name, size in files.items() if folder and _size(folder / name) != size),
         cached_sha256=hashlib.sha256(cached.read_bytes()).hexdigest() if is_cached else None,
         newest=(folder / INDEX).stat().st_mtime if folder else None,
-        manifest=find_manifest(location.source),
+        manifest=find_manifest(location.source, location.store),
     )
 
 
@@ -117,11 +116,12 @@ def _read(folder: str) -> bytes:
         raise DataError(f"{folder}/{INDEX} cannot be read: {error.strerror}") from error
 
 
-def _fetch(url: str, timeout: float) -> bytes:
+def _fetch(location: StreamLocation, timeout: float) -> bytes:
+    url = join(location.source, INDEX)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, INDEX)
         try:
-            CloudDownloader.direct_download(url, str(path), timeout)
+            location.store.fetch(url, str(path), timeout)
         except Exception as error:  # Each kind of storage has exceptions of its own, in packages that may be absent.
             raise DataError(
                 f"{url} cannot be downloaded ({type(error).__name__}: {error}): check address, credentials and network"

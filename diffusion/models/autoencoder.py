@@ -12,10 +12,11 @@ import torch.distributed as dist
 from composer.models import ComposerModel
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import Tensor
-from torchmetrics import MeanMetric, Metric
+from torchmetrics import Metric
 
 from diffusion.config.model import AutoencoderConfig
 from diffusion.datasets.batch import BatchKey
+from diffusion.models.metrics import HeldOutMean, held_out_means
 from diffusion.randomness import Purpose, normal
 
 Batch = dict[str, Tensor]
@@ -84,11 +85,12 @@ class AutoencoderTraining(ComposerModel):
 
     def get_metrics(self, is_train: bool = False) -> dict[str, Metric]:
         """Peak signal-to-noise ratio of each picture, averaged, in dB."""
-        return {} if is_train else {"psnr": MeanMetric()}
+        return {} if is_train else held_out_means("psnr")
 
     def update_metric(self, batch: Any, outputs: Reconstruction, metric: Metric) -> None:
         """Add the pictures of an evaluation batch."""
-        metric.update(psnr(outputs.decoded, outputs.pixels))
+        assert isinstance(metric, HeldOutMean)
+        metric.add(psnr(outputs.decoded, outputs.pixels), batch)
 
 
 def initialise_logvar(vae: AutoencoderKL, logvar: float) -> None:

@@ -14,14 +14,23 @@ from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 from PIL import Image
 from torch import Tensor
-from torchmetrics import MeanMetric, Metric
+from torchmetrics import Metric
 from transformers import CLIPTextModel, CLIPTokenizer
 
 from diffusion.config.model import ObjectiveConfig, Posterior
 from diffusion.datasets.batch import BatchKey
 from diffusion.models.frozen import FrozenParts
+from diffusion.models.metrics import HeldOutMean, held_out_means, timestep_bins
 from diffusion.models.norms import use_low_precision_norms
-from diffusion.models.objectives import EVALUATION, TRAINING, NoiseProcess, Purposes, draw_noise, draw_timesteps
+from diffusion.models.objectives import (
+    EVALUATION,
+    TRAINING,
+    NoiseProcess,
+    Purposes,
+    draw_noise,
+    draw_stratified_timesteps,
+    draw_timesteps,
+)
 from diffusion.models.sampling import image_seeds, inference_scheduler, initial_latents, sample_latents, to_pil
 from diffusion.models.tokenizers import tokenize
 from diffusion.randomness import Purpose, bernoulli, normal
@@ -81,6 +90,13 @@ class LatentDiffusion(ComposerModel):
 
     Attributes:
         observer: called with the random numbers of each forward pass of training, if it is set.
+        loss_observer: called with the weighted error of each sample, float32 [B] without gradients, and its microbatch
+            whenever the loss is computed, if it is set.
+        held_out_streams: names of the streams of held-out data by their number, whose losses are metrics of their own;
+            an empty one is left out.
+        held_out_bins: parts of the timesteps whose losses on held-out data are metrics of their own.
+        num_slots: samples of a global batch, over which `objective.stratified_timesteps` spreads the timesteps; 0
+            outside of the Trainer, where each timestep is drawn by itself.
     """
 
     unet: UNet2DConditionModel
@@ -109,6 +125,10 @@ class LatentDiffusion(ComposerModel):
         self.resolution = resolution
         self.seed = seed
         self.observer: Callable[[Draws], None] | None = None
+        self.loss_observer: Callable[[Tensor, Batch], None] | None = None
+        self.held_out_streams: Sequence[str] = ()
+        self.held_out_bins: Sequence[range] = ()
+        self.num_slots = 0
         self._empty_token_ids = torch.from_numpy(tokenize(self.tokenizer, [""])).long()
 
     @property
@@ -170,13 +190,20 @@ class LatentDiffusion(ComposerModel):
         )
         return torch.where(dropped[:, None], self._empty_token_ids.to(token_ids.device), token_ids)
 
+    def _timesteps(self, batch: Batch, purposes: Purposes) -> Tensor:
+        """Timesteps of a batch, int64 [B]: uniform, or spread over the global batch."""
+        num, step, sample = self.noise_process.num_timesteps, batch[BatchKey.STEP], batch[BatchKey.SAMPLE]
+        if self.objective.stratified_timesteps and purposes is TRAINING and self.num_slots:
+            return draw_stratified_timesteps(self.seed, step, sample, batch[BatchKey.SLOT], self.num_slots, num)
+        return draw_timesteps(purposes, self.seed, step, sample, num)
+
     def _predict(self, batch: Batch, token_ids: Tensor, purposes: Purposes) -> Prediction:
         """Noise the latents of a batch and let the U-Net predict the target."""
         step, sample = batch[BatchKey.STEP], batch[BatchKey.SAMPLE]
         latents = self._latents(batch, purposes)
         shape = (latents.shape[1], latents.shape[2], latents.shape[3])
         noise = draw_noise(self.objective, purposes, self.seed, step, sample, shape)
-        timesteps = draw_timesteps(purposes, self.seed, step, sample, self.noise_process.num_timesteps)
+        timesteps = self._timesteps(batch, purposes)
         if self.observer is not None and purposes is TRAINING:
             self.observer(Draws(sample, step, noise, timesteps, token_ids))
         noised = self.noise_process.add_noise(latents, noise, timesteps)
@@ -200,8 +227,11 @@ class LatentDiffusion(ComposerModel):
 
     def loss(self, outputs: Prediction, batch: Batch) -> Tensor:
         """Mean squared error over the microbatch, weighted per sample: float32 []."""
-        error = F.mse_loss(outputs.prediction.float(), outputs.target, reduction="none").mean(dim=(1, 2, 3))
-        return (error if outputs.weight is None else error * outputs.weight).mean()
+        error = _squared_error(outputs)
+        error = error if outputs.weight is None else error * outputs.weight
+        if self.loss_observer is not None:
+            self.loss_observer(error.detach(), batch)
+        return error.mean()
 
     def eval_forward(self, batch: Batch, outputs: Prediction | None = None) -> Prediction:
         """Predict with noise and timesteps that are fixed for each sample; no caption is dropped."""
@@ -210,14 +240,27 @@ class LatentDiffusion(ComposerModel):
         batch = {**batch, BatchKey.STEP: torch.zeros_like(batch[BatchKey.SAMPLE])}
         return self._predict(batch, batch[BatchKey.TOKEN_IDS], EVALUATION)
 
+    def expect_held_out(self, streams: Sequence[str], samples: Tensor) -> None:
+        """Report the losses on held-out data by stream, and by those parts of the timesteps that its samples fall in.
+
+        Args:
+            streams: names of the streams by their number; an empty one is left out.
+            samples: int64 [N], addresses of all samples.
+        """
+        num = self.noise_process.num_timesteps
+        drawn = draw_timesteps(EVALUATION, self.seed, torch.zeros_like(samples), samples, num)
+        occupied = [bool(((drawn >= part.start) & (drawn < part.stop)).any()) for part in timestep_bins(num)]
+        self.held_out_streams = list(streams)
+        self.held_out_bins = [part for part, taken in zip(timestep_bins(num), occupied, strict=True) if taken]
+
     def get_metrics(self, is_train: bool = False) -> dict[str, Metric]:
-        """Validation loss: the unweighted mean squared error."""
-        return {} if is_train else {"loss": MeanMetric()}
+        """Validation loss, over all held-out data, by stream and by timestep: the unweighted mean squared error."""
+        return {} if is_train else held_out_means("loss", self.held_out_streams, self.held_out_bins)
 
     def update_metric(self, batch: Any, outputs: Prediction, metric: Metric) -> None:
         """Add the error of each sample of an evaluation batch."""
-        error = F.mse_loss(outputs.prediction.float(), outputs.target, reduction="none").mean(dim=(1, 2, 3))
-        metric.update(error)
+        assert isinstance(metric, HeldOutMean)
+        metric.add(_squared_error(outputs), batch, outputs.timesteps)
 
     @torch.no_grad()
     def generate(
@@ -313,6 +356,11 @@ class LatentDiffusion(ComposerModel):
         unscaled = self.latent_scaling.denormalise(latents).to(self.vae.dtype)
         decoded = self.vae.decode(unscaled, return_dict=False)[0]  # pyright: ignore[reportArgumentType]
         return (decoded.float() / 2 + 0.5).clamp(0, 1)
+
+
+def _squared_error(outputs: Prediction) -> Tensor:
+    """Mean squared error of each sample: float32 [B]."""
+    return F.mse_loss(outputs.prediction.float(), outputs.target, reduction="none").mean(dim=(1, 2, 3))
 
 
 def _with_step(batch: Batch) -> Batch:

@@ -134,8 +134,8 @@ def draw_stratified_timesteps(
 ) -> Tensor:
     """Draw one timestep per sample such that those of a global batch are spread evenly.
 
-    The timesteps are cut into as many strata as the global batch has slots, and each slot draws from one, in an order of
-    strata that is drawn anew in each step (Kingma et al., "Variational diffusion models", 2021, spread them with one
+    The timesteps are cut into as many strata as the global batch has slots, and each slot draws from one, in an order
+    of strata that is drawn anew in each step (Kingma et al., "Variational diffusion models", 2021, spread them with one
     random offset instead). Each timestep by itself is uniform; their mean over a global batch varies less.
 
     Args:

@@ -25,11 +25,10 @@ from diffusion.datasets.buckets import DEFAULT_EDGES, EdgeBuckets, SizeBuckets, 
 from diffusion.datasets.manifest import MANIFEST, PreparedManifest, PrepareSettings
 from diffusion.datasets.mds import DEFAULT_HASHES, DEFAULT_SHARD_BYTES, ShardFormat
 from diffusion.errors import ConfigurationError, DataError, MachineError
-from diffusion.preparation.duplicates import check_distance
-from diffusion.preparation.engine import Workers, available_cores, started
-from diffusion.preparation.examine import Examination
 from diffusion.preparation.output_folder import WORK, claim, start_over, writing
-from diffusion.preparation.partition_plan import (
+from diffusion.preparation.partitions.engine import Workers, available_cores, started
+from diffusion.preparation.partitions.examine import Examination
+from diffusion.preparation.partitions.plan import (
     Part,
     Plan,
     check_unchanged,
@@ -38,13 +37,14 @@ from diffusion.preparation.partition_plan import (
     read_parts,
     survey,
 )
-from diffusion.preparation.partition_preview import Preview, preview
-from diffusion.preparation.partition_work import COLUMNS, content_of, is_held_out, order_of
-from diffusion.preparation.presets import build_buckets
+from diffusion.preparation.partitions.preview import Preview, preview
+from diffusion.preparation.partitions.run import Run
+from diffusion.preparation.partitions.work import COLUMNS, content_of, is_held_out, order_of
 from diffusion.preparation.records import Source, fingerprint_of
-from diffusion.preparation.sources import open_sources
+from diffusion.preparation.selection.duplicates import check_distance
+from diffusion.preparation.selection.presets import build_buckets
+from diffusion.preparation.sources.opening import open_sources
 from diffusion.preparation.withdrawal import KEYS, add_keys, read_keys, withdraw
-from diffusion.preparation.work_run import Run
 
 __all__ = ["COLUMNS", "is_held_out", "order_of", "prepare", "prepare_from", "preview_of"]
 
@@ -101,7 +101,8 @@ def prepare(
     within a partition: the size of partitions matters as far as their rounding goes.)
 
     Args:
-        sources: Folders of pictures, WebDataset tars, parquet files and others; see `diffusion.preparation.sources`.
+        sources: Folders of pictures, WebDataset tars, parquet files and others; see
+            `diffusion.preparation.sources.opening`.
         out: The folder to write: new, empty, left half-written by an earlier run, which is continued, or finished: then
             what the sources hold in addition is added behind what is there, as a generation of its own.
         edges: Lowest shorter side of each bucket in pixels, ascending; smaller pictures are refused.

@@ -6,9 +6,8 @@ from diffusion.config.model import Architecture, ModelConfig
 from diffusion.datasets.encoded import EncodedManifest
 from diffusion.demo.shapes import write_data_set
 from diffusion.models import FrozenParts, load_frozen_parts
-from diffusion.models.identity import module_identity, tokenizer_identity
-from diffusion.models.tokenizers import tokenize
-from diffusion.preparation.encode import encode
+from diffusion.preparation.encoding.encode import encode
+from diffusion.preparation.encoding.models import EncodingModels
 from diffusion.preparation.prepare import prepare
 
 NUM_PICTURES = 400
@@ -33,13 +32,4 @@ def make_data(folder: Path, resolution: int) -> Path:
 
 def encode_prepared(prepared: Path, out: Path, parts: FrozenParts, resolution: int) -> EncodedManifest:
     """Encode prepared data with a model's frozen parts, on the CPU."""
-    return encode(
-        prepared,
-        out,
-        vae=parts.vae,
-        vae_identity=module_identity(parts.vae),
-        tokenize=lambda captions: tokenize(parts.tokenizer, captions),
-        tokenizer_identity=tokenizer_identity(parts.tokenizer),
-        empty_ids=tokenize(parts.tokenizer, [""])[0],
-        resolution=resolution,
-    )
+    return encode(prepared, out, models=EncodingModels.of(parts), resolutions=[resolution])[0]

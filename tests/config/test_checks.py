@@ -47,12 +47,15 @@ def test_the_recipe_passes(world_size):
             12,
             [
                 "data.global_batch_size is 2048, which cannot be divided among 12 ranks",
-                "Start 8 or 16 ranks, or change it to 2040 or 2052",
-                "data.num_canonical_nodes is 128, which is not a multiple of 12 ranks",
-                "change it to 120 or 132 (which changes the order of the samples)",
+                "Start 8 or 16 ranks (legal are 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)",
+                "or change it to 2040 or 2052",
             ],
         ),
-        ([], 256, ["data.num_canonical_nodes is 128, which is not a multiple of 256 ranks", "Start 128 ranks"]),
+        (
+            ["data.global_batch_size=96", "data.mixing=groups", "data.group_size=8"],
+            5,
+            ["data.global_batch_size is 96, which cannot be divided among 5 ranks", "legal are 1, 2, 3, 4, 6, 12)"],
+        ),
         (
             ["trainer.device_train_microbatch_size=12"],
             128,
@@ -83,10 +86,16 @@ def test_the_recipe_passes(world_size):
         ),
         (["algorithms.ema.start=1dur"], 1, ["algorithms.ema.start is '1dur', at or after the end"]),
         (
-            ["algorithms.ema={start: 1ba, decay: 1}"],
+            ["algorithms.ema={start: 1ba, decays: [0.9, 1]}"],
             1,
-            ["algorithms.ema.decay is 1.0, but must be at least 0 and below"],
+            ["algorithms.ema.decays has 1.0, but a decay must be at least 0 and below"],
         ),
+        (
+            ["algorithms.ema={start: 1ba, power: {relative_widths: [0.1, 0.3, 0.1], snapshot_interval: 5ep}}"],
+            1,
+            ["widths has 0.3, but", "below 0.2887, that of the plain mean", "the same average twice", "'5ep', but is"],
+        ),
+        (["algorithms.ema={start: 1ba, decays: []}"], 1, ["algorithms.ema.decays is empty, so that there is no"]),
         (["algorithms.ema={start: 1ba, interval: 8sp}"], 1, ["algorithms.ema.interval is '8sp', but updates are"]),
         (
             ["data.cache_limit=500gb", "data.streams.0.remote=s3://b/a"],
@@ -145,7 +154,7 @@ def test_the_recipe_passes(world_size):
         (["seed=-1"], 1, ["seed is -1, but seeds are integers from 0 to 4294967295"]),
         (["samples.seed=4294967296"], 1, ["samples.seed is 4294967296"]),
         (["trainer.keep_checkpoints=0"], 1, ["trainer.keep_checkpoints is 0: keep at least 1, or all with -1."]),
-        (["data.shuffle_algorithm=py9"], 1, ["data.shuffle_algorithm is 'py9', but must be one of naive, py1br, py1e"]),
+        (["loggers.stream_loss_interval=0"], 1, ["loggers.stream_loss_interval is 0, but must be at least 1."]),
         (["data.validate_hash=crc"], 1, ["data.validate_hash is 'crc'"]),
     ],
 )
@@ -158,12 +167,16 @@ def test_several_mistakes_are_told_at_once():
     assert failure("seed=-1", "data.streams=[]", world_size=1).startswith("2 mistakes:\n  - seed is -1")
 
 
-def test_shuffle_algorithms_are_those_of_streaming():
-    from streaming.base.shuffle import algos
+@pytest.mark.parametrize("world_size", [3, 6, 12, 24, 48, 96])
+def test_ranks_need_not_divide_the_canonical_nodes(world_size):
+    check(configuration("data.global_batch_size=96", "data.num_canonical_nodes=64"), world_size=world_size)
 
-    from diffusion.config.checks import SHUFFLE_ALGORITHMS
 
-    assert set(SHUFFLE_ALGORITHMS) == set(algos)
+@pytest.mark.parametrize("shuffle", ["shard", "block", "none"])
+def test_what_is_shuffled_is_one_of_three(shuffle):
+    assert configuration(f"data.shuffle={shuffle}").data.shuffle.value == shuffle
+    with pytest.raises(ConfigurationError, match=r"data.shuffle"):
+        configuration("data.shuffle=py1s")
 
 
 @pytest.mark.parametrize(

@@ -171,9 +171,9 @@ def test_missing_file_directory_and_list(write, tmp_path):
 
 def test_missing_values_are_told_together_with_their_meanings(write):
     path = write("data: {local: '???'}\ntrainer: {max_duration: 1ba}\n")
-    text = failure(path, "algorithms.ema.decay=0.9")
+    text = failure(path, "algorithms.ema.decays=[0.9]")
     assert text.startswith(f"6 values are missing in {path}: run_name (Name of the run; the same name continues it); ")
-    assert "algorithms.ema.start (When it is allocated as a copy of the weights" in text
+    assert "algorithms.ema.start (When they are allocated as copies of the weights" in text
     assert "output_folder" not in text
     assert text.endswith("Write them there or on the command line, as in run_name=VALUE.")
     with pytest.raises(ConfigurationError, match=r"1 value is missing in .*: data.local \(Root.*Write it there"):

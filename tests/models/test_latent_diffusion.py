@@ -142,6 +142,35 @@ def test_min_snr_weights_enter_the_loss_but_not_the_metric():
     assert plain.loss(plain(batch), batch) != weighted.loss(outputs, batch)
 
 
+def test_held_out_losses_by_stream_leave_copies_out(model):
+    batch = image_batch() | {
+        BatchKey.STREAM: torch.tensor([0, 0, 2, 2, 2, 2]),
+        BatchKey.IS_COUNTED: torch.tensor([True, True, True, True, True, False]),
+    }
+    error = (model(batch).prediction - model(batch).target).square().mean(dim=(1, 2, 3)).detach()
+    assert set(model.get_metrics()) == {"loss"}
+    model.held_out_streams = ["256-512", "", "512-up"]
+    metrics = model.get_metrics()
+    model.held_out_streams = ()
+    assert set(metrics) == {"loss", "loss/256-512", "loss/512-up"}
+    for metric in metrics.values():
+        model.update_metric(batch, model(batch), metric)
+    found = {name: metric.compute().item() for name, metric in metrics.items()}
+    expected = {"loss": error[:5], "loss/256-512": error[:2], "loss/512-up": error[2:5]}
+    assert found == pytest.approx({name: part.mean().item() for name, part in expected.items()}, rel=1e-5)
+
+
+def test_errors_of_samples_are_observed_as_they_enter_the_loss():
+    model = small_model(min_snr_gamma=5.0)
+    seen = []
+    model.loss_observer = lambda errors, batch: seen.append((errors, batch[BatchKey.SAMPLE]))
+    loss = model.loss(model(image_batch()), image_batch())
+    ((errors, samples),) = seen
+    assert not errors.requires_grad
+    assert torch.equal(errors.mean(), loss.detach())
+    assert torch.equal(samples, image_batch()[BatchKey.SAMPLE])
+
+
 def test_latent_scaling_by_scalar_or_channel_inverts():
     latents = torch.randn(2, 4, 3, 3)
     for scaling in (LatentScaling((0.0,), (1 / 0.18215,)), LatentScaling((0.1, 0.2, 0.3, 0.4), (1.0, 2.0, 3.0, 4.0))):

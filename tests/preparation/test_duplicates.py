@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from diffusion.errors import ConfigurationError
-from diffusion.preparation.duplicates import _block_masks, find_duplicates, hash_words
+from diffusion.preparation.selection.duplicates import _block_masks, find_duplicates, hash_words
 
 BITS = np.uint64(1) << np.arange(64, dtype=np.uint64)
 

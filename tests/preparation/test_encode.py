@@ -19,10 +19,10 @@ from diffusion.datasets.encoded import EncodedManifest, check_encoded, read_enco
 from diffusion.datasets.loader import train_loader
 from diffusion.datasets.transforms import PictureTransform
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.preparation.encode import encode
-from diffusion.preparation.encode_models import Encoder, EncodingModels
-from diffusion.preparation.encode_pictures import PictureBatch
-from diffusion.preparation.encode_writer import Mark
+from diffusion.preparation.encoding.encode import encode
+from diffusion.preparation.encoding.models import Encoder, EncodingModels
+from diffusion.preparation.encoding.pictures import PictureBatch
+from diffusion.preparation.encoding.writer import Mark
 from tests.written_data import (
     PREPARED,
     data_config,

@@ -15,8 +15,8 @@ from diffusion.config.preparation import BucketsConfig
 from diffusion.datasets.encoded import EncodedManifest, check_encoded, read_encoded_manifest
 from diffusion.datasets.mds import read_index, read_shards
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.preparation.encode import encode
-from diffusion.preparation.encode_models import EncodingModels
+from diffusion.preparation.encoding.encode import encode
+from diffusion.preparation.encoding.models import EncodingModels
 from diffusion.preparation.prepare import prepare
 from diffusion.preparation.withdrawal import withdraw
 from diffusion.preparation.withdrawal_erase import erase
@@ -174,15 +174,16 @@ def test_withdrawn_samples_keep_their_place_and_are_marked(tmp_path: Path) -> No
 
 
 def test_a_shard_that_is_too_large_is_cut(tmp_path: Path) -> None:
-    write_prepared(tmp_path / "prepared", {"32-64": 9})
+    write_folder(tmp_path / "source", 9, side=40)
+    prepare([tmp_path / "source"], tmp_path / "prepared", edges=[32], num_workers=1)
     (whole,) = encode(tmp_path / "prepared", tmp_path / "whole", models=MODELS, resolutions=[32], batch_size=4)
     out = tmp_path / "out"
     options: dict[str, Any] = {"models": MODELS, "resolutions": [32], "batch_size": 4, "max_shard_bytes": 2**13}
     (manifest,) = encode(tmp_path / "prepared", out, **options)
     assert manifest == whole
-    assert read_index(out / "train/32-64").num_shards > read_index(tmp_path / "whole/train/32-64").num_shards
+    assert [read_index(root / "train/32-up").num_shards for root in (tmp_path / "whole", out)] == [1, 9]
     assert all(path.stat().st_size <= 2**13 for path in out.rglob("*.mds"))
-    assert keys(out / "train/32-64") == keys(tmp_path / "whole/train/32-64")
+    assert keys(out / "train/32-up") == keys(tmp_path / "whole/train/32-up")
     before = digests(out)
     encode(tmp_path / "prepared", out, **options)
     assert digests(out) == before

@@ -3,7 +3,7 @@ import pytest
 from diffusion.config.loading import from_dict
 from diffusion.config.preparation import FiltersConfig
 from diffusion.errors import ConfigurationError
-from diffusion.preparation.filters import SampleFacts, build_filters
+from diffusion.preparation.selection.filters import SampleFacts, build_filters
 
 
 class TallPictures:

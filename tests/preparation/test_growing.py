@@ -6,7 +6,7 @@ import pytest
 from diffusion.config.preparation import DuplicatesConfig
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.errors import DataError
-from diffusion.preparation import merge_shards
+from diffusion.preparation.partitions import merge_shards
 from diffusion.preparation.prepare import prepare
 from tests.picture_files import noise, sample, tree, write_folder, write_tar
 

@@ -6,8 +6,8 @@ import pytest
 from PIL import Image, ImageFilter
 
 from diffusion.datasets.images import decode_rgb
-from diffusion.preparation.measures import MEASURES, file_format, measure
 from diffusion.preparation.records import Record
+from diffusion.preparation.selection.measures import MEASURES, file_format, measure
 from tests.picture_files import encode
 
 

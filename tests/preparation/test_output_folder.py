@@ -10,8 +10,9 @@ import pytest
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.datasets.mds import read_index
 from diffusion.errors import DataError, MachineError
-from diffusion.preparation import merge_shards, output_folder
-from diffusion.preparation.partition_output import PartitionWriter
+from diffusion.preparation import output_folder
+from diffusion.preparation.partitions import merge_shards
+from diffusion.preparation.partitions.output import PartitionWriter
 from diffusion.preparation.prepare import prepare
 from tests.picture_files import tree, write_folder
 

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from diffusion.config.loading import from_dict
 from diffusion.config.preparation import PrepareConfig
 from diffusion.errors import ConfigurationError, DataError, MachineError
-from diffusion.preparation.plugins import Plugins, load_plugins
+from diffusion.preparation.selection.plugins import Plugins, load_plugins
 
 HERE = "tests.preparation.test_plugins"
 RED, GREEN, WHITE = (
@@ -159,7 +159,7 @@ OTHERS = {
 
 @pytest.fixture(scope="module")
 def language():
-    from diffusion.preparation.languages import CaptionLanguage
+    from diffusion.preparation.selection.languages import CaptionLanguage
 
     return CaptionLanguage()
 
@@ -181,7 +181,7 @@ def test_languages_of_pictures(language):
 
 
 def test_the_expected_language_can_be_another_or_none():
-    from diffusion.preparation.languages import CaptionLanguage
+    from diffusion.preparation.selection.languages import CaptionLanguage
 
     assert CaptionLanguage(prior=1).of("an emoji of tomato") != "en"
     assert CaptionLanguage(expected="nl").of("een film") == "nl"
@@ -219,7 +219,7 @@ def clip(tmp_path_factory):
 
 
 def aesthetic(clip, head, **options):
-    from diffusion.preparation.scorers import AestheticScore
+    from diffusion.preparation.selection.scorers import AestheticScore
 
     return AestheticScore(str(clip), str(head), device="cpu", **options)
 
@@ -256,7 +256,11 @@ def test_a_head_of_several_layers(clip, tmp_path):
 def test_scores_through_the_configuration(clip, tmp_path):
     save_file({"weight": torch.zeros(1, 8), "bias": torch.tensor([4.5])}, tmp_path / "head.safetensors")
     arguments = {"clip": str(clip), "head": str(tmp_path / "head.safetensors"), "device": "cpu", "precision": "bf16"}
-    config = {"path": "diffusion.preparation.scorers.AestheticScore", "column": "aesthetic", "arguments": arguments}
+    config = {
+        "path": "diffusion.preparation.selection.scorers.AestheticScore",
+        "column": "aesthetic",
+        "arguments": arguments,
+    }
     assert plugins(scorers=[config]).annotate([RED], [["a"]])[0].metadata == {"aesthetic": 4.5}
 
 
@@ -285,7 +289,7 @@ def test_absent_and_wrong_weights_say_what_to_put_where(clip, tmp_path):
 
 
 def test_wrong_devices_and_precisions(clip, tmp_path):
-    from diffusion.preparation.scorers import AestheticScore
+    from diffusion.preparation.selection.scorers import AestheticScore
 
     with pytest.raises(ConfigurationError, match="precision: 'fp8'"):
         AestheticScore(str(clip), "head", precision="fp8")
@@ -332,7 +336,7 @@ def blip(tmp_path_factory):
 
 
 def test_captions_of_a_model_are_repeatable_and_do_not_depend_on_the_batch(blip):
-    from diffusion.preparation.captioners import ImageToText
+    from diffusion.preparation.selection.captioners import ImageToText
 
     noise = [Image.effect_noise((40, 30), 90 * i).convert("RGB") for i in range(1, 4)]
     pictures = [RED, *noise, GREEN]
@@ -345,7 +349,7 @@ def test_captions_of_a_model_are_repeatable_and_do_not_depend_on_the_batch(blip)
 
 
 def test_a_prompt_begins_each_caption(blip):
-    captioner = {"path": "diffusion.preparation.captioners.ImageToText", "mode": "missing",
+    captioner = {"path": "diffusion.preparation.selection.captioners.ImageToText", "mode": "missing",
                  "arguments": {"folder": str(blip), "prompt": "a photograph of", "max_new_tokens": 3, "num_beams": 2,
                                "device": "cpu"}}  # fmt: skip
     results = plugins(captioner=captioner).annotate([RED, GREEN], [[], ["grass"]])
@@ -354,7 +358,7 @@ def test_a_prompt_begins_each_caption(blip):
 
 
 def test_an_absent_captioner_is_told(tmp_path, blip):
-    from diffusion.preparation.captioners import ImageToText
+    from diffusion.preparation.selection.captioners import ImageToText
 
     with pytest.raises(DataError, match="put an image-to-text model there"):
         ImageToText(str(tmp_path))

@@ -19,10 +19,10 @@ from diffusion.datasets.images import decode_rgb
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.datasets.mds import write_mds
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.preparation.examine import Examination, examine_records
-from diffusion.preparation.merge import cut_by_size
+from diffusion.preparation.partitions.examine import Examination, examine_records
+from diffusion.preparation.partitions.merge import cut_by_size
 from diffusion.preparation.prepare import COLUMNS, is_held_out, order_of, prepare
-from diffusion.preparation.sources import open_sources
+from diffusion.preparation.sources.opening import open_sources
 from tests.picture_files import encode, noise, sample, tree, write_folder, write_tar
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare.py"

@@ -6,8 +6,8 @@ from diffusion.config.loading import from_dict, load, missing_keys
 from diffusion.config.preparation import BucketsConfig, PrepareConfig
 from diffusion.datasets.buckets import EdgeBuckets, SizeBuckets, bucket_size, lowest_side, size_name
 from diffusion.errors import ConfigurationError
-from diffusion.preparation.filters import build_filters
-from diffusion.preparation.presets import SDXL_SIZES, build_buckets
+from diffusion.preparation.selection.filters import build_filters
+from diffusion.preparation.selection.presets import SDXL_SIZES, build_buckets
 from tests.training_runs import ROOT
 
 

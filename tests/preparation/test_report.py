@@ -15,8 +15,8 @@ from diffusion.config.loading import from_dict
 from diffusion.config.preparation import DuplicatesConfig, FiltersConfig
 from diffusion.errors import DataError
 from diffusion.preparation.prepare import prepare
-from diffusion.preparation.report import write_report
-from diffusion.preparation.report_numbers import NUM_SHOWN, summarize
+from diffusion.preparation.report.numbers import NUM_SHOWN, summarize
+from diffusion.preparation.report.writing import write_report
 from tests.picture_files import encode, noise
 
 CHROMIUM = shutil.which("chromium")

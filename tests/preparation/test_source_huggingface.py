@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 
 from diffusion.errors import DataError, MachineError
-from diffusion.preparation.sources import Reason, Record, Refused, open_source, open_sources
+from diffusion.preparation.sources.opening import Reason, Record, Refused, open_source, open_sources
 from tests.picture_files import noise, write_tar
 
 datasets = pytest.importorskip("datasets", reason="needs datasets: pip install 'diffusion[huggingface]'")

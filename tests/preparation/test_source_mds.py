@@ -10,7 +10,7 @@ from streaming.base.format.mds.encodings import mds_encode
 
 from diffusion.errors import DataError
 from diffusion.preparation.prepare import prepare
-from diffusion.preparation.sources import Reason, Record, Refused, open_source, open_sources
+from diffusion.preparation.sources.opening import Reason, Record, Refused, open_source, open_sources
 from tests.picture_files import noise, write_folder
 
 

@@ -16,9 +16,9 @@ import pytest
 from streaming import MDSWriter
 
 from diffusion.errors import DataError, MachineError, UserError
-from diffusion.preparation import remote_files, remote_stores
-from diffusion.preparation.remote_files import list_files, open_file, shown
-from diffusion.preparation.sources import Reason, Record, Refused, open_source, open_sources
+from diffusion.preparation.sources import remote_files, remote_stores
+from diffusion.preparation.sources.opening import Reason, Record, Refused, open_source, open_sources
+from diffusion.preparation.sources.remote_files import list_files, open_file, shown
 from tests.picture_files import noise, sample, tree, write_folder, write_tar
 from tests.s3_server import S3Server, find_s3rver, s3_process, s3_server
 

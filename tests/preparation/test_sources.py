@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from diffusion.errors import DataError
-from diffusion.preparation.sources import Reason, Record, Refused, open_source, open_sources
+from diffusion.preparation.sources.opening import Reason, Record, Refused, open_source, open_sources
 from tests.picture_files import noise, sample, write_folder, write_tar
 
 IMAGE = noise(4, 4)

@@ -1,0 +1,104 @@
+"""What must not leave a configuration: passwords, keys and tokens, and addresses that hold them."""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from diffusion.config.loading import to_dict
+from diffusion.config.tree import dump
+
+HIDDEN = "***"
+"""In place of a secret."""
+
+_SECRET_NAME = re.compile(
+    r"(^|_)(password|passwd|passphrase|secret|token|credentials?|authorization|"
+    r"(api|access|secret|private|account|sas)_?key(_id)?)$"
+)
+"""Names of keys and environment variables whose values are secrets: `hf_token`, but not `token_ids`."""
+
+_KNOWN_SHAPES = re.compile(
+    r"\b(AKIA|ASIA)[0-9A-Z]{16}\b|\bhf_[A-Za-z0-9]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}"
+    r"|\bsk-[A-Za-z0-9_-]{20,}|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*"
+)
+"""Keys that are known by how they look: of AWS, Hugging Face, GitHub, OpenAI, and private keys."""
+
+_USER_IN_URL = re.compile(r"(?<=://)[^/\s@]+@")
+_SIGNATURE_IN_URL = re.compile(r"(?i)(?<=[?&])([\w-]*(?:signature|token|key|secret|password|credential|sig)=)[^&\s#]+")
+_WORD_BREAK = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[-. ]")
+_MIN_LENGTH = 8
+"""Shorter values of environment variables are not looked for: they are words that occur by chance."""
+
+
+def redact(value: Any, environment: Mapping[str, str] | None = None) -> Any:
+    """Hide what is secret in plain containers: by name, by shape, in addresses, and values of secret variables.
+
+    Args:
+        value: dictionaries, lists and scalars.
+        environment: where the values of secret variables come from; None is the process's own.
+
+    Returns:
+        A copy in which `***` stands for each secret.
+    """
+    return _redact(value, _secrets(os.environ if environment is None else environment))
+
+
+def to_public_yaml(config: Any) -> str:
+    """Write a configuration as YAML for files that others may read: as `to_yaml`, without secrets."""
+    return dump(redact(to_dict(config)))
+
+
+def redact_arguments(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
+    """Hide what is secret in a command line, of which `key.sub=value` and `--option value` are understood."""
+    result: list[str] = []
+    hides_next = False
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        names_secret = is_secret_name(name.lstrip("-").rpartition(".")[2])
+        if hides_next:
+            result.append(HIDDEN)
+        elif equals and names_secret:
+            result.append(f"{name}={HIDDEN}")
+        else:
+            result.append(_hide_nested(redact(argument, environment)))
+        hides_next = names_secret and not equals and argument.startswith("-")
+    return result
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a key or an environment variable of this name holds a secret."""
+    return _SECRET_NAME.search(_WORD_BREAK.sub("_", name).lower()) is not None
+
+
+def _secrets(environment: Mapping[str, str]) -> list[str]:
+    """Values of secret variables, longest first."""
+    found = {value for name, value in environment.items() if is_secret_name(name) and len(value) >= _MIN_LENGTH}
+    return sorted(found, key=len, reverse=True)
+
+
+def _redact(value: Any, secrets: Sequence[str]) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            key: HIDDEN if child not in (None, "") and is_secret_name(str(key)) else _redact(child, secrets)
+            for key, child in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_redact(child, secrets) for child in value]
+    if not isinstance(value, str):
+        return value
+    for secret in secrets:
+        value = value.replace(secret, HIDDEN)
+    value = _USER_IN_URL.sub(f"{HIDDEN}@", value)
+    value = _SIGNATURE_IN_URL.sub(rf"\1{HIDDEN}", value)
+    return _KNOWN_SHAPES.sub(HIDDEN, value)
+
+
+def _hide_nested(argument: str) -> str:
+    """Hide secrets in a value that is a YAML mapping on one line, as in `{api_key: x}`."""
+
+    def hide(match: re.Match[str]) -> str:
+        return match["head"] + HIDDEN if is_secret_name(match["name"]) else match[0]
+
+    return re.sub(
+        r"""(?P<head>["']?(?P<name>[\w-]+)["']?:\s*)(?P<value>"[^"]*"|'[^']*'|[^,{}\[\]\s]+)""", hide, argument
+    )

@@ -1,0 +1,106 @@
+"""Features of a set of pictures, computed by all ranks.
+
+The batches are those of the numbers of the pictures, whatever the number of ranks: rank r takes every so manieth.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+
+from diffusion.config.evaluation import ResizeFilter
+from diffusion.evaluation.features import FeatureNetwork, resized
+from diffusion.evaluation.pictures import Pictures
+from diffusion.evaluation.ranks import Ranks
+from diffusion.evaluation.statistics import Array, Moments, merge_moments
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureSet:
+    """Features of a set, or what is kept of them."""
+
+    moments: Moments
+    """Number, mean and scatter, accumulated in float64."""
+
+    features: Array | None = None
+    """float32 [N, D], in the order of the pictures, if they are kept."""
+
+    def save(self, path: Path) -> None:
+        """Write atomically as .npz."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.partial")
+        content = {"num": np.int64(self.moments.num), "mean": self.moments.mean, "scatter": self.moments.scatter}
+        if self.features is not None:
+            content["features"] = self.features
+        with partial.open("wb") as file:
+            np.savez(file, **content)  # pyright: ignore[reportArgumentType]
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> "FeatureSet":
+        """Read what `save` wrote."""
+        with np.load(path, allow_pickle=False) as content:
+            moments = Moments(num=int(content["num"]), mean=content["mean"], scatter=content["scatter"])
+            return cls(moments=moments, features=content.get("features"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extractor:
+    """How features are computed."""
+
+    ranks: Ranks
+    device: torch.device
+    resize_filter: ResizeFilter
+    batch_size: int
+    num_threads: int
+
+    def extract(self, network: FeatureNetwork, pictures: Pictures, *, keep: bool, label: str) -> FeatureSet | None:
+        """Compute the features of all pictures; to be called by all ranks.
+
+        Args:
+            network: on the device of this rank.
+            pictures: the set.
+            keep: keep each feature, not their moments only.
+            label: of the progress bar.
+
+        Returns:
+            On the first rank; None on others.
+
+        Raises:
+            DataError: a picture cannot be decoded.
+        """
+        own = self._own_batches(network, pictures, keep, label)
+        parts = [part for parts in self.ranks.gather(own) for part in parts]
+        if not self.ranks.is_first:
+            return None
+        parts.sort(key=lambda part: part[0])
+        moments = merge_moments(part[1] for part in parts)
+        features = np.concatenate([part[2] for part in parts]) if keep else None
+        return FeatureSet(moments=moments, features=features)
+
+    def _own_batches(
+        self, network: FeatureNetwork, pictures: Pictures, keep: bool, label: str
+    ) -> list[tuple[int, Moments, Array]]:
+        """Number, moments and (if kept) features of each batch of this rank; without `keep`, of all of them at once."""
+        starts = range(self.ranks.rank * self.batch_size, len(pictures), self.batch_size * self.ranks.size)
+        parts: list[tuple[int, Moments, Array]] = []
+        with ThreadPoolExecutor(self.num_threads) as threads:
+            for start in tqdm(starts, desc=label, disable=not self.ranks.is_first, leave=False):
+                # Sets may read one at a time only, so they are read here and resized in threads.
+                images = [pictures[i] for i in range(start, min(start + self.batch_size, len(pictures)))]
+                pixels = list(threads.map(lambda image: resized(image, network.size, self.resize_filter), images))
+                features = self._features(network, pixels)
+                moments = Moments.of(features)
+                if keep or not parts:
+                    parts.append((start, moments, features if keep else features[:0]))
+                else:
+                    parts[0] = (parts[0][0], parts[0][1].merged(moments), parts[0][2])
+        return parts
+
+    def _features(self, network: FeatureNetwork, pixels: Sequence[np.ndarray]) -> Array:
+        batch = torch.from_numpy(np.stack(pixels)).to(self.device)
+        return network.image_features(batch).float().cpu().numpy()

@@ -1,0 +1,178 @@
+"""The metrics of a set of images: features of images and reference set, the statistics, and their protocols."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from diffusion.config.evaluation import OF_REFERENCE, Metric, ProtocolConfig, ReferenceConfig
+from diffusion.errors import ConfigurationError, DataError
+from diffusion.evaluation.extraction import Extractor, FeatureSet
+from diffusion.evaluation.features import FeatureNetwork, Networks
+from diffusion.evaluation.pictures import Pictures, open_reference
+from diffusion.evaluation.protocol import Protocol, metric_protocol, protocol_hash, reference_record
+from diffusion.evaluation.results import Number
+from diffusion.evaluation.statistics import clip_scores, cmmd, frechet_distance, kernel_distance
+from diffusion.launch import agree
+
+log = logging.getLogger(__name__)
+
+_NEED_ALL = (Metric.kid, Metric.cmmd, Metric.clip_score)
+"""Metrics for which the moments of the features do not suffice."""
+
+
+@dataclass(kw_only=True)
+class Metrics:
+    """Computes the metrics of a protocol.
+
+    Args:
+        config: the protocol.
+        networks: its feature networks, on the device of this rank.
+        extractor: computes features.
+        cache: folder of the statistics of reference sets.
+    """
+
+    config: ProtocolConfig
+    networks: Networks
+    extractor: Extractor
+    cache: Path
+    _reference: tuple[Pictures, str] | None = field(default=None, init=False)
+    _loaded: dict[Path, FeatureSet | None] = field(default_factory=dict, init=False)
+    """By their files; on other ranks than the first None, so that all know what was read."""
+
+    def open(self) -> None:
+        """Open the reference set and load the networks, so that what is missing is told before images are generated.
+
+        Raises:
+            ConfigurationError: the reference set or a network is missing.
+            DataError: the reference set is damaged.
+        """
+        if self.config.reference is not None and any(metric in OF_REFERENCE for metric in self.config.metrics):
+            self._reference = open_reference(self.config.reference)
+        for metric in self.config.metrics:
+            self.networks.of(metric)
+
+    def name(self, metric: Metric) -> str:
+        """What a number is called: a distance of other features than Inception's is not FID or KID."""
+        if metric in (Metric.fid, Metric.kid) and self.config.networks.inception_replacement is not None:
+            kind = "frechet" if metric is Metric.fid else "kernel"
+            return f"{kind}_{self.networks.of(metric).name}"
+        return metric.value
+
+    def protocols(self, images: Mapping[str, Any]) -> dict[str, Protocol]:
+        """The protocol of each number; `open` comes before.
+
+        Args:
+            images: how the images were made.
+        """
+        return {self.name(metric): self._protocol(metric, images) for metric in self.config.metrics}
+
+    def compute(
+        self, pictures: Pictures, prompts: Sequence[str] | None, images: Mapping[str, Any]
+    ) -> dict[str, Number]:
+        """Compute all numbers; to be called by all ranks.
+
+        Args:
+            pictures: the images.
+            prompts: of each image, for the CLIP score.
+            images: how they were made.
+
+        Returns:
+            Numbers by their names, on the first rank; nothing on others.
+
+        Raises:
+            ConfigurationError: there are too few images, or no prompts for the CLIP score.
+        """
+        if len(pictures) < 2:
+            raise ConfigurationError(f"{len(pictures)} images: metrics need 2 or more")
+        if prompts is None and Metric.clip_score in self.config.metrics:
+            raise ConfigurationError(
+                "clip_score needs the prompts of the images: put metadata.jsonl (file_name, prompt) into their folder, "
+                "or leave it out of protocol.metrics"
+            )
+        numbers = {}
+        for group in self._by_network():
+            network = self.networks.of(group[0])
+            keep = any(metric in _NEED_ALL for metric in group)
+            features = self.extractor.extract(network, pictures, keep=keep, label=f"features {network.name}")
+            for metric in group:
+                reference = self._reference_features(network, keep) if metric in OF_REFERENCE else None
+                if features is not None:
+                    value = self._value(metric, features, reference, prompts)
+                    numbers[self.name(metric)] = Number(value=value, protocol=self._protocol(metric, images))
+        return numbers
+
+    def _by_network(self) -> list[list[Metric]]:
+        """Metrics that share a network."""
+        groups: dict[int, list[Metric]] = {}
+        for metric in self.config.metrics:
+            groups.setdefault(id(self.networks.of(metric)), []).append(metric)
+        return list(groups.values())
+
+    def _protocol(self, metric: Metric, images: Mapping[str, Any]) -> Protocol:
+        reference = self._reference_record() if metric in OF_REFERENCE else None
+        return metric_protocol(metric, self.config, self.networks.of(metric), reference=reference, images=images)
+
+    def _reference_record(self) -> dict[str, Any]:
+        pictures, identity, settings = self._opened()
+        return reference_record(identity, len(pictures), settings.size)
+
+    def _opened(self) -> tuple[Pictures, str, ReferenceConfig]:
+        assert self._reference is not None, "open comes before"
+        assert self.config.reference is not None
+        return *self._reference, self.config.reference
+
+    def _reference_features(self, network: FeatureNetwork, keep: bool) -> FeatureSet | None:
+        """Those of the reference set, from the cache if they are there; on the first rank."""
+        key = {
+            "reference": self._reference_record(),
+            "network": network.identity,
+            "resize": self.config.resize_filter.value,
+        }
+        path = self.cache / f"{network.name}-{protocol_hash(key)}{'-all' if keep else ''}.npz"
+        if path in self._loaded:
+            return self._loaded[path]
+        ranks = self.extractor.ranks
+        is_there = ranks.broadcast(path.is_file())
+        if is_there:
+            found = agree(lambda: _load(path) if ranks.is_first else None)
+        else:
+            pictures = self._opened()[0]
+            found = self.extractor.extract(network, pictures, keep=keep, label=f"reference {network.name}")
+            if found is not None:
+                found.save(path)
+        self._loaded[path] = found
+        return found
+
+    def _value(
+        self, metric: Metric, features: FeatureSet, reference: FeatureSet | None, prompts: Sequence[str] | None
+    ) -> float:
+        if metric is Metric.clip_score:
+            assert prompts is not None
+            assert features.features is not None
+            return float(clip_scores(features.features, self._text_features(prompts)).mean())
+        assert reference is not None
+        if metric in (Metric.fid, Metric.clip_fid):
+            return frechet_distance(features.moments, reference.moments)
+        assert features.features is not None
+        assert reference.features is not None
+        distance = kernel_distance if metric is Metric.kid else cmmd
+        return distance(features.features, reference.features)
+
+    def _text_features(self, prompts: Sequence[str]) -> np.ndarray:
+        clip, size = self.networks.clip(Metric.clip_score), self.extractor.batch_size
+        unique = list(dict.fromkeys(prompts))
+        parts = [clip.text_features(unique[i : i + size]).float().cpu() for i in range(0, len(unique), size)]
+        number = {prompt: i for i, prompt in enumerate(unique)}
+        return torch.cat(parts)[[number[prompt] for prompt in prompts]].numpy()
+
+
+def _load(path: Path) -> FeatureSet:
+    try:
+        return FeatureSet.load(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{path} is damaged ({error}): remove it, and it is computed anew") from error

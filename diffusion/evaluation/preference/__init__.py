@@ -1,0 +1,1 @@
+"""Which of two models people prefer, asked blind: pairs, votes, the page that asks, and the statistics."""

@@ -1,0 +1,215 @@
+"""What raters are shown: prompts, the pictures of each model, and the draws that decide order and sides."""
+
+import csv
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from diffusion.errors import ConfigurationError, DataError
+
+_PICTURE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp"}
+_SETTLED = 5
+"""A repeat lies at least about so many pairs after the first showing, where there are enough pairs."""
+
+
+class Kind(str, Enum):
+    """Why a presentation is shown."""
+
+    pair = "pair"
+    repeat = "repeat"
+    """A pair that the same rater has answered, with its sides exchanged."""
+
+    check = "check"
+    """A picture beside noise or a blank one: whoever looks chooses the picture twice."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A prompt, and its category where the prompts have some ("" otherwise)."""
+
+    text: str
+    category: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One picture of each model for one prompt."""
+
+    prompt: Prompt
+    pictures: tuple[Path, ...]
+    """In the order of the models."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Material:
+    """All that can be shown."""
+
+    models: tuple[str, ...]
+    items: tuple[Item, ...]
+
+    @property
+    def pairs(self) -> list[tuple[int, int, int]]:
+        """Item and two models, as numbers, of each pair that can be asked about."""
+        num = len(self.models)
+        return [(i, a, b) for i in range(len(self.items)) for a in range(num) for b in range(a + 1, num)]
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Read prompts, each text once.
+
+    Args:
+        path: a text file with one prompt a line; or, with the suffix .tsv or .csv, a table with a column `Prompt` and
+            perhaps a column `Category` (PartiPrompts, DrawBench).
+
+    Raises:
+        ConfigurationError: there is no such file, it has no column `Prompt`, or no prompt is in it.
+    """
+    try:
+        content = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--prompts {path}: cannot be read as text: {error}") from error
+    if path.suffix in {".tsv", ".csv"}:
+        prompts = _table_prompts(path, content)
+    else:
+        prompts = [Prompt(text=line.strip()) for line in content.splitlines()]
+    by_text: dict[str, Prompt] = {}
+    for prompt in prompts:
+        if prompt.text:
+            by_text.setdefault(prompt.text, prompt)
+    if not by_text:
+        raise ConfigurationError(f"--prompts {path}: no prompt is in it; expected one a line, or a column `Prompt`")
+    return list(by_text.values())
+
+
+def _table_prompts(path: Path, content: str) -> list[Prompt]:
+    is_tabbed = path.suffix == ".tsv"
+    quoting = csv.QUOTE_NONE if is_tabbed else csv.QUOTE_MINIMAL
+    rows = csv.DictReader(content.splitlines(), delimiter="\t" if is_tabbed else ",", quoting=quoting)
+    names = {(name or "").strip().lower(): name for name in rows.fieldnames or []}
+    text = names.get("prompt") or names.get("prompts")
+    if text is None:
+        raise ConfigurationError(f"--prompts {path}: the first line has no column `Prompt`, but {sorted(names)}")
+    category = names.get("category")
+    return [
+        Prompt(text=(row[text] or "").strip(), category=(row[category] or "").strip() if category else "")
+        for row in rows
+    ]
+
+
+def collect(folders: Mapping[str, Path], prompts: Sequence[Prompt], prompts_file: Path) -> Material:
+    """Find each model's pictures of each prompt.
+
+    A folder holds `images.jsonl` (as scripts/generate.py writes it: file and prompt), or only pictures, whose sorted
+    names follow the prompts, the same number for each. The k-th pictures of a prompt are compared with each other.
+
+    Args:
+        folders: name of a model to folder of pictures; at least two.
+        prompts: what was asked of the models.
+        prompts_file: where the prompts are from, for messages.
+
+    Raises:
+        ConfigurationError: fewer than two models.
+        DataError: a folder has no pictures, lacks a prompt, or has another number for a prompt than the first folder.
+    """
+    if len(folders) < 2:
+        raise ConfigurationError("a comparison takes two models or more: A=FOLDER B=FOLDER")
+    found = {name: _pictures_by_prompt(folder, prompts, prompts_file) for name, folder in folders.items()}
+    first = next(iter(folders))
+    items = []
+    for prompt in prompts:
+        of_first = found[first].get(prompt.text, [])
+        for name, folder in folders.items():
+            pictures = found[name].get(prompt.text, [])
+            if not pictures:
+                raise DataError(f"{folder}: no picture of the prompt {prompt.text!r} of {prompts_file}")
+            if len(pictures) != len(of_first):
+                raise DataError(
+                    f"{folder}: {len(pictures)} pictures of the prompt {prompt.text!r}, where {folders[first]} has "
+                    f"{len(of_first)}; generate the same number with each model"
+                )
+        for i in range(len(of_first)):
+            items.append(Item(prompt=prompt, pictures=tuple(found[name][prompt.text][i] for name in folders)))
+    return Material(models=tuple(folders), items=tuple(items))
+
+
+def _pictures_by_prompt(folder: Path, prompts: Sequence[Prompt], prompts_file: Path) -> dict[str, list[Path]]:
+    listing = folder / "images.jsonl"
+    if listing.is_file():
+        return _listed_pictures(listing)
+    names = list(folder.iterdir()) if folder.is_dir() else []
+    pictures = sorted(path for path in names if path.suffix.lower() in _PICTURE_SUFFIXES and path.stem != "grid")
+    if not pictures:
+        raise DataError(_how_to_generate(folder, prompts_file))
+    per_prompt, rest = divmod(len(pictures), len(prompts))
+    if rest or not per_prompt:
+        raise DataError(
+            f"{folder}: {len(pictures)} pictures without images.jsonl cannot be shared among {len(prompts)} prompts; "
+            "it takes the same number for each, in the order of the prompts"
+        )
+    return {prompt.text: pictures[i * per_prompt : (i + 1) * per_prompt] for i, prompt in enumerate(prompts)}
+
+
+def _listed_pictures(listing: Path) -> dict[str, list[Path]]:
+    found: dict[str, list[Path]] = {}
+    for number, line in enumerate(listing.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            path, prompt = listing.parent / str(row["file"]), str(row["prompt"]).strip()
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{listing}, line {number}: no JSON object with `file` and `prompt`: {error!r}") from error
+        if not path.is_file():
+            raise DataError(f"{listing}, line {number}: there is no {path}")
+        found.setdefault(prompt, []).append(path)
+    return found
+
+
+def _how_to_generate(folder: Path, prompts_file: Path) -> str:
+    if not folder.exists():
+        return f"{folder}: there is no such folder"
+    texts, preparation = prompts_file, ""
+    if prompts_file.suffix in {".tsv", ".csv"}:
+        texts = prompts_file.with_suffix(".txt")
+        preparation = f" (with the prompts of {prompts_file} in {texts}, one a line)"
+    return (
+        f"{folder}: no pictures are in it. If it is a run or a checkpoint, generate them first{preparation}: "
+        f"python scripts/generate.py {folder} --prompts-file {texts} --seed 17 --out {folder.name}-pictures"
+    )
+
+
+def schedule(seed: int, rater: str, num_pairs: int, num_repeats: int, num_checks: int) -> list[Kind]:
+    """Decide what a rater is shown first, second, and so on.
+
+    Repeats come in the second half; checks are spread evenly, each at a random place of its part.
+
+    Returns:
+        `num_pairs` + repeats + `num_checks` kinds; there are at most half as many repeats as pairs.
+    """
+    draw = drawer(seed, rater, "schedule")
+    num_first = num_pairs - num_pairs // 2
+    second = [Kind.pair] * (num_pairs // 2) + [Kind.repeat] * min(num_repeats, num_pairs // 2)
+    draw.shuffle(second)
+    kinds = [Kind.pair] * num_first + second
+    length = len(kinds)
+    for k in reversed(range(num_checks)):
+        kinds.insert(draw.randint(k * length // num_checks, (k + 1) * length // num_checks), Kind.check)
+    return kinds
+
+
+def repeated_pairs(seed: int, rater: str, num_pairs: int, num_repeats: int) -> list[int]:
+    """Which of a rater's pairs (0 is the first that was shown) each repeat shows again, all different."""
+    num_repeats = min(num_repeats, num_pairs // 2)
+    candidates = range(max(num_repeats, num_pairs - num_pairs // 2 - _SETTLED))
+    return drawer(seed, rater, "repeats").sample(candidates, num_repeats)
+
+
+def are_sides_exchanged(seed: int, rater: str, pair: int) -> bool:
+    """Whether a rater sees the second model's picture of a pair first: a fair coin."""
+    return drawer(seed, rater, pair, "sides").random() < 0.5
+
+
+def drawer(seed: int, *purpose: object) -> random.Random:
+    """A generator of random numbers that depend on the seed and the purpose only."""
+    return random.Random("/".join(str(word) for word in (seed, *purpose)))

@@ -1,0 +1,204 @@
+"""The page that asks raters: two pictures for one prompt, and which of them is better."""
+
+import functools
+import hmac
+import logging
+import re
+import secrets
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from flask import Flask, Response, abort, jsonify, make_response, redirect, render_template, request
+from waitress.server import create_server
+from werkzeug.wrappers import Response as AnyResponse
+
+from diffusion.errors import MachineError
+from diffusion.evaluation.preference.pairs import Material, drawer
+from diffusion.evaluation.preference.pictures import check_picture, served_picture
+from diffusion.evaluation.preference.store import ANSWERS, QUESTIONS, Presentation, Store, UnknownPresentationError
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOOPBACK_NAMES = ["127.0.0.1", "localhost", "[::1]"]
+"""What the Host header of a request to these addresses says."""
+
+_RATER = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
+_YEAR_SECONDS = 365 * 24 * 3600
+_SECURITY = {
+    "Content-Security-Policy": "default-src 'none'; img-src 'self'; style-src 'self'; script-src 'self'; "
+    "connect-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+@dataclass
+class Site:
+    """What the pages are made of."""
+
+    store: Store
+    material: Material
+    token: str | None
+    """Who does not bring it sees nothing; None: nobody is asked for it."""
+
+    hosts: list[str] | None = None
+    """Host names that a request may name; None: any."""
+
+    _encode: Callable[[int, int], bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._encode = functools.lru_cache(maxsize=64)(self._encoded)
+
+    def cookie(self, what: str) -> str:
+        """Name of a cookie of this study; cookies are shared by all ports of a host."""
+        return f"{what}-{self.store.study_id}"
+
+    def picture(self, presentation: Presentation, side: int) -> bytes:
+        """PNG of a presentation's first (1) or second (2) picture."""
+        model, other = presentation.first, presentation.second
+        if side == 2:
+            model, other = other, model
+        if model >= 0:
+            return self._encode(presentation.item, model)
+        path = self.material.items[presentation.item].pictures[other]
+        return check_picture(model, path, drawer(0, presentation.id).getrandbits(32))
+
+    def _encoded(self, item: int, model: int) -> bytes:
+        return served_picture(self.material.items[item].pictures[model])
+
+
+def build_app(site: Site) -> Flask:
+    """Make the web application.
+
+    `/` explains, `/begin` makes a rater, `/rate` asks, `/vote` stores, `/pictures/PRESENTATION/1` and `/2` are the
+    pictures. A link may carry `?token=` and `?rater=`; both move into cookies.
+    """
+    app = Flask(__name__, template_folder="web", static_folder="web", static_url_path="/web")
+    app.config["MAX_CONTENT_LENGTH"] = 16_384
+    app.config["TRUSTED_HOSTS"] = site.hosts
+    app.jinja_env.trim_blocks = app.jinja_env.lstrip_blocks = True
+
+    app.before_request(lambda: _admit(site))
+    app.after_request(_secured)
+    app.add_url_rule("/", view_func=functools.partial(_start, site), endpoint="start")
+    app.add_url_rule("/begin", view_func=functools.partial(_begin, site), endpoint="begin", methods=["POST"])
+    app.add_url_rule("/rate", view_func=functools.partial(_rate, site), endpoint="rate")
+    app.add_url_rule("/vote", view_func=functools.partial(_vote, site), endpoint="vote", methods=["POST"])
+    app.add_url_rule(
+        "/pictures/<identifier>/<int:side>", view_func=functools.partial(_picture, site), endpoint="picture"
+    )
+    return app
+
+
+def _admit(site: Site) -> AnyResponse | None:
+    """Turn away who lacks the token; move what the link carries into cookies."""
+    given = request.args.get("token") or request.cookies.get(site.cookie("token"), "")
+    if site.token is not None and not hmac.compare_digest(given.encode(), site.token.encode()):
+        if request.path.startswith("/web/") and request.method == "GET" and request.path.endswith(".css"):
+            return None
+        return make_response(render_template("closed.html"), 403)
+    if request.method != "GET" or not ({"token", "rater"} & set(request.args)):
+        return None
+    rater = request.args.get("rater")
+    if rater is not None and not _RATER.fullmatch(rater):
+        abort(400, "rater: 1 to 64 letters, digits or _ . @ -")
+    response = redirect("/", 303)
+    if site.token is not None:
+        _set_cookie(response, site.cookie("token"), site.token)
+    if rater is not None:
+        _set_cookie(response, site.cookie("rater"), rater)
+    return response
+
+
+def _set_cookie(response: AnyResponse, name: str, value: str) -> None:
+    response.set_cookie(name, value, max_age=_YEAR_SECONDS, httponly=True, samesite="Lax", secure=request.is_secure)
+
+
+def _secured(response: Response) -> Response:
+    response.headers.update(_SECURITY)
+    response.headers.setdefault("Cache-Control", "no-store")
+    return response
+
+
+def _rater(site: Site) -> str | None:
+    rater = request.cookies.get(site.cookie("rater"), "")
+    return rater if _RATER.fullmatch(rater) else None
+
+
+def _start(site: Site) -> str:
+    rater = _rater(site)
+    done = site.store.num_votes(rater) if rater else 0
+    return render_template("start.html", total=site.store.num_presentations, done=done)
+
+
+def _begin(site: Site) -> AnyResponse:
+    response = redirect("/rate", 303)
+    if _rater(site) is None:
+        _set_cookie(response, site.cookie("rater"), secrets.token_urlsafe(16))
+    return response
+
+
+def _rate(site: Site) -> AnyResponse | str:
+    rater = _rater(site)
+    if rater is None:
+        return redirect("/", 303)
+    presentation = site.store.next_presentation(rater)
+    total = site.store.num_presentations
+    if presentation is None:
+        return render_template("done.html", total=total)
+    done = site.store.num_votes(rater)
+    return render_template("rate.html", id=presentation.id, prompt=presentation.prompt, done=done, total=total)
+
+
+def _vote(site: Site) -> AnyResponse:
+    rater = _rater(site)
+    answers = {question: request.form.get(question, "") for question in QUESTIONS}
+    if rater is None or any(answer not in ANSWERS for answer in answers.values()):
+        abort(400, "an answer to both questions is needed")
+    try:
+        is_new = site.store.vote(rater, request.form.get("presentation", ""), **answers)
+    except UnknownPresentationError:
+        abort(404, "this was not shown to you")
+    if request.accept_mimetypes.best == "application/json":
+        return jsonify(saved=True, new=is_new)
+    return redirect("/rate", 303)
+
+
+def _picture(site: Site, identifier: str, side: int) -> AnyResponse:
+    rater = _rater(site)
+    if rater is None or side not in (1, 2):
+        abort(404)
+    try:
+        presentation = site.store.presentation(rater, identifier)
+    except UnknownPresentationError:
+        abort(404)
+    response = make_response(site.picture(presentation, side))
+    response.headers["Content-Type"] = "image/png"
+    response.headers["Cache-Control"] = "private, max-age=3600"
+    return response
+
+
+def open_server(site: Site, host: str, port: int) -> tuple[Any, int]:
+    """Open the port, for `run()` to answer.
+
+    Args:
+        site: what is shown.
+        host: address to listen on.
+        port: 0 takes a free one.
+
+    Returns:
+        The server, and its port.
+
+    Raises:
+        MachineError: the port cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        raise MachineError(f"--host {host} --port {port}: cannot listen there: {error}") from error
+    server = create_server(build_app(site), sockets=[listener], threads=8, ident=None)
+    return server, listener.getsockname()[1]

@@ -1,0 +1,117 @@
+"""What a run reads of each stream: how often, and how much an epoch leaves out."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from omegaconf import MISSING
+
+from diffusion.config.schema import Config
+from diffusion.datasets.batching import GlobalOrder, StreamShape, draws_per_stream
+from diffusion.datasets.loader import order_settings
+from diffusion.datasets.locations import StreamLocation, is_url, locate_streams
+from diffusion.errors import ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamPlan:
+    """How often one stream is seen. None is not known."""
+
+    name: str
+    num_samples: int | None
+    """Samples in its index; None where it cannot be read here."""
+
+    epochs: float | None
+    """Times that each of its samples is seen, on average."""
+
+    draws: int | None = None
+    """Samples that it gives to an epoch before that is cut to whole global batches (and groups)."""
+
+    dropped: int | None = None
+    """How many of them are cut off in the first epoch; others in each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochPlan:
+    """What an epoch consists of."""
+
+    streams: list[StreamPlan]
+    num_steps: int | None = None
+    """Whole global batches in it; None where a stream is not known."""
+
+    problem: str | None = None
+    """Why there is no such epoch."""
+
+
+def plan_epoch(config: Config, num_images: int) -> EpochPlan:
+    """Work out what a run reads of each stream.
+
+    Args:
+        config: the configuration; locations may be missing (`???`).
+        num_images: of the run.
+    """
+    data = config.data
+    if config.plugins.train_dataset is not None or not isinstance(data.streams, list):
+        return EpochPlan(streams=[])
+    shapes: list[StreamShape | None] = [None] * len(data.streams)
+    if MISSING not in (data.local, data.remote):
+        shapes = [_read(location) for location in locate_streams(data.remote, data.local, data.streams)]
+    counts = [None if shape is None else shape.num_samples for shape in shapes]
+    epochs = _epochs(config, num_images, counts)
+    unknown = [
+        StreamPlan(name=stream.name, num_samples=count, epochs=times)
+        for stream, count, times in zip(data.streams, counts, epochs, strict=True)
+    ]
+    known = [shape for shape in shapes if shape is not None]
+    if len(known) < len(shapes):
+        return EpochPlan(streams=unknown)
+    draws = draws_per_stream(
+        [shape.num_samples for shape in known],
+        [stream.proportion for stream in data.streams],
+        [stream.repeat for stream in data.streams],
+    )
+    drawn = [
+        StreamShape(name=shape.name, samples_per_shard=shape.samples_per_shard, draws=num)
+        for shape, num in zip(known, draws, strict=True)
+    ]
+    try:
+        epoch = GlobalOrder(drawn, order_settings(data, config.seed)).epoch(0)
+    except ConfigurationError as error:
+        return EpochPlan(streams=unknown, problem=str(error))
+    streams = [
+        StreamPlan(name=stream.name, num_samples=stream.num_samples, epochs=times, draws=stream.draws, dropped=dropped)
+        for stream, times, dropped in zip(drawn, epochs, epoch.dropped, strict=True)
+    ]
+    return EpochPlan(streams=streams, num_steps=epoch.num_steps)
+
+
+def read_shape(name: str, folder: Path) -> StreamShape | None:
+    """Samples per shard of an MDS folder, from its `index.json`; None where there is none that can be read."""
+    try:
+        shards = json.loads((folder / "index.json").read_text(encoding="utf-8"))["shards"]
+        samples = np.array([shard["samples"] for shard in shards], np.int64)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return StreamShape(name=name, samples_per_shard=samples, draws=int(samples.sum()))
+
+
+def _read(location: StreamLocation) -> StreamShape | None:
+    """Samples per shard of a stream; None where its index cannot be read on this machine."""
+    folders = [Path(place).expanduser() for place in (location.remote, location.local) if place and not is_url(place)]
+    shapes = (read_shape(location.name, folder) for folder in folders)
+    return next((shape for shape in shapes if shape is not None), None)
+
+
+def _epochs(config: Config, num_images: int, counts: list[int | None]) -> list[float | None]:
+    """Times that each sample of each stream is seen."""
+    streams = config.data.streams
+    proportions = [stream.proportion for stream in streams]
+    if all(proportion is not None for proportion in proportions):
+        total = sum(proportion or 0 for proportion in proportions)
+        drawn = [num_images * (proportion or 0) / total for proportion in proportions]
+        return [images / count if count else None for images, count in zip(drawn, counts, strict=True)]
+    repeats = [1.0 if stream.repeat is None else stream.repeat for stream in streams]
+    epoch_size = sum(repeat * (count or 0) for repeat, count in zip(repeats, counts, strict=True))
+    all_known = epoch_size > 0 and all(count is not None for count in counts)
+    return [repeat * num_images / epoch_size if all_known else None for repeat in repeats]

@@ -1,0 +1,1 @@
+"""Prepared pictures to latents and token ids."""

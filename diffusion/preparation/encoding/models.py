@@ -1,0 +1,163 @@
+"""The frozen networks that encode, and their forward passes on a device.
+
+Shape letters: B batch, C channels, H W height and width of the latent, K captions, L tokens, D text width.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from diffusion.config.data import PictureSize
+from diffusion.datasets.streams import Tokenize
+from diffusion.errors import ConfigurationError
+from diffusion.models.frozen import FrozenParts
+from diffusion.models.identity import module_identity, tokenizer_identity
+from diffusion.models.tokenizers import tokenize
+from diffusion.preparation.encoding.pictures import PictureBatch
+
+Frozen = TypeVar("Frozen", bound=nn.Module)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodingModels:
+    """What encodes, with the identities that the manifest holds.
+
+    Attributes:
+        vae: diffusers' AutoencoderKL.
+        vae_identity: Its `module_identity`.
+        tokenize: K captions -> int32 [K, L].
+        tokenizer_identity: Identity of the tokenizer.
+        empty_ids: Ids [L] of the empty caption.
+        text_encoder: Token ids int64 [B, L] -> a tuple whose first entry is [B, L, D]; None stores no embeddings.
+        text_encoder_identity: Its `module_identity`.
+    """
+
+    vae: nn.Module
+    vae_identity: str
+    tokenize: Tokenize
+    tokenizer_identity: str
+    empty_ids: list[int]
+    text_encoder: nn.Module | None = None
+    text_encoder_identity: str | None = None
+
+    @classmethod
+    def of(cls, parts: FrozenParts, *, text_embeddings: bool = False) -> "EncodingModels":
+        """Take the frozen parts of a model; `text_embeddings` stores its text encoder's output, too."""
+        text_encoder = parts.text_encoder if text_embeddings else None
+        return cls(
+            vae=parts.vae,
+            vae_identity=module_identity(parts.vae),
+            tokenize=partial(tokenize, parts.tokenizer),
+            tokenizer_identity=tokenizer_identity(parts.tokenizer),
+            empty_ids=tokenize(parts.tokenizer, [""])[0].tolist(),
+            text_encoder=text_encoder,
+            text_encoder_identity=None if text_encoder is None else module_identity(text_encoder),
+        )
+
+    def latent_shape(self, size: PictureSize) -> tuple[int, int, int]:
+        """Return C, H, W of the latent of a picture.
+
+        Raises:
+            ConfigurationError: The size is not a multiple of the VAE's factor.
+        """
+        config: Any = self.vae.config
+        factor = 2 ** (len(config.block_out_channels) - 1)
+        if min(size) <= 0 or size.height % factor or size.width % factor:
+            shown = size.height if size.height == size.width else size
+            raise ConfigurationError(f"--resolution {shown} is not a multiple of {factor}, the VAE's factor")
+        return config.latent_channels, size.height // factor, size.width // factor
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What came of a batch, on its way to the host.
+
+    Attributes:
+        batch: The batch.
+        moments: For each size of its pictures mean and log-variance, float16 [B, C, H, W] each.
+        embeddings: Text embeddings float16 [K of all samples, L, D]; None where there are none.
+        copied: Recorded when everything is on the host; None where it is from the start.
+    """
+
+    batch: PictureBatch
+    moments: dict[PictureSize, tuple[Tensor, Tensor]]
+    embeddings: Tensor | None
+    copied: torch.cuda.Event | None
+
+    def wait(self) -> None:
+        """Wait until the tensors can be read."""
+        if self.copied is not None:
+            self.copied.synchronize()
+
+
+class Encoder:
+    """Networks on their device.
+
+    A forward pass is begun without waiting for it, and its results are copied to pinned memory behind it: the one wait
+    per batch is `Encoded.wait`, when the next batch is under way.
+
+    Args:
+        models: The networks; they are moved to the device.
+        device: Torch device.
+        precision: `fp32`, or `bf16` for autocast.
+    """
+
+    def __init__(self, models: EncodingModels, device: str, precision: str) -> None:
+        self.device = torch.device(device)
+        self._vae: Any = _ready(models.vae, self.device)
+        self._text_encoder = models.text_encoder and _ready(models.text_encoder, self.device)
+        self._precision = precision
+
+    @torch.inference_mode()
+    def start(self, batch: PictureBatch) -> Encoded:
+        """Encode a batch."""
+        moments = {size: self._moments(images) for size, images in batch.images.items()}
+        embeddings = None
+        if self._text_encoder is not None:
+            embeddings = self._to_host(self._embed(self._text_encoder, torch.cat(batch.token_ids)))
+        copied: Any = None
+        if self.device.type == "cuda":
+            copied = torch.cuda.Event()
+            copied.record(torch.cuda.current_stream(self.device))
+        return Encoded(batch, moments, embeddings, copied)
+
+    @torch.inference_mode()
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Encode captions, and wait: int [B, L] -> float16 [B, L, D] on the host."""
+        assert self._text_encoder is not None, "there is a text encoder"
+        return self._embed(self._text_encoder, token_ids).cpu()
+
+    def _moments(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Encode uint8 [B, 3, height, width] to mean and log-variance."""
+        pixels = images.to(self.device, non_blocking=True).float() / 127.5 - 1.0
+        with self._autocast():
+            posterior = self._vae.encode(pixels).latent_dist
+        return self._to_host(posterior.mean.half()), self._to_host(posterior.logvar.half())
+
+    def _embed(self, text_encoder: nn.Module, token_ids: Tensor) -> Tensor:
+        with self._autocast():
+            return text_encoder(token_ids.long().to(self.device, non_blocking=True))[0].half()
+
+    def _autocast(self):
+        bf16 = self._precision == "bf16"
+        return torch.autocast(self.device.type, torch.bfloat16) if bf16 else nullcontext()
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        """Begin to copy a tensor to pinned memory."""
+        if self.device.type != "cuda":
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+
+def _ready(module: Frozen, device: torch.device) -> Frozen:
+    return module.to(device).eval().requires_grad_(False)
+
+
+Load = Callable[[], EncodingModels]
+"""Builds the networks in another process."""

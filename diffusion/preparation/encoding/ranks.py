@@ -1,0 +1,161 @@
+"""Several processes that share an encoding: ranks of a launcher, or tasks on a Ray cluster."""
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from diffusion.errors import ConfigurationError, MachineError, UserError
+from diffusion.launch import agree, rank, world_size
+from diffusion.preparation.encoding.models import Load
+from diffusion.preparation.encoding.work import Counters, LocalCounters, Work, encode_items
+
+T = TypeVar("T")
+
+GROUP_TIMEOUT = timedelta(days=1)
+"""How long the ranks wait for one another at the end: as long as one shard takes."""
+
+
+class StoreCounters:
+    """Numbers in the store of the process group, below a name of their own."""
+
+    def __init__(self, name: str) -> None:
+        from torch.distributed import distributed_c10d
+
+        self._store = distributed_c10d._get_default_store()
+        self._name = name
+
+    def add(self, name: str, amount: int) -> int:
+        """Add to a number, which begins at 0; return it."""
+        return self._store.add(f"diffusion/encode/{self._name}/{name}", amount)
+
+
+def start_group() -> None:
+    """Start the process group of the ranks of a launcher; a single process needs none."""
+    import torch.distributed as dist
+
+    if world_size() > 1 and not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
+
+
+def end_group() -> None:
+    """End a rank after an encoding that went well, when no rank waits for another; a single process goes on.
+
+    Destroying a gloo group whose other ranks are gone can hang (torch 2.7), and the exit of the interpreter does it.
+    """
+    if has_group():
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def has_group() -> bool:
+    """Whether there are other ranks."""
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def on_first_rank(step: Callable[[], T]) -> T:
+    """Run a step on rank 0 and return its result on all ranks.
+
+    Raises:
+        UserError: The step failed; on all ranks.
+    """
+    result = agree(lambda: step() if not has_group() or rank() == 0 else None)
+    if not has_group():
+        return result  # pyright: ignore[reportReturnType]
+    import torch.distributed as dist
+
+    box: list[Any] = [result]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def shared_counters(name: str) -> Counters:
+    """Return numbers that all ranks share; the name is that of this encoding."""
+    return StoreCounters(name) if has_group() else LocalCounters()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayWorkers:
+    """Tasks on a Ray cluster, which is that of `RAY_ADDRESS`, or one on this machine.
+
+    Attributes:
+        number: How many.
+        load: Builds the networks in a task.
+    """
+
+    number: int
+    load: Load
+
+    def encode_items(self, work: Work, *, device: str, num_workers: int) -> None:
+        """Do the work in the tasks; each has a GPU of its own if the device is one.
+
+        Raises:
+            ConfigurationError: Ray is not installed, or the cluster has too few GPUs.
+            UserError: A task met it.
+            MachineError: A task died.
+        """
+        try:
+            import ray
+            import ray.exceptions
+        except ImportError as error:
+            raise ConfigurationError("--engine ray: Ray is not installed; pip install 'diffusion[ray]'") from error
+        if self.number < 1:
+            raise ConfigurationError(f"--ray-workers {self.number}: it must be 1 or more")
+        on_gpu = device.startswith("cuda")
+        ours = not ray.is_initialized()
+        if ours:
+            num_cpus = None if "RAY_ADDRESS" in os.environ else self.number + 1
+            ray.init(num_cpus=num_cpus, log_to_driver=False, include_dashboard=False, logging_level=logging.WARNING)
+        try:
+            if on_gpu and ray.cluster_resources().get("GPU", 0) < self.number:
+                raise ConfigurationError(
+                    f"--ray-workers {self.number}: the cluster has {ray.cluster_resources().get('GPU', 0):.0f} GPUs"
+                )
+            remote: Any = ray.remote
+            counters = remote(num_cpus=0)(LocalCounters).remote()
+            task = remote(num_cpus=1, num_gpus=1 if on_gpu else 0, max_retries=0)(_in_task)
+            given = ray.put(work)
+            options = {"device": "cuda" if on_gpu else device, "num_workers": num_workers}
+            failed = ray.get([task.remote(given, self.load, counters, **options) for _ in range(self.number)])
+        except ray.exceptions.RayTaskError:
+            raise
+        except ray.exceptions.RayError as error:
+            raise MachineError(
+                f"a worker died or ran out of memory; what was finished is kept: run the command again (Ray: "
+                f"{type(error).__name__})"
+            ) from error
+        finally:
+            if ours:
+                ray.shutdown()
+        for error in failed:
+            if error is not None:
+                raise error
+
+
+class RayCounters:
+    """Numbers that an actor keeps."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def add(self, name: str, amount: int) -> int:
+        """Add to a number, which begins at 0; return it."""
+        import ray
+
+        return ray.get(self._actor.add.remote(name, amount))
+
+
+def _in_task(work: Work, load: Load, counters: Any, *, device: str, num_workers: int) -> UserError | None:
+    """Take part in an encoding; return the mistake that it met, so that it arrives as what it is."""
+    try:
+        encode_items(work, load(), RayCounters(counters), device=device, num_workers=num_workers, progress=False)
+    except UserError as error:
+        return error
+    return None

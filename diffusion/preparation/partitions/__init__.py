@@ -1,0 +1,1 @@
+"""How preparing is cut into partitions, run in parallel, continued and put together."""

@@ -1,0 +1,1 @@
+"""What a preparation kept and refused, as a page and as JSON."""

@@ -1,0 +1,1 @@
+"""Which pictures are kept: measures, scores, captions, filters, duplicates, buckets."""

@@ -1,0 +1,79 @@
+"""Scorer: the language of the captions, by py3langid's naive Bayes model over byte n-grams, offline.
+
+    scorers:
+      - path: diffusion.preparation.selection.languages.CaptionLanguage
+        column: language
+
+Captions are short, and a word such as "radio" belongs to many languages. So the model chooses among the common written
+languages only, and the expected one is given odds beforehand: it is taken unless another is several times likelier.
+"""
+
+import math
+from collections.abc import Sequence
+
+from PIL import Image
+from py3langid.langid import MODEL_FILE, LanguageIdentifier
+
+from diffusion.errors import ConfigurationError
+
+COMMON = (
+    *("ar", "bg", "cs", "da", "de", "el", "en", "es", "fa", "fi", "fr", "he", "hi", "hu", "id", "it"),
+    *("ja", "ko", "nl", "no", "pl", "pt", "ro", "ru", "sv", "th", "tr", "uk", "vi", "zh"),
+)
+"""Languages that are told apart unless others are asked for: ISO 639-1."""
+
+SEVERAL = "mul"
+"""Code of ISO 639-2 for a picture whose captions are in several languages."""
+
+
+class CaptionLanguage:
+    """The language of a picture's captions.
+
+    Attributes:
+        expected: The language that most captions are in.
+        prior: Its odds beforehand.
+        languages: What is told apart.
+    """
+
+    def __init__(self, expected: str = "en", prior: float = 3.0, languages: Sequence[str] = COMMON) -> None:
+        """Load the model, which is part of the library.
+
+        Args:
+            expected: ISO 639-1.
+            prior: How many times likelier than each other language it is, before the caption is looked at; 1 expects
+                nothing.
+            languages: ISO 639-1; `expected` must be among them.
+
+        Raises:
+            ConfigurationError: A language is not known, `expected` is not among them, or the prior is out of range.
+        """
+        self._identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+        unknown = sorted(set(languages) - set(self._identifier.labels))
+        if unknown:
+            raise ConfigurationError(f"languages: {', '.join(unknown)}: the model does not know them; leave them out")
+        if expected not in languages:
+            raise ConfigurationError(
+                f"expected: {expected!r} is not among the languages {', '.join(languages)}; add it"
+            )
+        if not 1 <= prior < math.inf:
+            raise ConfigurationError(f"prior is {prior}; it must be finite, and at least 1")
+        self._identifier.set_languages(list(languages))
+        self.expected = expected
+        self.prior = prior
+        self.languages = tuple(languages)
+
+    def __call__(self, pictures: Sequence[Image.Image], captions: Sequence[list[str]]) -> list[str | None]:
+        """Return for each picture the language of its captions; `mul` for several, None where none has a letter."""
+        return [self._of_all(texts) for texts in captions]
+
+    def of(self, caption: str) -> str | None:
+        """Return the language of one caption, or None if it has no letter."""
+        if not any(letter.isalpha() for letter in caption):
+            return None
+        ranked = self._identifier.rank(caption)
+        likeliest, probability = ranked[0]
+        return self.expected if self.prior * dict(ranked)[self.expected] >= probability else likeliest
+
+    def _of_all(self, captions: Sequence[str]) -> str | None:
+        found = {language for caption in captions if (language := self.of(caption)) is not None}
+        return SEVERAL if len(found) > 1 else next(iter(found), None)

@@ -1,0 +1,1 @@
+"""What pictures come from, and how it is read."""

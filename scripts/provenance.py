@@ -1,0 +1,80 @@
+"""List which pictures a run has seen up to a checkpoint, how often, and with which sources and licences.
+
+    python scripts/provenance.py CHECKPOINT --data PREPARED/train --out seen.csv
+
+Nothing is logged for this while training: the order of samples is a function of configuration, data and seed, and is
+computed again. CHECKPOINT is a checkpoint or a run. --data names the buckets of the prepared data (whose metadata hold
+licences); without it the run's own streams are read, which for latents hold keys only.
+"""
+
+import argparse
+import csv
+import json
+from collections import Counter
+from pathlib import Path
+
+from diffusion.launch import CommandParser, run_command
+
+LICENCE_COLUMNS = ("license", "licence")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", help="a checkpoint, or a run, whose newest is taken")
+    parser.add_argument("--data", type=Path, help="folder of the buckets of the prepared data, such as PREPARED/train")
+    parser.add_argument("--out", type=Path, default=Path("seen.csv"), help="table to write (default: seen.csv)")
+    parser.add_argument("--licence-column", help="entry of the metadata (default: license or licence)")
+    parser.add_argument("--quiet", action="store_true", help="no progress bars")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Count, look up, write."""
+    options = parse_arguments()
+    from diffusion.checkpoints import read_position, resolve_checkpoint
+    from diffusion.loading import load_config_of
+    from diffusion.planning.provenance import (
+        apply_substitutes,
+        build_order,
+        check_order,
+        find_folders,
+        sightings,
+        times_seen,
+    )
+
+    checkpoint = resolve_checkpoint(options.checkpoint)
+    config = load_config_of(checkpoint)
+    folders = find_folders(config, options.data)
+    order = build_order(config, folders)
+    position = read_position(checkpoint)
+    check_order(order, position.order)
+    counts = times_seen(order, position.num_steps, progress=not options.quiet)
+    apply_substitutes(config, folders, counts)
+    columns = (options.licence_column,) if options.licence_column else LICENCE_COLUMNS
+    by_source: Counter[str] = Counter()
+    by_licence: Counter[str] = Counter()
+    num_seen = 0
+    partial = options.out.with_name(options.out.name + ".partial")
+    with partial.open("w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file)
+        table.writerow(["key", "source", "licence", "stream", "index", "times", "metadata"])
+        for one in sightings(config, folders, counts, progress=not options.quiet):
+            licence = next((str(one.metadata[name]) for name in columns if one.metadata.get(name)), "")
+            table.writerow([one.key, one.source, licence, one.stream, one.index, one.times, json.dumps(one.metadata)])
+            by_source[one.source] += one.times
+            by_licence[licence or "(none given)"] += one.times
+            num_seen += 1
+    partial.replace(options.out)
+    print(f"{checkpoint}: {position.num_steps} steps of {config.data.global_batch_size} samples")
+    print(f"{num_seen} pictures were seen, {sum(by_source.values())} times together; each is listed in {options.out}")
+    for title, counter in (("source", by_source), ("licence", by_licence)):
+        print(f"\n{title:<40} samples")
+        for name, count in counter.most_common():
+            print(f"{name:<40} {count}")
+    if config.init_from is not None:
+        print(f"\nThe run began with the weights of {config.init_from.checkpoint}: list what that has seen, too")
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_command(main))

@@ -1,0 +1,40 @@
+"""Write one page about a run: plan and actual, losses, samples, data, machines, interruptions, configuration.
+
+    python scripts/report.py runs/phase1                       # writes runs/phase1/report.html
+    python scripts/report.py runs/phase1 --phases runs/phase2  # one page for phases that follow one another
+
+The run may be in progress. The page needs no network.
+"""
+
+import argparse
+from pathlib import Path
+
+from diffusion.launch import CommandParser, run_command
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("--phases", type=Path, nargs="+", default=[], help="run folders that follow it, in order")
+    parser.add_argument(
+        "--evaluations", type=Path, nargs="+", default=[], help="output folders of evaluate.py elsewhere"
+    )
+    parser.add_argument("--out", type=Path, help="page to write (default: report.html in the last run folder)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Read and write."""
+    options = parse_arguments()
+    from diffusion.evaluation.run_report.page import write_report
+    from diffusion.evaluation.run_report.run_folder import read_phases
+
+    folders = [options.run, *options.phases]
+    out = options.out or folders[-1] / "report.html"
+    write_report(read_phases(folders), out, options.evaluations)
+    print(f"wrote {out}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_command(main))

@@ -1,0 +1,190 @@
+"""Numbers of data sets on a machine, given out, given back, and taken back from the dead."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diffusion.config.data import DataConfig, Representation
+from diffusion.datasets.batch import BatchKey
+from diffusion.datasets.loader import BatchLoader, train_loader
+from diffusion.datasets.shared_memory import PLACE
+from diffusion.errors import DataError
+from tests.written_data import data_config, write_encoded
+
+LATENTS = {"representation": Representation.latents}
+HANDLES_PER_DATA_SET = 16
+"""Eight memories, each a file and a mapping of it, and the lock."""
+ROOT = Path(__file__).parents[2]
+
+HOLDER = """
+import sys
+from pathlib import Path
+from diffusion.config.data import Representation
+from tests.datasets.test_shared_memory import numbers, opened
+from tests.written_data import data_config
+local, remote = sys.argv[1], sys.argv[2] or None
+config = data_config(Path(local), "a", remote=remote, representation=Representation.latents, num_workers=1)
+loader = opened(config)
+batches = iter(loader)
+next(batches)
+print(loader.dataset._number.number, flush=True)
+sys.stdin.read()
+"""
+"""Holds a data set open, with a data worker, until its stdin is closed."""
+
+
+def opened(config: DataConfig) -> BatchLoader:
+    return train_loader(config, seed=3, tokenize=None, rank_batch_size=config.global_batch_size)
+
+
+def files_of(number: int) -> list[str]:
+    return sorted(path.name for path in PLACE.glob(f"{number:06}_*"))
+
+
+def numbers() -> set[int]:
+    """Numbers that this package has given out."""
+    return {int(path.name.partition("_")[0]) for path in PLACE.glob("*_diffusion")}
+
+
+def number_of(loader: BatchLoader) -> int:
+    return loader.dataset._number.number  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def num_handles() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return write_encoded(tmp_path_factory.mktemp("data"), {"a": 40, "b": 40})
+
+
+class Holder:
+    """A process of its own that has a data set open."""
+
+    def __init__(self, local: Path, remote: str | None = None) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(local), remote or ""],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def number(self) -> int:
+        assert self.process.stdout is not None
+        return int(self.process.stdout.readline())
+
+    def end(self) -> None:
+        self.process.communicate("", timeout=60)
+
+    def kill(self) -> None:
+        """Kill everything at once, data workers and Python's resource tracker included."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate(timeout=60)
+
+
+@pytest.fixture
+def hold():
+    holders = []
+
+    def start(*arguments) -> Holder:
+        holders.append(Holder(*arguments))
+        return holders[-1]
+
+    yield start
+    for holder in holders:
+        if holder.process.poll() is None:
+            holder.kill()
+
+
+def test_handles_grow_with_the_data_sets_that_are_open_and_come_back(data: Path) -> None:
+    opened(data_config(data, "a", "b", **LATENTS))  # What the first one opens for the process stays.
+    gc.collect()
+    before, mine = num_handles(), numbers()
+    loaders = []
+    for num in range(1, 41):
+        loader = opened(data_config(data, "a", "b", **LATENTS))
+        state = loader.dataset.state_dict(0, from_beginning=True)  # pyright: ignore[reportAttributeAccessIssue]
+        for _ in range(3):
+            loader.dataset.load_state_dict(state | {"epoch": 0})  # pyright: ignore[reportAttributeAccessIssue]
+        loaders.append(loader)
+        assert num_handles() - before <= num * HANDLES_PER_DATA_SET
+    assert len({number_of(loader) for loader in loaders}) == 40
+    assert len(list(loaders[-1])) == 10  # To the end: the threads of an unfinished epoch hold a data set.
+    del loader, loaders
+    gc.collect()
+    assert num_handles() <= before
+    assert set(numbers()) <= set(mine)
+
+
+def test_a_closed_data_set_leaves_nothing_and_its_number_is_given_out_again(data: Path) -> None:
+    loader = opened(data_config(data, "a", **LATENTS))
+    epoch = [batch[BatchKey.SAMPLE].tolist() for batch in loader]
+    number = number_of(loader)
+    assert len(files_of(number)) >= 7
+    loader.dataset.close()  # pyright: ignore[reportAttributeAccessIssue]
+    assert files_of(number) == []
+    again = opened(data_config(data, "a", **LATENTS))
+    assert number_of(again) == number
+    assert [batch[BatchKey.SAMPLE].tolist() for batch in again] == epoch
+
+
+def test_what_killed_processes_leave_is_removed_and_what_living_ones_have_is_not(data: Path, hold, tmp_path) -> None:
+    dead, living = hold(data), hold(data)
+    number, kept = dead.number(), living.number()
+    assert number != kept, "two processes share the memory of one data set"
+    foreign = PLACE / f"{max(number, kept) + 1:06}_locals"  # As of a job that knows nothing of this package.
+    foreign.write_bytes(b"of another program")
+    try:
+        dead.kill()
+        assert f"{number:06}_locals" in files_of(number), "the kernel keeps what a killed process has shared"
+        before = files_of(kept)
+        loader = opened(data_config(data, "a", **LATENTS))
+        assert number_of(loader) not in (kept, max(number, kept) + 1)
+        if number_of(loader) != number:
+            assert files_of(number) == []
+        assert files_of(kept) == before
+        assert foreign.read_bytes() == b"of another program"
+    finally:
+        foreign.unlink()
+    living.end()
+    assert files_of(kept) == [], "an ordinary end leaves nothing"
+
+
+def test_a_cache_belongs_to_one_job_until_that_has_ended(data: Path, hold, tmp_path, monkeypatch) -> None:
+    holder = hold(tmp_path / "cache", str(data))
+    holder.number()
+    monkeypatch.setattr("diffusion.datasets.shared_memory.ENDING_SECONDS", 0.0)
+    config = data_config(tmp_path / "cache", "a", remote=str(data), **LATENTS)
+    with pytest.raises(DataError, match=rf"cache/a is filled by another job .*process {holder.process.pid}\)"):
+        opened(config)
+    assert opened(data_config(tmp_path / "other", "a", remote=str(data), **LATENTS))
+    holder.kill()
+    monkeypatch.setattr("diffusion.datasets.shared_memory.ENDING_SECONDS", 60.0)
+    assert len(next(iter(opened(config)))[BatchKey.SAMPLE]) == 8
+
+
+def test_half_a_claim_is_removed(data: Path) -> None:
+    number = max(numbers(), default=0) + 500
+    folder = PLACE / f"{number:06}_diffusion"
+    folder.mkdir()
+    (PLACE / f"{number:06}_barrier").write_bytes(b"x")
+    opened(data_config(data, "a", **LATENTS))
+    assert files_of(number) == []
+
+
+def test_streams_that_cannot_be_opened_give_their_number_back(data: Path, tmp_path: Path) -> None:
+    before = numbers()
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "index.json").write_text('{"version": 2, "shards": []}')
+    with pytest.raises(DataError, match="the streams a cannot be opened: Stream contains no samples"):
+        opened(data_config(tmp_path, "a", **LATENTS))
+    assert numbers() == before

@@ -1,0 +1,110 @@
+"""A tab of headless Chromium, driven through the DevTools protocol."""
+
+import base64
+import json
+import shutil
+import subprocess
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from websockets.sync.client import connect
+
+CHROMIUM = shutil.which("chromium")
+_OPTIONS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--hide-scrollbars"]
+_KEYS = {"Enter": 13, "Backspace": 8, "ArrowLeft": 37, "ArrowRight": 39, "ArrowDown": 40}
+
+
+class Tab:
+    """One page; a context manager."""
+
+    def __init__(self, width: int = 1280, height: int = 800, patience: float = 60.0) -> None:
+        self._size = (width, height)
+        self._patience = patience
+        self._number = 0
+
+    def __enter__(self) -> "Tab":
+        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        command = [str(CHROMIUM), *_OPTIONS, f"--user-data-dir={self._folder.name}", "--remote-debugging-port=0"]
+        self._process = subprocess.Popen(
+            [*command, "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        place = Path(self._folder.name, "DevToolsActivePort")
+        self._until(lambda: place.exists() and len(place.read_text().splitlines()) == 2)
+        port = int(place.read_text().splitlines()[0])
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list") as answer:
+            page = next(target for target in json.load(answer) if target["type"] == "page")
+        self._socket = connect(page["webSocketDebuggerUrl"], max_size=None)
+        width, height = self._size
+        is_phone = width < 500
+        self.call("Page.enable")
+        self.call("Runtime.enable")
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=is_phone
+        )
+        if is_phone:
+            self.call("Emulation.setTouchEmulationEnabled", enabled=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+        self._process.terminate()
+        self._process.wait(self._patience)
+        self._folder.cleanup()
+
+    def call(self, method: str, **parameters: Any) -> dict:
+        """Call the protocol and return the result; events are passed over."""
+        self._number += 1
+        self._socket.send(json.dumps({"id": self._number, "method": method, "params": parameters}))
+        while True:
+            answer = json.loads(self._socket.recv(self._patience))
+            if answer.get("id") == self._number:
+                assert "error" not in answer, answer
+                return answer["result"]
+
+    def value(self, expression: str) -> Any:
+        """Value of a JavaScript expression."""
+        result = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in result, result
+        return result["result"].get("value")
+
+    def open(self, address: str, until: str) -> None:
+        """Go to a page and wait until an expression is true."""
+        self.call("Page.navigate", url=address)
+        self.wait(until)
+
+    def wait(self, expression: str) -> None:
+        """Wait until an expression is true; while a page is being replaced, it is not."""
+        self._until(
+            lambda: self.value(f"(() => {{ try {{ return Boolean({expression}) }} catch {{ return false }} }})()")
+        )
+
+    def click(self, selector: str, times: int = 1) -> None:
+        """Press the left button in the middle of an element, as often as in a double click if twice."""
+        place = self.value(
+            f"(() => {{ const b = document.querySelector({json.dumps(selector)}).getBoundingClientRect(); "
+            "return [b.x + b.width / 2, b.y + b.height / 2] })()"
+        )
+        for count in range(1, times + 1):
+            for kind in ("mousePressed", "mouseReleased"):
+                mouse = {"x": place[0], "y": place[1], "button": "left", "clickCount": count}
+                self.call("Input.dispatchMouseEvent", type=kind, **mouse)
+
+    def key(self, name: str) -> None:
+        """Press a key and let it go."""
+        code = _KEYS.get(name) or ord(name)
+        text = {"text": name} if len(name) == 1 else {}
+        self.call("Input.dispatchKeyEvent", type="keyDown", key=name, windowsVirtualKeyCode=code, **text)
+        self.call("Input.dispatchKeyEvent", type="keyUp", key=name, windowsVirtualKeyCode=code)
+
+    def screenshot(self) -> bytes:
+        """What is seen, PNG."""
+        return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
+
+    def _until(self, condition) -> None:
+        deadline = time.monotonic() + self._patience
+        while not condition():
+            assert time.monotonic() < deadline, "waited in vain"
+            time.sleep(0.01)
