@@ -6,6 +6,7 @@ PINS := $(shell cksum < setup.py | cut -d' ' -f1)
 INSTALLED := $(VENV)/installed-$(PINS)
 DATA ?=
 TESTS ?= tests
+JOBS ?= 2
 DEMO ?=
 
 .PHONY: install demo test lint format clean help
@@ -25,8 +26,8 @@ $(INSTALLED):
 demo: install      ## from drawn shapes to a trained model, images and a report; DEMO="--quick" for a short one
 	$(BIN)/python scripts/shapes_demo.py $(DEMO)
 
-test: install      ## run the tests; DATA=FOLDER adds those on real pictures, TESTS=PATH chooses some
-	$(BIN)/python -m pytest $(TESTS) $(if $(DATA),--data $(DATA))
+test: install      ## run the tests, JOBS at a time; DATA=FOLDER adds those on real pictures, TESTS=PATH chooses some
+	$(BIN)/python -m pytest $(TESTS) -n $(JOBS) --dist loadfile $(if $(DATA),--data $(DATA))
 
 lint: install      ## ruff (lint and format) and pyright
 	$(BIN)/ruff check .

@@ -7,7 +7,7 @@ import yaml
 from torch import Tensor
 
 from diffusion.algorithms.average_files import AVERAGE_SUFFIX, read_unet_average
-from diffusion.checkpoints import read_average, read_record, read_unet, resolve_checkpoint
+from diffusion.checkpointing.reading import read_average, read_record, read_unet, resolve_checkpoint
 from diffusion.config.loading import from_dict, load
 from diffusion.config.model import Weights
 from diffusion.config.schema import Config

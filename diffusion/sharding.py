@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.fsdp import FSDPModule
 
-from diffusion.safe_loading import SafeLoadPlanner
+from diffusion.checkpointing.safe_loading import SafeLoadPlanner
 
 log = logging.getLogger(__name__)
 

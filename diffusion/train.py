@@ -18,13 +18,16 @@ from composer.utils import dist, reproducibility
 from torch.distributed.checkpoint.api import CheckpointException
 
 from diffusion.callbacks.metrics_file import LossCurve, MetricsFile
-from diffusion.checkpoints import read_unet, resolve_checkpoint
+from diffusion.checkpointing.ending import has_ended, is_finished, make_up, mark_finished
+from diffusion.checkpointing.object_store import is_store
+from diffusion.checkpointing.reading import read_unet, resolve_checkpoint
+from diffusion.checkpointing.resumption import checkpoint_places, find_resumption, remove_downloads
+from diffusion.checkpointing.safe_loading import as_data_error
 from diffusion.config.checks import check, check_machine, resolve_device
 from diffusion.config.schema import Config, Task
 from diffusion.config.secrets import to_public_yaml
 from diffusion.config.training import Decay, Device, Parallelism
 from diffusion.datasets.streams import TextImageDataset
-from diffusion.ending import has_ended, is_finished, make_up, mark_finished
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.health.startup import check_caches, check_machines
 from diffusion.launch import PreemptedError, agree
@@ -33,11 +36,8 @@ from diffusion.models.autoencoder import AutoencoderTraining, initialise_logvar
 from diffusion.models.build import build_model, load_unet
 from diffusion.models.frozen import build_vae, with_seed
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.object_store import is_store
 from diffusion.plugins import build_plugin
-from diffusion.resumption import checkpoint_places, find_resumption, remove_downloads
 from diffusion.run_loggers import build_loggers
-from diffusion.safe_loading import as_data_error
 from diffusion.sharding import ElasticFSDP2Config, correct_gradient_average
 from diffusion.train_callbacks import build_callbacks, build_meters
 from diffusion.train_data import build_evaluator, build_train_data, check_identity

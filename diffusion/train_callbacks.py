@@ -17,6 +17,7 @@ from diffusion.callbacks.samples import SampleGrids
 from diffusion.callbacks.saving import SaveCheckpoints
 from diffusion.callbacks.stream_losses import StreamLosses
 from diffusion.callbacks.utilisation import Utilisation
+from diffusion.checkpointing.resumption import CheckpointPlaces
 from diffusion.config.checks import num_batches
 from diffusion.config.data import Representation
 from diffusion.config.quantities import parse_time
@@ -30,7 +31,6 @@ from diffusion.health.waiting import LoaderSettings
 from diffusion.models.autoencoder import AutoencoderTraining
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.plugins import build_plugin
-from diffusion.resumption import CheckpointPlaces
 from diffusion.train_data import statistics_pictures
 
 

@@ -39,6 +39,7 @@ def check_identity(config: Config, model: LatentDiffusion) -> None:
     if config.data.representation != Representation.latents or config.plugins.train_dataset is not None:
         return
     vae, tokenizer = module_identity(model.vae), tokenizer_identity(model.tokenizer)
+    text_encoder = module_identity(model.text_encoder) if config.data.text_embeddings else None
     roots = [(config.data.remote, config.data.local, config.data.streams)]
     if config.validation is not None:
         streams = held_out_streams(config.validation, config.data)
@@ -56,6 +57,7 @@ def check_identity(config: Config, model: LatentDiffusion) -> None:
                 needs_logvar=config.objective.posterior == Posterior.sample,
                 vae_identity=vae,
                 tokenizer_identity=tokenizer,
+                text_encoder_identity=text_encoder,
             )
 
 

@@ -32,7 +32,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Count, look up, write."""
     options = parse_arguments()
-    from diffusion.checkpoints import read_position, resolve_checkpoint
+    from diffusion.checkpointing.reading import read_position, resolve_checkpoint
     from diffusion.loading import load_config_of
     from diffusion.planning.provenance import (
         apply_substitutes,

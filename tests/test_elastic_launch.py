@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
-from diffusion.checkpoints import batch_of, resolve_checkpoint
+from diffusion.checkpointing.reading import batch_of, resolve_checkpoint
 from tests.training_runs import BIN, ROOT, environment
 
 RESTARTING = ["--nnodes=1:1", "--max-restarts=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
-from diffusion.checkpoints import read_record, read_unet, resolve_checkpoint
+from diffusion.checkpointing.reading import read_record, read_unet, resolve_checkpoint
 from diffusion.config.model import Weights
 from diffusion.loading import load_model
 from tests.training_runs import train_on

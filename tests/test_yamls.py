@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
-from diffusion.checkpoints import find_checkpoints
+from diffusion.checkpointing.reading import find_checkpoints
 from diffusion.config.checks import is_location
 from diffusion.config.loading import load_config
 from diffusion.config.training import Precision

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from diffusion.algorithms.averaging import WeightAverage, check_names, gather_on_rank_0, reshard, trainable_parameters
 from diffusion.algorithms.profiles import Profile
+from diffusion.checkpointing.safe_loading import SafeLoadPlanner, SafeReader, load_sharded
 from diffusion.errors import DataError
-from diffusion.safe_loading import SafeLoadPlanner, SafeReader, load_sharded
 
 
 class LateStartEMA(Callback):

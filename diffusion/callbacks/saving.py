@@ -17,11 +17,18 @@ from composer.callbacks import CheckpointSaver
 from composer.utils import dist, reproducibility
 from torch.distributed.checkpoint.api import CheckpointException
 
-from diffusion.checkpoint_writing import PARTIAL_FILE, copy_to_host, write_file, write_sharded
-from diffusion.checkpoints import batch_of, find_damage, is_complete, list_checkpoints, remove_checkpoint, superseded
+from diffusion.checkpointing.reading import (
+    batch_of,
+    find_damage,
+    is_complete,
+    list_checkpoints,
+    remove_checkpoint,
+    superseded,
+)
+from diffusion.checkpointing.remote import RemoteCheckpoints, remove_copy
+from diffusion.checkpointing.writing import PARTIAL_FILE, copy_to_host, write_file, write_sharded
 from diffusion.errors import MachineError
 from diffusion.launch import agree
-from diffusion.remote_checkpoints import RemoteCheckpoints, remove_copy
 
 log = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from diffusion.checkpointing.object_store import url_problem
 from diffusion.config.averages import average_problems
 from diffusion.config.data import Crop, Representation, StreamConfig
 from diffusion.config.groups import group_problems, group_size, legal_world_sizes
@@ -23,7 +24,6 @@ from diffusion.config.schema import Config, Task
 from diffusion.config.sizes import size_problems
 from diffusion.config.training import Device, Parallelism, Precision
 from diffusion.errors import ConfigurationError, MachineError
-from diffusion.object_store import url_problem
 
 NUM_SEEDS = 2**32
 XXHASHES = ("xxh32", "xxh64", "xxh3_64", "xxh128", "xxh3_128")
@@ -291,6 +291,11 @@ def _places(config: Config) -> Iterator[str]:
 
 def _data(config: Config) -> Iterator[str]:
     data = config.data
+    if data.text_embeddings and data.representation is not Representation.latents:
+        yield (
+            "data.text_embeddings is true with data.representation images: they are stored beside latents. Set "
+            "data.representation=latents, or data.text_embeddings=false."
+        )
     if data.representation is Representation.latents:
         remedy = "Set data.representation=images, or encode the pictures as they are to be."
         if data.crop is Crop.random:

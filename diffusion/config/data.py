@@ -103,6 +103,10 @@ class DataConfig:
     representation: Representation = Representation.images
     """`images`: pictures are decoded and encoded while training. `latents`: `scripts/encode.py` did that."""
 
+    text_embeddings: bool = False
+    """Take the text encoder's output from the data instead of running it; only with `representation: latents` that were
+    encoded with `--text-embeddings` (158 kB per caption of SD2)."""
+
     resolution: int = MISSING
     """Side of the square pictures, in pixels; streams may have a `resolution` of their own."""
 

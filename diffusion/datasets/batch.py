@@ -34,6 +34,9 @@ class BatchKey(str, Enum):
     TOKEN_IDS = "token_ids"
     """int64 [B, L]: the caption, padded to the tokenizer's length."""
 
+    TEXT_EMBEDDING = "text_embedding"
+    """float16 [B, L, D]: the text encoder's output for the caption, with `data.text_embeddings` only."""
+
     SAMPLE = "sample"
     """int64 [B]: the address of each sample, made by `diffusion.randomness.sample_address`."""
 

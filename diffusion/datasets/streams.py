@@ -48,6 +48,7 @@ class TextImageDataset(ShardDataset):
         seed: seed of the run: order, crops, flips and choices of captions.
         with_logvar: whether the log-variance of latents is wanted.
         choose_caption: draw one of a sample's captions in each epoch; otherwise the first is taken.
+        with_text_embeddings: whether the text encoder's stored output is wanted; only with latents.
         downloads: how shards are fetched.
         options: further arguments of `ShardDataset` and `streaming.StreamingDataset`.
 
@@ -65,6 +66,7 @@ class TextImageDataset(ShardDataset):
         seed: int,
         with_logvar: bool,
         choose_caption: bool,
+        with_text_embeddings: bool = False,
         downloads: Downloads | None = None,
         **options: Any,
     ) -> None:
@@ -75,9 +77,12 @@ class TextImageDataset(ShardDataset):
         self.seed = seed
         self.with_logvar = with_logvar
         self.choose_caption = choose_caption
+        self.with_text_embeddings = with_text_embeddings
         self.bad_pictures = BadPictures(World.detect().num_ranks if "order" in options else 1)
         streams = [FetchedStream(location, downloads or Downloads()) for location in locations]
         wanted = ["latent_mean", "token_ids"] if tokenize is None else ["image", "captions", "key"]
+        wanted += ["latent_logvar"] if with_logvar else []
+        wanted += ["text_embeddings"] if with_text_embeddings else []
         names = [location.name for location in locations]
         super().__init__(
             stream_names=names,
@@ -85,7 +90,7 @@ class TextImageDataset(ShardDataset):
             proportions=[location.proportion for location in locations],
             repeats=[location.repeat for location in locations],
             shuffle_seed=seed,
-            columns=[*wanted, "latent_logvar"] if with_logvar else wanted,
+            columns=wanted,
             **options,
         )
         for stream, location in enumerate(locations):
@@ -149,6 +154,11 @@ class TextImageDataset(ShardDataset):
                 f"{where} holds latents of {latent}, which do not fit pictures of {size} (data.resolution, or the "
                 "resolution of the stream): set the size they were encoded with, or run scripts/encode.py again"
             )
+        if self.with_text_embeddings and "text_embeddings" not in columns:
+            raise DataError(
+                f"{where} holds no text embeddings, and data.text_embeddings is true: set it to false, or run "
+                "scripts/encode.py with --text-embeddings"
+            )
         if self.with_logvar and "latent_logvar" not in columns:
             raise DataError(
                 f"{where} holds only the means of the latents, and objective.posterior is sample: set "
@@ -160,8 +170,8 @@ class TextImageDataset(ShardDataset):
 
         Returns:
             `TOKEN_IDS` int64 [L]; `IMAGE` uint8 [3, height, width], or `LATENT_MEAN` (and `LATENT_LOGVAR`) float16
-            [C, H, W]; `SAMPLE` and `STREAM` integers. A sample that is read by its number, not in the order, has
-            occurrence 0.
+            [C, H, W]; `TEXT_EMBEDDING` float16 [L, D] if wanted; `SAMPLE` and `STREAM` integers. A sample that is read
+            by its number, not in the order, has occurrence 0.
         """
         address = sample_id.address if isinstance(sample_id, SampleId) else None
         sample_id = int(sample_id)
@@ -176,7 +186,10 @@ class TextImageDataset(ShardDataset):
             sample[BatchKey.LATENT_MEAN] = columns["latent_mean"]
             if self.with_logvar:
                 sample[BatchKey.LATENT_LOGVAR] = columns["latent_logvar"]
-            token_ids = all_ids[self._caption(len(all_ids), address)]
+            caption = self._caption(len(all_ids), address)
+            token_ids = all_ids[caption]
+            if self.with_text_embeddings:
+                sample[BatchKey.TEXT_EMBEDDING] = columns["text_embeddings"][caption]
         else:
             assert self.tokenize is not None
             columns, picture = self._decodable(sample_id, stream, retry)

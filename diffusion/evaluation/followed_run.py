@@ -8,18 +8,25 @@ from typing import Protocol
 
 import yaml
 
-from diffusion.checkpoints import READ_PATIENCE, batch_of, find_damage, is_half_written, list_checkpoints, open_remote
+from diffusion.checkpointing.object_store import is_store
+from diffusion.checkpointing.reading import (
+    READ_PATIENCE,
+    batch_of,
+    find_damage,
+    is_half_written,
+    list_checkpoints,
+    open_remote,
+)
+from diffusion.checkpointing.remote import remove_copy
 from diffusion.config.checks import num_batches
 from diffusion.config.schema import Config
 from diffusion.datasets.manifest import read_json
 from diffusion.errors import MachineError
-from diffusion.object_store import is_store
-from diffusion.remote_checkpoints import remove_copy
 
 log = logging.getLogger(__name__)
 
 FINISHED = "finished.json"
-"""What training leaves in its run folder at its end (`diffusion.ending`)."""
+"""What training leaves in its run folder at its end (`diffusion.checkpointing.ending`)."""
 
 
 class FollowedRun(Protocol):

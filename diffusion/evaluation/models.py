@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from diffusion.algorithms.average_files import AVERAGE_SUFFIX
-from diffusion.checkpoints import batch_of, resolve_checkpoint
+from diffusion.checkpointing.reading import batch_of, resolve_checkpoint
 from diffusion.errors import ConfigurationError
 from diffusion.loading import load_model
 from diffusion.models.identity import module_identity

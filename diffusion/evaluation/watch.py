@@ -9,6 +9,7 @@ import logging
 import threading
 from pathlib import Path
 
+from diffusion.checkpointing.remote import remove_copy
 from diffusion.config.evaluation import EvaluationConfig
 from diffusion.errors import DataError
 from diffusion.evaluation.evaluate import Evaluation
@@ -20,7 +21,6 @@ from diffusion.evaluation.results import read_results
 from diffusion.evaluation.watch_writers import Writers
 from diffusion.launch import agree
 from diffusion.loading import load_config_of
-from diffusion.remote_checkpoints import remove_copy
 
 log = logging.getLogger(__name__)
 

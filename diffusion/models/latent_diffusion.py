@@ -190,6 +190,16 @@ class LatentDiffusion(ComposerModel):
         )
         return torch.where(dropped[:, None], self._empty_token_ids.to(token_ids.device), token_ids)
 
+    @torch.no_grad()
+    def _text(self, batch: Batch, token_ids: Tensor) -> Tensor:
+        """The text encoder's output for token ids in which captions may have been dropped: float32 [B, L, D]."""
+        if BatchKey.TEXT_EMBEDDING not in batch:
+            return self.encode_text(token_ids)
+        empty = self._empty_token_ids.to(token_ids.device)
+        is_empty = (token_ids == empty).all(dim=1)
+        empty_text = self.encode_text(empty[None]).half()  # Rounded as those that are stored.
+        return torch.where(is_empty[:, None, None], empty_text, batch[BatchKey.TEXT_EMBEDDING]).float()
+
     def _timesteps(self, batch: Batch, purposes: Purposes) -> Tensor:
         """Timesteps of a batch, int64 [B]: uniform, or spread over the global batch."""
         num, step, sample = self.noise_process.num_timesteps, batch[BatchKey.STEP], batch[BatchKey.SAMPLE]
@@ -210,7 +220,7 @@ class LatentDiffusion(ComposerModel):
         prediction_type, gamma = self.objective.prediction_type, self.objective.min_snr_gamma
         target = self.noise_process.target(prediction_type, latents, noise, timesteps)
         weight = None if gamma is None else self.noise_process.min_snr_weight(prediction_type, timesteps, gamma)
-        prediction = self.unet(noised, timesteps, self.encode_text(token_ids), return_dict=False)[0]
+        prediction = self.unet(noised, timesteps, self._text(batch, token_ids), return_dict=False)[0]
         return Prediction(prediction, target, weight, timesteps)
 
     def forward(self, batch: Batch) -> Prediction:

@@ -7,6 +7,7 @@ listed with the result. Text is made by `format_plan`.
 import math
 from dataclasses import dataclass, field
 
+from diffusion.checkpointing.retention import kept_steps
 from diffusion.config.checks import num_batches
 from diffusion.config.model import Architecture
 from diffusion.config.quantities import parse_time
@@ -15,7 +16,6 @@ from diffusion.config.training import Parallelism, Precision
 from diffusion.planning.averages import average_file_bytes, count_average_files
 from diffusion.planning.state_bytes import StateBytes
 from diffusion.planning.streams import EpochPlan, plan_epoch
-from diffusion.retention import kept_steps
 
 WEIGHT_BYTES = GRADIENT_BYTES = EMA_BYTES = 4
 """Master weights, gradients and their average are fp32."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from diffusion.checkpoints import read_unet, resolve_checkpoint
+from diffusion.checkpointing.reading import read_unet, resolve_checkpoint
 from diffusion.config.model import Weights
 from diffusion.verification.runner import Outcome
 

@@ -14,7 +14,7 @@ from diffusion.algorithms.average_files import STORED, list_averages, read_combi
 from diffusion.algorithms.posthoc import reconstruct
 from diffusion.algorithms.profiles import Exponential, PowerFunction, Profile, build_profiles
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
-from diffusion.checkpoints import batch_of, find_checkpoints, read_average, read_unet, resolve_checkpoint
+from diffusion.checkpointing.reading import batch_of, find_checkpoints, read_average, read_unet, resolve_checkpoint
 from diffusion.config.model import Weights
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.loading import load_model

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
-from diffusion.checkpoints import batch_of, find_checkpoints, resolve_checkpoint
+from diffusion.checkpointing.reading import batch_of, find_checkpoints, resolve_checkpoint
 from diffusion.launch import PREEMPTED_EXIT_CODE, PreemptedError, run_command
 from tests.training_runs import BIN, ROOT, TrainingServer, environment
 

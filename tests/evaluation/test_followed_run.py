@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from diffusion.checkpointing.object_store import ObjectStore
 from diffusion.datasets.manifest import write_json_atomically
 from diffusion.evaluation.followed_run import LocalRun, RemoteRun, follow
-from diffusion.object_store import ObjectStore
 from tests.s3_server import s3_process, s3_server
 
 __all__ = ["s3_process", "s3_server"]

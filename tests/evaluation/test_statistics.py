@@ -91,8 +91,8 @@ def test_kid_is_the_double_sum(monkeypatch, rows):
 def test_cmmd_is_the_double_sum_over_normalised_embeddings(monkeypatch, rows):
     monkeypatch.setattr(statistics, "BLOCK_ROWS", rows)
     x, y = features(19, 6, 10) * 7, features(22, 6, 11) + 1
-    unit = [z / np.linalg.norm(z, axis=1, keepdims=True) for z in (x, y)]
-    expected = 1000 * double_sum(*unit, lambda a, b: np.exp(-np.square(a - b).sum() / 200))
+    a_unit, b_unit = (z / np.linalg.norm(z, axis=1, keepdims=True) for z in (x, y))
+    expected = 1000 * double_sum(a_unit, b_unit, lambda a, b: np.exp(-np.square(a - b).sum() / 200))
     assert cmmd(x, y) == pytest.approx(expected, abs=1e-6)
     assert expected > 0.5
 

@@ -2,8 +2,6 @@
 
 import json
 import multiprocessing
-import os
-import signal
 import time
 from collections import Counter
 from multiprocessing.process import BaseProcess
@@ -70,7 +68,7 @@ def watched(server, tmp_path_factory):
     first = start_watcher(overrides)
     server.start(1, [("tests/toy.yaml", [f"output_folder={run}", "loggers.tensorboard=true"])])
     wait_for(output / "ledger.json", first)
-    os.kill(first.pid, signal.SIGKILL)
+    first.kill()
     first.join()
     second = start_watcher(overrides)
     job = server.finish()

@@ -64,6 +64,19 @@ def test_frozen_parts_stay_in_eval_mode_without_gradients():
     assert all(p.grad is not None for p in model.unet.parameters())
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_stored_text_embeddings_take_the_place_of_the_text_encoder(dropout):
+    model = small_model(caption_dropout=dropout)
+    batch = image_batch(8)
+    expected = model(batch).prediction
+    stored = {**batch, BatchKey.TEXT_EMBEDDING: model.encode_text(batch[BatchKey.TOKEN_IDS]).half()}
+    torch.testing.assert_close(model(stored).prediction, expected, rtol=1e-2, atol=1e-3)
+    other = {**stored, BatchKey.TEXT_EMBEDDING: torch.zeros_like(stored[BatchKey.TEXT_EMBEDDING])}
+    changed = (model(other).prediction - expected).abs().amax(dim=(1, 2, 3)) > 1e-2
+    assert changed.any(), "the embeddings are used"
+    assert bool(changed.all()) == (dropout == 0.0), "a dropped caption's is that of the empty caption"
+
+
 def test_frozen_parts_move_with_the_model():
     model = small_model()
     model.to(torch.bfloat16)

@@ -10,9 +10,11 @@ import pytest
 import torch
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from diffusion.config.data import PictureSize
+from diffusion.config.data import PictureSize, Representation
 from diffusion.config.preparation import BucketsConfig
+from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.encoded import EncodedManifest, check_encoded, read_encoded_manifest
+from diffusion.datasets.loader import train_loader
 from diffusion.datasets.mds import read_index, read_shards
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.preparation.encoding.encode import encode
@@ -22,7 +24,7 @@ from diffusion.preparation.withdrawal import withdraw
 from diffusion.preparation.withdrawal_erase import erase
 from tests.picture_files import noise, write_folder
 from tests.preparation.test_encode import EMPTY_IDS, build_vae, digests, read, run
-from tests.written_data import tokenize, write_prepared
+from tests.written_data import data_config, tokenize, write_prepared
 
 MODELS = EncodingModels(
     vae=build_vae(), vae_identity="vae-0", tokenize=tokenize, tokenizer_identity="tokenizer-0", empty_ids=EMPTY_IDS
@@ -117,6 +119,28 @@ def test_text_embeddings(tmp_path: Path) -> None:
         check_encoded(EncodedManifest(**{**vars(plain), "code": "other"}), **fitting)
     with pytest.raises(DataError, match=r"holds another encoding \(text_encoder differ\)"):
         encode(tmp_path / "prepared", out, models=MODELS, resolutions=[32], batch_size=4)
+
+
+def test_stored_text_embeddings_are_read_with_the_caption_that_is_chosen(tmp_path: Path) -> None:
+    write_prepared(tmp_path / "prepared", {"32-64": 8}, num_captions=3)
+    ids = np.arange(15, dtype=np.int32).reshape(3, 5)
+    changes = {"text_encoder": text_encoder(), "text_encoder_identity": "text-0", "tokenize": lambda captions: ids}
+    encode(
+        tmp_path / "prepared", tmp_path / "out", models=EncodingModels(**{**vars(MODELS), **changes}), resolutions=[32]
+    )
+    with torch.no_grad():
+        expected = text_encoder()(torch.from_numpy(ids).long())[0].half()
+    settings = {"representation": Representation.latents, "resolution": 32, "text_embeddings": True}
+    config = data_config(tmp_path / "out" / "train", "32-64", **settings)
+    batch = next(iter(train_loader(config, seed=1, tokenize=None, rank_batch_size=8)))
+    chosen = batch[BatchKey.TOKEN_IDS][:, 0] // 5
+    assert len(set(chosen.tolist())) > 1
+    torch.testing.assert_close(batch[BatchKey.TEXT_EMBEDDING], expected[chosen], rtol=2e-3, atol=2e-3)
+    encode(tmp_path / "prepared", tmp_path / "plain", models=MODELS, resolutions=[32])
+    with pytest.raises(DataError, match="holds no text embeddings"):
+        train_loader(
+            data_config(tmp_path / "plain" / "train", "32-64", **settings), seed=1, tokenize=None, rank_batch_size=8
+        )
 
 
 def test_what_prepared_data_grew_by_is_added(tmp_path: Path) -> None:

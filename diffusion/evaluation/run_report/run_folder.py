@@ -13,12 +13,12 @@ import yaml
 from diffusion.callbacks.metrics_file import TRAIN_LOSS
 from diffusion.callbacks.preemption import MARKER
 from diffusion.callbacks.starts_file import STARTS
+from diffusion.checkpointing.ending import FINISHED
 from diffusion.config.checks import num_batches
 from diffusion.config.loading import load, to_dict
 from diffusion.config.schema import Config
 from diffusion.config.secrets import redact
 from diffusion.config.tree import dump
-from diffusion.ending import FINISHED
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.run_report.curves import Curve, read_curves, read_json_lines
 

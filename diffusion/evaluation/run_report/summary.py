@@ -6,11 +6,11 @@ from pathlib import Path
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS
 from diffusion.callbacks.saving import STALL
-from diffusion.checkpoints import list_checkpoints
+from diffusion.checkpointing.object_store import is_store
+from diffusion.checkpointing.reading import list_checkpoints
 from diffusion.config.schema import Task
 from diffusion.evaluation.run_report.run_folder import Run, Start
 from diffusion.html_page import Page
-from diffusion.object_store import is_store
 from diffusion.planning.plan import Plan, make_plan
 
 VALIDATION_LOSS = "metrics/validation/loss"

@@ -20,14 +20,11 @@ import torch
 import yaml
 from torch import Tensor
 
-from diffusion.checkpoint_writing import PARTIAL_FILE
-from diffusion.checksums import check_checksums
-from diffusion.config.model import Weights
-from diffusion.errors import ConfigurationError, DataError
-from diffusion.object_store import ObjectStore, is_store
-from diffusion.remote_checkpoints import RemoteCheckpoints, remove_copy
-from diffusion.retention import superseded_steps
-from diffusion.safe_loading import (
+from diffusion.checkpointing.checksums import check_checksums
+from diffusion.checkpointing.object_store import ObjectStore, is_store
+from diffusion.checkpointing.remote import RemoteCheckpoints, remove_copy
+from diffusion.checkpointing.retention import superseded_steps
+from diffusion.checkpointing.safe_loading import (
     INDEX,
     SafeReader,
     UnsafeCheckpointError,
@@ -38,6 +35,9 @@ from diffusion.safe_loading import (
     load_sharded,
     read_entries,
 )
+from diffusion.checkpointing.writing import PARTIAL_FILE
+from diffusion.config.model import Weights
+from diffusion.errors import ConfigurationError, DataError
 
 log = logging.getLogger(__name__)
 

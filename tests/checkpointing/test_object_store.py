@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
-from diffusion.checkpoints import batch_of, find_newest, open_remote, read_all, resolve_checkpoint
+from diffusion.checkpointing.object_store import ObjectStore
+from diffusion.checkpointing.reading import batch_of, find_newest, open_remote, read_all, resolve_checkpoint
 from diffusion.config.checks import check
 from diffusion.config.loading import load_config
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.loading import load_config_of, load_model
-from diffusion.object_store import ObjectStore
 from tests.s3_server import S3Server, object_file, s3_process, s3_server
 from tests.training_runs import TrainingServer
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from composer.utils import dist
 
-from diffusion.checkpoints import (
+from diffusion.checkpointing.reading import (
     check_checkpoint,
     find_damage,
     find_newest,
@@ -16,12 +16,12 @@ from diffusion.checkpoints import (
     open_remote,
     remove_half_written,
 )
+from diffusion.checkpointing.remote import RemoteCheckpoint, RemoteCheckpoints, remove_copy
+from diffusion.checkpointing.safe_loading import read_entries
 from diffusion.config.schema import Config
 from diffusion.config.training import Parallelism
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.launch import agree
-from diffusion.remote_checkpoints import RemoteCheckpoint, RemoteCheckpoints, remove_copy
-from diffusion.safe_loading import read_entries
 
 log = logging.getLogger(__name__)
 

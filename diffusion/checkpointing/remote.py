@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffusion.checksums import CHECKSUMS
+from diffusion.checkpointing.checksums import CHECKSUMS
+from diffusion.checkpointing.object_store import ObjectStore, StoredFile
+from diffusion.checkpointing.safe_loading import INDEX, UnsafeCheckpointError
 from diffusion.errors import DataError
-from diffusion.object_store import ObjectStore, StoredFile
-from diffusion.safe_loading import INDEX, UnsafeCheckpointError
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
-from diffusion.checkpoints import batch_of, find_newest, read_all
+from diffusion.checkpointing.reading import batch_of, find_newest, read_all
 from tests.training_runs import TrainingServer
 
 NUM_STEPS = 9

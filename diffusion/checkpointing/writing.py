@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from diffusion.checksums import Checksum, HashingFile, checksum_of, write_checksums, write_durably
-from diffusion.safe_loading import INDEX
+from diffusion.checkpointing.checksums import Checksum, HashingFile, checksum_of, write_checksums, write_durably
+from diffusion.checkpointing.safe_loading import INDEX
 
 PARTIAL_FILE = ".pt.partial"
 """End of the name of a `.pt` checkpoint that is being written."""

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.callbacks.saving import STALL
-from diffusion.checkpoint_writing import copy_to_host
-from diffusion.checkpoints import list_checkpoints, read_all
+from diffusion.checkpointing.reading import list_checkpoints, read_all
+from diffusion.checkpointing.writing import copy_to_host
 from diffusion.config.loading import load_config
 from diffusion.datasets.loader import train_loader
 from diffusion.models.build import build_unet
@@ -89,7 +89,7 @@ class ThawServerAt(Callback):
 def test_training_goes_on_while_a_checkpoint_is_uploaded(s3_server, tmp_path):
     server = TrainingServer(tmp_path)
     run, reference = tmp_path / "run", tmp_path / "reference"
-    thaw = f"{{path: tests.test_checkpoint_cost.ThawServerAt, arguments: {{freeze: 3, thaw: 7, pid: {s3_server.pid}}}}}"
+    thaw = f"{{path: tests.checkpointing.test_checkpoint_cost.ThawServerAt, arguments: {{freeze: 3, thaw: 7, pid: {s3_server.pid}}}}}"
     common = ["trainer.save_interval=4ba", "trainer.max_duration=8ba", "samples.prompts=[]"]
     overrides = [
         f"output_folder={run}",

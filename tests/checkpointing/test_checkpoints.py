@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
-from diffusion.checkpoints import (
+from diffusion.checkpointing.checksums import CHECKSUMS, read_checksums
+from diffusion.checkpointing.reading import (
     batch_of,
     check_checkpoint,
     find_checkpoints,
@@ -26,11 +27,10 @@ from diffusion.checkpoints import (
     resolve_checkpoint,
     superseded,
 )
-from diffusion.checksums import CHECKSUMS, read_checksums
+from diffusion.checkpointing.safe_loading import UnsafeCheckpointError, read_entries
 from diffusion.config.model import Weights
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.loading import load_model
-from diffusion.safe_loading import UnsafeCheckpointError, read_entries
 from tests.malicious_checkpoints import ATTACKS, evil_entry, evil_optimizer_entry, evil_tensor
 from tests.training_runs import TrainingServer
 

@@ -8,8 +8,8 @@ import pytest
 from composer import Callback, Logger, State
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
-from diffusion.checkpoints import batch_of, resolve_checkpoint
-from diffusion.ending import FINISHED
+from diffusion.checkpointing.ending import FINISHED
+from diffusion.checkpointing.reading import batch_of, resolve_checkpoint
 from tests.training_runs import TrainingServer
 
 NUM_STEPS = 8
@@ -38,7 +38,7 @@ def test_samples_and_metrics_are_made_up(server, shapes, tmp_path):
     common += ["validation.streams=[{name: 32-64}, {name: 64-up}]", "model.vae=" + str(shapes / "vae")]
     toy = {name: ("tests/toy.yaml", [f"output_folder={run}", *common]) for name, run in runs.items()}
     server.train(2, [toy["whole"]])
-    kill = "plugins.callbacks=[{path: tests.test_ending.KillAtEpochEnd}]"
+    kill = "plugins.callbacks=[{path: tests.checkpointing.test_ending.KillAtEpochEnd}]"
     job = server.run(2, [(toy["killed"][0], [*toy["killed"][1], kill])])
     assert -9 in job.codes
     assert batch_of(resolve_checkpoint(str(runs["killed"]))) == NUM_STEPS
