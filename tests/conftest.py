@@ -11,6 +11,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="also the tests that take long")
     parser.addoption("--data", default=None, help="folder with real pictures: emoji/ and prompts/")
     parser.addoption("--kills", type=int, default=2, help="how often a preparation is killed in a test of that")
 
@@ -30,10 +31,12 @@ def kills(request: pytest.FixtureRequest) -> int:
     return request.config.getoption("--kills")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 
     for item in items:
+        if item.get_closest_marker("thorough") and not config.getoption("--thorough"):
+            item.add_marker(pytest.mark.skip(reason="takes long: pytest --thorough"))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 

@@ -84,8 +84,8 @@ def test_torchrun_starts_preempted_ranks_again_and_no_step_is_lost_or_doubled(tm
     ("launcher", "number"),
     [
         (["composer", "-n", "2"], signal.SIGTERM),
-        (["torchrun", "--nproc-per-node=2", *RESTARTING], signal.SIGTERM),
-        (["torchrun", "--nproc-per-node=2", *RESTARTING], signal.SIGUSR1),
+        pytest.param(["torchrun", "--nproc-per-node=2", *RESTARTING], signal.SIGTERM, marks=pytest.mark.thorough),
+        pytest.param(["torchrun", "--nproc-per-node=2", *RESTARTING], signal.SIGUSR1, marks=pytest.mark.thorough),
     ],
 )
 def test_a_signal_to_the_launcher_alone_saves_the_run(tmp_path, launcher, number):

@@ -91,6 +91,7 @@ def start_node(node: int, port: int, output: Path, *overrides: str) -> subproces
         )
 
 
+@pytest.mark.thorough
 @pytest.mark.world_size(2)
 def test_a_lost_node_ends_the_others_within_the_timeout_and_30_seconds(tmp_path):
     """Two launchers on one machine as two nodes. Where the connection breaks, gloo notices before the timeout."""
@@ -137,6 +138,7 @@ def test_data_that_is_not_there_ends_all_ranks_with_one_message(server, shapes, 
     assert "Traceback" not in job.output
 
 
+@pytest.mark.thorough
 @pytest.mark.world_size(2)
 def test_two_jobs_on_one_machine_train_as_if_alone(server, shapes, tmp_path):
     data = shapes / "latents-32"

@@ -104,3 +104,17 @@ def test_equal_to_the_bit(server, uninterrupted, tmp_path, world, scenario, in_b
     reference = read_metrics(uninterrupted[world] / "metrics.jsonl")
     assert series(rows, TRAIN_LOSS) == series(reference, TRAIN_LOSS)
     assert series(rows, "lr-AdamW/group0") == series(reference, "lr-AdamW/group0")
+
+
+@pytest.mark.gpu
+def test_equal_to_the_bit_on_a_gpu(server, tmp_path):
+    settings = ["trainer.device=gpu", "trainer.precision=amp_bf16", "trainer.deterministic=true"]
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    server.train(1, [options(alone, "fsdp", *settings)])
+    for step, how in SCENARIOS["twice at random"]:
+        plugin = f"{{path: tests.toys.SignalAt, arguments: {{step: {step}, number: {how}, rank: 0}}}}"
+        server.run(1, [options(run, "fsdp", *settings, f"plugins.callbacks=[{plugin}]")])
+    server.train(1, [options(run, "fsdp", *settings)])
+    expected, found = final_state(alone), final_state(run)
+    assert expected.keys() == found.keys()
+    assert [key for key in expected if not is_equal(expected[key], found[key])] == []

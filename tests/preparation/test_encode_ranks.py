@@ -110,6 +110,7 @@ def test_killed_and_continued_on_another_number_of_processes(
     assert digests(out) == digests(undisturbed)
 
 
+@pytest.mark.thorough
 def test_two_processes_tell_a_mistake_once(prepared: Path, tmp_path: Path) -> None:
     broken = tmp_path / "prepared"
     shutil.copytree(prepared, broken)
@@ -121,6 +122,7 @@ def test_two_processes_tell_a_mistake_once(prepared: Path, tmp_path: Path) -> No
     assert f"{shard.name} has" in done.stdout
 
 
+@pytest.mark.thorough
 def test_on_ray(prepared: Path, undisturbed: Path, parts: FrozenParts, tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="needs Ray: pip install 'diffusion[ray]'")
     load = partial(EncodingModels.of, parts, text_embeddings=True)

@@ -85,7 +85,9 @@ def check(sources, out, undisturbed, arguments, num_kills, seed):
     return killed
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize(
+    "workers", [pytest.param(1, marks=pytest.mark.thorough), 2, pytest.param(4, marks=pytest.mark.thorough)]
+)
 def test_killed_at_random_moments(sources, undisturbed, tmp_path, kills, workers):
     assert check(sources, tmp_path / "out", undisturbed, ["--workers", str(workers)], kills, workers) >= 1
 
