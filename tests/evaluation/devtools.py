@@ -73,7 +73,7 @@ class Tab:
     def open(self, address: str, until: str) -> None:
         """Go to a page and wait until an expression is true."""
         self.call("Page.navigate", url=address)
-        self.wait(until)
+        self.wait(f"document.readyState == 'complete' && {until}")
 
     def wait(self, expression: str) -> None:
         """Wait until an expression is true; while a page is being replaced, it is not."""
@@ -84,7 +84,8 @@ class Tab:
     def click(self, selector: str, times: int = 1) -> None:
         """Press the left button in the middle of an element, as often as in a double click if twice."""
         place = self.value(
-            f"(() => {{ const b = document.querySelector({json.dumps(selector)}).getBoundingClientRect(); "
+            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); "
+            "e.scrollIntoView({block: 'center'}); const b = e.getBoundingClientRect(); "
             "return [b.x + b.width / 2, b.y + b.height / 2] })()"
         )
         for count in range(1, times + 1):

@@ -113,7 +113,6 @@ def command(*arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
 
 
-@pytest.mark.thorough
 @pytest.mark.browser
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: apt-get install chromium")
 def test_fifty_pairs_by_clicks_and_keys_in_a_browser(tmp_path):
