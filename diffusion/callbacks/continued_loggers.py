@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from composer import Logger, State
-from composer.loggers import TensorboardLogger, WandBLogger
+from composer.loggers import LoggerDestination, TensorboardLogger, WandBLogger
 from composer.utils import dist
 
 from diffusion.callbacks.metrics_file import MetricsFile, read_metrics
@@ -46,7 +46,26 @@ class LoggedPoints:
         return {name: value for name, value in metrics.items() if not self.has(name, step)}
 
 
-class ContinuedTensorboard(TensorboardLogger):
+class _SkipsLoggedImages(LoggerDestination):
+    """Leaves out images that an earlier start has written; stands before a logger of Composer."""
+
+    _points: LoggedPoints
+
+    def log_images(
+        self,
+        images: Any,
+        name: str = "Images",
+        channels_last: bool = False,
+        step: int | None = None,
+        *more: Any,
+        **named: Any,
+    ) -> None:
+        """Log images, unless they are there."""
+        if not self._points.has(name, step):
+            super().log_images(images, name, channels_last, step, *more, **named)
+
+
+class ContinuedTensorboard(_SkipsLoggedImages, TensorboardLogger):
     """Composer's TensorboardLogger, without the points that earlier starts of the run have written.
 
     Args:
@@ -65,19 +84,6 @@ class ContinuedTensorboard(TensorboardLogger):
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Write the numbers that are not there yet."""
         super().log_metrics(self._points.without(metrics, step), step)
-
-    def log_images(
-        self,
-        images: Any,
-        name: str = "Images",
-        channels_last: bool = False,
-        step: int | None = None,
-        *more: Any,
-        **named: Any,
-    ) -> None:
-        """Write images, unless they are there."""
-        if not self._points.has(name, step):
-            super().log_images(images, name, channels_last, step, *more, **named)
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing; but what was logged before a checkpoint is in the file when the checkpoint is."""
@@ -111,7 +117,7 @@ def _event_points(path: Path) -> Iterator[tuple[str, int]]:
         yield from ((value.tag, event.step) for value in event.summary.value)
 
 
-class ContinuedWandB(WandBLogger):
+class ContinuedWandB(_SkipsLoggedImages, WandBLogger):
     """Composer's WandBLogger, which leaves out, when offline, what earlier starts have written and adds what they lost.
 
     Online, the server refuses steps that it has.
@@ -152,19 +158,6 @@ class ContinuedWandB(WandBLogger):
         """Log the numbers that are not there yet."""
         if missing := self._points.without(metrics, step):
             super().log_metrics(missing, step)
-
-    def log_images(
-        self,
-        images: Any,
-        name: str = "Images",
-        channels_last: bool = False,
-        step: int | None = None,
-        *more: Any,
-        **named: Any,
-    ) -> None:
-        """Log images, unless they are there."""
-        if not self._points.has(name, step):
-            super().log_images(images, name, channels_last, step, *more, **named)
 
 
 def wandb_points(folder: Path, run_id: str) -> LoggedPoints:
