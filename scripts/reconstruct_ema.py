@@ -15,6 +15,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = CommandParser(description="Make averages of any width from the averages that a run has stored.")
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--width", type=float, nargs="+", required=True, help="relative widths, such as 0.08")
+    parser.add_argument("--store", help="s3://bucket/prefix of the run's checkpoints, for averages that are not here")
     parser.add_argument("--step", type=int, help="step at which it ends, one of those stored; default: the last")
     return parser.parse_args()
 
@@ -22,8 +23,10 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Reconstruct, write and say how well."""
     arguments = parse_arguments()
-    from diffusion.algorithms.posthoc import reconstruct
+    from diffusion.algorithms.posthoc import fetch_averages, reconstruct
 
+    if arguments.store is not None:
+        fetch_averages(arguments.store, arguments.run)
     for width in arguments.width:
         path, combination = reconstruct(arguments.run, width, step=arguments.step)
         print(

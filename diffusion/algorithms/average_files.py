@@ -1,6 +1,7 @@
 """Averages of weights as files of their own: safetensors with what they are, under names that say it, too.
 
     RUN/averages/step-000100-width-0.05.safetensors         stored while training
+    s3://bucket/prefix/averages/...                         the same, where checkpoints go to an object store
     RUN/reconstructed/step-000100-width-0.08.safetensors    made from them afterwards
 
 The tensors have the names of the model's parameters (`unet.conv_in.weight`). Equal averages give equal bytes.
@@ -88,20 +89,6 @@ def read_record(path: Path) -> AverageRecord:
         return AverageRecord(**json.loads(metadata[_RECORD]))
     except (KeyError, ValueError, TypeError) as error:
         raise DataError(f"{path} does not say what it is an average of: it was not written by this package") from error
-
-
-def read_unet_average(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a file: fp32, by the U-Net's own parameter names.
-
-    Raises:
-        DataError: it is damaged, or holds no U-Net.
-    """
-    prefix = "unet."
-    tensors = read_combination([path], [1.0])
-    unet = {name.removeprefix(prefix): tensor for name, tensor in tensors if name.startswith(prefix)}
-    if not unet:
-        raise DataError(f"{path} holds no U-Net")
-    return unet
 
 
 def read_combination(paths: Iterable[Path], coefficients: Iterable[float]) -> Iterator[tuple[str, Tensor]]:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from diffusion.algorithms.average_files import (
     RECONSTRUCTED,
+    STORED,
     AverageRecord,
     list_averages,
     read_combination,
@@ -11,6 +12,8 @@ from diffusion.algorithms.average_files import (
 )
 from diffusion.algorithms.profiles import PowerFunction
 from diffusion.algorithms.reconstruction import Combination, TimedProfile, combine_profiles
+from diffusion.checkpointing.object_store import ObjectStore
+from diffusion.checkpointing.reading import READ_PATIENCE
 from diffusion.errors import ConfigurationError, DataError, MachineError
 
 
@@ -46,6 +49,25 @@ def reconstruct(run: Path, width: float, *, step: int | None = None) -> tuple[Pa
         return write_average(run / RECONSTRUCTED, record, tensors), combination
     except OSError as error:
         raise MachineError(f"{run / RECONSTRUCTED} cannot be written: {error.strerror or error}") from error
+
+
+def fetch_averages(url: str, run: Path) -> None:
+    """Download the averages that a run has stored beside its checkpoints, except those that are here already.
+
+    Args:
+        url: `s3://bucket/prefix` of the run's checkpoints.
+        run: the run folder here.
+
+    Raises:
+        ConfigurationError: the URL is of another kind.
+        MachineError: the store cannot be read, or the disk not be written.
+    """
+    store = ObjectStore(url, patience=READ_PATIENCE)
+    for name, stored in store.files().items():
+        local = run / name
+        is_here = local.is_file() and local.stat().st_size == stored.num_bytes
+        if name.startswith(f"{STORED}/") and not is_here:
+            store.download(name, local)
 
 
 def _gamma(label: str, path: Path) -> float:

@@ -10,21 +10,23 @@ from diffusion.algorithms.average_files import STORED, AverageRecord, write_aver
 from diffusion.algorithms.averaging import gather_on_rank_0
 from diffusion.algorithms.ema import LateStartEMA
 from diffusion.algorithms.profiles import PowerFunction, build_profiles
-from diffusion.config.training import EMAConfig, StoredPrecision
+from diffusion.checkpointing.object_store import ObjectStore
+from diffusion.config.training import EMAConfig, NumberFormat
 from diffusion.errors import MachineError
 from diffusion.launch import agree
 
 DTYPES = {
-    StoredPrecision.fp32: torch.float32,
-    StoredPrecision.fp16: torch.float16,
-    StoredPrecision.bf16: torch.bfloat16,
+    NumberFormat.fp32: torch.float32,
+    NumberFormat.fp16: torch.float16,
+    NumberFormat.bf16: torch.bfloat16,
 }
 
 
 class AverageSnapshots(Callback):
     """Write the power-function averages at intervals and at the end; they are never removed.
 
-    A file holds one average, gathered tensor by tensor on rank 0, which needs its size in memory; its content does not
+    With an object store, each is uploaded as `averages/NAME`, before the checkpoint of its step. A file holds one
+    average, gathered tensor by tensor on rank 0, which needs its size in memory; its content does not
     depend on the number of ranks beyond the order of sums in training. A run that continues from a checkpoint writes
     the files of the steps that it repeats again, with the same bytes. Comes after the callback that updates the
     averages.
@@ -34,10 +36,13 @@ class AverageSnapshots(Callback):
         folder: where the files go.
         interval: batches between them, counted from the beginning of the run: `5000ba`.
         dtype: of the stored tensors.
+        store: of the run's checkpoints; None if they are in a folder.
     """
 
-    def __init__(self, ema: LateStartEMA, folder: Path, *, interval: str, dtype: torch.dtype) -> None:
-        self.ema, self.folder, self.dtype = ema, folder, dtype
+    def __init__(
+        self, ema: LateStartEMA, folder: Path, *, interval: str, dtype: torch.dtype, store: ObjectStore | None = None
+    ) -> None:
+        self.ema, self.folder, self.dtype, self.store = ema, folder, dtype, store
         self.interval = Time.from_timestring(interval)
         self._last_step = -1
 
@@ -64,20 +69,25 @@ class AverageSnapshots(Callback):
         if dist.get_global_rank() != 0:
             return
         try:
-            write_average(self.folder, record, tensors)
+            path = write_average(self.folder, record, tensors)
         except OSError as error:
             raise MachineError(
                 f"{self.folder / record.file_name} cannot be written: {error.strerror or error}. Make room and start "
                 "the same command again"
             ) from error
+        if self.store is not None:
+            self.store.upload(path, f"{STORED}/{path.name}")
 
 
-def build_averages(config: EMAConfig | None, folder: Path) -> tuple[LateStartEMA | None, list[Callback]]:
+def build_averages(
+    config: EMAConfig | None, folder: Path, store: ObjectStore | None = None
+) -> tuple[LateStartEMA | None, list[Callback]]:
     """The callbacks that average and store.
 
     Args:
         config: None for no averages.
         folder: the run folder.
+        store: of the run's checkpoints; None if they are in a folder.
 
     Returns:
         The one with which to sample and export, None if the weights are to be; and all, in the order in which they run.
@@ -90,5 +100,6 @@ def build_averages(config: EMAConfig | None, folder: Path) -> tuple[LateStartEMA
     callbacks: list[Callback] = [ema]
     if power is not None:
         dtype = DTYPES[power.snapshot_precision]
-        callbacks.append(AverageSnapshots(ema, folder / STORED, interval=power.snapshot_interval, dtype=dtype))
+        snapshots = AverageSnapshots(ema, folder / STORED, interval=power.snapshot_interval, dtype=dtype, store=store)
+        callbacks.append(snapshots)
     return ema if config.evaluate else None, callbacks

@@ -17,7 +17,7 @@ from composer import Logger, State
 from composer.loggers import LoggerDestination, TensorboardLogger, WandBLogger
 from composer.utils import dist
 
-from diffusion.callbacks.metrics_file import MetricsFile, read_metrics
+from diffusion.callbacks.metrics_file import MetricsFile
 
 log = logging.getLogger(__name__)
 
@@ -146,10 +146,7 @@ class ContinuedWandB(_SkipsLoggedImages, WandBLogger):
         self._points = wandb_points(self.folder, self.run_id)
         if self.metrics is None:
             return
-        rows = read_metrics(self.metrics.path)
-        if current := self.metrics.state_dict()["row"]:
-            rows.append(json.loads(current))
-        for row in rows:
+        for row in self.metrics.rows():
             if self._points.last_step < row["step"] <= step:
                 values = {name: value for name, value in row.items() if name != "step"}
                 super().log_metrics(values, int(row["step"]))

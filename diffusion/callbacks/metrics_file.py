@@ -65,6 +65,10 @@ class MetricsFile(LoggerDestination):
         """Keep the row until training continues."""
         self._loaded = state.get("row", "")
 
+    def rows(self) -> list[dict[str, float]]:
+        """All rows, with what was collected of the current step."""
+        return [*read_metrics(self.path), *([{"step": self._step, **self._row}] if self._row else [])]
+
     def flush(self) -> None:
         """Append the row that was collected."""
         if self._row:
@@ -163,8 +167,7 @@ class LossCurve(Callback):
 
     def _draw(self) -> None:
         if dist.get_global_rank() == 0:
-            self.metrics.flush()
-            draw_loss_curve(read_metrics(self.metrics.path), self.path, self.title)
+            draw_loss_curve(self.metrics.rows(), self.path, self.title)
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Draw."""

@@ -4,10 +4,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from diffusion.datasets.batch import BatchKey
+from diffusion.datasets.batch import BatchKey, num_samples
 from diffusion.models.latent_diffusion import Batch, LatentDiffusion
+
+CAPTION_KEYS = frozenset({BatchKey.TOKEN_IDS, BatchKey.TEXT_EMBEDDING, BatchKey.POOLED_TEXT_EMBEDDING})
+"""Entries of a batch that are made from its captions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,42 +46,44 @@ def measure_caption_use(model: LatentDiffusion, batches: Iterable[Batch], seeds:
 
     Args:
         model: with the weights that are to be measured.
-        batches: held-out data as the loader yields it, on any device.
+        batches: held-out data as the loader yields it, on any device, each of one size.
         seeds: evaluation seeds.
 
     Returns:
         The losses.
     """
-    device = next(model.unet.parameters()).device
-    whole = _concatenate(list(batches))
-    num_samples = len(whole[BatchKey.SAMPLE])
-    other = dict(whole)
-    other[BatchKey.TOKEN_IDS] = whole[BatchKey.TOKEN_IDS].roll(num_samples // 2, dims=0)
+    own = list(batches)
     training_seed, was_training = model.seed, model.unet.training
     model.unet.eval()
     try:
         losses = []
-        for data in (whole, other):
+        for of_captions in (own, with_other_captions(own)):
             losses.append([])
             for seed in seeds:
                 model.seed = seed
-                losses[-1].append(_loss(model, data, device))
+                losses[-1].append(_loss(model, of_captions))
     finally:
         model.seed = training_seed
         model.unet.train(was_training)
     return CaptionUse(true=losses[0], shuffled=losses[1])
 
 
-def _concatenate(batches: Sequence[Batch]) -> Batch:
-    return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+def with_other_captions(batches: Sequence[Batch]) -> list[Batch]:
+    """The same batches, each sample with the caption of the one half the set away."""
+    sizes = [num_samples(batch) for batch in batches]
+    others: list[Batch] = [dict(batch) for batch in batches]
+    for key in CAPTION_KEYS & batches[0].keys():
+        moved = torch.cat([batch[key] for batch in batches]).roll(sum(sizes) // 2, dims=0)
+        for batch, part in zip(others, moved.split(sizes), strict=True):
+            batch[key] = part
+    return others
 
 
-def _loss(model: LatentDiffusion, data: Batch, device: torch.device, batch_size: int = 64) -> float:
+def _loss(model: LatentDiffusion, batches: Sequence[Batch]) -> float:
+    device = next(model.unet.parameters()).device
     total = torch.zeros((), dtype=torch.float64)
-    num_samples = len(data[BatchKey.SAMPLE])
-    for start in range(0, num_samples, batch_size):
-        batch: dict[str, Tensor] = {key: value[start : start + batch_size].to(device) for key, value in data.items()}
-        outputs = model.eval_forward(batch)
+    for batch in batches:
+        outputs = model.eval_forward({key: value.to(device) for key, value in batch.items()})
         error = (outputs.prediction.float() - outputs.target).square().mean(dim=(1, 2, 3))
         total += error.double().sum().cpu()
-    return (total / num_samples).item()
+    return (total / sum(map(num_samples, batches))).item()

@@ -6,6 +6,7 @@ which there must be fewer.
 """
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -19,15 +20,15 @@ from tqdm.auto import tqdm
 
 from diffusion.config.evaluation import CompositionalConfig
 from diffusion.demo.shapes import COLOURS, Scene, caption
+from diffusion.demo.shapes import SHAPES as SHAPE_NAMES
 from diffusion.demo.shapes import prompts as shape_scenes
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.detectors import Detection, Detector, ShapesOracle, ZeroShotDetector
 from diffusion.evaluation.prompts import Prompt
 from diffusion.evaluation.protocol import Protocol, compositional_protocol
 from diffusion.evaluation.ranks import Ranks
-from diffusion.evaluation.results import Number
+from diffusion.evaluation.results import COMPOSITIONAL, Number
 
-NAME = "compositional"
 SHAPES = "shapes"
 
 MIN_DISTANCE, MIN_LENGTH = 0.1, 1e-3
@@ -37,6 +38,9 @@ COLOUR_NAMES = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "b
 """The colours that GenEval tells apart."""
 
 RELATIONS = ("left of", "right of", "above", "below")
+
+COUNTS = {2: "two", 3: "three", 4: "four"}
+"""How many objects the demo's prompts of counts ask for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +105,11 @@ def _beyond(offset: float, margin: float) -> float:
 
 
 def shape_checks() -> list[Check]:
-    """The checks of the demo: each pair of colour and shape, and relations of two objects."""
+    """The checks of the demo: each pair of colour and shape, relations of two objects, and counts of each shape."""
     single, pairs = shape_scenes()
-    return [*(_single(scene) for scene in single), *(_pair(scene) for scene in pairs)]
+    colours = itertools.cycle(COLOURS)
+    counted = [_counted(num, next(colours), shape) for num in COUNTS for shape in SHAPE_NAMES]
+    return [*(_single(scene) for scene in single), *(_pair(scene) for scene in pairs), *counted]
 
 
 def _single(scene: Scene) -> Check:
@@ -117,6 +123,16 @@ def _pair(scene: Scene) -> Check:
     target = Wanted(label=second.shape, colour=second.colour)
     wanted = Wanted(label=first.shape, colour=first.colour, relation=scene.relation, target=0)
     return Check(prompt=caption(scene), category="relation", include=(target, wanted))
+
+
+def _counted(num: int, colour: str, shape: str) -> Check:
+    """So many objects of one colour and shape, and no more of that shape."""
+    return Check(
+        prompt=f"{COUNTS[num]} {colour} {shape}s on a gray background",
+        category="count",
+        include=(Wanted(label=shape, count=num, colour=colour),),
+        exclude=(Wanted(label=shape, count=num + 1),),
+    )
 
 
 def read_checks(path: Path) -> list[Check]:
@@ -174,7 +190,7 @@ class Compositional:
         suite = hashlib.sha256(content.encode()).hexdigest()[:16]
         protocol = compositional_protocol(self.config, images, suite=suite, detector=self.detector.identity)
         categories = dict.fromkeys(check.category for check in self.checks)
-        return {NAME: protocol, **{f"{NAME}/{category}": protocol for category in categories}}
+        return {COMPOSITIONAL: protocol, **{f"{COMPOSITIONAL}/{category}": protocol for category in categories}}
 
     def judge(self, files: Sequence[Path], images: Mapping[str, Any], ranks: Ranks) -> dict[str, Number]:
         """The shares of images that show what was asked for; to be called by all ranks.
@@ -203,8 +219,8 @@ class Compositional:
             by_category.setdefault(category, []).append(is_right)
         if not by_category:
             return {}
-        shares = {f"{NAME}/{category}": sum(right) / len(right) for category, right in by_category.items()}
-        values = {NAME: sum(shares.values()) / len(shares), **shares}
+        shares = {f"{COMPOSITIONAL}/{category}": sum(right) / len(right) for category, right in by_category.items()}
+        values = {COMPOSITIONAL: sum(shares.values()) / len(shares), **shares}
         protocols = self.protocols(images)
         return {name: Number(value=values[name], protocol=protocols[name]) for name in protocols}
 

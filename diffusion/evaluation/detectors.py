@@ -85,7 +85,7 @@ class ZeroShotDetector:
             options: dict[str, Any] = {"local_files_only": True}
             self._processor: Any = AutoProcessor.from_pretrained(place, **options)
             model: Any = AutoModelForZeroShotObjectDetection.from_pretrained(place, use_safetensors=True, **options)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, ImportError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ConfigurationError(
                 f"protocol.compositional.detector={folder}: {reason} Give a folder with config.json, "
@@ -93,6 +93,7 @@ class ZeroShotDetector:
             ) from error
         self._model = freeze(model).to(device)
         self._device, self.threshold = device, threshold
+        self._sees_squares = model.config.model_type == "owlv2"  # Padded on the right and below.
         self.identity = f"{model.config.model_type} {module_identity(model)}"
 
     @torch.no_grad()
@@ -104,6 +105,8 @@ class ZeroShotDetector:
         inputs = self._processor(text=[flat], images=image, return_tensors="pt").to(self._device)
         outputs = self._model(**inputs)
         scores, boxes = outputs.logits[0].sigmoid().cpu(), outputs.pred_boxes[0].cpu()
+        if self._sees_squares:
+            boxes = boxes * max(image.size) / torch.tensor([*image.size, *image.size])
         of_labels, of_colours = scores[:, : len(labels)], scores[:, len(labels) :]
         found = []
         for number, label in enumerate(labels):

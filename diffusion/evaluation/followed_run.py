@@ -83,8 +83,7 @@ class LocalRun:
 
     def finished_step(self) -> int | None:
         """What the run folder says."""
-        path = self.run / FINISHED
-        return int(read_json(path)["step"]) if path.is_file() else None
+        return _finished_step(self.run)
 
 
 class RemoteRun:
@@ -92,10 +91,11 @@ class RemoteRun:
 
     Args:
         url: `s3://bucket/prefix` of its checkpoints.
+        run: its folder, if that can be reached.
     """
 
-    def __init__(self, url: str) -> None:
-        self._remote = open_remote(url, READ_PATIENCE)
+    def __init__(self, url: str, run: Path | None = None) -> None:
+        self._remote, self._run = open_remote(url, READ_PATIENCE), run
 
     def present(self) -> list[str]:
         """Those whose upload has ended."""
@@ -119,8 +119,8 @@ class RemoteRun:
         return held
 
     def finished_step(self) -> int | None:
-        """Nothing: the store holds checkpoints only, and the last one shows that the run is finished."""
-        return None
+        """What the run folder says; the store holds checkpoints only."""
+        return _finished_step(self._run) if self._run is not None else None
 
 
 def follow(place: str) -> FollowedRun:
@@ -137,7 +137,9 @@ def follow(place: str) -> FollowedRun:
     if config.is_file():
         settings = (yaml.safe_load(config.read_text(encoding="utf-8")) or {}).get("trainer") or {}
         if elsewhere := settings.get("checkpoint_folder"):
-            return RemoteRun(elsewhere) if is_store(elsewhere) else _ElsewhereRun(path, Path(elsewhere).expanduser())
+            return (
+                RemoteRun(elsewhere, path) if is_store(elsewhere) else _ElsewhereRun(path, Path(elsewhere).expanduser())
+            )
     return LocalRun(path)
 
 
@@ -147,6 +149,11 @@ class _ElsewhereRun(LocalRun):
     def __init__(self, run: Path, checkpoints: Path) -> None:
         super().__init__(run)
         self.checkpoints = checkpoints
+
+
+def _finished_step(run: Path) -> int | None:
+    path = run / FINISHED
+    return int(read_json(path)["step"]) if path.is_file() else None
 
 
 def is_last(step: int, config: Config) -> bool:

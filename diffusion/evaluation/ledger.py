@@ -17,6 +17,9 @@ class Entry:
     skipped: str | None = None
     """Why it was not evaluated; None if it was."""
 
+    is_last: bool = False
+    """Whether it is of the last step that the run's configuration asks for."""
+
 
 @dataclass(kw_only=True)
 class Ledger:

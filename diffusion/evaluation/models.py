@@ -16,9 +16,8 @@ from diffusion.errors import ConfigurationError
 from diffusion.loading import load_model
 from diffusion.models.identity import module_identity
 from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.layout import is_pipeline
 from diffusion.models.sampling import inference_scheduler
-
-PIPELINE_INDEX = "model_index.json"
 
 
 class Generator(Protocol):
@@ -152,11 +151,6 @@ class PipelineGenerator:
             guidance_scale=guidance_scale,
             latents=latents.to(self.pipeline.unet.dtype),
         ).images
-
-
-def is_pipeline(place: str) -> bool:
-    """Whether a place is a folder in the diffusers layout."""
-    return (Path(place).expanduser() / PIPELINE_INDEX).is_file()
 
 
 def find_subjects(place: str, weights: Sequence[str]) -> list[Subject]:

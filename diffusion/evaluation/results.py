@@ -1,6 +1,6 @@
 """Numbers with their protocols, in files; and tables, which hold numbers of one protocol only."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,9 @@ from typing import Any
 from diffusion.datasets.manifest import read_json, write_json_atomically
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.evaluation.protocol import Protocol, difference, protocol_hash
+
+COMPOSITIONAL = "compositional"
+"""Name of the mean of the compositional checks; those of a category are called `compositional/CATEGORY`."""
 
 RESULTS = "results"
 """Folder of the files of results, in the output folder."""
@@ -136,14 +139,23 @@ def check_one_protocol(results: Sequence[Result]) -> None:
 
 
 def table(results: Sequence[Result]) -> str:
-    """A Markdown table of results, one row each.
+    """A Markdown table of results, one row each; and one of the compositional checks by category, where there are any.
 
     Raises:
         ConfigurationError: their protocols differ.
     """
     check_one_protocol(results)
-    names = list(dict.fromkeys(name for result in results for name in result.numbers if "/" not in name))
-    rows = [["model", "guidance", *names], ["---", "---:", *["---:"] * len(names)]]
+    names = list(dict.fromkeys(name for result in results for name in result.numbers))
+    whole = _table(results, {name: name for name in names if "/" not in name})
+    categories = {
+        name: name.removeprefix(f"{COMPOSITIONAL}/") for name in names if name.startswith(f"{COMPOSITIONAL}/")
+    }
+    return f"{whole}\n{_table(results, categories | {COMPOSITIONAL: 'mean'})}" if categories else whole
+
+
+def _table(results: Sequence[Result], names: Mapping[str, str]) -> str:
+    """A Markdown table of some numbers, by their names and headings."""
+    rows = [["model", "guidance", *names.values()], ["---", "---:", *["---:"] * len(names)]]
     for result in results:
         if not any(name in result.numbers for name in names):
             continue

@@ -9,6 +9,7 @@ import logging
 import threading
 from pathlib import Path
 
+from diffusion.checkpointing.object_store import is_store
 from diffusion.checkpointing.remote import remove_copy
 from diffusion.config.evaluation import EvaluationConfig
 from diffusion.errors import DataError
@@ -55,7 +56,8 @@ class Watcher:
         self.evaluation = Evaluation(config=config, ranks=ranks)
         self.ledger = agree(lambda: Ledger.open(self.folder, self.place))
         self._writers: Writers | None = None
-        self._is_finished = False
+        # A run folder says whether its run is finished; of a store, only what was read from it tells.
+        self._is_finished = is_store(self.place) and any(entry.is_last for entry in self.ledger.entries.values())
         self._pause = threading.Event()
 
     def run(self) -> None:
@@ -86,31 +88,31 @@ class Watcher:
 
     def _evaluate(self, name: str) -> None:
         """Evaluate one checkpoint and note it."""
-        step, held = step_of(name), self.folder / HELD / name
+        held = self.folder / HELD / name
         is_there = self.ranks.broadcast(agree(lambda: self._hold(name)))
-        skipped = None if is_there else "it was removed before it could be read"
+        entry = Entry(step=step_of(name), skipped="it was removed before it could be read")
         if is_there:
-            skipped = self._evaluate_held(name, held)
+            entry = self._evaluate_held(name, held)
+            self._is_finished = self._is_finished or entry.is_last
         self.ranks.barrier()
 
         def note() -> None:
             if self.ranks.is_first:
-                if skipped is None:
+                if entry.skipped is None:
                     self._write(held)
                 else:
-                    log.warning("checkpoint %s of %s is left out: %s", name, self.place, skipped)
+                    log.warning("checkpoint %s of %s is left out: %s", name, self.place, entry.skipped)
                 remove_copy(held)
-                self.ledger.add(name, Entry(step=step, skipped=skipped))
+                self.ledger.add(name, entry)
 
         agree(note)
 
     def _hold(self, name: str) -> bool:
         return self.ranks.is_first and follow(self.place).hold(name, self.folder / HELD) is not None
 
-    def _evaluate_held(self, name: str, held: Path) -> str | None:
-        """Evaluate each of the weights; return why nothing could be, if so."""
+    def _evaluate_held(self, name: str, held: Path) -> Entry:
+        """Evaluate each of the weights; return what is to be noted."""
         config = agree(lambda: load_config_of(held))
-        self._is_finished = self._is_finished or is_last(step_of(name), config)
         problems = []
         subjects = subjects_of_checkpoint(held, self.config.weights)
         for subject in subjects:
@@ -120,7 +122,8 @@ class Watcher:
                 # An average that had not started is no reason to leave out the other weights.
                 log.warning("%s of %s: %s", subject.weights, name, error)
                 problems.append(str(error))
-        return "; ".join(problems) if len(problems) == len(subjects) else None
+        skipped = "; ".join(problems) if len(problems) == len(subjects) else None
+        return Entry(step=step_of(name), skipped=skipped, is_last=is_last(step_of(name), config))
 
     def _write(self, held: Path) -> None:
         if self._writers is None:

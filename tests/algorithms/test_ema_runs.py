@@ -14,11 +14,12 @@ from diffusion.algorithms.average_files import STORED, list_averages, read_combi
 from diffusion.algorithms.posthoc import reconstruct
 from diffusion.algorithms.profiles import Exponential, PowerFunction, Profile, build_profiles
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
-from diffusion.checkpointing.reading import batch_of, find_checkpoints, read_average, read_unet, resolve_checkpoint
+from diffusion.checkpointing.reading import batch_of, find_checkpoints, resolve_checkpoint
+from diffusion.checkpointing.unet_weights import read_unet
 from diffusion.config.model import Weights
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.loading import load_model
-from tests.training_runs import Run, TrainingServer
+from tests.training_runs import Run
 
 START, END = 3, 8
 DECAYS, WIDTHS = [0.9, 0.5], [0.1, 0.2]
@@ -43,13 +44,6 @@ def validation(shapes: Path) -> list[str]:
 
 def plugin(path: str, **arguments: Any) -> str:
     return json.dumps({"path": path, "arguments": arguments})
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = TrainingServer(tmp_path_factory.mktemp("jobs"))
-    yield server
-    server.close()
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +115,7 @@ def float64_average(folder: Path, profile: Profile, end: int = END) -> dict[str,
 @pytest.mark.parametrize("name", ["none", "ddp-2", "fsdp-1", "fsdp-2"])
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.label)
 def test_averages_are_the_float64_averages_of_the_recorded_weights(runs, name, profile):
-    found = read_average(newest(runs[name]), profile.label)
+    found = read_unet(newest(runs[name]), profile.label)
     assert {tensor.dtype for tensor in found.values()} == {torch.float32}
     assert difference(found, float64_average(runs[name], profile)) < 1e-6
     weights = torch.load(runs[name] / "weights" / f"step-{END:03d}.pt")
@@ -141,10 +135,10 @@ def test_the_weights_are_stored_beside_their_averages(runs, name):
 def test_the_first_average_is_the_one_called_ema(runs):
     for name in ("none", "fsdp-2"):
         assert (
-            difference(read_unet(newest(runs[name]), Weights.ema), read_average(newest(runs[name]), "decay-0.9")) == 0
+            difference(read_unet(newest(runs[name]), Weights.ema), read_unet(newest(runs[name]), "decay-0.9")) == 0
         )
         with pytest.raises(DataError, match=r"holds decay-0.9, decay-0.5, width-0.1, width-0.2, but not .* width-0.3"):
-            read_average(newest(runs[name]), "width-0.3")
+            read_unet(newest(runs[name]), "width-0.3")
 
 
 @pytest.mark.world_size(2)
@@ -174,7 +168,7 @@ def test_nothing_is_stored_before_the_start(runs):
         before = find_checkpoints(runs[name] / "checkpoints")[0]
         assert batch_of(before) < START
         with pytest.raises(DataError, match="holds no averages"):
-            read_average(before, "decay-0.9")
+            read_unet(before, "decay-0.9")
         with pytest.raises(DataError, match="it had not started"):
             read_unet(before, Weights.ema)
         assert snapshot_steps(runs[name]) == [4, 6, 8]
@@ -207,8 +201,8 @@ def test_the_average_is_evaluated_and_the_weights_are_trained(runs, server, shap
 def test_the_start_can_be_given_as_a_fraction_and_in_samples(runs):
     for name in ("none-dur", "none-sp"):
         for profile in PROFILES:
-            expected = read_average(newest(runs["none"]), profile.label)
-            assert difference(read_average(newest(runs[name]), profile.label), expected) == 0
+            expected = read_unet(newest(runs["none"]), profile.label)
+            assert difference(read_unet(newest(runs[name]), profile.label), expected) == 0
 
 
 @pytest.mark.world_size(2)
@@ -223,8 +217,8 @@ def test_a_killed_run_leaves_the_same_files(runs):
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.label)
 def test_averages_continue_at_another_number_of_ranks(runs, profile):
-    expected = read_average(newest(runs["fsdp-2"]), profile.label)
-    assert difference(read_average(newest(runs["resized"]), profile.label), expected) < 1e-5
+    expected = read_unet(newest(runs["fsdp-2"]), profile.label)
+    assert difference(read_unet(newest(runs["resized"]), profile.label), expected) < 1e-5
 
 
 @pytest.mark.world_size(2)
@@ -278,6 +272,6 @@ def test_a_width_that_was_not_tracked_generates(runs, tmp_path):
     tracked, _ = reconstruct(copy, 0.2, step=6)
     assert difference(load_model(tracked).unet.state_dict(), float64_average(copy, PowerFunction(0.2), 6)) < 1e-6
     loaded = load_model(runs["none"], weights="width-0.2").unet.state_dict()
-    assert difference(loaded, read_average(newest(runs["none"]), "width-0.2")) == 0
+    assert difference(loaded, read_unet(newest(runs["none"]), "width-0.2")) == 0
     with pytest.raises(ConfigurationError, match=r"no average of step 5: there are 4, 6, 8"):
         reconstruct(copy, 0.2, step=5)

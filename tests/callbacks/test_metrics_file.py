@@ -4,8 +4,10 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
+from diffusion.callbacks import metrics_file
 from diffusion.callbacks.metrics_file import (
     TRAIN_LOSS,
+    LossCurve,
     MetricsFile,
     draw_loss_curve,
     read_metrics,
@@ -43,6 +45,21 @@ def test_a_resumed_run_drops_the_steps_that_it_runs_again_and_completes_the_row_
     found = read_metrics(path)
     assert [row["step"] for row in found] == [0, 1, 2, 3]
     assert found[-1] == {"step": 3, "metrics/validation/loss": 0.5, TRAIN_LOSS: 30.0}
+
+
+def test_drawing_at_an_evaluation_shows_its_numbers_and_leaves_the_row_whole(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(metrics_file, "draw_loss_curve", lambda rows, path, title: drawn.append(rows))
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    curve = LossCurve(metrics, tmp_path / "loss.png", "a run")
+    metrics.log_metrics({TRAIN_LOSS: 1.0}, step=0)
+    metrics.log_metrics({"metrics/validation/loss": 0.5}, step=1)
+    curve.eval_end(state_at(1), None)
+    metrics.log_metrics({TRAIN_LOSS: 0.9}, step=1)
+    metrics.log_metrics({TRAIN_LOSS: 0.8}, step=2)
+    first = {"step": 0, TRAIN_LOSS: 1.0}
+    assert drawn == [[first, {"step": 1, "metrics/validation/loss": 0.5}]]
+    assert read_metrics(metrics.path) == [first, {"step": 1, "metrics/validation/loss": 0.5, TRAIN_LOSS: 0.9}]
 
 
 def test_running_mean_is_over_the_last_values():

@@ -2,14 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from tests.training_runs import ROOT, environment, launch
+from tests.training_runs import ROOT, TrainingServer
 
 CLIP_SIZE = 32
 
@@ -69,27 +67,18 @@ def write_all(root: Path) -> Path:
     return root
 
 
-def evaluate_on(num_ranks: int, arguments: list[str]) -> str:
+def evaluate_on(server: TrainingServer, num_ranks: int, arguments: list[str]) -> None:
     """Run `evaluate.py` on so many ranks; it must succeed."""
-    program = ["evaluate.py", "tests/evaluation/toy_evaluation.yaml", *arguments]
-    if num_ranks > 1:
-        done = launch(num_ranks, program)
-    else:
-        command = [sys.executable, *program]
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300, check=False
-        )
-    assert done.returncode == 0, done.stdout[-5000:] + (done.stderr or "")[-5000:]
-    return done.stdout
+    server.command(num_ranks, ["evaluate.py", "tests/evaluation/toy_evaluation.yaml", *arguments])
 
 
-def run_watcher(arguments: list[str]) -> None:
-    """Watch in this process, as the only rank."""
+def run_watcher(arguments: list[str], variables: dict[str, str]) -> None:
+    """Watch in this process, as the rank that the environment variables say."""
     from diffusion.config.evaluation import EvaluationConfig
     from diffusion.config.loading import load
     from diffusion.evaluation.watch import watch
 
-    os.environ.update(RANK="0", WORLD_SIZE="1", WANDB_SILENT="true")
+    os.environ.update(variables)
     watch(load(EvaluationConfig, ROOT / "tests/evaluation/toy_evaluation.yaml", arguments))
 
 

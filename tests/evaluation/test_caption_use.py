@@ -3,7 +3,7 @@ import torch
 
 from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, PredictionType
 from diffusion.datasets.batch import BatchKey
-from diffusion.evaluation.caption_use import measure_caption_use
+from diffusion.evaluation.caption_use import measure_caption_use, with_other_captions
 from diffusion.models import build_model
 
 
@@ -62,3 +62,25 @@ def test_equal_captions_make_no_difference(trained):
     same[BatchKey.TOKEN_IDS] = same[BatchKey.TOKEN_IDS][:1].expand(64, 24)
     use = measure_caption_use(trained, [same], seeds=range(2))
     assert use.gain == 0.0
+
+
+def test_held_out_data_may_have_several_sizes(trained):
+    whole = data(64)
+    first, second = ({key: value[part] for key, value in whole.items()} for part in (slice(0, 40), slice(40, 64)))
+    wide = {key: second[key].repeat(1, 1, 1, 2) for key in (BatchKey.LATENT_MEAN, BatchKey.LATENT_LOGVAR)}
+    use = measure_caption_use(trained, [first, second | wide], seeds=[0])
+    assert use.gain > 0.05
+    alone = [measure_caption_use(trained, [part], seeds=[0]).true[0] for part in (first, second | wide)]
+    assert use.true[0] == pytest.approx((40 * alone[0] + 24 * alone[1]) / 64, rel=1e-6)
+
+
+def test_captions_that_are_stored_as_embeddings_are_exchanged_too():
+    parts = [
+        {BatchKey.SAMPLE: numbers, BatchKey.TEXT_EMBEDDING: numbers[:, None, None].half().expand(-1, 24, 8)}
+        for numbers in (torch.arange(3), torch.arange(3, 8))
+    ]
+    others = with_other_captions(parts)
+    assert torch.cat([other[BatchKey.SAMPLE] for other in others]).tolist() == list(range(8))
+    found = torch.cat([other[BatchKey.TEXT_EMBEDDING] for other in others])
+    assert found[:, 0, 0].tolist() == [4, 5, 6, 7, 0, 1, 2, 3]
+    assert found.shape == (8, 24, 8)

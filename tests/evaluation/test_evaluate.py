@@ -8,25 +8,26 @@ import pytest
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.evaluation.results import Result, read_results, table
 from tests.evaluation.evaluation_toys import evaluate_on, numbers, overrides, write_all
-from tests.training_runs import train_on
 
 COMPOSITIONAL = "protocol.compositional={images_per_prompt: 1}"
 NUM_IMAGES = 10
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
+def root(server, tmp_path_factory):
     root = write_all(tmp_path_factory.mktemp("evaluate"))
-    train_on(1, [("tests/toy.yaml", [f"output_folder={root / 'run'}", "trainer.max_duration=4ba"])], root)
+    server.train(1, [("tests/toy.yaml", [f"output_folder={root / 'run'}", "trainer.max_duration=4ba"])])
     return root
 
 
 @pytest.fixture(scope="module")
-def outputs(root):
+def outputs(server, root):
     """The same evaluation on one rank and on two."""
     folders = {ranks: root / f"on-{ranks}" for ranks in (1, 2)}
     for ranks, folder in folders.items():
-        evaluate_on(ranks, overrides(root, folder, f"model={root / 'run'}", COMPOSITIONAL, "weights=[raw, ema]"))
+        evaluate_on(
+            server, ranks, overrides(root, folder, f"model={root / 'run'}", COMPOSITIONAL, "weights=[raw, ema]")
+        )
     return folders
 
 
@@ -58,7 +59,18 @@ def test_numbers_stand_beside_their_protocols(outputs):
     assert "reference" not in content["protocols"][content["numbers"]["clip_score"]["protocol"]]
 
 
-def test_what_is_there_is_not_generated_again(root, outputs, tmp_path):
+def test_the_table_has_one_row_for_each_result_and_the_compositional_checks_by_category(outputs):
+    whole, categories = (outputs[1] / "table.md").read_text().split("\n\n")
+    assert whole.splitlines()[0].startswith("| model | guidance | frechet_random-4 | kernel_random-4 |")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in categories.splitlines()]
+    assert rows[0] == ["model", "guidance", "colour and shape", "relation", "count", "mean"]
+    assert len(rows) == 2 + 4
+    found = numbers(outputs[1])["ep0-ba4-ema-cfg3"]
+    shown = [f"{found[name]:.4g}" for name in ("compositional/count", "compositional")]
+    assert ["ep0-ba4-ema", "3", *shown] in [[*row[:2], *row[-2:]] for row in rows]
+
+
+def test_what_is_there_is_not_generated_again(server, root, outputs, tmp_path):
     again = tmp_path / "again"
     shutil.copytree(outputs[1], again)
     shutil.rmtree(again / "results")
@@ -66,7 +78,7 @@ def test_what_is_there_is_not_generated_again(root, outputs, tmp_path):
     whole = images(again)
     lost.unlink()
     before = {path: path.stat().st_mtime_ns for path in again.rglob("*.png")}
-    evaluate_on(1, overrides(root, again, f"model={root / 'run'}", COMPOSITIONAL, "weights=[raw, ema]"))
+    evaluate_on(server, 1, overrides(root, again, f"model={root / 'run'}", COMPOSITIONAL, "weights=[raw, ema]"))
     assert images(again) == whole
     written = {path.name for path in again.rglob("*.png") if before.get(path) != path.stat().st_mtime_ns}
     assert written == {"000000.png", "000001.png", "000002.png"}

@@ -4,7 +4,6 @@ import pytest
 
 from diffusion.callbacks.metrics_file import read_metrics
 from tests.evaluation.evaluation_toys import evaluate_on, numbers
-from tests.training_runs import train_on
 
 EVALUATE = [
     "protocol.metrics=[]",
@@ -16,7 +15,7 @@ EVALUATE = [
 
 
 @pytest.fixture(scope="module")
-def outputs(shapes, tmp_path_factory):
+def outputs(server, shapes, tmp_path_factory):
     """Run folder, and output folders by the number of ranks."""
     root = tmp_path_factory.mktemp("held-out")
     data = shapes / "latents-32"
@@ -34,9 +33,9 @@ def outputs(shapes, tmp_path_factory):
         "samples.prompts=[]",
         "algorithms.ema.evaluate=false",
     ]
-    train_on(1, [("tests/toy.yaml", overrides)], root)
+    server.train(1, [("tests/toy.yaml", overrides)])
     for ranks in (1, 2):
-        evaluate_on(ranks, [*EVALUATE, f"model={root / 'run'}", f"output_folder={root / f'on-{ranks}'}"])
+        evaluate_on(server, ranks, [*EVALUATE, f"model={root / 'run'}", f"output_folder={root / f'on-{ranks}'}"])
     return root / "run", {ranks: numbers(root / f"on-{ranks}") for ranks in (1, 2)}
 
 

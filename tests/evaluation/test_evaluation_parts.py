@@ -1,6 +1,8 @@
 """Prompts, pictures, resizing, compositional checks, validation and configuration of evaluations."""
 
+import dataclasses
 import hashlib
+import itertools
 import json
 
 import numpy as np
@@ -17,10 +19,18 @@ from diffusion.config.evaluation import (
     check_evaluation,
 )
 from diffusion.config.loading import load
-from diffusion.demo.shapes import draw
+from diffusion.demo.shapes import BACKGROUNDS, COLOURS, SHAPES, Scene, Thing, draw
 from diffusion.demo.shapes import prompts as shape_scenes
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.evaluation.compositional import Check, Wanted, is_shown, open_compositional, read_checks, relations
+from diffusion.evaluation.compositional import (
+    Check,
+    Wanted,
+    is_shown,
+    open_compositional,
+    read_checks,
+    relations,
+    shape_checks,
+)
 from diffusion.evaluation.detectors import Detection, ShapesOracle
 from diffusion.evaluation.features import resized
 from diffusion.evaluation.followed_run import LocalRun
@@ -167,22 +177,68 @@ def test_counts_are_least_counts():
     assert [is_shown(check, [dog] * num) for num in (1, 2, 3)] == [False, True, True]
 
 
-def test_the_oracle_finds_what_is_drawn_and_misses_what_is_not(tmp_path):
+def several(num, colour, shape, background="gray"):
+    """A scene of so many equal objects, up to nine, in rows of three."""
+    places = [((place % 3 + 0.5) / 3, (place // 3 + 0.5) / 3) for place in range(num)]
+    things = tuple(Thing(colour=colour, shape=shape, size="small", x=x, y=y, radius=0.12) for x, y in places)
+    return Scene(things=things, background=background)
+
+
+def asked_for(check):
+    """A scene of counted objects as a check asks for."""
+    (wanted,) = check.include
+    return several(wanted.count, wanted.colour, wanted.label)
+
+
+@pytest.mark.parametrize("side", [32, 64])
+def test_the_oracle_finds_what_is_drawn_and_misses_what_is_not(tmp_path, side):
     import torch
 
     suite = open_compositional(CompositionalConfig(images_per_prompt=1), torch.device("cpu"))
     assert suite.detector.identity == ShapesOracle.identity
     single, pairs = shape_scenes()
+    counted = [asked_for(check) for check in suite.checks if check.category == "count"]
+    assert len(counted) == 12
     files = []
-    for i, scene in enumerate([*single, *pairs]):
+    for i, scene in enumerate([*single, *pairs, *counted]):
         files.append(tmp_path / f"{i}.png")
-        draw(scene, 64).save(files[-1])
+        draw(scene, side).save(files[-1])
     found = suite.judge(files, {}, Ranks())
-    assert found["compositional"].value == 1.0
+    assert {name: number.value for name, number in found.items()} == {
+        f"compositional{category}": 1.0 for category in ("", "/colour and shape", "/relation", "/count")
+    }
     shifted = [*files[1:], files[0]]
     wrong = suite.judge(shifted, {}, Ranks())
     assert wrong["compositional/colour and shape"].value == 0.0
     assert wrong["compositional/relation"].value < 0.2
+    assert wrong["compositional/count"].value == 0.0
+
+
+@pytest.mark.parametrize("background", BACKGROUNDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_oracle_counts(shape, background):
+    for num, colour in zip(range(1, 10), itertools.cycle(COLOURS)):
+        found = ShapesOracle().find(draw(several(num, colour, shape, background), 64), [shape], [colour])
+        assert [(one.label, one.colour) for one in found] == [(shape, colour)] * num
+
+
+@pytest.mark.parametrize(
+    ("num", "colour", "more", "expected"),
+    [
+        (3, "purple", None, True),
+        (2, "purple", None, False),
+        (4, "purple", None, False),
+        (3, "blue", None, False),
+        (3, "purple", "blue", False),
+    ],
+)
+def test_a_count_is_of_that_colour_and_of_no_more_of_that_shape(num, colour, more, expected):
+    (check,) = [check for check in shape_checks() if check.prompt == "three purple circles on a gray background"]
+    scene = several(num, colour, "circle")
+    if more is not None:
+        another = dataclasses.replace(scene.things[0], colour=more, x=0.8, y=0.8)
+        scene = dataclasses.replace(scene, things=(*scene.things, another))
+    assert is_shown(check, ShapesOracle().find(draw(scene, 64), [], [])) is expected
 
 
 def test_a_suite_of_other_things_needs_a_detector():

@@ -65,3 +65,12 @@ def test_checkpoints_in_a_store_are_downloaded_and_gone_ones_left_out(tmp_path, 
     assert torch.load(held, weights_only=True) == {"state": {}}
     store.remove(["ep0-ba2.pt"])
     assert run.hold("ep0-ba2.pt", tmp_path / "held") is None
+
+
+def test_a_run_folder_whose_checkpoints_are_in_a_store_says_that_it_is_finished(tmp_path, s3_server):
+    url = "s3://tests/finished/checkpoints"
+    (tmp_path / "config.yaml").write_text(f"trainer: {{checkpoint_folder: '{url}'}}\n")
+    assert follow(str(tmp_path)).finished_step() is None
+    write_json_atomically(tmp_path / "finished.json", {"step": 10})
+    assert follow(str(tmp_path)).finished_step() == 10
+    assert follow(url).finished_step() is None

@@ -166,6 +166,8 @@ def test_a_page_of_two_phases_has_all_parts_and_no_secret(tmp_path: Path) -> Non
             TRAIN_LOSS: 2 / (step + 1),
             "loss/train/stream/a$b": 1.0,
             "throughput/samples_per_sec": 4.0,
+            "throughput/device/mfu": 0.4321,
+            "time/data_waiting_share": 0.0625,
         }
         rows.append(row)
         if step % 20 == 19:
@@ -180,7 +182,10 @@ def test_a_page_of_two_phases_has_all_parts_and_no_secret(tmp_path: Path) -> Non
     results.mkdir(parents=True)
     for step in (20, 40):
         for scale in (1.0, 3.0):
-            numbers = {"fid": {"value": step + scale, "protocol": "0123456789abcdef"}}
+            numbers = {
+                "fid": {"value": step + scale, "protocol": "0123456789abcdef"},
+                "compositional/count": {"value": scale / 4, "protocol": "fedcba9876543210"},
+            }
             content = {"name": f"ep0-ba{step}", "step": step, "guidance_scale": scale, "numbers": numbers}
             (results / f"{step}-{scale}.json").write_text(json.dumps(content))
     (results / "damaged.json").write_text("{")
@@ -192,6 +197,10 @@ def test_a_page_of_two_phases_has_all_parts_and_no_secret(tmp_path: Path) -> Non
     assert "planted-value" not in page
     for text in (
         "fid over the guidance scale",
+        "Images that show what was asked for, protocol fedcba987654",
+        "<td>75%</td>",
+        "43.2%",
+        "6.2%",
         "fid over checkpoints",
         "Files of results that cannot be read, and are left out: 1",
         "Validation loss by timestep",
@@ -203,7 +212,7 @@ def test_a_page_of_two_phases_has_all_parts_and_no_secret(tmp_path: Path) -> Non
         "cannot be read, and are left out: 1",
     ):
         assert text in page, text
-    assert page.count("data:image/svg+xml") == 8
+    assert page.count("data:image/svg+xml") == 9
 
 
 def test_a_folder_that_is_no_run_is_an_error(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from diffusion.evaluation.run_report.run_folder import read_run
 from diffusion.evaluation.run_report.summary import steps_lost
 from diffusion.launch import PREEMPTED_EXIT_CODE
 from tests.evaluation.run_report_toys import API_KEY
-from tests.training_runs import TrainingServer
 
 NUM_STEPS = 24
 PROMPTS = ["a red circle", "a blue star", "a green square"]
@@ -34,7 +33,7 @@ SECRETIVE = (
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("report")
     folder = root / "run"
     options = [
@@ -48,14 +47,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TEST_STORE_PASSWORD", IN_ENVIRONMENT)
-        server = TrainingServer(root)
-    try:
         assert server.run(1, [("tests/toy.yaml", [*options, signal_at(8, 9)])]).codes == [-9]
         codes = server.run(2, [("tests/toy.yaml", [*options, signal_at(13, 15)])]).codes
         assert codes == [PREEMPTED_EXIT_CODE] * 2
         server.train(1, [("tests/toy.yaml", [*options, f"plugins.callbacks=[{SECRETIVE}]"])])
-    finally:
-        server.close()
     return folder
 
 
@@ -120,6 +115,17 @@ def test_wandb_has_configuration_group_tags_and_captions(run: Path) -> None:
     assert config["trainer"]["max_duration"] == f"{NUM_STEPS}ba"
     assert config["optimizer"]["lr"] == 1e-3
     assert config["plugins"]["callbacks"]["0"]["arguments"]["api_key"] == "***"
+    files = [
+        name
+        for kind, record in records
+        if kind == "history"
+        for item in record.history.item
+        if list(item.nested_key) == ["samples", "filenames"]
+        for name in json.loads(item.value_json)
+    ]
+    assert len(files) == len(set(files)) == 3 * len(PROMPTS), "a picture is missing, or logged twice"
+    there = {path.name for path in run.glob("wandb/offline-run-*/files/media/images/*.png")}
+    assert {Path(name).name for name in files} <= there
     captions = [
         json.loads(item.value_json)
         for kind, record in records

@@ -1,7 +1,11 @@
-"""A watcher that is started before, during and after a run, and killed once: each checkpoint is evaluated once."""
+"""A watcher that is started before, during and after a run, and killed once: each checkpoint is evaluated once.
+
+On one rank from a folder of checkpoints, and on two ranks from an object store.
+"""
 
 import json
 import multiprocessing
+import socket
 import time
 from collections import Counter
 from multiprocessing.process import BaseProcess
@@ -11,34 +15,56 @@ import pytest
 
 from diffusion.callbacks.continued_loggers import _event_points, read_wandb
 from tests.evaluation.evaluation_toys import run_watcher, write_pictures, write_prompts
+from tests.s3_server import s3_process
 from tests.training_runs import TrainingServer
+
+__all__ = ["s3_process"]
 
 PATIENCE = 240.0
 STEPS = [2, 4, 6, 8]
 
 
-def start_watcher(overrides: list[str]) -> BaseProcess:
-    """Fork it from a process that has imported everything."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["diffusion.evaluation.watch", "wandb", "torch.utils.tensorboard.writer"])
-    process = context.Process(target=run_watcher, args=(overrides,))
-    process.start()
-    return process
+class Watcher:
+    """A watcher of some ranks, forked from a process that has imported everything.
 
+    Args:
+        num_ranks: how many.
+        overrides: of its configuration.
+        variables: of the environment.
+    """
 
-def wait_for(path: Path, process: BaseProcess) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not path.is_file():
-        assert process.is_alive() or path.is_file(), f"the watcher has ended with {process.exitcode}"
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    def __init__(self, num_ranks: int, overrides: list[str], variables: dict[str, str]) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["diffusion.evaluation.watch", "wandb", "torch.utils.tensorboard.writer"])
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
+        self.ranks: list[BaseProcess] = []
+        for rank in range(num_ranks):
+            own = {**variables, **place, "RANK": str(rank), "WANDB_SILENT": "true"}
+            self.ranks.append(context.Process(target=run_watcher, args=(overrides, own), daemon=True))
+            self.ranks[-1].start()
 
+    def wait_for(self, path: Path) -> None:
+        """Wait until it has written a file."""
+        deadline = time.monotonic() + PATIENCE
+        while not path.is_file():
+            codes = [rank.exitcode for rank in self.ranks]
+            assert codes == [None] * len(codes) or path.is_file(), f"the watcher has ended with {codes}"
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = TrainingServer(tmp_path_factory.mktemp("server"))
-    yield server
-    server.close()
+    def kill(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+            rank.join()
+
+    def finish(self) -> None:
+        """It must end by itself, without an error."""
+        for rank in self.ranks:
+            rank.join(PATIENCE)
+        assert [rank.exitcode for rank in self.ranks] == [0] * len(self.ranks)
 
 
 def state_of(folder: Path) -> dict[str, int]:
@@ -46,15 +72,26 @@ def state_of(folder: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for kind in kinds for path in folder.glob(kind)}
 
 
-@pytest.fixture(scope="module")
-def watched(server, tmp_path_factory):
-    """Output folder and run folder after three watchers, the first of them killed; and what the third has changed."""
+@pytest.fixture(
+    scope="module",
+    params=[1, pytest.param(2, marks=[pytest.mark.world_size(2), pytest.mark.s3])],
+    ids=["folder", "store-2-ranks"],
+)
+def watched(
+    request: pytest.FixtureRequest, server: TrainingServer, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path, str, dict[str, int]]:
+    """Output folder, run folder and place after three watchers, the first of them killed; what the third found done."""
     root = tmp_path_factory.mktemp("watch")
     write_pictures(root / "reference", 5)
     write_prompts(root / "prompts.txt", ["a red star", "a blue star"])
     run, output = root / "run", root / "evaluation"
+    num_ranks: int = request.param
+    url, of_store = None, {}
+    if num_ranks > 1:
+        url, of_store = "s3://tests/watched", request.getfixturevalue("s3_process").environment
+    place = url or str(run)
     overrides = [
-        f"model={run}",
+        f"model={place}",
         f"output_folder={output}",
         f"protocol.prompts.path={root / 'prompts.txt'}",
         f"protocol.reference.path={root / 'reference'}",
@@ -65,27 +102,31 @@ def watched(server, tmp_path_factory):
         "poll_seconds=0.2",
         "loggers={tensorboard: true, wandb: {offline: true}}",
     ]
-    first = start_watcher(overrides)
-    server.start(1, [("tests/toy.yaml", [f"output_folder={run}", "loggers.tensorboard=true"])])
-    wait_for(output / "ledger.json", first)
+
+    def start_watcher() -> Watcher:
+        return Watcher(num_ranks, overrides, of_store)
+
+    first = start_watcher()
+    of_run = [f"output_folder={run}", f"trainer.checkpoint_folder={url or 'null'}", "loggers.tensorboard=true"]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in of_store.items():
+            patch.setenv(name, value)
+        server.start(1, [("tests/toy.yaml", of_run)])
+    first.wait_for(output / "ledger.json")
     first.kill()
-    first.join()
-    second = start_watcher(overrides)
+    second = start_watcher()
     job = server.finish()
     assert job.codes == [0], job.output[-3000:]
-    second.join(PATIENCE)
-    assert second.exitcode == 0
+    second.finish()
     before = state_of(output)
-    third = start_watcher(overrides)
-    third.join(PATIENCE)
-    assert third.exitcode == 0
-    return output, run, before
+    start_watcher().finish()
+    return output, run, place, before
 
 
 def test_each_checkpoint_is_evaluated_once(watched):
-    output, _, before = watched
+    output, _, _, before = watched
     ledger = json.loads((output / "ledger.json").read_text())["checkpoints"]
-    assert ledger == {f"ep0-ba{step}": {"step": step, "skipped": None} for step in STEPS}
+    assert ledger == {f"ep0-ba{step}": {"step": step, "skipped": None, "is_last": step == STEPS[-1]} for step in STEPS}
     # The average starts after 3 steps, so the first checkpoint has none.
     names = {f"ep0-ba{step}-{weights}-cfg1.json" for step in STEPS for weights in ("raw", "ema")} - {
         "ep0-ba2-ema-cfg1.json"
@@ -96,17 +137,17 @@ def test_each_checkpoint_is_evaluated_once(watched):
 
 
 def test_numbers_stand_at_the_steps_of_training(watched):
-    output, run, _ = watched
+    output, _, place, _ = watched
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == STEPS
     name = "evaluation/raw/cfg1/frechet_random-4"
     result = json.loads((output / "results" / "ep0-ba4-raw-cfg1.json").read_text())
     assert rows[1][name] == result["numbers"]["frechet_random-4"]["value"]
-    assert result["place"] == f"{run}/ep0-ba4"
+    assert result["place"] == f"{place}/ep0-ba4"
 
 
 def test_writers_never_meet_and_write_no_point_twice(watched):
-    output, run, _ = watched
+    output, run, _, _ = watched
     files = list((run / "tensorboard" / "toy").glob("events.out.tfevents.*"))
     own = [path for path in files if path.name.endswith(".evaluation")]
     assert own

@@ -7,9 +7,12 @@ from typing import Any
 
 from diffusion.datasets.manifest import read_json
 from diffusion.errors import DataError
+from diffusion.evaluation.results import COMPOSITIONAL
 from diffusion.evaluation.run_report.figures import draw_profiles, step_text
 from diffusion.evaluation.run_report.run_folder import Run
 from diffusion.html_page import Page
+
+_CATEGORY = f"{COMPOSITIONAL}/"
 
 CURVES_SHOWN = 6
 """Checkpoints, or guidance scales, that a drawing compares."""
@@ -64,7 +67,7 @@ def _points(content: Mapping[str, Any], phase: str) -> list[Point]:
             guidance_scale=content.get("guidance_scale"),
         )
         for metric, number in content["numbers"].items()
-        if "/" not in metric
+        if "/" not in metric or metric.startswith(_CATEGORY)
     ]
 
 
@@ -89,13 +92,29 @@ def add_evaluations(page: Page, runs: Sequence[Run], folders: Sequence[Path]) ->
     if not points:
         page.note("No image metrics: measure checkpoints with evaluate.py (and name its output folder: --evaluations).")
         return
-    for (metric, protocol), of_one in _grouped(points, lambda point: (point.metric, point.protocol)).items():
+    whole = [point for point in points if not point.metric.startswith(_CATEGORY)]
+    for (metric, protocol), of_one in _grouped(whole, lambda point: (point.metric, point.protocol)).items():
         _add_metric(page, metric, protocol, of_one)
+    by_category = [point for point in points if point.metric.startswith(_CATEGORY)]
+    for protocol, of_one in _grouped(by_category, lambda point: point.protocol).items():
+        _add_categories(page, protocol, of_one)
+
+
+def _add_categories(page: Page, protocol: str, points: Sequence[Point]) -> None:
+    """Add a table of the shares of images that show what was asked for, by category."""
+    categories = list(dict.fromkeys(point.metric for point in points))
+    points = sorted(points, key=_order)
+    rows = []
+    for (model, scale), of_one in _grouped(points, lambda point: (point.model, point.guidance_scale)).items():
+        values = {point.metric: f"{point.value:.0%}" for point in of_one}
+        rows.append([model, "" if scale is None else f"{scale:g}", *(values.get(name, "") for name in categories)])
+    head = ["model", "guidance", *(name.removeprefix(_CATEGORY) for name in categories)]
+    page.table(f"Images that show what was asked for, protocol {protocol[:12]}", head, rows)
 
 
 def _add_metric(page: Page, metric: str, protocol: str, points: Sequence[Point]) -> None:
     """Add the drawings and the table of one metric by one protocol."""
-    points = sorted(points, key=lambda point: (point.step or 0, point.model, point.guidance_scale or 0.0))
+    points = sorted(points, key=_order)
     scales = sorted({point.guidance_scale for point in points if point.guidance_scale is not None})
     beside = f"protocol {protocol[:12]}"
     models = _grouped(points, lambda point: point.model)
@@ -136,6 +155,10 @@ def _over_steps(points: Sequence[Point], scales: Sequence[float]) -> dict[str, l
         ]
         for (weights, scale), of_one in curves.items()
     }
+
+
+def _order(point: Point) -> tuple[int, str, float]:
+    return point.step or 0, point.model, point.guidance_scale or 0.0
 
 
 def _grouped(points: Sequence[Point], key: Callable[[Point], Any]) -> dict[Any, list[Point]]:

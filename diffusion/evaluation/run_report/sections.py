@@ -15,7 +15,7 @@ from diffusion.evaluation.run_report.curves import Curve
 from diffusion.evaluation.run_report.data_mix import data_mix
 from diffusion.evaluation.run_report.figures import Line, draw_bars, draw_lines, draw_profiles, line
 from diffusion.evaluation.run_report.run_folder import Run
-from diffusion.evaluation.run_report.summary import THROUGHPUT, UNKNOWN, VALIDATION_LOSS, WAITING
+from diffusion.evaluation.run_report.summary import MFU, THROUGHPUT, UNKNOWN, VALIDATION_LOSS, WAITING
 from diffusion.html_page import Page
 
 GRIDS_SHOWN = 8
@@ -34,7 +34,7 @@ _MACHINES = {
     "utilisation/cpu": "cores",
     "utilisation/memory": "memory",
     "utilisation/loader_workers": "loader workers",
-    "throughput/device/mfu": "model FLOPs (MFU)",
+    MFU: "model FLOPs (MFU)",
 }
 
 
@@ -215,7 +215,7 @@ def add_machines(page: Page, runs: Sequence[Run]) -> None:
         page.drawing(svg, "How busy the machines were, and the share of the steps' time that waited for data.")
     else:
         page.note("Utilisation: logged each loggers.utilisation_interval steps.")
-    if not any(run.curve("throughput/device/mfu") for run in runs):
+    if not any(run.curve(MFU) for run in runs):
         page.note("MFU: logged where the model counts its FLOPs and the GPU is known to Composer.")
     if (stall := line(runs, STALL, "seconds", has_points=True)) is not None:
         svg = draw_lines([stall], runs, label="seconds", from_zero=True)

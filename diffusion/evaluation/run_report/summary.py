@@ -8,13 +8,13 @@ from diffusion.callbacks.metrics_file import TRAIN_LOSS
 from diffusion.callbacks.saving import STALL
 from diffusion.checkpointing.object_store import is_store
 from diffusion.checkpointing.reading import list_checkpoints
-from diffusion.config.schema import Task
 from diffusion.evaluation.run_report.run_folder import Run, Start
 from diffusion.html_page import Page
-from diffusion.planning.plan import Plan, make_plan
+from diffusion.planning.plan import Plan, plan_run
 
 VALIDATION_LOSS = "metrics/validation/loss"
 THROUGHPUT = "throughput/samples_per_sec"
+MFU = "throughput/device/mfu"
 WAITING = "time/data_waiting_share"
 UNKNOWN = "not known"
 STARTS_SHOWN = 40
@@ -24,11 +24,8 @@ def plan_of(run: Run) -> Plan | None:
     """What the run was planned to be; None for a configuration of another version."""
     if run.config is None:
         return None
-    from diffusion.models import count_parameters
-
-    trained = "vae" if run.config.task is Task.autoencoder else "unet"
     num_ranks = run.starts[-1].world_size if run.starts else 1
-    return make_plan(run.config, num_parameters=count_parameters(run.config.model)[trained], world_size=num_ranks)
+    return plan_run(run.config, world_size=num_ranks)
 
 
 def add_facts(page: Page, runs: Sequence[Run]) -> None:
@@ -46,6 +43,8 @@ def add_facts(page: Page, runs: Sequence[Run]) -> None:
         facts.append(("Validation loss", f"{loss.last:.4f}", f"at step {loss.last_step:,.0f}"))
     if (speed := run.curve(THROUGHPUT)) is not None and speed.num_values:
         facts.append(("Throughput", f"{speed.recent():,.4g} images/s", f"mean of the run {speed.mean:,.4g}"))
+    if (mfu := run.curve(MFU)) is not None and mfu.num_values:
+        facts.append(("MFU", f"{mfu.recent():.1%}", f"mean of the run {mfu.mean:.1%}"))
     if (waiting := run.curve(WAITING)) is not None and waiting.num_values:
         facts.append(("Waiting for data", f"{waiting.mean:.1%}", "of the steps' time"))
     if run.starts:
