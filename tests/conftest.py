@@ -1,9 +1,12 @@
 """Options and fixtures that all tests share."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.training_runs import TrainingServer
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -13,7 +16,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="also the tests that take long")
     parser.addoption("--data", default=None, help="folder with real pictures: emoji/ and prompts/")
-    parser.addoption("--kills", type=int, default=2, help="how often a preparation is killed in a test of that")
+    parser.addoption("--kills", type=int, default=4, help="how often a preparation is killed in a test of that")
 
 
 @pytest.fixture(scope="session")
@@ -39,6 +42,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="takes long: pytest --thorough"))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingServer]:
+    """Starts training in real processes."""
+    server = TrainingServer(tmp_path_factory.mktemp("jobs"))
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session")

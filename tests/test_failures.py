@@ -1,10 +1,6 @@
-"""What breaks around a run: ranks that are killed, nodes that are lost, data that vanishes, jobs side by side."""
+"""What breaks around a run: ranks that are killed, data that vanishes, jobs side by side."""
 
-import os
 import shutil
-import signal
-import socket
-import subprocess
 import time
 from pathlib import Path
 
@@ -13,7 +9,7 @@ from composer import Callback, Logger, State
 from composer.utils import dist
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
-from tests.training_runs import BIN, ROOT, TrainingServer, environment, launch
+from tests.training_runs import TrainingServer, launch
 
 SMALL = [
     "model.unet={block_out_channels: [16, 32], norm_num_groups: 4, attention_head_dim: [2, 2]}",
@@ -38,13 +34,6 @@ class RemoveAt(Callback):
             if dist.get_global_rank() == 0:
                 shutil.rmtree(self.folder)
             dist.barrier()
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = TrainingServer(tmp_path_factory.mktemp("jobs"))
-    yield server
-    server.close()
 
 
 def latents(shapes: Path, data: Path, folder: Path, *overrides: str) -> tuple[str, list[str]]:
@@ -77,43 +66,6 @@ def test_a_killed_rank_ends_the_job_in_time_and_the_same_command_continues(serve
     assert len(losses(run)) == 8
 
 
-def start_node(node: int, port: int, output: Path, *overrides: str) -> subprocess.Popen:
-    launcher = [str(BIN / "composer"), "-n", "1", "--world_size", "2", "--base_rank", str(node)]
-    launcher += ["--node_rank", str(node), "--master_addr", "127.0.0.1", "--master_port", str(port)]
-    with output.open("w") as file:
-        return subprocess.Popen(
-            [*launcher, "run.py", "tests/toy.yaml", "samples.prompts=[]", *overrides],
-            cwd=ROOT,
-            env=environment(),
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
-@pytest.mark.thorough
-@pytest.mark.world_size(2)
-def test_a_lost_node_ends_the_others_within_the_timeout_and_30_seconds(tmp_path):
-    """Two launchers on one machine as two nodes. Where the connection breaks, gloo notices before the timeout."""
-    run = tmp_path / "run"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    overrides = [f"output_folder={run}", "trainer.dist_timeout=60", kill_at(5, 1)]
-    nodes = [start_node(node, port, tmp_path / f"node-{node}", *overrides) for node in (0, 1)]
-    try:
-        assert nodes[1].wait(timeout=300) != 0
-        lost = time.monotonic()
-        assert nodes[0].wait(timeout=300) != 0
-        assert time.monotonic() - lost < 60 + 30
-    finally:
-        for node in nodes:
-            if node.poll() is None:
-                os.killpg(node.pid, signal.SIGKILL)
-                node.wait()
-    assert losses(run)[:5], "it had trained"
-
-
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_data_that_vanishes_in_mid_run_ends_all_ranks_with_one_message(server, shapes, tmp_path, num_workers):
@@ -138,18 +90,18 @@ def test_data_that_is_not_there_ends_all_ranks_with_one_message(server, shapes, 
     assert "Traceback" not in job.output
 
 
-@pytest.mark.thorough
 @pytest.mark.world_size(2)
 def test_two_jobs_on_one_machine_train_as_if_alone(server, shapes, tmp_path):
-    data = shapes / "latents-32"
+    """Both at once, and each beginning anew while the other may still be running."""
+    data, num_steps = shapes / "latents-32", 8
 
     def job(name: str, seed: int) -> tuple[str, list[str]]:
-        options = [f"seed={seed}", "trainer.max_duration=12ba", "data.num_workers=1"]
+        options = [f"seed={seed}", f"trainer.max_duration={num_steps}ba", "data.num_workers=1"]
         return latents(shapes, data, tmp_path / name, *options)
 
-    server.train(2, [job("alone-1", 1), job("alone-2", 2)])
     other = TrainingServer(tmp_path / "other")
     try:
+        server.train(2, [job("alone-1", 1), job("alone-2", 2)])
         server.start(2, [job("beside-1", 1), job("again-1", 1)])
         other.start(2, [job("beside-2", 2), job("again-2", 2)])
         for ended in (server.finish(), other.finish()):
@@ -159,4 +111,4 @@ def test_two_jobs_on_one_machine_train_as_if_alone(server, shapes, tmp_path):
     for seed in (1, 2):
         assert losses(tmp_path / f"beside-{seed}") == losses(tmp_path / f"alone-{seed}")
         assert losses(tmp_path / f"again-{seed}") == losses(tmp_path / f"alone-{seed}")
-        assert len(losses(tmp_path / f"alone-{seed}")) == 12
+        assert len(losses(tmp_path / f"alone-{seed}")) == num_steps

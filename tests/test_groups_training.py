@@ -10,7 +10,6 @@ from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.config.loading import load_config
 from diffusion.datasets.batch import BatchKey, num_samples, split_batch
 from diffusion.datasets.collation import SHAPED
-from tests.training_runs import TrainingServer
 from tests.written_data import TEXT, picture, write_mds, write_prepared
 
 NUM_STEPS = 8
@@ -117,7 +116,7 @@ def overrides(data: Path, kind: str = "pictures", mixing: str = "groups") -> lis
 
 
 @pytest.fixture(scope="module")
-def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(server, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the runs, by name."""
     root = tmp_path_factory.mktemp("groups")
 
@@ -130,31 +129,27 @@ def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     def record(name: str) -> str:
         return f"plugins.callbacks=[{{path: tests.toys.RecordGradients, arguments: {{path: {root / name}.pt}}}}]"
 
-    server = TrainingServer(root / "jobs")
-    try:
-        server.train(
-            1,
-            [
-                run("one", record("one"), microbatch=2),
-                run("pictures", "data.shuffle=none", microbatch=None),
-                run("latents", "data.shuffle=none", microbatch=None, kind="latents"),
-                run("bucket-one", microbatch=8, mixing="bucket"),
-                run("resumed-on-two", "trainer.max_duration=5ba", microbatch=4),
-            ],
-        )
-        server.train(
-            2,
-            [
-                run("two", record("two"), microbatch=None),
-                run("two-ddp", record("two-ddp"), "trainer.parallelism=ddp", microbatch=1),
-                run("bucket-two", microbatch=None, mixing="bucket"),
-                run("resumed-on-one", "trainer.max_duration=6ba", microbatch=1),
-                run("resumed-on-two", microbatch=2),
-            ],
-        )
-        server.train(1, [run("resumed-on-one", microbatch=4)])
-    finally:
-        server.close()
+    server.train(
+        1,
+        [
+            run("one", record("one"), microbatch=2),
+            run("pictures", "data.shuffle=none", microbatch=None),
+            run("latents", "data.shuffle=none", microbatch=None, kind="latents"),
+            run("bucket-one", microbatch=8, mixing="bucket"),
+            run("resumed-on-two", "trainer.max_duration=5ba", microbatch=4),
+        ],
+    )
+    server.train(
+        2,
+        [
+            run("two", record("two"), microbatch=None),
+            run("two-ddp", record("two-ddp"), "trainer.parallelism=ddp", microbatch=1),
+            run("bucket-two", microbatch=None, mixing="bucket"),
+            run("resumed-on-one", "trainer.max_duration=6ba", microbatch=1),
+            run("resumed-on-two", microbatch=2),
+        ],
+    )
+    server.train(1, [run("resumed-on-one", microbatch=4)])
     return root
 
 

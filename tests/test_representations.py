@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
-from tests.training_runs import train_on
+from tests.training_runs import TrainingServer
 
 NUM_STEPS = 4
 SMALL = [
@@ -46,13 +46,13 @@ def losses(folder: Path) -> list[float]:
     return values + series(rows, "metrics/validation/loss")[1]
 
 
-def check(root: Path, prepared: Path, latents: Path, vae: Path, streams: str) -> None:
+def check(server: TrainingServer, root: Path, prepared: Path, latents: Path, vae: Path, streams: str) -> None:
     """Images and latents, one process and two, give the same losses."""
     names = {(kind, num): root / f"{kind}-{num}" for kind in ("images", "latents") for num in (1, 2)}
     place = {"images": prepared, "latents": latents}
     for num in (1, 2):
         plan = [run(names[kind, num], place[kind], vae, kind, streams) for kind in place]
-        train_on(num, plan, root)
+        server.train(num, plan)
     expected = losses(names["latents", 1])
     assert len(expected) == NUM_STEPS + 1
     assert losses(names["images", 1]) == pytest.approx(expected, rel=1e-3)
@@ -61,13 +61,15 @@ def check(root: Path, prepared: Path, latents: Path, vae: Path, streams: str) ->
 
 
 @pytest.mark.world_size(2)
-def test_drawn_shapes_from_two_buckets(shapes, tmp_path):
-    check(tmp_path, shapes / "prepared", shapes / "latents-32", shapes / "vae", "[{name: 32-64}, {name: 64-up}]")
+def test_drawn_shapes_from_two_buckets(server, shapes, tmp_path):
+    check(
+        server, tmp_path, shapes / "prepared", shapes / "latents-32", shapes / "vae", "[{name: 32-64}, {name: 64-up}]"
+    )
 
 
 @pytest.mark.emoji
 @pytest.mark.world_size(2)
-def test_real_pictures_from_three_buckets(shapes, data_folder, tmp_path):
+def test_real_pictures_from_three_buckets(server, shapes, data_folder, tmp_path):
     from diffusion.config.model import Architecture, ModelConfig
     from diffusion.models import load_frozen_parts
     from diffusion.preparation.prepare import prepare
@@ -81,4 +83,4 @@ def test_real_pictures_from_three_buckets(shapes, data_folder, tmp_path):
     encoded = encode_prepared(tmp_path / "prepared", tmp_path / "latents", parts, 32)
     assert sum(sum(buckets.values()) for buckets in encoded.counts.values()) == 1800
     streams = "[{name: 64-128}, {name: 128-512}, {name: 512-up}]"
-    check(tmp_path, tmp_path / "prepared", tmp_path / "latents", shapes / "vae", streams)
+    check(server, tmp_path, tmp_path / "prepared", tmp_path / "latents", shapes / "vae", streams)

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
-from diffusion.checkpointing.reading import read_record, read_unet, resolve_checkpoint
+from diffusion.checkpointing.reading import read_record, resolve_checkpoint
+from diffusion.checkpointing.unet_weights import read_unet
 from diffusion.config.model import Weights
 from diffusion.loading import load_model
-from tests.training_runs import train_on
 
 TOY = "tests/toy.yaml"
 
@@ -25,7 +25,7 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> dict[str, Path]:
+def runs(server, tmp_path_factory) -> dict[str, Path]:
     """The toy run, uninterrupted and interrupted, on one and on two ranks, sharded and not."""
     root = tmp_path_factory.mktemp("runs")
     names = ("fsdp-1", "fsdp-1-2", "fsdp-2-1", "ddp-1", "ddp-2-1", "half", "stratified-1", "stratified-2")
@@ -37,7 +37,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
 
     short, micro = "trainer.max_duration=4ba", "trainer.device_train_microbatch_size=2"
     stratified = ("objective.stratified_timesteps=true", short, "algorithms.ema=null")
-    train_on(
+    server.train(
         1,
         [
             run("fsdp-1"),
@@ -46,9 +46,8 @@ def runs(tmp_path_factory) -> dict[str, Path]:
             run("half", "trainer.save_interval=3ba"),
             run("stratified-1", *stratified),
         ],
-        root,
     )
-    train_on(
+    server.train(
         2,
         [
             run("fsdp-2-1", short),
@@ -56,9 +55,8 @@ def runs(tmp_path_factory) -> dict[str, Path]:
             run("fsdp-1-2", micro),
             run("stratified-2", *stratified, micro),
         ],
-        root,
     )
-    train_on(1, [run("fsdp-2-1"), run("ddp-2-1", micro)], root)
+    server.train(1, [run("fsdp-2-1"), run("ddp-2-1", micro)])
     return folder
 
 
@@ -88,11 +86,11 @@ def test_losses_and_weights_do_not_depend_on_ranks_microbatches_or_interruptions
         assert largest_difference(expected, found) < 1e-5
 
 
-def test_a_finished_run_is_left_alone(runs, tmp_path):
+def test_a_finished_run_is_left_alone(server, runs):
     run = runs["half"]
     before = {path: path.stat().st_mtime_ns for path in (run / "checkpoints").rglob("*") if path.is_file()}
     rows = read_metrics(run / "metrics.jsonl")
-    train_on(1, [(TOY, [f"output_folder={run}", "trainer.save_interval=3ba"])], tmp_path)
+    server.train(1, [(TOY, [f"output_folder={run}", "trainer.save_interval=3ba"])])
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert read_metrics(run / "metrics.jsonl") == rows
 
@@ -118,7 +116,7 @@ def test_a_loaded_model_generates_what_the_run_sampled(runs):
     assert np.abs(found - expected).max() <= 1
 
 
-def test_phase_2_starts_from_phase_1(runs, tmp_path):
+def test_phase_2_starts_from_phase_1(server, runs, tmp_path):
     run = tmp_path / "phase2"
     options = [f"output_folder={run}", "trainer.max_duration=1ba", "optimizer.lr=0", "algorithms.ema=null"]
     options += [
@@ -127,7 +125,7 @@ def test_phase_2_starts_from_phase_1(runs, tmp_path):
         f"init_from.checkpoint={runs['fsdp-1']}",
         "init_from.weights=ema",
     ]
-    output = train_on(1, [(TOY, options)], tmp_path)
+    output = server.train(1, [(TOY, options)]).output
     expected = read_unet(resolve_checkpoint(str(runs["fsdp-1"])), Weights.ema)
     assert largest_difference(read_unet(resolve_checkpoint(str(run)), Weights.raw), expected) == 0.0
     assert "Traceback" not in output

@@ -1,11 +1,12 @@
 """Start real training processes for tests, without paying for imports at each start.
 
-As a program: `composer -n 2 tests/training_runs.py RUNS.json`, a list of [yaml, overrides], trains one after the other.
-`TrainingServer` imports everything once and forks ranks from there: a start takes a second instead of ten.
+`TrainingServer` imports everything once and forks ranks from there: a start takes a second instead of ten. Tests have
+it as the fixture `server`, one for all. `launch` is for tests of launchers.
 """
 
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -57,15 +58,6 @@ def launch(num_ranks: int, program: list[str], timeout: float = 300) -> subproce
     return subprocess.CompletedProcess(command, process.returncode, output)
 
 
-def train_on(num_ranks: int, runs: list[Run], folder: Path) -> str:
-    """Train several configurations one after the other on so many ranks; they must all succeed."""
-    plan = folder / f"runs-{num_ranks}-{len(list(folder.glob('runs-*')))}.json"
-    plan.write_text(json.dumps(runs))
-    done = launch(num_ranks, ["tests/training_runs.py", str(plan)])
-    assert done.returncode == 0, done.stdout[-6000:]
-    return done.stdout
-
-
 @dataclass(frozen=True)
 class Job:
     """How a job of the server ended."""
@@ -92,7 +84,7 @@ class TrainingServer:
         self.folder = folder
         self._count = 0
         self._process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "training_runs.py"), "--serve"],
+            [sys.executable, str(ROOT / "tests" / "training_runs.py")],
             cwd=ROOT,
             env=environment(),
             stdin=subprocess.PIPE,
@@ -103,6 +95,9 @@ class TrainingServer:
 
     def start(self, num_ranks: int, runs: list[Run]) -> list[int]:
         """Start the ranks, which train the configurations one after the other; return their process ids."""
+        return self._start(num_ranks, {"runs": runs})
+
+    def _start(self, num_ranks: int, work: dict[str, Any]) -> list[int]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -110,9 +105,8 @@ class TrainingServer:
         self._log = self.folder / f"job-{self._count}"
         self._log.mkdir(parents=True)
         assert self._process.stdin is not None
-        self._process.stdin.write(
-            json.dumps({"num_ranks": num_ranks, "runs": runs, "port": port, "log": str(self._log)}) + "\n"
-        )
+        request = {"num_ranks": num_ranks, "port": port, "log": str(self._log), "environment": environment(), **work}
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return self._answer()
 
@@ -133,6 +127,13 @@ class TrainingServer:
         assert job.codes == [0] * num_ranks, job.output[-6000:]
         return job
 
+    def command(self, num_ranks: int, command: list[str]) -> Job:
+        """Run a Python program with arguments, as launchers do, on so many ranks; it must succeed."""
+        self._start(num_ranks, {"command": command})
+        job = self.finish()
+        assert job.codes == [0] * num_ranks, job.output[-6000:]
+        return job
+
     def close(self) -> None:
         """End the server."""
         assert self._process.stdin is not None
@@ -146,16 +147,23 @@ class TrainingServer:
         return json.loads(line)
 
 
-def serve() -> None:
-    """Answer requests on stdin: the process ids of a job's ranks, and when they have ended, their exit codes."""
+def preload() -> None:
+    """Import what training needs."""
     import matplotlib.backends.backend_agg
     from composer.utils.collect_env import get_composer_env_dict
 
+    import diffusion.cli
+    import diffusion.evaluation.evaluate
     import diffusion.train
 
     assert matplotlib.backends.backend_agg
-    assert diffusion.train
+    assert diffusion.cli and diffusion.evaluation.evaluate and diffusion.train
     get_composer_env_dict()  # Asks for the CPU's name, which takes a second and is remembered.
+
+
+def serve() -> None:
+    """Answer requests on stdin: the process ids of a job's ranks, and when they have ended, their exit codes."""
+    preload()
     for line in sys.stdin:
         request = json.loads(line)
         children = [_fork(request, rank) for rank in range(request["num_ranks"])]
@@ -178,8 +186,10 @@ def _fork(request: dict[str, Any], rank: int) -> int:
             os.dup2(log, descriptor)
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "MASTER_PORT": request["port"]}
         sizes = {"WORLD_SIZE": request["num_ranks"], "LOCAL_WORLD_SIZE": request["num_ranks"]}
+        os.environ.clear()
+        os.environ.update(request["environment"])
         os.environ.update({name: str(value) for name, value in {**numbers, **sizes}.items()})
-        code = _train(request["runs"])
+        code = train_runs(request["runs"]) if "runs" in request else _run_program(request["command"])
     finally:
         if (failure := sys.exception()) is not None:
             traceback.print_exception(failure)
@@ -189,7 +199,8 @@ def _fork(request: dict[str, Any], rank: int) -> int:
         os._exit(code)
 
 
-def _train(runs: list[Run]) -> int:
+def train_runs(runs: list[Run]) -> int:
+    """Train configurations one after the other as a rank; return the exit code."""
     import logging
 
     import torch
@@ -206,6 +217,15 @@ def _train(runs: list[Run]) -> int:
             train(load_config(yaml, overrides))
 
     return run_command(main)
+
+
+def _run_program(command: list[str]) -> int:
+    import torch
+
+    torch.set_num_threads(1)
+    sys.argv = command
+    runpy.run_path(command[0], run_name="__main__")
+    return 0
 
 
 def _wait(children: list[int]) -> list[int]:
@@ -237,13 +257,5 @@ def _signal(children: list[int], codes: dict[int, int], number: int) -> None:
             os.kill(child, number)
 
 
-def main() -> None:
-    """Train what the file lists."""
-    sys.exit(_train(json.loads(Path(sys.argv[1]).read_text())))
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "--serve":
-        serve()
-    else:
-        main()
+    serve()

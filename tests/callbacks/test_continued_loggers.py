@@ -13,7 +13,6 @@ from diffusion.callbacks.continued_loggers import LoggedPoints, read_wandb, tens
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.reading import batch_of, resolve_checkpoint
 from diffusion.launch import PREEMPTED_EXIT_CODE
-from tests.training_runs import TrainingServer
 
 NUM_STEPS = 16
 
@@ -23,7 +22,7 @@ def signal_at(step: int, number: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
+def run(server, tmp_path_factory) -> Path:
     """A run that was killed after steps that no checkpoint has, then pre-empted, then put back, and ended."""
     root = tmp_path_factory.mktemp("logged")
     folder = root / "run"
@@ -35,17 +34,13 @@ def run(tmp_path_factory) -> Path:
         "loggers.tensorboard=true",
         "loggers.wandb={project: toy}",
     ]
-    server = TrainingServer(root)
-    try:
-        assert server.run(1, [("tests/toy.yaml", [*options, signal_at(9, 9)])]).codes == [-9]
-        assert batch_of(resolve_checkpoint(str(folder))) == 5
-        assert server.run(1, [("tests/toy.yaml", [*options, signal_at(11, 15)])]).codes == [PREEMPTED_EXIT_CODE]
-        newest = resolve_checkpoint(str(folder))
-        assert batch_of(newest) == 13
-        shutil.rmtree(newest)
-        server.train(1, [("tests/toy.yaml", options)])
-    finally:
-        server.close()
+    assert server.run(1, [("tests/toy.yaml", [*options, signal_at(9, 9)])]).codes == [-9]
+    assert batch_of(resolve_checkpoint(str(folder))) == 5
+    assert server.run(1, [("tests/toy.yaml", [*options, signal_at(11, 15)])]).codes == [PREEMPTED_EXIT_CODE]
+    newest = resolve_checkpoint(str(folder))
+    assert batch_of(newest) == 13
+    shutil.rmtree(newest)
+    server.train(1, [("tests/toy.yaml", options)])
     return folder
 
 

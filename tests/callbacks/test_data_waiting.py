@@ -12,7 +12,7 @@ from diffusion.callbacks.data_waiting import QUIET_INTERVALS, DataWaiting
 from diffusion.callbacks.metrics_file import read_metrics, series
 from diffusion.health.waiting import LoaderSettings
 from tests.toys import ToyLatents
-from tests.training_runs import ROOT, TrainingServer
+from tests.training_runs import ROOT
 
 SLEEP = 0.08
 
@@ -74,10 +74,9 @@ def test_warns_after_the_first_interval_and_then_not_again_for_a_while(monkeypat
 
 
 @pytest.fixture(scope="module")
-def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[float], list[float], str]]:
+def outputs(server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[float], list[float], str]]:
     """Waiting of each step, share of each interval, and output: slow and fast, with and without loader workers."""
     root = tmp_path_factory.mktemp("waiting")
-    server = TrainingServer(root)
     found = {}
     options = [
         "loggers.utilisation_interval=4",
@@ -94,7 +93,6 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[fl
         rows = read_metrics(root / name / "metrics.jsonl")
         found[name] = series(rows, "time/data_waiting")[1], series(rows, "time/data_waiting_share")[1], job.output
         assert len(series(rows, "utilisation/cpu")[1]) == 2
-    server.close()
     return found
 
 

@@ -12,16 +12,9 @@ import pytest
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.reading import batch_of, find_checkpoints, resolve_checkpoint
 from diffusion.launch import PREEMPTED_EXIT_CODE, PreemptedError, run_command
-from tests.training_runs import BIN, ROOT, TrainingServer, environment
+from tests.training_runs import BIN, ROOT, environment
 
 COMMON = ["trainer.save_interval=100ba", "samples.prompts=[]"]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = TrainingServer(tmp_path_factory.mktemp("jobs"))
-    yield server
-    server.close()
 
 
 def options(run: Path, *more: str) -> list[str]:

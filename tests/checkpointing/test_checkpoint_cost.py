@@ -21,7 +21,6 @@ from diffusion.config.loading import load_config
 from diffusion.datasets.loader import train_loader
 from diffusion.models.build import build_unet
 from tests.s3_server import s3_process, s3_server
-from tests.training_runs import TrainingServer
 from tests.written_data import tokenize, write_encoded
 
 __all__ = ["s3_process", "s3_server"]
@@ -31,13 +30,6 @@ UNET = "model.unet={block_out_channels: [160, 320], norm_num_groups: 32}"
 
 EPOCH = 20_000
 MAX_RATIO = 1.5
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = TrainingServer(tmp_path_factory.mktemp("jobs"))
-    yield server
-    server.close()
 
 
 # Bytes
@@ -86,8 +78,7 @@ class ThawServerAt(Callback):
 
 @pytest.mark.s3
 @pytest.mark.world_size(2)
-def test_training_goes_on_while_a_checkpoint_is_uploaded(s3_server, tmp_path):
-    server = TrainingServer(tmp_path)
+def test_training_goes_on_while_a_checkpoint_is_uploaded(server, s3_server, tmp_path):
     run, reference = tmp_path / "run", tmp_path / "reference"
     arguments = f"{{freeze: 3, thaw: 7, pid: {s3_server.pid}}}"
     thaw = f"{{path: tests.checkpointing.test_checkpoint_cost.ThawServerAt, arguments: {arguments}}}"
@@ -99,11 +90,8 @@ def test_training_goes_on_while_a_checkpoint_is_uploaded(s3_server, tmp_path):
         f"plugins.callbacks=[{thaw}]",
         *common,
     ]
-    try:
-        # With the server frozen from step 3 to step 7, a save at step 4 that waited would keep step 7 from coming.
-        server.train(2, [("tests/toy.yaml", overrides), ("tests/toy.yaml", [f"output_folder={reference}", *common])])
-    finally:
-        server.close()
+    # With the server frozen from step 3 to step 7, a save at step 4 that waited would keep step 7 from coming.
+    server.train(2, [("tests/toy.yaml", overrides), ("tests/toy.yaml", [f"output_folder={reference}", *common])])
     rows = read_metrics(run / "metrics.jsonl")
     assert series(rows, TRAIN_LOSS)[0] == list(range(8))
     assert series(rows, STALL)[0] == [4, 8]

@@ -23,26 +23,18 @@ from diffusion.checkpointing.reading import (
     find_damage,
     find_newest,
     list_checkpoints,
-    read_unet,
     resolve_checkpoint,
     superseded,
 )
 from diffusion.checkpointing.safe_loading import UnsafeCheckpointError, read_entries
+from diffusion.checkpointing.unet_weights import read_unet
 from diffusion.config.model import Weights
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.loading import load_model
 from tests.malicious_checkpoints import ATTACKS, evil_entry, evil_optimizer_entry, evil_tensor
-from tests.training_runs import TrainingServer
 
 COMMON = ["trainer.max_duration=4ba", "samples.prompts=[]"]
 FORMS = ("fsdp", "ddp")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = TrainingServer(tmp_path_factory.mktemp("jobs"))
-    yield server
-    server.close()
 
 
 def options(run: Path, form: str, *more: str) -> tuple[str, list[str]]:

@@ -10,7 +10,6 @@ from composer import Callback, Logger, State
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.ending import FINISHED
 from diffusion.checkpointing.reading import batch_of, resolve_checkpoint
-from tests.training_runs import TrainingServer
 
 NUM_STEPS = 8
 """An epoch of the toy data."""
@@ -21,13 +20,6 @@ class KillAtEpochEnd(Callback):
 
     def epoch_end(self, state: State, logger: Logger) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = TrainingServer(tmp_path_factory.mktemp("jobs"))
-    yield server
-    server.close()
 
 
 @pytest.mark.world_size(2)

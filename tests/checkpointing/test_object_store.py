@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from diffusion.algorithms.average_files import STORED
+from diffusion.algorithms.posthoc import fetch_averages, reconstruct
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.object_store import ObjectStore
 from diffusion.checkpointing.reading import batch_of, find_newest, open_remote, read_all, resolve_checkpoint
@@ -25,22 +27,13 @@ NUM_STEPS = 9
 COMMON = [f"trainer.max_duration={NUM_STEPS}ba", "samples.prompts=[]", "algorithms.ema.start=4ba"]
 FORMS = ("fsdp", "ddp")
 PATIENCE = 120.0
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory, s3_process):
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in s3_process.environment.items():
-            patch.setenv(name, value)
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        server = TrainingServer(tmp_path_factory.mktemp("jobs"))
-    yield server
-    server.close()
+PLACES = ("run", "elsewhere")
 
 
 @pytest.fixture
-def url(request, s3_server) -> str:
+def url(request, s3_server, tmp_path, monkeypatch) -> str:
     """A place of this test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return f"s3://tests/{request.node.name.replace('[', '-').replace(']', '')}"
 
 
@@ -91,7 +84,6 @@ def test_the_same_checkpoints_as_in_a_folder_and_the_same_ones_stay(
     assert steps(url) == [4, 8, 9]
     assert list((run / "uploads").iterdir()) == []
     assert not (run / "checkpoints").exists()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     newest = find_newest(reference[form] / "checkpoints")
     assert newest is not None
     expected, found = final_state(newest), final_state(resolve_checkpoint(url))
@@ -151,7 +143,6 @@ def flip_bit(path: Path) -> None:
 def test_models_and_runs_start_from_a_store(server, tmp_path, url, monkeypatch):
     first, second = tmp_path / "first", tmp_path / "second"
     server.train(1, [options(first, "fsdp", url, "trainer.max_duration=4ba", "algorithms.ema=null")])
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = load_model(f"{url}/ep0-ba2")
     assert load_config_of(resolve_checkpoint(url)).run_name == "toy"
     job = server.run(
@@ -276,6 +267,21 @@ def test_a_neighbour_with_a_longer_name_is_not_listed(s3_server, url):
     assert steps(url) == []
 
 
+@pytest.mark.world_size(2)
+def test_stored_averages_follow_and_make_the_same_average_elsewhere(server, s3_server, tmp_path, url):
+    power = "algorithms.ema.power={relative_widths: [0.1, 0.2], snapshot_interval: 3ba}"
+    server.train(2, [options(tmp_path / "run", "fsdp", url, power)])
+    fetch_averages(url, tmp_path / "elsewhere")
+    here, there = ({path.name: path.read_bytes() for path in (tmp_path / name / STORED).iterdir()} for name in PLACES)
+    assert sorted(here) == [f"step-{step:06d}-width-{width}.safetensors" for step in (6, 9) for width in (0.1, 0.2)]
+    assert there == here
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "elsewhere" / STORED).iterdir()}
+    fetch_averages(url, tmp_path / "elsewhere")
+    assert written == {path: path.stat().st_mtime_ns for path in written}
+    paths = [reconstruct(tmp_path / name, 0.15)[0] for name in PLACES]
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
 # Mistakes
 
 
@@ -316,6 +322,5 @@ def test_without_credentials_there_is_one_message(url, monkeypatch, tmp_path):
 def test_a_damaged_download_of_a_named_checkpoint_is_told(server, s3_server, tmp_path, url, monkeypatch):
     server.train(1, [options(tmp_path / "run", "fsdp", url, "trainer.max_duration=2ba", "algorithms.ema=null")])
     flip_bit(object_file(s3_server, f"{url}/ep0-ba2/__0_0.distcp"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(DataError, match="does not have its checksum"):
         load_model(url)

@@ -10,7 +10,6 @@ import torch
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.reading import batch_of, find_newest, read_all
-from tests.training_runs import TrainingServer
 
 NUM_STEPS = 9
 STEPS_PER_EPOCH = 3
@@ -43,13 +42,6 @@ CASES = [
     ((2, "ddp"), "twice at random", True),
 ]
 """World, scenario, and whether checkpoints are written in the background."""
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = TrainingServer(tmp_path_factory.mktemp("jobs"))
-    yield server
-    server.close()
 
 
 def options(run: Path, parallelism: str, *more: str) -> tuple[str, list[str]]:
@@ -106,9 +98,11 @@ def test_equal_to_the_bit(server, uninterrupted, tmp_path, world, scenario, in_b
     assert series(rows, "lr-AdamW/group0") == series(reference, "lr-AdamW/group0")
 
 
-@pytest.mark.gpu
-def test_equal_to_the_bit_on_a_gpu(server, tmp_path):
-    settings = ["trainer.device=gpu", "trainer.precision=amp_bf16", "trainer.deterministic=true"]
+@pytest.mark.parametrize(
+    ("device", "precision"), [("cpu", "fp32"), pytest.param("gpu", "amp_bf16", marks=pytest.mark.gpu)]
+)
+def test_equal_to_the_bit_in_deterministic_mode(server, tmp_path, device, precision):
+    settings = [f"trainer.device={device}", f"trainer.precision={precision}", "trainer.deterministic=true"]
     alone, run = tmp_path / "alone", tmp_path / "run"
     server.train(1, [options(alone, "fsdp", *settings)])
     for step, how in SCENARIOS["twice at random"]:

@@ -12,7 +12,6 @@ from diffusion.datasets.locations import locate_streams
 from diffusion.datasets.streams import TextImageDataset
 from diffusion.datasets.substitutes import Substitutes, find_substitutes
 from diffusion.errors import DataError
-from tests.training_runs import TrainingServer
 from tests.written_data import data_config, tokenize, write_encoded, write_prepared
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -148,19 +147,15 @@ def runs(root: Path, folder: Path, steps: int) -> list[tuple[str, list[str]]]:
     return [("tests/toy.yaml", overrides)]
 
 
-def test_ranks_count_list_and_end_together(tmp_path: Path) -> None:
-    server = TrainingServer(tmp_path / "logs")
-    try:
-        few = write_prepared(tmp_path / "few", {"b": 64}, bad=(3, 20, 41))
-        server.train(2, runs(few, tmp_path / "run", 8))
-        lines = (tmp_path / "run" / "bad_pictures.jsonl").read_text().splitlines()
-        assert len(lines) == 3
-        assert {json.loads(line)["key"] for line in lines} == {"b/3", "b/20", "b/41"}
-        # Each of two ranks meets fewer than eleven in an epoch, both together more.
-        many = write_prepared(tmp_path / "many", {"b": 64}, bad=tuple(range(0, 64, 4)))
-        job = server.run(2, runs(many, tmp_path / "ended", 8))
-        assert job.codes == [2, 2], job.output[-3000:]
-        assert job.output.count("pictures cannot be decoded") == 1
-        assert len((tmp_path / "ended" / "bad_pictures.jsonl").read_text().splitlines()) >= 11
-    finally:
-        server.close()
+def test_ranks_count_list_and_end_together(server, tmp_path: Path) -> None:
+    few = write_prepared(tmp_path / "few", {"b": 64}, bad=(3, 20, 41))
+    server.train(2, runs(few, tmp_path / "run", 8))
+    lines = (tmp_path / "run" / "bad_pictures.jsonl").read_text().splitlines()
+    assert len(lines) == 3
+    assert {json.loads(line)["key"] for line in lines} == {"b/3", "b/20", "b/41"}
+    # Each of two ranks meets fewer than eleven in an epoch, both together more.
+    many = write_prepared(tmp_path / "many", {"b": 64}, bad=tuple(range(0, 64, 4)))
+    job = server.run(2, runs(many, tmp_path / "ended", 8))
+    assert job.codes == [2, 2], job.output[-3000:]
+    assert job.output.count("pictures cannot be decoded") == 1
+    assert len((tmp_path / "ended" / "bad_pictures.jsonl").read_text().splitlines()) >= 11
