@@ -1,21 +1,44 @@
-"""From a checkpoint to a model that generates, without the Trainer."""
+"""From a checkpoint or a diffusers folder to weights, and to a model that generates, without the Trainer."""
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from torch import Tensor
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 
-from diffusion.algorithms.average_files import AVERAGE_SUFFIX, read_unet_average
-from diffusion.checkpointing.reading import read_average, read_record, read_unet, resolve_checkpoint
+from diffusion.algorithms.average_files import AVERAGE_SUFFIX
+from diffusion.checkpointing.reading import read_record, resolve_checkpoint
+from diffusion.checkpointing.unet_weights import open_unet
 from diffusion.config.loading import from_dict, load
-from diffusion.config.model import Weights
+from diffusion.config.model import InitFromConfig
 from diffusion.config.schema import Config
-from diffusion.errors import ConfigurationError
+from diffusion.errors import ConfigurationError, DataError
 from diffusion.models.build import build_model, load_unet
 from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.layout import is_pipeline, open_pipeline_unet
+from diffusion.models.lora import has_lora, merged
+from diffusion.models.stored_weights import StoredWeights, open_safetensors
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """Weights of a run that lie somewhere, and what they were trained as."""
+
+    place: Path
+    """Checkpoint, or file of averaged weights."""
+
+    config: Config
+
+    weights: StoredWeights
+    """The U-Net's as they are stored, with the matrices of LoRA if it was trained with any."""
+
+    @property
+    def unet(self) -> StoredWeights:
+        """The U-Net's, with LoRA merged into them."""
+        return merged(self.weights, self.config.model.lora) if has_lora(self.weights) else self.weights
 
 
 def load_config_of(checkpoint: Path) -> Config:
@@ -28,16 +51,42 @@ def load_config_of(checkpoint: Path) -> Config:
     return from_dict(Config, yaml.safe_load(read_record(checkpoint)["config"]), str(checkpoint))
 
 
-def load_model(place: str | Path, *, weights: str = "raw") -> LatentDiffusion:
-    """Build the model that a checkpoint was trained as, with its weights.
-
-    The checkpoint holds the configuration; VAE and text encoder come from where that says.
+def open_trained(place: str | Path, *, weights: str = "raw") -> Trained:
+    """Open the weights that a run has stored, without reading them yet.
 
     Args:
         place: a checkpoint, a run folder, or its `checkpoints` folder (the newest complete one is taken).
             Or a file of averaged weights (`RUN/averages/...` or `RUN/reconstructed/...safetensors`) in a run folder.
         weights: "raw" for the training weights, "ema" for their average, or which one of several: `decay-0.999`,
             `width-0.05`. Without meaning for a file.
+
+    Raises:
+        ConfigurationError: there is no checkpoint.
+        DataError: it is damaged, or holds no average.
+    """
+    if Path(place).suffix == AVERAGE_SUFFIX:
+        file = Path(place).expanduser()
+        config_file = _config_beside(file)
+        config = load(Config, config_file)
+        average = open_safetensors([file], file).below("unet.")
+        if not average.shapes:
+            raise DataError(f"{file} holds no U-Net")
+        if config.model.lora is not None:
+            # An average is of what was trained; the rest never changes.
+            average = average.over(open_unet(resolve_checkpoint(str(config_file.parent)), "raw"))
+        return Trained(place=file, config=config, weights=average)
+    checkpoint = resolve_checkpoint(str(place))
+    return Trained(place=checkpoint, config=load_config_of(checkpoint), weights=open_unet(checkpoint, weights))
+
+
+def load_model(place: str | Path, *, weights: str = "raw") -> LatentDiffusion:
+    """Build the model that a checkpoint was trained as, with its weights, and LoRA merged into them.
+
+    The checkpoint holds the configuration; VAE and text encoder come from where that says.
+
+    Args:
+        place: as for `open_trained`.
+        weights: likewise.
 
     Returns:
         The model, on the CPU, in eval mode.
@@ -46,20 +95,30 @@ def load_model(place: str | Path, *, weights: str = "raw") -> LatentDiffusion:
         ConfigurationError: there is no checkpoint, or it does not fit.
         DataError: it is damaged, or holds no average.
     """
-    if Path(place).suffix == AVERAGE_SUFFIX:
-        file = Path(place).expanduser()
-        return _load(load(Config, _config_beside(file)), read_unet_average(file), file)
-    checkpoint = resolve_checkpoint(str(place))
-    log.info("loading %s weights of %s", weights, checkpoint)
-    is_known = weights in [choice.value for choice in Weights]
-    unet = read_unet(checkpoint, Weights(weights)) if is_known else read_average(checkpoint, weights)
-    return _load(load_config_of(checkpoint), unet, checkpoint)
-
-
-def _load(config: Config, unet: dict[str, Tensor], place: Path) -> LatentDiffusion:
+    trained = open_trained(place, weights=weights)
+    log.info("loading %s weights of %s", weights, trained.place)
+    config = trained.config
     model = build_model(config.model, config.objective, resolution=config.data.resolution, seed=config.seed)
-    load_unet(model, unet, str(place))
+    load_unet(model, trained.unet.read_all(), str(trained.place))
     return model.eval()
+
+
+def open_initial(config: InitFromConfig, unet: UNet2DConditionModel) -> StoredWeights:
+    """Open the weights of a U-Net that a run is to start from.
+
+    Args:
+        config: where they are.
+        unet: what they are for.
+
+    Raises:
+        ConfigurationError: there are none, or they are those of another network.
+        DataError: they are damaged.
+    """
+    if is_pipeline(config.checkpoint):
+        return open_pipeline_unet(Path(config.checkpoint).expanduser(), unet)
+    checkpoint = resolve_checkpoint(config.checkpoint)
+    stored = open_unet(checkpoint, config.weights)
+    return merged(stored, load_config_of(checkpoint).model.lora) if has_lora(stored) else stored
 
 
 def _config_beside(file: Path) -> Path:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import yaml
-from torch import Tensor
 
 from diffusion.checkpointing.checksums import check_checksums
 from diffusion.checkpointing.object_store import ObjectStore, is_store
@@ -36,14 +35,11 @@ from diffusion.checkpointing.safe_loading import (
     read_entries,
 )
 from diffusion.checkpointing.writing import PARTIAL_FILE
-from diffusion.config.model import Weights
 from diffusion.errors import ConfigurationError, DataError
 
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"ep(\d+)-ba(\d+)(\.pt)?")
-_UNET = "unet."
-_AVERAGES = "state.callbacks.LateStartEMA."
 
 
 def is_half_written(path: Path) -> bool:
@@ -266,55 +262,6 @@ def remove_half_written(folder: Path) -> None:
 # Reading
 
 
-def read_unet(checkpoint: Path, weights: Weights) -> dict[str, Tensor]:
-    """Read the U-Net's weights from a checkpoint, in one process and without running code from it.
-
-    Args:
-        checkpoint: file or folder.
-        weights: the training weights, or their average.
-
-    Returns:
-        fp32 tensors by the U-Net's own parameter names.
-
-    Raises:
-        DataError: the checkpoint is damaged, or holds no average.
-    """
-    if checkpoint.is_dir():
-        check_bits(checkpoint)
-        tensors = _read_sharded(
-            checkpoint, "state.callbacks.LateStartEMA.averages." if weights == Weights.ema else "state.model."
-        )
-    else:
-        tensors = _read_file(checkpoint, weights)
-    unet = {name.removeprefix(_UNET): tensor for name, tensor in tensors.items() if name.startswith(_UNET)}
-    if not unet:
-        missing = "average of the weights (it had not started)" if weights == Weights.ema else "U-Net"
-        raise DataError(f"checkpoint {checkpoint} holds no {missing}")
-    return unet
-
-
-def read_average(checkpoint: Path, label: str) -> dict[str, Tensor]:
-    """Like `read_unet`, the average of a label such as `decay-0.999`.
-
-    Raises:
-        DataError: the checkpoint is damaged, or holds no such average.
-    """
-    state = {} if checkpoint.is_dir() else _read_state(checkpoint).get("callbacks", {}).get("LateStartEMA", {})
-    stored = _read_sharded(checkpoint, f"{_AVERAGES}labels").get("") if checkpoint.is_dir() else state.get("labels")
-    labels = (stored or "").split()
-    if label not in labels:
-        there = f"holds {', '.join(labels)}" if labels else "holds no averages (they had not started)"
-        raise DataError(f"checkpoint {checkpoint} {there}, but not the average {label}: choose another one")
-    if label == labels[0]:
-        return read_unet(checkpoint, Weights.ema)
-    if checkpoint.is_dir():
-        check_bits(checkpoint)
-        tensors = _read_sharded(checkpoint, f"{_AVERAGES}others.{label}.")
-    else:
-        tensors = state["others"][label]
-    return {name.removeprefix(_UNET): tensor for name, tensor in tensors.items() if name.startswith(_UNET)}
-
-
 def read_record(checkpoint: Path) -> dict[str, Any]:
     """Read what a run has stored about itself in a checkpoint: `config` (YAML), `model`.
 
@@ -369,16 +316,17 @@ def read_all(checkpoint: Path) -> dict[str, Any]:
     """
     if checkpoint.is_dir():
         return _read_sharded(checkpoint, "")
-    return dict(_flatten(load_safely(checkpoint, f"checkpoint {checkpoint}"), ""))
+    return dict(flatten(load_safely(checkpoint, f"checkpoint {checkpoint}")))
 
 
-def _flatten(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+def flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """What nested dictionaries and lists hold, by dotted keys."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
     if items is None:
         yield key, value
         return
     for name, content in items:
-        yield from _flatten(content, f"{key}.{name}" if key else str(name))
+        yield from flatten(content, f"{key}.{name}" if key else str(name))
 
 
 def _read_sharded(checkpoint: Path, prefix: str) -> dict[str, Any]:
@@ -399,10 +347,3 @@ def _read_state(checkpoint: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not isinstance(content.get("state"), dict):
         raise DataError(f"checkpoint {checkpoint} holds no state of a run")
     return content["state"]
-
-
-def _read_file(checkpoint: Path, weights: Weights) -> dict[str, Tensor]:
-    state = _read_state(checkpoint)
-    if weights == Weights.ema:
-        return state.get("callbacks", {}).get("LateStartEMA", {}).get("averages", {})
-    return {name.removeprefix("module."): tensor for name, tensor in state.get("model", {}).items()}

@@ -1,0 +1,133 @@
+"""From what a run has stored to what others load: a diffusers folder, one file, or LoRA's matrices alone.
+
+Weights are copied a few at a time, without a GPU, so that memory does not grow with the U-Net. What is written is
+whole or not there.
+"""
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+
+from diffusion.config.schema import Config, Task
+from diffusion.config.secrets import to_public_yaml
+from diffusion.datasets.manifest import sync
+from diffusion.errors import ConfigurationError, MachineError
+from diffusion.loading import Trained, open_trained
+from diffusion.model_card import Licences, write_card
+from diffusion.models.architectures import ARCHITECTURES
+from diffusion.models.build import build_noise_scheduler, build_unet
+from diffusion.models.frozen import load_frozen_parts
+from diffusion.models.layout import write_pipeline
+from diffusion.models.lora import has_lora, write_lora
+from diffusion.models.sampling import inference_scheduler
+from diffusion.models.stored_weights import write_safetensors
+
+
+def export(
+    place: str,
+    out: Path,
+    *,
+    weights: str = "raw",
+    lora_only: bool = False,
+    licences: Licences | None = None,
+    prepared: Path | None = None,
+) -> None:
+    """Export the model that a run has trained.
+
+    Args:
+        place: a checkpoint, a run folder, its `checkpoints` folder (the newest whole one is taken), or a file of
+            averaged weights.
+        out: a new folder; or, if it ends in `.safetensors`, one file with the U-Net and what it is.
+        weights: "raw" for the training weights, "ema" for their average, or which one of several.
+        lora_only: LoRA's matrices without the U-Net, which they are otherwise merged into.
+        licences: for the model card.
+        prepared: prepared data whose sources the card lists.
+
+    Raises:
+        ConfigurationError: there is no such checkpoint, or `out` is there already.
+        DataError: something that is read is damaged.
+        MachineError: it cannot be written.
+    """
+    if out.exists():
+        raise ConfigurationError(f"{out} is there already: remove it, or choose another place")
+    trained = open_trained(place, weights=weights)
+    config = trained.config
+    if config.task is not Task.diffusion:
+        raise ConfigurationError(f"{place} is a run of {config.task.value}, whose result is exported already: RUN/vae")
+    if lora_only and not has_lora(trained.weights):
+        raise ConfigurationError(f"{place} was trained without model.lora: export it as a whole")
+    licences = licences or Licences()
+    with _whole_or_nothing(out) as partial:
+        if out.suffix == ".safetensors":
+            names = sorted(trained.unet.shapes)
+            write_safetensors(partial, trained.unet, names, _metadata(trained, weights, licences))
+            return
+        partial.mkdir(parents=True)
+        card = write_card(
+            config, place=trained.place, weights=weights, is_lora=lora_only, licences=licences, prepared=prepared
+        )
+        (partial / "README.md").write_text(card, encoding="utf-8")
+        if lora_only:
+            assert config.model.lora is not None
+            write_lora(partial, trained.weights, config.model.lora)
+            return
+        write_pipeline(
+            partial,
+            unet=_unet_without_weights(config),
+            weights=trained.unet,
+            frozen=load_frozen_parts(config.model),
+            scheduler=inference_scheduler(build_noise_scheduler(config.model.architecture, config.objective)),
+        )
+
+
+def _unet_without_weights(config: Config) -> UNet2DConditionModel:
+    """The U-Net, whose images are by default of the size that it was trained at."""
+    with torch.device("meta"):
+        unet = build_unet(config.model)
+    unet.register_to_config(sample_size=config.data.resolution // ARCHITECTURES[config.model.architecture].vae_factor)
+    return unet
+
+
+def _metadata(trained: Trained, weights: str, licences: Licences) -> dict[str, str]:
+    config = trained.config
+    return {
+        "format": "pt",
+        "title": config.run_name,
+        "checkpoint": trained.place.name,
+        "weights": weights,
+        "architecture": config.model.architecture.value,
+        "prediction_type": config.objective.prediction_type.value,
+        "resolution": str(config.data.resolution),
+        "license": licences.model,
+        "data_license": licences.data,
+        "config": to_public_yaml(config),
+    }
+
+
+@contextlib.contextmanager
+def _whole_or_nothing(out: Path) -> Iterator[Path]:
+    """A place beside `out` that takes its name when the block has ended well."""
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _remove(partial)
+        yield partial
+        for path in [*partial.rglob("*"), partial]:
+            sync(path)
+        partial.rename(out)
+        sync(out.parent)
+    except OSError as error:
+        raise MachineError(f"{out} cannot be written: {error.strerror or error}. Choose another place") from error
+    finally:
+        _remove(partial)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
