@@ -1,6 +1,7 @@
 """How FSDP2 and its checkpoints are set up: the few private or surprising parts of Composer and torch, in one place."""
 
 import logging
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.fsdp import FSDPModule
 
 from diffusion.checkpointing.safe_loading import SafeLoadPlanner
+from diffusion.config.training import TrainerConfig
 
 log = logging.getLogger(__name__)
 
@@ -31,13 +33,41 @@ class TolerantLoadPlanner(SafeLoadPlanner):
         return super().create_local_plan()
 
 
+@dataclass
 class ElasticFSDP2Config(FSDP2Config):
     """FSDP2 whose checkpoints load safely at any world size and with other callbacks."""
+
+    num_replicas: int = 1
+    """Groups of ranks that each hold the sharded model once."""
+
+    @property
+    def data_parallel_replicate_degree(self) -> int | None:
+        """Makes Composer's device mesh two-dimensional, which FSDP2 takes for HSDP."""
+        return self.num_replicas if self.num_replicas > 1 else None
 
     @property
     def load_planner(self) -> DefaultLoadPlanner:
         """A new planner for each load."""
         return TolerantLoadPlanner()
+
+
+def fsdp_config(settings: TrainerConfig) -> ElasticFSDP2Config:
+    """FSDP2 as configured, with sharded checkpoints."""
+    precisions = {"param_dtype": settings.precision.value, "reduce_dtype": settings.reduce_precision.value}
+    return ElasticFSDP2Config(
+        reshard_after_forward=settings.reshard_after_forward,
+        state_dict_type="sharded",
+        mixed_precision=precisions,  # pyright: ignore[reportArgumentType]
+        num_replicas=settings.num_replicas,
+    )
+
+
+def set_last_microbatch(model: nn.Module, is_last: bool) -> None:
+    """Let FSDP2 keep weights whole and gradients to itself after the next backward pass, unless it is a step's last."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(is_last, recurse=False)
+            module.set_reshard_after_backward(is_last, recurse=False)
 
 
 def reduce_scatter_averages() -> bool:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Precision of the autocast that is active for the device of x, or None."""
     device_type = x.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
@@ -25,7 +25,7 @@ class LowPrecisionGroupNorm(nn.GroupNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x [B, C, ...]; same shape."""
-        dtype = _autocast_dtype(x)
+        dtype = autocast_dtype(x)
         if dtype is None:
             return super().forward(x)
         with torch.autocast(x.device.type, enabled=False):
@@ -38,7 +38,7 @@ class LowPrecisionLayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x [..., *normalized_shape]; same shape."""
-        dtype = _autocast_dtype(x)
+        dtype = autocast_dtype(x)
         if dtype is None:
             return super().forward(x)
         with torch.autocast(x.device.type, enabled=False):

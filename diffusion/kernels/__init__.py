@@ -1,0 +1,1 @@
+"""Operators of our own that torch lacks; they know torch and Triton, and nothing else of the project."""

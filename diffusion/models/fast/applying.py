@@ -1,0 +1,39 @@
+"""From configuration to a fast U-Net."""
+
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+
+from diffusion.config.performance import AttentionBackend, Compilation, PerformanceConfig
+from diffusion.config.training import Device
+from diffusion.errors import ConfigurationError
+from diffusion.models.fast.attention import set_attention
+from diffusion.models.fast.channels_last import keep_channels_last
+from diffusion.models.fast.compilation import compile_modules, is_block
+
+
+def apply(unet: UNet2DConditionModel, config: PerformanceConfig, device: Device) -> None:
+    """Change a U-Net in place, before it is sharded or has adapters: classes of modules only, no parameter.
+
+    Args:
+        unet: diffusers' U-Net, not changed before.
+        config: which options.
+        device: where it will be trained; says what `compilation: auto` is.
+
+    Raises:
+        ConfigurationError: the attention's kernel is not one for this device.
+    """
+    if device is Device.cpu and config.attention in (AttentionBackend.cudnn, AttentionBackend.efficient):
+        raise ConfigurationError(
+            f"performance.attention={config.attention.value} is for GPUs, and this run is on a CPU: set it to auto"
+        )
+    if config.channels_last:
+        keep_channels_last(unet, has_kernel=config.fused_norms)
+    set_attention(unet, config.attention, is_fused=config.fused_projections)
+    compilation = config.compilation
+    if compilation is Compilation.auto:
+        compilation = Compilation.blocks if device is Device.gpu else Compilation.none
+    if compilation is Compilation.unet:
+        compile_modules([unet])
+        return
+    unet.fsdp_wrap_fn = is_block  # pyright: ignore[reportArgumentType]
+    if compilation is Compilation.blocks:
+        compile_modules([module for module in unet.modules() if is_block(module)])

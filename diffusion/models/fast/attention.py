@@ -1,0 +1,94 @@
+"""Attention with fewer matrix products, by the kernel that is asked for.
+
+The matrices of queries, keys and values stay three parameters, of the names and shapes that checkpoints, averages,
+optimizer and adapters know; they are put together in each forward pass. That copies these weights once, which is little
+beside the activations that are then read once instead of three times.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from diffusion.config.performance import AttentionBackend
+
+_BACKENDS = {
+    AttentionBackend.flash: SDPBackend.FLASH_ATTENTION,
+    AttentionBackend.cudnn: SDPBackend.CUDNN_ATTENTION,
+    AttentionBackend.efficient: SDPBackend.EFFICIENT_ATTENTION,
+    AttentionBackend.math: SDPBackend.MATH,
+}
+
+
+class AttentionProcessor(AttnProcessor2_0):
+    """Attention of a transformer block; what it does not know is left to that of diffusers.
+
+    Args:
+        backend: kernel of the attention.
+        is_fused: one matrix product for all projections of the same input.
+    """
+
+    def __init__(self, backend: AttentionBackend, *, is_fused: bool) -> None:
+        super().__init__()
+        self.backend = _BACKENDS.get(backend)
+        self.is_fused = is_fused
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        temb: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Attend from [B, N, C] to itself, or to [B, L, D]; returns [B, N, C]."""
+        if attention_mask is not None or args or kwargs:
+            return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, temb, *args, **kwargs)
+        is_cross = encoder_hidden_states is not None
+        source = encoder_hidden_states if encoder_hidden_states is not None else hidden_states
+        if is_cross:
+            query = attn.to_q(hidden_states)
+            key, value = self._project(source, attn.to_k, attn.to_v)
+        else:
+            query, key, value = self._project(source, attn.to_q, attn.to_k, attn.to_v)
+        query, key, value = (x.unflatten(-1, (attn.heads, -1)).transpose(1, 2) for x in (query, key, value))
+        attended = self._attend(query, key, value, is_cross).transpose(1, 2).flatten(2)
+        return attn.to_out[1](attn.to_out[0](attended))  # pyright: ignore[reportOptionalSubscript]
+
+    def _project(self, x: Tensor, *layers: Any) -> tuple[Tensor, ...]:
+        """Each layer's output for x."""
+        if not self.is_fused or any(type(layer) is not nn.Linear or layer.bias is not None for layer in layers):
+            return tuple(layer(x) for layer in layers)
+        return F.linear(x, torch.cat([layer.weight for layer in layers])).chunk(len(layers), dim=-1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, is_cross: bool) -> Tensor:
+        if self.backend is None or (is_cross and self.backend is SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(query, key, value)
+        with sdpa_kernel(self.backend):
+            return F.scaled_dot_product_attention(query, key, value)
+
+
+def _is_plain(attention: Attention) -> bool:
+    return (
+        type(attention.processor) is AttnProcessor2_0
+        and attention.spatial_norm is None
+        and attention.group_norm is None
+        and attention.norm_q is None
+        and attention.norm_k is None
+        and not attention.norm_cross
+        and not attention.residual_connection
+        and attention.rescale_output_factor == 1.0
+    )
+
+
+def set_attention(module: nn.Module, backend: AttentionBackend, *, is_fused: bool) -> None:
+    """Give the attention layers below a module our processor; layers of other kinds stay as they are."""
+    processor = AttentionProcessor(backend, is_fused=is_fused)
+    for layer in module.modules():
+        if isinstance(layer, Attention) and _is_plain(layer):
+            layer.processor = processor  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,113 @@
+"""The U-Net's blocks with activations in channels-last order (NHWC) from end to end.
+
+In training those of diffusers fall back to NCHW: after each transformer block, in the shortcut of a ResNet block, and
+before upsampling at batches of 64 and more. The classes of existing blocks are changed in place; their parameters,
+names and hooks stay. Parameters stay in their own order, too: FSDP2 takes no other.
+"""
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from diffusers.models.upsampling import Upsample2D
+from torch import Tensor, nn
+
+from diffusion.models.fast.norms import fuse
+from diffusion.models.norms import LowPrecisionGroupNorm
+
+INT32_ELEMENTS = 2**31
+"""From so many elements on, torch's channels-last upsampling is not to be trusted."""
+
+
+class ChannelsLastConv(nn.Conv2d):
+    """The first convolution, which brings its input into channels-last order."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Convolve [B, C, H, W]."""
+        return super().forward(input.contiguous(memory_format=torch.channels_last))
+
+
+class ChannelsLastResnet(ResnetBlock2D):
+    """ResNet block whose norms include the activation."""
+
+    def forward(self, input_tensor: Tensor, temb: Tensor) -> Tensor:
+        """Transform [B, C, H, W] with the embedding of the timestep [B, D]."""
+        shift = self.time_emb_proj(F.silu(temb))[:, :, None, None]  # pyright: ignore[reportOptionalCall]
+        hidden = self.conv1(self.norm1(input_tensor)) + shift
+        hidden = self.conv2(self.dropout(self.norm2(hidden)))
+        return (input_tensor if self.conv_shortcut is None else self.conv_shortcut(input_tensor)) + hidden
+
+
+class ChannelsLastTransformer(Transformer2DModel):
+    """Transformer over the positions of a feature map, whose output is a view in channels-last order."""
+
+    def _get_output_for_continuous_inputs(
+        self, hidden_states: Tensor, residual: Tensor, batch_size: int, height: int, width: int, inner_dim: int
+    ) -> Tensor:
+        """Back from [B, H*W, C] to [B, C, H, W], and add the residual."""
+        if self.use_linear_projection:
+            hidden_states = self.proj_out(hidden_states)
+        hidden_states = hidden_states.reshape(batch_size, height, width, -1).permute(0, 3, 1, 2)
+        return (hidden_states if self.use_linear_projection else self.proj_out(hidden_states)) + residual
+
+
+class ChannelsLastUpsample(Upsample2D):
+    """Doubling by nearest neighbour, then a convolution."""
+
+    def forward(self, hidden_states: Tensor, output_size: tuple[int, int] | None = None) -> Tensor:
+        """Upsample [B, C, H, W] to twice its size, or to another one."""
+        if hidden_states.numel() * 5 >= INT32_ELEMENTS:
+            return super().forward(hidden_states, output_size)  # pyright: ignore[reportArgumentType]
+        scale = 2.0 if output_size is None else None
+        upsampled = F.interpolate(hidden_states, size=output_size, scale_factor=scale, mode="nearest")
+        return self.conv(upsampled)  # pyright: ignore[reportOptionalCall]
+
+
+def _is_plain_resnet(block: nn.Module) -> bool:
+    return (
+        type(block) is ResnetBlock2D
+        and block.upsample is None
+        and block.downsample is None
+        and block.time_emb_proj is not None
+        and block.time_embedding_norm == "default"
+        and not block.skip_time_act
+        and block.output_scale_factor == 1.0
+        and isinstance(block.nonlinearity, nn.SiLU)
+    )
+
+
+def _is_plain_upsample(block: nn.Module) -> bool:
+    return (
+        type(block) is Upsample2D
+        and block.norm is None
+        and block.use_conv
+        and block.interpolate
+        and not block.use_conv_transpose
+        and block.name == "conv"
+    )
+
+
+def keep_channels_last(unet: UNet2DConditionModel, *, has_kernel: bool) -> None:
+    """Let the U-Net's blocks keep channels-last order, in place; blocks of other kinds stay as they are.
+
+    Args:
+        unet: diffusers' U-Net.
+        has_kernel: use our own kernel for GroupNorm and SiLU on a GPU.
+    """
+    unet.conv_in.__class__ = ChannelsLastConv
+    for block in unet.modules():
+        if _is_plain_resnet(block):
+            for norm in (block.norm1, block.norm2):
+                fuse(norm, silu=True, has_kernel=has_kernel)  # pyright: ignore[reportArgumentType]
+            block.__class__ = ChannelsLastResnet
+        elif type(block) is Transformer2DModel and block.is_input_continuous:
+            block.__class__ = ChannelsLastTransformer
+        elif _is_plain_upsample(block):
+            block.__class__ = ChannelsLastUpsample  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(unet.conv_act, nn.SiLU):
+        fuse(unet.conv_norm_out, silu=True, has_kernel=has_kernel)  # pyright: ignore[reportArgumentType]
+        unet.conv_act = nn.Identity()
+    for norm in unet.modules():
+        if type(norm) in (nn.GroupNorm, LowPrecisionGroupNorm):
+            fuse(norm, silu=False, has_kernel=has_kernel)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,43 @@
+"""`torch.compile` of the U-Net or of its blocks, in training only.
+
+Sampling and evaluation come with other shapes and run as they are. What is compiled is the forward function and not the
+module's call, so that hooks around it (FSDP2's) stay outside of the graph, which may not break. The classes of existing
+modules are changed in place.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.resnet import ResnetBlock2D
+from torch import nn
+
+MAX_GRAPHS = 256
+"""Graphs of one function: one for each shape of the blocks, times the sizes of pictures that are trained at."""
+
+
+def is_block(module: nn.Module) -> bool:
+    """Whether a module is a unit of compilation and of FSDP2: a ResNet block or a transformer block."""
+    return isinstance(module, ResnetBlock2D | BasicTransformerBlock)
+
+
+@functools.cache
+def _compiled(kind: type[nn.Module]) -> type[nn.Module]:
+    """A subclass, of the same name (which diffusers stores with a model), that is compiled in training."""
+    plain: Any = kind.forward
+    compiled = torch.compile(plain, fullgraph=True, dynamic=False)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        is_training = self.training and torch.is_grad_enabled()
+        return (compiled if is_training else plain)(self, *args, **kwargs)
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+def compile_modules(modules: list[nn.Module]) -> None:
+    """Compile the forward pass of modules in training, in place, at its first call for each shape."""
+    torch._dynamo.config.recompile_limit = MAX_GRAPHS
+    torch._dynamo.config.accumulated_recompile_limit = MAX_GRAPHS
+    for module in modules:
+        module.__class__ = _compiled(type(module))
