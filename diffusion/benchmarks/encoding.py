@@ -2,10 +2,8 @@
 
 import io
 import math
-import statistics
 import tempfile
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from diffusion.benchmarks.timing import ratios, timed
 from diffusion.config.data import PictureSize
 from diffusion.config.model import Architecture
 from diffusion.models.architectures import ARCHITECTURES
@@ -56,8 +55,9 @@ def measure_encoding(
         rounds: Times that each is measured; the median of the ratios of neighbours counts.
 
     Returns:
-        `ratio` (rate of `encode` over the bare one), `ratios`, `encode_per_second` and `bare_per_second` (pictures,
-        the best of the rounds), and the settings.
+        `ratio` (rate of `encode` over the bare one), `ratios`, and the same of processor time (`timing.ratios`), that
+        of the loader workers included; `encode_per_second` and `bare_per_second` (pictures, the best of the rounds),
+        and the settings.
     """
     settings = {name: value for name, value in locals().items() if name != "rounds"}
     models = _models(architecture, text_embeddings)
@@ -69,21 +69,13 @@ def measure_encoding(
         bare, whole = [], []
         for i in range(rounds):
             options: dict[str, Any] = {"device": device, "precision": precision, "num_workers": num_workers}
-            bare.append(_timed(lambda: _bare(encoder, batches)))
-            whole.append(
-                _timed(
-                    lambda out=Path(folder, f"out-{i}"), options=options: encode(
-                        prepared, out, models=models, resolutions=[resolution], batch_size=batch_size, **options
-                    )
-                )
-            )
-    ratios = [one / other for one, other in zip(bare, whole, strict=True)]
+            options |= {"models": models, "resolutions": [resolution], "batch_size": batch_size}
+            bare.append(timed(partial(_bare, encoder, batches)))
+            whole.append(timed(partial(encode, prepared, Path(folder, f"out-{i}"), **options)))
     return {
-        "ratio": statistics.median(ratios),
-        "ratios": ratios,
-        "encode_per_second": num_pictures / min(whole),
-        "bare_per_second": num_pictures / min(bare),
-        "num_threads": torch.get_num_threads(),
+        **ratios(bare, whole),
+        "encode_per_second": num_pictures / min(one.clock for one in whole),
+        "bare_per_second": num_pictures / min(one.clock for one in bare),
         **settings,
         "architecture": architecture.value,
     }
@@ -126,9 +118,9 @@ def _batches(models: EncodingModels, number: int, resolution: int, batch_size: i
         count = min(batch_size, number - i * batch_size)
         images = torch.randint(256, (count, 3, *size), dtype=torch.uint8, generator=torch.Generator().manual_seed(i))
         token_ids = [torch.from_numpy(models.tokenize(["smooth noise"]))] * count
-        batches.append(
-            PictureBatch(i, 0, {size: images.pin_memory() if pin else images}, token_ids, [""] * count, {}, [])
-        )
+        placements = {size: torch.zeros((count, 6), dtype=torch.int32)}
+        images = {size: images.pin_memory() if pin else images}
+        batches.append(PictureBatch(i, 0, images, placements, token_ids, [""] * count, {}, []))
     return batches
 
 
@@ -136,10 +128,3 @@ def _bare(encoder: Encoder, batches: list[PictureBatch]) -> None:
     """Run the forward passes; wait once, at the end."""
     for encoded in [encoder.start(batch) for batch in batches]:
         encoded.wait()
-
-
-def _timed(step: Callable[[], Any]) -> float:
-    """Return the seconds that a step takes."""
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start

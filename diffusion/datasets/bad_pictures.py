@@ -7,7 +7,7 @@ import os
 import tempfile
 from dataclasses import asdict, dataclass
 
-from diffusion.errors import DataError
+from diffusion.errors import UnfitDataError
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +40,10 @@ def check_bad_pictures(num_bad: int, num_read: int, last: str) -> None:
         last: the last of the bad ones.
 
     Raises:
-        DataError: more than `MAX_BAD_PICTURES` and more than `MAX_BAD_FRACTION` of the samples are bad.
+        UnfitDataError: more than `MAX_BAD_PICTURES` and more than `MAX_BAD_FRACTION` of the samples are bad.
     """
     if num_bad > max(MAX_BAD_PICTURES, MAX_BAD_FRACTION * num_read):
-        raise DataError(
+        raise UnfitDataError(
             f"{num_bad} of {num_read} pictures cannot be decoded (at most {MAX_BAD_PICTURES} or "
             f"{MAX_BAD_FRACTION:.1%} may be), the last: {last}. The data is damaged: check the disk and the "
             "copies, or run scripts/prepare.py again"
@@ -86,7 +86,7 @@ class BadPictures:
         """Count, log and keep a picture that could not be decoded.
 
         Raises:
-            DataError: there are too many.
+            UnfitDataError: there are too many.
         """
         with self._num_bad.get_lock():
             self._num_bad.value += 1

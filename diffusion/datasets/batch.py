@@ -37,6 +37,13 @@ class BatchKey(str, Enum):
     TEXT_EMBEDDING = "text_embedding"
     """float16 [B, L, D]: the text encoder's output for the caption, with `data.text_embeddings` only."""
 
+    POOLED_TEXT_EMBEDDING = "pooled_text_embedding"
+    """float16 [B, P]: the text encoder's vector for the whole caption, beside TEXT_EMBEDDING."""
+
+    PLACEMENT = "placement"
+    """int64 [B, 6]: size of the original picture and what was cut off, see `datasets.transforms.Placement`; absent in
+    data that does not hold it."""
+
     SAMPLE = "sample"
     """int64 [B]: the address of each sample, made by `diffusion.randomness.sample_address`."""
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from diffusion.config.data import named_size
 from diffusion.errors import ConfigurationError
 
 DEFAULT_EDGES = (256, 512, 768, 1024)
@@ -64,10 +65,14 @@ class SizeBuckets:
     Attributes:
         sizes: Height and width of each bucket in pixels, as `parse_sizes` returns them.
         upscale: Take a picture that covers none, too: to the nearest ratio of all, of equally near ones to the smaller.
+        min_samples: Fewest training pictures of a bucket.
+        refuse_small: Whether the pictures of a bucket with fewer are refused; otherwise they go to others.
     """
 
     sizes: tuple[tuple[int, int], ...]
     upscale: bool = False
+    min_samples: int = 0
+    refuse_small: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -133,7 +138,7 @@ def parse_sizes(sizes: Iterable[str]) -> tuple[tuple[int, int], ...]:
     given = list(sizes)
     if not given:
         raise ConfigurationError("sizes: there is none; give height x width of each bucket, as in 1024x1024")
-    parsed = [bucket_size(size) for size in given]
+    parsed = [named_size(size) for size in given]
     wrong = [size for size, found in zip(given, parsed, strict=True) if found is None]
     if wrong:
         raise ConfigurationError(f"sizes: {wrong[0]!r}: give height x width in pixels, as in 896x1152")
@@ -172,12 +177,6 @@ def size_name(height: int, width: int) -> str:
     return f"{height}x{width}"
 
 
-def bucket_size(name: str) -> tuple[int, int] | None:
-    """Return height and width of an aspect-ratio bucket in pixels from its folder name; None for any other name."""
-    match = re.fullmatch(r"([1-9][0-9]*)x([1-9][0-9]*)", name)
-    return (int(match[1]), int(match[2])) if match else None
-
-
 def bucket_range(name: str) -> tuple[int, int | None]:
     """Return the lowest shorter side of a bucket and the first above it (None: open) from its folder name.
 
@@ -198,5 +197,5 @@ def lowest_side(name: str) -> int:
     Raises:
         ConfigurationError: It is not the name of a bucket.
     """
-    size = bucket_size(name)
+    size = named_size(name)
     return min(size) if size else bucket_range(name)[0]

@@ -14,7 +14,7 @@ VERSION = 1
 ENCODED = "encoded"
 """What the manifest says it is the manifest of."""
 
-CODE = "float16-moments-v1"
+CODE = "float16-moments-v2"
 """Identity of what is computed and stored besides VAE, tokenizer and transform; raised whenever that changes."""
 
 DAMAGED = "damaged.json"

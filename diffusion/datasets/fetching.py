@@ -16,6 +16,7 @@ from streaming.base.format import Reader
 
 from diffusion.datasets.locations import StreamLocation
 from diffusion.datasets.mds import INDEX
+from diffusion.datasets.storage_errors import fetch_errors
 from diffusion.datasets.stores import shown
 from diffusion.errors import DataError
 
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 LONGEST_PAUSE = 30.0
 """Seconds between two attempts, at most."""
 
-HOPELESS = (FileNotFoundError, PermissionError)
+HOPELESS = (FileNotFoundError, PermissionError, ImportError)
 """Failures that another attempt does not cure."""
 
 
@@ -79,7 +80,7 @@ class FetchedStream(Stream):
         partial.unlink(missing_ok=True)
         try:
             self._download_file(INDEX, partial.name)
-        except Exception as error:  # Each store has exceptions of its own, in packages that may be absent.
+        except fetch_errors() as error:
             raise DataError(
                 f"{shown(self.remote)}/{INDEX} cannot be fetched: {describe(error)}. Check data.remote, and that this "
                 "machine can reach it"
@@ -144,7 +145,7 @@ class FetchedStream(Stream):
             except HOPELESS:
                 self.release()
                 raise
-            except Exception as error:
+            except fetch_errors() as error:
                 self.release()
                 if number == self.download_retry:
                     raise

@@ -7,11 +7,10 @@ against decompression bombs stays on: what it warns about or refuses is refused 
 
 import functools
 import io
-import logging
 import struct
 import warnings
 import zlib
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -31,6 +30,9 @@ EXTENSIONS = frozenset(
 MAX_BYTES = 512 * 2**20
 """Largest image file, in bytes."""
 
+LARGEST_REDUCTION = 8
+"""What JPEG decoders can reduce a picture by at most, per side."""
+
 _ORIENTATION = 0x0112
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -41,6 +43,7 @@ _TRANSPOSE = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_SIDEWAYS = (5, 6, 7, 8)
 _DECODER_ERRORS = (
     OSError,
     SyntaxError,
@@ -69,21 +72,17 @@ class UndecodableImageError(ValueError):
         self.reason = reason
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What decoding an image showed.
+class Reduced(NamedTuple):
+    """A picture that was decoded at a fraction of its size, upright."""
 
-    Attributes:
-        width: Pixels, upright; 0 if it was refused.
-        height: Pixels, upright; 0 if it was refused.
-        reason: Why it was refused; empty if it was not.
-        detail: The decoder's message; empty if it was not refused.
-    """
+    picture: Image.Image
+    """Mode RGB."""
 
-    width: int = 0
-    height: int = 0
-    reason: str = ""
-    detail: str = ""
+    width: int
+    """Pixels of the picture at its full size."""
+
+    height: int
+    """Likewise."""
 
 
 def decode_rgb(data: bytes) -> Image.Image:
@@ -98,6 +97,27 @@ def decode_rgb(data: bytes) -> Image.Image:
     Raises:
         UndecodableImageError: The data is empty, truncated, damaged, of an unknown format or mode, or too large.
     """
+    return _decode(data, None).picture
+
+
+def decode_reduced(data: bytes, side: int) -> Reduced:
+    """Decode the bytes of an image file at 1/2, 1/4 or 1/8 of its size; still the whole file is read and checked.
+
+    A JPEG is reduced by its decoder (which spares the rest of the inverse transform), others by averages of squares of
+    pixels: nearly the same.
+
+    Args:
+        data: The whole file.
+        side: The longer side does not become shorter than so many pixels.
+
+    Raises:
+        UndecodableImageError: As for `decode_rgb`, for the same files.
+    """
+    return _decode(data, side)
+
+
+def _decode(data: bytes, side: int | None) -> Reduced:
+    """Decode at the full size, or reduced."""
     if not data:
         raise UndecodableImageError("undecodable", "the file is empty")
     if len(data) > MAX_BYTES:
@@ -107,35 +127,35 @@ def decode_rgb(data: bytes) -> Image.Image:
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         try:
             with Image.open(io.BytesIO(data), formats=_formats()) as image:
+                full = image.size
+                reduction = 1 if side is None else _reduction(max(full), side)
+                if reduction > 1:
+                    image.draft("RGB", (max(full[0] // reduction, 1), max(full[1] // reduction, 1)))  # JPEG only
+                is_reduced = image.size != full
                 image.load()
+                width, height = full if is_reduced else image.size  # a TIFF is turned when it is loaded
                 orientation = _orientation(image)
                 rgb = _to_rgb(image)
+                if reduction > 1 and not is_reduced:
+                    rgb = rgb.reduce(reduction)
         except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
             raise UndecodableImageError("too_large", str(error)) from error
         except _DECODER_ERRORS as error:
             message = str(error).split("<_io.BytesIO", maxsplit=1)[0].strip()
             raise UndecodableImageError("undecodable", message or type(error).__name__) from error
-    return rgb.transpose(_TRANSPOSE[orientation]) if orientation in _TRANSPOSE else rgb
+    if orientation in _TRANSPOSE:
+        rgb = rgb.transpose(_TRANSPOSE[orientation])
+    if orientation in _SIDEWAYS:
+        width, height = height, width
+    return Reduced(rgb, width, height)
 
 
-def examine(images: list[bytes]) -> list[Verdict]:
-    """Decode images fully and return only what was found, so that it can be sent between processes."""
-    _silence_decoders()
-    verdicts = []
-    for data in images:
-        try:
-            image = decode_rgb(data)
-        except UndecodableImageError as error:
-            verdicts.append(Verdict(reason=error.reason, detail=str(error)))
-        else:
-            verdicts.append(Verdict(width=image.width, height=image.height))
-    return verdicts
-
-
-@functools.cache
-def _silence_decoders() -> None:
-    """Keep Pillow's messages about damaged files off the stderr of a process that configures no logging."""
-    logging.getLogger("PIL").addHandler(logging.NullHandler())
+def _reduction(longer: int, side: int) -> int:
+    """Return by how much a picture is reduced."""
+    reduction = 1
+    while reduction < LARGEST_REDUCTION and longer >= 2 * reduction * side:
+        reduction *= 2
+    return reduction
 
 
 @functools.cache

@@ -44,7 +44,7 @@ class BatchLoader(DataLoader):
             yield from super().__iter__()
         except DataError as error:
             logger.debug("in a loader worker", exc_info=error)
-            raise DataError(str(error).rpartition(f"{DataError.__qualname__}: ")[2].strip()) from None
+            raise type(error)(str(error).rpartition(f"{DataError.__qualname__}: ")[2].strip()) from None
         except RuntimeError as error:
             if "timed out" not in str(error):
                 raise

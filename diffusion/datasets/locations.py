@@ -10,7 +10,7 @@ from typing import Any
 from diffusion.config.data import StreamConfig
 from diffusion.datasets.manifest import MANIFEST, read_json
 from diffusion.datasets.mds import INDEX, PARTIAL
-from diffusion.datasets.storage_errors import storage_errors
+from diffusion.datasets.storage_errors import fetch_errors
 from diffusion.datasets.stores import Store, shown
 from diffusion.errors import DataError
 
@@ -163,7 +163,7 @@ def _download_json(url: str, store: Store) -> Any:
         except (FileNotFoundError, PermissionError) as error:
             logger.debug("%s: %s", shown(url), error)
             return None
-        except (OSError, RuntimeError, ValueError, *storage_errors()) as error:
+        except fetch_errors() as error:
             raise DataError(
                 f"{shown(url)} cannot be fetched: {type(error).__name__}: {error}. Check data.remote, and that this "
                 "machine can reach it"

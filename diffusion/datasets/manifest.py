@@ -129,6 +129,10 @@ class PrepareSettings:
     """Aspect-ratio buckets, HEIGHTxWIDTH."""
     upscale: bool = False
     """Pictures that are smaller than every aspect-ratio bucket were taken, too."""
+    min_samples: int = 0
+    """Fewest training pictures of an aspect-ratio bucket."""
+    refuse_small: bool = False
+    """Pictures of buckets with fewer were refused; otherwise they went to others."""
     compression: str | None = None
     """Of the shards."""
     hashes: list[str] = field(default_factory=lambda: ["xxh64"])

@@ -1,41 +1,34 @@
-"""Streaming's data set, with an order that does not know the world, and with failures that are errors.
+"""Streaming's data set, with an order that does not know the world, on shared memory that is given back.
 
 Streaming's work array (nodes x ranks x workers x batches x batch size) is made whole by one process of a node, at each
 start and epoch: minutes and tens of GB at 790M samples. The order of `datasets/batching.py` is entered at any step
 directly, so each worker computes its own slots while it reads: `_get_work` is overridden, and nothing is shared.
 
-In streaming 0.13 a shard that cannot be downloaded or fails its hash is no error: without loader workers the epoch ends
-silently, with workers it hangs. A damaged file in the cache is never looked at again. And each thread goes through the
-epoch sample by sample, taking a file lock for each; here they go by batches, and each batch asks once for each shard.
-Everything that touches private parts of `StreamingDataset` is in this file; whose shared memory is whose is decided in
-`shared_memory.py`, and how files come in `fetching.py`.
+Private parts of `StreamingDataset` are touched here and in `shard_fetching.py`, which says how shards come; whose
+shared memory is whose is decided in `shared_memory.py`.
 """
 
 import json
 import logging
-import os
 import weakref
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from time import sleep, time_ns
-from typing import Any, cast
+from time import time_ns
+from typing import Any
 
 import numpy as np
-from streaming import StreamingDataset
-from streaming.base.constant import RESUME, TICK
-from streaming.base.dataset import _Iterator, _ShardState
+from streaming.base.constant import RESUME
 from streaming.base.shared import SharedMemory
 from streaming.base.world import World
-from torch import distributed
 
 from diffusion.datasets.batching import GlobalOrder, OrderSettings, StreamShape, WorkerSlots, draws_per_stream
 from diffusion.datasets.fetching import FetchedStream, describe
 from diffusion.datasets.sample_ids import WorkerSamples
+from diffusion.datasets.shard_fetching import FetchingDataset
 from diffusion.datasets.shard_files import SampleDecoder, ShardFiles
 from diffusion.datasets.shared_memory import MemoryNumber, claim_number
-from diffusion.datasets.storage_errors import storage_errors
-from diffusion.datasets.stores import shown
+from diffusion.datasets.storage_errors import fetch_errors
 from diffusion.errors import DataError, UserError
 from diffusion.launch import agree
 
@@ -45,8 +38,8 @@ ORDER = "order"
 """Key in the state of what determines the order, as JSON."""
 
 
-class ShardDataset(StreamingDataset):
-    """A `StreamingDataset` that reads our order, and raises one `DataError` for a missing or damaged shard.
+class ShardDataset(FetchingDataset):
+    """A data set that reads our order, and raises one `DataError` for a missing or damaged shard.
 
     Args:
         stream_names: names of the streams, for messages.
@@ -74,19 +67,15 @@ class ShardDataset(StreamingDataset):
         columns: Collection[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        self.stream_names = stream_names
-        self._failure: DataError | None = None
-        self._prepared: set[int] = set()
-        self._open(**kwargs)
+        self._open(stream_names, **kwargs)
         self._check_sizes()
         self.first_samples: list[int] = self.sample_offset_per_stream.tolist()
         self._first_of_shards: list[int] = self.spanner.shard_bounds[:-1].tolist()
-        self._paths = [str(self.shard_path(number)) for number in range(self.num_shards)]
         self._files = ShardFiles(0) if self.cache_limit else ShardFiles()
         self._columns, self._decoders = columns, {}
         self.order = self._make_order(order, proportions, repeats) if order is not None else None
 
-    def _open(self, **kwargs: Any) -> None:
+    def _open(self, stream_names: list[str], **kwargs: Any) -> None:
         """Construct Streaming's part, on shared memory that is given back when this data set is collected."""
         caches = [str(Path(stream.local).resolve()) for stream in kwargs["streams"] if stream.remote is not None]
         self._number = claim_number(caches)
@@ -96,16 +85,16 @@ class ShardDataset(StreamingDataset):
                 is_leader = World.detect().is_local_leader
                 agree(lambda: self._fetch_indexes(kwargs["streams"] if is_leader else []))
                 with self._number.chosen():
-                    super().__init__(**kwargs)
+                    super().__init__(stream_names=stream_names, **kwargs)
             finally:
                 for memory in self._memories():
                     self._number.adopt(memory)
         except UserError:
             self._number.release()
             raise
-        except (OSError, RuntimeError, ValueError, *storage_errors()) as error:
+        except fetch_errors() as error:
             self._number.release()
-            raise DataError(f"the streams {', '.join(self.stream_names)} cannot be opened: {error}") from error
+            raise DataError(f"the streams {', '.join(stream_names)} cannot be opened: {error}") from error
         assert self._shm_prefix_int == self._number.number, (self._shm_prefix_int, self._number.number)
 
     @staticmethod
@@ -232,151 +221,11 @@ class ShardDataset(StreamingDataset):
         self.initial_physical_nodes = state.get("initial_physical_nodes")
         return state["epoch"], state["sample_in_epoch"]
 
-    def shard_path(self, shard_id: int) -> Path:
-        """Raw file of a shard on this machine."""
-        stream = self.streams[self.stream_per_shard[shard_id]]
-        return Path(stream.local, stream.split, self.shards[shard_id].file_pairs[0][0].basename)
-
-    def _shard_name(self, shard_id: int) -> str:
-        return f"stream '{self.stream_names[self.stream_per_shard[shard_id]]}', shard {self.shard_path(shard_id).name}"
-
-    def _remote(self, shard_id: int) -> str | None:
-        return self.streams[self.stream_per_shard[shard_id]].remote
-
-    def _check_sizes(self) -> None:
-        """Compare the files' sizes with the index: drop a cached copy that differs, refuse an original that does."""
-        is_leader = self._unique_rank_world.is_local_leader
-        first_shards = self.shard_offset_per_stream.tolist()
-        for stream, begin, num in zip(self.streams, first_shards, self.shards_per_stream.tolist(), strict=True):
-            folder = Path(stream.local, stream.split)
-            sizes = {entry.name: entry.stat().st_size for entry in os.scandir(folder) if entry.is_file()}
-            for shard_id in range(begin, begin + num):
-                for info in (info for pair in self.shards[shard_id].file_pairs for info in pair if info is not None):
-                    size = sizes.get(info.basename)
-                    if size == info.bytes:
-                        continue
-                    path = folder / info.basename
-                    if stream.remote is None:
-                        self._refuse_original(shard_id, path, size, info.bytes)
-                    elif size is not None and is_leader:
-                        logger.warning("%s has %d bytes instead of %d: downloading it again", path, size, info.bytes)
-                        self._drop(shard_id, path, info.bytes)
-        if distributed.is_available() and distributed.is_initialized():
-            distributed.barrier()
-
-    def _refuse_original(self, shard_id: int, path: Path, size: int | None, expected: int) -> None:
-        """Raise for a damaged file without a remote, unless it is the other form of a compressed shard."""
-        if size is None and self.shards[shard_id].compression:
-            return
-        state = "is missing" if size is None else f"has {size} bytes instead of {expected}"
-        raise DataError(f"{path} {state}, and there is no remote to fetch it from: copy or write the data set again")
-
-    def _drop(self, shard_id: int, path: Path, size: int) -> None:
-        path.unlink()
-        if self._shard_states[shard_id] == _ShardState.LOCAL:
-            self._shard_states[shard_id] = _ShardState.REMOTE
-            self.cache_usage -= size
-
     def _resume_incr_epoch(self) -> tuple[int, int]:
         """Note the epoch; called in each worker at the start of each epoch."""
         epoch, sample_in_epoch = super()._resume_incr_epoch()
         self.epoch = epoch
         return epoch, sample_in_epoch
-
-    def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
-        """Have a shard on this machine; a failure ends the epoch with a `DataError`."""
-        if not blocking and self._is_at_hand(shard_id):
-            if self.cache_limit:
-                self._shard_access_times[shard_id] = time_ns()
-            return
-        try:
-            self._check_original(shard_id)
-            super().prepare_shard(shard_id, blocking)
-        except Exception as error:  # Each kind of storage has exceptions of its own, in packages that may be absent.
-            failure = self._failed(shard_id, error)
-            if blocking:
-                raise failure from error
-            # In a background thread: raising would leave the other threads waiting. They stop by the event.
-            self._failure = failure
-            self._event.set()
-        else:
-            if self._shard_states[shard_id] == _ShardState.LOCAL:
-                self._prepared.add(shard_id)
-
-    def _is_at_hand(self, shard_id: int) -> bool:
-        """Whether a shard that was prepared before is still here; Streaming would take a file lock: 216 us."""
-        is_local = shard_id in self._prepared and self._shard_states[shard_id] == _ShardState.LOCAL
-        return is_local and os.access(self._paths[shard_id], os.F_OK)
-
-    def _check_original(self, shard_id: int) -> None:
-        """Raise `FileNotFoundError` for a shard that is gone and has no remote: Streaming would try for minutes."""
-        if self._remote(shard_id) is None:
-            files = [info.basename for pair in self.shards[shard_id].file_pairs for info in pair if info is not None]
-            if not any(self.shard_path(shard_id).with_name(name).is_file() for name in files):
-                raise FileNotFoundError("the file is gone, and there is no remote")
-
-    def _prepare_thread(self, it: _Iterator) -> None:
-        """Fetch shards ahead of what is read, batch by batch."""
-        while not self._is_over(it) and it.prepare_index < it.total and it.ready_index < it.total:
-            if self.predownload is not None and self.predownload < it.prepare_index - it.yield_index:
-                sleep(TICK)
-                continue
-            part = self._work(it).part(it.prepare_index)
-            for shard_id in part.shards:
-                self.prepare_shard(shard_id, False)
-            it.prepare_index += len(part.sample_ids)
-        it.on_exit()
-
-    def _ready_thread(self, it: _Iterator) -> None:
-        """Advance `ready_index` as shards arrive. Streaming's own waits for ever for one that failed elsewhere.
-
-        A shard that another worker tried to fetch in vain is tried here, so that each worker that needs it fails.
-        """
-        while not self._is_over(it) and it.ready_index < it.total:
-            if self.predownload is not None and self.predownload < it.ready_index - it.yield_index:
-                sleep(TICK)
-                continue
-            part = self._work(it).part(it.ready_index)
-            for shard_id in part.shards:
-                while (state := self._shard_states[shard_id]) != _ShardState.LOCAL and not self._is_over(it):
-                    if state == _ShardState.REMOTE:
-                        self.prepare_shard(shard_id, False)
-                    else:
-                        sleep(TICK)
-            it.ready_index += len(part.sample_ids)
-        it.on_exit()
-
-    def _each_sample_id(self, it: _Iterator) -> Iterator[int]:
-        """Samples whose shards are here."""
-        while not self._is_over(it) and it.yield_index < it.total:
-            start = it.yield_index
-            if it.ready_index <= start:
-                sleep(TICK)
-                continue
-            part = self._work(it).part(start)
-            yield from part.sample_ids
-            it.yield_index += len(part.sample_ids)
-            self._work(it).forget(start)
-        it.on_exit()
-
-    def _work(self, it: _Iterator) -> WorkerSamples:
-        return cast("WorkerSamples", it.sample_ids)
-
-    def _is_over(self, it: _Iterator) -> bool:
-        return it.should_exit() or self._event.is_set()
-
-    def _failed(self, shard_id: int, error: Exception) -> DataError:
-        """Leave nothing behind that blocks or misleads another process, and describe the failure."""
-        if self._cache_filelock.is_locked:
-            self._cache_filelock.release(force=True)
-        remote, path = self._remote(shard_id), self.shard_path(shard_id)
-        if self._shard_states[shard_id] == _ShardState.PREPARING:
-            self._shard_states[shard_id] = _ShardState.REMOTE
-        return DataError(
-            f"{self._shard_name(shard_id)} could not be fetched from {shown(remote) if remote else path.parent}: "
-            f"{describe(error)}. Check that it is there and whole and that this machine can reach it, "
-            "then start the same command again"
-        )
 
     def get_item(self, sample_id: int, retry: int = 7) -> dict[str, Any]:
         """Read one sample.
@@ -424,18 +273,3 @@ class ShardDataset(StreamingDataset):
             layout = (shard.column_names, shard.column_encodings, shard.column_sizes)
             decoder = self._decoders[stream] = SampleDecoder(*layout, self._columns)
         return decoder
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Iterate over this worker's part of the epoch.
-
-        Raises:
-            DataError: a shard could not be fetched.
-        """
-        try:
-            yield from super().__iter__()
-        except RuntimeError as error:
-            if self._failure is None:
-                raise
-            raise self._failure from error
-        if self._failure is not None:
-            raise self._failure

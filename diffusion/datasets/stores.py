@@ -39,7 +39,7 @@ class Store:
 
         Raises:
             FileNotFoundError: there is no such file.
-            OSError: it cannot be fetched; clients of some stores raise exceptions of their own (`storage_errors`).
+            OSError: it cannot be fetched; clients of some stores raise exceptions of their own (`fetch_errors`).
         """
         downloader = self.downloader(remote)
         try:

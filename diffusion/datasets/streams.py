@@ -82,7 +82,8 @@ class TextImageDataset(ShardDataset):
         streams = [FetchedStream(location, downloads or Downloads()) for location in locations]
         wanted = ["latent_mean", "token_ids"] if tokenize is None else ["image", "captions", "key"]
         wanted += ["latent_logvar"] if with_logvar else []
-        wanted += ["text_embeddings"] if with_text_embeddings else []
+        wanted += ["text_embeddings", "pooled_text_embeddings"] if with_text_embeddings else []
+        wanted += ["placement"]  # Where it is there: some models are told it.
         names = [location.name for location in locations]
         super().__init__(
             stream_names=names,
@@ -143,10 +144,10 @@ class TextImageDataset(ShardDataset):
         expected = self.shards[0].column_encodings[self.shards[0].column_names.index("latent_mean")]
         (kind, first), (other, latent) = (_latent_type(encoding) for encoding in (expected, columns["latent_mean"]))
         size = self.transforms[stream].size
-        if other != kind:
+        if other != kind or ("placement" in columns) != ("placement" in self.shards[0].column_names):
             raise DataError(
-                f"{where} holds latents of type {columns['latent_mean']}, the first stream of type {expected}: encode "
-                "all streams with one command"
+                f"{where} holds latents of type {columns['latent_mean']}, the first stream of type {expected}, or one "
+                "of them holds `placement` and the other does not: encode all streams with one command"
             )
         factor = self.transforms[0].size.height // first.height
         if size.height % latent.height or size != (latent.height * factor, latent.width * factor):
@@ -154,7 +155,7 @@ class TextImageDataset(ShardDataset):
                 f"{where} holds latents of {latent}, which do not fit pictures of {size} (data.resolution, or the "
                 "resolution of the stream): set the size they were encoded with, or run scripts/encode.py again"
             )
-        if self.with_text_embeddings and "text_embeddings" not in columns:
+        if self.with_text_embeddings and not {"text_embeddings", "pooled_text_embeddings"} <= columns.keys():
             raise DataError(
                 f"{where} holds no text embeddings, and data.text_embeddings is true: set it to false, or run "
                 "scripts/encode.py with --text-embeddings"
@@ -170,8 +171,9 @@ class TextImageDataset(ShardDataset):
 
         Returns:
             `TOKEN_IDS` int64 [L]; `IMAGE` uint8 [3, height, width], or `LATENT_MEAN` (and `LATENT_LOGVAR`) float16
-            [C, H, W]; `TEXT_EMBEDDING` float16 [L, D] if wanted; `SAMPLE` and `STREAM` integers. A sample that is read
-            by its number, not in the order, has occurrence 0.
+            [C, H, W]; `TEXT_EMBEDDING` float16 [L, D] and `POOLED_TEXT_EMBEDDING` float16 [P] if wanted; `PLACEMENT`
+            int64 [6] if it is there; `SAMPLE` and `STREAM` integers. A sample that is read by its number, not in the
+            order, has occurrence 0.
         """
         address = sample_id.address if isinstance(sample_id, SampleId) else None
         sample_id = int(sample_id)
@@ -186,15 +188,20 @@ class TextImageDataset(ShardDataset):
             sample[BatchKey.LATENT_MEAN] = columns["latent_mean"]
             if self.with_logvar:
                 sample[BatchKey.LATENT_LOGVAR] = columns["latent_logvar"]
+            if "placement" in columns:
+                sample[BatchKey.PLACEMENT] = columns["placement"].astype(np.int64)
             caption = self._caption(len(all_ids), address)
             token_ids = all_ids[caption]
             if self.with_text_embeddings:
                 sample[BatchKey.TEXT_EMBEDDING] = columns["text_embeddings"][caption]
+                sample[BatchKey.POOLED_TEXT_EMBEDDING] = columns["pooled_text_embeddings"][caption]
         else:
             assert self.tokenize is not None
             columns, picture = self._decodable(sample_id, stream, retry)
             captions = columns["captions"]
-            sample[BatchKey.IMAGE] = self.transforms[stream](picture, epoch=self.epoch, sample=address)
+            transform, place = self.transforms[stream], {"epoch": self.epoch, "sample": address}
+            sample[BatchKey.IMAGE] = transform(picture, **place)
+            sample[BatchKey.PLACEMENT] = np.array(transform.placement(picture.size, **place), np.int64)
             token_ids = self.tokenize([captions[self._caption(len(captions), address)]])[0]
         sample[BatchKey.TOKEN_IDS] = token_ids.astype(np.int64)
         return sample

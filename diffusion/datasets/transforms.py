@@ -8,7 +8,7 @@ Shape letters: H, W height and width in pixels.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,19 @@ from diffusion.randomness import Purpose, random_word
 
 _VERSION = 1
 """Raised whenever the same picture would give other pixels: encoded data of another version are refused."""
+
+
+class Placement(NamedTuple):
+    """What SDXL is told of a picture (Podell et al. 2023, section 2.2), in pixels and in its order."""
+
+    original_height: int
+    original_width: int
+    top: int
+    """Rows that were cut off above, after resizing."""
+    left: int
+    """Columns that were cut off on the left, after resizing (and mirroring)."""
+    height: int
+    width: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +77,27 @@ class PictureTransform:
         Returns:
             uint8 [3, H, W].
         """
-        width, height = _covered(picture, self.size)
-        offset = self._offset(epoch, sample)
-        left, top = (picture.width - width) * offset, (picture.height - height) * offset
+        left, top, width, height = self._part(picture.size, epoch, sample)
         box = (left, top, min(left + width, picture.width), min(top + height, picture.height))
         resized = picture.resize((self.size.width, self.size.height), Image.Resampling.LANCZOS, box=box)
         pixels = np.asarray(resized)
         if self._is_mirrored(epoch, sample):
             pixels = pixels[:, ::-1]
         return np.ascontiguousarray(pixels.transpose(2, 0, 1))
+
+    def placement(self, size: tuple[int, int], *, epoch: int = 0, sample: int = 0) -> Placement:
+        """What a picture of a width and height in pixels is made of when it is transformed."""
+        left, top, width, height = self._part(size, epoch, sample)
+        if self._is_mirrored(epoch, sample):
+            left = size[0] - width - left
+        top, left = round(top * self.size.height / height), round(left * self.size.width / width)
+        return Placement(size[1], size[0], top, left, *self.size)
+
+    def _part(self, size: tuple[int, int], epoch: int, sample: int) -> tuple[float, float, float, float]:
+        """Left, top, width and height of the part of a picture that is kept, in its own coordinates."""
+        width, height = _covered(size, self.size)
+        offset = self._offset(epoch, sample)
+        return (size[0] - width) * offset, (size[1] - height) * offset, width, height
 
     def _offset(self, epoch: int, sample: int) -> float:
         """Offset of the part that is kept, as a fraction of the room there is."""
@@ -85,8 +110,9 @@ class PictureTransform:
         return threshold > 0 and random_word(self.seed, Purpose.FLIP, epoch, sample) < threshold
 
 
-def _covered(picture: Image.Image, size: PictureSize) -> tuple[float, float]:
-    """Width and height of the largest part of a picture that has the size's aspect ratio."""
-    if picture.width * size.height <= picture.height * size.width:
-        return picture.width, picture.width * size.height / size.width
-    return picture.height * size.width / size.height, picture.height
+def _covered(picture: tuple[int, int], size: PictureSize) -> tuple[float, float]:
+    """Width and height of the largest part of a picture of a width and height that has the size's aspect ratio."""
+    width, height = picture
+    if width * size.height <= height * size.width:
+        return width, width * size.height / size.width
+    return height * size.width / size.height, height

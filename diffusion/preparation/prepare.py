@@ -148,6 +148,8 @@ def prepare(
         caption_column=caption_column,
         sizes=division.names if isinstance(division, SizeBuckets) else [],
         upscale=isinstance(division, SizeBuckets) and division.upscale,
+        min_samples=division.min_samples if isinstance(division, SizeBuckets) else 0,
+        refuse_small=isinstance(division, SizeBuckets) and division.refuse_small,
         compression=compression,
         hashes=list(hashes),
         captioner=None if captioner is None else to_dict(captioner),

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image, ImageFile
 
 from diffusion.datasets import images
-from diffusion.datasets.images import UndecodableImageError, Verdict, decode_rgb, examine
+from diffusion.datasets.images import UndecodableImageError, decode_reduced, decode_rgb
 from tests.picture_files import encode, noise
 
 WHITE, RED = (255, 255, 255), (255, 0, 0)
@@ -172,9 +172,7 @@ def test_damaged_files_never_raise_anything_else():
             data = bytearray(original)
             for _ in range(rng.randint(1, 6)):
                 data[rng.randrange(min(len(data), 120))] = rng.randrange(256)
-            verdict = examine([bytes(data)])[0]
-            assert (verdict.width > 0) == (not verdict.reason)
-            refused += bool(verdict.reason)
+            refused += bool(verdict(bytes(data)))
     assert 0 < refused < 540
 
 
@@ -199,14 +197,56 @@ def test_no_warnings_and_no_lasting_filters():
         warnings.simplefilter("always")
         before = list(warnings.filters)
         for data in (palette, noise(4, 4), b"text", noise(40, 40, image_format="TIFF")[:-50]):
-            examine([data])
+            verdict(data)
         assert warnings.filters == before
     assert caught == []
 
 
-def test_examine():
-    verdicts = examine([noise(5, 3), b"", noise(1, 1)])
-    assert verdicts == [Verdict(5, 3), Verdict(reason="undecodable", detail="the file is empty"), Verdict(1, 1)]
+def verdict(data: bytes, decode=decode_rgb) -> str:
+    try:
+        decode(data)
+    except UndecodableImageError as error:
+        return error.reason
+    return ""
+
+
+def soft(width: int, height: int) -> Image.Image:
+    spots = np.random.default_rng(5).integers(0, 256, (6, 8, 3), dtype=np.uint8)
+    return Image.fromarray(spots).resize((width, height), Image.Resampling.BICUBIC)
+
+
+@pytest.mark.parametrize(("width", "height", "reduction"), [(63, 40, 1), (64, 40, 2), (40, 130, 4), (1000, 750, 8)])
+def test_reduced_by_a_power_of_two_whatever_the_format(width, height, reduction):
+    found = []
+    for image_format, options in (("JPEG", {"quality": 95}), ("PNG", {}), ("WEBP", {"lossless": True})):
+        reduced = decode_reduced(encode(soft(width, height), image_format, **options), 32)
+        assert (reduced.width, reduced.height) == (width, height)
+        assert reduced.picture.size == (-(-width // reduction), -(-height // reduction))
+        found.append(np.asarray(reduced.picture).astype(float))
+    assert max(abs(found[0] - other).mean() for other in found[1:]) < 4
+    assert (found[1] == found[2]).all()
+
+
+def test_a_reduced_picture_is_upright():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for image_format in ("JPEG", "PNG", "TIFF"):
+        reduced = decode_reduced(encode(soft(400, 300), image_format, exif=exif), 32)
+        assert (reduced.width, reduced.height) == (300, 400)
+        assert reduced.picture.height > reduced.picture.width
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}])
+def test_reduced_decoding_refuses_what_full_decoding_refuses(options):
+    whole, chance = encode(soft(200, 160), "JPEG", quality=90, **options), random.Random(1)
+    damaged = [whole[: chance.randrange(len(whole))] for _ in range(150)]
+    for _ in range(150):
+        flipped = bytearray(whole)
+        flipped[chance.randrange(len(whole))] ^= 1 << chance.randrange(8)
+        damaged.append(bytes(flipped))
+    verdicts = [verdict(data) for data in damaged]
+    assert [verdict(data, lambda data: decode_reduced(data, 16)) for data in damaged] == verdicts
+    assert 100 < sum(one == "undecodable" for one in verdicts) < 300
 
 
 def test_worker_modules_are_light():

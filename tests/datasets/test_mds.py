@@ -1,11 +1,21 @@
 import json
 
 import pytest
-from streaming import StreamingDataset
+from streaming import MDSWriter, StreamingDataset
 
 from diffusion.datasets.manifest import read_json, write_json_atomically
-from diffusion.datasets.mds import read_index, remove_mds, write_mds
+from diffusion.datasets.mds import (
+    ShardFormat,
+    ShardTemplate,
+    encode_sample,
+    read_index,
+    remove_mds,
+    write_index,
+    write_mds,
+    write_shard,
+)
 from diffusion.errors import ConfigurationError, DataError
+from tests.picture_files import tree
 
 COLUMNS = {"number": "int32", "data": "bytes"}
 
@@ -28,6 +38,22 @@ def test_what_is_written_is_read(tmp_path):
     shards = json.loads((folder / "index.json").read_text())["shards"]
     assert all(shard["compression"] is None and list(shard["raw_data"]["hashes"]) == ["xxh64"] for shard in shards)
     assert list(folder.parent.iterdir()) == [folder]
+
+
+@pytest.mark.parametrize("compression", [None, "zstd:3"])
+def test_shards_written_one_by_one_are_those_of_streaming(tmp_path, compression):
+    columns = {"data": "bytes", "name": "str", "number": "int32", "other": "json"}
+    samples = [{"data": bytes([i]) * i, "name": "ä" * i, "number": i, "other": {"i": [i]}} for i in range(9)]
+    shards = ShardFormat(columns=columns, shard_bytes=2**20, hashes=("sha1", "xxh64"), compression=compression)
+    options = {"columns": columns, "hashes": ["sha1", "xxh64"], "size_limit": 2**20, "compression": compression}
+    with MDSWriter(out=str(tmp_path / "theirs"), **options) as writer:
+        for sample in samples:
+            writer.write(sample)
+    (tmp_path / "ours").mkdir()
+    encoded = [encode_sample(sample, columns) for sample in samples]
+    entry = write_shard(tmp_path / "ours", 0, encoded, ShardTemplate.of(shards), partial=tmp_path / "partial")
+    write_index(tmp_path / "ours", [entry])
+    assert tree(tmp_path / "ours") == tree(tmp_path / "theirs")
 
 
 def test_nothing_has_the_name_before_the_end(tmp_path):

@@ -52,7 +52,8 @@ def test_a_sample_of_pictures(tmp_path: Path) -> None:
     np.testing.assert_array_equal(sample[BatchKey.IMAGE], PictureTransform.square(16)(picture(4)))
     assert sample[BatchKey.TOKEN_IDS].dtype == np.int64
     np.testing.assert_array_equal(sample[BatchKey.TOKEN_IDS], tokenize(["4 32-64 0"])[0])
-    assert set(sample) == {BatchKey.SAMPLE, BatchKey.STREAM, BatchKey.IMAGE, BatchKey.TOKEN_IDS}
+    assert set(sample) == {BatchKey.SAMPLE, BatchKey.STREAM, BatchKey.IMAGE, BatchKey.PLACEMENT, BatchKey.TOKEN_IDS}
+    assert sample[BatchKey.PLACEMENT].tolist() == [32, 40, 0, 2, 16, 16]
 
 
 def test_a_sample_of_latents(tmp_path: Path) -> None:

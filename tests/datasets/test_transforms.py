@@ -81,6 +81,32 @@ def test_random_crop_covers_the_longer_side_and_only_that() -> None:
     assert abs(lefts.mean() - 48) < 3 * 96 / np.sqrt(12 * 400)
 
 
+@pytest.mark.parametrize(("crop", "flip"), [(Crop.centre, 0.0), (Crop.random, 0.0), (Crop.random, 1.0)])
+@pytest.mark.parametrize("size", [(96, 40), (40, 96), (64, 48), (24, 16)])
+def test_the_placement_says_what_was_cut_off(size: tuple[int, int], crop: Crop, flip: float) -> None:
+    width, height = size
+    transform = PictureTransform(size=PictureSize(16, 24), crop=crop, horizontal_flip=flip, seed=2)
+    across = np.broadcast_to(np.linspace(0, 255, width)[None, :], (height, width))
+    down = np.broadcast_to(np.linspace(0, 255, height)[:, None], (height, width))
+    ramps = Image.fromarray(np.stack([across, down, down], axis=2).astype(np.uint8))
+    scale = max(24 / width, 16 / height)
+    seen = set()
+    for sample in range(20):
+        placement = transform.placement(size, epoch=1, sample=sample)
+        assert (placement.original_height, placement.original_width) == (height, width)
+        assert (placement.height, placement.width) == (16, 24)
+        pixels = transform(ramps, epoch=1, sample=sample)[:, 8, 12].astype(float)
+        x, y = (placement.left + 12.5) / (width * scale), (placement.top + 8.5) / (height * scale)
+        np.testing.assert_allclose(pixels[:2], [255 * (1 - x if flip else x), 255 * y], atol=12)  # Half a pixel is 8.
+        seen.add(placement)
+    assert (len(seen) > 5) == (crop is Crop.random and scale * max(width / 24, height / 16) > 1.2)
+
+
+def test_the_placement_of_a_centre_crop() -> None:
+    assert PictureTransform.square(512).placement((2048, 1024)) == (1024, 2048, 0, 256, 512, 512)
+    assert PictureTransform(size=PictureSize(896, 1152)).placement((1152, 1792)) == (1792, 1152, 448, 0, 896, 1152)
+
+
 def test_flip_has_its_probability_and_mirrors() -> None:
     image = picture(3, 32, 32)
     plain = PictureTransform.square(16)(image)

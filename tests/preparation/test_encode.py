@@ -96,7 +96,8 @@ def test_encoding_keeps_layout_order_and_count(prepared: Path, tmp_path: Path) -
     assert [sample["key"] for sample in samples] == [f"32-64/{i}" for i in range(11)]
     vae = build_vae()
     for i, sample in enumerate(samples):
-        assert set(sample) == {"latent_mean", "latent_logvar", "token_ids", "key"}
+        assert set(sample) == {"latent_mean", "latent_logvar", "token_ids", "key", "placement"}
+        assert sample["placement"].tolist() == [32, 40, 0, 4, 32, 32]
         pixels = torch.from_numpy(PictureTransform.square(RESOLUTION)(picture(i))[None]) / 127.5 - 1
         with torch.no_grad():
             posterior = vae.encode(pixels).latent_dist
@@ -124,7 +125,7 @@ def test_workers_do_not_change_a_byte_and_batch_size_rounds_only(prepared: Path,
 def test_mean_only(prepared: Path, tmp_path: Path) -> None:
     manifest = run(prepared, tmp_path / "out", mean_only=True)
     assert manifest.mean_only
-    assert set(read(tmp_path / "out/train/64-up")[0]) == {"latent_mean", "token_ids", "key"}
+    assert set(read(tmp_path / "out/train/64-up")[0]) == {"latent_mean", "token_ids", "key", "placement"}
 
 
 def test_the_manifest_says_what_it_was_made_with(prepared: Path, tmp_path: Path) -> None:

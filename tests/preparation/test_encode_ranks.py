@@ -1,35 +1,29 @@
 """Encoding on several real processes, killed and continued on another number of them, and on a real Ray."""
 
-import os
+import importlib.util
 import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 from diffusion.config.model import Architecture, ModelConfig
 from diffusion.datasets.mds import read_shards
 from diffusion.models import FrozenParts, load_frozen_parts
 from diffusion.preparation.encoding.encode import encode
 from diffusion.preparation.encoding.models import EncodingModels
-from diffusion.preparation.encoding.ranks import RayWorkers
 from diffusion.preparation.prepare import prepare
+from tests.forked_commands import LIMIT, ForkedCommand
 from tests.picture_files import write_folder
 from tests.preparation.test_encode import digests
-from tests.training_runs import BIN, ROOT, environment, launch
-
-LIMIT = 600.0
-"""Seconds after which a run that should have ended is a failure."""
+from tests.training_runs import launch
 
 OPTIONS = ["--architecture", "tiny", "--device", "cpu", "--workers", "1", "--batch-size", "4", "--text-embeddings",
            "--resolution", "32", "64"]  # fmt: skip
+RAY = ["--engine", "ray", "--ray-workers", "2"]
+PROCESSES = [(1, []), (2, []), *([(1, RAY)] if importlib.util.find_spec("ray") else []), (4, [])]
+"""Number and options, of one start after the other."""
+
 NUM_PICTURES = 150
 
 
@@ -39,9 +33,14 @@ def parts() -> FrozenParts:
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dozen shards of about as many pictures."""
+def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dozen shards of some batches each: of real pictures, if there are."""
     root = tmp_path_factory.mktemp("prepared")
+    if request.config.getoption("--data"):
+        emoji: Path = request.getfixturevalue("data_folder") / "emoji"
+        sources = [emoji / name for name in ("folder_512", "webdataset_128", "parquet_72.parquet")]
+        prepare(sources, root / "out", edges=[64, 128], shard_bytes=2**20, num_workers=1)
+        return root / "out"
     write_folder(root / "source", NUM_PICTURES, side=64)
     prepare([root / "source"], root / "out", edges=[64], shard_bytes=200_000, num_workers=1)
     counts = [shard["samples"] for shard in read_shards(root / "out/train/64-up")]
@@ -51,81 +50,53 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(prepared: Path, parts: FrozenParts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Encoded by one process, with the one thread that the ranks of a launcher have."""
+def undisturbed(prepared: Path, parts: FrozenParts, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Encoded by one process, this one, with as many threads as it has."""
     out = tmp_path_factory.mktemp("undisturbed") / "out"
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    models = EncodingModels.of(parts, text_embeddings=True)
-    encode(prepared, out, models=models, resolutions=[32, 64], batch_size=4)
-    yield out
-    torch.set_num_threads(num_threads)
+    encode(prepared, out, models=EncodingModels.of(parts, text_embeddings=True), resolutions=[32, 64], batch_size=4)
+    return out
 
 
-def command(prepared: Path, out: Path) -> list[str]:
-    return ["scripts/encode.py", str(prepared), str(out), *OPTIONS]
+def arguments(prepared: Path, out: Path) -> list[str]:
+    return [str(prepared), str(out), *OPTIONS]
 
 
-def kill_after_progress(program: list[str], out: Path, wanted: int) -> bool:
-    """Start a command, kill all its processes when so many shards are marked; return whether it was running."""
-    process = subprocess.Popen(
-        program, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )  # fmt: skip
-    deadline = time.monotonic() + LIMIT
-    while process.poll() is None and time.monotonic() < deadline:
-        if len(list(out.glob("*/work.partial/shards/*.json"))) >= wanted:
-            break
-        signal.sigtimedwait([], 0.002)
-    running = process.poll() is None
-    for child in descendants(process.pid):
-        os.kill(child, signal.SIGKILL)
-    process.wait(LIMIT)
-    return running
+def num_finished(out: Path) -> int:
+    """Shards that are finished."""
+    return len(list(out.glob("*/work.partial/shards/*.json")))
 
 
-def descendants(process: int) -> list[int]:
-    """A process and all that it started, the ranks of a launcher in sessions of their own among them."""
-    import psutil
-
-    try:
-        found = psutil.Process(process)
-        return [process, *(child.pid for child in found.children(recursive=True))]
-    except psutil.NoSuchProcess:
-        return []
-
-
-def test_killed_and_continued_on_another_number_of_processes(
-    prepared: Path, undisturbed: Path, tmp_path: Path, kills: int
-) -> None:
+def test_killed_and_continued_by_other_processes(prepared: Path, undisturbed: Path, tmp_path: Path, kills: int) -> None:
     out, chance = tmp_path / "out", random.Random(kills)
-    killed = 0
-    for i in range(max(1, kills - 1)):
-        program = [str(BIN / "composer"), "-n", "2"] if i % 2 else [sys.executable]
-        there = len(list(out.glob("*/work.partial/shards/*.json")))
-        killed += kill_after_progress([*program, *command(prepared, out)], out, there + chance.randint(1, 6))
-    assert killed >= 1
-    done = launch(2, command(prepared, out), timeout=LIMIT)
+    most = max(len(list(undisturbed.rglob("*.mds"))) // (2 * kills), 1)
+    killed = []
+    for number in range(kills):
+        wanted = num_finished(out) + chance.randint(1, most)
+        num_ranks, options = PROCESSES[number % len(PROCESSES)]
+        command = [*arguments(prepared, out), *options]
+        started = ForkedCommand(tmp_path / f"log-{number}", "scripts/encode.py", command, num_ranks)
+        killed.append(started.kill_when(lambda wanted=wanted: num_finished(out) >= wanted))
+    assert all(killed)
+    done = launch(2, ["scripts/encode.py", *arguments(prepared, out)], timeout=LIMIT)
     assert done.returncode == 0, done.stdout[-4000:]
     assert digests(out) == digests(undisturbed)
 
 
-@pytest.mark.thorough
 def test_two_processes_tell_a_mistake_once(prepared: Path, tmp_path: Path) -> None:
     broken = tmp_path / "prepared"
     shutil.copytree(prepared, broken)
     shard = sorted(broken.glob("train/*/*.mds"))[3]
     shard.write_bytes(shard.read_bytes()[:-1])
-    done = launch(2, command(broken, tmp_path / "out"), timeout=LIMIT)
-    assert done.returncode == 2, done.stdout[-4000:]
-    assert done.stdout.count("DataError") == 1, done.stdout
-    assert f"{shard.name} has" in done.stdout
+    command = ForkedCommand(tmp_path / "log", "scripts/encode.py", arguments(broken, tmp_path / "out"), 2)
+    codes, output = command.finish()
+    assert codes == [2, 2], output
+    assert output.count("DataError") == 1, output
+    assert f"{shard.name} has" in output
 
 
-@pytest.mark.thorough
-def test_on_ray(prepared: Path, undisturbed: Path, parts: FrozenParts, tmp_path: Path) -> None:
+def test_on_ray(prepared: Path, undisturbed: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="needs Ray: pip install 'diffusion[ray]'")
-    load = partial(EncodingModels.of, parts, text_embeddings=True)
-    options = {"models": load(), "resolutions": [32, 64], "batch_size": 4}
-    encode(prepared, tmp_path / "out", ray=RayWorkers(number=2, load=load), **options)
+    command = ForkedCommand(tmp_path / "log", "scripts/encode.py", [*arguments(prepared, tmp_path / "out"), *RAY])
+    codes, output = command.finish()
+    assert codes == [0], output
     assert digests(tmp_path / "out") == digests(undisturbed)

@@ -1,11 +1,8 @@
-"""Preparations that are killed at random moments, on real processes and on a real Ray of two workers."""
+"""Preparations that are killed at random moments, each time continued by other workers: processes, and a real Ray."""
 
-import os
+import importlib.util
 import random
-import signal
-import subprocess
-import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,17 +10,25 @@ import pyarrow.parquet as pq
 import pytest
 
 from diffusion.preparation.prepare import prepare
+from tests.forked_commands import ForkedCommand
 from tests.picture_files import noise, sample, tree, write_folder, write_tar
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare.py"
-OPTIONS = ["--edges", "16", "34", "--partition-size", "10", "--shard-mb", "1", "--seed", "3", "--quiet", "--no-report"]
-LIMIT = 600.0
-"""Seconds after which a run that should have ended is a failure."""
+RAY = ["--workers", "2", "--engine", "ray"]
+WORKERS = [
+    ["--workers", "1"],
+    ["--workers", "4"],
+    *([RAY] if importlib.util.find_spec("ray") else []),
+    ["--workers", "2"],
+]
+"""Of one start after the other."""
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    """Three kinds of sources, of which each is several partitions."""
+def sources(request, tmp_path_factory) -> list[str]:
+    """Three kinds of sources, of which each is several partitions: real pictures, if there are."""
+    if request.config.getoption("--data"):
+        emoji = request.getfixturevalue("data_folder") / "emoji"
+        return [str(emoji / name) for name in ("folder_512", "webdataset_128", "parquet_72.parquet")]
     root = tmp_path_factory.mktemp("sources")
     write_folder(root / "folder", 60, side=150)
     for part in range(3):
@@ -35,63 +40,41 @@ def sources(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(sources, tmp_path_factory):
+def partition_size(request) -> int:
+    return 100 if request.config.getoption("--data") else 10
+
+
+@pytest.fixture(scope="module")
+def undisturbed(sources, partition_size, tmp_path_factory) -> dict[str, bytes]:
     """Shards and facts of a run that was not killed."""
     out = tmp_path_factory.mktemp("undisturbed") / "out"
-    prepare(sources, out, edges=[16, 34], partition_size=10, shard_bytes=2**20, seed=3, num_workers=1)
+    prepare(sources, out, edges=[16, 34], partition_size=partition_size, shard_bytes=2**20, seed=3, num_workers=1)
     return tree(out)
 
 
-def start(sources, out, *arguments):
-    command = [sys.executable, str(SCRIPT), *sources, str(out), *OPTIONS, *arguments]
-    return subprocess.Popen(
-        command, cwd=SCRIPT.parents[1], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
-    )
-
-
-def num_finished(out):
+def num_finished(out: Path) -> int:
     """Partitions and shards that are finished."""
     return len([*out.glob("work.partial/*/partitions/[0-9]*"), *out.glob("work.partial/*/shards/*.json")])
 
 
-def kill_after_progress(process, out, chance):
-    """Kill a run and its workers some time after it has begun to write; return whether it was running."""
-    deadline = time.monotonic() + LIMIT
-    wanted = num_finished(out) + chance.randint(1, 3)
-    while process.poll() is None and time.monotonic() < deadline:
-        if num_finished(out) >= wanted:
-            break
-        wait_a_moment(chance)
-    running = process.poll() is None
-    if running:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait(LIMIT)
-    process.stderr.close()
-    return running
+def progress_of(out: Path, number: int) -> Callable[[], bool]:
+    """What says whether so many partitions and shards more than now are finished."""
+    wanted = num_finished(out) + number
+    return lambda: num_finished(out) >= wanted
 
 
-def wait_a_moment(chance):
-    """Look again after a moment of a random length."""
-    signal.sigtimedwait([], chance.uniform(0.001, 0.02))
+def test_killed_and_continued_by_other_workers(sources, partition_size, undisturbed, tmp_path, kills):
+    out, chance = tmp_path / "out", random.Random(kills)
+    options = ["--edges", "16", "34", "--partition-size", str(partition_size), "--shard-mb", "1", "--seed", "3"]
+    command = [*sources, str(out), *options, "--quiet", "--no-report"]
 
+    def start(number: int) -> ForkedCommand:
+        workers = WORKERS[number % len(WORKERS)]
+        return ForkedCommand(tmp_path / f"log-{number}", "scripts/prepare.py", [*command, *workers])
 
-def check(sources, out, undisturbed, arguments, num_kills, seed):
-    chance = random.Random(seed)
-    killed = sum(kill_after_progress(start(sources, out, *arguments), out, chance) for _ in range(num_kills))
-    process = start(sources, out, *arguments)
-    _, errors = process.communicate(timeout=LIMIT)
-    assert process.returncode == 0, errors.decode()
+    most = max(len(undisturbed) // (2 * kills), 1)
+    killed = [start(number).kill_when(progress_of(out, chance.randint(1, most))) for number in range(kills)]
+    codes, output = start(kills).finish()
+    assert codes == [0], output
+    assert sum(killed) >= len(killed) - 1, "all but perhaps the last were running when they were killed"
     assert tree(out) == undisturbed
-    return killed
-
-
-@pytest.mark.parametrize(
-    "workers", [pytest.param(1, marks=pytest.mark.thorough), 2, pytest.param(4, marks=pytest.mark.thorough)]
-)
-def test_killed_at_random_moments(sources, undisturbed, tmp_path, kills, workers):
-    assert check(sources, tmp_path / "out", undisturbed, ["--workers", str(workers)], kills, workers) >= 1
-
-
-def test_killed_on_ray(sources, undisturbed, tmp_path, kills):
-    pytest.importorskip("ray", reason="needs Ray: pip install 'diffusion[ray]'")
-    check(sources, tmp_path / "out", undisturbed, ["--workers", "2", "--engine", "ray"], min(kills, 2), 7)

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFilter
 
-from diffusion.datasets.images import decode_rgb
+from diffusion.datasets.images import decode_reduced, decode_rgb
 from diffusion.preparation.records import Record
-from diffusion.preparation.selection.measures import MEASURES, file_format, measure
+from diffusion.preparation.selection.measures import MEASURES, REDUCED_SIDE, file_format, measure
 from tests.picture_files import encode
 
 
@@ -18,8 +18,11 @@ def drawn(seed: int, width: int = 512, height: int = 384) -> Image.Image:
 
 
 def measured(picture: Image.Image, image_format: str = "PNG", **options) -> dict:
-    data = encode(picture, image_format, **options)
-    return measure(Record("k", data, ["a"]), decode_rgb(data))
+    return measured_file(encode(picture, image_format, **options))
+
+
+def measured_file(data: bytes, key: str = "k") -> dict:
+    return measure(Record(key, data, ["a"]), decode_reduced(data, REDUCED_SIDE))
 
 
 def distance(one: dict, other: dict) -> int:
@@ -28,12 +31,12 @@ def distance(one: dict, other: dict) -> int:
 
 def test_what_is_measured():
     data = encode(drawn(0, 300, 200), "JPEG", quality=90)
-    found = measure(Record("k", data, ["a"]), decode_rgb(data))
+    found = measured_file(data)
     assert tuple(found) == MEASURES
     assert (found["format"], found["bytes"], found["aspect_ratio"]) == ("jpeg", len(data), 1.5)
     assert len(found["xxh128"]) == 32
     assert len(found["phash"]) == 16
-    assert found == measure(Record("other", data, ["b"]), decode_rgb(data))
+    assert found == measured_file(data, "other")
 
 
 @pytest.mark.parametrize(
@@ -51,8 +54,7 @@ def test_a_file_of_no_known_signature():
 
 def test_the_hash_of_the_bytes_changes_with_each_byte():
     data = encode(drawn(0, 40, 30))
-    picture = decode_rgb(data)
-    hashes = {measure(Record("k", data + tail, ["a"]), picture)["xxh128"] for tail in (b"", b"\0", b"\1")}
+    hashes = {measured_file(data + tail)["xxh128"] for tail in (b"", b"\0", b"\1")}
     assert len(hashes) == 3
 
 
@@ -115,14 +117,14 @@ def test_any_shape_can_be_measured(size):
 def test_copies_of_real_pictures_are_near_and_different_ones_are_not(data_folder):
     files = [path.read_bytes() for path in sorted((data_folder / "emoji/folder_512").glob("*.png"))[::3]]
     pictures = [decode_rgb(data) for data in files]
-    found = [measure(Record("k", data, []), picture) for data, picture in zip(files, pictures, strict=True)]
+    found = [measured_file(data) for data in files]
     originals = np.array([int(one["phash"], 16) for one in found], np.uint64)
     for size, quality in ((512, 60), (256, 75), (64, 95)):
         copies = []
         for picture in pictures:
             data = io.BytesIO()
             picture.resize((size, size), Image.Resampling.LANCZOS).save(data, "JPEG", quality=quality)
-            copies.append(int(measure(Record("k", data.getvalue(), ["a"]), decode_rgb(data.getvalue()))["phash"], 16))
+            copies.append(int(measured_file(data.getvalue())["phash"], 16))
         near = np.bitwise_count(originals ^ np.array(copies, np.uint64)) <= 4
         assert near.mean() > 0.97, (size, quality)
     pairs = np.bitwise_count(originals[:, None] ^ originals)[np.triu_indices(len(originals), 1)] <= 4

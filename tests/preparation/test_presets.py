@@ -2,9 +2,10 @@ import math
 
 import pytest
 
+from diffusion.config.data import named_size
 from diffusion.config.loading import from_dict, load, missing_keys
 from diffusion.config.preparation import BucketsConfig, PrepareConfig
-from diffusion.datasets.buckets import EdgeBuckets, SizeBuckets, bucket_size, lowest_side, size_name
+from diffusion.datasets.buckets import EdgeBuckets, SizeBuckets, lowest_side, size_name
 from diffusion.errors import ConfigurationError
 from diffusion.preparation.selection.filters import build_filters
 from diffusion.preparation.selection.presets import SDXL_SIZES, build_buckets
@@ -73,12 +74,12 @@ def test_upscaling_takes_small_pictures_to_the_nearest_ratio():
 
 def test_names_can_be_parsed_back():
     for name in buckets(preset="sdxl").names:
-        size = bucket_size(name)
+        size = named_size(name)
         assert size in SDXL_SIZES
         assert size_name(*size) == name
         assert lowest_side(name) == min(size)
     for name in ("256-512", "1024-up", "0x5", "5x", "x5", "05x5", "5x5x5", "5X5"):
-        assert bucket_size(name) is None
+        assert named_size(name) is None
     assert (lowest_side("256-512"), lowest_side("1024-up")) == (256, 1024)
     with pytest.raises(ConfigurationError, match="896x1152"):
         lowest_side("train")

@@ -1,8 +1,9 @@
 """Encode prepared pictures once: the VAE's posterior, the captions' token ids and, if wanted, their text embeddings.
 
 The work is cut by prepared shard. Several processes take shards as they can; each is encoded in batches of its own and
-written whole, so that neither the number of processes nor an interruption changes a byte. (The bytes depend on the
-machine as far as rounding does: kind of device, library versions, and on a CPU perhaps the number of threads.)
+written whole, so that neither the number of processes nor an interruption changes a byte. On a CPU each process
+computes with one thread, since sums depend on their number; several processes use several cores. (The bytes depend on
+the machine as far as rounding does: kind of device and library versions.)
 """
 
 import logging

@@ -3,8 +3,8 @@
 Shape letters: B batch, C channels, H W height and width of the latent, K captions, L tokens, D text width.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from diffusion.config.data import PictureSize
 from diffusion.datasets.streams import Tokenize
 from diffusion.errors import ConfigurationError
+from diffusion.models.conditioning import TextEncoding
 from diffusion.models.frozen import FrozenParts
 from diffusion.models.identity import module_identity, tokenizer_identity
 from diffusion.models.tokenizers import tokenize
@@ -33,7 +34,7 @@ class EncodingModels:
         tokenize: K captions -> int32 [K, L].
         tokenizer_identity: Identity of the tokenizer.
         empty_ids: Ids [L] of the empty caption.
-        text_encoder: Token ids int64 [B, L] -> a tuple whose first entry is [B, L, D]; None stores no embeddings.
+        text_encoder: Token ids int64 [B, L] -> hidden states [B, L, D], pooled text [B, P]; None stores no embeddings.
         text_encoder_identity: Its `module_identity`.
     """
 
@@ -80,13 +81,14 @@ class Encoded:
     Attributes:
         batch: The batch.
         moments: For each size of its pictures mean and log-variance, float16 [B, C, H, W] each.
-        embeddings: Text embeddings float16 [K of all samples, L, D]; None where there are none.
+        embeddings: Of the captions of all samples, hidden states float16 [K, L, D] and pooled text float16 [K, P];
+            None where there are none.
         copied: Recorded when everything is on the host; None where it is from the start.
     """
 
     batch: PictureBatch
     moments: dict[PictureSize, tuple[Tensor, Tensor]]
-    embeddings: Tensor | None
+    embeddings: TextEncoding | None
     copied: torch.cuda.Event | None
 
     def wait(self) -> None:
@@ -116,10 +118,12 @@ class Encoder:
     @torch.inference_mode()
     def start(self, batch: PictureBatch) -> Encoded:
         """Encode a batch."""
-        moments = {size: self._moments(images) for size, images in batch.images.items()}
         embeddings = None
-        if self._text_encoder is not None:
-            embeddings = self._to_host(self._embed(self._text_encoder, torch.cat(batch.token_ids)))
+        with _one_thread(self.device):
+            moments = {size: self._moments(images) for size, images in batch.images.items()}
+            if self._text_encoder is not None:
+                embeddings = self._embed(self._text_encoder, torch.cat(batch.token_ids))
+                embeddings = TextEncoding(*map(self._to_host, embeddings))
         copied: Any = None
         if self.device.type == "cuda":
             copied = torch.cuda.Event()
@@ -128,9 +132,10 @@ class Encoder:
 
     @torch.inference_mode()
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Encode captions, and wait: int [B, L] -> float16 [B, L, D] on the host."""
+        """Encode captions, and wait: int [B, L] -> hidden states float16 [B, L, D] on the host."""
         assert self._text_encoder is not None, "there is a text encoder"
-        return self._embed(self._text_encoder, token_ids).cpu()
+        with _one_thread(self.device):
+            return self._embed(self._text_encoder, token_ids).hidden.cpu()
 
     def _moments(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Encode uint8 [B, 3, height, width] to mean and log-variance."""
@@ -139,9 +144,10 @@ class Encoder:
             posterior = self._vae.encode(pixels).latent_dist
         return self._to_host(posterior.mean.half()), self._to_host(posterior.logvar.half())
 
-    def _embed(self, text_encoder: nn.Module, token_ids: Tensor) -> Tensor:
+    def _embed(self, text_encoder: nn.Module, token_ids: Tensor) -> TextEncoding:
         with self._autocast():
-            return text_encoder(token_ids.long().to(self.device, non_blocking=True))[0].half()
+            hidden, pooled = text_encoder(token_ids.long().to(self.device, non_blocking=True))[:2]
+        return TextEncoding(hidden.half(), pooled.half())
 
     def _autocast(self):
         bf16 = self._precision == "bf16"
@@ -153,6 +159,18 @@ class Encoder:
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
+
+
+@contextmanager
+def _one_thread(device: torch.device) -> Iterator[None]:
+    """Compute with one thread on a CPU, whatever the process has: sums, and so the bytes, depend on their number."""
+    num_threads = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _ready(module: Frozen, device: torch.device) -> Frozen:

@@ -24,7 +24,7 @@ from diffusion.datasets.images import UndecodableImageError, decode_rgb
 from diffusion.datasets.loader import BatchLoader
 from diffusion.datasets.mds import open_shard
 from diffusion.datasets.streams import Tokenize
-from diffusion.datasets.transforms import PictureTransform
+from diffusion.datasets.transforms import PictureTransform, Placement
 
 PREFETCH_FACTOR = 4
 """Batches that each loader worker holds ready."""
@@ -98,6 +98,9 @@ class PictureBatch(NamedTuple):
     images: dict[PictureSize, Tensor]
     """For each size uint8 [B, 3, height, width]."""
 
+    placements: dict[PictureSize, Tensor]
+    """For each size int32 [B, 6], see `Placement`."""
+
     token_ids: list[Tensor]
     """int32 [K, L] of each sample."""
 
@@ -134,6 +137,7 @@ class PreparedShards(Dataset):
         number, start, stop = index
         item, reader = self._items[number], self._reader(number)
         images: dict[PictureSize, list[np.ndarray]] = {size: [] for size in item.sizes}
+        placements: dict[PictureSize, list[Placement]] = {size: [] for size in item.sizes}
         token_ids, keys = [], []
         damaged: dict[int, str] = {}
         withdrawn: list[int] = []
@@ -149,12 +153,15 @@ class PreparedShards(Dataset):
                 except UndecodableImageError as error:
                     damaged[i - start] = str(error)
             for size, stack in images.items():
-                black = np.zeros((3, *size), np.uint8)
-                stack.append(black if picture is None else PictureTransform(size=size)(picture))
+                transform = PictureTransform(size=size)
+                stack.append(np.zeros((3, *size), np.uint8) if picture is None else transform(picture))
+                shown = (size.width, size.height) if picture is None else picture.size
+                placements[size].append(transform.placement(shown))
             token_ids.append(torch.from_numpy(self._tokenize(captions).astype(np.int32)))
             keys.append(columns["key"])
         stacked = {size: torch.from_numpy(np.stack(stack)) for size, stack in images.items()}
-        return PictureBatch(number, start, stacked, token_ids, keys, damaged, withdrawn)
+        placed = {size: torch.tensor(of_size, dtype=torch.int32) for size, of_size in placements.items()}
+        return PictureBatch(number, start, stacked, placed, token_ids, keys, damaged, withdrawn)
 
     def _reader(self, number: int) -> Any:
         """Open a shard, or take one that is open."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffusion.config.data import PictureSize
-from diffusion.datasets.buckets import bucket_size, lowest_side
+from diffusion.config.data import PictureSize, named_size
+from diffusion.datasets.buckets import lowest_side
 from diffusion.datasets.encoded import EncodedManifest
 from diffusion.datasets.manifest import MANIFEST, PreparedManifest
 from diffusion.datasets.mds import read_index, read_shards
@@ -46,7 +46,7 @@ class PreparedPlace:
 
     def holds(self, resolution: int | None) -> bool:
         """Return whether it is encoded for a resolution: its pictures are large enough, or it has a size of its own."""
-        return bool(bucket_size(self.bucket)) or (resolution is not None and lowest_side(self.bucket) >= resolution)
+        return bool(named_size(self.bucket)) or (resolution is not None and lowest_side(self.bucket) >= resolution)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ def plan_outputs(
         models.latent_shape(PictureSize(resolution, resolution))
     places = read_prepared(prepared)
     source = hashlib.sha256((prepared / MANIFEST).read_bytes()).hexdigest()
-    squares = [place.bucket for place in places if not bucket_size(place.bucket)]
+    squares = [place.bucket for place in places if not named_size(place.bucket)]
     if squares and not resolutions:
         raise ConfigurationError(f"--resolution is missing: the pictures of {squares[0]} are cut to squares of it")
     outputs = []
@@ -134,7 +134,7 @@ def plan_outputs(
                 f"{prepared} has no bucket of pictures whose shorter side is {resolution} or more (there are: "
                 f"{', '.join(names) or 'none'}): lower --resolution, or prepare larger pictures"
             )
-        sizes = {place.bucket: list(size) for place in chosen if (size := bucket_size(place.bucket))}
+        sizes = {place.bucket: list(size) for place in chosen if (size := named_size(place.bucket))}
         side = resolution or round(math.sqrt(max(height * width for height, width in sizes.values())))
         counts: dict[str, dict[str, int]] = {}
         for place in chosen:

@@ -118,17 +118,11 @@ class RayWorkers:
                 raise ConfigurationError(
                     f"--ray-workers {self.number}: the cluster has {ray.cluster_resources().get('GPU', 0):.0f} GPUs"
                 )
-            import torch
-
             remote: Any = ray.remote
             counters = remote(num_cpus=0)(LocalCounters).remote()
             task = remote(num_cpus=1, num_gpus=1 if on_gpu else 0, max_retries=0)(_in_task)
             given = ray.put(work)
-            options = {
-                "device": "cuda" if on_gpu else device,
-                "num_workers": num_workers,
-                "num_threads": torch.get_num_threads(),  # On a CPU the sums, and so the bytes, depend on it.
-            }
+            options = {"device": "cuda" if on_gpu else device, "num_workers": num_workers}
             failed = ray.get([task.remote(given, self.load, counters, **options) for _ in range(self.number)])
         except ray.exceptions.RayTaskError:
             raise
@@ -158,13 +152,8 @@ class RayCounters:
         return ray.get(self._actor.add.remote(name, amount))
 
 
-def _in_task(
-    work: Work, load: Load, counters: Any, *, device: str, num_workers: int, num_threads: int
-) -> UserError | None:
+def _in_task(work: Work, load: Load, counters: Any, *, device: str, num_workers: int) -> UserError | None:
     """Take part in an encoding; return the mistake that it met, so that it arrives as what it is."""
-    import torch
-
-    torch.set_num_threads(num_threads)
     try:
         encode_items(work, load(), RayCounters(counters), device=device, num_workers=num_workers, progress=False)
     except UserError as error:

@@ -76,10 +76,11 @@ class Columns:
         """Return the MDS type of each column for pictures of a size."""
         latent = f"ndarray:float16:{','.join(map(str, self.models.latent_shape(size)))}"
         columns = {"latent_mean": latent, "latent_logvar": latent, "token_ids": "ndarray:int32", "key": "str"}
+        columns["placement"] = "ndarray:int32:6"
         if self.mean_only:
             del columns["latent_logvar"]
         if self.models.text_encoder is not None:
-            columns["text_embeddings"] = "ndarray:float16"
+            columns |= dict.fromkeys(("text_embeddings", "pooled_text_embeddings"), "ndarray:float16")
         return columns
 
 
@@ -159,26 +160,27 @@ class ShardWriter:
                     raise DataError(f"the VAE gives no finite float16 latent for '{key}': check its weights")
                 keep = np.float16(i not in blank)
                 sample: dict[str, Any] = {"token_ids": batch.token_ids[i].numpy(), "key": key}
+                sample["placement"] = batch.placements[size][i].numpy()
                 sample["latent_mean"] = means[i] if keep else np.zeros_like(means[i])
                 if not self._columns.mean_only:
                     sample["latent_logvar"] = logvars[i] if keep else np.zeros_like(logvars[i])
                 if embeddings is not None:
-                    sample["text_embeddings"] = embeddings[i]
+                    sample["text_embeddings"], sample["pooled_text_embeddings"] = embeddings[i]
                 shard.samples[size].append(encode_columns(sample, self._types_of(size)))
         shard.num_samples += len(batch.keys)
         if shard.num_samples == item.num_samples:
             del self._open[batch.item]
             self._write(shard)
 
-    def _split_embeddings(self, encoded: Encoded) -> list[np.ndarray] | None:
-        """Return the text embeddings [K, L, D] of each sample."""
+    def _split_embeddings(self, encoded: Encoded) -> list[tuple[np.ndarray, np.ndarray]] | None:
+        """Return hidden states [K, L, D] and pooled text [K, P] of each sample."""
         if encoded.embeddings is None:
             return None
-        ends = list(itertools.accumulate(len(ids) for ids in encoded.batch.token_ids))
-        parts = np.split(encoded.embeddings.numpy(), ends[:-1])
-        if not all(np.isfinite(part).all() for part in parts):
+        arrays = [part.numpy() for part in encoded.embeddings]
+        if not all(np.isfinite(array).all() for array in arrays):
             raise DataError("the text encoder gives embeddings that are not finite in float16: check its weights")
-        return parts
+        ends = list(itertools.accumulate(len(ids) for ids in encoded.batch.token_ids))
+        return list(zip(*(np.split(array, ends[:-1]) for array in arrays), strict=True))
 
     def _write(self, shard: "_Shard") -> None:
         """Write a whole shard to each data set that lacks it."""

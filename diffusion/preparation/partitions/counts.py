@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from diffusion.datasets.manifest import Example, RefusedEntry
 from diffusion.preparation.partitions.output import NUM_EXAMPLES, Summary
 
-DuplicateExamples = Sequence[tuple[str, str, str]]
-"""Reason, key and detail of each sample of a partition that is left out as a duplicate."""
+LeftOutExamples = Sequence[tuple[str, str, str]]
+"""Reason, key and detail of each sample of a partition that is left out afterwards."""
 
 
 class Refusals:
@@ -32,9 +32,9 @@ class Refusals:
         for reason, examples in summary.examples.items():
             self._show(reason, examples)
 
-    def add_duplicates(self, duplicates: DuplicateExamples) -> None:
+    def add_left_out(self, left_out: LeftOutExamples) -> None:
         """Add what was left out of a partition afterwards."""
-        for reason, key, detail in duplicates:
+        for reason, key, detail in left_out:
             self._counts[reason] += 1
             self._show(reason, [(key, detail)])
 

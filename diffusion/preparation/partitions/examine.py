@@ -11,11 +11,11 @@ from PIL import Image
 from diffusion.config.loading import from_dict, to_dict
 from diffusion.config.preparation import CaptionerConfig, FiltersConfig, PrepareConfig, ScorerConfig
 from diffusion.datasets.buckets import Buckets
-from diffusion.datasets.images import UndecodableImageError, decode_rgb
+from diffusion.datasets.images import UndecodableImageError, decode_reduced, decode_rgb
 from diffusion.preparation.partitions.output import Facts
 from diffusion.preparation.records import Reason, Record, Refused
 from diffusion.preparation.selection.filters import Filter, SampleFacts, build_filters
-from diffusion.preparation.selection.measures import measure
+from diffusion.preparation.selection.measures import REDUCED_SIDE, measure
 from diffusion.preparation.selection.plugins import Plugins, load_plugins
 
 _BATCH_PICTURES = 64
@@ -86,7 +86,7 @@ def examine_records(records: Iterable[Record | Refused], examination: Examinatio
     waiting: list[tuple[Examined, Image.Image | None]] = []
     num_pixels = 0
     for record in records:
-        one, picture = _decode(record, examination.buckets, plugins.takes_missing_captions)
+        one, picture = _decode(record, examination.buckets, plugins.takes_missing_captions, has_plugins)
         if not has_plugins:
             yield _filter(one, filters)
             continue
@@ -111,9 +111,9 @@ def _load(config: str) -> tuple[Plugins, list[Filter]]:
 
 
 def _decode(
-    record: Record | Refused, buckets: Buckets, takes_missing_captions: bool
+    record: Record | Refused, buckets: Buckets, takes_missing_captions: bool, full: bool
 ) -> tuple[Examined, Image.Image | None]:
-    """Decode and measure a picture and find its bucket; the picture is None if it is refused."""
+    """Decode and measure a picture and find its bucket; `full` returns it, too, at its full size if it has a bucket."""
     refused = None
     if isinstance(record, Refused):
         if record.record is None:
@@ -123,15 +123,16 @@ def _decode(
     if refused is not None and not takes_missing_captions:
         return Examined(record, facts, refused), None
     try:
-        picture = decode_rgb(record.image)
+        reduced = decode_reduced(record.image, REDUCED_SIDE)
+        bucket = buckets.of(reduced.width, reduced.height) or ""
+        picture = decode_rgb(record.image) if full and bucket else None
     except UndecodableImageError as error:
         return Examined(record, facts, Refused(record.key, Reason(error.reason), str(error))), None
-    facts.width, facts.height = picture.size
-    facts.values = measure(record, picture)
-    facts.bucket = buckets.of(picture.width, picture.height) or ""
-    if not facts.bucket:
-        too_small = Refused(record.key, Reason.TOO_SMALL, f"{picture.width} x {picture.height}")
-        return Examined(record, facts, too_small), None
+    facts.width, facts.height = reduced.width, reduced.height
+    facts.values = measure(record, reduced)
+    facts.bucket = bucket
+    if not bucket:
+        refused = Refused(record.key, Reason.TOO_SMALL, f"{reduced.width} x {reduced.height}")
     return Examined(record, facts, refused), picture
 
 

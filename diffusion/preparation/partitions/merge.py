@@ -44,24 +44,31 @@ class KeptIndex:
             rows[start:end] = np.load(folder / INDEX)
         return cls(rows, starts)
 
+    def marked(self, samples: Sequence[Sequence["LeftOut"]]) -> NDArray[np.bool_]:
+        """Return bool [N]: true for some samples of each partition."""
+        marked = np.zeros(len(self.rows), bool)
+        for start, of_partition in zip(self.starts.tolist(), samples, strict=False):
+            marked[[start + one.sample for one in of_partition]] = True
+        return marked
+
     def partition_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the partition of each sample."""
         return np.searchsorted(self.starts, samples, side="right") - 1
 
 
-@dataclass(frozen=True)
-class Duplicate:
-    """A sample that is left out.
+@dataclass(frozen=True, order=True)
+class LeftOut:
+    """A sample that is left out although it passed the filters.
 
     Attributes:
         sample: Its number within its partition.
-        reason: `duplicate` or `near_duplicate`.
-        of: Key of the sample that is kept in its stead.
+        reason: `duplicate`, `near_duplicate` or `small_bucket`.
+        detail: The reason in more words.
     """
 
     sample: int
     reason: Reason
-    of: str
+    detail: str
 
 
 @dataclass(frozen=True)
@@ -137,7 +144,7 @@ def numbers_in_folders(kept: KeptIndex, orders: dict[int, BucketOrder], first: d
 
 def left_out_as_duplicates(
     kept: KeptIndex, folders: Sequence[Path], config: DuplicatesConfig, earlier: Sequence[Path], seed: int
-) -> list[list[Duplicate]]:
+) -> list[list[LeftOut]]:
     """Find duplicates among the kept samples, and of samples of earlier generations, which stay.
 
     Args:
@@ -161,12 +168,12 @@ def left_out_as_duplicates(
     starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
     dropped = np.flatnonzero(is_duplicate[num_old:]) + num_old
     keys = _keys_of(tables, starts, np.unique(of[dropped]))
-    found: list[list[Duplicate]] = [[] for _ in folders]
+    found: list[list[LeftOut]] = [[] for _ in folders]
     for sample, kept_one in zip(dropped.tolist(), of[dropped].tolist(), strict=True):
         table = int(np.searchsorted(starts, sample, side="right")) - 1
         same = bool((hashes["exact"][sample] == hashes["exact"][kept_one]).all())
         reason = Reason.DUPLICATE if same else Reason.NEAR_DUPLICATE
-        found[table - len(earlier)].append(Duplicate(sample - int(starts[table]), reason, keys[kept_one]))
+        found[table - len(earlier)].append(LeftOut(sample - int(starts[table]), reason, f"of {keys[kept_one]}"))
     return found
 
 
@@ -177,7 +184,7 @@ def _hashes(tables: Sequence[Path]) -> tuple[NDArray[np.void], list[int]]:
     """Read the hashes of the kept pictures: _HASHES [N], and how many each table has."""
     parts = []
     for path in tables:
-        table = _kept_rows(path, ["width", "height", "xxh128", "phash"])
+        table = read_kept_rows(path, ["width", "height", "xxh128", "phash"])
         part = np.empty(table.num_rows, _HASHES)
         if table.num_rows:
             words = np.frombuffer(bytes.fromhex("".join(table["xxh128"].to_pylist())), ">u8")
@@ -191,7 +198,7 @@ def _hashes(tables: Sequence[Path]) -> tuple[NDArray[np.void], list[int]]:
 def _orders(tables: Sequence[Path], seed: int) -> NDArray[np.uint64]:
     """Return the place in the shuffled order of the kept pictures of earlier generations."""
     parts = [
-        np.array([order_of(key, seed) for key in _kept_rows(path, ["key"])["key"].to_pylist()], np.uint64)
+        np.array([order_of(key, seed) for key in read_kept_rows(path, ["key"])["key"].to_pylist()], np.uint64)
         for path in tables
     ]
     return np.concatenate(parts) if parts else np.empty(0, np.uint64)
@@ -202,13 +209,13 @@ def _keys_of(tables: Sequence[Path], starts: NDArray[np.int64], samples: NDArray
     keys: dict[int, str] = {}
     which = np.searchsorted(starts, samples, side="right") - 1
     for table in np.unique(which).tolist():
-        names = _kept_rows(tables[table], ["key"])["key"]
+        names = read_kept_rows(tables[table], ["key"])["key"]
         for sample in samples[which == table].tolist():
             keys[sample] = names[sample - int(starts[table])].as_py()
     return keys
 
 
-def _kept_rows(path: Path, columns: list[str]):
+def read_kept_rows(path: Path, columns: list[str]):
     """Read columns of the facts of the pictures that are kept, in their order."""
     present = set(pq.read_schema(path).names)
     table = pq.read_table(path, columns=[name for name in ["reason", *columns] if name in present])

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from diffusion.datasets.manifest import read_json, sync, write_json_atomically
 from diffusion.datasets.mds import ShardTemplate, decode_sample, write_shard
 from diffusion.preparation.output_folder import FACTS, REFUSED, writing
-from diffusion.preparation.partitions.merge import Duplicate
+from diffusion.preparation.partitions.merge import LeftOut
 from diffusion.preparation.partitions.output import FACTS as FACTS_TABLE
 from diffusion.preparation.partitions.output import (
     INDEX,
@@ -66,15 +66,17 @@ class FactsTask:
         out: The data set.
         name: Name of the partition's files.
         partition: Folder of the partition.
-        numbers: int64 [n], for each of its kept samples the number in the MDS folder, -1 for duplicates.
-        duplicates: Its samples that are left out.
+        numbers: int64 [n], for each of its kept samples the number in the MDS folder, -1 for those that are left out.
+        buckets: [n], the bucket of each.
+        left_out: Its samples that are left out.
     """
 
     out: Path
     name: str
     partition: Path
     numbers: NDArray[np.int64]
-    duplicates: list[Duplicate]
+    buckets: list[str]
+    left_out: list[LeftOut]
 
 
 def write_one_shard(task: ShardTask) -> int:
@@ -113,11 +115,11 @@ def write_facts(task: FactsTask) -> tuple[str, list[tuple[str, str, str]]]:
         columns = {name: table[name].to_pylist() for name in ("index", "split", "bucket", "reason", "detail")}
         rows = [row for row, reason in enumerate(columns["reason"]) if not reason]
         keys, left_out = table["key"], []
-        for row, number in zip(rows, task.numbers.tolist(), strict=True):
-            columns["index"][row] = number
-        for duplicate in task.duplicates:
-            row = rows[duplicate.sample]
-            columns["reason"][row], columns["detail"][row] = duplicate.reason.value, f"of {duplicate.of}"
+        for row, number, bucket in zip(rows, task.numbers.tolist(), task.buckets, strict=True):
+            columns["index"][row], columns["bucket"][row] = number, bucket
+        for one in task.left_out:
+            row = rows[one.sample]
+            columns["reason"][row], columns["detail"][row] = one.reason.value, one.detail
             left_out.append((columns["reason"][row], keys[row].as_py(), columns["detail"][row]))
         for name, values in columns.items():
             at = table.schema.get_field_index(name)
@@ -140,16 +142,16 @@ def _samples(task: ShardTask) -> list[bytes]:
 
 
 def _shown(task: FactsTask) -> pa.Table:
-    """Return the first duplicates of each reason as refused pictures."""
-    chosen: list[Duplicate] = []
-    for reason in sorted({duplicate.reason for duplicate in task.duplicates}):
-        chosen += [duplicate for duplicate in task.duplicates if duplicate.reason is reason][:NUM_REFUSED]
-    rows = np.load(task.partition / INDEX)[[duplicate.sample for duplicate in chosen]] if chosen else _NO_ROWS
+    """Return the first samples that are left out for each reason as refused pictures."""
+    chosen: list[LeftOut] = []
+    for reason in sorted({one.reason for one in task.left_out}):
+        chosen += [one for one in task.left_out if one.reason is reason][:NUM_REFUSED]
+    rows = np.load(task.partition / INDEX)[[one.sample for one in chosen]] if chosen else _NO_ROWS
     samples = [decode_sample(data, COLUMNS) for data in read_samples(task.partition, rows)]
     return refused_table(
         [
-            (sample["key"], duplicate.reason.value, sample["image"])
-            for duplicate, sample in zip(chosen, samples, strict=True)
+            (sample["key"], one.reason.value, sample["image"])
+            for one, sample in zip(chosen, samples, strict=True)
             if len(sample["image"]) <= MAX_REFUSED_BYTES
         ]
     )

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ class Plan:
     parts: list[Part]
     withdrawn: str
 
-    @property
+    @cached_property
     def identity(self) -> str:
         """Equal for equal plans; names the folder of the work, so that no other plan's results are found there."""
         return fingerprint_of(json.dumps(asdict(self), sort_keys=True))[:16]

@@ -11,6 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from diffusion.config.preparation import DuplicatesConfig
+from diffusion.datasets.buckets import SizeBuckets
 from diffusion.datasets.manifest import (
     BucketEntry,
     Generation,
@@ -23,12 +24,12 @@ from diffusion.datasets.manifest import (
 from diffusion.datasets.mds import INDEX, PARTIAL, ShardFormat, ShardTemplate, read_index, read_shards, write_index
 from diffusion.errors import DataError
 from diffusion.preparation.output_folder import DONE, FACTS, REFUSED, start_over, writing
-from diffusion.preparation.partitions.counts import DuplicateExamples, Refusals
+from diffusion.preparation.partitions.counts import LeftOutExamples, Refusals
 from diffusion.preparation.partitions.examine import Examination
 from diffusion.preparation.partitions.merge import (
     BucketOrder,
-    Duplicate,
     KeptIndex,
+    LeftOut,
     left_out_as_duplicates,
     numbers_in_folders,
     order_buckets,
@@ -45,6 +46,7 @@ from diffusion.preparation.partitions.merge_shards import (
 from diffusion.preparation.partitions.output import Summary, read_summary
 from diffusion.preparation.partitions.pictures import PictureReader
 from diffusion.preparation.partitions.plan import Part, Plan, write_parts
+from diffusion.preparation.partitions.small_buckets import leave_small_buckets
 from diffusion.preparation.partitions.work import COLUMNS, PartitionTask, places, work_on
 from diffusion.preparation.records import Source, clean_text
 from diffusion.preparation.withdrawal import KEYS
@@ -100,18 +102,25 @@ class Run:
             message = f"no picture was kept; {Refusals.of(summaries).in_words()}"
             start_over(self.out, self.work.parent)
             raise DataError(message)
-        duplicates: list[list[Duplicate]] = [[] for _ in folders]
+        left_out = self._left_out(kept, folders)
+        template = ShardTemplate.of(self._format)
+        orders = order_buckets(kept, kept.marked(left_out), shard_bytes=self.settings.shard_bytes, template=template)
+        self._write_shards(call, kept, folders, orders, template)
+        left_out_examples = self._write_facts(call, kept, folders, orders, left_out)
+        return self._finish(summaries, orders, left_out_examples)
+
+    def _left_out(self, kept: KeptIndex, folders: list[Path]) -> list[list[LeftOut]]:
+        """Decide which samples are left out of each partition; move those whose bucket is too small."""
+        left_out: list[list[LeftOut]] = [[] for _ in folders]
         if self.duplicates is not None:
             earlier = [self.out / FACTS / f"{part.name}.parquet" for part in self.earlier]
-            duplicates = left_out_as_duplicates(kept, folders, self.duplicates, earlier, self.settings.seed)
-        left_out = np.zeros(len(kept.rows), bool)
-        for start, found in zip(kept.starts.tolist(), duplicates, strict=False):
-            left_out[[start + duplicate.sample for duplicate in found]] = True
-        template = ShardTemplate.of(self._format)
-        orders = order_buckets(kept, left_out, shard_bytes=self.settings.shard_bytes, template=template)
-        self._write_shards(call, kept, folders, orders, template)
-        left_out_examples = self._write_facts(call, kept, folders, orders, duplicates)
-        return self._finish(summaries, orders, left_out_examples)
+            left_out = left_out_as_duplicates(kept, folders, self.duplicates, earlier, self.settings.seed)
+        buckets = self.examination.buckets
+        if isinstance(buckets, SizeBuckets) and buckets.min_samples:
+            existing = self.manifest.splits.get("train", {}) if self.manifest else {}
+            more = leave_small_buckets(kept, kept.marked(left_out), folders, buckets, existing)
+            left_out = [sorted(found + small) for found, small in zip(left_out, more, strict=True)]
+        return left_out
 
     def _folder(self, part: Part) -> Path:
         return self.work / DONE / part.name
@@ -209,26 +218,33 @@ class Run:
         kept: KeptIndex,
         folders: list[Path],
         orders: dict[int, BucketOrder],
-        duplicates: list[list[Duplicate]],
-    ) -> list[DuplicateExamples]:
-        """Write the facts of the partitions; return for each what is left out of it as a duplicate."""
+        left_out: list[list[LeftOut]],
+    ) -> list[LeftOutExamples]:
+        """Write the facts of the partitions; return for each what is left out of it."""
         with writing(self.out):
             for name in (FACTS, REFUSED):
                 (self.out / name).mkdir(exist_ok=True)
             remove_facts_beyond(self.out, len(self.earlier) + len(self.plan.parts))
         held = {place: entry.num_samples for place in orders if (entry := self._entry(place))}
-        numbers = numbers_in_folders(kept, orders, held)
+        numbers, names = numbers_in_folders(kept, orders, held), places(self.examination.buckets.names)
         tasks = [
-            FactsTask(out=self.out, name=part.name, partition=folder, numbers=numbers[start:end], duplicates=found)
+            FactsTask(
+                out=self.out,
+                name=part.name,
+                partition=folder,
+                numbers=numbers[start:end],
+                buckets=[names[place][1] for place in kept.rows["place"][start:end].tolist()],
+                left_out=found,
+            )
             for part, folder, start, end, found in zip(
-                self.plan.parts, folders, kept.starts[:-1], kept.starts[1:], duplicates, strict=True
+                self.plan.parts, folders, kept.starts[:-1], kept.starts[1:], left_out, strict=True
             )
         ]
-        left_out = dict(call(write_facts, tasks))
-        return [left_out[part.name] for part in self.plan.parts]
+        examples = dict(call(write_facts, tasks))
+        return [examples[part.name] for part in self.plan.parts]
 
     def _finish(
-        self, summaries: list[Summary], orders: dict[int, BucketOrder], left_out: list[DuplicateExamples]
+        self, summaries: list[Summary], orders: dict[int, BucketOrder], left_out: list[LeftOutExamples]
     ) -> PreparedManifest:
         """Write the indexes, and the manifest last."""
         with writing(self.out):
@@ -245,7 +261,7 @@ class Run:
             refusals = Refusals(self.manifest.refused if self.manifest else None)
             for summary, found in zip(summaries, left_out, strict=True):
                 refusals.add(summary)
-                refusals.add_duplicates(found)
+                refusals.add_left_out(found)
             manifest = self._manifest(parts, new, refusals.entries())
             assert manifest.seen == manifest.kept + sum(one.count for one in manifest.refused.values())
             if self.report:

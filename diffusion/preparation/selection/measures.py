@@ -1,6 +1,7 @@
 """What is measured of every picture while it is decoded: hashes that tell copies, sharpness, sizes.
 
-Everything but the hash of the file is computed from a reduced grey picture, at a tenth or less of what decoding costs.
+Everything but the hash of the file is computed from a picture that was decoded at a fraction of its size, at a tenth of
+what decoding costs.
 """
 
 import functools
@@ -11,13 +12,14 @@ import xxhash
 from numpy.typing import NDArray
 from PIL import Image
 
+from diffusion.datasets.images import Reduced
 from diffusion.preparation.records import Record
 
 MEASURES = ("format", "bytes", "xxh128", "phash", "sharpness", "aspect_ratio")
 """The keys of what `measure` returns."""
 
 REDUCED_SIDE = 96
-"""Longer side in pixels of the grey picture that sharpness and hash are made from; smaller ones are not enlarged."""
+"""Longer side in pixels of the grey picture that sharpness is measured on; smaller ones are not enlarged."""
 
 HASH_SIDE = 32
 """Side in pixels of the picture that the perceptual hash is made of."""
@@ -42,26 +44,25 @@ _SIGNATURES = (
 )
 
 
-def measure(record: Record, picture: Image.Image) -> dict[str, Any]:
+def measure(record: Record, reduced: Reduced) -> dict[str, Any]:
     """Measure one picture.
 
     Args:
         record: Its record, with the bytes of the file.
-        picture: The decoded picture, upright, mode RGB.
+        reduced: From `decode_reduced(record.image, REDUCED_SIDE)`.
 
     Returns:
         `format`: by the file's signature, such as `jpeg`. `bytes`: size of the file. `xxh128`: XXH3 of its bytes, 32
         hexadecimal digits. `phash`: `perceptual_hash`, 16 hexadecimal digits. `sharpness`: `sharpness`, rounded to 3
         digits. `aspect_ratio`: width over height, rounded to 4 digits.
     """
-    grey = _reduced_grey(picture)
     return {
         "format": file_format(record.image),
         "bytes": len(record.image),
         "xxh128": xxhash.xxh3_128_hexdigest(record.image),
-        "phash": f"{perceptual_hash(picture, grey):016x}",
-        "sharpness": round(sharpness(grey), 3),
-        "aspect_ratio": round(picture.width / picture.height, 4),
+        "phash": f"{perceptual_hash(reduced.picture):016x}",
+        "sharpness": round(sharpness(reduced.picture), 3),
+        "aspect_ratio": round(reduced.width / reduced.height, 4),
     }
 
 
@@ -76,7 +77,7 @@ def file_format(data: bytes) -> str:
     return next((name for signature, name in _SIGNATURES if data.startswith(signature)), "other")
 
 
-def perceptual_hash(picture: Image.Image, grey: Image.Image) -> int:
+def perceptual_hash(picture: Image.Image) -> int:
     """Hash what a picture looks like: copies that were resized or recompressed differ in a few of 64 bits.
 
     Brightness makes 48 bits: of the discrete cosine transform of 32 x 32 values, the lowest frequencies are compared
@@ -85,34 +86,33 @@ def perceptual_hash(picture: Image.Image, grey: Image.Image) -> int:
     the same on every machine.
 
     Args:
-        picture: Mode RGB.
-        grey: The same picture in mode L, any size.
+        picture: Mode RGB, any size.
 
     Returns:
         The hash, below 2^64; the bits of the brightness are the high ones.
     """
     transform, bright, coloured = _frequencies()
-    values = np.asarray(grey.resize((HASH_SIDE, HASH_SIDE), Image.Resampling.BOX), dtype=np.float64)
-    frequencies = (transform @ values @ transform.T)[bright]
+    small = picture.resize((HASH_SIDE, HASH_SIDE), Image.Resampling.BOX).convert("YCbCr")
+    values = np.frombuffer(small.tobytes(), np.uint8).reshape(HASH_SIDE, HASH_SIDE, 3)
+    values = values.transpose(2, 0, 1).astype(np.float64)
+    spectrum = transform @ values @ transform.T
+    frequencies = spectrum[0][bright]
     middle = np.sort(frequencies)[len(frequencies) // 2 - 1 : len(frequencies) // 2 + 1].sum()
     bits = [2 * frequencies > middle + 2 * _BRIGHTNESS_TOLERANCE]
-    samples = picture.resize((2 * HASH_SIDE, 2 * HASH_SIDE), Image.Resampling.NEAREST).reduce(2).convert("YCbCr")
-    colours = np.asarray(samples, dtype=np.float64)
-    for channel in (1, 2):
-        frequencies = transform[:3] @ colours[..., channel] @ transform[:3].T
-        bits.append(frequencies[coloured] > _COLOUR_TOLERANCE)
+    bits += [spectrum[channel, :3, :3][coloured] > _COLOUR_TOLERANCE for channel in (1, 2)]
     return int.from_bytes(np.packbits(np.concatenate(bits)).tobytes(), "big")
 
 
-def sharpness(grey: Image.Image) -> float:
-    """Return the variance of the Laplacian (four neighbours), in squared grey values.
+def sharpness(picture: Image.Image) -> float:
+    """Return the variance of the Laplacian (four neighbours) in squared grey values of 256, at `REDUCED_SIDE`.
 
-    It depends on the size: compare values of pictures that were reduced alike. Pictures below 3 px have 0.
+    Pictures below 3 px have 0.
 
     Args:
-        grey: Mode L, 0 to 255.
+        picture: Mode RGB, any size.
     """
-    pixels = np.asarray(grey).astype(np.int16)
+    grey = _reduced_grey(picture)
+    pixels = np.frombuffer(grey.tobytes(), np.uint8).reshape(grey.height, grey.width).astype(np.int16)
     if min(pixels.shape) < 3:
         return 0.0
     laplacian = pixels[:-2, 1:-1] + pixels[2:, 1:-1]
@@ -124,18 +124,13 @@ def sharpness(grey: Image.Image) -> float:
 
 
 def _reduced_grey(picture: Image.Image) -> Image.Image:
-    """Return a picture in grey whose longer side is at most `REDUCED_SIDE`.
-
-    Four pixels at most are taken for each, and averaged: an average of all would cost as much as half the decoding.
-    """
+    """Return a picture in grey whose longer side is at most `REDUCED_SIDE`."""
     width, height = picture.size
     shrink = max(width, height) / REDUCED_SIDE
+    grey = picture.convert("L")
     if shrink <= 1:
-        return picture.convert("L")
-    size = (max(round(width / shrink), 1), max(round(height / shrink), 1))
-    if shrink < 2:
-        return picture.convert("L").resize(size, Image.Resampling.BOX)
-    return picture.resize((2 * size[0], 2 * size[1]), Image.Resampling.NEAREST).convert("L").reduce(2)
+        return grey
+    return grey.resize((max(round(width / shrink), 1), max(round(height / shrink), 1)), Image.Resampling.BOX)
 
 
 @functools.cache

@@ -1,6 +1,5 @@
 """Named divisions into buckets, and aspect-ratio buckets made for an area."""
 
-import dataclasses
 import math
 
 from diffusion.config.preparation import AreaConfig, BucketsConfig
@@ -48,18 +47,28 @@ def build_buckets(config: BucketsConfig) -> Buckets:
     Raises:
         ConfigurationError: Several are given, a name or number is wrong, or `upscale` does not go with them.
     """
-    kinds = [field.name for field in dataclasses.fields(config) if field.name != "upscale"]
+    kinds = ("preset", "edges", "sizes", "area")
     given = [kind for kind in kinds if getattr(config, kind) is not None]
     if len(given) > 1:
         raise ConfigurationError(f"buckets.{given[0]} and buckets.{given[1]} are both given; leave one of them out")
     if config.preset not in (None, *PRESETS):
         raise ConfigurationError(f"buckets.preset is {config.preset!r}; it is one of {', '.join(PRESETS)}, or null")
+    if config.refuse_small and not config.min_samples:
+        raise ConfigurationError("buckets.refuse_small is true without buckets.min_samples, which says what is small")
+    sizes = None
     if config.sizes is not None:
-        return SizeBuckets(parse_sizes(config.sizes), config.upscale)
-    if config.area is not None:
-        return SizeBuckets(area_sizes(config.area), config.upscale)
-    if config.preset == "sdxl":
-        return SizeBuckets(sorted_sizes(SDXL_SIZES), config.upscale)
+        sizes = parse_sizes(config.sizes)
+    elif config.area is not None:
+        sizes = area_sizes(config.area)
+    elif config.preset == "sdxl":
+        sizes = sorted_sizes(SDXL_SIZES)
+    if sizes is not None:
+        return SizeBuckets(sizes, config.upscale, config.min_samples or 0, config.refuse_small)
+    if config.min_samples:
+        raise ConfigurationError(
+            "buckets.min_samples is given, but buckets by the shorter side are not merged; give sizes, area or the "
+            "preset sdxl, or other edges"
+        )
     if config.upscale:
         raise ConfigurationError(
             "buckets.upscale is true, but buckets by the shorter side know no size to scale to; give sizes, area or "

@@ -2,47 +2,35 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 
-from diffusion.errors import DataError, MachineError
-from diffusion.preparation.records import Partition, Reason, Record, Refused, fingerprint_of, key_of
-from diffusion.preparation.sources.columns import find_columns, first_line, record_of_row
-from diffusion.preparation.sources.remote_files import (
-    each,
-    is_url,
-    join,
-    open_file,
-    parent_of,
-    read_file,
-    shown,
-    state_of,
-)
+from diffusion.errors import DataError
+from diffusion.preparation.records import Partition, Record, Refused
+from diffusion.preparation.sources.columns import Row, find_columns, first_line, records_of_rows
+from diffusion.preparation.sources.files import FileSource, whole_files
+from diffusion.preparation.sources.remote_files import is_url, join, open_file, read_file, shown
 
 STATE = "state.json"
 
 
 @dataclass(frozen=True)
-class ArrowSource:
+class ArrowSource(FileSource):
     """Arrow files, such as `Dataset.save_to_disk` writes; each file is a partition.
 
     Images are read undecoded; columns are as in parquet files (`diffusion.preparation.sources.columns`), so a column of
     lists gives a picture several captions. A local file is mapped into memory, of a remote one a batch of rows (1,000
     by default of `datasets`) is held. A file that is damaged counts as one refusal more.
 
+    The rest of a key is the file's path below `path`, `#` and the number of the row.
+
     Attributes:
-        name: First part of the keys; the rest is the file's path below `path`, `#` and the number of the row.
-        path: The folder as it was given.
-        files: For each file its name in the keys and where it is, a path or a URL.
         image_column: Column of the images; None for the usual names.
         caption_column: Column of the captions; None for the usual names.
     """
 
-    name: str
-    path: str
-    files: tuple[tuple[str, str], ...]
     image_column: str | None = None
     caption_column: str | None = None
     num_records: int | None = None
@@ -50,35 +38,13 @@ class ArrowSource:
 
     def partitions(self, size: int, known: Sequence[Partition] = ()) -> list[Partition]:
         """Return one partition per file, whatever the size."""
-        files, there = dict(self.files), {partition.items[0] for partition in known}
-        kept = [partition for partition in known if partition.items[0] in files]
-        new = [Partition(key_of(below) or "rows", (below,), "") for below, _ in self.files if below not in there]
-        states = each(state_of, [files[partition.items[0]] for partition in (*kept, *new)])
-        return [
-            replace(partition, fingerprint=fingerprint_of(state))
-            for partition, state in zip((*kept, *new), states, strict=True)
-        ]
-
-    def only(self, partition: Partition) -> "ArrowSource":
-        """Return the source with the partition's file alone."""
-        return replace(self, files=tuple(file for file in self.files if file[0] == partition.items[0]))
+        return whole_files(self, known, "rows")
 
     def read(self, partition: Partition | None = None) -> Iterator[Record | Refused]:
         """Yield the rows in the order of the files."""
         for below, file in (self if partition is None else self.only(partition)).files:
-            prefix = f"{self.name}/{key_of(below)}" if below else self.name
-            row = 0
-            try:
-                for batch in _batches(file):
-                    image, caption = find_columns(shown(file), batch.schema, self.image_column, self.caption_column)
-                    for at in range(batch.num_rows):
-                        yield record_of_row(f"{prefix}#{row}", batch, at, image, caption, parent_of(file))
-                        row += 1
-            except (pa.ArrowException, OSError) as error:
-                if isinstance(error, OSError) and error.errno is not None:
-                    raise MachineError(f"cannot read {shown(file)}: {error.strerror or error}") from error
-                detail = f"{first_line(error)}; what came before was read"
-                yield Refused(f"{prefix}#{row}", Reason.DAMAGED_FILE, detail)
+            rows = _rows(file, self.image_column, self.caption_column)
+            yield from records_of_rows(file, self.prefix(below), 0, rows)
 
 
 def arrow_files(folder: str, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -118,10 +84,12 @@ def check_arrow(place: str, image_column: str | None, caption_column: str | None
         raise DataError(f"{shown(place)} cannot be read as Arrow: {first_line(error)}; save it again") from error
 
 
-def _batches(place: str) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of a file."""
+def _rows(place: str, image: str | None, caption: str | None) -> Iterator[Row]:
+    """Yield the rows of a file."""
     with _source(place) as source:
-        yield from _reader(source)
+        for batch in _reader(source):
+            columns = find_columns(shown(place), batch.schema, image, caption)
+            yield from (Row(batch, at, *columns) for at in range(batch.num_rows))
 
 
 def _source(place: str) -> Any:

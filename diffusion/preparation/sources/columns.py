@@ -1,15 +1,30 @@
 """Columns of Arrow tables: which hold images and captions, which become metadata, and their values in Python."""
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from diffusion.errors import DataError
+from diffusion.errors import DataError, MachineError
 from diffusion.preparation.records import Reason, Record, Refused, make_record
-from diffusion.preparation.sources.remote_files import is_url, join, read_picture, shown
+from diffusion.preparation.sources.remote_files import is_url, join, parent_of, read_picture, shown
 
 IMAGE_COLUMNS = ("image", "jpg", "png", "webp", "image_bytes", "image_path", "file_name", "path")
 CAPTION_COLUMNS = ("caption", "captions", "text")
+
+
+class Row(NamedTuple):
+    """A row of a table."""
+
+    batch: pa.RecordBatch
+    at: int
+    """Number within the batch."""
+
+    image: str
+    """Name of the column of images."""
+
+    caption: str
+    """Name of the column of captions."""
 
 
 def find_columns(place: str, schema: pa.Schema, image: str | None, caption: str | None) -> tuple[str, str]:
@@ -56,22 +71,43 @@ def metadata_columns(schema: pa.Schema, image: str, caption: str) -> list[str]:
     return [field.name for field in schema if field.name not in (image, caption) and _is_metadata(field.type)]
 
 
-def record_of_row(key: str, batch: pa.RecordBatch, row: int, image: str, caption: str, folder: str) -> Record | Refused:
+def records_of_rows(place: str, prefix: str, first: int, rows: Iterator[Row]) -> Iterator[Record | Refused]:
+    """Yield the records of rows; a damaged file counts as one refusal more.
+
+    Args:
+        place: The file, a path or a URL.
+        prefix: How the keys begin; `#` and the number of the row come behind it.
+        first: Number of the first row.
+        rows: What is read from the file.
+
+    Raises:
+        MachineError: The disk, the network or a store fails.
+    """
+    number = first
+    try:
+        for row in rows:
+            yield record_of_row(f"{prefix}#{number}", row, parent_of(place))
+            number += 1
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise MachineError(f"cannot read {shown(place)}: {error.strerror or error}") from error
+        yield Refused(f"{prefix}#{number}", Reason.DAMAGED_FILE, f"{first_line(error)}; what came before was read")
+
+
+def record_of_row(key: str, row: Row, folder: str) -> Record | Refused:
     """Make the record of a row; it reads the picture's file where the row holds a path.
 
     Args:
         key: Key of the record.
-        batch: Columns.
-        row: Number within the batch.
-        image: Name of the column of images.
-        caption: Name of the column of captions.
+        row: The row.
         folder: Where relative paths begin: the folder or URL that the table lies in.
 
     Raises:
         MachineError: The disk, the network or a store fails.
     """
-    metadata = {name: value_of(batch.column(name)[row]) for name in metadata_columns(batch.schema, image, caption)}
-    content = value_of(batch.column(image)[row])
+    batch, at, image, caption = row
+    metadata = {name: value_of(batch.column(name)[at]) for name in metadata_columns(batch.schema, image, caption)}
+    content = value_of(batch.column(image)[at])
     path = content.get("path") if isinstance(content, dict) else content if isinstance(content, str) else None
     content = content.get("bytes") if isinstance(content, dict) else content
     if path is not None:
@@ -84,7 +120,7 @@ def record_of_row(key: str, batch: pa.RecordBatch, row: int, image: str, caption
         content = read_picture(path if is_url(path) else join(folder, path), key)
         if isinstance(content, Refused):
             return content
-    return make_record(key, content, value_of(batch.column(caption)[row]), metadata)
+    return make_record(key, content, value_of(batch.column(caption)[at]), metadata)
 
 
 def value_of(scalar: Any) -> Any:

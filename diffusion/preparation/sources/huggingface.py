@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from diffusion.errors import DataError, MachineError
 from diffusion.preparation.records import Partition, Reason, Record, Refused, fingerprint_of
-from diffusion.preparation.sources.columns import find_columns, first_line, record_of_row
+from diffusion.preparation.sources.columns import Row, find_columns, first_line, record_of_row
 
 PREFIX = "hf-dataset:"
 SPELLING = f"{PREFIX}NAME[@REVISION][:SPLIT[:CONFIGURATION]]"
@@ -79,7 +79,7 @@ class HuggingFaceSource:
                     for batch in table.combine_chunks().to_batches():
                         image, caption = find_columns(self.path, batch.schema, self.image_column, self.caption_column)
                         for at in range(batch.num_rows):
-                            yield record_of_row(f"{prefix}#{row}", batch, at, image, caption, self.dataset)
+                            yield record_of_row(f"{prefix}#{row}", Row(batch, at, image, caption), self.dataset)
                             row += 1
             except pa.ArrowException as error:
                 detail = f"{first_line(error)}; what came before was read"

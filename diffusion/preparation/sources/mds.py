@@ -9,7 +9,7 @@ import struct
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import xxhash
@@ -26,6 +26,7 @@ from diffusion.preparation.records import (
     make_record,
 )
 from diffusion.preparation.sources.columns import CAPTION_COLUMNS, IMAGE_COLUMNS
+from diffusion.preparation.sources.files import FileSource
 from diffusion.preparation.sources.remote_files import BLOCK_BYTES, is_url, join, open_file, read_file, shown, state_of
 
 INDEX = "index.json"
@@ -39,27 +40,22 @@ _MEASURED_ANEW = ("width", "height")
 
 
 @dataclass(frozen=True)
-class MDSSource:
+class MDSSource(FileSource):
     """One MDS folder or several; each shard is a partition, checked against its hash before it is read.
 
     Images of the encodings bytes, jpeg and png come as they were written; of pil, which is no image file, as lossless
     PNG or TIFF. Captions are text or JSON: a text or a list of texts. Texts, numbers and JSON of the other columns are
     metadata; pickled ones are never read. Of a data set that `prepare` wrote, the keys are kept, `metadata` is spread
-    out, and samples that were withdrawn from it are refused. A damaged shard counts as one refusal more.
+    out, and samples that were withdrawn from it are refused. A damaged shard counts as one refusal more. `files` are
+    the MDS folders. The rest of a key is the key in a prepared data set, else folder, `#` and number.
 
     Attributes:
-        name: First part of the keys; the rest is the key in a prepared data set, else folder, `#` and number.
-        path: The folder as it was given.
-        folders: For each MDS folder its name below `path` and where it is, a path or a URL.
         prepared: Where the manifest of `prepare` lies; None for a folder of another tool.
         image_column: Column of the images; None for the first of IMAGE_COLUMNS that is there.
         caption_column: Column of the captions; None for the first of CAPTION_COLUMNS that is there.
         num_records: Samples of all folders.
     """
 
-    name: str
-    path: str
-    folders: tuple[tuple[str, str], ...]
     prepared: str | None = None
     image_column: str | None = None
     caption_column: str | None = None
@@ -70,7 +66,7 @@ class MDSSource:
         """Return one partition per shard, whatever the size."""
         there = {partition.items: partition for partition in known}
         found: dict[tuple[str, ...], Partition] = {}
-        for below, folder in self.folders:
+        for below, folder in self.files:
             for shard in read_shards(folder):
                 file = _stored(shard)["basename"]
                 name = key_of(f"{below}/{file}" if below else file)
@@ -81,15 +77,11 @@ class MDSSource:
         kept = [found[items] for items in there if items in found]
         return [*kept, *(partition for items, partition in found.items() if items not in there)]
 
-    def only(self, partition: Partition) -> "MDSSource":
-        """Return the source with the partition's folder alone."""
-        return replace(self, folders=tuple(one for one in self.folders if one[0] == partition.items[0]))
-
     def read(self, partition: Partition | None = None) -> Iterator[Record | Refused]:
         """Yield the samples in the order of the folders and shards."""
         for one in self.partitions(0) if partition is None else [partition]:
             below, file = one.items
-            folder, first = dict(self.folders)[below], 0
+            folder, first = dict(self.files)[below], 0
             for shard in read_shards(folder):
                 if _stored(shard)["basename"] == file:
                     yield from self._read_shard(below, folder, shard, first)
@@ -97,7 +89,7 @@ class MDSSource:
 
     def _read_shard(self, below: str, folder: str, shard: dict[str, Any], first: int) -> Iterator[Record | Refused]:
         """Yield the samples of a shard, the first of which has the number `first` in its folder."""
-        prefix = f"{self.name}/{key_of(below)}" if below else self.name
+        prefix = self.prefix(below)
         file = _stored(shard)["basename"]
         withdrawn = self._withdrawn_from(folder)
         image, caption = find_columns(folder, shard, self.image_column, self.caption_column)

@@ -319,10 +319,8 @@ def _places(source: AnySource) -> set[str]:
         places = [source.path]
     elif isinstance(source, HuggingFaceSource):
         return {source.path}
-    elif isinstance(source, MDSSource):
-        places = [place for _, place in source.folders]
     else:
-        places = [place for _, place in (source.tars if isinstance(source, WebDatasetSource) else source.files)]
+        places = [place for _, place in source.files]
     return {place.rstrip("/") if is_url(place) else str(Path(place).resolve()) for place in places}
 
 

@@ -8,23 +8,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from diffusion.errors import DataError, MachineError
-from diffusion.preparation.records import (
-    Partition,
-    Reason,
-    Record,
-    Refused,
-    fingerprint_of,
-    key_of,
-)
-from diffusion.preparation.sources.columns import find_columns, first_line, metadata_columns, record_of_row
-from diffusion.preparation.sources.remote_files import BLOCK_BYTES, each, is_url, open_file, parent_of, shown, state_of
+from diffusion.preparation.records import Partition, Record, Refused, fingerprint_of, key_of
+from diffusion.preparation.sources.columns import Row, find_columns, first_line, metadata_columns, records_of_rows
+from diffusion.preparation.sources.files import FileSource
+from diffusion.preparation.sources.remote_files import BLOCK_BYTES, each, is_url, open_file, shown, state_of
 
 _BATCH_ROWS = 32
 _BUFFER_BYTES = 2**20
 
 
 @dataclass(frozen=True)
-class ParquetSource:
+class ParquetSource(FileSource):
     """One parquet file or several, streamed a few rows at a time.
 
     A column of text as image column holds paths, relative to the folder of the parquet file or absolute, or URLs; so
@@ -32,19 +26,14 @@ class ParquetSource:
     whatever the server then gives: fetch them with img2dataset first where a run is to be repeated. The path comes into
     the metadata as `image_path`. Other columns of text, lists of texts, numbers, truth values and times are metadata.
     Rows whose `status` is other than `success` are refused. A file that is damaged counts as one refusal more.
+    Remote files are read by ranges. The rest of a key is the file's path below `path`, `#` and the number of the row.
 
     Attributes:
-        name: First part of the keys; the rest is the file's path below `path`, `#` and the number of the row.
-        path: The file, the folder or the pattern, as it was given.
-        files: For each file its name in the keys and where it is, a path or a URL; a remote one is read by ranges.
         image_column: Column of the images; None for the first of IMAGE_COLUMNS that is there.
         caption_column: Column of the caption or list of captions; None for the first of CAPTION_COLUMNS that is there.
         num_records: Rows of all files.
     """
 
-    name: str
-    path: str
-    files: tuple[tuple[str, str], ...]
     image_column: str | None = None
     caption_column: str | None = None
     num_records: int | None = None
@@ -66,32 +55,13 @@ class ParquetSource:
         states = dict(zip(files, map(fingerprint_of, each(state_of, list(starts))), strict=True))
         return [replace(partition, fingerprint=states[partition.items[0]]) for partition in partitions]
 
-    def only(self, partition: Partition) -> "ParquetSource":
-        """Return the source with the partition's file alone."""
-        return replace(self, files=tuple(file for file in self.files if file[0] == partition.items[0]))
-
     def read(self, partition: Partition | None = None) -> Iterator[Record | Refused]:
         """Yield the rows in the order of the files."""
         for one in self.partitions(sys.maxsize) if partition is None else [partition]:
             below, start, stop = one.items
-            yield from self._read_file(below, int(start), int(stop))
-
-    def _read_file(self, below: str, start: int, stop: int) -> Iterator[Record | Refused]:
-        """Yield some rows of a file."""
-        file = dict(self.files)[below]
-        prefix = f"{self.name}/{key_of(below)}" if below else self.name
-        row = start
-        try:
-            rows = _rows(file, self.image_column, self.caption_column, start, stop)
-            for batch, at, image, caption in rows:
-                yield record_of_row(f"{prefix}#{row}", batch, at, image, caption, parent_of(file))
-                row += 1
-        except pa.ArrowException as error:
-            yield Refused(f"{prefix}#{row}", Reason.DAMAGED_FILE, f"{first_line(error)}; what came before was read")
-        except OSError as error:
-            if error.errno is not None:
-                raise MachineError(f"cannot read {shown(file)}: {error.strerror or error}") from error
-            yield Refused(f"{prefix}#{row}", Reason.DAMAGED_FILE, f"{first_line(error)}; what came before was read")
+            file = dict(self.files)[below]
+            rows = _rows(file, self.image_column, self.caption_column, int(start), int(stop))
+            yield from records_of_rows(file, self.prefix(below), int(start), rows)
 
 
 def _row_ranges(place: str, size: int, first: int) -> Iterator[tuple[int, int]]:
@@ -137,10 +107,8 @@ def _opened(place: str) -> pq.ParquetFile:
     return pq.ParquetFile(source, buffer_size=BLOCK_BYTES if is_url(place) else _BUFFER_BYTES, pre_buffer=False)
 
 
-def _rows(
-    place: str, image: str | None, caption: str | None, start: int, stop: int
-) -> Iterator[tuple[pa.RecordBatch, int, str, str]]:
-    """Yield for the rows from `start` up to `stop` their batch, row in it, and names of image and caption columns."""
+def _rows(place: str, image: str | None, caption: str | None, start: int, stop: int) -> Iterator[Row]:
+    """Yield the rows from `start` up to `stop`."""
     with _opened(place) as file:
         image, caption = find_columns(shown(place), file.schema_arrow, image, caption)
         columns = [image, caption, *metadata_columns(file.schema_arrow, image, caption)]
@@ -149,7 +117,7 @@ def _rows(
             for row in range(batch.num_rows):
                 number += 1
                 if start < number <= stop:
-                    yield batch, row, image, caption
+                    yield Row(batch, row, image, caption)
 
 
 def _row_groups(metadata: pq.FileMetaData, start: int, stop: int) -> tuple[list[int], int]:

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from diffusion.datasets.images import MAX_BYTES
 from diffusion.errors import DataError
-from diffusion.preparation.records import Reason, Refused, file_state, read_image
+from diffusion.preparation.records import Reason, Refused, file_state, read_bytes, read_image
 from diffusion.preparation.sources.remote_stores import RemoteFile, Store, shown, store_of
 
 BLOCK_BYTES = 8 * 2**20
@@ -103,7 +103,7 @@ def exists(place: str) -> bool:
 def state_of(place: str) -> str:
     """Return what changes when a file does, for fingerprints: size and time, or a version; `gone` if there is none."""
     if not is_url(place):
-        return file_state(Path(place))
+        return file_state(place)
     try:
         file = store_of(place).look(place)
     except FileNotFoundError:
@@ -143,7 +143,7 @@ def open_file(place: str, *, buffer_bytes: int | None = None) -> BinaryIO:
 
 def read_file(place: str) -> bytes:
     """Read a whole, small local or remote file; errors as for `open_file`."""
-    return store_of(place).read_whole(place, MAX_BYTES) if is_url(place) else Path(place).read_bytes()
+    return store_of(place).read_whole(place, MAX_BYTES) if is_url(place) else read_bytes(place)
 
 
 def read_picture(place: str, key: str) -> bytes | Refused:
@@ -153,7 +153,7 @@ def read_picture(place: str, key: str) -> bytes | Refused:
         MachineError: The disk, the network or the store fails, or the package for the URL is not installed.
     """
     if not is_url(place):
-        return read_image(Path(place), key)
+        return read_image(place, key)
     try:
         check_url(place)
         return store_of(place).read_whole(place, MAX_BYTES)

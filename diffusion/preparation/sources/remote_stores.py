@@ -3,7 +3,6 @@
 import errno
 import functools
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ _WEB = ("http", "https")
 _FSSPEC_SCHEMES = ("gs", "gcs", "hf", "az", "abfs", "memory")
 _PAGE_KEYS = 1000
 _ATTEMPTS = 8
+_BACKOFF = 0.5
 _BODY_ATTEMPTS = 5
 _TIMEOUTS = (10, 60)
 _CREDENTIAL_CODES = (
@@ -105,7 +105,7 @@ class S3Store:
     """S3 and what speaks like it (`S3_ENDPOINT_URL`), with the credentials that boto3 finds.
 
     A request that is not answered, or whose answer breaks off, is repeated up to 8 times (or AWS_MAX_ATTEMPTS) with
-    pauses that double from 0.5 to 8 s: an outage of 30 s is bridged.
+    pauses that double up to 8 s: an outage of 30 s is bridged.
     """
 
     def find(self, folder: str) -> Iterator[RemoteFile]:
@@ -158,15 +158,19 @@ class _NoAnswerError(MachineError):
 
 def _patiently(url: str, request: Callable[[Any], T]) -> T:
     """Return what a request to S3 yields, repeated with growing pauses while the store does not answer."""
+    from urllib3.util import Retry
+
     attempts = int(os.environ.get("AWS_MAX_ATTEMPTS", _ATTEMPTS))
-    for number in range(attempts - 1):
+    retry = Retry(total=attempts - 1, backoff_factor=_BACKOFF, backoff_max=8.0)
+    while True:
         try:
             with _s3_errors(url):
                 return request(_s3_client(os.getpid(), os.environ.get("S3_ENDPOINT_URL")))
-        except _NoAnswerError:
-            time.sleep(min(0.5 * 2**number, 8.0))
-    with _s3_errors(url):
-        return request(_s3_client(os.getpid(), os.environ.get("S3_ENDPOINT_URL")))
+        except _NoAnswerError as error:
+            if not retry.total:
+                raise
+            retry = retry.increment(error=error)
+            retry.sleep()
 
 
 def _bucket_and_key(url: str) -> tuple[str, str]:
@@ -300,7 +304,7 @@ def _web_session(pid: int) -> Any:
     from urllib3.util import Retry
 
     retries = Retry(
-        total=_ATTEMPTS - 1, redirect=10, backoff_factor=0.5, status_forcelist=(429, 500, 502, 503, 504),
+        total=_ATTEMPTS - 1, redirect=10, backoff_factor=_BACKOFF, status_forcelist=(429, 500, 502, 503, 504),
         allowed_methods=("GET",), raise_on_status=False,
     )  # fmt: skip
     session = requests.Session()

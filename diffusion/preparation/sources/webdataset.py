@@ -3,7 +3,7 @@
 import tarfile
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from diffusion.datasets.images import EXTENSIONS
@@ -14,12 +14,12 @@ from diffusion.preparation.records import (
     Record,
     Refused,
     decode_text,
-    fingerprint_of,
     key_of,
     make_record,
     parse_object,
 )
-from diffusion.preparation.sources.remote_files import each, open_file, shown, state_of
+from diffusion.preparation.sources.files import FileSource, whole_files
+from diffusion.preparation.sources.remote_files import open_file, shown
 
 _CAPTION_KEYS = ("captions", "caption", "text")
 _DAMAGE = (tarfile.TarError, EOFError, zlib.error)
@@ -45,45 +45,27 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class WebDatasetSource:
+class WebDatasetSource(FileSource):
     """One tar or several, read in one pass each; the members of a sample must lie together.
 
     The caption is the .txt member; without one, `caption` or `text` of the .json member. All entries of a list
     `captions` in the .json come with it. The other entries of the .json are metadata, unchanged. Samples whose .json
     has a `status` other than `success` are refused. Of two samples with the same stem in one tar the first is taken and
-    the second refused. A tar that ends early or is damaged counts as one refusal more.
-
-    Attributes:
-        name: First part of the keys; the rest is the tar's path below `path` and the stem.
-        path: The tar, the folder of tars or the pattern, as it was given.
-        tars: For each tar its name in the keys and where it is, a path or a URL; a remote one is read as a stream.
+    the second refused. A tar that ends early or is damaged counts as one refusal more. A remote one is read as a
+    stream. The rest of a key is the tar's path below `path` and the stem.
     """
 
-    name: str
-    path: str
-    tars: tuple[tuple[str, str], ...]
     num_records: int | None = None
     kind: str = "webdataset"
 
     def partitions(self, size: int, known: Sequence[Partition] = ()) -> list[Partition]:
         """Return one partition per tar, whatever the size."""
-        tars, there = dict(self.tars), {partition.items[0] for partition in known}
-        kept = [partition for partition in known if partition.items[0] in tars]
-        new = [Partition(key_of(below) or "tar", (below,), "") for below, _ in self.tars if below not in there]
-        states = each(state_of, [tars[partition.items[0]] for partition in (*kept, *new)])
-        return [
-            replace(partition, fingerprint=fingerprint_of(state))
-            for partition, state in zip((*kept, *new), states, strict=True)
-        ]
-
-    def only(self, partition: Partition) -> "WebDatasetSource":
-        """Return the source with the partition's tar alone."""
-        return replace(self, tars=tuple(tar for tar in self.tars if tar[0] == partition.items[0]))
+        return whole_files(self, known, "tar")
 
     def read(self, partition: Partition | None = None) -> Iterator[Record | Refused]:
         """Yield the samples in the order of the tars and of their members."""
-        for below, tar in (self if partition is None else self.only(partition)).tars:
-            prefix = f"{self.name}/{key_of(below)}" if below else self.name
+        for below, tar in (self if partition is None else self.only(partition)).files:
+            prefix = self.prefix(below)
             seen: set[str] = set()
             try:
                 for sample in _samples(tar):

@@ -1,0 +1,205 @@
+"""How the shards of an epoch come to this machine: whole, batch by batch, and with failures that are errors.
+
+In streaming 0.13 a shard that cannot be downloaded or fails its hash is no error: without loader workers the epoch ends
+silently, with workers it hangs. A damaged file in the cache is never looked at again. And each thread goes through the
+epoch sample by sample, taking a file lock for each; here they go by batches, and each batch asks once for each shard.
+Like `shards.py`, this file touches private parts of `StreamingDataset`; how a file comes is decided in `fetching.py`.
+"""
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from time import sleep, time_ns
+from typing import Any, cast
+
+from streaming import StreamingDataset
+from streaming.base.constant import TICK
+from streaming.base.dataset import _Iterator, _ShardState
+from torch import distributed
+
+from diffusion.datasets.fetching import describe
+from diffusion.datasets.sample_ids import WorkerSamples
+from diffusion.datasets.storage_errors import fetch_errors
+from diffusion.datasets.stores import shown
+from diffusion.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+
+class FetchingDataset(StreamingDataset):
+    """A `StreamingDataset` whose samples are `WorkerSamples`, and that raises one `DataError` for a missing shard.
+
+    Args:
+        stream_names: names of the streams, for messages.
+        kwargs: arguments of `StreamingDataset`.
+    """
+
+    def __init__(self, *, stream_names: list[str], **kwargs: Any) -> None:
+        self.stream_names = stream_names
+        self._failure: DataError | None = None
+        self._prepared: set[int] = set()
+        super().__init__(**kwargs)
+        self._paths = [str(self.shard_path(number)) for number in range(self.num_shards)]
+
+    def shard_path(self, shard_id: int) -> Path:
+        """Raw file of a shard on this machine."""
+        stream = self.streams[self.stream_per_shard[shard_id]]
+        return Path(stream.local, stream.split, self.shards[shard_id].file_pairs[0][0].basename)
+
+    def _shard_name(self, shard_id: int) -> str:
+        return f"stream '{self.stream_names[self.stream_per_shard[shard_id]]}', shard {self.shard_path(shard_id).name}"
+
+    def _remote(self, shard_id: int) -> str | None:
+        return self.streams[self.stream_per_shard[shard_id]].remote
+
+    def _check_sizes(self) -> None:
+        """Compare the files' sizes with the index: drop a cached copy that differs, refuse an original that does."""
+        is_leader = self._unique_rank_world.is_local_leader
+        first_shards = self.shard_offset_per_stream.tolist()
+        for stream, begin, num in zip(self.streams, first_shards, self.shards_per_stream.tolist(), strict=True):
+            folder = Path(stream.local, stream.split)
+            sizes = {entry.name: entry.stat().st_size for entry in os.scandir(folder) if entry.is_file()}
+            for shard_id in range(begin, begin + num):
+                for info in (info for pair in self.shards[shard_id].file_pairs for info in pair if info is not None):
+                    size = sizes.get(info.basename)
+                    if size == info.bytes:
+                        continue
+                    path = folder / info.basename
+                    if stream.remote is None:
+                        self._refuse_original(shard_id, path, size, info.bytes)
+                    elif size is not None and is_leader:
+                        logger.warning("%s has %d bytes instead of %d: downloading it again", path, size, info.bytes)
+                        self._drop(shard_id, path, info.bytes)
+        if distributed.is_available() and distributed.is_initialized():
+            distributed.barrier()
+
+    def _refuse_original(self, shard_id: int, path: Path, size: int | None, expected: int) -> None:
+        """Raise for a damaged file without a remote, unless it is the other form of a compressed shard."""
+        if size is None and self.shards[shard_id].compression:
+            return
+        state = "is missing" if size is None else f"has {size} bytes instead of {expected}"
+        raise DataError(f"{path} {state}, and there is no remote to fetch it from: copy or write the data set again")
+
+    def _drop(self, shard_id: int, path: Path, size: int) -> None:
+        path.unlink()
+        if self._shard_states[shard_id] == _ShardState.LOCAL:
+            self._shard_states[shard_id] = _ShardState.REMOTE
+            self.cache_usage -= size
+
+    def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
+        """Have a shard on this machine; a failure ends the epoch with a `DataError`."""
+        if not blocking and self._is_at_hand(shard_id):
+            if self.cache_limit:
+                self._shard_access_times[shard_id] = time_ns()
+            return
+        try:
+            self._fetch(shard_id, blocking)
+        except fetch_errors() as error:
+            failure = self._failed(shard_id, error)
+            if blocking:
+                raise failure from error
+            # In a background thread: raising would leave the other threads waiting. They stop by the event.
+            self._failure = failure
+            self._event.set()
+        else:
+            if self._shard_states[shard_id] == _ShardState.LOCAL:
+                self._prepared.add(shard_id)
+
+    def _fetch(self, shard_id: int, blocking: bool) -> None:
+        """Let Streaming fetch a shard; a failure leaves nothing behind that blocks or misleads another process."""
+        try:
+            self._check_original(shard_id)
+            super().prepare_shard(shard_id, blocking)
+        except BaseException:
+            if self._cache_filelock.is_locked:
+                self._cache_filelock.release(force=True)
+            if self._shard_states[shard_id] == _ShardState.PREPARING:
+                self._shard_states[shard_id] = _ShardState.REMOTE
+            raise
+
+    def _is_at_hand(self, shard_id: int) -> bool:
+        """Whether a shard that was prepared before is still here; Streaming would take a file lock: 216 us."""
+        is_local = shard_id in self._prepared and self._shard_states[shard_id] == _ShardState.LOCAL
+        return is_local and os.access(self._paths[shard_id], os.F_OK)
+
+    def _check_original(self, shard_id: int) -> None:
+        """Raise `FileNotFoundError` for a shard that is gone and has no remote: Streaming would try for minutes."""
+        if self._remote(shard_id) is None:
+            files = [info.basename for pair in self.shards[shard_id].file_pairs for info in pair if info is not None]
+            if not any(self.shard_path(shard_id).with_name(name).is_file() for name in files):
+                raise FileNotFoundError("the file is gone, and there is no remote")
+
+    def _prepare_thread(self, it: _Iterator) -> None:
+        """Fetch shards ahead of what is read, batch by batch."""
+        while not self._is_over(it) and it.prepare_index < it.total and it.ready_index < it.total:
+            if self.predownload is not None and self.predownload < it.prepare_index - it.yield_index:
+                sleep(TICK)
+                continue
+            part = self._work(it).part(it.prepare_index)
+            for shard_id in part.shards:
+                self.prepare_shard(shard_id, False)
+            it.prepare_index += len(part.sample_ids)
+        it.on_exit()
+
+    def _ready_thread(self, it: _Iterator) -> None:
+        """Advance `ready_index` as shards arrive. Streaming's own waits for ever for one that failed elsewhere.
+
+        A shard that another worker tried to fetch in vain is tried here, so that each worker that needs it fails.
+        """
+        while not self._is_over(it) and it.ready_index < it.total:
+            if self.predownload is not None and self.predownload < it.ready_index - it.yield_index:
+                sleep(TICK)
+                continue
+            part = self._work(it).part(it.ready_index)
+            for shard_id in part.shards:
+                while (state := self._shard_states[shard_id]) != _ShardState.LOCAL and not self._is_over(it):
+                    if state == _ShardState.REMOTE:
+                        self.prepare_shard(shard_id, False)
+                    else:
+                        sleep(TICK)
+            it.ready_index += len(part.sample_ids)
+        it.on_exit()
+
+    def _each_sample_id(self, it: _Iterator) -> Iterator[int]:
+        """Samples whose shards are here."""
+        while not self._is_over(it) and it.yield_index < it.total:
+            start = it.yield_index
+            if it.ready_index <= start:
+                sleep(TICK)
+                continue
+            part = self._work(it).part(start)
+            yield from part.sample_ids
+            it.yield_index += len(part.sample_ids)
+            self._work(it).forget(start)
+        it.on_exit()
+
+    def _work(self, it: _Iterator) -> WorkerSamples:
+        return cast("WorkerSamples", it.sample_ids)
+
+    def _is_over(self, it: _Iterator) -> bool:
+        return it.should_exit() or self._event.is_set()
+
+    def _failed(self, shard_id: int, error: Exception) -> DataError:
+        """Describe why a shard is not here."""
+        remote, path = self._remote(shard_id), self.shard_path(shard_id)
+        return DataError(
+            f"{self._shard_name(shard_id)} could not be fetched from {shown(remote) if remote else path.parent}: "
+            f"{describe(error)}. Check that it is there and whole and that this machine can reach it, "
+            "then start the same command again"
+        )
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Iterate over this worker's part of the epoch.
+
+        Raises:
+            DataError: a shard could not be fetched.
+        """
+        try:
+            yield from super().__iter__()
+        except RuntimeError as error:
+            if self._failure is None:
+                raise
+            raise self._failure from error
+        if self._failure is not None:
+            raise self._failure
