@@ -1,31 +1,62 @@
-"""Every YAML that ships is loaded, built and trained for two steps, on one process and on two."""
+"""Every YAML that ships is loaded, built and trained for a few steps, on one process and on two."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.reading import find_checkpoints
+from diffusion.cli import train_command
 from diffusion.config.checks import is_location
+from diffusion.config.data import Mixing
 from diffusion.config.loading import load_config
+from diffusion.config.model import Architecture
 from diffusion.config.training import Precision
-from tests.training_runs import ROOT, train_on
+from diffusion.verification.trace import step_hashes
+from tests.training_runs import ROOT
 
 OF_OTHER_COMMANDS = {"prepare.yaml", "evaluate.yaml"}
+BEFORE = {
+    "phase2": "phase1",
+    "phase3": "phase2",
+    "sdxl_512": "sdxl_256",
+    "sdxl_1024": "sdxl_512",
+}
+"""The recipe whose weights a recipe starts from."""
+
+ASPECTS = ("72x56", "64x56", "64x64", "56x64", "56x72")
+SDXL = "yamls/tiny/sdxl.yaml"
+LONG, NUM_LONG = "yamls/tiny/phase3.yaml", 8
+"""A recipe that is trained for more than two steps, so that all its buckets come."""
+
+
+def before(yaml: str) -> str | None:
+    """The YAML whose run another one continues."""
+    path = Path(yaml)
+    return str(path.with_stem(BEFORE[path.stem])) if path.stem in BEFORE else None
+
+
+def depth(yaml: str) -> int:
+    """How many runs come before."""
+    first = before(yaml)
+    return 0 if first is None else 1 + depth(first)
+
+
 YAMLS = sorted(
-    str(path.relative_to(ROOT)) for path in (ROOT / "yamls").rglob("*.yaml") if path.name not in OF_OTHER_COMMANDS
+    (
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "yamls").rglob("*.yaml")
+        if path.name not in OF_OTHER_COMMANDS and path.parent.name != "sweeps"
+    ),
+    key=lambda yaml: (depth(yaml), yaml),
 )
 TINY = [
-    "model.architecture=tiny",
     "model.unet={block_out_channels: [16, 32], norm_num_groups: 4, attention_head_dim: [2, 2]}",
-    "trainer.max_duration=2ba",
     "trainer.precision=fp32",
-    "trainer.eval_interval=2ba",
-    "trainer.save_interval=2ba",
     "trainer.device_train_microbatch_size=2",
     "trainer.progress_bar=false",
     "schedule.warmup=1ba",
-    "samples.interval=2ba",
     "samples.num_inference_steps=1",
     "data.global_batch_size=8",
     "data.num_canonical_nodes=8",
@@ -36,18 +67,53 @@ TINY = [
 ]
 
 
-def overrides(yaml: str, shapes: Path, output: Path, phase1: Path | None) -> list[str]:
+@pytest.fixture(scope="module")
+def aspects(shapes, tmp_path_factory) -> Path:
+    """The shapes in aspect-ratio buckets, encoded."""
+    from diffusion.config.model import Architecture, ModelConfig
+    from diffusion.config.preparation import BucketsConfig
+    from diffusion.models import load_frozen_parts
+    from diffusion.preparation.encoding.encode import encode
+    from diffusion.preparation.encoding.models import EncodingModels
+    from diffusion.preparation.prepare import prepare
+
+    root = tmp_path_factory.mktemp("aspects")
+    buckets = BucketsConfig(sizes=list(ASPECTS), upscale=True, min_samples=4)
+    sources = [shapes / "source" / layout for layout in ("pictures", "webdataset", "parquet")]
+    prepare(sources, root / "prepared", buckets=buckets, validation_fraction=0.2, num_workers=1)
+    parts = load_frozen_parts(ModelConfig(architecture=Architecture.tiny, vae=str(shapes / "vae")))
+    (manifest,) = encode(root / "prepared", root / "latents", models=EncodingModels.of(parts))
+    assert set(manifest.counts["train"]) == set(ASPECTS)
+    return root / "latents"
+
+
+def overrides(yaml: str, shapes: Path, aspects: Path, output: Path, first: Path | None) -> list[str]:
     """Sizes and places for a YAML."""
     config = load_config(yaml, may_miss=is_location)
+    own = []
     if config.task.value == "autoencoder":
         data, streams = shapes / "prepared", "[{name: 32-64}, {name: 64-up}]"
         resolution = 32
+    elif config.data.mixing is Mixing.groups:
+        data, streams, resolution = aspects, f"[{', '.join(f'{{name: {name}}}' for name in ASPECTS)}]", 64
+        own = ["data.group_size=2", "validation.streams=[{name: 64x64}]"]
     else:
         low = config.init_from is None
         resolution = 32 if low else 64
         data, streams = shapes / f"latents-{resolution}", "[{name: 32-64}, {name: 64-up}]" if low else "[{name: 64-up}]"
+    num = NUM_LONG if yaml == LONG else 2
+    if config.task.value != "autoencoder":
+        trace = f"{{path: diffusion.verification.trace.DrawTrace, arguments: {{folder: '{output / 'trace'}'}}}}"
+        own.append(f"plugins.callbacks=[{trace}]")
     return [
         *TINY,
+        *own,
+        f"model.architecture={'tiny_xl' if 'xl' in config.model.architecture.value else 'tiny'}",
+        f"trainer.max_duration={num}ba",
+        f"trainer.eval_interval={num}ba",
+        f"trainer.save_interval={num}ba",
+        f"samples.interval={num}ba",
+        f"loggers.stream_loss_interval={num}",
         f"output_folder={output}",
         f"data.resolution={resolution}",
         f"data.streams={streams}",
@@ -56,42 +122,87 @@ def overrides(yaml: str, shapes: Path, output: Path, phase1: Path | None) -> lis
         "model.pretrained=null",
         f"model.vae={shapes / 'vae'}",
         *(["algorithms.ema.start=1ba"] if config.algorithms.ema else []),
-        *([f"init_from.checkpoint={phase1}"] if config.init_from else []),
+        *([f"init_from.checkpoint={first}"] if config.init_from else []),
     ]
 
 
 @pytest.fixture(scope="module")
-def runs(shapes, tmp_path_factory) -> dict[tuple[int, str], Path]:
+def runs(server, shapes, aspects, tmp_path_factory) -> dict[tuple[int, str], Path]:
     """Run folders by number of processes and YAML."""
     root = tmp_path_factory.mktemp("yamls")
     folders = {(num, yaml): root / f"{num}-{yaml.replace('/', '-')}" for num in (1, 2) for yaml in YAMLS}
     for num in (1, 2):
         plan = []
         for yaml in YAMLS:
-            phase1 = folders[num, yaml.replace("phase2", "phase1")]
-            plan.append((yaml, overrides(yaml, shapes, folders[num, yaml], phase1)))
-        train_on(num, plan, root)
+            first = before(yaml)
+            start = folders[num, first] if first else None
+            plan.append((yaml, overrides(yaml, shapes, aspects, folders[num, yaml], start)))
+        if num == 1:
+            there, here = str(shapes / "latents-32"), str(shapes / "prepared")
+            changes = [text.replace(there, here) for text in overrides(SDXL, shapes, aspects, root / "pictures", None)]
+            plan.append((SDXL, [*changes, "data.representation=images"]))
+            folders[1, "pictures"] = root / "pictures"
+        server.train(num, plan)
     return folders
 
 
 def test_all_yamls_are_here():
-    assert {"yamls/phase1.yaml", "yamls/phase2.yaml", "yamls/tiny/autoencoder.yaml"} <= set(YAMLS)
+    names = {"phase1", "phase2", "phase3", "sdxl_256", "sdxl_512", "sdxl_1024"}
+    assert {f"yamls/{name}.yaml" for name in names} <= set(YAMLS)
+    assert {f"yamls/tiny/{name}.yaml" for name in ("autoencoder", "phase1", "phase2", "phase3", "sdxl")} <= set(YAMLS)
 
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("yaml", YAMLS)
-def test_trains_two_steps_with_the_same_losses_on_one_process_and_on_two(runs, yaml):
+def test_trains_with_the_same_draws_and_losses_on_one_process_and_on_two(runs, yaml):
     results = []
     for num in (1, 2):
         rows = read_metrics(runs[num, yaml] / "metrics.jsonl")
         steps, losses = series(rows, TRAIN_LOSS)
-        assert steps == [0, 1]
+        assert steps == list(range(NUM_LONG if yaml == LONG else 2))
         metric = "psnr" if "autoencoder" in yaml else "loss"
         validation = series(rows, f"metrics/validation/{metric}")[1]
         assert len(validation) == 1
         assert len(find_checkpoints(runs[num, yaml] / "checkpoints")) == 1
         results.append([*losses, *validation])
     assert results[1] == pytest.approx(results[0], rel=1e-5)
+    if "autoencoder" not in yaml:
+        hashes = [step_hashes(runs[num, yaml] / "trace") for num in (1, 2)]
+        assert list(hashes[0]) == steps
+        assert hashes[1] == hashes[0]
+
+
+def test_sdxl_has_the_same_losses_from_pictures_and_from_latents(runs):
+    losses = [series(read_metrics(runs[1, name] / "metrics.jsonl"), TRAIN_LOSS)[1] for name in (SDXL, "pictures")]
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+
+
+@pytest.mark.world_size(2)
+def test_all_aspect_ratios_are_trained(runs):
+    (row,) = [row for row in read_metrics(runs[2, LONG] / "metrics.jsonl") if "loss/train/stream/64x64" in row]
+    assert {f"loss/train/stream/{name}" for name in ASPECTS} <= row.keys()
+
+
+@pytest.mark.parametrize("yaml", YAMLS)
+def test_a_dry_run_plans_it(yaml):
+    said: list[str] = []
+    train_command([yaml, "--dry-run"], say=said.append)
+    config = load_config(yaml, may_miss=is_location)
+    assert f"Plan of {config.run_name}\n" in said[-1]
+    assert "<- chosen" in said[-1]
+    if config.model.architecture is Architecture.stable_diffusion_xl:
+        assert "2,567,463,684 trained" in said[-1]
+
+
+def test_a_dry_run_shows_what_each_bucket_gives(aspects):
+    said: list[str] = []
+    train_command([LONG, "--dry-run", f"data.local={aspects}/train"], say=said.append)
+    lines = [line for line in said[-1].splitlines() if line.strip().startswith("stream ")]
+    assert [line.split()[1] for line in lines] == list(ASPECTS)
+    for line in lines:
+        assert re.search(
+            r" \d+ samples, epochs [\d.]+, [\d.]+% of the run: \d+ steps of its own; an epoch drops \d", line
+        )
 
 
 def test_the_vae_is_saved_with_the_statistics_of_its_latents(runs):

@@ -22,7 +22,7 @@ from diffusion.config.model import PredictionType
 from diffusion.config.quantities import parse_size, parse_time
 from diffusion.config.schema import Config, Task
 from diffusion.config.sizes import size_problems
-from diffusion.config.training import Device, Parallelism, Precision
+from diffusion.config.training import Device, NumberFormat, Parallelism, Precision
 from diffusion.errors import ConfigurationError, MachineError
 
 NUM_SEEDS = 2**32
@@ -130,6 +130,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "objective.caption_dropout": (0, 1),
     "data.horizontal_flip": (0, 1),
     "schedule.final": (0, 1),
+    "model.lora.rank": (1, math.inf),
     "optimizer.lr": (0, math.inf),
     "optimizer.weight_decay": (0, math.inf),
     "objective.offset_noise": (0, math.inf),
@@ -147,21 +148,38 @@ _RANGES: dict[str, tuple[float, float]] = {
     "data.prefetch_factor": (1, math.inf),
     "data.predownload": (1, math.inf),
     "trainer.device_train_microbatch_size": (1, math.inf),
+    "trainer.num_replicas": (1, math.inf),
     "validation.num_samples": (1, math.inf),
     "validation.device_batch_size": (1, math.inf),
     "samples.num_inference_steps": (1, math.inf),
     "loggers.stream_loss_interval": (1, math.inf),
     "loggers.utilisation_interval": (1, math.inf),
     "plan.num_gpus": (1, math.inf),
+    "plan.num_samples": (1, math.inf),
+    "operations.guard.spike_factor": (1, math.inf),
+    "operations.guard.spike_window": (3, math.inf),
+    "operations.guard.margin": (1, math.inf),
+    "operations.guard.skip": (0, math.inf),
+    "operations.guard.max_rollbacks": (0, math.inf),
+    "operations.supervision.max_restarts": (0, math.inf),
+    "operations.supervision.first_pause": (0, math.inf),
+    "operations.supervision.longest_pause": (0, math.inf),
 }
 _POSITIVE = (
+    "model.lora.alpha",
     "optimizer.eps",
     "objective.min_snr_gamma",
     "data.download_timeout",
     "trainer.dist_timeout",
     "trainer.store_patience",
     "plan.images_per_second",
+    "operations.supervision.hang_floor",
+    "operations.supervision.hang_factor",
+    "operations.supervision.data_patience",
+    "operations.supervision.pause_patience",
     "plan.price_per_gpu_hour",
+    "plan.gpu_memory_gb",
+    "plan.image_kb",
 )
 _SEEDS = ("seed", "samples.seed", "model.frozen_seed")
 _TIMES = {
@@ -241,6 +259,11 @@ def _batch(config: Config, world_size: int) -> Iterator[str]:
     if size < 1:
         return
     yield from group_problems(config.data, world_size, microbatch)
+    if world_size % max(config.trainer.num_replicas, 1):
+        yield (
+            f"trainer.num_replicas is {config.trainer.num_replicas}, which does not divide {world_size} ranks into "
+            "equal groups. Set it to the number of nodes, or to 1."
+        )
     if size % world_size:
         legal = legal_world_sizes(size, group_size(config.data))
         yield (
@@ -270,6 +293,24 @@ def _model(config: Config) -> Iterator[str]:
             "trainer.parallelism=fsdp or trainer.reshard_after_forward=false."
         )
 
+    if config.trainer.parallelism is Parallelism.ddp:
+        for key, default in (("num_replicas", 1), ("reduce_precision", NumberFormat.fp32)):
+            value = getattr(config.trainer, key)
+            if value != default:
+                yield (
+                    f"trainer.{key} is {getattr(value, 'value', value)} with trainer.parallelism ddp, which does not "
+                    f"know it. Set trainer.parallelism=fsdp, or leave trainer.{key} out."
+                )
+    if config.trainer.reduce_precision is NumberFormat.fp16 and config.trainer.precision is not Precision.amp_fp16:
+        yield (
+            f"trainer.reduce_precision is fp16 with trainer.precision {config.trainer.precision.value}, which does not "
+            "scale the loss: small gradients would vanish. Set trainer.reduce_precision=bf16."
+        )
+    if config.model.lora is not None and config.init_from is None:
+        yield (
+            "model.lora is set without init_from, but LoRA changes weights that are trained. Set init_from.checkpoint, "
+            "or model.lora=null."
+        )
     if config.task is Task.autoencoder and config.trainer.parallelism is not Parallelism.ddp:
         yield (
             f"task is autoencoder with trainer.parallelism {config.trainer.parallelism.value}: the VAE is trained "
@@ -386,6 +427,11 @@ def _machine(config: Config, num_gpus: int, bf16_supported: bool, local_world_si
         yield (
             f"trainer.precision is {trainer.precision.value} with trainer.device {trainer.device.value}, {why}: a CPU "
             "trains in fp32. Set trainer.precision=fp32."
+        )
+    if device is Device.cpu and trainer.num_replicas > 1:
+        yield (
+            f"trainer.num_replicas is {trainer.num_replicas} without GPUs, where gloo cannot average between groups "
+            "of ranks. Set trainer.num_replicas=1."
         )
     if device is Device.gpu and trainer.precision is Precision.amp_bf16 and not bf16_supported:
         yield (

@@ -1,5 +1,6 @@
 """Configuration of the training and validation data."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -74,7 +75,14 @@ class StreamConfig:
     """How often each sample comes in an epoch; not together with `proportion`."""
 
     resolution: list[int] | None = None
-    """Height and width of its pictures in pixels, such as [896, 1152]; null is a square of `data.resolution`."""
+    """Height and width of its pictures in pixels; null is that of its name (896x1152), or where the name says none, a
+    square of `data.resolution`."""
+
+
+def named_size(name: str) -> PictureSize | None:
+    """Height and width in pixels that a bucket's name says (`896x1152`); None for any other name."""
+    match = re.fullmatch(r"([1-9][0-9]*)x([1-9][0-9]*)", name)
+    return PictureSize(int(match[1]), int(match[2])) if match else None
 
 
 def picture_sizes(streams: Sequence[StreamConfig], resolution: int) -> list[PictureSize]:
@@ -84,7 +92,11 @@ def picture_sizes(streams: Sequence[StreamConfig], resolution: int) -> list[Pict
         streams: the streams; `diffusion.config.checks` has checked that a `resolution` is two numbers.
         resolution: `data.resolution`.
     """
-    return [PictureSize(*(stream.resolution or [resolution, resolution])) for stream in streams]
+    square = PictureSize(resolution, resolution)
+    return [
+        PictureSize(*stream.resolution) if stream.resolution else named_size(stream.name) or square
+        for stream in streams
+    ]
 
 
 @dataclass(kw_only=True)

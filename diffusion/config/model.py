@@ -11,7 +11,9 @@ class Architecture(str, Enum):
     """Architectures that live in this project as local configuration (`diffusion.models.architectures`)."""
 
     stable_diffusion_2 = "stable_diffusion_2"
+    stable_diffusion_xl = "stable_diffusion_xl"
     tiny = "tiny"
+    tiny_xl = "tiny_xl"
 
 
 class PredictionType(str, Enum):
@@ -34,6 +36,20 @@ class Weights(str, Enum):
 
     raw = "raw"
     ema = "ema"
+
+
+@dataclass(kw_only=True)
+class LoraConfig:
+    """Low-rank fine-tuning (Hu et al. 2021): beside weights of the U-Net thin matrices are trained, the weights not."""
+
+    rank: int = 16
+    """Width of the matrices."""
+
+    alpha: float = 16.0
+    """What the matrices add is multiplied by alpha / rank."""
+
+    targets: list[str] = field(default_factory=lambda: ["to_q", "to_k", "to_v", "to_out.0"])
+    """Layers of the U-Net that they are put beside, by the ends of their names; by default those of attention."""
 
 
 @dataclass(kw_only=True)
@@ -61,6 +77,9 @@ class ModelConfig:
 
     unet: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of diffusers' UNet2DConditionModel that replace those of the architecture."""
+
+    lora: LoraConfig | None = None
+    """Train LoRA's matrices on top of `init_from` instead of all weights; null: train all."""
 
 
 @dataclass(kw_only=True)
@@ -112,7 +131,8 @@ class InitFromConfig:
     """Weights that a phase starts from, with a new optimizer and from step 0."""
 
     checkpoint: str = MISSING
-    """Checkpoint (file or folder), or a run's `checkpoints` folder, whose newest complete checkpoint is taken."""
+    """Checkpoint (file or folder), or a run's `checkpoints` folder, whose newest complete checkpoint is taken; or a
+    folder in the diffusers layout, whose U-Net is taken."""
 
     weights: Weights = Weights.raw
-    """The training weights or their exponential moving average."""
+    """The training weights or their exponential moving average; without meaning for a diffusers folder."""

@@ -64,6 +64,14 @@ class BucketsConfig:
     upscale: bool = False
     """With aspect-ratio buckets: take pictures that are smaller than every bucket, too."""
 
+    min_samples: int | None = None
+    """With aspect-ratio buckets: fewest training pictures of a bucket. Pictures of one that would hold fewer go to the
+    nearest other bucket that they cover. Give `data.group_size` of training, or `data.global_batch_size` with
+    `data.mixing: bucket`."""
+
+    refuse_small: bool = False
+    """Refuse the pictures of a bucket that is too small, for the reason `small_bucket`."""
+
 
 @dataclass(kw_only=True)
 class ConditionConfig:

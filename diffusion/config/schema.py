@@ -13,6 +13,8 @@ from omegaconf import MISSING
 
 from diffusion.config.data import DataConfig, ValidationConfig
 from diffusion.config.model import AutoencoderConfig, InitFromConfig, ModelConfig, ObjectiveConfig
+from diffusion.config.operations import OperationsConfig
+from diffusion.config.performance import PerformanceConfig
 from diffusion.config.training import (
     AlgorithmsConfig,
     LoggersConfig,
@@ -62,8 +64,10 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    performance: PerformanceConfig = field(default_factory=PerformanceConfig)
     algorithms: AlgorithmsConfig = field(default_factory=AlgorithmsConfig)
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     loggers: LoggersConfig = field(default_factory=LoggersConfig)
     plugins: PluginsConfig = field(default_factory=PluginsConfig)
+    operations: OperationsConfig = field(default_factory=OperationsConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)

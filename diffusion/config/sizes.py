@@ -1,12 +1,8 @@
 """Sizes of pictures: what has to fit when streams have a `resolution` of their own."""
 
-import re
 from collections.abc import Iterator, Sequence
 
-from diffusion.config.data import DataConfig, Mixing, PictureSize, StreamConfig, ValidationConfig, picture_sizes
-
-_BUCKET_OF_ONE_SIZE = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)")
-"""Name of a bucket that holds pictures for one size: height and width."""
+from diffusion.config.data import DataConfig, Mixing, StreamConfig, ValidationConfig, named_size, picture_sizes
 
 
 def size_problems(data: DataConfig, validation: ValidationConfig | None, vae_factor: int | None) -> Iterator[str]:
@@ -25,9 +21,9 @@ def size_problems(data: DataConfig, validation: ValidationConfig | None, vae_fac
             f"shrinks a picture. Use {' or '.join(str(n) for n in (below, below + vae_factor) if n > 0)}."
         )
     streams = data.streams if isinstance(data.streams, list) else []
-    problems = list(_of_streams(streams, "data.streams", resolution, vae_factor))
+    problems = list(_of_streams(streams, "data.streams", vae_factor))
     if validation is not None and isinstance(validation.streams, list):
-        problems += _of_streams(validation.streams, "validation.streams", resolution, vae_factor)
+        problems += _of_streams(validation.streams, "validation.streams", vae_factor)
     yield from problems
     sizes = [] if problems or data.mixing is not Mixing.mixed else sorted(set(picture_sizes(streams, resolution)))
     if len(sizes) > 1:
@@ -38,23 +34,15 @@ def size_problems(data: DataConfig, validation: ValidationConfig | None, vae_fac
         )
 
 
-def _of_streams(streams: Sequence[StreamConfig], key: str, resolution: int, vae_factor: int | None) -> Iterator[str]:
+def _of_streams(streams: Sequence[StreamConfig], key: str, vae_factor: int | None) -> Iterator[str]:
     for stream in streams:
-        sides, where = stream.resolution, f"{key}: the resolution of stream '{stream.name}'"
-        if sides is not None and (len(sides) != 2 or min(sides) < 1):
-            yield f"{where} is {sides}, but must be height and width in pixels, as in [896, 1152]."
-            continue
-        if sides is not None and vae_factor is not None and any(side % vae_factor for side in sides):
+        given, named, where = stream.resolution, named_size(stream.name), f"{key}: the resolution of '{stream.name}'"
+        if given is not None and (len(given) != 2 or min(given) < 1):
+            yield f"{where} is {given}, but must be height and width in pixels, as in [896, 1152]."
+        elif given is not None and named is not None and tuple(given) != named:
+            yield f"{where} is {given}, but its name says {named} pixels. Leave it out, or rename the folder."
+        elif vae_factor is not None and any(side % vae_factor for side in given or named or ()):
             yield (
-                f"{where} is {sides}, but both must be multiples of {vae_factor}, the factor by which the VAE shrinks "
-                "a picture."
-            )
-            continue
-        named = _BUCKET_OF_ONE_SIZE.fullmatch(stream.name)
-        if named is not None and (size := PictureSize(*map(int, named.groups()))) != tuple(
-            sides or [resolution, resolution]
-        ):
-            yield (
-                f"{where} is {sides or resolution}, but its name says that it holds pictures for {size} pixels. Set "
-                f"resolution: {list(size)}."
+                f"{where} is {given or list(named or ())}, but both must be multiples of {vae_factor}, the factor by "
+                "which the VAE shrinks a picture."
             )

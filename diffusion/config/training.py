@@ -30,6 +30,14 @@ class Precision(str, Enum):
     amp_fp16 = "amp_fp16"
 
 
+class NumberFormat(str, Enum):
+    """Number format of tensors in files and on the network: 4, 2 and 2 bytes."""
+
+    fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
+
+
 class Device(str, Enum):
     """Where training runs."""
 
@@ -91,6 +99,14 @@ class TrainerConfig:
     reshard_after_forward: bool = False
     """Sharded weights as well (FULL_SHARD); false shards gradients and optimizer state only (SHARD_GRAD_OP)."""
 
+    num_replicas: int = 1
+    """With fsdp: groups of ranks that each hold the sharded model once (HSDP), such as one group per node; gradients
+    are averaged between the groups."""
+
+    reduce_precision: NumberFormat = NumberFormat.fp32
+    """With fsdp: number format in which ranks average gradients; 16 bits halve what the network carries, rounded. fp16
+    with precision amp_fp16 only, which scales them."""
+
     activation_checkpointing: bool = False
     """Recompute each block's activations in the backward pass."""
 
@@ -128,14 +144,6 @@ class TrainerConfig:
     """Show progress on rank 0."""
 
 
-class StoredPrecision(str, Enum):
-    """Number format of tensors in files: 4, 2 and 2 bytes."""
-
-    fp32 = "fp32"
-    fp16 = "fp16"
-    bf16 = "bf16"
-
-
 @dataclass(kw_only=True)
 class PowerEMAConfig:
     """Power-function averages, from which an average of any width is made after the training (Karras et al. 2024)."""
@@ -146,7 +154,7 @@ class PowerEMAConfig:
     snapshot_interval: str = MISSING
     """Time between files of each average in the run folder, in batches (`5000ba`); the last step is stored as well."""
 
-    snapshot_precision: StoredPrecision = StoredPrecision.fp16
+    snapshot_precision: NumberFormat = NumberFormat.fp16
     """Of the tensors in these files."""
 
 
@@ -280,3 +288,12 @@ class PlanConfig:
 
     price_per_gpu_hour: float | None = None
     """In dollars."""
+
+    gpu_memory_gb: float | None = None
+    """Memory of a GPU, for the largest microbatch; null: that is not known."""
+
+    num_samples: int | None = None
+    """Samples of the data set, where its index cannot be read."""
+
+    image_kb: float | None = None
+    """Size of a picture's file on average, where training reads pictures."""

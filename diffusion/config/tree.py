@@ -1,5 +1,6 @@
 """YAML files and command-line overrides, merged into one tree whose values know where they were written."""
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from diffusion.errors import ConfigurationError
 
 COMMAND_LINE = "command line"
 EXTENDS = "extends"
+OVERRIDES = "overrides"
+"""`overrides={a.b: 1, c: 2}` is `a.b=1 c=2`: a sweep varies keys together with it."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -126,6 +129,7 @@ def apply_override(root: Node, override: str) -> None:
     Args:
         root: the tree.
         override: `key.sub=value`; the value is YAML, a number in the key addresses an element of a list.
+            `overrides={...}` sets several.
 
     Raises:
         ConfigurationError: the text is not of this form, or the key does not lead anywhere.
@@ -137,6 +141,9 @@ def apply_override(root: Node, override: str) -> None:
         raise ConfigurationError(f"'{override}' ({COMMAND_LINE}) is not of the form key.sub=value.")
     if not text.strip():
         raise ConfigurationError(f"'{override}' ({COMMAND_LINE}) has no value: write {key}=null or {key}=\"''\".")
+    if key == OVERRIDES:
+        _apply_several(root, override, _parse(text, COMMAND_LINE, override))
+        return
     parent = root
     siblings: Any
     index: Any
@@ -169,6 +176,13 @@ def apply_override(root: Node, override: str) -> None:
         else:
             node = _parse(text, COMMAND_LINE, override)
             siblings[index] = merge(siblings[index], node) if present else node
+
+
+def _apply_several(root: Node, override: str, several: Node) -> None:
+    if not isinstance(several.value, dict):
+        raise ConfigurationError(f"'{override}' ({COMMAND_LINE}) is not of the form {OVERRIDES}={{key.sub: value}}.")
+    for key, node in several.children():
+        apply_override(root, f"{key}={json.dumps(node.plain())}")
 
 
 def resolve_interpolations(root: Node) -> None:

@@ -1,6 +1,13 @@
 """Models: what notebooks import. Importing needs no GPU, network or distributed start-up."""
 
-from diffusion.models.build import build_model, count_parameters, stable_diffusion_2, tiny
+from diffusion.models.build import (
+    build_model,
+    count_parameters,
+    stable_diffusion_2,
+    stable_diffusion_xl,
+    tiny,
+    tiny_xl,
+)
 from diffusion.models.frozen import FrozenParts, load_frozen_parts
 from diffusion.models.latent_diffusion import LatentDiffusion
 
@@ -11,5 +18,7 @@ __all__ = [
     "count_parameters",
     "load_frozen_parts",
     "stable_diffusion_2",
+    "stable_diffusion_xl",
     "tiny",
+    "tiny_xl",
 ]

@@ -1,13 +1,22 @@
 """Architectures as local configuration: no hub is asked for what a model looks like.
 
 Each is a set of keyword arguments for the Hugging Face classes. `stable_diffusion_2` is the configuration of
-stable-diffusion-2-base (the hub repository was withdrawn in November 2025); `tiny` trains on two CPU cores.
+stable-diffusion-2-base (the hub repository was withdrawn in November 2025), `stable_diffusion_xl` that of
+stable-diffusion-xl-base-1.0; `tiny` and `tiny_xl` are of the same kinds and train on two CPU cores.
 """
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from diffusion.config.model import Architecture
+
+
+class Vocabulary(Enum):
+    """Which byte-pair encoding captions are cut by."""
+
+    clip = "clip"
+    tiny = "tiny"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +32,18 @@ class ArchitectureSpec:
     text_encoder: dict[str, Any]
     """CLIPTextConfig."""
 
+    text_encoder_2: dict[str, Any] | None = None
+    """CLIPTextConfig of SDXL's second text encoder, which has a projection; with it, hidden states are the last but
+    one."""
+
     noise_schedule: dict[str, Any]
     """DDPMScheduler, without the prediction type."""
 
     max_tokens: int
     """Length of a caption in tokens (L)."""
+
+    vocabulary: Vocabulary = Vocabulary.clip
+    """Of the tokenizer."""
 
     @property
     def vae_factor(self) -> int:
@@ -84,6 +100,54 @@ STABLE_DIFFUSION_2 = ArchitectureSpec(
     max_tokens=77,
 )
 
+STABLE_DIFFUSION_XL = ArchitectureSpec(
+    unet={
+        "sample_size": 128,
+        "in_channels": 4,
+        "out_channels": 4,
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        "block_out_channels": (320, 640, 1280),
+        "layers_per_block": 2,
+        "transformer_layers_per_block": (1, 2, 10),
+        "attention_head_dim": (5, 10, 20),
+        "cross_attention_dim": 2048,
+        "use_linear_projection": True,
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 256,
+        "projection_class_embeddings_input_dim": 2816,
+    },
+    vae={**STABLE_DIFFUSION_2.vae, "sample_size": 1024, "scaling_factor": 0.13025},
+    text_encoder={
+        "vocab_size": 49408,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "max_position_embeddings": 77,
+        "hidden_act": "quick_gelu",
+        "projection_dim": 768,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "pad_token_id": 1,
+    },
+    text_encoder_2={
+        "vocab_size": 49408,
+        "hidden_size": 1280,
+        "intermediate_size": 5120,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 20,
+        "max_position_embeddings": 77,
+        "hidden_act": "gelu",
+        "projection_dim": 1280,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "pad_token_id": 1,
+    },
+    noise_schedule=NOISE_SCHEDULE,
+    max_tokens=77,
+)
+
 TINY = ArchitectureSpec(
     unet={
         "sample_size": 8,
@@ -126,6 +190,30 @@ TINY = ArchitectureSpec(
     },
     noise_schedule=NOISE_SCHEDULE,
     max_tokens=24,
+    vocabulary=Vocabulary.tiny,
 )
 
-ARCHITECTURES = {Architecture.stable_diffusion_2: STABLE_DIFFUSION_2, Architecture.tiny: TINY}
+TINY_XL = ArchitectureSpec(
+    unet={
+        **TINY.unet,
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+        "transformer_layers_per_block": (1, 2),
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 8,
+        "projection_class_embeddings_input_dim": 32 + 6 * 8,
+    },
+    vae=TINY.vae,
+    text_encoder={**TINY.text_encoder, "hidden_size": 24, "num_hidden_layers": 2},
+    text_encoder_2={**TINY.text_encoder, "hidden_size": 40, "num_hidden_layers": 2, "projection_dim": 32},
+    noise_schedule=NOISE_SCHEDULE,
+    max_tokens=24,
+    vocabulary=Vocabulary.tiny,
+)
+
+ARCHITECTURES = {
+    Architecture.stable_diffusion_2: STABLE_DIFFUSION_2,
+    Architecture.stable_diffusion_xl: STABLE_DIFFUSION_XL,
+    Architecture.tiny: TINY,
+    Architecture.tiny_xl: TINY_XL,
+}

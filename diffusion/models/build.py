@@ -1,5 +1,7 @@
 """From configuration to model: what a notebook imports and what training calls."""
 
+from typing import TypedDict, Unpack
+
 import torch
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
@@ -8,6 +10,7 @@ from torch import Tensor
 from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, PredictionType
 from diffusion.errors import ConfigurationError
 from diffusion.models.architectures import ARCHITECTURES
+from diffusion.models.conditioning import text_width
 from diffusion.models.frozen import build_text_encoder, build_vae, load_frozen_parts, load_pretrained, with_seed
 from diffusion.models.latent_diffusion import LatentDiffusion
 
@@ -45,7 +48,7 @@ def build_model(config: ModelConfig, objective: ObjectiveConfig, *, resolution: 
     """
     frozen = load_frozen_parts(config)
     unet = with_seed(seed, lambda: build_unet(config))
-    width = frozen.text_encoder.config.hidden_size
+    width = text_width(frozen.text_encoder)
     if unet.config["cross_attention_dim"] != width:
         raise ConfigurationError(
             f"model.pretrained={config.pretrained}: its text encoder is {width} wide, the U-Net of "
@@ -87,16 +90,76 @@ def load_unet(model: LatentDiffusion, weights: dict[str, Tensor], where: str) ->
     model.unet.load_state_dict(weights)
 
 
-def _family(
+class ModelOptions(TypedDict, total=False):
+    """Options of the functions below."""
+
+    unet: str | None
+    """Diffusers-layout folder or hub name of the U-Net's weights; None (default): random weights from the seed."""
+
+    vae: str | None
+    """Folder of a VAE in place of that of `pretrained`."""
+
+    resolution: int
+    """Default size of generated images, in pixels; by default the one that the family is made for."""
+
+    prediction_type: str
+    """"epsilon", "v_prediction" or "sample"."""
+
+    zero_terminal_snr: bool
+    """Rescale the noise schedule (Lin et al. 2023); not with epsilon. False by default."""
+
+    local_files_only: bool
+    """Never ask the hub. False by default."""
+
+    seed: int
+    """Of random weights and of training's random numbers; 17 by default."""
+
+
+def stable_diffusion_2(pretrained: str | None = None, **options: Unpack[ModelOptions]) -> LatentDiffusion:
+    """Stable Diffusion 2: 865,910,724 parameters in the U-Net, 83,653,863 in the VAE, 340,387,840 in the text encoder.
+
+    Args:
+        pretrained: diffusers-layout folder or hub name of the VAE's and text encoder's weights; None: random weights.
+        options: see `ModelOptions`; 512 px and epsilon by default.
+
+    Returns:
+        The model, on the CPU, in eval mode.
+
+    Raises:
+        ConfigurationError: weights are not there or do not fit.
+    """
+    return _assemble(Architecture.stable_diffusion_2, pretrained, **{"resolution": 512, **options})
+
+
+def stable_diffusion_xl(pretrained: str | None = None, **options: Unpack[ModelOptions]) -> LatentDiffusion:
+    """SDXL: 2,567,463,684 parameters in the U-Net, 83,653,863 in the VAE, 817,720,320 in the two text encoders.
+
+    Arguments as for `stable_diffusion_2`; 1024 px and epsilon by default.
+    """
+    return _assemble(Architecture.stable_diffusion_xl, pretrained, **{"resolution": 1024, **options})
+
+
+def tiny(pretrained: str | None = None, **options: Unpack[ModelOptions]) -> LatentDiffusion:
+    """A model like `stable_diffusion_2` that trains on two CPU cores; 32 px and v-prediction by default."""
+    return _assemble(Architecture.tiny, pretrained, **{"prediction_type": "v_prediction", **options})
+
+
+def tiny_xl(pretrained: str | None = None, **options: Unpack[ModelOptions]) -> LatentDiffusion:
+    """A model like `stable_diffusion_xl` that trains on two CPU cores; 32 px and v-prediction by default."""
+    return _assemble(Architecture.tiny_xl, pretrained, **{"prediction_type": "v_prediction", **options})
+
+
+def _assemble(
     architecture: Architecture,
-    resolution: int,
     pretrained: str | None,
-    unet: str | None,
-    vae: str | None,
-    prediction_type: str,
-    zero_terminal_snr: bool,
-    local_files_only: bool,
-    seed: int,
+    *,
+    unet: str | None = None,
+    vae: str | None = None,
+    resolution: int = 32,
+    prediction_type: str = "epsilon",
+    zero_terminal_snr: bool = False,
+    local_files_only: bool = False,
+    seed: int = 17,
 ) -> LatentDiffusion:
     config = ModelConfig(architecture=architecture, pretrained=pretrained, vae=vae, local_files_only=local_files_only)
     objective = ObjectiveConfig(prediction_type=PredictionType(prediction_type), zero_terminal_snr=zero_terminal_snr)
@@ -105,73 +168,6 @@ def _family(
         loaded = load_pretrained(UNet2DConditionModel, unet, "unet", local_files_only, use_safetensors=True)
         load_unet(model, loaded.state_dict(), f"{unet}/unet")
     return model.eval()
-
-
-def stable_diffusion_2(
-    pretrained: str | None = None,
-    *,
-    unet: str | None = None,
-    vae: str | None = None,
-    resolution: int = 512,
-    prediction_type: str = "epsilon",
-    zero_terminal_snr: bool = False,
-    local_files_only: bool = False,
-    seed: int = 17,
-) -> LatentDiffusion:
-    """Stable Diffusion 2: 865,910,724 parameters in the U-Net, 83,653,863 in the VAE, 340,387,840 in the text encoder.
-
-    Args:
-        pretrained: diffusers-layout folder or hub name of the VAE's and text encoder's weights; None: random weights.
-        unet: diffusers-layout folder or hub name of the U-Net's weights; None: random weights from the seed.
-        vae: folder of a VAE in place of that of `pretrained`.
-        resolution: default size of generated images, in pixels.
-        prediction_type: "epsilon", "v_prediction" or "sample".
-        zero_terminal_snr: rescale the noise schedule (Lin et al. 2023); not with epsilon.
-        local_files_only: never ask the hub.
-        seed: of random weights and of training's random numbers.
-
-    Returns:
-        The model, on the CPU, in eval mode.
-
-    Raises:
-        ConfigurationError: weights are not there or do not fit.
-    """
-    return _family(
-        Architecture.stable_diffusion_2,
-        resolution,
-        pretrained,
-        unet,
-        vae,
-        prediction_type,
-        zero_terminal_snr,
-        local_files_only,
-        seed,
-    )
-
-
-def tiny(
-    pretrained: str | None = None,
-    *,
-    unet: str | None = None,
-    vae: str | None = None,
-    resolution: int = 32,
-    prediction_type: str = "v_prediction",
-    zero_terminal_snr: bool = False,
-    local_files_only: bool = True,
-    seed: int = 17,
-) -> LatentDiffusion:
-    """A model of the same kind that trains on two CPU cores; arguments as for `stable_diffusion_2`."""
-    return _family(
-        Architecture.tiny,
-        resolution,
-        pretrained,
-        unet,
-        vae,
-        prediction_type,
-        zero_terminal_snr,
-        local_files_only,
-        seed,
-    )
 
 
 def count_parameters(config: ModelConfig) -> dict[str, int]:

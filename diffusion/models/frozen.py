@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import nn
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from diffusion.config.model import ModelConfig
 from diffusion.errors import ConfigurationError
 from diffusion.models.architectures import ARCHITECTURES, ArchitectureSpec
+from diffusion.models.conditioning import DualTextEncoder, TextEncoder
 from diffusion.models.latent_scaling import LatentScaling
 from diffusion.models.tokenizers import build_tokenizer
 
@@ -24,7 +25,7 @@ class FrozenParts:
     """What is not trained. Modules are in eval mode and without gradients."""
 
     vae: AutoencoderKL
-    text_encoder: CLIPTextModel
+    text_encoder: TextEncoder
     tokenizer: CLIPTokenizer
     latent_scaling: LatentScaling
 
@@ -41,9 +42,24 @@ def with_seed(seed: int, build: Callable[[], Built]) -> Built:
         return build()
 
 
-def build_text_encoder(spec: ArchitectureSpec) -> CLIPTextModel:
-    """Build a text encoder with random weights."""
-    return CLIPTextModel(CLIPTextConfig(**spec.text_encoder))
+def build_text_encoder(spec: ArchitectureSpec) -> TextEncoder:
+    """Build the text encoder, or SDXL's two, with random weights."""
+    first = CLIPTextModel(CLIPTextConfig(**spec.text_encoder))
+    if spec.text_encoder_2 is None:
+        return first
+    return DualTextEncoder(first, CLIPTextModelWithProjection(CLIPTextConfig(**spec.text_encoder_2)))
+
+
+def load_text_encoder(spec: ArchitectureSpec, place: str, **options: Any) -> TextEncoder:
+    """Load the text encoder, or SDXL's two, from a folder in the diffusers layout, or from the hub.
+
+    Raises:
+        ConfigurationError: it is not there.
+    """
+    first = load_pretrained(CLIPTextModel, place, "text_encoder", **options)
+    if spec.text_encoder_2 is None:
+        return first
+    return DualTextEncoder(first, load_pretrained(CLIPTextModelWithProjection, place, "text_encoder_2", **options))
 
 
 def build_vae(spec: ArchitectureSpec, changes: dict[str, Any] | None = None) -> AutoencoderKL:
@@ -78,7 +94,7 @@ def load_pretrained(
         reason = str(error).strip().split("\n")[0]
         raise ConfigurationError(
             f"{kind.__name__} could not be loaded from {where}: {reason} Give a folder in the diffusers layout with "
-            f"safetensors (vae/, text_encoder/), or a hub name that this machine can reach."
+            f"safetensors (vae/, text_encoder/, with SDXL text_encoder_2/), or a hub name that this machine can reach."
         ) from error
 
 
@@ -91,7 +107,7 @@ def load_frozen_parts(config: ModelConfig) -> FrozenParts:
     spec = ARCHITECTURES[config.architecture]
     if config.pretrained:
         options = {"local_files_only": config.local_files_only, "use_safetensors": True}
-        text_encoder = load_pretrained(CLIPTextModel, config.pretrained, "text_encoder", **options)
+        text_encoder = load_text_encoder(spec, config.pretrained, **options)
     else:
         options = {"local_files_only": True, "use_safetensors": True}
         text_encoder = with_seed(config.frozen_seed, lambda: build_text_encoder(spec))

@@ -3,7 +3,7 @@
 Shape letters: B batch, C channels, H W height and width of the latent, L tokens, D width of the text encoding.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +15,13 @@ from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 from PIL import Image
 from torch import Tensor
 from torchmetrics import Metric
-from transformers import CLIPTextModel, CLIPTokenizer
+from transformers import CLIPTokenizer
 
 from diffusion.config.model import ObjectiveConfig, Posterior
-from diffusion.datasets.batch import BatchKey
+from diffusion.datasets.batch import BatchKey, Entry
+from diffusion.datasets.transforms import Placement
+from diffusion.models.conditioning import Conditioner, Conditioning, TextEncoder, expand_prompts
+from diffusion.models.flops import batch_flops
 from diffusion.models.frozen import FrozenParts
 from diffusion.models.metrics import HeldOutMean, held_out_means, timestep_bins
 from diffusion.models.norms import use_low_precision_norms
@@ -129,7 +132,9 @@ class LatentDiffusion(ComposerModel):
         self.held_out_streams: Sequence[str] = ()
         self.held_out_bins: Sequence[range] = ()
         self.num_slots = 0
-        self._empty_token_ids = torch.from_numpy(tokenize(self.tokenizer, [""])).long()
+        empty_token_ids = torch.from_numpy(tokenize(self.tokenizer, [""])).long()[0]
+        is_extended = unet.config["addition_embed_type"] == "text_time"
+        self.conditioner = Conditioner(frozen.text_encoder, empty_token_ids, is_extended=is_extended)
 
     @property
     def vae(self) -> AutoencoderKL:
@@ -137,7 +142,7 @@ class LatentDiffusion(ComposerModel):
         return self._frozen["vae"]
 
     @property
-    def text_encoder(self) -> CLIPTextModel:
+    def text_encoder(self) -> TextEncoder:
         """The frozen text encoder."""
         return self._frozen["text_encoder"]
 
@@ -152,11 +157,6 @@ class LatentDiffusion(ComposerModel):
         for module in self._frozen.values():
             module._apply(fn)
         return self
-
-    @torch.no_grad()
-    def encode_text(self, token_ids: Tensor) -> Tensor:
-        """Encode captions: int64 [B, L] -> [B, L, D], the last hidden state after the final norm."""
-        return self.text_encoder(token_ids)[0]
 
     @torch.no_grad()
     def _latents(self, batch: Batch, purposes: Purposes) -> Tensor:
@@ -180,25 +180,14 @@ class LatentDiffusion(ComposerModel):
 
     def _drop_captions(self, batch: Batch) -> Tensor:
         """Token ids [B, L] with captions replaced by the empty one, at the configured rate."""
-        token_ids = batch[BatchKey.TOKEN_IDS]
-        dropped = bernoulli(
+        is_dropped = bernoulli(
             self.seed,
             Purpose.CAPTION_DROP,
             batch[BatchKey.STEP],
             batch[BatchKey.SAMPLE],
             self.objective.caption_dropout,
         )
-        return torch.where(dropped[:, None], self._empty_token_ids.to(token_ids.device), token_ids)
-
-    @torch.no_grad()
-    def _text(self, batch: Batch, token_ids: Tensor) -> Tensor:
-        """The text encoder's output for token ids in which captions may have been dropped: float32 [B, L, D]."""
-        if BatchKey.TEXT_EMBEDDING not in batch:
-            return self.encode_text(token_ids)
-        empty = self._empty_token_ids.to(token_ids.device)
-        is_empty = (token_ids == empty).all(dim=1)
-        empty_text = self.encode_text(empty[None]).half()  # Rounded as those that are stored.
-        return torch.where(is_empty[:, None, None], empty_text, batch[BatchKey.TEXT_EMBEDDING]).float()
+        return self.conditioner.drop(batch[BatchKey.TOKEN_IDS], is_dropped)
 
     def _timesteps(self, batch: Batch, purposes: Purposes) -> Tensor:
         """Timesteps of a batch, int64 [B]: uniform, or spread over the global batch."""
@@ -220,7 +209,8 @@ class LatentDiffusion(ComposerModel):
         prediction_type, gamma = self.objective.prediction_type, self.objective.min_snr_gamma
         target = self.noise_process.target(prediction_type, latents, noise, timesteps)
         weight = None if gamma is None else self.noise_process.min_snr_weight(prediction_type, timesteps, gamma)
-        prediction = self.unet(noised, timesteps, self._text(batch, token_ids), return_dict=False)[0]
+        told = self.conditioner.of_batch(batch, token_ids)
+        prediction = self.unet(noised, timesteps, told.text, **told.added(), return_dict=False)[0]
         return Prediction(prediction, target, weight, timesteps)
 
     def forward(self, batch: Batch) -> Prediction:
@@ -234,6 +224,10 @@ class LatentDiffusion(ComposerModel):
         """
         batch = _with_step(batch)
         return self._predict(batch, self._drop_captions(batch), TRAINING)
+
+    def flops_per_batch(self, batch: Mapping[str, Entry]) -> float:
+        """Operations of the U-Net for a batch, forward and backward, as SpeedMonitor asks; NaN where not known."""
+        return batch_flops(self.unet.config, batch, vae_factor=self.vae_factor)
 
     def loss(self, outputs: Prediction, batch: Batch) -> Tensor:
         """Mean squared error over the microbatch, weighted per sample: float32 []."""
@@ -280,6 +274,8 @@ class LatentDiffusion(ComposerModel):
         *,
         height: int | None = None,
         width: int | None = None,
+        original_size: tuple[int, int] | None = None,
+        crop: tuple[int, int] = (0, 0),
         num_inference_steps: int = 50,
         guidance_scale: float = 3.0,
         seed: int | Sequence[int] | None = None,
@@ -297,6 +293,9 @@ class LatentDiffusion(ComposerModel):
                 training.
             height: in pixels, a multiple of the VAE's factor; the resolution trained at by default.
             width: likewise.
+            original_size: height and width of the picture that the image is to look as if it were made from, with SDXL;
+                its own by default.
+            crop: rows above it and columns left of it that it is to look as if they were cut off, with SDXL.
             num_inference_steps: DDIM steps.
             guidance_scale: classifier-free guidance; 1 is none.
             seed: image i gets seed + i; or one per image; None draws them at random.
@@ -317,14 +316,8 @@ class LatentDiffusion(ComposerModel):
             raise ValueError(f"size {height} x {width}: both must be multiples of {self.vae_factor}")
         if output not in ("pil", "tensor"):
             raise ValueError(f"output {output!r}: choose 'pil' or 'tensor'")
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        negatives = [negative_prompts or ""] if isinstance(negative_prompts, str | None) else list(negative_prompts)
-        if len(negatives) not in (1, len(prompts)):
-            raise ValueError(f"{len(negatives)} negative prompts for {len(prompts)} prompts: give one, or one each")
-        negatives = negatives * len(prompts) if len(negatives) == 1 else negatives
-        prompts = [prompt for prompt in prompts for _ in range(num_images_per_prompt)]
-        negatives = [negative for negative in negatives for _ in range(num_images_per_prompt)]
-
+        prompts, negatives = expand_prompts(prompts, negative_prompts, num_images_per_prompt)
+        placement = Placement(*(original_size or (height, width)), *crop, height, width)
         parameter = next(self.unet.parameters())
         device, dtype = parameter.device, self.unet.dtype
         if latents is None:
@@ -332,8 +325,12 @@ class LatentDiffusion(ComposerModel):
             latents = initial_latents(image_seeds(seed, len(prompts)), shape, device)
         scheduler = inference_scheduler(self.noise_scheduler)
 
-        def denoise(x: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
-            return self.unet(x.to(dtype), timestep, text.to(dtype), return_dict=False)[0]
+        def denoise(x: Tensor, timestep: Tensor, told: Conditioning) -> Tensor:
+            return self.unet(x.to(dtype), timestep, told.text, **told.added(), return_dict=False)[0]
+
+        def tell(captions: Sequence[str]) -> Conditioning:
+            token_ids = torch.from_numpy(tokenize(self.tokenizer, captions)).long().to(device)
+            return self.conditioner.of_prompts(token_ids, placement).to(dtype)
 
         was_training = self.unet.training
         self.unet.eval()
@@ -345,8 +342,8 @@ class LatentDiffusion(ComposerModel):
                     denoise,
                     scheduler,
                     latents[part].to(device),
-                    self.encode_text(self._token_ids(prompts[part], device)),
-                    self.encode_text(self._token_ids(negatives[part], device)),
+                    tell(prompts[part]),
+                    tell(negatives[part]),
                     num_inference_steps=num_inference_steps,
                     guidance_scale=guidance_scale,
                     progress=progress,
@@ -356,9 +353,6 @@ class LatentDiffusion(ComposerModel):
             self.unet.train(was_training)
         result = torch.cat(images)
         return to_pil(result) if output == "pil" else result
-
-    def _token_ids(self, captions: Sequence[str], device: torch.device) -> Tensor:
-        return torch.from_numpy(tokenize(self.tokenizer, captions)).long().to(device)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """From noise to images: DDIM with classifier-free guidance.
 
-Shape letters: B images, C channels, H W height and width of the latent, L tokens, D width of the text encoding.
+Shape letters: B images, C channels, H W height and width of the latent.
 """
 
 import secrets
@@ -13,10 +13,11 @@ from PIL import Image
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from diffusion.models.conditioning import Conditioning
 from diffusion.randomness import MAX_SEED, Purpose, normal
 
-Denoiser = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(latents [B, C, H, W], timestep [], text encoding [B, L, D]) -> prediction [B, C, H, W]."""
+Denoiser = Callable[[Tensor, Tensor, Conditioning], Tensor]
+"""(latents [B, C, H, W], timestep [], what it is told of B images) -> prediction [B, C, H, W]."""
 
 
 def inference_scheduler(noise_scheduler: Any) -> DDIMScheduler:
@@ -67,8 +68,8 @@ def sample_latents(
     denoiser: Denoiser,
     scheduler: DDIMScheduler,
     latents: Tensor,
-    text: Tensor,
-    unconditional_text: Tensor,
+    told: Conditioning,
+    unconditional: Conditioning,
     *,
     num_inference_steps: int,
     guidance_scale: float,
@@ -80,8 +81,8 @@ def sample_latents(
         denoiser: the network.
         scheduler: DDIM; its steps are set here.
         latents: float32 [B, C, H, W], pure noise.
-        text: [B, L, D], encoding of the prompts.
-        unconditional_text: [B, L, D], encoding of the empty caption or of negative prompts.
+        told: of the prompts.
+        unconditional: of the empty caption or of negative prompts.
         num_inference_steps: number of steps.
         guidance_scale: 1 is none.
         progress: show a bar.
@@ -91,14 +92,14 @@ def sample_latents(
     """
     scheduler.set_timesteps(num_inference_steps, device=latents.device)
     guided = guidance_scale != 1.0
-    context = torch.cat([unconditional_text, text]) if guided else text
+    context = unconditional.then(told) if guided else told
     latents = latents * scheduler.init_noise_sigma
     for timestep in tqdm(scheduler.timesteps, desc="sampling", disable=not progress, leave=False):
         model_input = torch.cat([latents, latents]) if guided else latents
         prediction = denoiser(model_input, timestep, context).float()
         if guided:
-            unconditional, conditional = prediction.chunk(2)
-            prediction = unconditional + guidance_scale * (conditional - unconditional)
+            away, towards = prediction.chunk(2)
+            prediction = away + guidance_scale * (towards - away)
         latents = scheduler.step(prediction, timestep, latents, return_dict=False)[0]  # pyright: ignore
     return latents
 

@@ -1,7 +1,9 @@
 """Tokenizers, built without a hub.
 
 CLIP's byte-pair encoding is made from the merges that the PyPI package open_clip_torch ships: 49,408 entries, pad token
-"!" (id 0), as in stable-diffusion-2-base. The tiny family has a small one of the same kind, from files in this package.
+"!" (id 0), as in stable-diffusion-2-base. The tiny families have a small one of the same kind, from files in this
+package. SDXL has two tokenizers, which differ in the pad token only: ids are those of the second, and the model
+replaces the padding for the first (`models.conditioning.DualTextEncoder`).
 """
 
 import gzip
@@ -19,7 +21,7 @@ from transformers.models.clip.tokenization_clip import bytes_to_unicode
 
 from diffusion.config.model import Architecture
 from diffusion.errors import MachineError
-from diffusion.models.architectures import ARCHITECTURES
+from diffusion.models.architectures import ARCHITECTURES, Vocabulary
 
 END_OF_WORD = "</w>"
 START, END, PAD = "<|startoftext|>", "<|endoftext|>", "!"
@@ -79,8 +81,9 @@ def build_clip_tokenizer(merges: Sequence[str], max_tokens: int) -> CLIPTokenize
 
 def build_tokenizer(architecture: Architecture) -> CLIPTokenizer:
     """Build the tokenizer of an architecture."""
-    merges = tiny_merges() if architecture == Architecture.tiny else clip_merges()
-    return build_clip_tokenizer(merges, ARCHITECTURES[architecture].max_tokens)
+    spec = ARCHITECTURES[architecture]
+    merges = tiny_merges() if spec.vocabulary is Vocabulary.tiny else clip_merges()
+    return build_clip_tokenizer(merges, spec.max_tokens)
 
 
 def tokenize(tokenizer: Any, captions: Sequence[str]) -> NDArray[np.int32]:

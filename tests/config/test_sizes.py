@@ -15,7 +15,9 @@ def test_a_stream_has_its_own_size_or_a_square():
     assert str(PictureSize(896, 1152)) == "896 x 1152"
     assert problems(*streams) == []
     assert problems(*streams, mixing=Mixing.groups) == []
-    assert problems(StreamConfig(name="1024x1024"), StreamConfig(name="896x1152", resolution=[896, 1152])) == []
+    named = [StreamConfig(name="896x1152"), StreamConfig(name="1024x1024", resolution=[1024, 1024])]
+    assert picture_sizes(named, 512) == [PictureSize(896, 1152), PictureSize(1024, 1024)]
+    assert problems(*named) == []
 
 
 @pytest.mark.parametrize(
@@ -23,12 +25,12 @@ def test_a_stream_has_its_own_size_or_a_square():
     [
         (
             StreamConfig(name="a", resolution=[896]),
-            "the resolution of stream 'a' is [896], but must be height and width",
+            "the resolution of 'a' is [896], but must be height and width",
         ),
-        (StreamConfig(name="a", resolution=[0, 8]), "the resolution of stream 'a' is [0, 8], but must be height and"),
+        (StreamConfig(name="a", resolution=[0, 8]), "the resolution of 'a' is [0, 8], but must be height and"),
         (StreamConfig(name="a", resolution=[900, 1152]), "is [900, 1152], but both must be multiples of 8"),
-        (StreamConfig(name="896x1152"), "is 1024, but its name says that it holds pictures for 896 x 1152 pixels. Set"),
-        (StreamConfig(name="896x1152", resolution=[1152, 896]), "is [1152, 896], but its name says"),
+        (StreamConfig(name="900x1152"), "'900x1152' is [900, 1152], but both must be multiples of 8"),
+        (StreamConfig(name="896x1152", resolution=[1152, 896]), "is [1152, 896], but its name says 896 x 1152 pixels."),
     ],
 )
 def test_what_does_not_fit(stream, message):

@@ -69,7 +69,12 @@ def test_stored_text_embeddings_take_the_place_of_the_text_encoder(dropout):
     model = small_model(caption_dropout=dropout)
     batch = image_batch(8)
     expected = model(batch).prediction
-    stored = {**batch, BatchKey.TEXT_EMBEDDING: model.encode_text(batch[BatchKey.TOKEN_IDS]).half()}
+    text = model.conditioner.encode_text(batch[BatchKey.TOKEN_IDS])
+    stored = {
+        **batch,
+        BatchKey.TEXT_EMBEDDING: text.hidden.half(),
+        BatchKey.POOLED_TEXT_EMBEDDING: text.pooled.half(),
+    }
     torch.testing.assert_close(model(stored).prediction, expected, rtol=1e-2, atol=1e-3)
     other = {**stored, BatchKey.TEXT_EMBEDDING: torch.zeros_like(stored[BatchKey.TEXT_EMBEDDING])}
     changed = (model(other).prediction - expected).abs().amax(dim=(1, 2, 3)) > 1e-2
