@@ -7,7 +7,7 @@ from pathlib import Path
 from diffusion.config.checks import check, is_location, missing_locations
 from diffusion.config.evaluation import EvaluationConfig, check_evaluation
 from diffusion.config.loading import load, load_config, missing_error, missing_keys
-from diffusion.config.schema import Config, Task
+from diffusion.config.schema import Config
 from diffusion.config.secrets import to_public_yaml
 from diffusion.launch import CommandParser, rank, world_size
 
@@ -45,20 +45,13 @@ def train_command(arguments: Sequence[str], *, say: Callable[[str], None]) -> No
 
 
 def _show_plan(config: Config, say: Callable[[str], None]) -> None:
-    from diffusion.models import count_parameters
     from diffusion.models.architectures import ARCHITECTURES
-    from diffusion.planning.plan import make_plan
+    from diffusion.planning.plan import plan_run
     from diffusion.planning.plan_text import format_plan
 
     num_ranks = config.plan.num_gpus or world_size()
     check(config, world_size=num_ranks, vae_factor=ARCHITECTURES[config.model.architecture].vae_factor)
-    trained = "vae" if config.task is Task.autoencoder else "unet"
-    plan = make_plan(
-        config,
-        num_parameters=count_parameters(config.model)[trained],
-        world_size=world_size(),
-        missing=missing_locations(config),
-    )
+    plan = plan_run(config, world_size=world_size(), missing=missing_locations(config))
     say(to_public_yaml(config))
     say(format_plan(plan))
 

@@ -33,6 +33,7 @@ from diffusion.planning.fleet import (
     synthetic_streams,
     traffic,
 )
+from diffusion.tables import align
 
 WORLDS = ("1x8", "2x4", "2x8", "4x8", "16x2", "8x8", "4x16", "16x8", "8x16")
 SMALL_BATCHES = 40
@@ -189,16 +190,6 @@ def table(rows: Sequence[Traffic], costs: Sequence[Cost], stretches: Sequence[st
             f"{cost.peak_bytes / 1e6:,.0f}", f"{cost.peak_bytes * ranks_per_node * 8 / 1e9:,.2f}",
         ))  # fmt: skip
     return ["", *align(lines), "* of 8 loader workers on each rank"]
-
-
-def align(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return lines with aligned columns, the first to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(cell.rjust(width) if column else cell.ljust(width)
-                  for column, (cell, width) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    ]  # fmt: skip
 
 
 def plot(rows: Sequence[Traffic], path: Path) -> None:

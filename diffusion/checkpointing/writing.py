@@ -52,7 +52,19 @@ def write_sharded(folder: Path, content: dict[str, Any], group: ProcessGroup | N
         CheckpointException: on all ranks, when one cannot write.
     """
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-    save(content, storage_writer=_ChecksumWriter(folder), planner=planner, process_group=group)
+    with _without_crc():
+        save(content, storage_writer=_ChecksumWriter(folder), planner=planner, process_group=group)
+
+
+@contextmanager
+def _without_crc() -> Iterator[None]:
+    """Leave out the CRC of each tensor, which takes longer than its bytes take to the disk: files have an xxh64."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def write_file(path: Path, content: dict[str, Any]) -> None:

@@ -4,12 +4,11 @@ from dataclasses import dataclass, replace
 
 from diffusion.config.data import Representation, picture_sizes
 from diffusion.config.model import Posterior
-from diffusion.config.schema import Config, Task
+from diffusion.config.schema import Config
 from diffusion.config.training import Device
 from diffusion.datasets.shard_files import MAX_OPEN
 from diffusion.models.architectures import ARCHITECTURES
-from diffusion.models.build import count_parameters
-from diffusion.planning.plan import make_plan
+from diffusion.planning.plan import plan_run
 
 FILES_PER_RANK = 256
 """File handles of a rank without loader workers: libraries, data sets, logs."""
@@ -60,8 +59,7 @@ def find_demand(config: Config, *, world_size: int, ranks_per_node: int, device:
         device: what it trains on.
     """
     here = replace(config, plan=replace(config.plan, num_gpus=None))
-    trained = "vae" if config.task is Task.autoencoder else "unet"
-    plan = make_plan(here, num_parameters=count_parameters(config.model)[trained], world_size=world_size)
+    plan = plan_run(here, world_size=world_size)
     state = next(memory.total for memory in plan.memory if memory.is_chosen)
     data = config.data
     workers = data.num_workers * (2 if config.validation is not None else 1)

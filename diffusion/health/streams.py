@@ -14,6 +14,7 @@ from diffusion.config.data import Representation
 from diffusion.datasets.batching import StreamShape
 from diffusion.datasets.locations import StreamLocation, check_location, find_manifest, is_url, join
 from diffusion.datasets.mds import INDEX
+from diffusion.datasets.storage_errors import fetch_errors
 from diffusion.datasets.streams import ENCODED_COLUMNS, PREPARED_COLUMNS
 from diffusion.errors import DataError
 from diffusion.health.verdicts import Verdict, ok, problem, size_text
@@ -122,7 +123,7 @@ def _fetch(location: StreamLocation, timeout: float) -> bytes:
         path = Path(folder, INDEX)
         try:
             location.store.fetch(url, str(path), timeout)
-        except Exception as error:  # Each kind of storage has exceptions of its own, in packages that may be absent.
+        except fetch_errors() as error:
             raise DataError(
                 f"{url} cannot be downloaded ({type(error).__name__}: {error}): check address, credentials and network"
             ) from error

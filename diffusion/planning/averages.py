@@ -4,9 +4,9 @@ import math
 
 from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config
-from diffusion.config.training import StoredPrecision
+from diffusion.config.training import NumberFormat
 
-STORED_BYTES = {StoredPrecision.fp32: 4, StoredPrecision.fp16: 2, StoredPrecision.bf16: 2}
+STORED_BYTES = {NumberFormat.fp32: 4, NumberFormat.fp16: 2, NumberFormat.bf16: 2}
 
 
 def count_average_files(config: Config, num_iterations: int) -> int | None:

@@ -8,6 +8,7 @@ from composer.core import Precision
 from composer.distributed.fsdp2 import prepare_fully_shard
 from composer.distributed.fsdp2_utils import generate_composer_model_policy
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from diffusion.algorithms.averaging import WeightAverage, local_shard, trainable_parameters
@@ -15,7 +16,7 @@ from diffusion.algorithms.profiles import Exponential
 from diffusion.config.schema import Config
 from diffusion.models.build import build_unet
 from diffusion.planning.state_bytes import StateBytes
-from diffusion.sharding import ElasticFSDP2Config
+from diffusion.sharding import fsdp_config
 
 
 def count_rank_memory(config: Config, *, num_ranks: int, rank: int) -> StateBytes:
@@ -40,7 +41,10 @@ def _count(config: Config) -> StateBytes:
     model = nn.Module()
     with torch.device("meta"):
         model.unet = build_unet(config.model)
-    fsdp = ElasticFSDP2Config(reshard_after_forward=config.trainer.reshard_after_forward)
+    fsdp = fsdp_config(config.trainer)
+    if fsdp.num_replicas > 1:
+        shape = (fsdp.num_replicas, dist.get_world_size() // fsdp.num_replicas)
+        fsdp.device_mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     policy: Any = generate_composer_model_policy(model)  # pyright: ignore[reportArgumentType]
     prepare_fully_shard(model, fsdp, Precision(config.trainer.precision.value), policy)
     parameters = trainable_parameters(model)

@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 
 from diffusion.checkpointing.retention import kept_steps
 from diffusion.config.checks import num_batches
-from diffusion.config.model import Architecture
+from diffusion.config.data import PictureSize, Representation, picture_sizes
+from diffusion.config.model import Posterior
 from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config, Task
-from diffusion.config.training import Parallelism, Precision
-from diffusion.planning.averages import average_file_bytes, count_average_files
+from diffusion.config.training import NumberFormat, Parallelism, Precision
+from diffusion.models.architectures import ARCHITECTURES
+from diffusion.planning.averages import STORED_BYTES, average_file_bytes, count_average_files
+from diffusion.planning.network import activation_bytes, largest_unit, parameter_counts, training_flops
 from diffusion.planning.state_bytes import StateBytes
 from diffusion.planning.streams import EpochPlan, plan_epoch
 
@@ -23,8 +26,11 @@ WEIGHT_BYTES = GRADIENT_BYTES = EMA_BYTES = 4
 ADAM_BYTES = 8
 """AdamW holds two fp32 moments per parameter."""
 
-SD2_ACTIVATION_BYTES = {256: 237e6, 512: 935e6}
-"""Activations that the U-Net saves per image in autocast, counted on the meta device."""
+CUDA_BYTES = 1.5e9
+"""What CUDA, its libraries and NCCL take of a GPU's memory (assumed)."""
+
+USABLE_MEMORY = 0.92
+"""Of what is left, before fragments make an allocation fail (assumed)."""
 
 SECONDS_PER_DAY = 86400
 
@@ -53,7 +59,31 @@ class Plan:
     num_parameters: int
     memory: list[MemoryPlan]
     activation_bytes: float | None
-    """Per rank and microbatch (estimate)."""
+    """Per rank and microbatch."""
+
+    frozen_bytes: int
+    """Of VAE and text encoder, per rank."""
+
+    reduction_bytes: int
+    """Gradients that are not sharded (yet), per rank: of the unit that is reduced, and those accumulated whole."""
+
+    largest_microbatch: int | None
+    """That fits the memory of a GPU, of those that divide a rank's share; 0 fits nothing."""
+
+    training_flops: float | None
+    """Of the U-Net for one image, forward and backward."""
+
+    sample_bytes: int | None
+    """Of one stored sample, without its key."""
+
+    num_samples: int | None
+    """Of the data set."""
+
+    data_bytes: float | None
+    """Of all samples."""
+
+    store_bytes: float | None
+    """That nodes download in the whole run."""
 
     checkpoint_bytes: int
     """The largest checkpoint."""
@@ -82,14 +112,26 @@ class Plan:
     assumptions: list[str] = field(default_factory=list)
 
 
+def plan_run(config: Config, *, world_size: int = 1, missing: dict[str, str] | None = None) -> Plan:
+    """Count the parameters of what is configured, and work out what a run amounts to (`make_plan`)."""
+    trained, frozen = parameter_counts(config)
+    return make_plan(config, num_parameters=trained, frozen_parameters=frozen, world_size=world_size, missing=missing)
+
+
 def make_plan(
-    config: Config, *, num_parameters: int, world_size: int = 1, missing: dict[str, str] | None = None
+    config: Config,
+    *,
+    num_parameters: int,
+    frozen_parameters: int = 0,
+    world_size: int = 1,
+    missing: dict[str, str] | None = None,
 ) -> Plan:
     """Work out what a run amounts to.
 
     Args:
         config: the configuration; locations may be missing (`???`).
         num_parameters: trained parameters.
+        frozen_parameters: of VAE and text encoder.
         world_size: ranks that the launcher started, which `plan.num_gpus` replaces.
         missing: keys that are missing and their meanings, to be told with the plan.
 
@@ -106,8 +148,13 @@ def make_plan(
     gpu_hours = seconds / 3600 * num_ranks if seconds is not None else None
     saves = _checkpoints(config, num_iterations, num_parameters)
     largest = num_parameters * (WEIGHT_BYTES + ADAM_BYTES + _ema_bytes(config))
-    activations = _activations(config, microbatch)
+    size = _largest_size(config)
+    activations, flops = activation_bytes(config, size), training_flops(config, size)
     epoch = plan_epoch(config, num_images)
+    num_samples, sample_bytes = _num_samples(config, epoch), _sample_bytes(config, size)
+    data_bytes = num_samples * sample_bytes if num_samples is not None and sample_bytes is not None else None
+    memory, frozen = _memory(config, num_parameters, num_ranks), frozen_parameters * WEIGHT_BYTES
+    held = next(one.total for one in memory if one.is_chosen) + frozen
     assumptions = _assumptions(config, throughput, activations, num_ranks)
     if epoch.problem is not None:
         assumptions.append(f"This run would not start: {epoch.problem}.")
@@ -122,8 +169,16 @@ def make_plan(
         num_microbatches=math.ceil(share / microbatch),
         epoch=epoch,
         num_parameters=num_parameters,
-        memory=_memory(config, num_parameters, num_ranks),
-        activation_bytes=activations,
+        memory=memory,
+        activation_bytes=activations * microbatch if activations is not None else None,
+        frozen_bytes=frozen,
+        reduction_bytes=_reduction_bytes(config, num_parameters, is_whole=microbatch < share),
+        largest_microbatch=_largest_microbatch(config, num_parameters, share, held, activations),
+        training_flops=flops.training if flops is not None else None,
+        sample_bytes=sample_bytes,
+        num_samples=num_samples,
+        data_bytes=data_bytes,
+        store_bytes=_store_bytes(config, num_images, sample_bytes, data_bytes),
         checkpoint_bytes=largest,
         num_checkpoints=len(saves) if saves is not None else None,
         storage_bytes=sum(saves) if saves is not None else None,
@@ -145,7 +200,7 @@ def _ema_bytes(config: Config) -> int:
 
 def _memory(config: Config, num_parameters: int, num_ranks: int) -> list[MemoryPlan]:
     """Bytes per rank: fsdp (FSDP2) without and with resharding after the forward pass, and ddp."""
-    shard = math.ceil(num_parameters / num_ranks)
+    shard = math.ceil(num_parameters * config.trainer.num_replicas / num_ranks)
     gathered = num_parameters * (4 if config.trainer.precision is Precision.fp32 else 2)
     parallelism, reshards = config.trainer.parallelism, config.trainer.reshard_after_forward
 
@@ -167,19 +222,75 @@ def _memory(config: Config, num_parameters: int, num_ranks: int) -> list[MemoryP
     ]
 
 
-def _activations(config: Config, microbatch: float) -> float | None:
-    known = (
-        config.task is Task.diffusion
-        and config.model.architecture is Architecture.stable_diffusion_2
-        and not config.model.unet
-        and config.trainer.precision is not Precision.fp32
-        and not config.trainer.activation_checkpointing
-    )
-    if not known:
+def _reduction_bytes(config: Config, num_parameters: int, *, is_whole: bool) -> int:
+    """Gradients that are not sharded.
+
+    Args:
+        config: the configuration.
+        num_parameters: trained.
+        is_whole: whether there are several microbatches, whose gradients may be accumulated before they are reduced.
+    """
+    trainer = config.trainer
+    if trainer.parallelism is Parallelism.ddp:
+        return num_parameters * GRADIENT_BYTES  # The buckets that gradients are reduced in.
+    computed = NumberFormat.fp32 if trainer.precision is Precision.fp32 else NumberFormat.bf16
+    unit = largest_unit(config) * (STORED_BYTES[computed] + STORED_BYTES[trainer.reduce_precision])
+    accumulates = config.performance.accumulate_locally and not trainer.reshard_after_forward and is_whole
+    return unit + (num_parameters * GRADIENT_BYTES if accumulates else 0)
+
+
+def _largest_microbatch(
+    config: Config, num_parameters: int, share: float, held: float, activations: float | None
+) -> int | None:
+    if config.plan.gpu_memory_gb is None or activations is None:
         return None
-    resolution = config.data.resolution
-    nearest = min(SD2_ACTIVATION_BYTES, key=lambda side: abs(side - resolution))
-    return microbatch * SD2_ACTIVATION_BYTES[nearest] * (resolution / nearest) ** 2
+    memory = (config.plan.gpu_memory_gb * 1e9 - CUDA_BYTES) * USABLE_MEMORY
+
+    def fits(size: int) -> bool:
+        reduction = _reduction_bytes(config, num_parameters, is_whole=size < share)
+        return held + reduction + size * activations <= memory
+
+    return max((size for size in range(1, int(share) + 1) if share % size == 0 and fits(size)), default=0)
+
+
+def _largest_size(config: Config) -> PictureSize:
+    """Of the pictures of all streams the one with the largest area."""
+    streams = config.data.streams if isinstance(config.data.streams, list) else []
+    square = PictureSize(config.data.resolution, config.data.resolution)
+    return max(
+        picture_sizes(streams, config.data.resolution), key=lambda size: size.height * size.width, default=square
+    )
+
+
+def _num_samples(config: Config, epoch: EpochPlan) -> int | None:
+    counts = [stream.num_samples for stream in epoch.streams]
+    known = [count for count in counts if count is not None]
+    return sum(known) if counts and len(known) == len(counts) else config.plan.num_samples
+
+
+def _sample_bytes(config: Config, size: PictureSize) -> int | None:
+    """Of a stored sample with one caption; None where pictures are read and `plan.image_kb` is not given."""
+    if config.data.representation is Representation.images:
+        return round(config.plan.image_kb * 1000) if config.plan.image_kb is not None else None
+    spec = ARCHITECTURES[config.model.architecture]
+    area = size.height * size.width // spec.vae_factor**2
+    moments = 2 if config.objective.posterior is Posterior.sample else 1
+    latents = moments * area * spec.vae["latent_channels"] * STORED_BYTES[NumberFormat.fp16]
+    text = 4 * spec.max_tokens
+    if config.data.text_embeddings:
+        width = {**spec.unet, **config.model.unet}["cross_attention_dim"]
+        text += spec.max_tokens * width * STORED_BYTES[NumberFormat.fp16]
+    return latents + text
+
+
+def _store_bytes(config: Config, num_images: int, sample_bytes: int | None, data_bytes: float | None) -> float | None:
+    """Each sample once where nodes keep what they have, else at every use."""
+    if sample_bytes is None:
+        return None
+    every_use = float(num_images * sample_bytes)
+    if config.data.cache_limit is not None:
+        return every_use
+    return min(every_use, data_bytes) if data_bytes is not None else None
 
 
 def _checkpoints(config: Config, num_iterations: int, num_parameters: int) -> list[int] | None:
@@ -214,8 +325,11 @@ def _assumptions(config: Config, throughput: float | None, activations: float | 
         )
     if activations is not None:
         assumptions.append(
-            "Activations: counted per image for the SD2 U-Net at 256 and 512 px, scaled by area elsewhere; an estimate."
+            "Activations: what autograd keeps in the arithmetic's precision, nothing recomputed or compiled. Largest "
+            f"microbatch: {CUDA_BYTES / 1e9:g} GB for CUDA, and {USABLE_MEMORY:.0%} of the rest can be used."
         )
+    if config.data.representation is Representation.latents:
+        assumptions.append("Data: one caption per picture, without keys and what MDS adds; no held-out data.")
     if config.data.global_batch_size % num_ranks:
         assumptions.append(
             f"data.global_batch_size={config.data.global_batch_size} cannot be divided among {num_ranks} GPUs: this "

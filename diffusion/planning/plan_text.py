@@ -30,17 +30,23 @@ def format_plan(plan: Plan) -> str:
         ("GPU-hours", f"{plan.gpu_hours:,.0f}" if plan.gpu_hours is not None else UNKNOWN),
         ("cost", f"${plan.cost:,.0f}" if plan.cost is not None else _not_known("cost")),
         ("parameters", f"{plan.num_parameters:,} trained"),
+        ("operations", _operations(plan)),
         *[(f"memory, {memory.name}", _memory(memory)) for memory in plan.memory],
+        ("memory, frozen", f"{size_text(plan.frozen_bytes)} of VAE and text encoder"),
+        ("memory, reduction", f"{size_text(plan.reduction_bytes)} of gradients that are not sharded"),
         (
             "activations",
-            f"{_size(plan.activation_bytes)} per microbatch of {plan.microbatch_size:g} (estimate)"
+            f"{size_text(plan.activation_bytes)} per microbatch of {plan.microbatch_size:g}"
             if plan.activation_bytes is not None
             else UNKNOWN,
         ),
-        ("checkpoint", _size(plan.checkpoint_bytes)),
+        ("largest microbatch", _largest_microbatch(plan)),
+        ("data", _data(plan)),
+        ("from the store", _store(plan)),
+        ("checkpoint", size_text(plan.checkpoint_bytes)),
         (
             "checkpoints kept",
-            f"{plan.num_checkpoints:,}, together {_size(plan.storage_bytes)}"
+            f"{plan.num_checkpoints:,}, together {size_text(plan.storage_bytes)}"
             if plan.num_checkpoints is not None and plan.storage_bytes is not None
             else UNKNOWN,
         ),
@@ -55,30 +61,67 @@ def format_plan(plan: Plan) -> str:
 
 
 def _not_known(what: str) -> str:
-    keys = {"throughput": "plan.images_per_second", "cost": "plan.images_per_second and plan.price_per_gpu_hour"}
+    keys = {
+        "throughput": "plan.images_per_second",
+        "cost": "plan.images_per_second and plan.price_per_gpu_hour",
+        "memory": "plan.gpu_memory_gb",
+        "pictures": "plan.image_kb",
+        "samples": "plan.num_samples",
+    }
     return f"{UNKNOWN} (give {keys[what]})"
 
 
 def _stream(stream: StreamPlan) -> str:
     samples = f"{stream.num_samples:,} samples" if stream.num_samples is not None else f"samples {UNKNOWN}"
     text = f"{samples}, epochs {UNKNOWN if stream.epochs is None else f'{stream.epochs:,.2f}'}"
+    if stream.share is not None and stream.steps is not None:
+        text += f", {stream.share:.2%} of the run: {stream.steps:,.0f} steps of its own"
     return text if stream.draws is None else f"{text}; an epoch drops {stream.dropped:,} of {stream.draws:,}"
 
 
 def _memory(memory: MemoryPlan) -> str:
-    parts = f"weights {_size(memory.weights)}, gradients {_size(memory.gradients)}, Adam {_size(memory.optimizer)}"
-    average = f", EMA {_size(memory.ema)}" if memory.ema else ""
-    return f"{_size(memory.total)} per rank ({parts}{average}){'  <- chosen' if memory.is_chosen else ''}"
+    sizes = {"weights": memory.weights, "gradients": memory.gradients, "Adam": memory.optimizer, "EMA": memory.ema}
+    parts = ", ".join(f"{name} {size_text(size)}" for name, size in sizes.items() if size)
+    return f"{size_text(memory.total)} per rank ({parts}){'  <- chosen' if memory.is_chosen else ''}"
+
+
+def _operations(plan: Plan) -> str:
+    if plan.training_flops is None:
+        return UNKNOWN
+    text = f"{plan.training_flops / 1e9:,.1f} GFLOP per image, {plan.training_flops * plan.num_images:.2e} in all"
+    if plan.images_per_second is None:
+        return text
+    return f"{text}; {plan.training_flops * plan.images_per_second / plan.num_ranks / 1e12:,.1f} TFLOP/s per GPU"
+
+
+def _largest_microbatch(plan: Plan) -> str:
+    if plan.largest_microbatch is None:
+        return _not_known("memory")
+    return f"{plan.largest_microbatch:,}" if plan.largest_microbatch else "none: the model itself does not fit"
+
+
+def _data(plan: Plan) -> str:
+    if plan.sample_bytes is None:
+        return _not_known("pictures")
+    total = size_text(plan.data_bytes) if plan.data_bytes is not None else _not_known("samples")
+    return f"{plan.sample_bytes:,} bytes per sample, together {total}"
+
+
+def _store(plan: Plan) -> str:
+    if plan.sample_bytes is None or plan.images_per_second is None:
+        return UNKNOWN
+    total = size_text(plan.store_bytes) if plan.store_bytes is not None else UNKNOWN
+    return f"up to {size_text(plan.sample_bytes * plan.images_per_second)}/s, in all {total}"
 
 
 def _averages(plan: Plan) -> str:
     if plan.num_average_files is None:
         return UNKNOWN
     total = plan.num_average_files * plan.average_file_bytes
-    return f"{plan.num_average_files:,} files of {_size(plan.average_file_bytes)}, together {_size(total)}"
+    return f"{plan.num_average_files:,} files of {size_text(plan.average_file_bytes)}, together {size_text(total)}"
 
 
-def _size(num_bytes: float) -> str:
+def size_text(num_bytes: float) -> str:
     """Bytes in decimal units."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= factor:

@@ -1,12 +1,14 @@
 """What a run reads of each stream: how often, and how much an epoch leaves out."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from omegaconf import MISSING
 
+from diffusion.config.data import StreamConfig
 from diffusion.config.schema import Config
 from diffusion.datasets.batching import GlobalOrder, StreamShape, draws_per_stream
 from diffusion.datasets.loader import order_settings
@@ -21,6 +23,12 @@ class StreamPlan:
     name: str
     num_samples: int | None
     """Samples in its index; None where it cannot be read here."""
+
+    share: float | None
+    """Of the run's images, between 0 and 1."""
+
+    steps: float | None
+    """Of the run: as many as its images would fill by themselves."""
 
     epochs: float | None
     """Times that each of its samples is seen, on average."""
@@ -58,10 +66,15 @@ def plan_epoch(config: Config, num_images: int) -> EpochPlan:
     if MISSING not in (data.local, data.remote):
         shapes = [_read(location) for location in locate_streams(data.remote, data.local, data.streams)]
     counts = [None if shape is None else shape.num_samples for shape in shapes]
-    epochs = _epochs(config, num_images, counts)
     unknown = [
-        StreamPlan(name=stream.name, num_samples=count, epochs=times)
-        for stream, count, times in zip(data.streams, counts, epochs, strict=True)
+        StreamPlan(
+            name=stream.name,
+            num_samples=count,
+            share=share,
+            steps=share * num_images / data.global_batch_size if share is not None else None,
+            epochs=share * num_images / count if share is not None and count else None,
+        )
+        for stream, count, share in zip(data.streams, counts, _shares(data.streams, counts), strict=True)
     ]
     known = [shape for shape in shapes if shape is not None]
     if len(known) < len(shapes):
@@ -80,8 +93,8 @@ def plan_epoch(config: Config, num_images: int) -> EpochPlan:
     except ConfigurationError as error:
         return EpochPlan(streams=unknown, problem=str(error))
     streams = [
-        StreamPlan(name=stream.name, num_samples=stream.num_samples, epochs=times, draws=stream.draws, dropped=dropped)
-        for stream, times, dropped in zip(drawn, epochs, epoch.dropped, strict=True)
+        replace(plan, draws=stream.draws, dropped=dropped)
+        for plan, stream, dropped in zip(unknown, drawn, epoch.dropped, strict=True)
     ]
     return EpochPlan(streams=streams, num_steps=epoch.num_steps)
 
@@ -103,15 +116,13 @@ def _read(location: StreamLocation) -> StreamShape | None:
     return next((shape for shape in shapes if shape is not None), None)
 
 
-def _epochs(config: Config, num_images: int, counts: list[int | None]) -> list[float | None]:
-    """Times that each sample of each stream is seen."""
-    streams = config.data.streams
-    proportions = [stream.proportion for stream in streams]
-    if all(proportion is not None for proportion in proportions):
-        total = sum(proportion or 0 for proportion in proportions)
-        drawn = [num_images * (proportion or 0) / total for proportion in proportions]
-        return [images / count if count else None for images, count in zip(drawn, counts, strict=True)]
-    repeats = [1.0 if stream.repeat is None else stream.repeat for stream in streams]
-    epoch_size = sum(repeat * (count or 0) for repeat, count in zip(repeats, counts, strict=True))
-    all_known = epoch_size > 0 and all(count is not None for count in counts)
-    return [repeat * num_images / epoch_size if all_known else None for repeat in repeats]
+def _shares(streams: Sequence[StreamConfig], counts: Sequence[int | None]) -> list[float | None]:
+    """Share of each stream in the run's images."""
+    weights = [stream.proportion for stream in streams]
+    if None in weights:
+        repeats = [1.0 if stream.repeat is None else stream.repeat for stream in streams]
+        weights = [None if count is None else repeat * count for repeat, count in zip(repeats, counts, strict=True)]
+    known = [weight for weight in weights if weight is not None]
+    if len(known) < len(weights) or not sum(known):
+        return [None] * len(weights)
+    return [weight / sum(known) for weight in known]

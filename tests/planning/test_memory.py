@@ -16,6 +16,10 @@ PROGRAM = """
 import json, sys
 from dataclasses import asdict
 import torch.distributed as dist
+from composer.core.state import _create_device_mesh
+from composer.devices import DeviceCPU
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from diffusion.sharding import fsdp_config
 from diffusion.config.checks import is_location
 from diffusion.config.loading import load_config
 from diffusion.planning.memory import count_rank_memory
@@ -28,6 +32,13 @@ counts = {f"{phase} {rank}": count(phase, 128, rank) for phase in (1, 2) for ran
 counts["small"] = [count(2, 3, rank) for rank in range(3)]
 averages = "algorithms.ema={start: 800000ba, decays: [0.9999, 0.999], power: {snapshot_interval: 5000ba}}"
 counts["four averages"] = count(2, 3, 0, averages)
+groups = ["trainer.num_replicas=16"]
+counts["groups"] = count(1, 128, 0, *groups)
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=128)
+settings = load_config("yamls/phase1.yaml", groups, may_miss=is_location).trainer
+mesh = _create_device_mesh(DeviceCPU(), fsdp_config(settings), None)
+counts["mesh"] = [list(mesh.mesh_dim_names), list(mesh.shape)]
+dist.destroy_process_group()
 assert not dist.is_initialized()
 sys.stdout.write(json.dumps(counts))
 """
@@ -62,6 +73,13 @@ def test_all_ranks_together_hold_each_number_once(counts):
 
 def test_each_of_several_averages_is_counted(counts):
     assert counts["four averages"] == counts["small"][0] | {"ema": 4 * counts["small"][0]["ema"]}
+
+
+def test_groups_of_ranks_hold_the_model_once_each(counts):
+    """With 16 replicas a rank of 128 holds an eighth; the mesh that Composer makes has both dimensions."""
+    assert counts["mesh"] == [["data_parallel_replicate", "data_parallel_shard"], [16, 8]]
+    assert counts["groups"]["optimizer"] == pytest.approx(8 * NUM_PARAMETERS / 8, rel=0.01)
+    assert counts["groups"]["weights"] == pytest.approx(4 * NUM_PARAMETERS / 8, rel=0.01)
 
 
 @pytest.mark.parametrize("phase", [1, 2])

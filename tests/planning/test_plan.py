@@ -3,11 +3,13 @@ from typing import Any
 
 import pytest
 
-from diffusion.config.data import DataConfig, Mixing, StreamConfig
+from diffusion.config.data import DataConfig, Mixing, Representation, StreamConfig
+from diffusion.config.model import Posterior
 from diffusion.config.schema import Config
 from diffusion.config.training import (
     AlgorithmsConfig,
     EMAConfig,
+    NumberFormat,
     Parallelism,
     PlanConfig,
     PowerEMAConfig,
@@ -106,12 +108,44 @@ def test_the_chosen_way_to_spread_the_model_is_marked():
     assert [plan.is_chosen for plan in make_plan(config, num_parameters=1).memory] == [False, False, True]
 
 
-def test_activations_are_estimated_for_sd2_in_autocast_only():
-    assert make_plan(recipe(), num_parameters=1).activation_bytes == pytest.approx(16 * 237e6)
-    assert make_plan(recipe(phase=2), num_parameters=1).activation_bytes == pytest.approx(16 * 935e6)
-    config = recipe()
+def test_activations_are_counted_and_bound_the_microbatch():
+    config = recipe(phase=2)
+    plan = make_plan(config, num_parameters=NUM_PARAMETERS)
+    assert (plan.activation_bytes, plan.largest_microbatch) == (16 * 935_036_928, None)
+    config.plan.num_gpus, config.plan.gpu_memory_gb = 8, 40
+    assert make_plan(config, num_parameters=NUM_PARAMETERS).largest_microbatch == 16
+    unit, whole = (plan.reduction_bytes for plan in (plan, make_plan(config, num_parameters=NUM_PARAMETERS)))
+    assert whole - unit == 4 * NUM_PARAMETERS, "with one microbatch nothing is accumulated"
+    config.trainer.reduce_precision, config.performance.accumulate_locally = NumberFormat.bf16, False
+    assert make_plan(config, num_parameters=NUM_PARAMETERS).reduction_bytes == unit * 4 / 6
     config.trainer.precision = Precision.fp32
+    activations = make_plan(config, num_parameters=1).activation_bytes
+    assert activations == pytest.approx(2 * 16 * 935_036_928, rel=1e-3)
+    config.trainer.activation_checkpointing = True
     assert make_plan(config, num_parameters=1).activation_bytes is None
+
+
+def test_what_is_stored_and_downloaded():
+    config = recipe()
+    config.plan.num_samples = 790_000_000
+    plan = make_plan(config, num_parameters=1)
+    assert plan.sample_bytes is None, "of pictures nothing is known"
+    config.plan.image_kb = 50
+    plan = make_plan(config, num_parameters=1)
+    assert (plan.sample_bytes, plan.data_bytes, plan.store_bytes) == (50_000, 39.5e12, 39.5e12)
+    config.data.cache_limit = "1tb"
+    assert make_plan(config, num_parameters=1).store_bytes == 50_000 * plan.num_images
+    config.data.representation, config.data.text_embeddings = Representation.latents, True
+    assert make_plan(config, num_parameters=1).sample_bytes == 16_384 + 4 * 77 + 157_696
+    config.objective.posterior = Posterior.mean
+    assert make_plan(config, num_parameters=1).sample_bytes == 8_192 + 4 * 77 + 157_696
+
+
+def test_groups_of_ranks_hold_more():
+    config = recipe()
+    config.trainer.num_replicas = 16
+    _, full_shard, _ = make_plan(config, num_parameters=NUM_PARAMETERS).memory
+    assert full_shard.total == 16 * -(-NUM_PARAMETERS // 8)
 
 
 def test_checkpoints_hold_weights_adam_and_the_average_once_it_started():
@@ -138,7 +172,11 @@ def test_epochs_where_the_index_files_can_be_read(tmp_path):
     write_index(tmp_path / "local" / "b", 300_000_000)
     roots: dict[str, Any] = {"remote": str(tmp_path / "remote"), "local": str(tmp_path / "local")}
     streams = [StreamConfig(name="a"), StreamConfig(name="b")]
-    natural = make_plan(recipe(streams=streams, **roots), num_parameters=1).epoch.streams
+    plan = make_plan(recipe(streams=streams, **roots), num_parameters=1)
+    natural = plan.epoch.streams
+    assert [stream.share for stream in natural] == [0.25, 0.75]
+    assert [stream.steps for stream in natural] == [137_500, 412_500]
+    assert "100,000,000 samples, epochs 2.82, 25.00% of the run: 137,500 steps of its own" in format_plan(plan)
     assert [stream.num_samples for stream in natural] == [100_000_000, 300_000_000]
     assert [stream.epochs for stream in natural] == [pytest.approx(2.816)] * 2
     streams = [StreamConfig(name="a", repeat=3.0), StreamConfig(name="b")]
@@ -147,9 +185,11 @@ def test_epochs_where_the_index_files_can_be_read(tmp_path):
     streams = [StreamConfig(name="a", proportion=3.0), StreamConfig(name="c", proportion=1.0)]
     mixed = make_plan(recipe(streams=streams, **roots), num_parameters=1).epoch.streams
     assert [stream.epochs for stream in mixed] == [pytest.approx(0.75 * 11.264), None]
+    assert [stream.share for stream in mixed] == [0.75, 0.25]
     streams = [StreamConfig(name="a"), StreamConfig(name="c")]
     unknown = make_plan(recipe(streams=streams, **roots), num_parameters=1).epoch.streams
     assert [(stream.num_samples, stream.epochs) for stream in unknown] == [(100_000_000, None), (None, None)]
+    assert [(stream.share, stream.steps) for stream in unknown] == [(None, None)] * 2
     assert read_shape("a", tmp_path) is None
 
 
@@ -197,7 +237,7 @@ def test_text():
         "865,910,724 trained",
         "  data.local: Root of the data set.",
         "<- chosen",
-        "3.79 GB per microbatch of 16 (estimate)",
+        "3.79 GB per microbatch of 16",
         "VAE and text encoder: random weights (model.pretrained is null).",
     ]:
         assert line in text

@@ -1,0 +1,282 @@
+"""Fleets of GPUs side by side: how fast they are, and what several runs together take and cost on each."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from diffusion.config.data import PictureSize
+from diffusion.config.model import Architecture, ModelConfig
+from diffusion.config.schema import Config
+from diffusion.errors import ConfigurationError
+from diffusion.planning.failures import Failures, recommend_interval, simulate
+from diffusion.planning.network import training_flops
+from diffusion.planning.plan import SECONDS_PER_DAY, Plan, plan_run
+from diffusion.planning.scaling import Interconnect, StepModel, predict_images_per_second
+
+DAYS_PER_MONTH = 365.25 / 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fleet:
+    """GPUs of one kind, and how many images per second they train together."""
+
+    name: str
+    num_gpus: int
+    images_per_second: dict[int, float]
+    """By resolution; other resolutions and architectures go by their floating-point operations."""
+
+    architecture: Architecture = Architecture.stable_diffusion_2
+    """Whose images these are."""
+
+    price_per_gpu_hour: float | None = None
+    """In dollars."""
+
+    gpu_memory_bytes: float | None = None
+    deviation: float | None = None
+    """Half the range of repeated measurements over their median; None where there was one."""
+
+    source: str = "given"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prices:
+    """What is paid beside GPUs, in dollars; 0 is not counted."""
+
+    storage_per_tb_month: float = 0.0
+    egress_per_tb: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Breakdowns:
+    """How often GPUs fail, and what that costs in time."""
+
+    gpu_hours_between_failures: float
+    restart_seconds: float = 600.0
+    save_seconds: float = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What several runs, one after the other, take on a fleet. None is not known."""
+
+    fleet: Fleet
+    plans: list[Plan]
+    days: float
+    gpu_hours: float
+    gpu_cost: float | None
+    storage_cost: float | None
+    egress_cost: float | None
+    days_with_failures: float
+    """With checkpoints, failures and restarts, the mean of simulated runs."""
+
+    save_interval_steps: list[int]
+    """Recommended, for each run."""
+
+    assumptions: list[str] = field(default_factory=list)
+
+    @property
+    def cost(self) -> float | None:
+        """Of everything that is known; None without a price of GPUs."""
+        if self.gpu_cost is None:
+            return None
+        return self.gpu_cost + (self.storage_cost or 0.0) + (self.egress_cost or 0.0)
+
+    @property
+    def days_range(self) -> tuple[float, float] | None:
+        """Days if each measurement was as far off as repeated ones were from one another."""
+        deviation = self.fleet.deviation
+        return None if deviation is None else (self.days * (1 - deviation), self.days * (1 + deviation))
+
+
+def rate_for(fleet: Fleet, config: Config) -> float:
+    """Images per second of a fleet in a run: as given for its resolution, else by floating-point operations.
+
+    Raises:
+        ConfigurationError: the fleet has no rate at all, or one of the architectures cannot be counted.
+    """
+    resolution = config.data.resolution
+    same = config.model.architecture is fleet.architecture and not config.model.unet
+    if same and resolution in fleet.images_per_second:
+        return fleet.images_per_second[resolution]
+    if not fleet.images_per_second:
+        raise ConfigurationError(f"fleet {fleet.name} has no images_per_second: give it for one resolution at least")
+    nearest = min(fleet.images_per_second, key=lambda side: abs(side - resolution))
+    reference = Config(model=ModelConfig(architecture=fleet.architecture))
+    known = training_flops(reference, PictureSize(nearest, nearest))
+    asked = training_flops(config, PictureSize(resolution, resolution))
+    if known is None or asked is None:
+        raise ConfigurationError(
+            f"fleet {fleet.name} has no images_per_second at {resolution} px, and model.unet has blocks whose "
+            "operations are not known: measure it with scripts/benchmark.py step"
+        )
+    return fleet.images_per_second[nearest] * known.training / asked.training
+
+
+def make_budget(
+    configs: Sequence[Config],
+    fleet: Fleet,
+    *,
+    prices: Prices,
+    breakdowns: Breakdowns,
+    seed: int = 0,
+) -> Budget:
+    """Work out what runs take on a fleet.
+
+    Args:
+        configs: the runs.
+        fleet: on which they run one after the other.
+        prices: of storage and egress.
+        breakdowns: how often GPUs fail.
+        seed: of the simulated failures.
+    """
+    plans, steps, with_failures = [], [], 0.0
+    for config in configs:
+        planned = replace(
+            config.plan,
+            num_gpus=fleet.num_gpus,
+            images_per_second=rate_for(fleet, config),
+            price_per_gpu_hour=fleet.price_per_gpu_hour,
+            gpu_memory_gb=fleet.gpu_memory_bytes / 1e9 if fleet.gpu_memory_bytes else config.plan.gpu_memory_gb,
+        )
+        plan = plan_run(replace(config, plan=planned))
+        assert plan.days is not None
+        seconds = plan.days * SECONDS_PER_DAY
+        failures = Failures(
+            mean_time_between=breakdowns.gpu_hours_between_failures * 3600 / fleet.num_gpus,
+            restart=breakdowns.restart_seconds,
+            save=breakdowns.save_seconds,
+        )
+        interval = recommend_interval(seconds, failures, seed=seed)
+        with_failures += float(simulate(seconds, interval, failures, seed=seed).mean())
+        steps.append(max(1, round(interval / seconds * plan.num_iterations)))
+        plans.append(plan)
+    days = sum(plan.days or 0.0 for plan in plans)
+    gpu_hours = sum(plan.gpu_hours or 0.0 for plan in plans)
+    return Budget(
+        fleet=fleet,
+        plans=plans,
+        days=days,
+        gpu_hours=gpu_hours,
+        gpu_cost=gpu_hours * fleet.price_per_gpu_hour if fleet.price_per_gpu_hour is not None else None,
+        storage_cost=_storage_cost(plans, prices),
+        egress_cost=_egress_cost(plans, prices),
+        days_with_failures=with_failures / SECONDS_PER_DAY,
+        save_interval_steps=steps,
+        assumptions=_assumptions(fleet, breakdowns, prices),
+    )
+
+
+def _storage_cost(plans: Sequence[Plan], prices: Prices) -> float | None:
+    """Of each run's data and of all its checkpoints that stay, for as long as the run takes."""
+    if not prices.storage_per_tb_month:
+        return 0.0
+    months = [(plan.days or 0.0) / DAYS_PER_MONTH for plan in plans]
+    held = [(plan.data_bytes, plan.storage_bytes) for plan in plans]
+    if any(data is None or kept is None for data, kept in held):
+        return None
+    stored = [((data or 0) + (kept or 0)) / 1e12 * time for (data, kept), time in zip(held, months, strict=True)]
+    return prices.storage_per_tb_month * sum(stored)
+
+
+def _egress_cost(plans: Sequence[Plan], prices: Prices) -> float | None:
+    if not prices.egress_per_tb:
+        return 0.0
+    if any(plan.store_bytes is None for plan in plans):
+        return None
+    return prices.egress_per_tb * sum(plan.store_bytes or 0 for plan in plans) / 1e12
+
+
+def _assumptions(fleet: Fleet, breakdowns: Breakdowns, prices: Prices) -> list[str]:
+    hours = breakdowns.gpu_hours_between_failures
+    notes = [
+        f"Images per second: {fleet.source}; at other resolutions and for other networks by floating-point operations.",
+        f"Failures: independent, one in {hours:,.0f} GPU-hours; {breakdowns.restart_seconds:g} s to restart, "
+        f"{breakdowns.save_seconds:g} s for which training waits for a checkpoint, at the recommended interval.",
+    ]
+    if prices.storage_per_tb_month:
+        notes.append("Storage: data and checkpoints that stay, for the days of each run.")
+    if prices.egress_per_tb:
+        notes.append("Egress: each sample once where nothing is evicted from the nodes' disks, else at every use.")
+    return notes
+
+
+def read_fleets(path: Path) -> list[Fleet]:
+    """Read fleets from a JSON list of objects with the fields of `Fleet`.
+
+    Raises:
+        ConfigurationError: it cannot be read.
+    """
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        return [_fleet(entry) for entry in entries]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigurationError(
+            f'{path} is no list of fleets ({error}): give e.g. [{{"name": "ours", "num_gpus": 64, '
+            '"price_per_gpu_hour": 3.5, "images_per_second": {"256": 30000, "512": 8000}}]'
+        ) from error
+
+
+def _fleet(entry: dict[str, Any]) -> Fleet:
+    rates = {int(side): float(rate) for side, rate in entry["images_per_second"].items()}
+    architecture = Architecture(entry.get("architecture", Architecture.stable_diffusion_2.value))
+    return Fleet(**{**entry, "images_per_second": rates, "architecture": architecture})
+
+
+def fleets_from_benchmark(
+    path: Path,
+    sizes: Sequence[int],
+    *,
+    links: Interconnect,
+    num_parameters: int,
+    global_batch_size: int,
+    **options: Any,
+) -> list[Fleet]:
+    """Fleets of the GPU that `scripts/benchmark.py step` measured, by the model of scaling.
+
+    Args:
+        path: its JSON file, with one GPU's steps of the Trainer at each resolution.
+        sizes: numbers of GPUs.
+        links: between them.
+        num_parameters: trained.
+        global_batch_size: of the runs.
+        options: further fields of `Fleet`, such as the price.
+
+    Raises:
+        ConfigurationError: the file holds no such measurement.
+    """
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+        steps = [row for row in results["step"]["rows"] if row["name"] == "trainer" and row["num_gpus"] == 1]
+        best: dict[int, dict[str, Any]] = {}
+        for row in steps:
+            if row["images_per_second"] > best.get(row["resolution"], {"images_per_second": 0.0})["images_per_second"]:
+                best[row["resolution"]] = row
+        architecture = Architecture(results["step"]["architecture"])
+        machine = results["machine"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(
+            f"{path} holds no steps of the Trainer ({error}): make it with scripts/benchmark.py step --out FILE"
+        ) from error
+    models = {
+        side: StepModel(
+            num_parameters=num_parameters,
+            global_batch_size=global_batch_size,
+            microbatch_size=row["microbatch_size"],
+            images_per_gpu_second=row["images_per_second"],
+        )
+        for side, row in best.items()
+    }
+    return [
+        Fleet(
+            name=f"{number} x {machine}",
+            num_gpus=number,
+            images_per_second={side: predict_images_per_second(model, links, number) for side, model in models.items()},
+            architecture=architecture,
+            deviation=max(row["deviation"] for row in best.values()),
+            source=f"one GPU measured ({path.name}), the fleet by the model of scaling",
+            **options,
+        )
+        for number in sizes
+    ]

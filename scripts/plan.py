@@ -1,0 +1,110 @@
+"""What runs take and cost on fleets of GPUs, side by side, before anything is started.
+
+    python scripts/plan.py yamls/phase1.yaml yamls/phase2.yaml                    # the published fleets of A100
+    python scripts/plan.py yamls/phase1.yaml yamls/phase2.yaml --fleets fleets.json --samples 790e6 300e6
+    python scripts/plan.py yamls/phase1.yaml --measured benchmark.json --gpus 8 32 128 --price 3.5 --network-gb 100
+
+The YAMLs are runs that follow one another. A fleet is one of the published table, an object of a JSON list, or as many
+of the GPU that scripts/benchmark.py measured. Prints one table; --out writes plan.json and plan.png as well. Days do
+not count failures; a column says what those add at the recommended interval between checkpoints.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from diffusion.config.checks import is_location
+from diffusion.config.loading import load_config
+from diffusion.config.schema import Config
+from diffusion.launch import CommandParser, run_command
+
+
+def build_parser() -> CommandParser:
+    """The command line."""
+    description, _, _ = (__doc__ or "").partition("\n")
+    parser = CommandParser(prog="plan.py", description=description)
+    parser.add_argument("configs", nargs="+", metavar="RUN.yaml", help="runs, and key.sub=value for all")
+    parser.add_argument("--fleets", type=Path, metavar="FILE", help="JSON list of fleets; default: the published ones")
+    parser.add_argument("--measured", type=Path, metavar="FILE", help="what scripts/benchmark.py step wrote for a GPU")
+    parser.add_argument("--gpus", type=int, nargs="+", default=[8, 16, 32, 64, 128], help="with --measured: of it")
+    parser.add_argument("--price", type=float, help="with --measured: dollars per GPU-hour")
+    parser.add_argument("--gpu-memory-gb", type=float, help="with --measured: memory of a GPU")
+    parser.add_argument("--network-gb", type=float, default=37.4, help="with --measured: GB/s of a node's network")
+    parser.add_argument("--samples", type=float, nargs="+", help="samples of each run's data, if not readable here")
+    parser.add_argument("--storage-price", type=float, default=0.0, help="dollars per TB and month")
+    parser.add_argument("--egress-price", type=float, default=0.0, help="dollars per TB read from the store")
+    parser.add_argument("--gpu-hours-between-failures", type=float, help="default: as in the published run")
+    parser.add_argument("--restart-seconds", type=float, default=600.0, help="from a failure to the next step")
+    parser.add_argument("--save-seconds", type=float, default=30.0, help="for which training waits for a checkpoint")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for plan.json and plan.png")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Plan and print."""
+    from diffusion.planning.fleets import Breakdowns, Prices, make_budget
+    from diffusion.planning.fleets_text import format_budgets, plot_budgets
+    from diffusion.planning.published import HARDWARE_FAILURES, TRAINING_A100_HOURS
+
+    options = build_parser().parse_intermixed_args(list(arguments))
+    configs = load_configs(options.configs, options.samples)
+    prices = Prices(storage_per_tb_month=options.storage_price, egress_per_tb=options.egress_price)
+    breakdowns = Breakdowns(
+        gpu_hours_between_failures=options.gpu_hours_between_failures or TRAINING_A100_HOURS / HARDWARE_FAILURES,
+        restart_seconds=options.restart_seconds,
+        save_seconds=options.save_seconds,
+    )
+    budgets = [
+        make_budget(configs, fleet, prices=prices, breakdowns=breakdowns) for fleet in find_fleets(options, configs)
+    ]
+    print(format_budgets(budgets))
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        content = [{**asdict(budget), "cost": budget.cost, "days_range": budget.days_range} for budget in budgets]
+        (options.out / "plan.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        plot_budgets(budgets, options.out / "plan.png")
+
+
+def load_configs(words: Sequence[str], samples: Sequence[float] | None) -> list[Config]:
+    """Load each run, with the overrides that apply to all."""
+    from diffusion.errors import ConfigurationError
+
+    files, overrides = [word for word in words if "=" not in word], [word for word in words if "=" in word]
+    if samples is not None and len(samples) != len(files):
+        raise ConfigurationError(f"--samples has {len(samples)} numbers for {len(files)} runs: give one for each")
+    configs = [load_config(file, overrides, may_miss=is_location) for file in files]
+    if samples is None:
+        return configs
+    return [
+        replace(config, plan=replace(config.plan, num_samples=int(number)))
+        for config, number in zip(configs, samples, strict=True)
+    ]
+
+
+def find_fleets(options: Any, configs: Sequence[Config]) -> list[Any]:
+    """The fleets that were asked for."""
+    from diffusion.planning.fleets import fleets_from_benchmark, read_fleets
+    from diffusion.planning.network import parameter_counts
+    from diffusion.planning.published import A100_FLEETS
+    from diffusion.planning.scaling import Interconnect
+
+    fleets = read_fleets(options.fleets) if options.fleets is not None else []
+    if options.measured is not None:
+        memory = options.gpu_memory_gb * 1e9 if options.gpu_memory_gb is not None else None
+        fleets += fleets_from_benchmark(
+            options.measured,
+            options.gpus,
+            links=Interconnect(node_bytes_per_second=options.network_gb * 1e9),
+            num_parameters=parameter_counts(configs[0])[0],
+            global_batch_size=configs[0].data.global_batch_size,
+            price_per_gpu_hour=options.price,
+            gpu_memory_bytes=memory,
+        )
+    return fleets or A100_FLEETS
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(lambda: main(sys.argv[1:])))
