@@ -9,7 +9,7 @@ TESTS ?= tests
 JOBS ?= 2
 DEMO ?=
 
-.PHONY: install demo test lint format clean help
+.PHONY: install demo test lint format docs clean help
 
 help:              ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*##/ -/'
@@ -37,6 +37,9 @@ lint: install      ## ruff (lint and format) and pyright
 format: install    ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: install      ## write docs/configuration.md from the dataclasses
+	$(BIN)/python scripts/document.py
 
 clean:             ## remove .venv, runs and caches
 	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .ruff_cache

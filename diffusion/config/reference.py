@@ -39,19 +39,24 @@ def _table(schema: type) -> Iterator[str]:
     yield "\n| key | type | default | meaning |\n|---|---|---|---|"
     docs = field_docs(schema)
     for name, annotation in field_types(schema).items():
-        kind, is_list = _group_type(annotation)
-        shown = describe_type(annotation)
-        if kind is not None:
-            shown = "a list of groups" if is_list else f"a group{', or null' if split_optional(annotation)[1] else ''}"
-        cells = (f"`{name}`", shown, _default(schema, name), docs[name])
+        cells = (f"`{name}`", _shown(annotation), _default(schema, name), docs[name])
         yield "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+def _shown(annotation: Any) -> str:
+    kind, is_several = _group_type(annotation)
+    plain, optional = split_optional(annotation)
+    if kind is None:
+        return describe_type(annotation)
+    name = ("named groups" if get_origin(plain) is dict else "a list of groups") if is_several else "a group"
+    return f"{name}, or null" if optional else name
 
 
 def _groups(schema: type, prefix: str) -> Iterator[tuple[str, type]]:
     for name, annotation in field_types(schema).items():
-        kind, is_list = _group_type(annotation)
+        kind, is_several = _group_type(annotation)
         if kind is not None:
-            key = f"{prefix}{name}.N" if is_list else f"{prefix}{name}"
+            key = f"{prefix}{name}.N" if is_several else f"{prefix}{name}"
             yield key, kind
             yield from _groups(kind, f"{key}.")
 
@@ -59,9 +64,9 @@ def _groups(schema: type, prefix: str) -> Iterator[tuple[str, type]]:
 def _group_type(annotation: Any) -> tuple[type | None, bool]:
     """Dataclass of a group, or of the elements of a list or dictionary of groups."""
     kind, _ = split_optional(annotation)
-    is_list = get_origin(kind) in (list, dict)
-    kind = element_type(kind) if is_list else kind
-    return (kind, is_list) if isinstance(kind, type) and dataclasses.is_dataclass(kind) else (None, is_list)
+    is_several = get_origin(kind) in (list, dict)
+    kind = element_type(kind) if is_several else kind
+    return (kind, is_several) if isinstance(kind, type) and dataclasses.is_dataclass(kind) else (None, is_several)
 
 
 def _default(schema: type, name: str) -> str:

@@ -134,9 +134,7 @@ def test_the_weights_are_stored_beside_their_averages(runs, name):
 @pytest.mark.world_size(2)
 def test_the_first_average_is_the_one_called_ema(runs):
     for name in ("none", "fsdp-2"):
-        assert (
-            difference(read_unet(newest(runs[name]), Weights.ema), read_unet(newest(runs[name]), "decay-0.9")) == 0
-        )
+        assert difference(read_unet(newest(runs[name]), Weights.ema), read_unet(newest(runs[name]), "decay-0.9")) == 0
         with pytest.raises(DataError, match=r"holds decay-0.9, decay-0.5, width-0.1, width-0.2, but not .* width-0.3"):
             read_unet(newest(runs[name]), "width-0.3")
 

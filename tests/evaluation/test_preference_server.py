@@ -49,7 +49,7 @@ def test_a_killed_server_loses_no_vote_and_counts_none_twice(tmp_path):
                     while rate_once(session, address, acknowledged):
                         if kill_at is not None and len(acknowledged) >= kill_at:
                             process.kill()
-                except requests.ConnectionError:
+                except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError):
                     return
 
             with ThreadPoolExecutor(len(raters)) as pool:

@@ -1,0 +1,1 @@
+"""Sweeps: the same run at several points of its configuration."""

@@ -1,0 +1,37 @@
+"""Write docs/configuration.md, the reference of all keys: `python scripts/document.py`."""
+
+from pathlib import Path
+
+from diffusion.config.evaluation import EvaluationConfig
+from diffusion.config.preparation import PrepareConfig
+from diffusion.config.reference import reference
+from diffusion.config.schema import Config
+from diffusion.sweeps.definition import SweepConfig
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+
+_HEAD = """# Configuration
+
+Written by `python scripts/document.py` from the dataclasses in `diffusion/config/`; do not edit.
+
+A YAML file may extend another (`extends: phase1.yaml`). On the command line `a.b=1` sets a key, `a.0.b=1` a key of an
+element of a list, and `overrides={a.b: 1, c: 2}` several. `${a.b}` is the value of another key, `${oc.env:NAME}` of an
+environment variable. `N` stands for the number (or name) of an element. Times are `10ba` (optimizer steps), `1000sp`
+(samples) and `0.94dur` (a share of the run).
+What is often asked: [faq.md](faq.md).
+"""
+
+
+def page() -> str:
+    """The page."""
+    commands = {
+        "run.py": Config,
+        "evaluate.py": EvaluationConfig,
+        "scripts/prepare.py": PrepareConfig,
+        "scripts/sweep.py": SweepConfig,
+    }
+    return _HEAD + reference(commands)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
