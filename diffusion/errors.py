@@ -11,13 +11,24 @@ class UserError(Exception):
     The message says what is wrong, where (the key or the file), and what to do about it.
     """
 
+    is_lasting = False
+    """Whether the same command meets the same error again for sure."""
+
 
 class ConfigurationError(UserError):
     """The configuration is wrong: an unknown key, a value of the wrong type, an impossible combination."""
 
+    is_lasting = True
+
 
 class DataError(UserError):
     """The data is missing, damaged, or not what the configuration says it is."""
+
+
+class UnfitDataError(DataError):
+    """More of the data is damaged than may be."""
+
+    is_lasting = True
 
 
 class MachineError(UserError):

@@ -16,6 +16,7 @@ signal. Torch is imported by what needs it only: a mistake in a YAML file ends a
 
 import argparse
 import atexit
+import contextlib
 import ctypes
 import logging
 import os
@@ -252,9 +253,9 @@ def _is_first_to_tell(message: str, terminated: threading.Event) -> bool:
 
     Other ranks may be anywhere, so no collective operation is possible; the store of the process group is.
     """
-    store = _store()
     key = f"diffusion/told/{message}"
-    try:
+
+    def is_first(store: Any) -> bool:
         store.set(USER_ERROR_KEY, "")
         if rank() == 0:
             store.set(key, "")
@@ -263,17 +264,31 @@ def _is_first_to_tell(message: str, terminated: threading.Event) -> bool:
         while not store.check([key]):
             if time.monotonic() > deadline or terminated.wait(0.1):
                 return store.add(f"{key}/others", 1) == 1
-    except _store_errors():
-        return True
-    return False
+        return False
+
+    return _ask_store(is_first, otherwise=True)
 
 
 def _is_known_elsewhere() -> bool:
     """Whether another rank ended with a `UserError`, of which this rank only notices that a collective failed."""
-    try:
-        return _has_process_group() and _store().check([USER_ERROR_KEY])
-    except _store_errors():
-        return False
+    return _has_process_group() and _ask_store(lambda store: store.check([USER_ERROR_KEY]), otherwise=False)
+
+
+def _ask_store(question: Callable[[Any], bool], *, otherwise: bool) -> bool:
+    """Ask the store of the process group; `otherwise` is the answer of one that is gone.
+
+    A store behind a network that was cut off fails after a quarter of an hour only, so a thread asks.
+    """
+    answers: list[bool] = []
+
+    def ask() -> None:
+        with contextlib.suppress(*_store_errors()):
+            answers.append(question(_store()))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(2 * HEARING_SECONDS)
+    return answers[0] if answers else otherwise
 
 
 def _store() -> Any:

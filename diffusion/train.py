@@ -17,10 +17,12 @@ from composer.optim import (
 from composer.utils import dist, reproducibility
 from torch.distributed.checkpoint.api import CheckpointException
 
+from diffusion.callbacks.heartbeat import Heartbeat
 from diffusion.callbacks.metrics_file import LossCurve, MetricsFile
 from diffusion.checkpointing.ending import has_ended, is_finished, make_up, mark_finished
+from diffusion.checkpointing.going_back import go_back
 from diffusion.checkpointing.object_store import is_store
-from diffusion.checkpointing.reading import read_unet, resolve_checkpoint
+from diffusion.checkpointing.reading import resolve_checkpoint
 from diffusion.checkpointing.resumption import checkpoint_places, find_resumption, remove_downloads
 from diffusion.checkpointing.safe_loading import as_data_error
 from diffusion.config.checks import check, check_machine, resolve_device
@@ -31,14 +33,18 @@ from diffusion.datasets.streams import TextImageDataset
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.health.startup import check_caches, check_machines
 from diffusion.launch import PreemptedError, agree
+from diffusion.loading import open_initial
+from diffusion.models import fast
 from diffusion.models.architectures import ARCHITECTURES
 from diffusion.models.autoencoder import AutoencoderTraining, initialise_logvar
 from diffusion.models.build import build_model, load_unet
 from diffusion.models.frozen import build_vae, with_seed
 from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.lora import add_lora
+from diffusion.operations.beats import beats_folder
 from diffusion.plugins import build_plugin
 from diffusion.run_loggers import build_loggers
-from diffusion.sharding import ElasticFSDP2Config, correct_gradient_average
+from diffusion.sharding import correct_gradient_average, fsdp_config
 from diffusion.train_callbacks import build_callbacks, build_meters
 from diffusion.train_data import build_evaluator, build_train_data, check_identity
 
@@ -71,12 +77,19 @@ def train(config: Config) -> Trainer:
 
     folder = Path(config.output_folder).expanduser()
     agree(lambda: _open_run_folder(folder, config))
+    with Heartbeat(beats_folder(config)) as heartbeat:
+        return _train(config, folder, device, heartbeat)
+
+
+def _train(config: Config, folder: Path, device: Device, heartbeat: Heartbeat) -> Trainer:
+    """Train in a run folder that is open."""
     check_machines(config, device)
     agree(lambda: _fetch_initial(config))
-    model = agree(lambda: _build_model(config))
+    model = agree(lambda: _build_model(config, device))
+    torch.backends.cudnn.benchmark = config.performance.cudnn_benchmark and not config.trainer.deterministic
     if isinstance(model, LatentDiffusion):
         move_frozen(model, device)
-    trainer = _build_trainer(config, model, folder, device)
+    trainer = _build_trainer(config, model, folder, device, heartbeat)
     if config.trainer.parallelism == Parallelism.fsdp:
         correct_gradient_average(trainer.state.model)
     step = trainer.state.timestamp.batch.value
@@ -119,7 +132,7 @@ def _fetch_initial(config: Config) -> None:
         resolve_checkpoint(config.init_from.checkpoint)
 
 
-def _build_model(config: Config) -> ComposerModel:
+def _build_model(config: Config, device: Device) -> ComposerModel:
     if config.task == Task.autoencoder:
         if config.trainer.parallelism != Parallelism.ddp:
             raise ConfigurationError("task=autoencoder trains with trainer.parallelism=ddp: set it")
@@ -128,9 +141,14 @@ def _build_model(config: Config) -> ComposerModel:
         return AutoencoderTraining(vae, config.autoencoder, config.seed)
     model = build_model(config.model, config.objective, resolution=config.data.resolution, seed=config.seed)
     model.num_slots = config.data.global_batch_size
+    fast.apply(model.unet, config.performance, device)
+    if config.trainer.activation_checkpointing:
+        model.unet.enable_gradient_checkpointing()
     if config.init_from is not None:
-        checkpoint = resolve_checkpoint(config.init_from.checkpoint)
-        load_unet(model, read_unet(checkpoint, config.init_from.weights), str(checkpoint))
+        initial = open_initial(config.init_from, model.unet)
+        load_unet(model, initial.read_all(), initial.place)
+    if config.model.lora is not None:
+        add_lora(model.unet, config.model.lora, config.seed)
     return model
 
 
@@ -162,7 +180,7 @@ def _build_scheduler(config: Config) -> ComposerScheduler:
     return CosineAnnealingWithWarmupScheduler(t_warmup=schedule.warmup, alpha_f=schedule.final)
 
 
-def _build_trainer(config: Config, model: ComposerModel, folder: Path, device: Device) -> Trainer:
+def _build_trainer(config: Config, model: ComposerModel, folder: Path, device: Device, heartbeat: Heartbeat) -> Trainer:
     if isinstance(model, LatentDiffusion):
         agree(lambda: check_identity(config, model))
     train_data = agree(lambda: build_train_data(config))
@@ -172,20 +190,14 @@ def _build_trainer(config: Config, model: ComposerModel, folder: Path, device: D
     loggers = agree(lambda: build_loggers(config, folder))
     places = agree(lambda: checkpoint_places(config, folder))
     callbacks = agree(lambda: build_callbacks(config, model, places, device))
-    callbacks = [*agree(lambda: build_meters(config, dataset)), *callbacks]
+    callbacks = [heartbeat, *agree(lambda: build_meters(config, dataset)), *callbacks]
+    go_back(places, keeps_all=config.trainer.keep_checkpoints == -1)
     load_path = find_resumption(config, places)
     for metrics in [logger for logger in loggers if isinstance(logger, MetricsFile)]:
         callbacks.append(LossCurve(metrics, folder / "loss.png", config.run_name))
 
     settings = config.trainer
-    parallelism = None
-    if settings.parallelism == Parallelism.fsdp:
-        fsdp = ElasticFSDP2Config(
-            reshard_after_forward=settings.reshard_after_forward,
-            activation_checkpointing=settings.activation_checkpointing,
-            state_dict_type="sharded",
-        )
-        parallelism = {"fsdp": fsdp}
+    parallelism = {"fsdp": fsdp_config(settings)} if settings.parallelism == Parallelism.fsdp else None
     algorithms = config.plugins.algorithms
     build = partial(
         Trainer,

@@ -7,10 +7,12 @@ from composer.callbacks import LRMonitor, MemoryMonitor, RuntimeEstimator, Speed
 from composer.models import ComposerModel
 
 from diffusion.algorithms.snapshots import build_averages
+from diffusion.callbacks.accumulation import AccumulateLocally
 from diffusion.callbacks.addresses import DataPosition, StepAddress
 from diffusion.callbacks.autoencoder import SaveAutoencoder
 from diffusion.callbacks.bad_pictures import ReportBadPictures
 from diffusion.callbacks.data_waiting import DataWaiting
+from diffusion.callbacks.loss_guard import LossGuard
 from diffusion.callbacks.preemption import SaveOnPreemption
 from diffusion.callbacks.run_record import RunRecord
 from diffusion.callbacks.samples import SampleGrids
@@ -23,7 +25,7 @@ from diffusion.config.data import Representation
 from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config
 from diffusion.config.secrets import to_public_yaml
-from diffusion.config.training import Device
+from diffusion.config.training import Device, Parallelism
 from diffusion.datasets.streams import TextImageDataset
 from diffusion.health.downloads import DownloadMeter, bytes_per_sample
 from diffusion.health.readings import num_cores
@@ -45,11 +47,16 @@ def build_callbacks(config: Config, model: ComposerModel, places: CheckpointPlac
         LRMonitor(),
         RuntimeEstimator(),
     ]
+    if config.operations.guard is not None:
+        callbacks.insert(0, LossGuard(config.operations.guard, folder))
     if device == Device.gpu:
         callbacks.append(MemoryMonitor())
-    ema, averages = build_averages(config.algorithms.ema, folder)
+    store = places.remote.store if places.remote is not None else None
+    ema, averages = build_averages(config.algorithms.ema, folder, store)
     callbacks += averages
     if isinstance(model, LatentDiffusion):
+        if _accumulates_locally(config):
+            callbacks.append(AccumulateLocally())
         if config.plugins.train_dataset is None and len(config.data.streams) > 1:
             names = [stream.name for stream in config.data.streams]
             callbacks.append(StreamLosses(model, names, config.loggers.stream_loss_interval))
@@ -61,6 +68,12 @@ def build_callbacks(config: Config, model: ComposerModel, places: CheckpointPlac
     callbacks += [build_plugin(plugin, f"plugins.callbacks.{i}") for i, plugin in enumerate(plugins)]
     saver = _build_saver(config, places)
     return [*callbacks, saver, SaveOnPreemption(saver, folder)]
+
+
+def _accumulates_locally(config: Config) -> bool:
+    trainer = config.trainer
+    is_fsdp = trainer.parallelism == Parallelism.fsdp
+    return is_fsdp and not trainer.reshard_after_forward and config.performance.accumulate_locally
 
 
 def build_meters(config: Config, dataset: Any) -> list[Callback]:

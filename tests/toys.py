@@ -2,8 +2,11 @@
 
 import os
 import resource
+import signal
+import subprocess
 from pathlib import Path
 
+import psutil
 import torch
 from composer import Callback, Logger, State
 from composer.utils import dist
@@ -70,6 +73,39 @@ class SignalAt(Callback):
     def batch_start(self, state: State, logger: Logger) -> None:
         if state.timestamp.batch.value == self.step and dist.get_global_rank() == self.rank:
             os.kill(os.getpid(), self.number)
+
+
+class DisturbHost(Callback):
+    """Let something happen to a host when a step begins, once.
+
+    Args:
+        step: number of the step.
+        host: name of the host.
+        what: `rank`: its last rank gets a signal; `agent`: torchrun's agent does, and its ranks do not; `all`: both do;
+            `cable`: nothing comes or goes any more, and no connection is closed.
+        number: the signal.
+    """
+
+    def __init__(self, step: int, host: str, what: str, number: int = signal.SIGKILL) -> None:
+        self.step, self.host, self.what, self.number = step, host, what, number
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        is_last = int(os.environ["LOCAL_RANK"]) == int(os.environ["LOCAL_WORLD_SIZE"]) - 1
+        is_first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        is_time = state.timestamp.batch.value == self.step and os.environ["HOST"] == self.host
+        if not (is_time and is_last and is_first_start):
+            return
+        if self.what == "cable":
+            subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+        elif self.what == "all":
+            os.killpg(0, self.number)
+        elif self.what == "rank":
+            os.kill(os.getpid(), self.number)
+        else:
+            agent = psutil.Process(os.getppid())
+            agent.send_signal(self.number)
+            if self.number == signal.SIGKILL:
+                agent.wait()
 
 
 class LimitFileSize(Callback):

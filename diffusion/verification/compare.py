@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from diffusion.checkpointing.reading import read_unet, resolve_checkpoint
+from diffusion.checkpointing.reading import resolve_checkpoint
+from diffusion.checkpointing.unet_weights import read_unet
 from diffusion.config.model import Weights
 from diffusion.verification.runner import Outcome
 

@@ -1,10 +1,15 @@
-"""Ending a run from within: at a chosen moment of a chosen step, whatever the speed of the machine."""
+"""Disturbing a run from within: at a chosen moment of a chosen step, or when asked to."""
 
 import os
 import signal
+import threading
+from pathlib import Path
 
+import torch
 from composer import Callback, Event, Logger, State
 from composer.utils import dist
+
+from diffusion.datasets.batch import BatchKey
 
 MOMENTS = ("before_forward", "after_backward", "batch_end")
 """Events of Composer at which a run can be disturbed: within a step before and after its gradients, and after it."""
@@ -36,3 +41,39 @@ class Disturbance(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
         elif dist.get_global_rank() == dist.get_world_size() - 1:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class PoisonBatch(Callback):
+    """Make the latents of one rank's batch NaN when a file appears, which is removed; named in a YAML as a plug-in.
+
+    Args:
+        request: path of the file.
+    """
+
+    def __init__(self, request: str) -> None:
+        self.request = Path(request)
+
+    def after_dataloader(self, state: State, logger: Logger) -> None:
+        """Look for the request on the last rank."""
+        if dist.get_global_rank() == dist.get_world_size() - 1 and self.request.exists():
+            self.request.unlink()
+            mean = state.batch[BatchKey.LATENT_MEAN]
+            state.batch[BatchKey.LATENT_MEAN] = torch.full_like(mean, torch.nan)
+
+
+class HoldAt(Callback):
+    """Keep a run from going beyond a step before a file is there; named in a YAML as a plug-in.
+
+    Args:
+        step: number of the step, from 0.
+        release: path of the file.
+    """
+
+    def __init__(self, step: int, release: str) -> None:
+        self.step, self.release = step, Path(release)
+
+    def before_dataloader(self, state: State, logger: Logger) -> None:
+        """Wait for the file."""
+        pause = threading.Event()
+        while state.timestamp.batch.value == self.step and not self.release.exists():
+            pause.wait(0.05)

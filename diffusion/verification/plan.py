@@ -76,14 +76,15 @@ def pairs(spec: RunSpec) -> set[tuple[str, Any, str, Any]]:
 
 
 def covering_set(seed: int = 0) -> list[RunSpec]:
-    """The references, and few more runs such that every pair of values of any two properties occurs in one of them.
+    """The references, and few more runs such that every pair of values of any two properties occurs in one of those.
 
-    Greedy: of all combinations, the one that covers the most pairs that are still missing.
+    Greedy: of all combinations, the one that covers the most pairs that are still missing. References are compared with
+    themselves, so they cover nothing.
     """
-    candidates = product()
+    candidates = [spec for spec in product() if spec not in references()]
     random.Random(seed).shuffle(candidates)
+    missing = set().union(*(pairs(spec) for spec in candidates))
     chosen = references()
-    missing = set().union(*(pairs(spec) for spec in candidates)) - set().union(*(pairs(spec) for spec in chosen))
     while missing:
         best = max(candidates, key=lambda spec: len(pairs(spec) & missing))
         chosen.append(best)

@@ -73,16 +73,8 @@ def run(recipe: Recipe, spec: RunSpec, data: Sequence[str]) -> Outcome:
         VerificationError: it failed, or did not end as a disturbed run should.
     """
     folder = recipe.root / spec.name
-    trace = _plugin("trace.DrawTrace", folder=f"'{folder / 'trace'}'")
-    own = [
-        *recipe.overrides,
-        *data,
-        f"output_folder={folder}",
-        f"trainer.max_duration={recipe.num_steps}ba",
-        f"trainer.device_train_microbatch_size={spec.microbatch}",
-        f"trainer.parallelism={spec.parallelism}",
-        f"data.num_workers={spec.workers}",
-    ]
+    trace = trace_plugin(folder)
+    own = overrides_of(recipe, spec, [*data, f"output_folder={folder}"])
     start = time.monotonic()
     interrupted_at = None
     num_ranks = spec.world_size
@@ -91,20 +83,54 @@ def run(recipe: Recipe, spec: RunSpec, data: Sequence[str]) -> Outcome:
         chance = random.Random(f"{recipe.seed} {spec.name}")
         interrupted_at = chance.randrange(recipe.num_steps // 6, recipe.num_steps * 5 // 6)
         moment = chance.choice(MOMENTS)
-        disturbance = _plugin("disturbance.Disturbance", step=interrupted_at, moment=moment, kind=spec.interruption)
+        disturbance = plugin("disturbance.Disturbance", step=interrupted_at, moment=moment, kind=spec.interruption)
         _disturb(recipe, spec, [*own, f"plugins.callbacks=[{trace}, {disturbance}]"], folder)
         num_ranks = resume_size(spec)
     _finish(recipe, num_ranks, [*own, f"plugins.callbacks=[{trace}]"], folder)
+    return read_outcome(recipe, spec, folder, interrupted_at=interrupted_at, seconds=time.monotonic() - start)
+
+
+def overrides_of(recipe: Recipe, spec: RunSpec, data: Sequence[str]) -> list[str]:
+    """Overrides of a run, without its plug-ins.
+
+    Args:
+        recipe: what is run.
+        spec: the way.
+        data: overrides that name its data and its folder.
+    """
+    return [
+        *recipe.overrides,
+        *data,
+        f"trainer.max_duration={recipe.num_steps}ba",
+        f"trainer.device_train_microbatch_size={spec.microbatch}",
+        f"trainer.parallelism={spec.parallelism}",
+        f"data.num_workers={spec.workers}",
+    ]
+
+
+def trace_plugin(folder: Path) -> str:
+    """The entry of `plugins.callbacks` that writes what a run draws to `trace/` in its folder."""
+    return plugin("trace.DrawTrace", folder=f"'{folder / 'trace'}'")
+
+
+def read_outcome(
+    recipe: Recipe, spec: RunSpec, folder: Path, *, interrupted_at: int | None = None, seconds: float = 0.0
+) -> Outcome:
+    """Read what a run has left in its folder.
+
+    Raises:
+        VerificationError: the loss of a step is missing or there twice.
+    """
     steps, losses = series(read_metrics(folder / "metrics.jsonl"), TRAIN_LOSS)
     if steps != list(range(recipe.num_steps)):
-        raise VerificationError(f"{spec.name}: the losses are of steps {steps}, each once was expected; see {folder}")
+        raise VerificationError(f"{folder.name}: the losses are of steps {steps}, each once was expected; see {folder}")
     return Outcome(
         spec=spec,
         folder=folder,
         hashes=step_hashes(folder / "trace"),
         losses=dict(zip(map(int, steps), losses, strict=True)),
         interrupted_at=interrupted_at,
-        seconds=time.monotonic() - start,
+        seconds=seconds,
     )
 
 
@@ -136,7 +162,7 @@ def _wait(recipe: Recipe, process: subprocess.Popen[bytes], folder: Path) -> int
         raise VerificationError(f"{folder.name}: not over after {recipe.timeout:g} s; see {folder}/log.txt") from None
 
 
-def _plugin(name: str, **arguments: object) -> str:
+def plugin(name: str, **arguments: object) -> str:
     """An entry of `plugins.callbacks` for a callback of this package."""
     values = ", ".join(f"{key}: {value}" for key, value in arguments.items())
     return f"{{path: diffusion.verification.{name}, arguments: {{{values}}}}}"

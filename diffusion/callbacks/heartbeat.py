@@ -1,0 +1,123 @@
+"""A sign of life of each rank at each phase of each step, and stack traces on a signal."""
+
+import faulthandler
+import os
+import socket
+import statistics
+import time
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from composer import Callback, Event, Logger, State
+
+from diffusion import launch
+from diffusion.errors import UserError
+from diffusion.operations.beats import Beat, BeatFile, Phase, stacks_file
+from diffusion.operations.stacks import STACKS_SIGNAL
+
+_PHASES = {
+    Event.FIT_START: Phase.starting,
+    Event.BEFORE_DATALOADER: Phase.data,
+    Event.AFTER_DATALOADER: Phase.step,
+    Event.BATCH_END: Phase.between,
+    Event.EVAL_START: Phase.evaluation,
+    Event.EVAL_BATCH_END: Phase.evaluation,
+    Event.EVAL_END: Phase.between,
+    Event.FIT_END: Phase.ending,
+}
+_NUM_STEPS = 50
+"""Steps of which the median is taken."""
+
+
+class Heartbeat(Callback):
+    """Tell in a small file what this rank does; as a context, from the start of a run to its end.
+
+    A sign of life is one write of 2 KiB, without waiting for the disk. Within the context, `STACKS_SIGNAL` makes
+    the process write the stack traces of all of its threads, whatever it does, to a file beside it. It comes before
+    other callbacks, whose work then belongs to the phase that it tells.
+
+    Args:
+        folder: where the files of all ranks are.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._rank, self._host = launch.rank(), socket.gethostname()
+        self._count, self._step, self._num_done = 0, -1, 0
+        self._changed = time.perf_counter()
+        self._waited = 0.0
+        self._steps: deque[float] = deque(maxlen=_NUM_STEPS)
+        self._file: BeatFile | None = None
+        self._stacks: IO[str] | None = None
+
+    def __enter__(self) -> "Heartbeat":
+        self._file = BeatFile(self.folder, self._rank)
+        self._stacks = stacks_file(self.folder, self._rank).open("w")
+        faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
+        self._tell(Phase.starting)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._file is not None
+        assert self._stacks is not None
+        message = None if error is None else f"{type(error).__name__}: {error}"
+        self._tell(
+            Phase.ended,
+            code=_exit_code(error),
+            error=message,
+            is_lasting=isinstance(error, UserError) and error.is_lasting,
+        )
+        faulthandler.unregister(STACKS_SIGNAL)
+        self._stacks.close()
+        self._file.close()
+        self._file = None
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        """Tell of a phase that begins."""
+        phase = _PHASES.get(event)
+        if phase is None or self._file is None:
+            return
+        now = time.perf_counter()
+        if event is Event.AFTER_DATALOADER:
+            self._waited = now - self._changed
+        if event is Event.BATCH_END:
+            self._steps.append(now - self._changed)
+            self._num_done += 1
+        self._changed, self._step = now, state.timestamp.batch.value
+        self._tell(phase)
+
+    def _tell(
+        self, phase: Phase, *, code: int | None = None, error: str | None = None, is_lasting: bool = False
+    ) -> None:
+        assert self._file is not None
+        self._file.write(
+            Beat(
+                rank=self._rank,
+                pid=os.getpid(),
+                host=self._host,
+                count=self._count,
+                phase=phase,
+                step=self._step,
+                num_done=self._num_done,
+                time=time.time(),
+                waited=self._waited,
+                median_step=statistics.median(self._steps) if len(self._steps) > 2 else None,
+                code=code,
+                error=error,
+                is_lasting=is_lasting,
+            )
+        )
+        self._count += 1
+
+
+def _exit_code(error: BaseException | None) -> int:
+    """The code with which `launch.run_command` ends."""
+    if error is None:
+        return 0
+    if isinstance(error, launch.PreemptedError):
+        return launch.PREEMPTED_EXIT_CODE
+    return launch.USER_ERROR_EXIT_CODE if isinstance(error, UserError) else 1

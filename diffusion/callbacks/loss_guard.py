@@ -1,0 +1,91 @@
+"""No training on a loss that is no number: the run goes back to a checkpoint before it."""
+
+import json
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from composer import Callback, Logger, State
+from composer.utils import dist
+
+from diffusion.callbacks.metrics_file import TRAIN_LOSS
+from diffusion.config.operations import GuardConfig
+from diffusion.launch import PreemptedError
+from diffusion.operations.rollbacks import Rollback, decide, is_wrong, order, read_record
+
+SKIPPED = "guard/skipped"
+"""Metric: 1 for a step whose update was left out."""
+
+
+class RolledBackError(PreemptedError):
+    """The run ends on all ranks, and goes back when it is started again."""
+
+
+class LossGuard(Callback):
+    """Look at the loss of each step, and end the run when it is wrong, before a checkpoint is saved.
+
+    The loss is the mean over all ranks that Composer has fetched from the device for its loggers; so nothing waits for
+    the device here, and all ranks decide the same. Steps are skipped by leaving out their update: weights, moments and
+    step count of the optimizer stay as they are, while time, learning rate and data go on.
+
+    What was skipped is in the run's record, and in each checkpoint from then on.
+
+    Args:
+        guard: the settings.
+        run: the run folder.
+    """
+
+    def __init__(self, guard: GuardConfig, run: Path) -> None:
+        self.guard, self.run = guard, run
+        self._record: list[Rollback] = []
+        self._skipped = set(guard.skip_steps)
+        self._before: deque[float] = deque(maxlen=guard.spike_window)
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Learn from the record what is to be skipped."""
+        records = [read_record(self.run) if dist.get_global_rank() == 0 else []]
+        dist.broadcast_object_list(records)
+        self._record = records[0]
+        self._skipped.update(step for rollback in self._record for step in rollback.skipped)
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        """Leave out the update of a step that is skipped; the optimizer passes over weights without gradients."""
+        if is_skipped := state.timestamp.batch.value in self._skipped:
+            for optimizer in state.optimizers:
+                optimizer.zero_grad(set_to_none=True)
+        if self._skipped:
+            logger.log_metrics({SKIPPED: int(is_skipped)})
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Look at the loss of the step.
+
+        Raises:
+            RolledBackError: on all ranks: the run goes back.
+            DivergenceError: on all ranks: it went back before, and that did not help.
+        """
+        step, loss = state.timestamp.batch.value - 1, state.total_loss_dict[TRAIN_LOSS]
+        if step in self._skipped:
+            return
+        if not is_wrong(loss, self._before, self.guard):
+            self._before.append(loss)
+            return
+        rollback = decide(step, loss, self._record, self.guard, time.time())
+        if dist.get_global_rank() == 0:
+            order(self.run, rollback)
+        skipped = f" and leaves out the updates of steps {list(rollback.skipped)}" if rollback.skipped else ""
+        raise RolledBackError(
+            f"the loss of step {step} is {loss:g}. Start the same command again: it goes back to a checkpoint of at "
+            f"most {rollback.limit} steps{skipped}"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The steps that are skipped, and the losses that the next ones are compared with, as text."""
+        before = list(self._before) if self.guard.spike_factor is not None else []
+        return {"state": json.dumps({"skipped": sorted(self._skipped), "before": before})}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with what a checkpoint holds."""
+        content = json.loads(state.get("state") or "{}")
+        self._skipped.update(content.get("skipped", []))
+        self._before.extend(content.get("before", []))

@@ -1,0 +1,79 @@
+"""Stack traces of ranks that hang: each writes its own when it gets a signal."""
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from diffusion.operations.beats import Beat, stacks_file
+
+STACKS_SIGNAL = signal.SIGUSR2
+
+_PATIENCE = 10.0
+"""Seconds within which a rank must have written."""
+
+_QUIET = 0.3
+"""Seconds without another line after which a rank is taken to have written all."""
+
+
+def collect_stacks(folder: Path, beats: Sequence[Beat]) -> str:
+    """Let the ranks on this machine write their stack traces, and return them.
+
+    A rank that was stopped goes on: a stopped process writes nothing.
+
+    Args:
+        folder: where the ranks give signs of life.
+        beats: of the ranks.
+
+    Returns:
+        A text with a part for each rank; of one that did not answer, or is on another machine, it says so.
+    """
+    here = [beat for beat in beats if is_alive(beat) and stacks_file(folder, beat.rank).exists()]
+    for beat in here:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(beat.pid, STACKS_SIGNAL)
+            os.kill(beat.pid, signal.SIGCONT)
+    _wait([stacks_file(folder, beat.rank) for beat in here])
+    parts = []
+    for beat in beats:
+        text = stacks_file(folder, beat.rank).read_text(errors="replace") if beat in here else ""
+        if not text:
+            text = (
+                f"no answer from process {beat.pid} on {beat.host}: it has ended, hangs in the kernel, or is elsewhere"
+            )
+        parts.append(f"rank {beat.rank}, in phase {beat.phase.value} of step {beat.step}:\n{text.rstrip()}\n")
+    return "\n".join(parts)
+
+
+def is_alive(beat: Beat) -> bool:
+    """Whether the process of a rank runs on this machine, and is not another one that got its number."""
+    return process_of(beat) is not None
+
+
+def process_of(beat: Beat) -> psutil.Process | None:
+    """The process of a rank, if it runs on this machine."""
+    if beat.host != socket.gethostname():
+        return None
+    try:
+        process = psutil.Process(beat.pid)
+        is_it = process.create_time() < beat.time + 1 and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return None
+    return process if is_it else None
+
+
+def _wait(files: Sequence[Path]) -> None:
+    """Wait until all have been written, or for too long."""
+    deadline, pause = time.monotonic() + _PATIENCE, threading.Event()
+    sizes: list[int] = []
+    while time.monotonic() < deadline:
+        before, sizes = sizes, [path.stat().st_size for path in files]
+        if all(sizes) and sizes == before:
+            return
+        pause.wait(_QUIET)

@@ -1,0 +1,60 @@
+"""A job of two ranks that acts like training, without its imports: `acting_rank.py BEATS ACTS`.
+
+ACTS is a JSON list; each start takes the first act away and does it.
+"""
+
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+from diffusion.operations.beats import Beat, BeatFile, Phase, stacks_file
+from diffusion.operations.stacks import STACKS_SIGNAL
+
+
+def beat(rank: int, step: int, phase: Phase, **more) -> Beat:
+    values = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "count": step,
+        "num_done": max(0, step),
+        "time": time.time(),
+    }
+    return Beat(rank=rank, step=step, phase=phase, median_step=0.01, **values, **more)
+
+
+def wait_in_a_collective() -> None:
+    signal.pause()
+
+
+def act(folder: Path, rank: int, script: dict) -> int:
+    stacks = stacks_file(folder, rank).open("w")
+    faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(75))
+    file = BeatFile(folder, rank)
+    file.write(beat(rank, script["step"], Phase(script["phase"])))
+    if script.get("waits"):
+        wait_in_a_collective()
+    if "error" in script:
+        end = {"code": script["code"], "error": script["error"], "is_lasting": script.get("is_lasting", False)}
+        file.write(beat(rank, script["step"], Phase.ended, **end))
+    return script["code"]
+
+
+def main() -> None:
+    folder, script = Path(sys.argv[1]), Path(sys.argv[2])
+    acts = json.loads(script.read_text())
+    script.write_text(json.dumps(acts[1:]))
+    other = os.fork()
+    code = act(folder, 1 if other == 0 else 0, acts[0])
+    if other:
+        os.waitpid(other, 0)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

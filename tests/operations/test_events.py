@@ -1,0 +1,61 @@
+"""Events are written, posted, and nothing depends on whether they arrive."""
+
+import json
+import logging
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from diffusion.operations.events import EventLog, read_events
+
+
+@pytest.fixture
+def receiver():
+    """An address that takes posts, and what came."""
+    posts: list[dict] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            posts.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(500 if posts[-1]["event"] == "refused" else 200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/services/HUSH", posts
+    server.shutdown()
+    server.server_close()
+
+
+def test_each_event_is_a_line_and_a_post(tmp_path, receiver):
+    webhook, posts = receiver
+    log = EventLog(tmp_path / "phase1", webhook)
+    log.add("hang", "no sign of any rank", step=7)
+    log.add("finished", code=0)
+    log.close()
+    rows = read_events(tmp_path / "phase1")
+    assert [(row["event"], row["reason"]) for row in rows] == [("hang", "no sign of any rank"), ("finished", "")]
+    assert rows[0]["step"] == 7
+    assert [post["text"] for post in posts] == ["phase1: hang no sign of any rank", "phase1: finished"]
+    assert posts[0]["step"] == 7
+
+
+def test_an_address_that_refuses_or_is_not_there_harms_nothing_and_is_not_told(tmp_path, receiver, caplog):
+    caplog.set_level(logging.DEBUG, "diffusion")
+    for webhook in (receiver[0], "http://127.0.0.1:1/services/HUSH", "HUSH"):
+        log = EventLog(tmp_path, webhook)
+        log.add("refused")
+        log.close()
+    assert len(read_events(tmp_path)) == 3
+    failures = [record.getMessage() for record in caplog.records if "was not posted" in record.getMessage()]
+    assert failures == [
+        "event refused was not posted: status 500",
+        "event refused was not posted: ConnectionError",
+        "event refused was not posted: MissingSchema",
+    ]
+    assert "HUSH" not in caplog.text
