@@ -20,7 +20,6 @@ from torch import distributed
 
 from diffusion.datasets.fetching import describe
 from diffusion.datasets.sample_ids import WorkerSamples
-from diffusion.datasets.storage_errors import fetch_errors
 from diffusion.datasets.stores import shown
 from diffusion.errors import DataError
 
@@ -95,7 +94,7 @@ class FetchingDataset(StreamingDataset):
             return
         try:
             self._fetch(shard_id, blocking)
-        except fetch_errors() as error:
+        except Exception as error:  # Whatever ends a background thread would end the epoch without an error.
             failure = self._failed(shard_id, error)
             if blocking:
                 raise failure from error

@@ -3,7 +3,10 @@
 import sys
 
 STORAGE_ERRORS = {
+    "boto3.exceptions": ("Boto3Error",),
     "botocore.exceptions": ("BotoCoreError", "ClientError"),
+    "s3transfer.exceptions": ("RetriesExceededError", "TransferNotDoneError"),
+    "urllib3.exceptions": ("HTTPError",),
     "google.api_core.exceptions": ("GoogleAPIError",),
     "google.auth.exceptions": ("GoogleAuthError",),
     "azure.core.exceptions": ("AzureError",),

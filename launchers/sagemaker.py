@@ -1,0 +1,59 @@
+"""Train on SageMaker in a container of one's own: `ENTRYPOINT ["python", "launchers/sagemaker.py"]`.
+
+SageMaker describes the hosts and the hyperparameters in `/opt/ml/input/config`. The hyperparameter `yaml` names the
+configuration, all others are keys of it. The run folder is `/opt/ml/checkpoints`, which SageMaker copies to the store
+that is given as `CheckpointConfig` and back, so that a job that was interrupted continues. The data channel `train`, if
+there is one, is `data.local`. A job that is stopped gets SIGTERM, which torchrun passes on.
+"""
+
+import json
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PORT = 29500
+
+
+def command(root: Path, ranks_per_host: str) -> tuple[list[str], dict[str, str]]:
+    """What to run.
+
+    Args:
+        root: `/opt/ml`.
+        ranks_per_host: a number, or `gpu`: one for each GPU.
+
+    Returns:
+        The command, and variables for it.
+    """
+    config = root / "input" / "config"
+    resources = json.loads((config / "resourceconfig.json").read_text(encoding="utf-8"))
+    hyperparameters = json.loads((config / "hyperparameters.json").read_text(encoding="utf-8"))
+    # All are strings; the SDKs put quotes into those that were strings before.
+    settings = {name: value.strip('"') for name, value in hyperparameters.items()}
+    hosts = sorted(resources["hosts"])
+    overrides = {"output_folder": str(root / "checkpoints")}
+    if (channel := root / "input" / "data" / "train").is_dir():
+        overrides["data.local"] = str(channel)
+    yaml = settings.pop("yaml")
+    overrides |= settings
+    launch = [
+        "torchrun",
+        f"--nnodes={len(hosts)}",
+        f"--node-rank={hosts.index(resources['current_host'])}",
+        f"--master-addr={hosts[0]}",
+        f"--master-port={PORT}",
+        f"--nproc-per-node={ranks_per_host}",
+    ]
+    program = [str(ROOT / "run.py"), yaml, *(f"{name}={value}" for name, value in overrides.items())]
+    return [*launch, *program], {"NETWORK_INTERFACE": resources.get("network_interface_name", "")}
+
+
+def main() -> None:
+    """Become torchrun."""
+    arguments, variables = command(Path("/opt/ml"), os.environ.get("SM_NUM_GPUS", "gpu"))
+    os.chdir(ROOT)
+    source = 'source launchers/environment.sh && exec "$@"'
+    os.execvpe("bash", ["bash", "-c", source, "bash", *arguments], os.environ | variables)
+
+
+if __name__ == "__main__":
+    main()

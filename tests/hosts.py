@@ -1,0 +1,239 @@
+"""Two hosts on one machine, and agents of torchrun on them.
+
+The hosts are network namespaces, joined by a cable that can be pulled. As a program this file imports what training
+needs once and forks agents from there, which fork their ranks: a start takes a second instead of ten. Everything else
+about them is torchrun's own: arguments, rendezvous, restarts, and each host's agent as the parent of the ranks there.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.training_runs import ROOT, Run, environment, preload, train_runs
+
+ADDRESSES = {"first": "10.77.0.1", "second": "10.77.0.2"}
+"""Of the hosts."""
+
+TCP_RETRIES = 6
+"""How often the hosts send again what nobody confirms: for some 25 seconds, instead of 15 minutes."""
+
+_NEW_NETWORK = 0x40000000
+"""CLONE_NEWNET of linux/sched.h."""
+
+
+class Cable:
+    """Two network namespaces, `NAME-first` and `NAME-second`, and the link between them.
+
+    Args:
+        name: a beginning of the namespaces' names that nobody else has.
+
+    Raises:
+        subprocess.CalledProcessError: the kernel does not allow it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.hosts = {host: f"{name}-{host}" for host in ADDRESSES}
+        first, second = self.hosts.values()
+        self._ip("netns", "add", first)
+        self._ip("netns", "add", second)
+        self._ip("link", "add", "eth0", "netns", first, "type", "veth", "peer", "name", "eth0", "netns", second)
+        for host, namespace in self.hosts.items():
+            self._ip("-n", namespace, "address", "add", f"{ADDRESSES[host]}/24", "dev", "eth0")
+            self._ip("-n", namespace, "link", "set", "lo", "up")
+            self._ip("-n", namespace, "link", "set", "eth0", "up")
+            self._ip("netns", "exec", namespace, "sh", "-c", f"echo {TCP_RETRIES} > /proc/sys/net/ipv4/tcp_retries2")
+
+    def plug_in(self) -> None:
+        """Join the hosts again."""
+        self._ip("-n", self.hosts["second"], "link", "set", "eth0", "up")
+
+    def is_plugged_in(self) -> bool:
+        """Whether it joins the hosts."""
+        return "LOWER_UP" in self._ip("-n", self.hosts["first"], "link", "show", "eth0")
+
+    def remove(self) -> None:
+        """Remove the namespaces."""
+        for namespace in self.hosts.values():
+            subprocess.run(["ip", "netns", "delete", namespace], check=False, capture_output=True)
+
+    @staticmethod
+    def _ip(*arguments: str) -> str:
+        return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
+
+
+class Agents:
+    """A process that has imported everything and forks agents of torchrun.
+
+    Args:
+        folder: where their output goes.
+        namespaces: the network namespace of each host; without one a host is only a name.
+    """
+
+    def __init__(self, folder: Path, namespaces: dict[str, str] | None = None) -> None:
+        self.folder, self.namespaces = folder, namespaces or {}
+        self._count = 0
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.hosts"],
+            cwd=ROOT,
+            env=environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def start(self, host: str, torchrun: Sequence[str], runs: Sequence[Run]) -> "Agent":
+        """Start an agent, with arguments of torchrun, whose ranks train the configurations one after the other."""
+        self._count += 1
+        log = self.folder / f"agent-{self._count}-{host}.txt"
+        request = {"host": host, "namespace": self.namespaces.get(host), "torchrun": torchrun, "runs": runs}
+        return Agent(self, self.ask(request | {"log": str(log)}), log)
+
+    def ask(self, request: dict[str, Any]) -> Any:
+        """Return the answer to a request."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        """End the process, which ends the agents that are left."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+
+class Agent:
+    """An agent of torchrun that was started."""
+
+    def __init__(self, agents: Agents, process: int, log: Path) -> None:
+        self._agents, self.process, self.log = agents, process, log
+
+    def wait(self, timeout: float) -> int:
+        """Return its exit code when it has ended, negative for a signal."""
+        code = self._agents.ask({"wait": self.process, "timeout": timeout})
+        assert code is not None, f"goes on after {timeout} s:\n{self.output[-6000:]}"
+        return code
+
+    @property
+    def ranks(self) -> list[int]:
+        """Processes that it or its ranks have started, and that have not ended."""
+        return [
+            process.pid
+            for process in psutil.process_iter(["status"])
+            if process.info["status"] != psutil.STATUS_ZOMBIE and process.pid != self.process and self._has(process.pid)
+        ]
+
+    def _has(self, process: int) -> bool:
+        try:
+            return os.getsid(process) == self.process
+        except ProcessLookupError:
+            return False
+
+    @property
+    def output(self) -> str:
+        """What the agent and its ranks have printed."""
+        return self.log.read_text(errors="replace")
+
+
+def wait_until(condition: Callable[[], object], what: str, timeout: float = 180) -> None:
+    """Wait for something, and fail with `what` when it does not come."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
+
+
+def serve() -> None:
+    """Answer requests on stdin: start an agent, or wait for one."""
+    preload()
+    started: list[int] = []
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "wait" in request:
+            answer = _wait(request["wait"], request["timeout"])
+        else:
+            answer = _fork(request)
+            started.append(answer)
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+    for process in started:
+        if _wait(process, 0) is None:
+            os.killpg(process, signal.SIGKILL)
+
+
+_CODES: dict[int, int] = {}
+
+
+def _wait(process: int, timeout: float) -> int | None:
+    deadline = time.monotonic() + timeout
+    while process not in _CODES:
+        ended, status = os.waitpid(process, os.WNOHANG)
+        if ended:
+            _CODES[process] = os.waitstatus_to_exitcode(status)
+        elif time.monotonic() > deadline:
+            return None
+        else:
+            time.sleep(0.05)
+    return _CODES[process]
+
+
+def _fork(request: dict[str, Any]) -> int:
+    if child := os.fork():
+        return child
+    os.setsid()
+    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    os.environ["HOST"] = request["host"]
+    if request["namespace"]:
+        _enter(request["namespace"])
+    try:
+        _torchrun(request["torchrun"], request["runs"])
+    except SystemExit as end:
+        os._exit(int(end.code or 0))
+    finally:
+        if (failure := sys.exception()) is not None:
+            sys.excepthook(type(failure), failure, failure.__traceback__)
+            sys.stderr.flush()
+            os._exit(1)
+        os._exit(0)
+
+
+def _enter(namespace: str) -> None:
+    """Use the network of a namespace from now on."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{namespace}") as file:  # noqa: PTH123
+        if libc.setns(file.fileno(), _NEW_NETWORK):
+            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+
+
+def _torchrun(arguments: list[str], runs: list[Run]) -> None:
+    """Do what torchrun does with its arguments, but with a function for a program."""
+    from torch.distributed import run
+    from torch.distributed.launcher.api import elastic_launch
+
+    config, _, _ = run.config_from_args(run.parse_args([*arguments, "program"]))
+    config.start_method = "fork"
+    elastic_launch(config, _rank)(runs)
+
+
+def _rank(runs: list[Run]) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # The agent's handlers come along with a fork.
+    if code := train_runs(runs):
+        sys.exit(code)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,172 @@
+"""launchers/ssh.sh on two hosts: network namespaces, each with an ssh server of its own."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.hosts import ADDRESSES, Cable, wait_until
+from tests.training_runs import BIN, ROOT, environment
+
+SERVER = """
+Port 22
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/key.pub
+StrictModes no
+PermitRootLogin prohibit-password
+UsePAM no
+PidFile none
+ClientAliveInterval 2
+ClientAliveCountMax 2
+SetEnv {variables}
+"""
+
+OPTIONS = [
+    "StrictHostKeyChecking=no",
+    "UserKnownHostsFile=/dev/null",
+    "LogLevel=ERROR",
+    "ServerAliveInterval=2",
+    "ServerAliveCountMax=2",
+]
+
+STAND_IN = """#!/bin/bash
+echo "$@" >> {folder}/started-$HOST
+trap 'echo told > {folder}/told-$HOST; kill $!; exit 1' TERM
+sleep {seconds} & wait
+[ "$(wc -l < {folder}/started-$HOST)" -gt 1 ]
+"""
+"""In the place of torchrun: says what it was started with, and fails when it is started for the first time."""
+
+
+class Hosts:
+    """The hosts, and the launcher on the first of them.
+
+    Args:
+        cable: joins them.
+        folder: for keys, configurations and output.
+        programs: where the hosts find torchrun.
+    """
+
+    def __init__(self, cable: Cable, folder: Path, programs: Path) -> None:
+        self.cable, self.folder, self.programs = cable, folder, programs
+        self.log = folder / "launcher.txt"
+        for key in ("key", "host_key"):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
+        Path("/run/sshd").mkdir(exist_ok=True)
+        self._processes = [self._serve(host) for host in ADDRESSES]
+
+    def _serve(self, host: str) -> subprocess.Popen:
+        variables = environment() | {"HOST": host, "BIN": str(self.programs), "RANKS_PER_HOST": "1"}
+        variables["GLOO_SOCKET_IFNAME"] = "eth0"
+        names = ("HOST", "BIN", "RANKS_PER_HOST", "GLOO_SOCKET_IFNAME", "PYTHONPATH", "HF_HUB_OFFLINE")
+        shown = " ".join(f"{name}={variables[name]}" for name in names)
+        configuration = self.folder / f"sshd-{host}"
+        configuration.write_text(SERVER.format(folder=self.folder, variables=shown))
+        command = [*self.on(host), str(shutil.which("sshd")), "-D", "-e", "-f", configuration]
+        log = self.folder / f"sshd-{host}.log"
+        with log.open("w") as file:
+            server = subprocess.Popen(command, stderr=file)
+        wait_until(lambda: "Server listening" in log.read_text(), "sshd does not start", 60)
+        return server
+
+    def on(self, host: str) -> list[str]:
+        """Beginning of a command that runs on a host."""
+        return ["ip", "netns", "exec", self.cable.hosts[host]]
+
+    def launch(self, *arguments: str) -> subprocess.Popen:
+        """Start ssh.sh."""
+        ssh = " ".join(["ssh", "-i", str(self.folder / "key"), *(f"-o {option}" for option in OPTIONS)])
+        command = [*self.on("first"), "launchers/ssh.sh", " ".join(ADDRESSES.values()), *arguments]
+        with self.log.open("w") as log:
+            process = subprocess.Popen(command, cwd=ROOT, env=environment() | {"SSH": ssh}, stdout=log, stderr=log)
+        self._processes.append(process)
+        return process
+
+    def running(self, host: str) -> list[str]:
+        """Names of the programs on a host that are not ssh's."""
+        command = ["ip", "netns", "pids", self.cable.hosts[host]]
+        numbers = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        names = {process.pid: process.name() for process in psutil.process_iter(["name"])}
+        own = ("sshd", "ssh", "ssh.sh")
+        return [names[int(number)] for number in numbers if names.get(int(number), "ssh") not in own]
+
+    def close(self) -> None:
+        """End everything on the hosts."""
+        for process in reversed(self._processes):
+            process.terminate()
+            process.wait(60)
+
+
+@pytest.fixture
+def make_hosts(tmp_path: Path) -> Iterator:
+    missing = [name for name in ("ip", "ssh", "sshd") if shutil.which(name) is None]
+    if missing or os.geteuid() != 0:
+        pytest.skip(
+            f"needs root, namespaces and ssh (apt-get install iproute2 openssh-server): no {', '.join(missing)}"
+        )
+    made: list[Hosts] = []
+    cable = Cable(f"s{os.getpid()}")
+
+    def make(programs: Path) -> Hosts:
+        made.append(Hosts(cable, tmp_path, programs))
+        return made[0]
+
+    try:
+        yield make
+    finally:
+        for hosts in made:
+            hosts.close()
+        cable.remove()
+
+
+def stand_in(folder: Path, seconds: int) -> Path:
+    """A folder whose torchrun is the stand-in."""
+    programs = folder / "bin"
+    programs.mkdir()
+    (programs / "torchrun").write_text(STAND_IN.format(folder=folder, seconds=seconds))
+    (programs / "torchrun").chmod(0o755)
+    return programs
+
+
+def test_a_run_that_fails_is_started_again_on_all_hosts(make_hosts, tmp_path):
+    hosts = make_hosts(stand_in(tmp_path, 0))
+    assert hosts.launch("tests/toy.yaml", "a=[{x: 1}, 2]").wait(120) == 0, hosts.log.read_text()
+    for number, host in enumerate(ADDRESSES):
+        starts = (tmp_path / f"started-{host}").read_text().splitlines()
+        assert starts == [
+            f"--nnodes=2 --node-rank={number} --master-addr={ADDRESSES['first']} --master-port={port} "
+            "--nproc-per-node=1 run.py tests/toy.yaml a=[{x: 1}, 2]"
+            for port in (29501, 29502)
+        ]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -9)])
+def test_the_hosts_are_told_when_the_launcher_is_told_or_killed(make_hosts, tmp_path, number, code):
+    hosts = make_hosts(stand_in(tmp_path, 300))
+    launcher = hosts.launch("tests/toy.yaml")
+    wait_until(lambda: all((tmp_path / f"started-{host}").exists() for host in ADDRESSES), "the hosts do not start")
+    launcher.send_signal(number)
+    assert launcher.wait(60) == code, hosts.log.read_text()
+    wait_until(lambda: all((tmp_path / f"told-{host}").exists() for host in ADDRESSES), "the hosts are not told")
+    wait_until(lambda: "torchrun" not in hosts.running("second"), "the hosts go on")
+
+
+@pytest.mark.world_size(2)
+def test_a_host_that_is_cut_off_in_mid_run_is_left_behind(make_hosts, tmp_path):
+    """The others end within `trainer.dist_timeout`, the launcher begins again with those that answer."""
+    from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
+
+    hosts, run = make_hosts(BIN), tmp_path / "run"
+    cut = "{path: tests.toys.DisturbHost, arguments: {step: 3, host: second, what: cable}}"
+    overrides = [f"output_folder={run}", "samples.prompts=[]", "trainer.dist_timeout=20", f"plugins.callbacks=[{cut}]"]
+    assert hosts.launch("tests/toy.yaml", *overrides).wait(400) == 0, hosts.log.read_text()[-6000:]
+    starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
+    assert [row["world_size"] for row in starts if row["event"] == "start"] == [2, 1]
+    assert series(read_metrics(run / "metrics.jsonl"), TRAIN_LOSS)[0] == list(range(8))
+    wait_until(lambda: not hosts.running("second"), "the host that was cut off goes on")
