@@ -33,3 +33,11 @@ class UnfitDataError(DataError):
 
 class MachineError(UserError):
     """The machine lacks something that the configuration asks for: a device, a precision, disk space."""
+
+
+def raise_all(kind: type[UserError], problems: list[str]) -> None:
+    """Raise one error with all problems, if there are any."""
+    if len(problems) == 1:
+        raise kind(problems[0])
+    if problems:
+        raise kind(f"{len(problems)} mistakes:\n" + "\n".join(f"  - {problem}" for problem in problems))

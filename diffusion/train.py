@@ -25,7 +25,8 @@ from diffusion.checkpointing.object_store import is_store
 from diffusion.checkpointing.reading import resolve_checkpoint
 from diffusion.checkpointing.resumption import checkpoint_places, find_resumption, remove_downloads
 from diffusion.checkpointing.safe_loading import as_data_error
-from diffusion.config.checks import check, check_machine, resolve_device
+from diffusion.config.checks import check
+from diffusion.config.machine import check_machine, resolve_device
 from diffusion.config.schema import Config, Task
 from diffusion.config.secrets import to_public_yaml
 from diffusion.config.training import Decay, Device, Parallelism

@@ -22,8 +22,8 @@ from diffusion.config.model import PredictionType
 from diffusion.config.quantities import parse_size, parse_time
 from diffusion.config.schema import Config, Task
 from diffusion.config.sizes import size_problems
-from diffusion.config.training import Device, NumberFormat, Parallelism, Precision
-from diffusion.errors import ConfigurationError, MachineError
+from diffusion.config.training import NumberFormat, Parallelism, Precision
+from diffusion.errors import ConfigurationError, raise_all
 
 NUM_SEEDS = 2**32
 XXHASHES = ("xxh32", "xxh64", "xxh3_64", "xxh128", "xxh3_128")
@@ -55,7 +55,7 @@ def check(config: Config, *, world_size: int, vae_factor: int | None = None) -> 
     Raises:
         ConfigurationError: with everything that is wrong.
     """
-    _raise(
+    raise_all(
         ConfigurationError,
         [problem for part in _PARTS for problem in part(config)]
         + [
@@ -63,28 +63,6 @@ def check(config: Config, *, world_size: int, vae_factor: int | None = None) -> 
             *size_problems(config.data, config.validation, vae_factor),
         ],
     )
-
-
-def check_machine(config: Config, *, num_gpus: int, bf16_supported: bool, local_world_size: int = 1) -> None:
-    """Check whether this machine can do what the configuration asks for.
-
-    Args:
-        config: the configuration.
-        num_gpus: GPUs of this node.
-        bf16_supported: whether they compute in bfloat16.
-        local_world_size: ranks on this node.
-
-    Raises:
-        MachineError: with everything that is lacking.
-    """
-    _raise(MachineError, list(_machine(config, num_gpus, bf16_supported, local_world_size)))
-
-
-def resolve_device(device: Device, num_gpus: int) -> Device:
-    """What `auto` means on a machine with so many GPUs."""
-    if device is not Device.auto:
-        return device
-    return Device.gpu if num_gpus else Device.cpu
 
 
 def num_batches(config: Config) -> int:
@@ -100,13 +78,6 @@ def num_batches(config: Config) -> int:
             "(550000ba): epochs depend on the number of samples, and batches do not."
         )
     return int(time.value)
-
-
-def _raise(kind: type[ConfigurationError | MachineError], problems: list[str]) -> None:
-    if len(problems) == 1:
-        raise kind(problems[0])
-    if problems:
-        raise kind(f"{len(problems)} mistakes:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
 def _attempt(parse: Callable[[], Any], problems: list[str]) -> Any:
@@ -411,38 +382,6 @@ def _streams(streams: list[StreamConfig], key: str) -> Iterator[str]:
             value = getattr(stream, field)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 yield f"{key}: the {field} of stream '{stream.name}' is {value}, but must be greater than 0."
-
-
-def _machine(config: Config, num_gpus: int, bf16_supported: bool, local_world_size: int) -> Iterator[str]:
-    trainer = config.trainer
-    device = resolve_device(trainer.device, num_gpus)
-    if device is Device.gpu and num_gpus == 0:
-        yield (
-            "trainer.device is gpu, but no GPU is visible here (torch.cuda.device_count() is 0). Check the driver and "
-            "CUDA_VISIBLE_DEVICES, or set trainer.device=cpu trainer.precision=fp32."
-        )
-        return
-    if device is Device.cpu and trainer.precision is not Precision.fp32:
-        why = "and no GPU is visible here" if trainer.device is Device.auto else "which needs a GPU"
-        yield (
-            f"trainer.precision is {trainer.precision.value} with trainer.device {trainer.device.value}, {why}: a CPU "
-            "trains in fp32. Set trainer.precision=fp32."
-        )
-    if device is Device.cpu and trainer.num_replicas > 1:
-        yield (
-            f"trainer.num_replicas is {trainer.num_replicas} without GPUs, where gloo cannot average between groups "
-            "of ranks. Set trainer.num_replicas=1."
-        )
-    if device is Device.gpu and trainer.precision is Precision.amp_bf16 and not bf16_supported:
-        yield (
-            "trainer.precision is amp_bf16, which the GPUs here cannot compute (it takes compute capability 8.0). "
-            "Set trainer.precision=amp_fp16."
-        )
-    if device is Device.gpu and local_world_size > num_gpus:
-        yield (
-            f"{local_world_size} ranks were started on this machine, which shows {num_gpus} "
-            f"GPU{'s' if num_gpus > 1 else ''}. Start {num_gpus}, or check CUDA_VISIBLE_DEVICES."
-        )
 
 
 def _near(legal: list[int], number: int) -> str:

@@ -1,8 +1,9 @@
 import pytest
 
-from diffusion.config.checks import check, check_machine, is_location, missing_locations, resolve_device
+from diffusion.config.checks import check, is_location, missing_locations
 from diffusion.config.data import DataConfig, StreamConfig, ValidationConfig
 from diffusion.config.loading import from_dict, to_dict
+from diffusion.config.machine import check_machine, resolve_device
 from diffusion.config.schema import Config
 from diffusion.config.training import Device, TrainerConfig
 from diffusion.config.tree import apply_override, from_plain
