@@ -37,6 +37,7 @@ def test_a_batch_of_pictures_is_a_dictionary_of_tensors(tmp_path: Path) -> None:
     batch = next(iter(open_loader(root, "a", "b")))
     assert {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in batch.items()} == {
         BatchKey.IMAGE: (torch.uint8, (8, 3, 16, 16)),
+        BatchKey.PLACEMENT: (torch.int64, (8, 6)),
         BatchKey.TOKEN_IDS: (torch.int64, (8, 5)),
         BatchKey.SAMPLE: (torch.int64, (8,)),
         BatchKey.STREAM: (torch.int64, (8,)),
