@@ -25,8 +25,9 @@ from diffusion.checkpointing.object_store import is_store
 from diffusion.checkpointing.reading import resolve_checkpoint
 from diffusion.checkpointing.resumption import checkpoint_places, find_resumption, remove_downloads
 from diffusion.checkpointing.safe_loading import as_data_error
-from diffusion.config.checks import check
+from diffusion.config.checks import check, num_batches
 from diffusion.config.machine import check_machine, resolve_device
+from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config, Task
 from diffusion.config.secrets import to_public_yaml
 from diffusion.config.training import Decay, Device, Parallelism
@@ -43,6 +44,7 @@ from diffusion.models.frozen import build_vae, with_seed
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.lora import add_lora
 from diffusion.operations.beats import beats_folder
+from diffusion.operations.costs import BudgetSpentError
 from diffusion.plugins import build_plugin
 from diffusion.run_loggers import build_loggers
 from diffusion.sharding import correct_gradient_average, fsdp_config
@@ -102,7 +104,7 @@ def _train(config: Config, folder: Path, device: Device, heartbeat: Heartbeat) -
                 make_up(trainer)
             else:
                 trainer.fit()
-        except PreemptedError:
+        except (PreemptedError, BudgetSpentError):
             trainer.close()
             raise
         mark_finished(folder, trainer.state.timestamp.batch.value)
@@ -137,9 +139,7 @@ def _build_model(config: Config, device: Device) -> ComposerModel:
     if config.task == Task.autoencoder:
         if config.trainer.parallelism != Parallelism.ddp:
             raise ConfigurationError("task=autoencoder trains with trainer.parallelism=ddp: set it")
-        vae = with_seed(config.seed, lambda: build_vae(_spec(config), config.autoencoder.vae))
-        initialise_logvar(vae, config.autoencoder.initial_logvar)
-        return AutoencoderTraining(vae, config.autoencoder, config.seed)
+        return with_seed(config.seed, lambda: _build_autoencoder(config))
     model = build_model(config.model, config.objective, resolution=config.data.resolution, seed=config.seed)
     model.num_slots = config.data.global_batch_size
     fast.apply(model.unet, config.performance, device)
@@ -151,6 +151,17 @@ def _build_model(config: Config, device: Device) -> ComposerModel:
     if config.model.lora is not None:
         add_lora(model.unet, config.model.lora, config.seed)
     return model
+
+
+def _build_autoencoder(config: Config) -> AutoencoderTraining:
+    settings = config.autoencoder
+    vae = build_vae(_spec(config), settings.vae)
+    initialise_logvar(vae, settings.initial_logvar)
+    start = parse_time(settings.adversarial_start, "autoencoder.adversarial_start").in_batches(
+        num_batches=num_batches(config), global_batch_size=config.data.global_batch_size
+    )
+    assert start is not None
+    return AutoencoderTraining(vae, settings, config.seed, start)
 
 
 def move_frozen(model: LatentDiffusion, device: Device) -> None:
@@ -165,7 +176,10 @@ def move_frozen(model: LatentDiffusion, device: Device) -> None:
 
 def _build_optimizer(config: Config, model: ComposerModel) -> torch.optim.AdamW:
     optimizer = config.optimizer
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if isinstance(model, AutoencoderTraining):
+        parameters = model.parameter_groups()
+    else:
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     betas = (optimizer.betas[0], optimizer.betas[1])
     return torch.optim.AdamW(
         parameters, lr=optimizer.lr, betas=betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay, fused=True

@@ -11,6 +11,7 @@ from diffusion.callbacks.accumulation import AccumulateLocally
 from diffusion.callbacks.addresses import DataPosition, StepAddress
 from diffusion.callbacks.autoencoder import SaveAutoencoder
 from diffusion.callbacks.bad_pictures import ReportBadPictures
+from diffusion.callbacks.cost_meter import CostMeter
 from diffusion.callbacks.data_waiting import DataWaiting
 from diffusion.callbacks.loss_guard import LossGuard
 from diffusion.callbacks.preemption import SaveOnPreemption
@@ -67,7 +68,8 @@ def build_callbacks(config: Config, model: ComposerModel, places: CheckpointPlac
     plugins = config.plugins.callbacks
     callbacks += [build_plugin(plugin, f"plugins.callbacks.{i}") for i, plugin in enumerate(plugins)]
     saver = _build_saver(config, places)
-    return [*callbacks, saver, SaveOnPreemption(saver, folder)]
+    meter = CostMeter(folder, config.operations, config.plan.price_per_gpu_hour)
+    return [meter, *callbacks, saver, SaveOnPreemption(saver, folder, meter)]
 
 
 def _accumulates_locally(config: Config) -> bool:

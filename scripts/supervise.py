@@ -36,6 +36,7 @@ def main() -> None:
         supervised.places,
         supervised.settings,
         EventLog(supervised.places.run, supervised.webhook),
+        command,
     )
     supervisor.listen()
     raise SystemExit(supervisor.run())

@@ -59,7 +59,7 @@ class ForkedCommand:
         running = all(rank.is_alive() for rank in self._ranks)
         for rank in self._ranks:
             if rank.is_alive():
-                os.killpg(rank.pid or 0, signal.SIGKILL)
+                _kill(rank.pid or 0)
         for rank in self._ranks:
             rank.join(LIMIT)
         return running
@@ -74,6 +74,14 @@ class ForkedCommand:
         for rank in self._ranks:
             rank.join(LIMIT)
         return [rank.exitcode for rank in self._ranks], self._log.read_text()
+
+
+def _kill(pid: int) -> None:
+    """Kill a process with its group, or alone, as long as it has made none."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        os.kill(pid, signal.SIGKILL)
 
 
 def _run(log: Path, program: str, arguments: list[str], environment: dict[str, str]) -> None:

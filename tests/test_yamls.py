@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.reading import find_checkpoints
@@ -13,8 +15,12 @@ from diffusion.config.data import Mixing
 from diffusion.config.loading import load_config
 from diffusion.config.model import Architecture
 from diffusion.config.training import Precision
+from diffusion.models.autoencoder import to_pixels
+from diffusion.models.frozen import load_pretrained
+from diffusion.train_data import statistics_pictures
 from diffusion.verification.trace import step_hashes
 from tests.training_runs import ROOT
+from tests.vgg import write_vgg
 
 OF_OTHER_COMMANDS = {"prepare.yaml", "evaluate.yaml"}
 BEFORE = {
@@ -94,6 +100,8 @@ def overrides(yaml: str, shapes: Path, aspects: Path, output: Path, first: Path 
     if config.task.value == "autoencoder":
         data, streams = shapes / "prepared", "[{name: 32-64}, {name: 64-up}]"
         resolution = 32
+        if config.autoencoder.perceptual_weight > 0:
+            own = [f"autoencoder.vgg_weights={shapes / 'vgg.pth'}", "autoencoder.adversarial_start=0ba"]
     elif config.data.mixing is Mixing.groups:
         data, streams, resolution = aspects, f"[{', '.join(f'{{name: {name}}}' for name in ASPECTS)}]", 64
         own = ["data.group_size=2", "validation.streams=[{name: 64x64}]"]
@@ -130,6 +138,7 @@ def overrides(yaml: str, shapes: Path, aspects: Path, output: Path, first: Path 
 def runs(server, shapes, aspects, tmp_path_factory) -> dict[tuple[int, str], Path]:
     """Run folders by number of processes and YAML."""
     root = tmp_path_factory.mktemp("yamls")
+    write_vgg(shapes / "vgg.pth")
     folders = {(num, yaml): root / f"{num}-{yaml.replace('/', '-')}" for num in (1, 2) for yaml in YAMLS}
     for num in (1, 2):
         plan = []
@@ -147,7 +156,7 @@ def runs(server, shapes, aspects, tmp_path_factory) -> dict[tuple[int, str], Pat
 
 
 def test_all_yamls_are_here():
-    names = {"phase1", "phase2", "phase3", "sdxl_256", "sdxl_512", "sdxl_1024"}
+    names = {"autoencoder", "phase1", "phase2", "phase3", "sdxl_256", "sdxl_512", "sdxl_1024"}
     assert {f"yamls/{name}.yaml" for name in names} <= set(YAMLS)
     assert {f"yamls/tiny/{name}.yaml" for name in ("autoencoder", "phase1", "phase2", "phase3", "sdxl")} <= set(YAMLS)
 
@@ -205,15 +214,23 @@ def test_a_dry_run_shows_what_each_bucket_gives(aspects):
         )
 
 
-def test_the_vae_is_saved_with_the_statistics_of_its_latents(runs):
-    from diffusers import AutoencoderKL
-
-    folders = [runs[num, "yamls/tiny/autoencoder.yaml"] for num in (1, 2)]
-    configs = [AutoencoderKL.load_config(folder / "vae") for folder in folders]
-    for key in ("latents_mean", "latents_std"):
-        assert len(configs[0][key]) == 4
-        assert configs[1][key] == pytest.approx(configs[0][key], rel=1e-4, abs=1e-5)
-    assert (folders[0] / "reconstructions.png").stat().st_size > 0
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("num", [1, 2])
+@pytest.mark.parametrize("yaml", [yaml for yaml in YAMLS if "autoencoder" in yaml])
+def test_the_vae_is_saved_with_the_statistics_of_its_latents(runs, num, yaml):
+    folder = runs[num, yaml]
+    config = load_config(str(folder / "config.yaml"))
+    vae = load_pretrained(AutoencoderKL, str(folder / "vae"), None, local_files_only=True)
+    with torch.no_grad():
+        pictures = [picture for images in statistics_pictures(config) for picture in images.split(1)]
+        moments = torch.cat([vae.quant_conv(vae.encoder(to_pixels(picture))).double() for picture in pictures])  # pyright: ignore
+    assert len(moments) > 100
+    std, mean = torch.std_mean(moments[:, :4], dim=(0, 2, 3), correction=0)
+    saved = dict(vae.config)
+    assert saved["latents_std"] == pytest.approx(std.tolist(), rel=1e-6)
+    assert saved["latents_mean"] == pytest.approx(mean.tolist(), rel=1e-6)
+    assert saved["scaling_factor"] == 1
+    assert (folder / "reconstructions.png").stat().st_size > 0
 
 
 def test_the_recipe_is_the_published_one():

@@ -16,6 +16,7 @@ import torch
 from composer import Callback, Logger, State
 from composer.utils import dist
 
+from diffusion.callbacks.cost_meter import CostMeter
 from diffusion.callbacks.saving import SaveCheckpoints
 from diffusion.launch import PreemptedError
 
@@ -23,6 +24,9 @@ MARKER = "preempted.json"
 """In the run folder: the run was interrupted by a signal and continues when it is started again."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+_SPENT = 1
+"""What rank 0 tells the others when the budget is spent: less than any of the signals."""
 
 
 class LaggingMaximum:
@@ -77,10 +81,11 @@ class SaveOnPreemption(Callback):
     Args:
         saver: writes the checkpoint; comes before this callback.
         folder: the run folder, for the marker.
+        meter: knows when the budget is spent, which ends the run in the same way, after a signal.
     """
 
-    def __init__(self, saver: SaveCheckpoints, folder: Path) -> None:
-        self.saver, self.marker = saver, folder / MARKER
+    def __init__(self, saver: SaveCheckpoints, folder: Path, meter: CostMeter) -> None:
+        self.saver, self.marker, self.meter = saver, folder / MARKER, meter
         self._received = 0
         self._handlers: dict[int, Any] = {}
         self._agreement: LaggingMaximum | None = None
@@ -112,21 +117,24 @@ class SaveOnPreemption(Callback):
         self._handlers = {}
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        """Save and end the run if a rank was told to.
+        """Save and end the run if a rank was told to, or its budget is spent.
 
         Raises:
-            PreemptedError: on all ranks.
+            PreemptedError: on all ranks: a signal came.
+            BudgetSpentError: on all ranks.
         """
         assert self._agreement is not None
         number = self._agreement.finish()
         if state.max_duration is not None and state.timestamp >= state.max_duration:
             return
         if number == 0:
-            self._agreement.start(self._received)
+            self._agreement.start(self._received or int(self.meter.is_spent) * _SPENT)
             return
         self.saver.save(state, logger)
-        step, name = state.timestamp.batch.value, signal.Signals(number).name
-        place = self.saver.last_saved
+        step, place = state.timestamp.batch.value, self.saver.last_saved
+        if number == _SPENT:
+            self.meter.end(step, place)
+        name = signal.Signals(number).name
         if dist.get_global_rank() == 0:
             partial = self.marker.with_suffix(".partial")
             partial.write_text(json.dumps({"step": step, "signal": name, "checkpoint": str(place)}) + "\n")

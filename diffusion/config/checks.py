@@ -30,7 +30,7 @@ XXHASHES = ("xxh32", "xxh64", "xxh3_64", "xxh128", "xxh3_128")
 
 _LOCATIONS = re.compile(
     r"(data|validation)\.(remote|local|streams(\.\d+\.(name|remote|local))?)"
-    r"|init_from\.checkpoint|model\.(pretrained|vae)"
+    r"|init_from\.checkpoint|model\.(pretrained|vae)|autoencoder\.vgg_weights"
 )
 
 
@@ -107,6 +107,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "objective.offset_noise": (0, math.inf),
     "autoencoder.l1_weight": (0, math.inf),
     "autoencoder.kl_weight": (0, math.inf),
+    "autoencoder.perceptual_weight": (0, math.inf),
+    "autoencoder.adversarial_weight": (0, math.inf),
     "samples.guidance_scale": (0, math.inf),
     "data.num_workers": (0, math.inf),
     "data.download_retry": (1, math.inf),
@@ -137,6 +139,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "operations.supervision.longest_pause": (0, math.inf),
 }
 _POSITIVE = (
+    "autoencoder.discriminator_lr",
     "model.lora.alpha",
     "optimizer.eps",
     "objective.min_snr_gamma",
@@ -148,6 +151,8 @@ _POSITIVE = (
     "operations.supervision.hang_factor",
     "operations.supervision.data_patience",
     "operations.supervision.pause_patience",
+    "operations.max_gpu_hours",
+    "operations.max_dollars",
     "plan.price_per_gpu_hour",
     "plan.gpu_memory_gb",
     "plan.image_kb",
@@ -160,6 +165,7 @@ _TIMES = {
     "trainer.keep_every": True,
     "samples.interval": True,
     "algorithms.ema.start": False,
+    "autoencoder.adversarial_start": False,
     "algorithms.ema.interval": True,
     "algorithms.ema.power.snapshot_interval": True,
 }
@@ -204,7 +210,7 @@ def _times(config: Config) -> Iterator[str]:
             problems.append(f"{key} is '{text}', but updates are counted in batches, as in 1ba.")
         if key == "algorithms.ema.power.snapshot_interval" and time.unit != "ba":
             problems.append(f"{key} is '{text}', but is counted in batches, as in 5000ba.")
-        if key == "trainer.keep_every" and time.unit == "ep":
+        if key in ("trainer.keep_every", "autoencoder.adversarial_start") and time.unit == "ep":
             problems.append(f"{key} is '{text}', but is counted in batches, as in 100000ba.")
         global_batch_size = _value(config, "data.global_batch_size") or 0
         if total is not None and global_batch_size > 0:
@@ -287,9 +293,17 @@ def _model(config: Config) -> Iterator[str]:
             f"task is autoencoder with trainer.parallelism {config.trainer.parallelism.value}: the VAE is trained "
             "whole on each rank. Set trainer.parallelism=ddp."
         )
+    guard = config.operations.guard
+    if config.autoencoder.adversarial_weight > 0 and guard is not None and guard.spike_factor is not None:
+        yield (
+            "operations.guard.spike_factor is set with autoencoder.adversarial_weight, but the loss rises where the "
+            "discriminator starts. Set operations.guard.spike_factor=null."
+        )
 
 
 def _places(config: Config) -> Iterator[str]:
+    if config.operations.max_dollars is not None and config.plan.price_per_gpu_hour is None:
+        yield "operations.max_dollars is set without a price: set plan.price_per_gpu_hour, or limit max_gpu_hours."
     if "://" in config.output_folder:
         yield (
             f"output_folder is '{config.output_folder}', but the record, metrics and pictures of a run go to a folder. "

@@ -119,6 +119,21 @@ class AutoencoderConfig:
     """Weight of the KL divergence of the posterior from the standard normal, summed over an image's latent and divided
     by the number of its pixel values."""
 
+    perceptual_weight: float = 0.0
+    """Weight of the perceptual distance LPIPS, which needs `vgg_weights`; 0 is none."""
+
+    vgg_weights: str | None = None
+    """File with torchvision's weights of VGG16, `vgg16-397923af.pth`."""
+
+    adversarial_weight: float = 0.0
+    """Weight with which the decoder is to deceive a discriminator of patches, which is trained beside it; 0 is none."""
+
+    adversarial_start: str = "0ba"
+    """When the discriminator begins to be trained and to count, as a time; late, when the decoder is good otherwise."""
+
+    discriminator_lr: float | None = None
+    """Learning rate of the discriminator, with the same schedule; null is `optimizer.lr`."""
+
     initial_logvar: float = -5.0
     """Log-variance of the posterior before the first step: small, so that noise does not drown the first latents."""
 

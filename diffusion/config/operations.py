@@ -75,3 +75,9 @@ class OperationsConfig:
     """Where each rank's sign of life is, one small file that is overwritten; null: `heartbeats/` in the run folder."""
 
     supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
+
+    max_gpu_hours: float | None = None
+    """GPU-hours of the run, all of its starts together, after which it saves and ends for good; null: no limit."""
+
+    max_dollars: float | None = None
+    """The same in dollars, with `plan.price_per_gpu_hour`; null: no limit."""

@@ -141,6 +141,25 @@ def claim_number(caches: Sequence[str]) -> MemoryNumber:
     return mine
 
 
+def take_away(cache: Path, to: Path) -> bool:
+    """Rename a cache, so that it can be removed while no job uses or takes it; whether that was possible."""
+    with _turn():
+        if any(str(cache) in owner["caches"] for owner in _remove_dead()):
+            return False
+        cache.rename(to)
+    return True
+
+
+def remove_unused(path: Path) -> None:
+    """Remove shared memory that no process has open, with the numbers of all jobs that have ended."""
+    with _turn():
+        _remove_dead()
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
 def _claim(caches: Sequence[str]) -> MemoryNumber:
     deadline = time.monotonic() + ENDING_SECONDS
     pause = threading.Event()

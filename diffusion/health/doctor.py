@@ -20,6 +20,7 @@ from diffusion.datasets.locations import StreamLocation, locate_streams
 from diffusion.errors import MachineError, UserError
 from diffusion.health.cache import CacheDemand, check_cache_limit, check_cache_space
 from diffusion.health.demand import find_demand
+from diffusion.health.kernel_log import check_xids, parse_xids, read_kernel_log
 from diffusion.health.machine import (
     check_cache_speed,
     check_clock,
@@ -28,6 +29,8 @@ from diffusion.health.machine import (
     check_output_space,
     check_output_speed,
 )
+from diffusion.health.node_measures import introduce, measure_nodes
+from diffusion.health.nodes import check_nodes
 from diffusion.health.opening import cache_demand_of_readings, read_batches, sections
 from diffusion.health.ranks import check_ranks, check_reduction, measure_reduction, read_rank
 from diffusion.health.readings import find_leftovers, measure_write_speed, read_disk, read_machine
@@ -43,24 +46,31 @@ PATIENCE_SECONDS = 120.0
 T = TypeVar("T")
 
 
-def diagnose(config: Config) -> list[Verdict]:
+def diagnose(config: Config, patience: float = PATIENCE_SECONDS) -> list[Verdict]:
     """Check a run; to be called by all ranks of the job that is to train, or by one process.
 
     Args:
         config: the configuration.
+        patience: seconds that ranks wait for each other.
 
     Returns:
         What was found, of all machines; the same on all ranks.
 
     Raises:
         ConfigurationError: the configuration is impossible.
+        NoAnswerError: some ranks do not answer.
     """
     factor = ARCHITECTURES[config.model.architecture].vae_factor
     check(config, world_size=dist.get_world_size(), vae_factor=factor)
     device, found = _find_device(config)
     if dist.get_world_size() > 1 and not dist.is_initialized():
-        dist.initialize_dist(device.value, timeout=PATIENCE_SECONDS)
-    verdicts = _of_each_machine(lambda: [*found, *_check_this_machine(config, device)])
+        dist.initialize_dist(device.value, timeout=2 * patience)
+        introduce()
+    verdicts: list[Verdict] = []
+    if dist.get_world_size() > 1:  # First, since this names ranks that do not answer.
+        place, folder = _place(device), checkpoint_folder(config)
+        verdicts += check_nodes(measure_nodes(place, torch.cuda.device_count(), folder, patience))
+    verdicts += _of_each_machine(lambda: [*found, *_check_this_machine(config, device)])
     readings: dict[str, list[StreamReading]] = {}
     if config.plugins.train_dataset is None:
         verdicts += _of_each_machine(lambda: _check_streams(config, readings))
@@ -102,6 +112,9 @@ def _check_this_machine(config: Config, device: Device) -> list[Verdict]:
     verdicts = [*check_machine_reading(reading, demand), check_output_space(disk, demand)]
     if disk.is_writable:
         verdicts.append(_speed("output speed", folder, lambda speed: check_output_speed(str(folder), speed, demand)))
+    if device is Device.gpu:
+        log = read_kernel_log()
+        verdicts.append(check_xids(parse_xids(log) if log is not None else None))
     return [*verdicts, check_leftovers(find_leftovers(), reading.shm_bytes)]
 
 
@@ -182,10 +195,13 @@ def _check_together(config: Config, device: Device, readings: dict[str, list[Str
         _check_streams(config, readings)
     data = {section + one.name: one.sha256 for section, part in readings.items() for one in part}
     everyone: list[Any] = dist.all_gather_object(read_rank(data, to_yaml(config)))
-    place = torch.device("cuda", torch.cuda.current_device()) if device is Device.gpu else torch.device("cpu")
-    reductions = dist.all_gather_object(check_reduction(measure_reduction(place)))
+    reductions = dist.all_gather_object(check_reduction(measure_reduction(_place(device))))
     worst = next((verdict for verdict in reductions if verdict.level is Level.problem), reductions[0])
     return [*check_ranks(everyone), worst]
+
+
+def _place(device: Device) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if device is Device.gpu else torch.device("cpu")
 
 
 def _check_batches(config: Config) -> list[Verdict]:

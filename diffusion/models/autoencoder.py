@@ -1,9 +1,9 @@
-"""Training of the VAE: pixels' mean absolute error and the posterior's KL divergence.
+"""Training of the VAE: mean absolute error, perceptual distance, the posterior's KL divergence and a discriminator.
 
 Shape letters: B batch, C channels, H W height and width of the latent.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 from composer.models import ComposerModel
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from diffusion.config.model import AutoencoderConfig
 from diffusion.datasets.batch import BatchKey
+from diffusion.models.discriminator import AdversarialLosses, PatchDiscriminator, adversarial_losses, no_losses
 from diffusion.models.metrics import HeldOutMean, held_out_means
+from diffusion.models.perceptual import load_perceptual
 from diffusion.randomness import Purpose, normal
 
 Batch = dict[str, Tensor]
@@ -34,6 +36,9 @@ class Reconstruction(NamedTuple):
     kl: Tensor
     """float32 [B], KL divergence of the posterior from the standard normal, summed over the latent."""
 
+    adversarial: AdversarialLosses | None = None
+    """What the discriminator makes of it, in training with one."""
+
 
 def to_pixels(images: Tensor) -> Tensor:
     """uint8 [B, 3, height, width] -> float32 in [-1, 1]."""
@@ -43,19 +48,48 @@ def to_pixels(images: Tensor) -> Tensor:
 class AutoencoderTraining(ComposerModel):
     """Trains an AutoencoderKL (Kingma and Welling 2014; Rombach et al. 2022, section 3.1).
 
+    The weight of the discriminator is fixed, not adapted to the size of gradients (Esser et al. 2021, equation 7):
+    those of a microbatch would make the run depend on how a batch is cut.
+
     Args:
         vae: what is trained.
         config: the weights of the terms of the loss.
         seed: seed of the draws from the posterior.
+        adversarial_start: the step from which the discriminator takes part, where there is one.
+
+    Raises:
+        ConfigurationError: the weights of the perceptual loss are not there.
     """
 
     vae: AutoencoderKL
+    discriminator: PatchDiscriminator | None
 
-    def __init__(self, vae: AutoencoderKL, config: AutoencoderConfig, seed: int) -> None:
+    def __init__(self, vae: AutoencoderKL, config: AutoencoderConfig, seed: int, adversarial_start: float = 0) -> None:
         super().__init__()
         self.vae = vae
         self.config = config
         self.seed = seed
+        self.adversarial_start = adversarial_start
+        self.discriminator = PatchDiscriminator() if config.adversarial_weight > 0 else None
+        # Held in a dictionary, so that it is neither trained nor saved.
+        self._frozen: dict[str, nn.Module] = {}
+        if config.perceptual_weight > 0:
+            self._frozen["perceptual"] = load_perceptual(config.vgg_weights, "autoencoder.vgg_weights")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "AutoencoderTraining":
+        """Move or cast the frozen part with the rest (`to`, `cuda`, `half`)."""
+        super()._apply(fn, recurse)
+        for module in self._frozen.values():
+            module._apply(fn)
+        return self
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """For the optimizer: the VAE, and the discriminator with its own learning rate and without weight decay."""
+        groups: list[dict[str, Any]] = [{"params": list(self.vae.parameters())}]
+        if self.discriminator is not None:
+            own_lr = {} if self.config.discriminator_lr is None else {"lr": self.config.discriminator_lr}
+            groups.append({"params": list(self.discriminator.parameters()), "weight_decay": 0.0, **own_lr})
+        return groups
 
     def _reconstruct(self, batch: Batch, draw: bool) -> Reconstruction:
         pixels = to_pixels(batch[BatchKey.IMAGE])
@@ -70,14 +104,28 @@ class AutoencoderTraining(ComposerModel):
         return Reconstruction(pixels, decoded.float(), posterior.kl().float())
 
     def forward(self, batch: Batch) -> Reconstruction:
-        """Encode, draw from the posterior, decode."""
-        return self._reconstruct(batch, draw=True)
+        """Encode, draw from the posterior, decode, and judge: the discriminator is called here, where DDP sees it."""
+        result = self._reconstruct(batch, draw=True)
+        if self.discriminator is None:
+            return result
+        if batch[BatchKey.STEP][0] < self.adversarial_start:
+            return result._replace(adversarial=no_losses(self.discriminator))
+        return result._replace(adversarial=adversarial_losses(self.discriminator, result.pixels, result.decoded))
 
-    def loss(self, outputs: Reconstruction, batch: Batch) -> Tensor:
-        """L1 + KL per pixel value, averaged over the microbatch: float32 []."""
+    def loss(self, outputs: Reconstruction, batch: Batch) -> dict[str, Tensor]:
+        """The weighted terms, averaged over the microbatch, float32 [] each; their sum is minimised."""
         num_values = outputs.pixels[0].numel()
-        l1 = (outputs.decoded - outputs.pixels).abs().mean()
-        return self.config.l1_weight * l1 + self.config.kl_weight * outputs.kl.mean() / num_values
+        terms = {
+            "l1": self.config.l1_weight * (outputs.decoded - outputs.pixels).abs().mean(),
+            "kl": self.config.kl_weight * outputs.kl.mean() / num_values,
+        }
+        if "perceptual" in self._frozen:
+            distance = self._frozen["perceptual"](outputs.decoded, outputs.pixels).float().mean()
+            terms["perceptual"] = self.config.perceptual_weight * distance
+        if outputs.adversarial is not None:
+            terms["adversarial"] = self.config.adversarial_weight * outputs.adversarial.generator
+            terms["discriminator"] = outputs.adversarial.discriminator
+        return terms
 
     def eval_forward(self, batch: Batch, outputs: Reconstruction | None = None) -> Reconstruction:
         """Reconstruct from the posterior's mean."""

@@ -2,6 +2,7 @@
 
 import datetime
 import fcntl
+import json
 import logging
 import os
 import signal
@@ -38,7 +39,8 @@ HANG_EXIT_CODE = 124
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
-_LOCK = "supervised.lock"
+SUPERVISED = "supervised.lock"
+"""In the run folder: locked while a supervisor or its job is at work; holds its process, folder and command."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +62,19 @@ class Supervisor:
         places: where it leaves its traces.
         settings: how long it waits, and how often it starts again.
         events: where it tells what happens.
+        command: that starts the job, for who is to start it again later.
     """
 
     def __init__(
-        self, start: Callable[[int], Job], places: Places, settings: SupervisionConfig, events: EventLog
+        self,
+        start: Callable[[int], Job],
+        places: Places,
+        settings: SupervisionConfig,
+        events: EventLog,
+        command: Sequence[str] = (),
     ) -> None:
         self.places, self.settings, self.events = places, settings, events
-        self._start, self._restarts = start, Restarts(settings)
+        self._start, self._restarts, self._command = start, Restarts(settings), tuple(command)
         self._told: int | None = None
         self._wake = threading.Event()
 
@@ -166,7 +174,7 @@ class Supervisor:
 
     def _lock(self) -> int:
         self.places.run.mkdir(parents=True, exist_ok=True)
-        lock = os.open(self.places.run / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        lock = os.open(self.places.run / SUPERVISED, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_free = not self._ranks()
@@ -178,6 +186,8 @@ class Supervisor:
                 f"a job of {self.places.run} is at work, supervised or not. End it (SIGTERM to a rank saves it), or "
                 "wait for its end"
             )
+        os.ftruncate(lock, 0)
+        os.write(lock, json.dumps({"pid": os.getpid(), "folder": str(Path.cwd()), "command": self._command}).encode())
         return lock
 
 

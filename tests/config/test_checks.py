@@ -119,7 +119,17 @@ def test_the_recipe_passes(world_size):
             1,
             ["task is autoencoder with data.representation latents"],
         ),
+        (
+            ["autoencoder.adversarial_weight=0.1", "operations.guard={spike_factor: 3}"],
+            1,
+            ["operations.guard.spike_factor is set with autoencoder.adversarial_weight"],
+        ),
         (["task=autoencoder"], 1, ["task is autoencoder with trainer.parallelism fsdp"]),
+        (
+            ["autoencoder.adversarial_start=1ep"],
+            1,
+            ["autoencoder.adversarial_start is '1ep', but is counted in batches"],
+        ),
         (
             ["objective.zero_terminal_snr=true"],
             1,
