@@ -1,0 +1,112 @@
+"""What can be removed of runs that are not at work: old checkpoints, caches of finished runs, dead shared memory."""
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from diffusion.checkpointing.ending import FINISHED
+from diffusion.checkpointing.object_store import is_store
+from diffusion.checkpointing.reading import is_complete, list_checkpoints, remove_checkpoint, superseded
+from diffusion.config.checks import num_batches
+from diffusion.config.quantities import parse_time
+from diffusion.config.schema import Config
+from diffusion.datasets.locations import locate_streams
+from diffusion.datasets.shared_memory import remove_unused, take_away
+from diffusion.errors import MachineError
+from diffusion.health.opening import sections
+from diffusion.health.readings import SHARED_MEMORY, find_leftovers
+from diffusion.operations.runs import is_live
+
+REMOVED = ".removed"
+"""What a cache is renamed to before it is removed, so that no job finds half of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Removable:
+    """Something that nobody needs any more."""
+
+    path: Path
+    why: str
+    num_bytes: int
+    remove: Callable[[], None]
+
+
+def find_removable(run: Path, config: Config, newest: int | None) -> Iterator[Removable]:
+    """What can be removed of one run; nothing of one that is at work.
+
+    Args:
+        run: the run folder.
+        config: its configuration.
+        newest: so many whole checkpoints stay, and those of `trainer.keep_every`; None: `trainer.keep_checkpoints`.
+    """
+    if is_live(run, config):
+        return
+    yield from _checkpoints(run, config, newest)
+    if (run / FINISHED).is_file():
+        yield from _caches(config)
+
+
+def _checkpoints(run: Path, config: Config, newest: int | None) -> Iterator[Removable]:
+    settings = config.trainer
+    newest = settings.keep_checkpoints if newest is None else newest
+    place = settings.checkpoint_folder
+    if newest < 1 or (place is not None and is_store(place)):
+        return
+    every = None
+    if settings.keep_every is not None:
+        time = parse_time(settings.keep_every, "trainer.keep_every")
+        every = time.in_batches(num_batches=num_batches(config), global_batch_size=config.data.global_batch_size)
+    folder = Path(place).expanduser() if place is not None else run / "checkpoints"
+    present = list_checkpoints(folder)
+    for path in superseded(present, newest=newest, every=every, is_whole=is_complete):
+        why = f"checkpoint, {newest} newer whole ones stay"
+        yield Removable(path=path, why=why, num_bytes=_size(path), remove=lambda path=path: remove_checkpoint(path))
+
+
+def _caches(config: Config) -> Iterator[Removable]:
+    for _, section in sections(config):
+        for location in locate_streams(section.remote, section.local, section.streams or []):
+            cache = Path(location.local).resolve()
+            if location.remote is not None and cache.is_dir():
+                why = "cache of a finished run"
+                yield Removable(
+                    path=cache, why=why, num_bytes=_size(cache), remove=lambda cache=cache: _remove_cache(cache)
+                )
+
+
+def find_dead_memory() -> list[Removable]:
+    """Shared memory of this user that no process has open."""
+    return [
+        Removable(
+            path=SHARED_MEMORY / leftover.name,
+            why="shared memory of a process that has ended",
+            num_bytes=leftover.num_bytes,
+            remove=lambda name=leftover.name: remove_unused(SHARED_MEMORY / name),
+        )
+        for leftover in find_leftovers()
+    ]
+
+
+def _remove_cache(cache: Path) -> None:
+    away = cache.with_name(cache.name + REMOVED)
+    if not take_away(cache, away):
+        raise MachineError(f"{cache} is in use by a running job, and stays")
+    shutil.rmtree(away)
+
+
+def _size(path: Path) -> int:
+    if not path.is_dir():
+        return path.stat().st_size
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def remove_all(removables: Sequence[Removable]) -> list[str]:
+    """Remove them; return what could not be removed, and why."""
+    failures = []
+    for removable in removables:
+        try:
+            removable.remove()
+        except (OSError, MachineError) as error:
+            failures.append(f"{removable.path}: {error}")
+    return failures
