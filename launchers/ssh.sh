@@ -3,13 +3,17 @@
 #
 #   launchers/ssh.sh "host1 host2" yamls/phase1.yaml output_folder=/shared/runs/phase1 key=value ...
 #
-# The hosts see this folder at the same place. A host that is lost ends the others (within trainer.dist_timeout); then the
-# run continues on the hosts that answer. SIGTERM or Ctrl-C here: all hosts save and end; the same command continues.
+# The hosts see this folder at the same place. Before each start they are checked (scripts/fit_hosts.py): the run starts on
+# those that answer and are fit, with NODES=2 on two of them, the others being spare; CHECK=false: on all. A host that is
+# lost ends the others (within trainer.dist_timeout); then it starts again, unless by a mistake (exit code 2), which that does
+# not mend. SIGTERM or Ctrl-C here: all hosts save and end; the same command continues.
 set -u
 cd "$(dirname "$0")/.." || exit 2
 SSH=${SSH:-ssh}
 PORT=${PORT:-29500}
 ATTEMPTS=${ATTEMPTS:-10}
+PYTHON=${PYTHON:-.venv/bin/python}
+export SSH
 # A host that is cut off is noticed after 30 seconds.
 options=(-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=6)
 read -ra hosts <<< "$1"
@@ -20,28 +24,33 @@ folder=$(mktemp -d) && mkfifo "$folder/open" && exec 9<> "$folder/open" && trap 
 is_told_to_end=false
 trap 'is_told_to_end=true; exec 9>&-' INT TERM
 
+numbers=(${NODES:+--nodes="$NODES"} ${RANKS_PER_HOST:+--ranks-per-host="$RANKS_PER_HOST"})
 for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do
-  answering=()
-  for host in "${hosts[@]}"; do
-    $SSH "${options[@]}" "$host" true < /dev/null && answering+=("$host")
-  done
-  [ ${#answering[@]} -gt 0 ] || { echo "none of ${hosts[*]} answers" >&2; exit 1; }
+  fit=("${hosts[@]}")
+  if [ "${CHECK:-true}" = true ]; then
+    named=$("$PYTHON" scripts/fit_hosts.py "${numbers[@]}" "${hosts[*]}" "$@" 9>&-)
+    code=$?
+    $is_told_to_end && exit 75
+    [ "$code" -eq 0 ] || exit "$code"
+    read -ra fit <<< "$named"
+  fi
   connections=()
-  for number in "${!answering[@]}"; do
-    command=(launchers/ssh_host.sh "${#answering[@]}" "$number" "${answering[0]}" "$((PORT + attempt))" "$@")
+  for number in "${!fit[@]}"; do
+    command=(launchers/ssh_host.sh "${#fit[@]}" "$number" "${fit[0]}" "$((PORT + attempt))" "$@")
     remote="cd $(printf %q "$PWD") && $(printf '%q ' "${command[@]}")"
     # Ctrl-C is for this script only.
     # shellcheck disable=SC2086 # SSH may hold options.
-    setsid $SSH "${options[@]}" "${answering[$number]}" "$remote" < "$folder/open" 9>&- &
+    setsid $SSH "${options[@]}" "${fit[$number]}" "$remote" < "$folder/open" 9>&- &
     connections+=($!)
   done
   code=0
   for connection in "${connections[@]}"; do
     until wait "$connection"; ended=$?; ! kill -0 "$connection" 2> /dev/null; do :; done
-    [ "$ended" -eq 0 ] || code=$ended
+    [ "$ended" -eq 0 ] || [ "$code" -eq 2 ] || code=$ended
   done
   [ "$code" -ne 0 ] || exit 0
   $is_told_to_end && exit 75
-  echo "attempt $attempt of $ATTEMPTS on ${answering[*]} ended with exit code $code" >&2
+  [ "$code" -ne 2 ] || exit 2
+  echo "attempt $attempt of $ATTEMPTS on ${fit[*]} ended with exit code $code" >&2
 done
 exit "$code"

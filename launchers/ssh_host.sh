@@ -5,8 +5,8 @@ source launchers/environment.sh
 num_hosts=$1 number=$2 first=$3 port=$4
 shift 4
 exec 3<&0
-"${BIN:-.venv/bin}/torchrun" --nnodes="$num_hosts" --node-rank="$number" --master-addr="$first" --master-port="$port" \
-  --nproc-per-node="${RANKS_PER_HOST:-gpu}" run.py "$@" < /dev/null 3<&- &
+"${BIN:-.venv/bin}/python" launchers/torchrun.py --nnodes="$num_hosts" --node-rank="$number" --master-addr="$first" \
+  --master-port="$port" --nproc-per-node="${RANKS_PER_HOST:-gpu}" run.py "$@" < /dev/null 3<&- &
 torchrun=$!
 # Nothing is written to us: reading ends when ssh.sh does, or the connection.
 { read -r -u 3; kill -TERM "$torchrun"; } > /dev/null 2>&1 &

@@ -76,14 +76,14 @@ def resume(run: Path, overrides: list[str]) -> None:
     if is_live(run, read_config(run)):
         raise MachineError(f"{run} is at work: stop it first (runs.py stop {run}), or let it go on")
     supervision = read_supervision(run)
-    if supervision is None or not supervision.command:
+    if supervision is None or not supervision.arguments:
         raise ConfigurationError(
             f"{run} was never started by scripts/supervise.py, so its command is not known: start the same command as "
             "before, which continues it"
         )
     program = Path(__file__).resolve().with_name("supervise.py")
     os.chdir(supervision.folder)
-    os.execv(sys.executable, [sys.executable, str(program), "--", *supervision.command, *overrides])
+    os.execv(sys.executable, [sys.executable, str(program), *supervision.arguments, *overrides])
 
 
 def prune(folders: list[Path], keep: int | None, *, is_dry: bool) -> None:

@@ -1,6 +1,11 @@
 """Keep a training job going to its end: `supervise.py -- composer run.py yamls/phase1.yaml [key.sub=value ...]`.
 
 The job is started again when it crashes, hangs or is pre-empted, and ended for good by errors that this does not mend.
+Before each start the machine is checked, and the job not started on one that is unfit. With --hosts all hosts in a
+file are checked, and unfit ones replaced by spare ones or left out:
+
+    supervise.py --hosts hosts.txt --nodes 16 -- launchers/ssh.sh {hosts} yamls/phase1.yaml [key.sub=value ...]
+
 How long is waited and how often it is started again says `operations.supervision` in the run's configuration.
 Exit code: 0 when the run has finished, 75 when it was told to end and is saved, else that of the job.
 """
@@ -8,36 +13,62 @@ Exit code: 0 when the run has finished, 75 when it was told to end and is saved,
 import argparse
 import logging
 import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from diffusion.errors import ConfigurationError
 from diffusion.launch import CommandParser, run_command
+
+if TYPE_CHECKING:
+    from diffusion.operations.machines import Fleet
 
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=Path, metavar="FILE", help="names of hosts that ssh reaches, spare ones last")
+    parser.add_argument("--nodes", type=int, metavar="N", help="how many of them the job wants (all if left out)")
+    parser.add_argument("--ranks-per-host", type=int, metavar="N", help="one for each GPU if left out")
     parser.add_argument(
         "command", nargs="+", help="after `--`: the command that starts the job, with the run's YAML and its overrides"
     )
     return parser.parse_args()
 
 
+def read_fleet(options: argparse.Namespace) -> "Fleet | None":
+    """The hosts that may be used; None for a job of this machine."""
+    from diffusion.operations.machines import PLACE_OF_HOSTS, Fleet
+
+    if options.hosts is None:
+        return None
+    try:
+        hosts = tuple(options.hosts.read_text(encoding="utf-8").split())
+    except OSError as error:
+        raise ConfigurationError(f"--hosts {options.hosts} cannot be read: {error.strerror}") from error
+    if not hosts or not any(PLACE_OF_HOSTS in word for word in options.command):
+        raise ConfigurationError(
+            f"--hosts {options.hosts}: it must name hosts, and the command must say by the word {PLACE_OF_HOSTS} where "
+            "they go, as in launchers/ssh.sh {hosts} yamls/phase1.yaml"
+        )
+    return Fleet(hosts=hosts, wanted=options.nodes, ranks_per_host=options.ranks_per_host)
+
+
 def main() -> None:
     """Supervise."""
-    command = parse_arguments().command
+    options = parse_arguments()
+    fleet = read_fleet(options)
     from diffusion.operations.command import read_command
     from diffusion.operations.events import EventLog
-    from diffusion.operations.jobs import Command
+    from diffusion.operations.machines import Machines
     from diffusion.operations.supervision import Supervisor
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s supervisor: %(message)s")
-    supervised = read_command(command, os.environ)
-    supervisor = Supervisor(
-        lambda lock: Command(command, keep_open=lock),
-        supervised.places,
-        supervised.settings,
-        EventLog(supervised.places.run, supervised.webhook),
-        command,
-    )
+    supervised = read_command(options.command, os.environ)
+    settings, data = supervised.config.operations.supervision, supervised.config.data
+    events = EventLog(supervised.places.run, supervised.webhook)
+    machines = Machines(options.command, supervised.arguments, fleet, data, settings.check_patience, events)
+    supervisor = Supervisor(machines.start, supervised.places, settings, events, sys.argv[1:], machines.check)
     supervisor.listen()
     raise SystemExit(supervisor.run())
 

@@ -276,12 +276,6 @@ def free_memory() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _model(config: Config, device: torch.device) -> LatentDiffusion:
     model = build_model(config.model, config.objective, resolution=config.data.resolution, seed=config.seed)
     fast.apply(model.unet, config.performance, Device.gpu if device.type == "cuda" else Device.cpu)

@@ -2,7 +2,6 @@
 
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from composer.utils import dist
 
+from diffusion.benchmarks.device import Machine, measure_machine, time_runs
 from diffusion.benchmarks.moved_bytes import count_moved_bytes
 from diffusion.benchmarks.step_runs import (
     BareStep,
@@ -19,15 +19,11 @@ from diffusion.benchmarks.step_runs import (
     free_memory,
     run_config,
     run_trainer,
-    synchronize,
 )
 from diffusion.config.data import PictureSize
 from diffusion.config.model import Architecture
 from diffusion.config.schema import Config
 from diffusion.planning.network import training_flops
-
-DATASHEET_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
-"""Dense bf16, by a part of the device's name."""
 
 STOCK = [
     "model.low_precision_norms=false",
@@ -60,19 +56,6 @@ OPTIONS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
-    """Limits of a device, measured."""
-
-    name: str
-    datasheet_flops: float | None
-    matmul_flops: float
-    """Multiply-adds count twice; bf16 on a GPU, fp32 on a CPU."""
-
-    copy_bytes_per_second: float
-    """Read and written together."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Row:
     """One way to make a step, at one size."""
 
@@ -102,24 +85,6 @@ class Row:
     """Of the rate at which products run as measured, and everything else of the stock U-Net at the rate of a copy."""
 
     peak_bytes: int | None
-
-
-def measure_machine(device: torch.device) -> Machine:
-    """Measure the rates of a matrix product and of a copy."""
-    is_gpu = device.type == "cuda"
-    side, dtype = (8192, torch.bfloat16) if is_gpu else (1024, torch.float32)
-    a, b = torch.randn(2, side, side, device=device, dtype=dtype)
-    source = torch.empty(2**30 if is_gpu else 2**27, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    product = min(_times(lambda: a @ b, device, 10 if is_gpu else 3))
-    copied = min(_times(lambda: target.copy_(source), device, 10 if is_gpu else 3))
-    name = torch.cuda.get_device_name(device) if is_gpu else f"CPU, {torch.get_num_threads()} threads"
-    return Machine(
-        name=name,
-        datasheet_flops=next((rate for part, rate in DATASHEET_FLOPS.items() if part in name), None),
-        matmul_flops=2 * side**3 / product,
-        copy_bytes_per_second=2 * source.numel() / copied,
-    )
 
 
 def measure_steps(
@@ -272,20 +237,7 @@ def _times_of_steps(step: Callable[[], Any], device: torch.device, num_blocks: i
         for _ in range(block):
             step()
 
-    return [seconds / block for seconds in _times(steps, device, num_blocks)]
-
-
-def _times(run: Callable[[], Any], device: torch.device, number: int) -> list[float]:
-    """Seconds of each run, after one that is not counted."""
-    run()
-    times = []
-    for _ in range(number):
-        synchronize(device)
-        start = time.perf_counter()
-        run()
-        synchronize(device)
-        times.append(time.perf_counter() - start)
-    return times
+    return [seconds / block for seconds in time_runs(steps, device, num_blocks)]
 
 
 def _row(name: str, config: Config, seconds: Sequence[float], peak: int | None, machine: Machine, num_gpus: int) -> Row:

@@ -151,6 +151,7 @@ _POSITIVE = (
     "operations.supervision.hang_factor",
     "operations.supervision.data_patience",
     "operations.supervision.pause_patience",
+    "operations.supervision.check_patience",
     "operations.max_gpu_hours",
     "operations.max_dollars",
     "plan.price_per_gpu_hour",

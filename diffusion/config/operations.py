@@ -34,7 +34,7 @@ class GuardConfig:
 
 @dataclass(kw_only=True)
 class SupervisionConfig:
-    """What `scripts/supervise.py` waits for, and how often it starts a run again."""
+    """What `scripts/supervise.py` checks and waits for, and how often it starts a run again."""
 
     hang_floor: float = 60.0
     """Seconds without a sign of any rank, while the slowest is in a step, after which the job hangs, at least."""
@@ -59,6 +59,9 @@ class SupervisionConfig:
 
     continue_preempted: bool = True
     """Start again at once after exit code 75 that the supervisor was not told to expect; false ends with it."""
+
+    check_patience: float | None = 120.0
+    """Seconds that the check of the machines before each start may take (it takes some); null: no check."""
 
     webhook_variable: str | None = None
     """Name of the environment variable that holds an address to which each event is posted as JSON; null: none."""

@@ -33,8 +33,14 @@ from diffusion.health.node_measures import introduce, measure_nodes
 from diffusion.health.nodes import check_nodes
 from diffusion.health.opening import cache_demand_of_readings, read_batches, sections
 from diffusion.health.ranks import check_ranks, check_reduction, measure_reduction, read_rank
-from diffusion.health.readings import find_leftovers, measure_write_speed, read_disk, read_machine
-from diffusion.health.startup import cache_folders, checkpoint_folder, world
+from diffusion.health.readings import (
+    checkpoint_folder,
+    find_leftovers,
+    measure_write_speed,
+    read_disk,
+    read_machine,
+)
+from diffusion.health.startup import cache_folders, world
 from diffusion.health.streams import StreamReading, check_stream, newest_file, read_stream
 from diffusion.health.verdicts import Level, Verdict, merge, ok, problem
 from diffusion.launch import agree

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import pynvml
 
+from diffusion.health.verdicts import Verdict, problem, warning
+
 T = TypeVar("T")
 
 SLOWDOWNS = {
@@ -106,6 +108,21 @@ def _attempt(nvml: Any, read: Callable[[], T], otherwise: Any) -> T:
         return read()
     except nvml.NVMLError:
         return otherwise
+
+
+def check_faults(gpu: GpuReading) -> list[Verdict]:
+    """What is wrong with a GPU, whatever it is to do."""
+    verdicts = []
+    if gpu.remapping_failed:
+        what = f"{gpu.name} has damaged memory that cannot be replaced by spare rows"
+        verdicts.append(problem("GPU errors", what, "take it out of the job and have it exchanged"))
+    elif gpu.uncorrected_errors:
+        what = f"{gpu.name} had {gpu.uncorrected_errors} memory errors that could not be corrected"
+        verdicts.append(warning("GPU errors", what, "reset it or restart the machine; if they come back, exchange it"))
+    if gpu.slowdowns:
+        what = f"{gpu.name} is slowed down: {', '.join(gpu.slowdowns)}"
+        verdicts.append(warning("GPU clocks", what, "check cooling and power supply: one slow GPU slows down all"))
+    return verdicts
 
 
 class GpuMeter:

@@ -1,11 +1,19 @@
 """On which hosts a run starts: those that are fit, and of these as many as its batch can be divided among."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+import json
+import shlex
+import subprocess
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from diffusion.config.data import DataConfig
 from diffusion.config.groups import group_size, legal_world_sizes
 from diffusion.errors import MachineError
+from diffusion.health.nodes import NodeReading, check_nodes, unfit_nodes
+from diffusion.health.verdicts import Verdict, from_json, merge, problem, raise_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +25,109 @@ class Choice:
     unfit: tuple[str, ...]
     spare: tuple[str, ...]
     """Fit, and not needed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """What hosts said of themselves."""
+
+    hosts: tuple[str, ...]
+    readings: tuple[NodeReading, ...]
+    """Of those that answered."""
+
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def unfit(self) -> list[str]:
+        """Hosts with a problem that not all have, or out of line."""
+        return unfit_nodes(self.hosts, self.verdicts)
+
+    def refuse(self) -> None:
+        """Raise what no other choice of hosts mends.
+
+        Raises:
+            MachineError: all hosts have the same problem, or the only one has any.
+        """
+        place = self.hosts[0] if len(self.hosts) == 1 else "all hosts"
+        shared = [verdict for verdict in self.verdicts if not verdict.where]
+        raise_problems([replace(verdict, what=f"{place}: {verdict.what}") for verdict in shared], MachineError)
+
+
+def survey(hosts: Sequence[str], command: Callable[[str], Sequence[str]], patience: float) -> Survey:
+    """Check hosts, all at the same time and each by itself, and compare what they have measured.
+
+    Args:
+        hosts: their names.
+        command: runs `diffusion.health.this_machine` on a host.
+        patience: seconds after which one that has not answered is unfit.
+    """
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        answers = list(pool.map(lambda host: _ask(command(host), patience), hosts))
+    found = [
+        (host, from_json(answer["verdicts"]) if isinstance(answer, dict) else [answer])
+        for host, answer in zip(hosts, answers, strict=True)
+    ]
+    readings = [
+        NodeReading(**{**answer["reading"], "name": host})
+        for host, answer in zip(hosts, answers, strict=True)
+        if isinstance(answer, dict)
+    ]
+    verdicts = [*merge(found), *(check_nodes(readings) if readings else [])]
+    return Survey(hosts=tuple(hosts), readings=tuple(readings), verdicts=tuple(verdicts))
+
+
+def _ask(command: Sequence[str], patience: float) -> dict[str, Any] | Verdict:
+    """What a host says by a command, or the problem that it says nothing."""
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+    )
+    try:
+        output, complaint = process.communicate(timeout=patience)
+    except subprocess.TimeoutExpired:
+        process.kill()  # And not waited for: it may hang in the kernel.
+        return problem("answers", f"no answer for {patience:.0f} s", "see what it waits for (disk, GPU)")
+    lines = output.splitlines()
+    try:
+        return json.loads(lines[-1])
+    except (IndexError, ValueError):
+        said = (complaint.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+        return problem("answers", f"it cannot be checked ({said})", "see that it can be reached, and has this folder")
+
+
+def command_over_ssh(ssh: Sequence[str], arguments: Sequence[str]) -> Callable[[str], Sequence[str]]:
+    """The check of a host that sees the present folder at the same place.
+
+    Args:
+        ssh: program and options.
+        arguments: YAML and overrides of the run.
+    """
+    check = shlex.join(["-m", "diffusion.health.this_machine", *arguments])
+    remote = f'cd {shlex.quote(str(Path.cwd()))} && exec "${{BIN:-.venv/bin}}/python" {check}'
+    options = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+    return lambda host: [*ssh, *options, host, remote]
+
+
+def choose_fit_hosts(found: Survey, *, wanted: int | None, ranks_per_host: int | None, data: DataConfig) -> Choice:
+    """Choose among hosts that were checked.
+
+    Args:
+        found: what they said.
+        wanted: nodes; None: all of them.
+        ranks_per_host: None: one for each GPU, or one without GPUs.
+        data: what is divided among the ranks.
+
+    Raises:
+        MachineError: all hosts have the same problem, or those that are fit cannot do it.
+    """
+    found.refuse()
+    most = max((reading.num_gpus for reading in found.readings), default=1)
+    return choose_hosts(
+        found.hosts,
+        [place for place, host in enumerate(found.hosts) if host in found.unfit],
+        wanted=wanted or len(found.hosts),
+        ranks_per_node=ranks_per_host or max(1, most),
+        data=data,
+    )
 
 
 def choose_hosts(

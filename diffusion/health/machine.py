@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from diffusion.health.demand import Demand
-from diffusion.health.gpus import GpuReading
+from diffusion.health.gpus import GpuReading, check_faults
 from diffusion.health.readings import DiskReading, Leftover, MachineReading
 from diffusion.health.verdicts import Verdict, ok, problem, size_text, warning
 
@@ -114,16 +114,7 @@ def _check_gpu(gpu: GpuReading, needed: float) -> list[Verdict]:
         is_full = needed > gpu.free_bytes
         remedy = "end them (nvidia-smi shows them), or choose other GPUs with CUDA_VISIBLE_DEVICES"
         verdicts.append((problem if is_full else warning)("GPU in use", what, remedy))
-    if gpu.remapping_failed:
-        what = f"{gpu.name} has damaged memory that cannot be replaced by spare rows"
-        verdicts.append(problem("GPU errors", what, "take it out of the job and have it exchanged"))
-    elif gpu.uncorrected_errors:
-        what = f"{gpu.name} had {gpu.uncorrected_errors} memory errors that could not be corrected"
-        verdicts.append(warning("GPU errors", what, "reset it or restart the machine; if they come back, exchange it"))
-    if gpu.slowdowns:
-        what = f"{gpu.name} is slowed down: {', '.join(gpu.slowdowns)}"
-        verdicts.append(warning("GPU clocks", what, "check cooling and power supply: one slow GPU slows down all"))
-    return verdicts
+    return [*verdicts, *check_faults(gpu)]
 
 
 def check_output_space(disk: DiskReading, demand: Demand) -> Verdict:

@@ -2,7 +2,7 @@
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch.distributed import (
     isend,
 )
 
-from diffusion.benchmarks.steps import measure_machine
+from diffusion.benchmarks.device import measure_machine
 from diffusion.errors import MachineError
 from diffusion.health.nodes import NodeReading, pairings
 from diffusion.health.readings import measure_write_speed
@@ -113,7 +113,7 @@ def measure_nodes(device: torch.device, num_gpus: int, folder: Path, patience: f
         NoAnswerError: some have not.
     """
     machine = measure_machine(device)
-    written = _written(folder) if dist.get_local_rank() == 0 else float("inf")
+    written = _written(folder) if dist.get_local_rank() == 0 else None
     await_answers("measured", patience)
     own = NodeReading(
         name=f"node {dist.get_node_rank()}",
@@ -133,10 +133,14 @@ def _slowest(ranks: Sequence[NodeReading]) -> NodeReading:
     """The node of some ranks, which is as slow as the slowest of them."""
     return replace(
         ranks[0],
-        flops=min(rank.flops for rank in ranks),
-        copied=min(rank.copied for rank in ranks),
-        written=min(rank.written for rank in ranks),
+        flops=_least(rank.flops for rank in ranks),
+        copied=_least(rank.copied for rank in ranks),
+        written=_least(rank.written for rank in ranks),
     )
+
+
+def _least(values: Iterable[float | None]) -> float | None:
+    return min((value for value in values if value is not None), default=None)
 
 
 def _written(folder: Path) -> float:

@@ -24,13 +24,13 @@ class NodeReading:
     num_gpus: int
     """That NVML or CUDA sees; 0 for a run on the CPU."""
 
-    flops: float
-    """Operations per second of a matrix product."""
+    flops: float | None = None
+    """Operations per second of a matrix product; None where it was not measured, as all that follows."""
 
-    copied: float
+    copied: float | None = None
     """Bytes per second of a copy in the device's memory, read and written."""
 
-    written: float
+    written: float | None = None
     """Bytes per second of the disk for checkpoints."""
 
     link: float | None = None

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from diffusion.config.schema import Config
 from diffusion.health.gpus import GpuReading, read_gpus
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -124,6 +125,14 @@ def job_processes() -> set[int]:
     parent = this.parent()
     root = parent if parent is not None and "LOCAL_WORLD_SIZE" in os.environ else this
     return {root.pid, this.pid, *(child.pid for child in root.children(recursive=True))}
+
+
+def checkpoint_folder(config: Config) -> Path:
+    """Where checkpoints are written on this machine, before they go to a store if they do."""
+    place = config.trainer.checkpoint_folder
+    if place is None or "://" in place:
+        return Path(config.output_folder).expanduser()
+    return Path(place).expanduser()
 
 
 def read_disk(folder: Path, *, with_content: bool = False) -> DiskReading:

@@ -18,7 +18,7 @@ from diffusion.health.cache import check_cache_limit, check_cache_space
 from diffusion.health.demand import find_demand
 from diffusion.health.machine import check_machine_reading, check_output_space
 from diffusion.health.opening import cache_demand_of_dataset
-from diffusion.health.readings import read_disk, read_machine
+from diffusion.health.readings import checkpoint_folder, read_disk, read_machine
 from diffusion.health.verdicts import Verdict, merge, raise_problems, warnings_of
 from diffusion.launch import agree
 from diffusion.planning.fleet import World
@@ -76,14 +76,6 @@ def world() -> World:
     """The machines of this job."""
     per_node = dist.get_local_world_size()
     return World(num_nodes=max(1, dist.get_world_size() // per_node), ranks_per_node=per_node)
-
-
-def checkpoint_folder(config: Config) -> Path:
-    """Where checkpoints are written on this machine, before they go to a store if they do."""
-    place = config.trainer.checkpoint_folder
-    if place is None or "://" in place:
-        return Path(config.output_folder).expanduser()
-    return Path(place).expanduser()
 
 
 def cache_folders(config: Config) -> list[Path]:

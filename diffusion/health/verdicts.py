@@ -37,6 +37,11 @@ class Verdict:
     where: str = ""
     """Machines that it concerns; empty where it concerns the whole job."""
 
+    @property
+    def sentence(self) -> str:
+        """What was found, and what to do about it."""
+        return f"{self.what}: {self.remedy}" if self.remedy else self.what
+
 
 def ok(check: str, what: str) -> Verdict:
     """A check that found nothing."""
@@ -93,9 +98,14 @@ def to_json(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
     return [asdict(verdict) | {"level": verdict.level.value} for verdict in verdicts]
 
 
+def from_json(rows: Sequence[dict[str, Any]]) -> list[Verdict]:
+    """What `to_json` has written."""
+    return [Verdict(**{**row, "level": Level(row["level"])}) for row in rows]
+
+
 def raise_problems(verdicts: Sequence[Verdict], kind: type[UserError]) -> None:
     """Raise one error with all problems among the verdicts, if there are any."""
-    texts = [_sentence(verdict) for verdict in verdicts if verdict.level is Level.problem]
+    texts = [verdict.sentence for verdict in verdicts if verdict.level is Level.problem]
     if len(texts) == 1:
         raise kind(texts[0])
     if texts:
@@ -104,11 +114,7 @@ def raise_problems(verdicts: Sequence[Verdict], kind: type[UserError]) -> None:
 
 def warnings_of(verdicts: Sequence[Verdict]) -> list[str]:
     """The warnings among the verdicts, each as one line of text."""
-    return [_sentence(verdict) for verdict in verdicts if verdict.level is Level.warning]
-
-
-def _sentence(verdict: Verdict) -> str:
-    return f"{verdict.what}: {verdict.remedy}" if verdict.remedy else verdict.what
+    return [verdict.sentence for verdict in verdicts if verdict.level is Level.warning]
 
 
 def size_text(num_bytes: float) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diffusion.config.loading import load_config
-from diffusion.config.operations import SupervisionConfig
+from diffusion.config.schema import Config
 from diffusion.errors import ConfigurationError
 from diffusion.operations.beats import beats_folder
 from diffusion.operations.supervision import Places
@@ -15,8 +15,11 @@ from diffusion.operations.supervision import Places
 class Supervised:
     """A job that is to be supervised."""
 
+    config: Config
+    arguments: tuple[str, ...]
+    """The YAML and the overrides."""
+
     places: Places
-    settings: SupervisionConfig
     webhook: str | None
     """Address for events, a secret."""
 
@@ -31,17 +34,18 @@ def read_command(command: Sequence[str], environment: Mapping[str, str]) -> Supe
     Raises:
         ConfigurationError: the command names no YAML, the configuration is wrong, or the webhook is not set.
     """
-    config = load_config(*split_command(command))
-    settings = config.operations.supervision
-    name = settings.webhook_variable
+    yaml, overrides = split_command(command)
+    config = load_config(yaml, overrides)
+    name = config.operations.supervision.webhook_variable
     if name is not None and not environment.get(name):
         raise ConfigurationError(
             f"operations.supervision.webhook_variable is {name}, but there is no such environment variable. Set it to "
             "the address that events are posted to, or the key to null"
         )
     return Supervised(
+        config=config,
+        arguments=(yaml, *overrides),
         places=Places(run=Path(config.output_folder).expanduser(), beats=beats_folder(config)),
-        settings=settings,
         webhook=environment[name] if name is not None else None,
     )
 

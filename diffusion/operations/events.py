@@ -5,6 +5,7 @@ import json
 import logging
 import queue
 import threading
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,26 @@ _POST_SECONDS = 10.0
 _LAST_POSTS_SECONDS = 20.0
 
 log = logging.getLogger(__name__)
+
+
+class EventKind(str, Enum):
+    """What happens under supervision; what each means and what to do about it is in docs/operations.md."""
+
+    unfit = "unfit"
+    """A check before a start found something wrong with a machine."""
+
+    started = "started"
+    told = "told"
+    slow_data = "slow_data"
+    data_came = "data_came"
+    hang = "hang"
+    going_back = "going_back"
+    ended = "ended"
+    """It will be started again."""
+
+    finished = "finished"
+    stopped = "stopped"
+    """It will not."""
 
 
 class EventLog:
@@ -38,18 +59,18 @@ class EventLog:
             self._poster = threading.Thread(target=self._post_all, args=(webhook,), daemon=True)
             self._poster.start()
 
-    def add(self, event: str, reason: str = "", **more: Any) -> None:
+    def add(self, event: EventKind, reason: str = "", **more: Any) -> None:
         """Write and post an event.
 
         Args:
-            event: its name.
+            event: its kind.
             reason: in words.
             more: numbers and names.
         """
         time = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-        row = {"time": time, "event": event, "reason": reason, **more}
+        row = {"time": time, "event": event.value, "reason": reason, **more}
         details = ", ".join(f"{key} {value}" for key, value in more.items())
-        log.warning("%s%s%s", event, f" ({details})" if details else "", f": {reason}" if reason else "")
+        log.warning("%s%s%s", event.value, f" ({details})" if details else "", f": {reason}" if reason else "")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
@@ -57,7 +78,7 @@ class EventLog:
         except OSError as error:
             log.warning("%s cannot be written: %s", self.path, error.strerror)
         if self._poster is not None:
-            self._queue.put({**row, "run": self._run, "text": f"{self._run}: {event} {reason}".rstrip()})
+            self._queue.put({**row, "run": self._run, "text": f"{self._run}: {event.value} {reason}".rstrip()})
 
     def close(self) -> None:
         """Wait for the last posts, for a short time."""

@@ -98,14 +98,15 @@ class Supervision:
     folder: str
     """Where it was started."""
 
-    command: tuple[str, ...]
+    arguments: tuple[str, ...]
+    """Of `scripts/supervise.py`."""
 
 
 def read_supervision(run: Path) -> Supervision | None:
     """The last supervisor of a run; None if it had none."""
     try:
         fields = json.loads((run / SUPERVISED).read_text(encoding="utf-8"))
-        return Supervision(pid=fields["pid"], folder=fields["folder"], command=tuple(fields["command"]))
+        return Supervision(pid=fields["pid"], folder=fields["folder"], arguments=tuple(fields["arguments"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -19,7 +19,7 @@ from diffusion.errors import MachineError
 from diffusion.launch import PREEMPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from diffusion.operations import jobs
 from diffusion.operations.beats import Beat, Phase, clear_beats, read_beats
-from diffusion.operations.events import EventLog
+from diffusion.operations.events import EventKind, EventLog
 from diffusion.operations.jobs import Job
 from diffusion.operations.patience import Condition, Watch
 from diffusion.operations.restarts import Decision, Ending, Restarts
@@ -40,7 +40,7 @@ HANG_EXIT_CODE = 124
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 SUPERVISED = "supervised.lock"
-"""In the run folder: locked while a supervisor or its job is at work; holds its process, folder and command."""
+"""In the run folder: locked while a supervisor or its job is at work; holds its process, folder and arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,8 @@ class Supervisor:
         places: where it leaves its traces.
         settings: how long it waits, and how often it starts again.
         events: where it tells what happens.
-        command: that starts the job, for who is to start it again later.
+        arguments: of the command that supervises, for who is to start it again later.
+        prepare: called before each start; a `MachineError` that it raises counts as the end of that start.
     """
 
     def __init__(
@@ -71,10 +72,12 @@ class Supervisor:
         places: Places,
         settings: SupervisionConfig,
         events: EventLog,
-        command: Sequence[str] = (),
+        arguments: Sequence[str] = (),
+        prepare: Callable[[], None] = lambda: None,
     ) -> None:
         self.places, self.settings, self.events = places, settings, events
-        self._start, self._restarts, self._command = start, Restarts(settings), tuple(command)
+        self._start, self._restarts = start, Restarts(settings)
+        self._prepare, self._arguments = prepare, tuple(arguments)
         self._told: int | None = None
         self._wake = threading.Event()
 
@@ -106,23 +109,39 @@ class Supervisor:
 
     def _supervise(self, lock: int) -> Decision:
         while True:
-            clear_beats(self.places.beats)
-            job = self._start(lock)
-            self.events.add("started", processes=job.pids)
-            ending = self._attend(job)
-            if (rollback := read_pending(self.places.run)) is not None:
-                self.events.add("going_back", f"the loss of step {rollback.step} is {rollback.loss}", to=rollback.limit)
+            ending = self._start_once(lock)
             decision = self._restarts.after(ending, was_told=self._told is not None)
             if not decision.starts_again:
-                self.events.add("finished" if decision.code == 0 else "stopped", decision.reason, code=decision.code)
+                kind = EventKind.finished if decision.code == 0 else EventKind.stopped
+                self.events.add(kind, decision.reason, code=decision.code)
                 return decision
-            self.events.add("ended", ending.reason, code=ending.code, step=ending.step, pause=decision.pause)
+            self.events.add(EventKind.ended, ending.reason, code=ending.code, step=ending.step, pause=decision.pause)
             self._wake.wait(decision.pause)
-            if self._told is not None:
-                self.events.add("stopped", "the supervisor was told to end", code=PREEMPTED_EXIT_CODE)
-                return Decision(starts_again=False, code=PREEMPTED_EXIT_CODE)
 
     # One start
+
+    def _start_once(self, lock: int) -> Ending:
+        """Check the machines, start the job and attend it."""
+        error = None if self._told is not None else self._check()
+        if self._told is not None:
+            return Ending(code=PREEMPTED_EXIT_CODE, reason="the supervisor was told to end")
+        if error is not None:
+            return Ending(code=USER_ERROR_EXIT_CODE, reason=f"{type(error).__name__}: {error}")
+        clear_beats(self.places.beats)
+        job = self._start(lock)
+        self.events.add(EventKind.started, processes=job.pids)
+        ending = self._attend(job)
+        if (rollback := read_pending(self.places.run)) is not None:
+            reason = f"the loss of step {rollback.step} is {rollback.loss}"
+            self.events.add(EventKind.going_back, reason, to=rollback.limit)
+        return ending
+
+    def _check(self) -> MachineError | None:
+        try:
+            self._prepare()
+        except MachineError as error:
+            return error
+        return None
 
     def _attend(self, job: Job) -> Ending:
         """Wait for the end of a start, or end it when it hangs."""
@@ -137,7 +156,8 @@ class Supervisor:
                 return self._end_hanging(job, beats, judgement.reason)
             if judgement.condition is not condition:
                 condition = judgement.condition
-                self.events.add("slow_data" if condition is Condition.slow_data else "data_came", judgement.reason)
+                is_slow = condition is Condition.slow_data
+                self.events.add(EventKind.slow_data if is_slow else EventKind.data_came, judgement.reason)
             self._wake.wait(POLL_SECONDS)
             self._wake.clear()
         self._await_stragglers()
@@ -146,7 +166,7 @@ class Supervisor:
     def _pass_on(self, job: Job) -> None:
         """Tell the ranks, which tell one another; or the launcher, while none has begun."""
         assert self._told is not None
-        self.events.add("told", f"{signal.Signals(self._told).name} came and is passed on")
+        self.events.add(EventKind.told, f"{signal.Signals(self._told).name} came and is passed on")
         jobs.tell(self._ranks() or job.pids)
 
     def _end_hanging(self, job: Job, beats: Sequence[Beat], reason: str) -> Ending:
@@ -159,7 +179,7 @@ class Supervisor:
             path.write_text(text, encoding="utf-8")
         except OSError as error:
             log.warning("%s cannot be written: %s", path, error.strerror)
-        self.events.add("hang", reason, stacks=path.name, step=_step(beats))
+        self.events.add(EventKind.hang, reason, stacks=path.name, step=_step(beats))
         jobs.kill(jobs.tree([*job.pids, *self._ranks()]))
         return Ending(code=HANG_EXIT_CODE, reason=reason, step=_step(beats))
 
@@ -187,7 +207,9 @@ class Supervisor:
                 "wait for its end"
             )
         os.ftruncate(lock, 0)
-        os.write(lock, json.dumps({"pid": os.getpid(), "folder": str(Path.cwd()), "command": self._command}).encode())
+        os.write(
+            lock, json.dumps({"pid": os.getpid(), "folder": str(Path.cwd()), "arguments": self._arguments}).encode()
+        )
         return lock
 
 

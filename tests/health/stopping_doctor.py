@@ -5,7 +5,7 @@ import runpy
 import signal
 import sys
 
-from diffusion.benchmarks.steps import Machine
+from diffusion.benchmarks.device import Machine
 from diffusion.health import node_measures
 
 

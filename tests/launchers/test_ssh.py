@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from diffusion.health.verdicts import problem, to_json
 from tests.hosts import ADDRESSES, Cable, wait_until
 from tests.training_runs import BIN, ROOT, environment
 
@@ -36,12 +37,16 @@ OPTIONS = [
 ]
 
 STAND_IN = """#!/bin/bash
+if [ "$1" = -m ]; then
+  cat {folder}/answer-$HOST
+  exit
+fi
 echo "$@" >> {folder}/started-$HOST
 trap 'echo told > {folder}/told-$HOST; kill $!; exit 1' TERM
 sleep {seconds} & wait
-[ "$(wc -l < {folder}/started-$HOST)" -gt 1 ]
+[ "$(wc -l < {folder}/started-$HOST)" -gt 1 ] || exit {code}
 """
-"""In the place of torchrun: says what it was started with, and fails when it is started for the first time."""
+"""In the place of python: answers the check, says what torchrun was started with, and fails when that happens first."""
 
 
 class Hosts:
@@ -84,7 +89,13 @@ class Hosts:
         ssh = " ".join(["ssh", "-i", str(self.folder / "key"), *(f"-o {option}" for option in OPTIONS)])
         command = [*self.on("first"), "launchers/ssh.sh", " ".join(ADDRESSES.values()), *arguments]
         with self.log.open("w") as log:
-            process = subprocess.Popen(command, cwd=ROOT, env=environment() | {"SSH": ssh}, stdout=log, stderr=log)
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment() | {"SSH": ssh, "PYTHON": str(BIN / "python")},
+                stdout=log,
+                stderr=log,
+            )
         self._processes.append(process)
         return process
 
@@ -125,36 +136,49 @@ def make_hosts(tmp_path: Path) -> Iterator:
         cable.remove()
 
 
-def stand_in(folder: Path, seconds: int) -> Path:
-    """A folder whose torchrun is the stand-in."""
+def stand_in(folder: Path, *, seconds: int = 0, code: int = 1, unfit: str = "") -> Path:
+    """A folder whose python is the stand-in."""
     programs = folder / "bin"
     programs.mkdir()
-    (programs / "torchrun").write_text(STAND_IN.format(folder=folder, seconds=seconds))
-    (programs / "torchrun").chmod(0o755)
+    (programs / "python").write_text(STAND_IN.format(folder=folder, seconds=seconds, code=code))
+    (programs / "python").chmod(0o755)
+    for host in ADDRESSES:
+        verdicts = [problem("output folder", "no room", "free space")] if host == unfit else []
+        answer = {"reading": {"name": host, "host": host, "num_gpus": 0}, "verdicts": to_json(verdicts)}
+        (folder / f"answer-{host}").write_text(json.dumps(answer))
     return programs
 
 
 def test_a_run_that_fails_is_started_again_on_all_hosts(make_hosts, tmp_path):
-    hosts = make_hosts(stand_in(tmp_path, 0))
-    assert hosts.launch("tests/toy.yaml", "a=[{x: 1}, 2]").wait(120) == 0, hosts.log.read_text()
+    hosts = make_hosts(stand_in(tmp_path))
+    assert hosts.launch("tests/toy.yaml", "samples.prompts=[a b, 'c']").wait(120) == 0, hosts.log.read_text()
     for number, host in enumerate(ADDRESSES):
         starts = (tmp_path / f"started-{host}").read_text().splitlines()
         assert starts == [
-            f"--nnodes=2 --node-rank={number} --master-addr={ADDRESSES['first']} --master-port={port} "
-            "--nproc-per-node=1 run.py tests/toy.yaml a=[{x: 1}, 2]"
+            f"launchers/torchrun.py --nnodes=2 --node-rank={number} --master-addr={ADDRESSES['first']} "
+            f"--master-port={port} --nproc-per-node=1 run.py tests/toy.yaml samples.prompts=[a b, 'c']"
             for port in (29501, 29502)
         ]
 
 
+def test_an_unfit_host_is_left_out_and_a_mistake_ends_the_attempts(make_hosts, tmp_path):
+    hosts = make_hosts(stand_in(tmp_path, code=2, unfit="first"))
+    assert hosts.launch("tests/toy.yaml").wait(120) == 2, hosts.log.read_text()
+    (start,) = (tmp_path / "started-second").read_text().splitlines()
+    assert start.startswith(f"launchers/torchrun.py --nnodes=1 --node-rank=0 --master-addr={ADDRESSES['second']}")
+    assert not (tmp_path / "started-first").exists()
+    assert f"output folder ({ADDRESSES['first']})  problem  no room" in hosts.log.read_text()
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -9)])
 def test_the_hosts_are_told_when_the_launcher_is_told_or_killed(make_hosts, tmp_path, number, code):
-    hosts = make_hosts(stand_in(tmp_path, 300))
+    hosts = make_hosts(stand_in(tmp_path, seconds=300))
     launcher = hosts.launch("tests/toy.yaml")
     wait_until(lambda: all((tmp_path / f"started-{host}").exists() for host in ADDRESSES), "the hosts do not start")
     launcher.send_signal(number)
     assert launcher.wait(60) == code, hosts.log.read_text()
     wait_until(lambda: all((tmp_path / f"told-{host}").exists() for host in ADDRESSES), "the hosts are not told")
-    wait_until(lambda: "torchrun" not in hosts.running("second"), "the hosts go on")
+    wait_until(lambda: "python" not in hosts.running("second"), "the hosts go on")
 
 
 @pytest.mark.world_size(2)

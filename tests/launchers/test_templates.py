@@ -14,7 +14,7 @@ from torch.distributed.run import config_from_args, parse_args
 from diffusion.config.loading import load_config
 from diffusion.config.schema import Config
 from launchers.sagemaker import command
-from tests.training_runs import BIN, ROOT
+from tests.training_runs import BIN, ROOT, environment
 
 LAUNCHERS = ROOT / "launchers"
 SCRIPTS = [*sorted(LAUNCHERS.glob("*.sh")), LAUNCHERS / "slurm.sbatch"]
@@ -113,6 +113,13 @@ def test_sagemakers_description_becomes_a_command(tmp_path):
     assert config.data.local == f"{tmp_path}/input/data/train"
     assert (config.trainer.max_duration, config.optimizer.lr) == ("200000ba", 2e-4)
     assert program[-len(parsed.training_script_args) :] == parsed.training_script_args
+
+
+def test_torchrun_ends_with_the_code_of_the_rank_that_failed():
+    program = 'if [ "$RANK" = 1 ]; then exit 2; else exec sleep 600; fi'
+    command = [BIN / "python", LAUNCHERS / "torchrun.py", "--nproc-per-node=2", "--no-python", "bash", "-c", program]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2, done.stderr
 
 
 def test_variables_that_are_set_stay_and_the_network_is_named_once():

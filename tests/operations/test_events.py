@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from diffusion.operations.events import EventLog, read_events
+from diffusion.operations.events import EventKind, EventLog, read_events
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def receiver():
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             posts.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(500 if posts[-1]["event"] == "refused" else 200)
+            self.send_response(500 if posts[-1]["event"] == "stopped" else 200)
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
@@ -35,8 +35,8 @@ def receiver():
 def test_each_event_is_a_line_and_a_post(tmp_path, receiver):
     webhook, posts = receiver
     log = EventLog(tmp_path / "phase1", webhook)
-    log.add("hang", "no sign of any rank", step=7)
-    log.add("finished", code=0)
+    log.add(EventKind.hang, "no sign of any rank", step=7)
+    log.add(EventKind.finished, code=0)
     log.close()
     rows = read_events(tmp_path / "phase1")
     assert [(row["event"], row["reason"]) for row in rows] == [("hang", "no sign of any rank"), ("finished", "")]
@@ -49,13 +49,13 @@ def test_an_address_that_refuses_or_is_not_there_harms_nothing_and_is_not_told(t
     caplog.set_level(logging.DEBUG, "diffusion")
     for webhook in (receiver[0], "http://127.0.0.1:1/services/HUSH", "HUSH"):
         log = EventLog(tmp_path, webhook)
-        log.add("refused")
+        log.add(EventKind.stopped)
         log.close()
     assert len(read_events(tmp_path)) == 3
     failures = [record.getMessage() for record in caplog.records if "was not posted" in record.getMessage()]
     assert failures == [
-        "event refused was not posted: status 500",
-        "event refused was not posted: ConnectionError",
-        "event refused was not posted: MissingSchema",
+        "event stopped was not posted: status 500",
+        "event stopped was not posted: ConnectionError",
+        "event stopped was not posted: MissingSchema",
     ]
     assert "HUSH" not in caplog.text

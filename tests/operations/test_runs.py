@@ -56,10 +56,10 @@ def beat(config: Config, *, host: str, pid: int, phase: Phase = Phase.step, age:
     file.close()
 
 
-def supervise(folder: Path, pid: int, command: list[str]) -> int:
+def supervise(folder: Path, pid: int, arguments: list[str]) -> int:
     """Hold a run's lock, as a supervisor does."""
     lock = os.open(folder / SUPERVISED, os.O_RDWR | os.O_CREAT)
-    os.write(lock, json.dumps({"pid": pid, "folder": str(folder), "command": command}).encode())
+    os.write(lock, json.dumps({"pid": pid, "folder": str(folder), "arguments": arguments}).encode())
     fcntl.flock(lock, fcntl.LOCK_EX)
     return lock
 
@@ -125,7 +125,7 @@ def test_a_run_goes_on_with_the_command_of_its_supervisor(tmp_path, monkeypatch)
     write_run(run)
     with pytest.raises(ConfigurationError, match="never started by"):
         script().resume(run, [])
-    lock = supervise(run, os.getpid(), ["composer", "run.py", "a.yaml"])
+    lock = supervise(run, os.getpid(), ["--hosts", "file", "--", "composer", "run.py", "a.yaml"])
     with pytest.raises(MachineError, match="at work"):
         script().resume(run, [])
     os.close(lock)
@@ -133,8 +133,8 @@ def test_a_run_goes_on_with_the_command_of_its_supervisor(tmp_path, monkeypatch)
     monkeypatch.setattr(os, "execv", lambda program, arguments: called.append(arguments))
     monkeypatch.chdir(tmp_path)
     script().resume(run, ["operations.max_dollars=9"])
-    command = ["--", "composer", "run.py", "a.yaml", "operations.max_dollars=9"]
-    assert called == [[sys.executable, str(ROOT / "scripts/supervise.py"), *command]]
+    arguments = ["--hosts", "file", "--", "composer", "run.py", "a.yaml", "operations.max_dollars=9"]
+    assert called == [[sys.executable, str(ROOT / "scripts/supervise.py"), *arguments]]
     assert Path.cwd() == run, "paths in the command are relative to where it was given"
 
 

@@ -137,7 +137,7 @@ def test_the_command_says_what_is_supervised(tmp_path):
     command = ["torchrun", "--nnodes=2", "run.py", "tests/toy.yaml", f"output_folder={tmp_path}"]
     supervised = read_command([*command, "operations.supervision.hang_floor=90"], {})
     assert supervised.places == Places(run=tmp_path, beats=tmp_path / "heartbeats")
-    assert (supervised.settings.hang_floor, supervised.webhook) == (90, None)
+    assert (supervised.config.operations.supervision.hang_floor, supervised.webhook) == (90, None)
     named = "operations.supervision.webhook_variable=ALARMS"
     assert read_command([*command, named], {"ALARMS": "http://x/SECRET"}).webhook == "http://x/SECRET"
     with pytest.raises(ConfigurationError, match="no such environment variable"):

@@ -1,0 +1,45 @@
+"""Name the hosts to start a run on: each is checked by ssh, and unfit ones are replaced by spare ones or left out.
+
+    python scripts/fit_hosts.py "host1 host2 host3" CONFIG.yaml [key.sub=value ...] [--nodes 2]
+
+The names are on stdout, what was found is on stderr. The hosts see this folder at the same place. The environment
+variable SSH holds the ssh program and its options. Exit code 2 if the run cannot start.
+"""
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+from diffusion.config.loading import load_config
+from diffusion.launch import CommandParser, run_command, say_to_stderr
+
+
+def fit_hosts(arguments: Sequence[str]) -> None:
+    """Check, and print the hosts."""
+    parser = CommandParser(prog="fit_hosts.py", description="Name the hosts to start a run on.")
+    parser.add_argument("hosts", help="names, spare ones last")
+    parser.add_argument("config", metavar="CONFIG.yaml", help="configuration of the run")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="values that replace those of the file")
+    parser.add_argument("--nodes", type=int, metavar="N", help="how many are wanted (all if left out)")
+    parser.add_argument("--ranks-per-host", type=int, metavar="N", help="one for each GPU if left out")
+    options = parser.parse_intermixed_args(list(arguments))
+    config, hosts = load_config(options.config, options.overrides), options.hosts.split()
+    patience = config.operations.supervision.check_patience
+    if patience is None:
+        print(*hosts[: options.nodes])
+        return
+
+    from diffusion.health.hosts import choose_fit_hosts, command_over_ssh, survey
+    from diffusion.health.verdicts import Level, format_table
+
+    ssh = shlex.split(os.environ.get("SSH", "ssh"))
+    found = survey(hosts, command_over_ssh(ssh, [options.config, *options.overrides]), patience)
+    if noteworthy := [verdict for verdict in found.verdicts if verdict.level is not Level.ok]:
+        say_to_stderr(format_table(noteworthy))
+    ranks = options.ranks_per_host
+    print(*choose_fit_hosts(found, wanted=options.nodes, ranks_per_host=ranks, data=config.data).hosts)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(lambda: fit_hosts(sys.argv[1:])))

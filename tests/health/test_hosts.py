@@ -1,0 +1,85 @@
+"""Hosts that are checked before a start: this one in earnest, others as they would answer."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from diffusion.config.data import DataConfig
+from diffusion.errors import MachineError
+from diffusion.health.hosts import Survey, choose_fit_hosts, command_over_ssh, survey
+from diffusion.health.verdicts import Level, problem, to_json
+from tests.training_runs import ROOT
+
+HOSTS = ["n0", "n1", "n2", "n3"]
+DATA = DataConfig(global_batch_size=64)
+
+
+def ask(answers: dict[str, Sequence[str]], patience: float = 60) -> Survey:
+    usual = answer()
+    return survey(HOSTS, lambda host: answers.get(host, usual), patience)
+
+
+def answer(*, flops: float = 7e14, num_gpus: int = 8, verdicts: Sequence = ()) -> list[str]:
+    reading = {"name": "any", "host": "any", "num_gpus": num_gpus, "flops": flops, "copied": 3e12}
+    text = json.dumps({"reading": reading, "verdicts": to_json(verdicts)})
+    return ["echo", "-e", f"Welcome!\\n{text}"]
+
+
+def test_unfit_hosts_are_named_with_what_is_wrong_and_the_others_chosen():
+    full = problem("output folder", "no room", "free space")
+    found = ask(
+        {
+            "n0": ["sleep", "60"],
+            "n1": answer(verdicts=[full]),
+            "n2": ["sh", "-c", "echo 'ssh: connect to host n2: No route' >&2; exit 255"],
+        },
+        patience=2,
+    )
+    wrong = {verdict.where: verdict.sentence for verdict in found.verdicts if verdict.level is Level.problem}
+    assert wrong["n0"].startswith("no answer for 2 s")
+    assert wrong["n1"] == "no room: free space"
+    assert wrong["n2"].startswith("it cannot be checked (ssh: connect to host n2: No route)")
+    assert found.unfit == HOSTS[:3]
+    assert choose_fit_hosts(found, wanted=None, ranks_per_host=None, data=DATA).hosts == ("n3",)
+
+
+def test_a_host_that_is_out_of_line_is_replaced_by_a_spare_one_and_without_one_the_number_stays_legal():
+    found = ask({"n1": answer(flops=4e14)})
+    assert found.unfit == ["n1"]
+    choice = choose_fit_hosts(found, wanted=2, ranks_per_host=None, data=DATA)
+    assert (choice.hosts, choice.spare, choice.world_size) == (("n0", "n2"), ("n3",), 16)
+    assert choose_fit_hosts(found, wanted=4, ranks_per_host=None, data=DATA).world_size == 16, "not 24 ranks"
+    assert choose_fit_hosts(ask({"n1": answer(num_gpus=7)}), wanted=4, ranks_per_host=2, data=DATA).world_size == 4
+
+
+def test_what_all_hosts_have_is_no_reason_to_choose_others():
+    full = answer(verdicts=[problem("output folder", "no room", "free space")])
+    found = ask(dict.fromkeys(HOSTS, full))
+    assert found.unfit == []
+    with pytest.raises(MachineError, match="all hosts: no room: free space"):
+        choose_fit_hosts(found, wanted=2, ranks_per_host=8, data=DATA)
+
+
+def test_this_machine_is_checked_and_found_unfit_where_checkpoints_cannot_be_written(tmp_path):
+    folders = {"fit": tmp_path / "run", "unfit": Path("/dev/null/run")}
+    command = [sys.executable, "-m", "diffusion.health.this_machine", str(ROOT / "tests/toy.yaml")]
+    found = survey(list(folders), lambda host: [*command, f"output_folder={folders[host]}"], patience=300)
+    assert found.unfit == ["unfit"]
+    texts = {verdict.where: verdict.what for verdict in found.verdicts}
+    assert texts["unfit"] == "/dev/null/run cannot be written to: Not a directory"
+    assert "is written at" in texts["fit"]
+    assert [reading.flops for reading in found.readings] == [None, None], "only GPUs are compared"
+
+
+def test_the_check_of_another_host_keeps_its_arguments_in_one_piece(tmp_path, monkeypatch):
+    (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s|" "$@"')
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setenv("BIN", str(tmp_path))
+    *ssh, host, remote = command_over_ssh(["ssh", "-i", "key"], ["a.yaml", "x=[{a: 'b c'}, $HOME]"])("n7")
+    assert (ssh[:3], host) == (["ssh", "-i", "key"], "n7")
+    done = subprocess.run(["bash", "-c", remote], capture_output=True, text=True, check=True)
+    assert done.stdout == "-m|diffusion.health.this_machine|a.yaml|x=[{a: 'b c'}, $HOME]|"

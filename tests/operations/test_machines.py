@@ -1,0 +1,89 @@
+"""A supervisor that checks machines before each start: what it tells, where it starts, and when it does not."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from diffusion.config.data import DataConfig
+from diffusion.config.operations import SupervisionConfig
+from diffusion.errors import MachineError
+from diffusion.health.verdicts import Verdict, problem, to_json
+from diffusion.operations.events import EventLog, read_events
+from diffusion.operations.machines import Fleet, Machines
+from diffusion.operations.supervision import Places, Supervisor
+
+FULL = problem("output folder", "no room", "free space")
+FLEET = Fleet(hosts=("n0", "n1", "n2"), wanted=2, ranks_per_host=2)
+
+
+@pytest.fixture
+def answer(tmp_path, monkeypatch):
+    """Decide what each host of the fleet answers; the job is a command that notes the hosts it gets."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f'#!/bin/bash\ncat {tmp_path}/"${{@: -2:1}}"\n')
+    ssh.chmod(0o755)
+    monkeypatch.setenv("SSH", f"{ssh} -p 22")
+
+    def decide(host: str, *verdicts: Verdict) -> None:
+        reading = {"name": host, "host": host, "num_gpus": 0}
+        (tmp_path / host).write_text(json.dumps({"reading": reading, "verdicts": to_json(verdicts)}))
+
+    for host in FLEET.hosts:
+        decide(host)
+    return decide
+
+
+def supervise(folder: Path, code: int, *, max_restarts: int = 10, patience: float | None = 60.0) -> int:
+    run = folder / "run"
+    events = EventLog(run)
+    command = ["bash", "-c", f'echo "$@" >> {folder}/starts; exit {code}', "job", "{hosts}"]
+    machines = Machines(command, [], FLEET, DataConfig(global_batch_size=8), patience, events)
+    settings = SupervisionConfig(first_pause=0.01, longest_pause=0.01, max_restarts=max_restarts)
+    places = Places(run=run, beats=run / "beats")
+    return Supervisor(machines.start, places, settings, events, prepare=machines.check).run()
+
+
+def test_an_unfit_host_is_told_and_a_spare_one_takes_its_place(answer, tmp_path):
+    answer("n1", FULL)
+    assert supervise(tmp_path, 0) == 0
+    unfit, started, finished = read_events(tmp_path / "run")
+    assert (unfit["event"], unfit["host"], unfit["reason"]) == ("unfit", "n1", "no room: free space")
+    assert (started["event"], finished["event"]) == ("started", "finished")
+    assert (tmp_path / "starts").read_text() == "n0 n2\n"
+
+
+def test_hosts_are_checked_before_each_start(answer, tmp_path):
+    answer("n0", FULL)
+    answer("n2", FULL)
+    assert supervise(tmp_path, 1, max_restarts=1) == 1
+    assert (tmp_path / "starts").read_text() == "n1\nn1\n", "a smaller number of ranks that divides the batch"
+    unfit = [event["host"] for event in read_events(tmp_path / "run") if event["event"] == "unfit"]
+    assert unfit == ["n0, n2", "n0, n2"]
+
+
+def test_nothing_is_started_on_unfit_machines(answer, tmp_path):
+    for host in FLEET.hosts:
+        answer(host, FULL)
+    assert supervise(tmp_path, 0) == 2
+    assert not (tmp_path / "starts").exists()
+    *_, last = read_events(tmp_path / "run")
+    assert last["event"] == "stopped"
+    assert last["reason"].startswith("MachineError: all hosts: no room: free space; the run has not come to a step")
+
+
+def test_without_a_check_the_first_hosts_are_taken(answer, tmp_path):
+    answer("n0", FULL)
+    assert supervise(tmp_path, 0, patience=None) == 0
+    assert (tmp_path / "starts").read_text() == "n0 n1\n"
+
+
+def test_this_machine_is_refused_with_its_name(tmp_path, monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "here")
+    arguments = ["tests/toy.yaml", "output_folder=/dev/null/run"]
+    events = EventLog(tmp_path)
+    machines = Machines(["true"], arguments, None, DataConfig(global_batch_size=8), 300, events)
+    with pytest.raises(MachineError, match=r"^here: /dev/null/run cannot be written to: Not a directory: free space"):
+        machines.check()
+    (event,) = read_events(tmp_path)
+    assert (event["event"], event["host"]) == ("unfit", "here")
