@@ -43,31 +43,78 @@ class Cable:
     def __init__(self, name: str) -> None:
         self.hosts = {host: f"{name}-{host}" for host in ADDRESSES}
         first, second = self.hosts.values()
-        self._ip("netns", "add", first)
-        self._ip("netns", "add", second)
-        self._ip("link", "add", "eth0", "netns", first, "type", "veth", "peer", "name", "eth0", "netns", second)
+        _ip("netns", "add", first)
+        _ip("netns", "add", second)
+        _ip("link", "add", "eth0", "netns", first, "type", "veth", "peer", "name", "eth0", "netns", second)
         for host, namespace in self.hosts.items():
-            self._ip("-n", namespace, "address", "add", f"{ADDRESSES[host]}/24", "dev", "eth0")
-            self._ip("-n", namespace, "link", "set", "lo", "up")
-            self._ip("-n", namespace, "link", "set", "eth0", "up")
-            self._ip("netns", "exec", namespace, "sh", "-c", f"echo {TCP_RETRIES} > /proc/sys/net/ipv4/tcp_retries2")
+            _ip("-n", namespace, "address", "add", f"{ADDRESSES[host]}/24", "dev", "eth0")
+            _ip("-n", namespace, "link", "set", "lo", "up")
+            _ip("-n", namespace, "link", "set", "eth0", "up")
+            _ip("netns", "exec", namespace, "sh", "-c", f"echo {TCP_RETRIES} > /proc/sys/net/ipv4/tcp_retries2")
 
     def plug_in(self) -> None:
         """Join the hosts again."""
-        self._ip("-n", self.hosts["second"], "link", "set", "eth0", "up")
+        _ip("-n", self.hosts["second"], "link", "set", "eth0", "up")
 
     def is_plugged_in(self) -> bool:
         """Whether it joins the hosts."""
-        return "LOWER_UP" in self._ip("-n", self.hosts["first"], "link", "show", "eth0")
+        return "LOWER_UP" in _ip("-n", self.hosts["first"], "link", "show", "eth0")
 
     def remove(self) -> None:
         """Remove the namespaces."""
         for namespace in self.hosts.values():
             subprocess.run(["ip", "netns", "delete", namespace], check=False, capture_output=True)
 
+
+def _ip(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
+
+
+class Switch:
+    """Network namespaces as hosts, numbered from 0, each with a cable to a switch.
+
+    Args:
+        name: a beginning of the namespaces' names that nobody else has.
+        num_hosts: how many.
+
+    Raises:
+        subprocess.CalledProcessError: the kernel does not allow it.
+    """
+
+    def __init__(self, name: str, num_hosts: int) -> None:
+        self.name, self.num_hosts = name, num_hosts
+        _ip("netns", "add", name)
+        _ip("-n", name, "link", "add", "switch", "type", "bridge")
+        _ip("-n", name, "link", "set", "switch", "up")
+        for number in range(num_hosts):
+            host = self.namespace(name, number)
+            _ip("netns", "add", host)
+            _ip("link", "add", "eth0", "netns", host, "type", "veth", "peer", "name", f"port{number}", "netns", name)
+            _ip("-n", name, "link", "set", f"port{number}", "master", "switch", "up")
+            _ip("-n", host, "address", "add", f"{self.address(number)}/24", "dev", "eth0")
+            _ip("-n", host, "link", "set", "lo", "up")
+            _ip("-n", host, "link", "set", "eth0", "up")
+
     @staticmethod
-    def _ip(*arguments: str) -> str:
-        return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
+    def namespace(name: str, number: int) -> str:
+        """Of a host."""
+        return f"{name}-{number}"
+
+    @staticmethod
+    def address(number: int) -> str:
+        """Of a host."""
+        return f"10.78.0.{number + 1}"
+
+    def slow_down(self, number: int, rate: str) -> None:
+        """Let a host send no faster than at a rate, such as `100mbit`."""
+        limit = ["tbf", "rate", rate, "burst", "256kbit", "latency", "50ms"]
+        command = ["tc", "-n", self.namespace(self.name, number), "qdisc", "add", "dev", "eth0", "root", *limit]
+        subprocess.run(command, check=True, capture_output=True)
+
+    def remove(self) -> None:
+        """Remove the namespaces."""
+        for namespace in (self.name, *(self.namespace(self.name, number) for number in range(self.num_hosts))):
+            subprocess.run(["ip", "netns", "delete", namespace], check=False, capture_output=True)
 
 
 class Agents:
@@ -197,7 +244,7 @@ def _fork(request: dict[str, Any]) -> int:
         os.dup2(log, descriptor)
     os.environ["HOST"] = request["host"]
     if request["namespace"]:
-        _enter(request["namespace"])
+        enter(request["namespace"])
     try:
         _torchrun(request["torchrun"], request["runs"])
     except SystemExit as end:
@@ -210,7 +257,7 @@ def _fork(request: dict[str, Any]) -> int:
         os._exit(0)
 
 
-def _enter(namespace: str) -> None:
+def enter(namespace: str) -> None:
     """Use the network of a namespace from now on."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{namespace}") as file:  # noqa: PTH123

@@ -19,6 +19,7 @@ from diffusion.health.kernel_log import check_xids, parse_xids
 from diffusion.health.node_measures import _written
 from diffusion.health.nodes import NodeReading, check_nodes, pairings, unfit_nodes
 from diffusion.health.verdicts import Level, merge, problem
+from tests.hosts import Switch
 from tests.training_runs import ROOT
 
 NODE = NodeReading(name="node 0", host="n0", num_gpus=8, flops=7e14, copied=3e12, written=2e9, link=2.2e10)
@@ -138,6 +139,36 @@ def test_a_rank_that_was_stopped_is_named_and_a_smaller_job_proposed(server, tmp
     assert "these ranks have not answered for 4 s: 1 on " in verdict["what"]
     assert "1 ranks on " in job.output
     assert len(hosts.read_text().split()) == 1
+
+
+@pytest.fixture
+def slow_switch() -> Iterator[str]:
+    """Name of a switch that joins four hosts, of which the third sends slowly."""
+    try:
+        switch = Switch(f"w{os.getpid()}", 4)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"needs root and network namespaces (apt-get install iproute2): {error}")
+    try:
+        switch.slow_down(2, "200mbit")
+    except (OSError, subprocess.CalledProcessError) as error:
+        switch.remove()
+        pytest.skip(f"the kernel limits no rates (sch_tbf): {error}")
+    yield switch.name
+    switch.remove()
+
+
+@pytest.mark.world_size(4)
+def test_the_node_with_the_slow_cable_is_named_and_left_out(server, slow_switch, tmp_path):
+    hosts, found = tmp_path / "hosts", tmp_path / "found.json"
+    command = [str(ROOT / "tests/health/linked_doctor.py"), slow_switch, str(ROOT / "scripts/doctor.py")]
+    command += ["tests/toy.yaml", f"output_folder={tmp_path}/run", "--hosts", str(hosts), "--json", str(found)]
+    server.command(4, command)
+    verdicts = {verdict["check"]: verdict for verdict in json.loads(found.read_text())}
+    network = verdicts["network of nodes"]
+    assert (network["level"], network["where"]) == ("warning", "node 2")
+    assert "n2 has " in network["what"]
+    assert "n2" not in hosts.read_text().split()
+    assert "the sum is right" in verdicts["all-reduce"]["what"]
 
 
 @pytest.fixture
