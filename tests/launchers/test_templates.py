@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,37 @@ from typing import Any
 import pytest
 import yaml
 from kubeflow.training import models
+from kubernetes.client import models as kubernetes
 from torch.distributed.run import config_from_args, parse_args
 
 from diffusion.config.loading import load_config
 from diffusion.config.schema import Config
+from diffusion.launch import USER_ERROR_EXIT_CODE
 from launchers.sagemaker import command
 from tests.training_runs import BIN, ROOT, environment
 
 LAUNCHERS = ROOT / "launchers"
+JOBSET = {
+    "JobSet": {"apiVersion": "str", "kind": "str", "metadata": "V1ObjectMeta", "spec": "JobSetSpec"},
+    "JobSetSpec": {
+        "failurePolicy": "JobSetFailurePolicy",
+        "managedBy": "str",
+        "replicatedJobs": "list[JobSetReplicatedJob]",
+        "suspend": "bool",
+        "ttlSecondsAfterFinished": "int",
+    },
+    "JobSetFailurePolicy": {"maxRestarts": "int", "restartStrategy": "str", "rules": "list[JobSetFailureRule]"},
+    "JobSetFailureRule": {
+        "action": "str",
+        "name": "str",
+        "onJobFailureMessagePatterns": "list[str]",
+        "onJobFailureReasons": "list[str]",
+        "targetReplicatedJobs": "list[str]",
+    },
+    "JobSetReplicatedJob": {"groupName": "str", "name": "str", "replicas": "int", "template": "V1JobTemplateSpec"},
+}
+"""Keys of a JobSet without those of other objects: jobset.x-k8s.io/v1alpha2 (kubernetes-sigs/jobset, hack/python-sdk)."""
+
 SCRIPTS = [*sorted(LAUNCHERS.glob("*.sh")), LAUNCHERS / "slurm.sbatch"]
 
 
@@ -33,6 +57,14 @@ def test_the_image_has_all_that_the_package_is_made_from():
     assert {"setup.py", "diffusion", "launchers", "run.py", "evaluate.py", "scripts", "yamls"} <= copied
 
 
+def fields_of(kind: str) -> dict[str, str] | None:
+    """Keys of a type and their types; None where it is not known."""
+    if kind in JOBSET:
+        return JOBSET[kind]
+    model = getattr(models, kind, None) or getattr(kubernetes, kind, None)
+    return model and {model.attribute_map[name]: entry for name, entry in model.openapi_types.items()}
+
+
 def mistakes(value: Any, kind: str, place: str) -> list[str]:
     """Where a document differs from a type of Kubernetes or Kubeflow: unknown keys and values of another type."""
     if match := re.fullmatch(r"(list|dict)(?:\[|\(str, )(.*)[\])]", kind):
@@ -42,11 +74,10 @@ def mistakes(value: Any, kind: str, place: str) -> list[str]:
         return [text for name, entry in entries for text in mistakes(entry, match[2], f"{place}.{name}")]
     if kind in ("str", "int", "bool"):
         return [] if type(value).__name__ == kind else [f"{place} is no {kind}"]
-    if (model := getattr(models, kind, None)) is None:
+    if (types := fields_of(kind)) is None:
         return []
     if not isinstance(value, dict):
         return [f"{place} is no {kind}"]
-    types = {model.attribute_map[name]: entry for name, entry in model.openapi_types.items()}
     unknown = [f"{place} has no {name}" for name in value.keys() - types.keys()]
     return unknown + [
         text for name in value.keys() & types.keys() for text in mistakes(value[name], types[name], f"{place}.{name}")
@@ -63,6 +94,38 @@ def test_the_job_for_kubernetes_is_what_the_operator_understands():
     }
     assert int(container["resources"]["limits"]["nvidia.com/gpu"]) == job["spec"]["elasticPolicy"]["nProcPerNode"]
     assert job["spec"]["elasticPolicy"]["maxReplicas"] == worker["replicas"]
+
+
+def test_the_jobset_is_what_its_controller_and_kubernetes_understand():
+    job = yaml.safe_load((LAUNCHERS / "jobset.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert mistakes(job, "JobSet", "job") == []
+    [replicated] = job["spec"]["replicatedJobs"]
+    spec = replicated["template"]["spec"]
+    pod = spec["template"]["spec"]
+    [container] = pod["containers"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert (pod["restartPolicy"], spec["completionMode"]) == ("Never", "Indexed"), "else it may have no failure policy"
+    [rule] = spec["podFailurePolicy"]["rules"]
+    assert rule["onExitCodes"]["containerName"] == container["name"]
+    assert rule["onExitCodes"]["values"] == [USER_ERROR_EXIT_CODE]
+    launch = container["command"][2].partition("launchers/torchrun.py ")[2].replace("$JOB_COMPLETION_INDEX", "3")
+    parsed = parse_args(shlex.split(launch))
+    assert int(parsed.nnodes) == spec["completions"] == spec["parallelism"]
+    assert parsed.nproc_per_node == container["resources"]["limits"]["nvidia.com/gpu"]
+    name = job["metadata"]["name"]
+    assert parsed.master_addr == f"{name}-{replicated['name']}-0-0.{name}"
+    assert resolved(container["args"]).trainer.async_checkpoints
+
+
+def test_mistakes_in_a_jobset_are_found():
+    job = yaml.safe_load((LAUNCHERS / "jobset.yaml").read_text())
+    job["spec"]["failurePolicy"]["rules"][0]["onJobFailureReason"] = "PodFailurePolicy"
+    [replicated] = job["spec"]["replicatedJobs"]
+    replicated["replicas"] = "1"
+    replicated["template"]["spec"]["podFailurePolicy"]["rules"][0]["onExitCode"] = {}
+    replicated["template"]["spec"]["template"]["spec"]["containers"][0]["volumeMounts"][0]["mountpath"] = "/x"
+    assert len(mistakes(job, "JobSet", "job")) == 4
 
 
 def test_mistakes_in_a_job_are_found():
