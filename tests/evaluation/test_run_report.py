@@ -1,5 +1,6 @@
 """The parts of a run's report, on folders that are written here."""
 
+import base64
 import datetime
 import json
 import math
@@ -19,6 +20,7 @@ from diffusion.evaluation.run_report.data_mix import count_draws
 from diffusion.evaluation.run_report.page import write_report
 from diffusion.evaluation.run_report.run_folder import read_phases, read_run, read_starts
 from diffusion.evaluation.run_report.summary import gpu_hours, steps_lost
+from diffusion.operations.costs import CostsFile, Kind, StartCosts
 
 CONFIG = """
 run_name: {name}
@@ -122,6 +124,59 @@ def test_starts_tell_how_each_ended_what_was_redone_and_how_long_it_ran(tmp_path
     assert gpu_hours(run) == pytest.approx(2 * sum(one.hours for one in run.starts))
     assert (run.num_steps, run.num_planned, run.status) == (50, 100, "in progress, or killed")
     assert not read_starts([], last_written)
+
+
+EVENTS = [
+    {"time": at(1), "event": "started", "reason": ""},
+    {"time": at(50), "event": "slow_data", "reason": "no batch for 60 s"},
+    {"time": at(62), "event": "data_came", "reason": ""},
+    {"time": at(100), "event": "hang", "reason": "no sign of any rank", "step": 20},
+    {"time": at(101), "event": "ended", "reason": "no sign of any rank", "step": 20, "code": 124},
+    {"time": at(111), "event": "unfit", "reason": "no room: free space", "host": "n3"},
+    {"time": at(112), "event": "started", "reason": ""},
+    {"time": at(300), "event": "going_back", "reason": "the loss of step 31 is nan"},
+    {
+        "time": at(301),
+        "event": "ended",
+        "reason": "RolledBackError: the loss of step 31 is nan",
+        "step": 31,
+        "code": 75,
+    },
+]
+
+
+def costs(began: int, ended: int, starting: float, repeated: float) -> StartCosts:
+    beginning = datetime.datetime.fromisoformat(at(0)).timestamp()
+    costs = StartCosts(began=beginning + began, ended=beginning + ended, num_devices=2, step=0, reached=9)
+    costs.seconds |= {Kind.starting.value: starting, Kind.repeated.value: repeated}
+    return costs
+
+
+def test_what_happened_is_listed_with_the_time_that_it_took(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [{"step": step, TRAIN_LOSS: 1.0} for step in range(50)])
+    (folder / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in EVENTS) + '{"time"')
+    wrong = {"step": 31, "loss": "nan", "limit": 30, "skipped": [30, 31]}
+    second = datetime.datetime.fromisoformat(at(302)).timestamp()
+    (folder / "rollbacks.jsonl").write_text(json.dumps({**wrong, "time": second}) + "\n")
+    for row in (costs(0, 40, 20, 0), costs(113, 300, 25, 8)):
+        file = CostsFile(folder)
+        file.write(row)
+        file.close()
+    run = read_run(folder)
+    assert [(one.kind, one.step, one.seconds_lost) for one in run.happenings] == [
+        ("slow_data", None, 12),
+        ("hang", 20, None),
+        ("ended", 20, 113 - 40 + 25 + 8),
+        ("unfit", None, None),
+        ("ended", 31, None),
+        ("went back", 31, None),
+    ]
+    write_report([run], folder / "report.html")
+    page = (folder / "report.html").read_text()
+    for text in ("n3: no room: free space", "<td>1.8 min</td>", "the updates of steps 30, 31 are left out"):
+        assert text in page, text
+    [svg] = re.findall(r"data:image/svg\+xml;base64,([^\"]+)", page)
+    assert "loss was wrong, went back" in base64.b64decode(svg).decode()
 
 
 def test_draws_are_those_of_the_order() -> None:

@@ -39,7 +39,7 @@ JOBSET = {
     },
     "JobSetReplicatedJob": {"groupName": "str", "name": "str", "replicas": "int", "template": "V1JobTemplateSpec"},
 }
-"""Keys of a JobSet without those of other objects: jobset.x-k8s.io/v1alpha2 (kubernetes-sigs/jobset, hack/python-sdk)."""
+"""Keys of a JobSet's own types: jobset.x-k8s.io/v1alpha2 (kubernetes-sigs/jobset, hack/python-sdk/swagger.json)."""
 
 SCRIPTS = [*sorted(LAUNCHERS.glob("*.sh")), LAUNCHERS / "slurm.sbatch"]
 

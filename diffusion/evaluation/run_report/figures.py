@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from diffusion.evaluation.run_report.curves import Curve
+from diffusion.evaluation.run_report.happenings import WENT_BACK
 from diffusion.evaluation.run_report.run_folder import Run
 
 WIDTH, HEIGHT = 9.6, 3.3
@@ -119,13 +120,23 @@ def draw_marks(axes: Axes, runs: Sequence[Run]) -> bool:
         if len(steps) <= 30:
             for step in steps:
                 axes.axvline(step, color=colour, linewidth=0.6, alpha=0.5)
+    wrong = [
+        run.first_step + one.step
+        for run in runs
+        for one in run.happenings
+        if one.kind == WENT_BACK and one.step is not None
+    ]
+    if wrong:
+        top = axes.get_xaxis_transform()
+        label = "loss was wrong, went back"
+        axes.plot(wrong, [0.97] * len(wrong), "v", color=COLOURS[4], markersize=6, transform=top, label=label)
     for run in runs[1:]:
         axes.axvline(run.first_step, color="#1b1f24", linewidth=0.9, linestyle="--")
     if len(runs) > 1:
         for run in runs:
             middle = run.first_step + run.num_steps / 2
             axes.text(middle, 1.01, plain(run.name), transform=axes.get_xaxis_transform(), ha="center", fontsize=8.5)
-    return bool(placed)
+    return bool(placed or wrong)
 
 
 def finish_step_axis(axes: Axes, label: str) -> None:

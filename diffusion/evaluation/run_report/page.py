@@ -33,6 +33,7 @@ def write_report(runs: Sequence[Run], path: Path, evaluations: Sequence[Path] = 
     sections.add_data(page, runs)
     sections.add_machines(page, runs)
     summary.add_starts(page, runs)
+    summary.add_happenings(page, runs)
     sections.add_configurations(page, runs)
     try:
         page.write(path)

@@ -21,6 +21,7 @@ from diffusion.config.secrets import redact
 from diffusion.config.tree import dump
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.run_report.curves import Curve, read_curves, read_json_lines
+from diffusion.evaluation.run_report.happenings import Happening, read_happenings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,7 @@ class Run:
     num_planned: int | None
     """Steps of the whole run."""
 
+    happenings: list[Happening]
     samples: dict[int, Path]
     """Sample grids by step."""
 
@@ -122,6 +124,7 @@ def read_run(folder: Path, first_step: int = 0) -> Run:
         status=_status(folder, num_steps, planned, starts),
         num_steps=num_steps,
         num_planned=planned,
+        happenings=read_happenings(folder),
         samples=_samples(folder),
         first_step=first_step,
     )

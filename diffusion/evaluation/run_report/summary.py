@@ -17,7 +17,8 @@ THROUGHPUT = "throughput/samples_per_sec"
 MFU = "throughput/device/mfu"
 WAITING = "time/data_waiting_share"
 UNKNOWN = "not known"
-STARTS_SHOWN = 40
+ROWS_SHOWN = 40
+"""Of a table that grows with the time that a run takes."""
 
 
 def plan_of(run: Run) -> Plan | None:
@@ -159,11 +160,8 @@ def add_starts(page: Page, runs: Sequence[Run]) -> None:
             page.note(f"{run.name}: it has no starts.jsonl, which runs write when they begin, continue and end.")
             continue
         rows = [_start_row(number, start) for number, start in enumerate(run.starts, start=1)]
-        hidden = len(rows) - STARTS_SHOWN
-        if hidden > 0:
-            rows = [*rows[: STARTS_SHOWN // 2], ("...", f"{hidden} more", *[""] * 6), *rows[-STARTS_SHOWN // 2 :]]
         head = ["", "began (UTC)", "from step", "to step", "ran", "ranks", "device", "ended"]
-        page.table(run.name, head, rows)
+        page.table(run.name, head, _shortened(rows))
         latest = run.starts[-1].versions
         page.note(f"Versions at the last start: {', '.join(f'{name} {version}' for name, version in latest.items())}.")
         changed = sorted(
@@ -171,6 +169,35 @@ def add_starts(page: Page, runs: Sequence[Run]) -> None:
         )
         if changed:
             page.note(f"Changed between starts: {', '.join(changed)}.")
+
+
+def _shortened(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """The first and the last of many rows."""
+    hidden = len(rows) - ROWS_SHOWN
+    if hidden <= 0:
+        return list(rows)
+    gap = ("...", f"{hidden} more", *[""] * (len(rows[0]) - 2))
+    return [*rows[: ROWS_SHOWN // 2], gap, *rows[-ROWS_SHOWN // 2 :]]
+
+
+def add_happenings(page: Page, runs: Sequence[Run]) -> None:
+    """Add a table of what a supervisor has seen and done, and of each time that a run went back."""
+    page.heading("What happened")
+    for run in runs:
+        if not run.happenings:
+            page.note(f"{run.name}: nothing is known; scripts/supervise.py writes events.jsonl.")
+            continue
+        rows = [
+            (
+                f"{one.time:%Y-%m-%d %H:%M:%S}",
+                f"{one.step:,}" if one.step is not None else "",
+                one.kind,
+                one.what,
+                hours_text(one.seconds_lost / 3600) if one.seconds_lost is not None else "",
+            )
+            for one in run.happenings
+        ]
+        page.table(run.name, ["time (UTC)", "step", "", "what", "time lost"], _shortened(rows))
 
 
 def _start_row(number: int, start: Start) -> tuple[str, ...]:
