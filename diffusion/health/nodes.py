@@ -37,7 +37,7 @@ class NodeReading:
     """Bytes per second to the better of two other nodes, and back; None with one node."""
 
 
-_FIGURES: tuple[tuple[str, Callable[[NodeReading], float | None], float, str, str], ...] = (
+FIGURES: tuple[tuple[str, Callable[[NodeReading], float | None], float, str, str], ...] = (
     ("GPUs of nodes", lambda node: float(node.num_gpus) or None, 1.0, "GPUs", "look at its kernel log for lost GPUs"),
     ("matrix product", lambda node: node.flops, SLOW_SHARE, "operations/s", "look at its clocks and its cooling"),
     ("memory copy", lambda node: node.copied, SLOW_SHARE, "B/s", "look for other processes on it, and at its clocks"),
@@ -49,7 +49,7 @@ _FIGURES: tuple[tuple[str, Callable[[NodeReading], float | None], float, str, st
 
 def check_nodes(nodes: Sequence[NodeReading]) -> list[Verdict]:
     """Name the nodes that are below the median; of two nodes the slower one is compared with the faster one."""
-    return [_check(nodes, *figure) for figure in _FIGURES if any(figure[1](node) is not None for node in nodes)]
+    return [_check(nodes, *figure) for figure in FIGURES if any(figure[1](node) is not None for node in nodes)]
 
 
 def _check(
@@ -84,7 +84,7 @@ def unfit_nodes(names: Sequence[str], verdicts: Sequence[Verdict]) -> list[str]:
         names: of all nodes.
         verdicts: of all checks.
     """
-    figures = {figure[0] for figure in _FIGURES}
+    figures = {figure[0] for figure in FIGURES}
     blamed: set[str] = set()
     for verdict in verdicts:
         if verdict.level is Level.problem or (verdict.level is Level.warning and verdict.check in figures):

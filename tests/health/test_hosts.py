@@ -4,13 +4,19 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from diffusion.benchmarks.device import Machine
 from diffusion.config.data import DataConfig
+from diffusion.config.loading import load_config
 from diffusion.errors import MachineError
+from diffusion.health import this_machine
+from diffusion.health.gpus import GpuReading
 from diffusion.health.hosts import Survey, choose_fit_hosts, command_over_ssh, survey
+from diffusion.health.this_machine import check_this_machine
 from diffusion.health.verdicts import Level, problem, to_json
 from tests.training_runs import ROOT
 
@@ -73,6 +79,34 @@ def test_this_machine_is_checked_and_found_unfit_where_checkpoints_cannot_be_wri
     assert texts["unfit"] == "/dev/null/run cannot be written to: Not a directory"
     assert "is written at" in texts["fit"]
     assert [reading.flops for reading in found.readings] == [None, None], "only GPUs are compared"
+
+
+def test_a_gpu_with_a_fault_makes_its_machine_unfit_and_the_slowest_one_counts(tmp_path, monkeypatch):
+    gpu = GpuReading(
+        name="GPU 1 (NVIDIA A100)",
+        total_bytes=80 * 10**9,
+        free_bytes=79 * 10**9,
+        foreign_bytes=0,
+        uncorrected_errors=0,
+        remapping_failed=True,
+        slowdowns=(),
+    )
+    log = "[ 9.9] NVRM: Xid (PCI:0000:86:00): 79, pid='<unknown>', GPU has fallen off the bus."
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr(this_machine, "read_gpus", lambda: [replace(gpu, remapping_failed=False), gpu])
+    monkeypatch.setattr(this_machine, "read_kernel_log", lambda: log)
+    monkeypatch.setattr(
+        this_machine,
+        "measure_machine",
+        lambda device: Machine(
+            name="", datasheet_flops=None, matmul_flops=(7e14, 3e14)[device.index], copy_bytes_per_second=3e12
+        ),
+    )
+    config = load_config(ROOT / "tests/toy.yaml", [f"output_folder={tmp_path}", "trainer.device=auto"])
+    reading, verdicts = check_this_machine(config)
+    assert (reading.num_gpus, reading.flops, reading.copied) == (2, 3e14, 3e12)
+    problems = {verdict.check for verdict in verdicts if verdict.level is Level.problem}
+    assert problems == {"Xid errors", "GPU errors"}
 
 
 def test_the_check_of_another_host_keeps_its_arguments_in_one_piece(tmp_path, monkeypatch):
