@@ -45,7 +45,7 @@ def check_this_machine(config: Config) -> tuple[NodeReading, list[Verdict]]:
     try:
         verdicts = [ok("output folder", f"{folder} is written at {size_text(measure_write_speed(folder))}/s")]
     except OSError as error:
-        remedy = "free space, or choose another output_folder"
+        remedy = "free space, or choose another output_folder (or trainer.checkpoint_folder)"
         verdicts = [problem("output folder", f"{folder} cannot be written to: {error.strerror}", remedy)]
     if resolve_device(config.trainer.device, num_gpus) is not Device.gpu:
         return NodeReading(name=host, host=host, num_gpus=0), verdicts

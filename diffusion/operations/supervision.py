@@ -97,7 +97,7 @@ class Supervisor:
             Exit code: 0 when it has finished, 75 when the supervisor was told to end and the job was saved.
 
         Raises:
-            MachineError: a job of this run is at work already.
+            MachineError: a job of this run is at work already, or its folder cannot be written to.
         """
         lock = self._lock()
         try:
@@ -193,8 +193,12 @@ class Supervisor:
         return [beat.pid for beat in read_beats(self.places.beats) if is_alive(beat)]
 
     def _lock(self) -> int:
-        self.places.run.mkdir(parents=True, exist_ok=True)
-        lock = os.open(self.places.run / SUPERVISED, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self.places.run.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.places.run / SUPERVISED, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            what = f"the run folder {self.places.run} cannot be written to: {error.strerror}"
+            raise MachineError(f"{what}. Free space, or choose another output_folder") from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_free = not self._ranks()

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from diffusion.health.verdicts import problem, to_json
+from diffusion.operations.events import read_events
 from tests.hosts import ADDRESSES, Cable, wait_until
 from tests.training_runs import BIN, ROOT, environment
 
@@ -85,17 +86,16 @@ class Hosts:
         return ["ip", "netns", "exec", self.cable.hosts[host]]
 
     def launch(self, *arguments: str) -> subprocess.Popen:
-        """Start ssh.sh."""
+        """Start ssh.sh with arguments."""
+        return self.start("launchers/ssh.sh", " ".join(ADDRESSES.values()), *arguments)
+
+    def start(self, *program: str, **variables: str) -> subprocess.Popen:
+        """Start a program on the first host that starts others by ssh."""
         ssh = " ".join(["ssh", "-i", str(self.folder / "key"), *(f"-o {option}" for option in OPTIONS)])
-        command = [*self.on("first"), "launchers/ssh.sh", " ".join(ADDRESSES.values()), *arguments]
+        environ = environment() | {"SSH": ssh, "PYTHON": str(BIN / "python")} | variables
         with self.log.open("w") as log:
-            process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=environment() | {"SSH": ssh, "PYTHON": str(BIN / "python")},
-                stdout=log,
-                stderr=log,
-            )
+            command = [*self.on("first"), *program]
+            process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log)
         self._processes.append(process)
         return process
 
@@ -168,6 +168,21 @@ def test_an_unfit_host_is_left_out_and_a_mistake_ends_the_attempts(make_hosts, t
     assert start.startswith(f"launchers/torchrun.py --nnodes=1 --node-rank=0 --master-addr={ADDRESSES['second']}")
     assert not (tmp_path / "started-first").exists()
     assert f"output folder ({ADDRESSES['first']})  problem  no room" in hosts.log.read_text()
+
+
+def test_a_supervisor_starts_ssh_sh_again_on_the_hosts_that_are_fit(make_hosts, tmp_path):
+    hosts = make_hosts(stand_in(tmp_path, unfit="second"))
+    (tmp_path / "hosts").write_text("\n".join(ADDRESSES.values()))
+    supervise = [str(BIN / "python"), "scripts/supervise.py", "--hosts", str(tmp_path / "hosts"), "--"]
+    job = ["launchers/ssh.sh", "{hosts}", "tests/toy.yaml", f"output_folder={tmp_path}/run"]
+    pause = "operations.supervision.first_pause=0.1"
+    supervisor = hosts.start(*supervise, *job, pause, ATTEMPTS="1", CHECK="false")
+    assert supervisor.wait(120) == 0, hosts.log.read_text()
+    events = [(event["event"], event.get("host")) for event in read_events(tmp_path / "run")]
+    unfit = ("unfit", ADDRESSES["second"])
+    assert events == [unfit, ("started", None), ("ended", None), unfit, ("started", None), ("finished", None)]
+    assert len((tmp_path / "started-first").read_text().splitlines()) == 2
+    assert not (tmp_path / "started-second").exists()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -9)])

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -131,6 +132,13 @@ def test_a_run_that_is_at_work_is_refused_also_when_its_supervisor_is_gone_until
     finally:
         kill(ranks)
     assert names(tmp_path) == ["started", "started", "finished"]
+
+
+def test_a_run_folder_that_cannot_be_written_is_refused(tmp_path):
+    supervisor = supervisor_of(tmp_path, [FINISHES])
+    supervisor.places = replace(supervisor.places, run=Path("/dev/null/run"))
+    with pytest.raises(MachineError, match="cannot be written to: Not a directory"):
+        supervisor.run()
 
 
 def test_the_command_says_what_is_supervised(tmp_path):
