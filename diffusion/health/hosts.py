@@ -86,12 +86,14 @@ def _ask(command: Sequence[str], patience: float) -> dict[str, Any] | Verdict:
     except subprocess.TimeoutExpired:
         process.kill()  # And not waited for: it may hang in the kernel.
         return problem("answers", f"no answer for {patience:.0f} s", "see what it waits for (disk, GPU)")
-    lines = output.splitlines()
     try:
-        return json.loads(lines[-1])
+        answer = json.loads(output.splitlines()[-1])
     except (IndexError, ValueError):
+        answer = None
+    if process.returncode or not isinstance(answer, dict):
         said = (complaint.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
         return problem("answers", f"it cannot be checked ({said})", "see that it can be reached, and has this folder")
+    return answer
 
 
 def command_over_ssh(ssh: Sequence[str], arguments: Sequence[str]) -> Callable[[str], Sequence[str]]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def failing(code: int, error: str, step: int = 7, **more) -> dict:
     return {"phase": "step", "step": step, "code": code, "error": error, **more}
 
 
-def supervisor_of(run: Path, acts: list[dict], **settings) -> Supervisor:
+def supervisor_of(run: Path, acts: list[dict], prepare: Callable[[], None] = lambda: None, **settings) -> Supervisor:
     script = run / "acts.json"
     run.mkdir(exist_ok=True)
     script.write_text(json.dumps(acts))
@@ -42,6 +43,7 @@ def supervisor_of(run: Path, acts: list[dict], **settings) -> Supervisor:
         places,
         SupervisionConfig(first_pause=0.01, **settings),
         EventLog(run),
+        prepare=prepare,
     )
 
 
@@ -83,9 +85,18 @@ def test_slow_data_is_told_and_waited_for(tmp_path):
     assert names(tmp_path) == ["started", "slow_data", "hang", "ended", "started", "finished"]
 
 
+@pytest.fixture
+def own_handlers():
+    """The signal handlers that were there before come back."""
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    yield
+    for each, handler in before.items():
+        signal.signal(each, handler)
+
+
+@pytest.mark.usefixtures("own_handlers")
 def test_a_signal_is_passed_on_and_the_supervisor_ends_with_the_job(tmp_path):
     supervisor = supervisor_of(tmp_path, [WAITS])
-    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     supervisor.listen()
 
     def tell() -> None:
@@ -94,12 +105,16 @@ def test_a_signal_is_passed_on_and_the_supervisor_ends_with_the_job(tmp_path):
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=tell).start()
-    try:
-        assert supervisor.run() == 75
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+    assert supervisor.run() == 75
     assert names(tmp_path) == ["started", "told", "stopped"]
+
+
+@pytest.mark.usefixtures("own_handlers")
+def test_nothing_is_started_after_a_signal_that_came_during_the_check(tmp_path):
+    supervisor = supervisor_of(tmp_path, [WAITS], lambda: os.kill(os.getpid(), signal.SIGTERM))
+    supervisor.listen()
+    assert supervisor.run() == 75
+    assert names(tmp_path) == ["stopped"]
 
 
 def test_a_mistake_before_the_first_step_stops_the_supervisor_until_it_is_mended(tmp_path):
