@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from streaming import MDSWriter, StreamingDataset
+from streaming import LocalDataset, MDSWriter
 
 from diffusion.datasets.manifest import read_json, write_json_atomically
 from diffusion.datasets.mds import (
@@ -29,7 +29,7 @@ def write(folder, num=10, **options):
 def test_what_is_written_is_read(tmp_path):
     folder = tmp_path / "train" / "256-512"
     write(folder, shard_bytes=600)
-    dataset = StreamingDataset(local=str(folder), shuffle=False, batch_size=1)
+    dataset = LocalDataset(str(folder))
     assert [dataset[index]["number"] for index in range(len(dataset))] == list(range(10))
     index = read_index(folder)
     assert (index.num_samples, index.columns) == (10, COLUMNS)

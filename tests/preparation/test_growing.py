@@ -2,6 +2,7 @@ import os
 import shutil
 
 import pytest
+from streaming import LocalDataset
 
 from diffusion.config.preparation import DuplicatesConfig
 from diffusion.datasets.manifest import PreparedManifest
@@ -23,12 +24,10 @@ def grow(folder):
 
 def keys(out):
     """Keys of all samples by split and bucket, in their order."""
-    from streaming import StreamingDataset
-
     found = {}
     for split, buckets in PreparedManifest.read(out).splits.items():
         for bucket in buckets:
-            dataset = StreamingDataset(local=str(out / split / bucket), shuffle=False, batch_size=1)
+            dataset = LocalDataset(str(out / split / bucket))
             found[split, bucket] = [dataset[i]["key"] for i in range(len(dataset))]
     return found
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
-from streaming import StreamingDataset
+from streaming import LocalDataset
 
 from diffusion.config.preparation import DuplicatesConfig
 from diffusion.datasets.buckets import EdgeBuckets
@@ -34,7 +34,7 @@ def read_all(out):
     found = {}
     for split, buckets in manifest.splits.items():
         for bucket in buckets:
-            dataset = StreamingDataset(local=str(Path(out) / split / bucket), shuffle=False, batch_size=1)
+            dataset = LocalDataset(str(Path(out) / split / bucket))
             found[split, bucket] = [dataset[index] for index in range(len(dataset))]
     return found
 
@@ -183,10 +183,12 @@ def test_shards_are_those_of_streaming(tmp_path):
     """The bytes are those that Streaming's own writer makes of the samples in their order."""
     write_folder(tmp_path / "set", 40)
     options = {"edges": [16], "num_workers": 1, "shard_bytes": 9000}
+    samples = []
     for compression in (None, "zstd:3"):
         out, again = tmp_path / f"out {compression}", tmp_path / f"again {compression}"
         prepare([tmp_path / "set"], out, compression=compression, hashes=["sha1", "xxh64"], **options)
-        samples = read_all(out)["train", "16-up"]
+        if compression is None:
+            samples = read_all(out)["train", "16-up"]
         with write_mds(again, COLUMNS, shard_bytes=9000, hashes=("sha1", "xxh64"), compression=compression) as writer:
             for one in samples:
                 writer.write(one)

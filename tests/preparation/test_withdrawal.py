@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from streaming import StreamingDataset
+from streaming import LocalDataset
 
 from diffusion.datasets.manifest import PreparedManifest, write_json_atomically
 from diffusion.datasets.mds import read_index
@@ -26,7 +26,7 @@ def samples(out):
     """All samples in their order, by `<split>/<bucket>`."""
     found = {}
     for index in sorted(out.glob("*/*/index.json")):
-        dataset = StreamingDataset(local=str(index.parent), shuffle=False, batch_size=1)
+        dataset = LocalDataset(str(index.parent))
         found[f"{index.parent.parent.name}/{index.parent.name}"] = [dataset[i] for i in range(len(dataset))]
     return found
 
