@@ -1,10 +1,8 @@
 """Gradients are accumulated on each rank, and averaged over the ranks once per step."""
 
-import math
-
 from composer import Callback, Logger, State
 
-from diffusion.datasets.batch import BatchKey
+from diffusion.datasets.batch import num_microbatches, num_samples
 from diffusion.sharding import set_last_microbatch
 
 
@@ -20,8 +18,7 @@ class AccumulateLocally(Callback):
     def before_train_batch(self, state: State, logger: Logger) -> None:
         """Count the microbatches of this step."""
         size = state.device_train_microbatch_size
-        num_samples = state.batch[BatchKey.SAMPLE].shape[0]
-        self._num_left = math.ceil(num_samples / size) if isinstance(size, int) else 1
+        self._num_left = num_microbatches(state.batch, num_samples(state.batch) if size is None else size)
 
     def before_forward(self, state: State, logger: Logger) -> None:
         """Say whether this microbatch is the last one."""

@@ -7,6 +7,7 @@ for each group, in the order of the samples.
 Shape letters: B batch, G samples of a group.
 """
 
+import math
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any
@@ -76,12 +77,22 @@ def split_batch(batch: Mapping[str, Entry], size: float) -> list[dict[str, Tenso
     Returns:
         Dictionaries of tensors; the last one may be smaller.
     """
-    groups = [len(value[0]) for value in batch.values() if isinstance(value, list)]
-    num = min([int(size), *groups])
-    assert all(group % num == 0 for group in groups), (num, groups)
+    num = _microbatch_size(batch, size)
     return [
         {key: _cut(value, start, num) for key, value in batch.items()} for start in range(0, num_samples(batch), num)
     ]
+
+
+def num_microbatches(batch: Mapping[str, Entry], size: float) -> int:
+    """How many microbatches `split_batch` makes."""
+    return math.ceil(num_samples(batch) / _microbatch_size(batch, size))
+
+
+def _microbatch_size(batch: Mapping[str, Entry], size: float) -> int:
+    groups = [len(value[0]) for value in batch.values() if isinstance(value, list)]
+    num = min([int(size), *groups])
+    assert all(group % num == 0 for group in groups), (num, groups)
+    return num
 
 
 def _cut(value: Entry, start: int, size: int) -> Tensor:
