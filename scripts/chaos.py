@@ -13,7 +13,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -88,7 +87,7 @@ def main() -> None:
     )
     spec = RunSpec(world_size=NUM_RANKS, workers=1, buckets="several")
     composer = str(Path(sys.executable).parent / "composer")
-    launcher = [composer, "-n", str(NUM_RANKS)] if arguments.composer else forking_launcher(out / "launcher")
+    launcher = [composer, "-n", str(NUM_RANKS)] if arguments.composer else forking_launcher()
     program = [str(recipe.program), str(recipe.yaml)]
 
     def overrides(folder: Path, places: Sequence[str], *plugins: str) -> list[str]:
@@ -147,15 +146,14 @@ def main() -> None:
     print(f"{len(rows)} faults: draws, losses and weights of all {recipe.num_steps} steps are equal to the bit")
 
 
-def forking_launcher(place: Path) -> list[str]:
+def forking_launcher() -> list[str]:
     """Start a process that has imported everything, which ends with this one; return the command that starts ranks."""
-    module = [sys.executable, "-m", "diffusion.verification.forking"]
-    server = subprocess.Popen([*module, "serve", str(place)], cwd=ROOT, env=quiet())
-    atexit.register(server.kill)
-    pause = threading.Event()
-    while not place.exists() and server.poll() is None:
-        pause.wait(0.1)
-    return [*module, "launch", str(place), str(NUM_RANKS)]
+    from diffusion.verification.forking import ForkingServer
+
+    server = ForkingServer(environment=quiet())
+    atexit.register(server.close)
+    server.await_start()
+    return server.launcher(NUM_RANKS)
 
 
 def quiet() -> dict[str, str]:

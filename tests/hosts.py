@@ -1,8 +1,8 @@
 """Two hosts on one machine, and agents of torchrun on them.
 
-The hosts are network namespaces, joined by a cable that can be pulled. As a program this file imports what training
-needs once and forks agents from there, which fork their ranks: a start takes a second instead of ten. Everything else
-about them is torchrun's own: arguments, rendezvous, restarts, and each host's agent as the parent of the ranks there.
+The hosts are network namespaces, joined by a cable that can be pulled. As a program this file is an agent that forks
+its ranks, which makes a start quicker. Everything else about it is torchrun's own: arguments, rendezvous, restarts, and
+each host's agent as the parent of the ranks there.
 """
 
 import ctypes
@@ -13,12 +13,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 import psutil
 
-from tests.training_runs import ROOT, Run, environment, preload, train_runs
+from tests.training_runs import Job, Run, TrainingServer, train_runs
 
 ADDRESSES = {"first": "10.77.0.1", "second": "10.77.0.2"}
 """Of the hosts."""
@@ -118,59 +116,44 @@ class Switch:
 
 
 class Agents:
-    """A process that has imported everything and forks agents of torchrun.
+    """Starts agents of torchrun.
 
     Args:
-        folder: where their output goes.
+        server: forks them.
         namespaces: the network namespace of each host; without one a host is only a name.
     """
 
-    def __init__(self, folder: Path, namespaces: dict[str, str] | None = None) -> None:
-        self.folder, self.namespaces = folder, namespaces or {}
-        self._count = 0
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.hosts"],
-            cwd=ROOT,
-            env=environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+    def __init__(self, server: TrainingServer, namespaces: dict[str, str] | None = None) -> None:
+        self._server, self._namespaces = server, namespaces or {}
+        self._agents: list[Agent] = []
 
     def start(self, host: str, torchrun: Sequence[str], runs: Sequence[Run]) -> "Agent":
         """Start an agent, with arguments of torchrun, whose ranks train the configurations one after the other."""
-        self._count += 1
-        log = self.folder / f"agent-{self._count}-{host}.txt"
-        request = {"host": host, "namespace": self.namespaces.get(host), "torchrun": torchrun, "runs": runs}
-        return Agent(self, self.ask(request | {"log": str(log)}), log)
-
-    def ask(self, request: dict[str, Any]) -> Any:
-        """Return the answer to a request."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
+        request = {"namespace": self._namespaces.get(host), "torchrun": torchrun, "runs": runs}
+        variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "HOST": host}
+        self._agents.append(Agent(self._server.start(0, ["tests/hosts.py", json.dumps(request)], **variables)))
+        return self._agents[-1]
 
     def close(self) -> None:
-        """End the process, which ends the agents that are left."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=60)
+        """End the agents that are left."""
+        for agent in self._agents:
+            agent.kill()
 
 
 class Agent:
     """An agent of torchrun that was started."""
 
-    def __init__(self, agents: Agents, process: int, log: Path) -> None:
-        self._agents, self.process, self.log = agents, process, log
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        (self.process,) = job.pids
 
     def wait(self, timeout: float) -> int:
         """Return its exit code when it has ended, negative for a signal."""
-        code = self._agents.ask({"wait": self.process, "timeout": timeout})
-        assert code is not None, f"goes on after {timeout} s:\n{self.output[-6000:]}"
-        return code
+        return self._job.finish(timeout).codes[0]
+
+    def kill(self) -> None:
+        """End it, and its ranks."""
+        self._job.kill()
 
     @property
     def ranks(self) -> list[int]:
@@ -190,7 +173,7 @@ class Agent:
     @property
     def output(self) -> str:
         """What the agent and its ranks have printed."""
-        return self.log.read_text(errors="replace")
+        return self._job.output
 
 
 def wait_until(condition: Callable[[], object], what: str, timeout: float = 180) -> None:
@@ -199,62 +182,6 @@ def wait_until(condition: Callable[[], object], what: str, timeout: float = 180)
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.1)
-
-
-def serve() -> None:
-    """Answer requests on stdin: start an agent, or wait for one."""
-    preload()
-    started: list[int] = []
-    for line in sys.stdin:
-        request = json.loads(line)
-        if "wait" in request:
-            answer = _wait(request["wait"], request["timeout"])
-        else:
-            answer = _fork(request)
-            started.append(answer)
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
-    for process in started:
-        if _wait(process, 0) is None:
-            os.killpg(process, signal.SIGKILL)
-
-
-_CODES: dict[int, int] = {}
-
-
-def _wait(process: int, timeout: float) -> int | None:
-    deadline = time.monotonic() + timeout
-    while process not in _CODES:
-        ended, status = os.waitpid(process, os.WNOHANG)
-        if ended:
-            _CODES[process] = os.waitstatus_to_exitcode(status)
-        elif time.monotonic() > deadline:
-            return None
-        else:
-            time.sleep(0.05)
-    return _CODES[process]
-
-
-def _fork(request: dict[str, Any]) -> int:
-    if child := os.fork():
-        return child
-    os.setsid()
-    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for descriptor in (1, 2):
-        os.dup2(log, descriptor)
-    os.environ["HOST"] = request["host"]
-    if request["namespace"]:
-        enter(request["namespace"])
-    try:
-        _torchrun(request["torchrun"], request["runs"])
-    except SystemExit as end:
-        os._exit(int(end.code or 0))
-    finally:
-        if (failure := sys.exception()) is not None:
-            sys.excepthook(type(failure), failure, failure.__traceback__)
-            sys.stderr.flush()
-            os._exit(1)
-        os._exit(0)
 
 
 def enter(namespace: str) -> None:
@@ -283,4 +210,7 @@ def _rank(runs: list[Run]) -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    request = json.loads(sys.argv[1])
+    if request["namespace"]:
+        enter(request["namespace"])
+    _torchrun(request["torchrun"], request["runs"])

@@ -18,7 +18,7 @@ from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.reading import batch_of, resolve_checkpoint
 from diffusion.verification.trace import step_hashes
 from tests.hosts import ADDRESSES, Agent, Agents, Cable, wait_until
-from tests.training_runs import BIN, ROOT, Run, environment
+from tests.training_runs import BIN, ROOT, Run, TrainingServer, environment
 
 NUM_STEPS = 8
 ENDLESS = 100000
@@ -43,9 +43,9 @@ def cable() -> Iterator[Cable | None]:
 
 
 @pytest.fixture(scope="module")
-def agents(cable: Cable | None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agents]:
+def agents(cable: Cable | None, server: TrainingServer) -> Iterator[Agents]:
     """What starts agents, on the hosts where there are any."""
-    agents = Agents(tmp_path_factory.mktemp("agents"), cable.hosts if cable else {})
+    agents = Agents(server, cable.hosts if cable else {})
     yield agents
     agents.close()
 

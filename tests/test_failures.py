@@ -9,7 +9,7 @@ from composer import Callback, Logger, State
 from composer.utils import dist
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
-from tests.training_runs import TrainingServer, launch
+from tests.training_runs import launch
 
 SMALL = [
     "model.unet={block_out_channels: [16, 32], norm_num_groups: 4, attention_head_dim: [2, 2]}",
@@ -99,15 +99,10 @@ def test_two_jobs_on_one_machine_train_as_if_alone(server, shapes, tmp_path):
         options = [f"seed={seed}", f"trainer.max_duration={num_steps}ba", "data.num_workers=1"]
         return latents(shapes, data, tmp_path / name, *options)
 
-    other = TrainingServer(tmp_path / "other")
-    try:
-        server.train(2, [job("alone-1", 1), job("alone-2", 2)])
-        server.start(2, [job("beside-1", 1), job("again-1", 1)])
-        other.start(2, [job("beside-2", 2), job("again-2", 2)])
-        for ended in (server.finish(), other.finish()):
-            assert ended.codes == [0, 0], ended.output[-4000:]
-    finally:
-        other.close()
+    server.train(2, [job("alone-1", 1), job("alone-2", 2)])
+    both = [server.start_training(2, [job(f"beside-{seed}", seed), job(f"again-{seed}", seed)]) for seed in (1, 2)]
+    for ended in [one.finish() for one in both]:
+        assert ended.codes == [0, 0], ended.output[-4000:]
     for seed in (1, 2):
         assert losses(tmp_path / f"beside-{seed}") == losses(tmp_path / f"alone-{seed}")
         assert losses(tmp_path / f"again-{seed}") == losses(tmp_path / f"alone-{seed}")

@@ -1,20 +1,26 @@
-"""A launcher whose ranks are forked from a process that has imported everything: a start takes a second or two.
+"""Ranks that are forked from a process that has imported everything: a start takes a second or two instead of ten.
 
-`python -m diffusion.verification.forking serve SOCKET` imports and waits; `... launch SOCKET NUM_RANKS PROGRAM ...`
-starts ranks there and ends with their exit code, as `composer -n NUM_RANKS PROGRAM ...` would: when one rank fails, or
-the launcher is killed, the others get SIGTERM, and after a while SIGKILL.
+`ForkingServer` starts such a process and has jobs started there. For a launcher as supervisors know it there is a
+command: `python -m diffusion.verification.forking launch SOCKET NUM_RANKS PROGRAM ...` ends with the exit code of the
+ranks, as `composer -n NUM_RANKS PROGRAM ...` would. When one rank fails, or who asked for them is gone, the others get
+SIGTERM, and after a while SIGKILL.
 """
 
+import importlib
 import json
 import os
 import runpy
+import select
 import selectors
+import shutil
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,9 +28,112 @@ PATIENCE = 30.0
 """Seconds that ranks have after SIGTERM."""
 
 _MAX_REQUEST = 2**20
+_START_SECONDS = 300.0
 
 
-def serve(place: Path) -> NoReturn:
+class ForkedJob:
+    """Ranks of one program, each with what it starts in a session of its own.
+
+    Args:
+        place: socket of the server.
+        num_ranks: how many; 0 for one process that finds nothing of a launcher in its environment.
+        program: a Python file and its arguments.
+        environment: of the ranks, to which that of a launcher is added.
+        output: file descriptor that takes what they print; by default they share this process's outputs.
+    """
+
+    def __init__(
+        self,
+        place: Path,
+        num_ranks: int,
+        program: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        output: int | None = None,
+    ) -> None:
+        request = {
+            "num_ranks": num_ranks,
+            "program": list(program),
+            "environment": dict(os.environ if environment is None else environment),
+            "at": str(Path.cwd()),
+        }
+        outputs = [1, 2] if output is None else [output, output]
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection.connect(str(place))
+        socket.send_fds(self._connection, [json.dumps(request).encode()], outputs)
+        self._answers = self._connection.makefile("r")
+        self._codes: list[int] | None = None
+        self.pids: list[int] = json.loads(self._answers.readline())
+
+    def wait(self, timeout: float | None = None) -> list[int] | None:
+        """Wait for the ranks.
+
+        Args:
+            timeout: seconds after which None is returned; forever by default.
+
+        Returns:
+            The exit code of each rank, negative for a signal.
+        """
+        if self._codes is None:
+            if timeout is not None and not select.select([self._connection], [], [], timeout)[0]:
+                return None
+            self._codes = json.loads(self._answers.readline() or "null") or [1] * len(self.pids)
+            self._connection.close()
+        return self._codes
+
+    def kill(self) -> None:
+        """End the ranks and all that they have started in their sessions with SIGKILL."""
+        for pid in self.pids:
+            try:
+                os.killpg(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+class ForkingServer:
+    """A process that has imported what training needs.
+
+    Args:
+        modules: what else it imports.
+        environment: of that process.
+    """
+
+    def __init__(self, modules: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="forking-"))
+        self.place = self._folder / "socket"
+        command = [sys.executable, "-m", "diffusion.verification.forking", "serve", str(self.place), *modules]
+        self._process = subprocess.Popen(command, env=environment, start_new_session=True)
+
+    def start(self, num_ranks: int, program: Sequence[str], **options: Any) -> ForkedJob:
+        """Start a job when everything is imported; `options` are those of `ForkedJob`."""
+        self.await_start()
+        return ForkedJob(self.place, num_ranks, program, **options)
+
+    def await_start(self) -> None:
+        """Wait until everything is imported.
+
+        Raises:
+            RuntimeError: the process has ended, or takes too long.
+        """
+        deadline = time.monotonic() + _START_SECONDS
+        with selectors.DefaultSelector() as pause:
+            while not self.place.exists():
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(f"the process that forks ranks has not started: {self._process.returncode}")
+                pause.select(0.05)
+
+    def launcher(self, num_ranks: int) -> list[str]:
+        """The command that starts a program on so many ranks; the program and its arguments follow it."""
+        return [sys.executable, "-m", "diffusion.verification.forking", "launch", str(self.place), str(num_ranks)]
+
+    def close(self) -> None:
+        """End the process. Jobs that run go on until who started them is gone."""
+        self._process.kill()
+        self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def serve(place: Path, modules: Sequence[str]) -> NoReturn:
     """Import what training needs, and launch what is asked for, until the process is killed."""
     import matplotlib.backends.backend_agg
     from composer.utils.collect_env import get_composer_env_dict
@@ -33,55 +142,54 @@ def serve(place: Path) -> NoReturn:
 
     assert matplotlib.backends.backend_agg
     assert diffusion.train
+    for module in modules:
+        importlib.import_module(module)
     get_composer_env_dict()  # Asks for the CPU's name, which takes a second and is remembered.
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody waits for the launchers.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody waits for those that keep the ranks.
     with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(place))
+        unfinished = place.with_suffix(".partial")
+        server.bind(str(unfinished))
         server.listen()
+        unfinished.rename(place)
         while True:
             connection, _ = server.accept()
             if os.fork() == 0:
                 server.close()
-                _serve_one(connection)
+                _keep(connection)
             connection.close()
 
 
-def launch(place: Path, num_ranks: int, program: Sequence[str]) -> int:
-    """Have ranks started that write to this process's output; wait for them and return their exit code."""
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(str(place))
-        request = {
-            "num_ranks": num_ranks,
-            "program": list(program),
-            "environment": dict(os.environ),
-            "at": str(Path.cwd()),
-        }
-        socket.send_fds(connection, [json.dumps(request).encode()], [1, 2])
-        answer = connection.recv(16)
-    return int(answer or b"1")
-
-
-def _serve_one(connection: socket.socket) -> NoReturn:
-    """Start the ranks of one request and answer with their exit code."""
+def _keep(connection: socket.socket) -> NoReturn:
+    """Start the ranks of one request, answer with their process ids, and with their exit codes when they have ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     content, outputs, _, _ = socket.recv_fds(connection, _MAX_REQUEST, 2)
     request = json.loads(content)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    ranks = []
-    for rank in range(request["num_ranks"]):
-        pid = os.fork()
-        if pid == 0:
-            connection.close()
-            _run(request, rank, port, outputs)
-        ranks.append(pid)
-    code = _wait(ranks, connection)
+    pids = [_fork(request, rank, port, connection, outputs) for rank in range(max(request["num_ranks"], 1))]
     try:
-        connection.send(str(code).encode())
+        connection.send(f"{json.dumps(pids)}\n".encode())
+        connection.send(f"{json.dumps(_wait(pids, connection))}\n".encode())
     except ConnectionError:
-        code = 1
-    os._exit(code)
+        os._exit(1)
+    os._exit(0)
+
+
+def _fork(request: dict[str, Any], rank: int, port: int, connection: socket.socket, outputs: Sequence[int]) -> int:
+    """Return the process id of a rank that has a session of its own."""
+    ready, begun = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        for number in (ready, begun):
+            os.close(number)
+        connection.close()
+        _run(request, rank, port, outputs)
+    os.close(begun)
+    os.read(ready, 1)  # Ends when the rank has closed its end.
+    os.close(ready)
+    return pid
 
 
 def _run(request: dict[str, Any], rank: int, port: int, outputs: Sequence[int]) -> NoReturn:
@@ -90,11 +198,8 @@ def _run(request: dict[str, Any], rank: int, port: int, outputs: Sequence[int]) 
     try:
         for number, output in zip((1, 2), outputs, strict=True):
             os.dup2(output, number)
-        size = request["num_ranks"]
-        world = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-        places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         os.environ.clear()
-        os.environ.update(request["environment"] | places | {name: str(value) for name, value in world.items()})
+        os.environ.update(request["environment"] | _world(rank, request["num_ranks"], port))
         os.chdir(request["at"])
         sys.argv = request["program"]
         _compute_with(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -111,32 +216,39 @@ def _run(request: dict[str, Any], rank: int, port: int, outputs: Sequence[int]) 
         os._exit(code)
 
 
+def _world(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    """What a launcher tells a rank."""
+    if num_ranks == 0:
+        return {}
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    return {name: str(value) for name, value in {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items()}
+
+
 def _compute_with(num_threads: int) -> None:
     import torch
 
     torch.set_num_threads(num_threads)
 
 
-def _wait(ranks: Sequence[int], connection: socket.socket) -> int:
-    """Wait for the ranks, and end them all when one has failed or the launcher is gone."""
+def _wait(pids: Sequence[int], connection: socket.socket) -> list[int]:
+    """Wait for the ranks, and end them all when one has failed or who asked is gone; return their exit codes."""
     codes: dict[int, int] = {}
     deadline: float | None = None
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
-        for pid in ranks:
+        for pid in pids:
             selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
-        while len(codes) < len(ranks):
+        while len(codes) < len(pids):
             for key, _ in selector.select(None if deadline is None else max(0.0, deadline - time.monotonic())):
                 selector.unregister(key.fileobj)
                 if key.data is not None:
                     codes[key.data] = os.waitstatus_to_exitcode(os.waitpid(key.data, 0)[1])
                 if (key.data is None or codes[key.data]) and deadline is None:
                     deadline = time.monotonic() + PATIENCE
-                    _signal(set(ranks) - codes.keys(), signal.SIGTERM)
+                    _signal(set(pids) - codes.keys(), signal.SIGTERM)
             if deadline is not None and time.monotonic() >= deadline:
-                _signal(set(ranks) - codes.keys(), signal.SIGKILL)
-    first = next((codes[pid] for pid in ranks if codes[pid]), 0)
-    return first if first >= 0 else 128 - first
+                _signal(set(pids) - codes.keys(), signal.SIGKILL)
+    return [codes[pid] for pid in pids]
 
 
 def _signal(pids: set[int], number: int) -> None:
@@ -144,12 +256,18 @@ def _signal(pids: set[int], number: int) -> None:
         os.kill(pid, number)
 
 
+def exit_code(codes: Sequence[int]) -> int:
+    """The exit code of a job, as a shell says it: that of the first rank that failed; 128 and more for signals."""
+    first = next((code for code in codes if code), 0)
+    return first if first >= 0 else 128 - first
+
+
 def main() -> int:
     """Serve or launch."""
     what, place, *more = sys.argv[1:]
     if what == "serve":
-        serve(Path(place))
-    return launch(Path(place), int(more[0]), more[1:])
+        serve(Path(place), more)
+    return exit_code(ForkedJob(Path(place), int(more[0]), more[1:]).wait() or [1])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Checkpoints in an object store: a real server that is killed, damaged data, other numbers of ranks."""
 
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from diffusion.config.loading import load_config
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.loading import load_config_of, load_model
 from tests.s3_server import S3Server, object_file, s3_process, s3_server
-from tests.training_runs import TrainingServer
 
 __all__ = ["s3_process", "s3_server"]
 
@@ -184,25 +182,16 @@ def kill_at(step: int, s3_server: S3Server) -> str:
     )
 
 
-def wait_for(text: str, server: TrainingServer) -> None:
-    """Wait until a rank of the running job has said something."""
-    deadline = time.monotonic() + PATIENCE
-    while not any(text in log.read_text(errors="replace") for log in server._log.glob("rank-*.txt")):
-        assert time.monotonic() < deadline, f"nobody said: {text}"
-        time.sleep(0.05)
-
-
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("in_background", [False, True])
 def test_an_outage_loses_no_checkpoint(server, s3_server, reference, tmp_path, url, in_background):
     run = tmp_path / "run"
     more = [kill_at(3, s3_server), f"trainer.async_checkpoints={in_background}"]
-    server.start(2, [options(run, "fsdp", url, *more)])
+    job = server.start_training(2, [options(run, "fsdp", url, *more)])
     s3_server.await_end()
-    wait_for("It is tried again", server)
+    job.wait_for(lambda: "It is tried again" in job.output)
     s3_server.start()
-    job = server.finish()
-    assert job.codes == [0, 0], job.output[-3000:]
+    assert job.finish().codes == [0, 0], job.output[-3000:]
     assert steps(url) == [2, 4, 6, 8, 9]
     assert losses(run) == losses(reference["fsdp"])
 

@@ -1,13 +1,12 @@
 """A small CLIP model, a toy checkpoint, pictures and configurations for the tests of evaluations."""
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from tests.training_runs import ROOT, TrainingServer
+from tests.training_runs import TrainingServer
 
 CLIP_SIZE = 32
 
@@ -70,16 +69,6 @@ def write_all(root: Path) -> Path:
 def evaluate_on(server: TrainingServer, num_ranks: int, arguments: list[str]) -> None:
     """Run `evaluate.py` on so many ranks; it must succeed."""
     server.command(num_ranks, ["evaluate.py", "tests/evaluation/toy_evaluation.yaml", *arguments])
-
-
-def run_watcher(arguments: list[str], variables: dict[str, str]) -> None:
-    """Watch in this process, as the rank that the environment variables say."""
-    from diffusion.config.evaluation import EvaluationConfig
-    from diffusion.config.loading import load
-    from diffusion.evaluation.watch import watch
-
-    os.environ.update(variables)
-    watch(load(EvaluationConfig, ROOT / "tests/evaluation/toy_evaluation.yaml", arguments))
 
 
 def numbers(output: Path) -> dict[str, dict[str, float]]:

@@ -4,67 +4,19 @@ On one rank from a folder of checkpoints, and on two ranks from an object store.
 """
 
 import json
-import multiprocessing
-import socket
-import time
 from collections import Counter
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
 from diffusion.callbacks.continued_loggers import _event_points, read_wandb
-from tests.evaluation.evaluation_toys import run_watcher, write_pictures, write_prompts
+from tests.evaluation.evaluation_toys import write_pictures, write_prompts
 from tests.s3_server import s3_process
-from tests.training_runs import TrainingServer
+from tests.training_runs import Job, TrainingServer
 
 __all__ = ["s3_process"]
 
-PATIENCE = 240.0
 STEPS = [2, 4, 6, 8]
-
-
-class Watcher:
-    """A watcher of some ranks, forked from a process that has imported everything.
-
-    Args:
-        num_ranks: how many.
-        overrides: of its configuration.
-        variables: of the environment.
-    """
-
-    def __init__(self, num_ranks: int, overrides: list[str], variables: dict[str, str]) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["diffusion.evaluation.watch", "wandb", "torch.utils.tensorboard.writer"])
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
-        self.ranks: list[BaseProcess] = []
-        for rank in range(num_ranks):
-            own = {**variables, **place, "RANK": str(rank), "WANDB_SILENT": "true"}
-            self.ranks.append(context.Process(target=run_watcher, args=(overrides, own), daemon=True))
-            self.ranks[-1].start()
-
-    def wait_for(self, path: Path) -> None:
-        """Wait until it has written a file."""
-        deadline = time.monotonic() + PATIENCE
-        while not path.is_file():
-            codes = [rank.exitcode for rank in self.ranks]
-            assert codes == [None] * len(codes) or path.is_file(), f"the watcher has ended with {codes}"
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-
-    def kill(self) -> None:
-        for rank in self.ranks:
-            rank.kill()
-            rank.join()
-
-    def finish(self) -> None:
-        """It must end by itself, without an error."""
-        for rank in self.ranks:
-            rank.join(PATIENCE)
-        assert [rank.exitcode for rank in self.ranks] == [0] * len(self.ranks)
 
 
 def state_of(folder: Path) -> dict[str, int]:
@@ -103,23 +55,21 @@ def watched(
         "loggers={tensorboard: true, wandb: {offline: true}}",
     ]
 
-    def start_watcher() -> Watcher:
-        return Watcher(num_ranks, overrides, of_store)
+    def start_watcher() -> Job:
+        command = ["evaluate.py", "tests/evaluation/toy_evaluation.yaml", "watch=true", *overrides]
+        return server.start(num_ranks, command, WANDB_SILENT="true", **of_store)
 
     first = start_watcher()
     of_run = [f"output_folder={run}", f"trainer.checkpoint_folder={url or 'null'}", "loggers.tensorboard=true"]
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in of_store.items():
-            patch.setenv(name, value)
-        server.start(1, [("tests/toy.yaml", of_run)])
-    first.wait_for(output / "ledger.json")
+    training = server.start_training(1, [("tests/toy.yaml", of_run)], **of_store)
+    first.wait_for((output / "ledger.json").is_file)
     first.kill()
     second = start_watcher()
-    job = server.finish()
-    assert job.codes == [0], job.output[-3000:]
-    second.finish()
+    for job in (training, second):
+        ended = job.finish()
+        assert not any(ended.codes), ended.output[-3000:]
     before = state_of(output)
-    start_watcher().finish()
+    assert not any(start_watcher().finish().codes)
     return output, run, place, before
 
 

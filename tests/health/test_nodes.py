@@ -126,14 +126,14 @@ def test_a_rank_that_was_stopped_is_named_and_a_smaller_job_proposed(server, tmp
     hosts, found = tmp_path / "hosts", tmp_path / "found.json"
     command = [str(ROOT / "tests/health/stopping_doctor.py"), str(ROOT / "scripts/doctor.py"), "tests/toy.yaml"]
     command += [f"output_folder={tmp_path}/run", "--patience", "4", "--hosts", str(hosts), "--json", str(found)]
-    pids = server._start(2, {"command": command})
+    job = server.start(2, command)
     over = threading.Event()
-    watcher = threading.Thread(target=_kill_when_written, args=(hosts, pids[1], over))
+    watcher = threading.Thread(target=_kill_when_written, args=(hosts, job.pids[1], over))
     watcher.start()
-    job = server.finish()
+    codes = job.finish().codes
     over.set()
     watcher.join()
-    assert job.codes == [2, -signal.SIGKILL], job.output[-3000:]
+    assert codes == [2, -signal.SIGKILL], job.output[-3000:]
     (verdict,) = json.loads(found.read_text())
     assert verdict["where"] == "node 1"
     assert "these ranks have not answered for 4 s: 1 on " in verdict["what"]

@@ -11,6 +11,7 @@ from diffusion.operations.supervision import Places, Supervisor
 from diffusion.verification.chaos import Chaos, Planned, format_overcome
 from diffusion.verification.compare import compare
 from diffusion.verification.faults import Scene
+from diffusion.verification.forking import exit_code
 from diffusion.verification.plan import RunSpec
 from diffusion.verification.runner import Recipe, overrides_of, plugin, read_outcome, trace_plugin
 from tests.training_runs import ROOT, Run, TrainingServer
@@ -19,25 +20,21 @@ NUM_STEPS = 28
 FAULTS = ("poison", "kill_rank", "truncate_checkpoint", "freeze")
 
 
-class ForkedJob:
-    """Two ranks that a server has forked."""
+class TwoRanks:
+    """A job as the supervisor knows it."""
 
     def __init__(self, server: TrainingServer, run: Run) -> None:
-        self.pids = server.start(2, [run])
-        self._code: int | None = None
-        threading.Thread(target=self._finish, args=(server,), daemon=True).start()
-
-    def _finish(self, server: TrainingServer) -> None:
-        code = next((code for code in server.finish().codes if code), 0)
-        self._code = code if code >= 0 else 128 - code
+        self._job = server.start_training(2, [run])
+        self.pids = self._job.pids
 
     def poll(self) -> int | None:
-        return self._code
+        codes = self._job.poll()
+        return None if codes is None else exit_code(codes)
 
 
 def supervise(server: TrainingServer, run: Run, folder: Path, codes: list[int], **settings: float) -> threading.Thread:
     supervisor = Supervisor(
-        lambda lock: ForkedJob(server, run),
+        lambda lock: TwoRanks(server, run),
         Places(run=folder, beats=folder / "heartbeats"),
         SupervisionConfig(first_pause=0.1, longest_pause=1, **settings),  # pyright: ignore[reportArgumentType]
         EventLog(folder),

@@ -13,16 +13,15 @@ from diffusion.models import FrozenParts, load_frozen_parts
 from diffusion.preparation.encoding.encode import encode
 from diffusion.preparation.encoding.models import EncodingModels
 from diffusion.preparation.prepare import prepare
-from tests.forked_commands import LIMIT, ForkedCommand
 from tests.picture_files import write_folder
 from tests.preparation.test_encode import digests
-from tests.training_runs import launch
+from tests.training_runs import LIMIT, TrainingServer, launch
 
 OPTIONS = ["--architecture", "tiny", "--device", "cpu", "--workers", "1", "--batch-size", "4", "--text-embeddings",
            "--resolution", "32", "64"]  # fmt: skip
 RAY = ["--engine", "ray", "--ray-workers", "2"]
-PROCESSES = [(1, []), (2, []), *([(1, RAY)] if importlib.util.find_spec("ray") else []), (4, [])]
-"""Number and options, of one start after the other."""
+PROCESSES = [(0, []), (2, []), *([(0, RAY)] if importlib.util.find_spec("ray") else []), (4, [])]
+"""Ranks, or 0 for a plain process, and options, of one start after the other."""
 
 NUM_PICTURES = 150
 
@@ -66,37 +65,34 @@ def num_finished(out: Path) -> int:
     return len(list(out.glob("*/work.partial/shards/*.json")))
 
 
-def test_killed_and_continued_by_other_processes(prepared: Path, undisturbed: Path, tmp_path: Path, kills: int) -> None:
+def test_killed_and_continued_by_other_processes(
+    server: TrainingServer, prepared: Path, undisturbed: Path, tmp_path: Path, kills: int
+) -> None:
     out, chance = tmp_path / "out", random.Random(kills)
     most = max(len(list(undisturbed.rglob("*.mds"))) // (2 * kills), 1)
-    killed = []
     for number in range(kills):
         wanted = num_finished(out) + chance.randint(1, most)
         num_ranks, options = PROCESSES[number % len(PROCESSES)]
-        command = [*arguments(prepared, out), *options]
-        started = ForkedCommand(tmp_path / f"log-{number}", "scripts/encode.py", command, num_ranks)
-        killed.append(started.kill_when(lambda wanted=wanted: num_finished(out) >= wanted))
-    assert all(killed)
+        job = server.start(num_ranks, ["scripts/encode.py", *arguments(prepared, out), *options])
+        job.wait_for(lambda wanted=wanted: num_finished(out) >= wanted)
+        job.kill()
     done = launch(2, ["scripts/encode.py", *arguments(prepared, out)], timeout=LIMIT)
     assert done.returncode == 0, done.stdout[-4000:]
     assert digests(out) == digests(undisturbed)
 
 
-def test_two_processes_tell_a_mistake_once(prepared: Path, tmp_path: Path) -> None:
+def test_two_processes_tell_a_mistake_once(server: TrainingServer, prepared: Path, tmp_path: Path) -> None:
     broken = tmp_path / "prepared"
     shutil.copytree(prepared, broken)
     shard = sorted(broken.glob("train/*/*.mds"))[3]
     shard.write_bytes(shard.read_bytes()[:-1])
-    command = ForkedCommand(tmp_path / "log", "scripts/encode.py", arguments(broken, tmp_path / "out"), 2)
-    codes, output = command.finish()
-    assert codes == [2, 2], output
-    assert output.count("DataError") == 1, output
-    assert f"{shard.name} has" in output
+    job = server.start(2, ["scripts/encode.py", *arguments(broken, tmp_path / "out")]).finish()
+    assert job.codes == [2, 2], job.output
+    assert job.output.count("DataError") == 1, job.output
+    assert f"{shard.name} has" in job.output
 
 
-def test_on_ray(prepared: Path, undisturbed: Path, tmp_path: Path) -> None:
+def test_on_ray(server: TrainingServer, prepared: Path, undisturbed: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="needs Ray: pip install 'diffusion[ray]'")
-    command = ForkedCommand(tmp_path / "log", "scripts/encode.py", [*arguments(prepared, tmp_path / "out"), *RAY])
-    codes, output = command.finish()
-    assert codes == [0], output
+    server.command(0, ["scripts/encode.py", *arguments(prepared, tmp_path / "out"), *RAY])
     assert digests(tmp_path / "out") == digests(undisturbed)

@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from diffusion.preparation.prepare import prepare
-from tests.forked_commands import ForkedCommand
 from tests.picture_files import noise, sample, tree, write_folder, write_tar
+from tests.training_runs import Job
 
 RAY = ["--workers", "2", "--engine", "ray"]
 WORKERS = [
@@ -63,18 +63,20 @@ def progress_of(out: Path, number: int) -> Callable[[], bool]:
     return lambda: num_finished(out) >= wanted
 
 
-def test_killed_and_continued_by_other_workers(sources, partition_size, undisturbed, tmp_path, kills):
+def test_killed_and_continued_by_other_workers(server, sources, partition_size, undisturbed, tmp_path, kills):
     out, chance = tmp_path / "out", random.Random(kills)
     options = ["--edges", "16", "34", "--partition-size", str(partition_size), "--shard-mb", "1", "--seed", "3"]
     command = [*sources, str(out), *options, "--quiet", "--no-report"]
 
-    def start(number: int) -> ForkedCommand:
-        workers = WORKERS[number % len(WORKERS)]
-        return ForkedCommand(tmp_path / f"log-{number}", "scripts/prepare.py", [*command, *workers])
+    def start(number: int) -> Job:
+        return server.start(0, ["scripts/prepare.py", *command, *WORKERS[number % len(WORKERS)]])
 
     most = max(len(undisturbed) // (2 * kills), 1)
-    killed = [start(number).kill_when(progress_of(out, chance.randint(1, most))) for number in range(kills)]
-    codes, output = start(kills).finish()
-    assert codes == [0], output
-    assert sum(killed) >= len(killed) - 1, "all but perhaps the last were running when they were killed"
+    for number in range(kills):
+        progress = progress_of(out, chance.randint(1, most))
+        job = start(number)
+        job.wait_for(progress)
+        job.kill()
+    job = start(kills).finish()
+    assert job.codes == [0], job.output
     assert tree(out) == undisturbed

@@ -56,12 +56,13 @@ def test_a_killed_sweep_continues_and_repeats_nothing(server, tmp_path):
     command = ["scripts/sweep.py", str(sweep), "--out", str(out), *SHORT]
     folder = out / "six"
 
-    (pid,) = server._start(1, {"command": command})
-    wait_for(lambda: len(list(folder.glob("*/finished.json"))) >= 2 and psutil.Process(pid).children())
+    job = server.start(1, command)
+    (pid,) = job.pids
+    job.wait_for(lambda: len(list(folder.glob("*/finished.json"))) >= 2 and bool(psutil.Process(pid).children()))
     point = psutil.Process(pid).children()[0]
     os.kill(pid, signal.SIGKILL)
     point.kill()
-    assert server.finish().codes == [-signal.SIGKILL]
+    assert job.finish().codes == [-signal.SIGKILL]
     done = {path.parent.name for path in folder.glob("*/finished.json")}
     assert 2 <= len(done) < 6
 
