@@ -7,7 +7,6 @@ weights. Exit code 1 if not.
 """
 
 import argparse
-import atexit
 import logging
 import os
 import shutil
@@ -15,8 +14,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from diffusion.launch import CommandParser, run_command
+
+if TYPE_CHECKING:
+    from diffusion.verification.forking import Launcher
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_RANKS = 2
@@ -57,6 +60,14 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Make data, run undisturbed, run disturbed, compare."""
     arguments = parse_arguments()
+    from diffusion.verification.forking import launchers
+
+    with launchers(composer=arguments.composer) as launcher:
+        overcome(arguments, launcher)
+
+
+def overcome(arguments: argparse.Namespace, launcher: "Launcher") -> None:
+    """Make data, run undisturbed, run disturbed, compare."""
     from diffusion.verification.chaos import Chaos, format_overcome, plan
     from diffusion.verification.compare import compare, format_table
     from diffusion.verification.data import make_data
@@ -86,9 +97,7 @@ def main() -> None:
         program=ROOT / "run.py",
     )
     spec = RunSpec(world_size=NUM_RANKS, workers=1, buckets="several")
-    composer = str(Path(sys.executable).parent / "composer")
-    launcher = [composer, "-n", str(NUM_RANKS)] if arguments.composer else forking_launcher()
-    program = [str(recipe.program), str(recipe.yaml)]
+    program = [*launcher(NUM_RANKS), str(recipe.program), str(recipe.yaml)]
 
     def overrides(folder: Path, places: Sequence[str], *plugins: str) -> list[str]:
         own = overrides_of(recipe, spec, [*places, f"output_folder={folder}"])
@@ -97,9 +106,7 @@ def main() -> None:
     whole = out / "undisturbed"
     places = [f"data.local={data / 'latents/train'}"]
     with (out / "undisturbed.txt").open("wb") as log:
-        subprocess.run(
-            [*launcher, *program, *overrides(whole, places)], stdout=log, stderr=log, env=quiet(), check=True
-        )
+        subprocess.run([*program, *overrides(whole, places)], stdout=log, stderr=log, env=quiet(), check=True)
     reference = read_outcome(recipe, spec, whole)
 
     folder = out / "disturbed"
@@ -122,7 +129,7 @@ def main() -> None:
     hold = plugin("disturbance.HoldAt", step=faults[-1].step + GAP, release=f"'{release}'")
     supervise = [sys.executable, str(ROOT / "scripts/supervise.py"), "--"]
     with (out / "log.txt").open("wb") as log:
-        command = [*supervise, *launcher, *program, *overrides(folder, places, poison, hold)]
+        command = [*supervise, *program, *overrides(folder, places, poison, hold)]
         supervisor = subprocess.Popen(command, stdout=log, stderr=log, env=quiet())
     try:
         rows = Chaos(scene, lambda: supervisor.poll() is not None).run(faults)
@@ -144,16 +151,6 @@ def main() -> None:
         print("the disturbed run differs from the undisturbed one")
         raise SystemExit(1)
     print(f"{len(rows)} faults: draws, losses and weights of all {recipe.num_steps} steps are equal to the bit")
-
-
-def forking_launcher() -> list[str]:
-    """Start a process that has imported everything, which ends with this one; return the command that starts ranks."""
-    from diffusion.verification.forking import ForkingServer
-
-    server = ForkingServer(environment=quiet())
-    atexit.register(server.close)
-    server.await_start()
-    return server.launcher(NUM_RANKS)
 
 
 def quiet() -> dict[str, str]:

@@ -7,8 +7,12 @@ the same, and the loss the same up to rounding. Exit code 1 if not.
 import argparse
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from diffusion.launch import CommandParser, run_command
+
+if TYPE_CHECKING:
+    from diffusion.verification.forking import Launcher
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL_UNET = "model.unet={block_out_channels: [16, 32], norm_num_groups: 4, attention_head_dim: [2, 2]}"
@@ -24,6 +28,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/verify_elastic"), help="replaced if it exists")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0, help="of the steps at which runs are disturbed")
+    parser.add_argument(
+        "--composer", action="store_true", help="start ranks as usual, instead of forking them, which is quicker"
+    )
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--full", action="store_true", help="every combination instead of a covering set")
     size.add_argument("--short", action="store_true", help="three runs")
@@ -33,6 +40,14 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Make data, run, compare."""
     arguments = parse_arguments()
+    from diffusion.verification.forking import launchers
+
+    with launchers(composer=arguments.composer) as launcher:
+        verify(arguments, launcher)
+
+
+def verify(arguments: argparse.Namespace, launcher: "Launcher") -> None:
+    """Make data, run, compare."""
     from diffusion.verification.compare import compare, draw_losses, format_table
     from diffusion.verification.data import make_data
     from diffusion.verification.plan import covering_set, in_order, product, short_set
@@ -76,6 +91,7 @@ def main() -> None:
             recipe,
             spec,
             [f"data.local={place}", f"data.streams={streams}", f"data.representation={spec.representation}"],
+            launcher,
         )
         outcomes.append(outcome)
         reference = next(other for other in outcomes if other.spec.data_setting == spec.data_setting)

@@ -20,12 +20,16 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 PATIENCE = 30.0
 """Seconds that ranks have after SIGTERM."""
+
+Launcher = Callable[[int], list[str]]
+"""The command that starts a program on so many ranks; the program and its arguments follow it."""
 
 _MAX_REQUEST = 2**20
 _START_SECONDS = 300.0
@@ -123,7 +127,7 @@ class ForkingServer:
                 pause.select(0.05)
 
     def launcher(self, num_ranks: int) -> list[str]:
-        """The command that starts a program on so many ranks; the program and its arguments follow it."""
+        """See `Launcher`."""
         return [sys.executable, "-m", "diffusion.verification.forking", "launch", str(self.place), str(num_ranks)]
 
     def close(self) -> None:
@@ -131,6 +135,24 @@ class ForkingServer:
         self._process.kill()
         self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@contextmanager
+def launchers(*, composer: bool) -> Iterator[Launcher]:
+    """What starts a proof's ranks.
+
+    Args:
+        composer: the usual launcher, instead of a process from which they are forked.
+    """
+    if composer:
+        yield lambda num_ranks: [str(Path(sys.executable).parent / "composer"), "-n", str(num_ranks)]
+        return
+    server = ForkingServer(environment={**os.environ, "PYTHONWARNINGS": "ignore"})
+    try:
+        server.await_start()
+        yield server.launcher
+    finally:
+        server.close()
 
 
 def serve(place: Path, modules: Sequence[str]) -> NoReturn:

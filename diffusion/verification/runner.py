@@ -3,7 +3,6 @@
 import os
 import random
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import psutil
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.verification.disturbance import MOMENTS
+from diffusion.verification.forking import Launcher
 from diffusion.verification.plan import RunSpec, resume_size
 from diffusion.verification.trace import step_hashes
 
@@ -61,13 +61,14 @@ class Recipe:
     """Seconds that one start may take."""
 
 
-def run(recipe: Recipe, spec: RunSpec, data: Sequence[str]) -> Outcome:
+def run(recipe: Recipe, spec: RunSpec, data: Sequence[str], launcher: Launcher) -> Outcome:
     """Run a recipe in one way, from the beginning.
 
     Args:
         recipe: what is run.
         spec: the way.
         data: overrides that name the data of this setting.
+        launcher: starts its ranks.
 
     Raises:
         VerificationError: it failed, or did not end as a disturbed run should.
@@ -84,9 +85,12 @@ def run(recipe: Recipe, spec: RunSpec, data: Sequence[str]) -> Outcome:
         interrupted_at = chance.randrange(recipe.num_steps // 6, recipe.num_steps * 5 // 6)
         moment = chance.choice(MOMENTS)
         disturbance = plugin("disturbance.Disturbance", step=interrupted_at, moment=moment, kind=spec.interruption)
-        _disturb(recipe, spec, [*own, f"plugins.callbacks=[{trace}, {disturbance}]"], folder)
+        command = _command(recipe, launcher(num_ranks), [*own, f"plugins.callbacks=[{trace}, {disturbance}]"])
+        _check_disturbed(_run(command, num_ranks, folder, recipe.timeout), spec, folder)
         num_ranks = resume_size(spec)
-    _finish(recipe, num_ranks, [*own, f"plugins.callbacks=[{trace}]"], folder)
+    command = _command(recipe, launcher(num_ranks), [*own, f"plugins.callbacks=[{trace}]"])
+    if code := _run(command, num_ranks, folder, recipe.timeout):
+        raise VerificationError(f"{folder.name}: ended with exit code {code}; see {folder}/log.txt")
     return read_outcome(recipe, spec, folder, interrupted_at=interrupted_at, seconds=time.monotonic() - start)
 
 
@@ -134,32 +138,21 @@ def read_outcome(
     )
 
 
-def _start(recipe: Recipe, num_ranks: int, overrides: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
-    command = [
-        str(Path(sys.executable).parent / "composer"),
-        *("-n", str(num_ranks)),
-        str(recipe.program),
-        str(recipe.yaml),
-        *overrides,
-    ]
+def _command(recipe: Recipe, launcher: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    return [*launcher, str(recipe.program), str(recipe.yaml), *overrides]
+
+
+def _run(command: Sequence[str], num_ranks: int, folder: Path, timeout: float) -> int:
+    """Return the exit code of a job."""
     threads = str(max(1, (os.cpu_count() or 1) // num_ranks))
     environment = {**os.environ, "OMP_NUM_THREADS": threads, "PYTHONWARNINGS": "ignore"}
     with (folder / "log.txt").open("ab") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-
-
-def _finish(recipe: Recipe, num_ranks: int, overrides: Sequence[str], folder: Path) -> None:
-    code = _wait(recipe, _start(recipe, num_ranks, overrides, folder), folder)
-    if code:
-        raise VerificationError(f"{folder.name}: ended with exit code {code}; see {folder}/log.txt")
-
-
-def _wait(recipe: Recipe, process: subprocess.Popen[bytes], folder: Path) -> int:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
     try:
-        return process.wait(recipe.timeout)
+        return process.wait(timeout)
     except subprocess.TimeoutExpired:
         _kill(process)
-        raise VerificationError(f"{folder.name}: not over after {recipe.timeout:g} s; see {folder}/log.txt") from None
+        raise VerificationError(f"{folder.name}: not over after {timeout:g} s; see {folder}/log.txt") from None
 
 
 def plugin(name: str, **arguments: object) -> str:
@@ -168,9 +161,8 @@ def plugin(name: str, **arguments: object) -> str:
     return f"{{path: diffusion.verification.{name}, arguments: {{{values}}}}}"
 
 
-def _disturb(recipe: Recipe, spec: RunSpec, overrides: Sequence[str], folder: Path) -> None:
-    """Start a run that disturbs itself, and see that it ends as it should."""
-    code = _wait(recipe, _start(recipe, spec.world_size, overrides, folder), folder)
+def _check_disturbed(code: int, spec: RunSpec, folder: Path) -> None:
+    """A run that disturbs itself ends as it should."""
     if not code:
         raise VerificationError(
             f"{spec.name}: ended with exit code 0, as if nothing had happened; see {folder}/log.txt"
