@@ -28,7 +28,6 @@ from diffusion.config.schema import Config
 from diffusion.config.secrets import to_public_yaml
 from diffusion.config.training import Device, Parallelism
 from diffusion.datasets.streams import TextImageDataset
-from diffusion.health.downloads import DownloadMeter, bytes_per_sample
 from diffusion.health.readings import num_cores
 from diffusion.health.waiting import LoaderSettings
 from diffusion.models.autoencoder import AutoencoderTraining
@@ -85,8 +84,7 @@ def build_meters(config: Config, dataset: Any) -> list[Callback]:
     utilisation = Utilisation(
         config.loggers.utilisation_interval,
         num_workers=data.num_workers,
-        downloads=DownloadMeter(dataset) if is_ours else None,
-        bytes_per_sample=bytes_per_sample(dataset) if is_ours else 0.0,
+        tiers=dataset.meter if is_ours and any(stream.remote is not None for stream in dataset.streams) else None,
     )
     settings = LoaderSettings(
         num_workers=data.num_workers,

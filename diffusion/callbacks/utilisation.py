@@ -9,9 +9,9 @@ import torch
 from composer import Callback, Logger, State
 from composer.utils import dist
 
+from diffusion.datasets.tiers import TierCounts, TierMeter
 from diffusion.errors import ConfigurationError
 from diffusion.health.counters import Counters, Usage, read_counters, usage_between
-from diffusion.health.downloads import DownloadMeter
 from diffusion.health.gpus import GpuMeter
 
 _NODE = {
@@ -43,16 +43,16 @@ class Utilisation(Callback):
     - `utilisation/loader_workers`: share of a core that a loader worker uses, mean over the ranks
     - `utilisation/gpu`, `utilisation/gpu_memory`: shares, means over the GPUs; where NVML answers
     - `memory/job_rss`: GB of all processes of the job
-    - `throughput/..._bytes_per_sec`: of a node, mean over the nodes; `downloaded` is of all nodes together
-    - `throughput/downloaded_bytes`: since the start
-    - `throughput/cache_hit_rate`: share of the bytes read that need not be downloaded; below 0 it is cut off, since
-      shards are downloaded before they are read
+    - `throughput/..._bytes_per_sec`: of a node, mean over the nodes
+    - `storage/fetched_bytes`, `storage/fetched_shards`: from the store, by all nodes; where data has a remote
+    - `storage/read_bytes`: of samples, from the disks of all nodes
+    - `storage/cache_hit_rate`: share of the samples whose shard lay on the node's disk when the loader looked for it
+    - `storage/total_...`: the same since the start
 
     Args:
         interval: steps between two readings.
         num_workers: loader workers of a rank.
-        downloads: counts what the data set downloads to this node; None for data that is not downloaded.
-        bytes_per_sample: of the data set, for the cache hit rate.
+        tiers: counts what this rank reads of data that has a remote; None for other data.
 
     Raises:
         ConfigurationError: the interval is not a number of steps.
@@ -63,8 +63,7 @@ class Utilisation(Callback):
         interval: int,
         *,
         num_workers: int,
-        downloads: DownloadMeter | None = None,
-        bytes_per_sample: float = 0.0,
+        tiers: TierMeter | None = None,
     ) -> None:
         if interval < 1:
             raise ConfigurationError(f"loggers.utilisation_interval is {interval}, but must be at least 1")
@@ -72,65 +71,63 @@ class Utilisation(Callback):
         self.latest: JobUsage | None = None
         """Of the last interval; the same on all ranks."""
 
-        self._downloads, self._bytes_per_sample = downloads, bytes_per_sample
+        self._tiers, self._counts, self._total = tiers, TierCounts(), TierCounts()
         self._is_leader = dist.get_local_rank() == 0
         self._gpus = GpuMeter() if self._is_leader and torch.cuda.is_available() else None
         self._before: Counters | None = None
-        self._samples = self._downloaded = 0
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Take the first reading."""
-        self._read(state)
-
-    def _read(self, state: State) -> None:
-        self._before, self._samples = read_counters(), state.timestamp.sample.value
+        self._before = read_counters()
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Read and log at the end of each interval."""
         if state.timestamp.batch.value % self.interval or self._before is None:
             return
-        before, first = self._before, self._samples
-        self._read(state)
+        before, self._before = self._before, read_counters()
         seconds = max(self._before.clock - before.clock, 1e-9)
         usage = usage_between(before, self._before, self.num_workers)
-        downloaded = self._downloads.bytes_since() if self._downloads is not None and self._is_leader else 0
-        rows = self._gather(state, usage, downloaded)
-        self._downloaded += int(rows[:, -1].sum())
+        rows = self._gather(state, usage)
+        counts = TierCounts(*(int(number) for number in rows[:, -len(TierCounts._fields) :].sum(dim=0).tolist()))
         largest = dict(zip(_FIELDS, rows[:, : len(_FIELDS)].nan_to_num(-1.0).amax(dim=0).tolist(), strict=True))
         workers = largest["workers"] if largest["workers"] >= 0 else None
         self.latest = JobUsage(
-            busiest=replace(usage, **(largest | {"workers": workers})), downloaded=rows[:, -1].sum().item() / seconds
+            busiest=replace(usage, **(largest | {"workers": workers})), downloaded=counts.fetched_bytes / seconds
         )
-        logger.log_metrics(self._metrics(rows, state.timestamp.sample.value - first, seconds))
+        logger.log_metrics(self._metrics(rows))
+        if self._tiers is not None:
+            self._total = self._total.plus(counts)
+            logger.log_metrics(_tier_metrics("storage/", counts) | _tier_metrics("storage/total_", self._total))
 
-    def _gather(self, state: State, usage: Usage, downloaded: int) -> torch.Tensor:
-        """One row of float64 for each rank: the fields of `Usage`, GPUs, downloads; NaN where there is nothing."""
+    def _gather(self, state: State, usage: Usage) -> torch.Tensor:
+        """One row of float64 for each rank: the fields of `Usage`, GPUs, tiers; NaN where there is nothing."""
         nothing = float("nan")
         values = [getattr(usage, name) for name in _FIELDS]
         gpus = (self._gpus.read() if self._gpus is not None else None) or (nothing, nothing)
-        row = [nothing if value is None else float(value) for value in (*values, *gpus, downloaded)]
+        before, self._counts = self._counts, self._tiers.read() if self._tiers is not None else TierCounts()
+        values += [*gpus, *self._counts.since(before)]
+        row = [nothing if value is None else float(value) for value in values]
         tensor = state.device.tensor_to_device(torch.tensor([row], dtype=torch.float64))
         return torch.cat(list(dist.all_gather(tensor))).cpu()
 
-    def _metrics(self, rows: torch.Tensor, num_samples: int, seconds: float) -> dict[str, float]:
-        """What is logged of an interval."""
+    def _metrics(self, rows: torch.Tensor) -> dict[str, float]:
+        """What is logged of the machines in an interval."""
         nodes = rows[:: dist.get_local_world_size()]
         of = {name: number for number, name in enumerate(_FIELDS)}
         metrics = {key: nodes[:, of[name]].mean().item() for key, name in _NODE.items()}
         metrics["memory/job_rss"] = rows[:, of["job_bytes"]].sum().item() / 1e9
         optional = {
             "utilisation/loader_workers": rows[:, of["workers"]].nanmean().item(),
-            "utilisation/gpu": rows[:, -3].nanmean().item(),
-            "utilisation/gpu_memory": rows[:, -2].nanmean().item(),
+            "utilisation/gpu": rows[:, len(_FIELDS)].nanmean().item(),
+            "utilisation/gpu_memory": rows[:, len(_FIELDS) + 1].nanmean().item(),
         }
-        metrics |= {key: value for key, value in optional.items() if value == value}
-        if self._downloads is not None and self._downloads.has_remote:
-            downloaded = rows[:, -1].sum().item()
-            metrics["throughput/downloaded_bytes"] = self._downloaded
-            metrics["throughput/downloaded_bytes_per_sec"] = downloaded / seconds
-            if read := num_samples * self._bytes_per_sample:
-                metrics["throughput/cache_hit_rate"] = max(0.0, 1 - downloaded / read)
-        return metrics
+        return metrics | {key: value for key, value in optional.items() if value == value}
 
 
+def _tier_metrics(prefix: str, counts: TierCounts) -> dict[str, float]:
+    metrics = {f"{prefix}{name}": float(getattr(counts, name)) for name in _AMOUNTS}
+    return metrics | ({f"{prefix}cache_hit_rate": counts.hits / counts.samples} if counts.samples else {})
+
+
+_AMOUNTS = ("fetched_bytes", "fetched_shards", "read_bytes")
 _FIELDS = ("cpu", "cpu_waiting", "workers", "received", "sent", "disk_read", "memory", "job_bytes")

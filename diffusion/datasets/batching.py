@@ -360,6 +360,11 @@ class WorkerSlots(Sequence[int]):
         chunk = self._chunks.get(number)
         return int((self._make_chunk(number) if chunk is None else chunk)[place])
 
+    def step(self, index: int) -> int:
+        """Step of a sample; past the last sample, the one after the last of the epoch."""
+        number = index // len(self._slots)
+        return self._steps[number] if number < len(self._steps) else self._order.num_steps
+
     def _make_chunk(self, number: int) -> Integers:
         with self._lock:
             if number not in self._chunks:

@@ -18,6 +18,7 @@ from diffusion.datasets.locations import StreamLocation
 from diffusion.datasets.mds import INDEX
 from diffusion.datasets.storage_errors import fetch_errors
 from diffusion.datasets.stores import shown
+from diffusion.datasets.tiers import TierCounts, TierMeter
 from diffusion.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -52,9 +53,10 @@ class FetchedStream(Stream):
     Args:
         location: where the stream lies.
         downloads: how it is fetched.
+        meter: counts the shards.
     """
 
-    def __init__(self, location: StreamLocation, downloads: Downloads) -> None:
+    def __init__(self, location: StreamLocation, downloads: Downloads, meter: TierMeter) -> None:
         super().__init__(
             remote=location.remote,
             local=location.local,
@@ -66,6 +68,7 @@ class FetchedStream(Stream):
         )
         self._downloader = location.store.downloader(location.remote)
         self._sizes: dict[str, int] = {}
+        self._meter = meter
 
     def fetch_index(self) -> None:
         """Fetch the index, if it is not here.
@@ -133,6 +136,8 @@ class FetchedStream(Stream):
             if expected is not None and (size := local.stat().st_size) != expected:
                 local.unlink()
                 raise OSError(f"{size} bytes came instead of {expected}")
+            if expected is not None:
+                self._meter.add(TierCounts(fetched_shards=1, fetched_bytes=expected))
 
         self._attempt(fetch, shown(remote))
         return str(local)

@@ -1,6 +1,8 @@
 """A loader worker's samples as Streaming numbers them, a batch at a time, and the shards that they lie in."""
 
 from bisect import bisect_right
+from collections import Counter
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from diffusion.datasets.batching import WorkerSlots
@@ -17,7 +19,8 @@ class Part(NamedTuple):
     """Samples that are read one after the other, and the shards that they lie in."""
 
     sample_ids: list[SampleId]
-    shards: list[int]
+    shards: Mapping[int, int]
+    """How many of the samples lie in each, in the order in which they are needed."""
 
 
 class WorkerSamples:
@@ -44,9 +47,13 @@ class WorkerSamples:
         if part is None:
             stop = min(start + self._size, len(self))
             sample_ids = [self._sample_id(self._slots[place]) for place in range(start, stop)]
-            shards = dict.fromkeys(bisect_right(self._first_of_shards, number) - 1 for number in sample_ids)
-            part = self._parts[start] = Part(sample_ids, list(shards))
+            shards = Counter(bisect_right(self._first_of_shards, number) - 1 for number in sample_ids)
+            part = self._parts[start] = Part(sample_ids, shards)
         return part
+
+    def step(self, place: int) -> int:
+        """Step that a place belongs to; past the last place, the one after the last of the epoch."""
+        return self._slots.step(place)
 
     def forget(self, start: int) -> None:
         """Free a part that was read, and what is before it."""

@@ -3,27 +3,40 @@
 In streaming 0.13 a shard that cannot be downloaded or fails its hash is no error: without loader workers the epoch ends
 silently, with workers it hangs. A damaged file in the cache is never looked at again. And each thread goes through the
 epoch sample by sample, taking a file lock for each; here they go by batches, and each batch asks once for each shard.
+When a reader has asked for the last shard of its epoch, it fetches what the next one begins with (a warm-up).
 Like `shards.py`, this file touches private parts of `StreamingDataset`; how a file comes is decided in `fetching.py`.
 """
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from time import sleep, time_ns
 from typing import Any, cast
 
+import numpy as np
 from streaming import StreamingDataset
 from streaming.base.constant import TICK
 from streaming.base.dataset import _Iterator, _ShardState
 from torch import distributed
 
+from diffusion.datasets.balanced import Integers
 from diffusion.datasets.fetching import describe
-from diffusion.datasets.sample_ids import WorkerSamples
+from diffusion.datasets.sample_ids import Part, WorkerSamples
+from diffusion.datasets.storage_errors import fetch_errors
 from diffusion.datasets.stores import shown
+from diffusion.datasets.tiers import TierCounts, TierMeter
 from diffusion.errors import DataError
 
 logger = logging.getLogger(__name__)
+
+_KEPT: ContextVar[Integers | None] = ContextVar("kept", default=None)
+"""Shards that must not make room for those that this thread fetches; None is any."""
+
+
+class _NoRoomError(Exception):
+    """All shards on this machine are still needed."""
 
 
 class FetchingDataset(StreamingDataset):
@@ -31,11 +44,13 @@ class FetchingDataset(StreamingDataset):
 
     Args:
         stream_names: names of the streams, for messages.
+        meter: counts what is read.
         kwargs: arguments of `StreamingDataset`.
     """
 
-    def __init__(self, *, stream_names: list[str], **kwargs: Any) -> None:
-        self.stream_names = stream_names
+    def __init__(self, *, stream_names: list[str], meter: TierMeter, **kwargs: Any) -> None:
+        self.stream_names, self.meter = stream_names, meter
+        self._read_bytes = 0
         self._failure: DataError | None = None
         self._prepared: set[int] = set()
         super().__init__(**kwargs)
@@ -131,15 +146,63 @@ class FetchingDataset(StreamingDataset):
 
     def _prepare_thread(self, it: _Iterator) -> None:
         """Fetch shards ahead of what is read, batch by batch."""
-        while not self._is_over(it) and it.prepare_index < it.total and it.ready_index < it.total:
+        while not self._is_over(it) and it.prepare_index < it.total:
             if self.predownload is not None and self.predownload < it.prepare_index - it.yield_index:
                 sleep(TICK)
                 continue
             part = self._work(it).part(it.prepare_index)
+            self._count_hits(part)
             for shard_id in part.shards:
                 self.prepare_shard(shard_id, False)
             it.prepare_index += len(part.sample_ids)
+        if not self._is_over(it):
+            self._warm_up(it)
         it.on_exit()
+
+    def _count_hits(self, part: Part) -> None:
+        fetched = [(shard_id, num) for shard_id, num in part.shards.items() if self._remote(shard_id) is not None]
+        hits = sum(num for shard_id, num in fetched if self._shard_states[shard_id] == _ShardState.LOCAL)
+        self.meter.add(TierCounts(samples=sum(num for _, num in fetched), hits=hits))
+
+    def _warm_up(self, it: _Iterator) -> None:
+        """Fetch what the next epoch begins with until this one has been read; only shards that it has done with go.
+
+        A failure is left to the next epoch, which tries again.
+        """
+        missing = [number for number in self.next_shards() if self._remote(number) is not None]
+        if not missing:
+            return
+        token = _KEPT.set(self.shards_in_use(self._work(it).step(it.yield_index)) if self.cache_limit else None)
+        try:
+            for shard_id in missing:
+                if self._is_over(it) or it.yield_index >= it.total:
+                    return
+                self._fetch(shard_id, blocking=False)
+        except _NoRoomError:
+            logger.debug("no more room for shards of the next epoch")
+        except fetch_errors() as error:
+            logger.warning("%s is not here for the next epoch yet: %s", self._shard_name(shard_id), describe(error))
+        finally:
+            _KEPT.reset(token)
+
+    def next_shards(self) -> Sequence[int]:
+        """Shards that this reader needs at the beginning of the next epoch, in order."""
+        raise NotImplementedError
+
+    def shards_in_use(self, step: int) -> Integers:
+        """Shards that this node needs from a step of this reader to the end of the epoch, or soon in the next one."""
+        raise NotImplementedError
+
+    def _evict_coldest_shard(self) -> None:
+        kept = _KEPT.get()
+        if kept is None:
+            super()._evict_coldest_shard()
+            return
+        there = np.flatnonzero(self._shard_states.numpy() == _ShardState.LOCAL)
+        free = np.setdiff1d(there, kept)
+        if not len(free):
+            raise _NoRoomError
+        self._evict_shard(int(free[self._shard_access_times.numpy()[free].argmin()]))
 
     def _ready_thread(self, it: _Iterator) -> None:
         """Advance `ready_index` as shards arrive. Streaming's own waits for ever for one that failed elsewhere.
@@ -147,6 +210,9 @@ class FetchingDataset(StreamingDataset):
         A shard that another worker tried to fetch in vain is tried here, so that each worker that needs it fails.
         """
         while not self._is_over(it) and it.ready_index < it.total:
+            if it.prepare_index <= it.ready_index:
+                sleep(TICK)
+                continue
             if self.predownload is not None and self.predownload < it.ready_index - it.yield_index:
                 sleep(TICK)
                 continue
@@ -170,6 +236,8 @@ class FetchingDataset(StreamingDataset):
             part = self._work(it).part(start)
             yield from part.sample_ids
             it.yield_index += len(part.sample_ids)
+            self.meter.add(TierCounts(read_bytes=self._read_bytes))
+            self._read_bytes = 0
             self._work(it).forget(start)
         it.on_exit()
 

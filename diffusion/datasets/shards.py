@@ -22,13 +22,22 @@ from streaming.base.constant import RESUME
 from streaming.base.shared import SharedMemory
 from streaming.base.world import World
 
-from diffusion.datasets.batching import GlobalOrder, OrderSettings, StreamShape, WorkerSlots, draws_per_stream
+from diffusion.datasets.balanced import Integers
+from diffusion.datasets.batching import (
+    EpochOrder,
+    GlobalOrder,
+    OrderSettings,
+    StreamShape,
+    WorkerSlots,
+    draws_per_stream,
+)
 from diffusion.datasets.fetching import FetchedStream, describe
 from diffusion.datasets.sample_ids import WorkerSamples
 from diffusion.datasets.shard_fetching import FetchingDataset
 from diffusion.datasets.shard_files import SampleDecoder, ShardFiles
 from diffusion.datasets.shared_memory import MemoryNumber, claim_number
 from diffusion.datasets.storage_errors import fetch_errors
+from diffusion.datasets.warm_up import LAG, shards_of_steps
 from diffusion.errors import DataError, UserError
 from diffusion.launch import agree
 
@@ -160,10 +169,14 @@ class ShardDataset(FetchingDataset):
             )
         # Nobody may ask for the next epoch before the node's first worker has counted this one, after the last barrier.
         self._shared_barrier(self._unique_worker_world.workers_per_node)
+        return self._samples(self.order.epoch(epoch), step)
+
+    def _samples(self, order: EpochOrder, first_step: int = 0) -> WorkerSamples:
+        """This worker's samples of an epoch, from a step on."""
         world = self._parallel_worker_world
         slots = WorkerSlots(
-            self.order.epoch(epoch),
-            first_step=step,
+            order,
+            first_step=first_step,
             rank=world.rank,
             num_ranks=world.num_ranks,
             worker=world.worker_of_rank,
@@ -172,6 +185,46 @@ class ShardDataset(FetchingDataset):
         )
         assert self.batch_size is not None
         return WorkerSamples(slots, self.batch_size, self.first_samples, self._first_of_shards)
+
+    def next_shards(self) -> Sequence[int]:
+        """Shards of what this worker downloads ahead in the next epoch, in order."""
+        assert self.order is not None
+        assert self.batch_size is not None
+        samples = self._samples(self.order.epoch(self.epoch + 1))
+        last = min(len(samples), self._batches_ahead * self.batch_size)
+        parts = (samples.part(start) for start in range(0, last, self.batch_size))
+        return list(dict.fromkeys(shard_id for part in parts for shard_id in part.shards))
+
+    @property
+    def _batches_ahead(self) -> int:
+        """Batches that each worker downloads ahead, the one that is asked for included."""
+        assert self.batch_size is not None
+        return 1 + (self.predownload or 0) // self.batch_size
+
+    def shards_in_use(self, step: int) -> Integers:
+        """Shards that this node needs in the rest of the epoch, or downloads ahead in the next one.
+
+        Args:
+            step: step that this worker reads.
+        """
+        assert self.order is not None
+        world = self._parallel_worker_world
+        steps = {
+            self.epoch: range(step - LAG * world.workers_per_rank, self.order.num_steps),
+            self.epoch + 1: range(self._batches_ahead * world.workers_per_rank),
+        }
+        needed = [
+            shards_of_steps(
+                self.order.epoch(epoch),
+                part,
+                range(world.node * world.ranks_per_node, (world.node + 1) * world.ranks_per_node),
+                world.num_ranks,
+                first_samples=self.first_samples,
+                first_of_shards=self._first_of_shards,
+            )
+            for epoch, part in steps.items()
+        ]
+        return np.concatenate(needed)
 
     def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
         """Streaming's state, and what determines the order."""
@@ -256,6 +309,7 @@ class ShardDataset(FetchingDataset):
             except FileNotFoundError:
                 self.prepare_shard(shard_id)
             else:
+                self._read_bytes += len(data)
                 if self.cache_limit:
                     self._shard_access_times[shard_id] = time_ns()
                 return data

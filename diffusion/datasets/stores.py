@@ -6,6 +6,7 @@ attempt up to 15 times by itself, and does not tell a missing object from other 
 """
 
 import os
+import sys
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlparse
@@ -104,5 +105,6 @@ class S3Store(S3Downloader):
         place = urlparse(remote)
         extra: dict[str, Any] = {"RequestPayer": "requester"} if place.netloc in self._requester_pays_buckets else {}
         assert self._s3_client is not None
-        transfer = TransferConfig(use_threads=False, num_download_attempts=1)
+        # Without threads, ranges of a file would be asked for one after the other: each file is one request.
+        transfer = TransferConfig(use_threads=False, num_download_attempts=1, multipart_threshold=sys.maxsize)
         self._s3_client.download_file(place.netloc, place.path.lstrip("/"), local, ExtraArgs=extra, Config=transfer)

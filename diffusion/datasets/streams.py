@@ -19,6 +19,7 @@ from diffusion.datasets.locations import StreamLocation
 from diffusion.datasets.sample_ids import SampleId
 from diffusion.datasets.shards import ShardDataset
 from diffusion.datasets.substitutes import Substitutes, find_substitutes
+from diffusion.datasets.tiers import TierMeter
 from diffusion.datasets.transforms import PictureTransform
 from diffusion.errors import DataError
 from diffusion.randomness import Purpose, random_word, sample_address
@@ -79,7 +80,8 @@ class TextImageDataset(ShardDataset):
         self.choose_caption = choose_caption
         self.with_text_embeddings = with_text_embeddings
         self.bad_pictures = BadPictures(World.detect().num_ranks if "order" in options else 1)
-        streams = [FetchedStream(location, downloads or Downloads()) for location in locations]
+        meter = TierMeter()
+        streams = [FetchedStream(location, downloads or Downloads(), meter) for location in locations]
         wanted = ["latent_mean", "token_ids"] if tokenize is None else ["image", "captions", "key"]
         wanted += ["latent_logvar"] if with_logvar else []
         wanted += ["text_embeddings", "pooled_text_embeddings"] if with_text_embeddings else []
@@ -87,6 +89,7 @@ class TextImageDataset(ShardDataset):
         names = [location.name for location in locations]
         super().__init__(
             stream_names=names,
+            meter=meter,
             streams=streams,
             proportions=[location.proportion for location in locations],
             repeats=[location.repeat for location in locations],

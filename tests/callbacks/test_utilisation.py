@@ -1,20 +1,16 @@
-"""What is logged of the machines, on recorded counters; and what a data set downloads, on a real cache."""
+"""What is logged of the machines and of the tiers of storage, on recorded counters."""
 
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from diffusion.callbacks import utilisation as module
 from diffusion.callbacks.utilisation import Utilisation
-from diffusion.config.data import Representation
-from diffusion.datasets.loader import train_loader
+from diffusion.datasets.tiers import TierCounts, TierMeter
 from diffusion.errors import ConfigurationError
 from diffusion.health.counters import Counters
-from diffusion.health.downloads import DownloadMeter, bytes_per_sample
-from tests.written_data import data_config, write_encoded
 
 FIRST = Counters(
     clock=100.0, cpu_busy=0.0, cpu_waiting=0.0, cpu_total=0.0, received=0, sent=0, disk_read=0, memory_total=1000,
@@ -74,16 +70,24 @@ def test_logs_shares_and_rates_of_the_interval(monkeypatch):
     assert callback.latest.downloaded == 0
 
 
-def test_logs_downloads_and_the_share_that_came_from_the_cache(monkeypatch):
-    downloads: Any = SimpleNamespace(has_remote=True, bytes_since=lambda: 400)
-    callback = Utilisation(2, num_workers=0, downloads=downloads, bytes_per_sample=100.0)
+def test_logs_what_came_from_each_tier_in_the_interval_and_in_all(monkeypatch):
+    tiers = TierMeter()
+    tiers.add(TierCounts(samples=16, hits=12, fetched_shards=2, fetched_bytes=400, read_bytes=1600))
+    callback = Utilisation(2, num_workers=0, tiers=tiers)
     metrics = run_interval(callback, monkeypatch)
-    assert metrics["throughput/downloaded_bytes"] == 400
-    assert metrics["throughput/downloaded_bytes_per_sec"] == pytest.approx(40)
-    assert metrics["throughput/cache_hit_rate"] == pytest.approx(0.75)  # 16 samples of 100 bytes
+    first = {"fetched_bytes": 400, "fetched_shards": 2, "read_bytes": 1600, "cache_hit_rate": 0.75}
+    assert {name: metrics[f"storage/{name}"] for name in first} == first
+    assert {name: metrics[f"storage/total_{name}"] for name in first} == first
     assert "utilisation/loader_workers" not in metrics
     assert callback.latest is not None
     assert callback.latest.busiest.workers is None
+    assert callback.latest.downloaded == 40
+    tiers.add(TierCounts(samples=16, hits=16, read_bytes=1600))
+    metrics = run_interval(callback, monkeypatch)
+    second = {"fetched_bytes": 0, "fetched_shards": 0, "read_bytes": 1600, "cache_hit_rate": 1.0}
+    assert {name: metrics[f"storage/{name}"] for name in second} == second
+    total = {"fetched_bytes": 400, "fetched_shards": 2, "read_bytes": 3200, "cache_hit_rate": 28 / 32}
+    assert {name: metrics[f"storage/total_{name}"] for name in total} == total
 
 
 def test_logs_gpus_where_there_are_some(monkeypatch):
@@ -96,38 +100,3 @@ def test_logs_gpus_where_there_are_some(monkeypatch):
 def test_an_interval_below_one_step_is_refused():
     with pytest.raises(ConfigurationError, match=r"loggers.utilisation_interval is 0"):
         Utilisation(0, num_workers=0)
-
-
-@pytest.mark.parametrize("limit", [None, "100kb"])
-def test_bytes_that_a_data_set_downloads(tmp_path, limit):
-    root = write_encoded(tmp_path / "remote", {"a": 40, "b": 24})
-    sizes = {path.name: path.stat().st_size for path in (root / "a").glob("*.mds")}
-    total = sum(path.stat().st_size for path in root.glob("*/*.mds"))
-    config = data_config(
-        tmp_path / "cache", "a", "b", remote=str(root), cache_limit=limit, representation=Representation.latents,
-        num_workers=1,
-    )  # fmt: skip
-    loader = train_loader(config, seed=3, tokenize=None, rank_batch_size=8)
-    dataset: Any = loader.dataset
-    meter = DownloadMeter(dataset)
-    assert len(sizes) > 1
-    assert bytes_per_sample(dataset) == pytest.approx(total / 64)
-    assert meter.bytes_since() == 0
-    batches = list(loader)
-    assert len(batches) == 8
-    assert torch.is_tensor(batches[0]["sample"])
-    assert meter.bytes_since() == total
-    assert meter.bytes_since() == 0
-    list(loader)
-    assert meter.bytes_since() == 0  # All of it is in the cache.
-    dataset.close()
-
-
-def test_originals_are_not_downloads(tmp_path):
-    root = write_encoded(tmp_path, {"a": 16})
-    config = data_config(root, "a", representation=Representation.latents)
-    loader = train_loader(config, seed=3, tokenize=None, rank_batch_size=8)
-    meter = DownloadMeter(loader.dataset)  # pyright: ignore[reportArgumentType]
-    list(loader)
-    assert not meter.has_remote
-    assert meter.bytes_since() == 0

@@ -12,6 +12,7 @@ import pytest
 from diffusion.config.data import Representation, StreamConfig
 from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.loader import BatchLoader, train_loader
+from diffusion.datasets.stores import Store
 from diffusion.datasets.streams import TextImageDataset
 from diffusion.errors import DataError
 from tests.faulty_proxy import FaultyProxy
@@ -113,6 +114,15 @@ def test_several_stores_in_one_run(tmp_path, original, remote, expected, monkeyp
             open_loader(tmp_path / "refused", streams=streams("wrong", f"{remote}/a"))
     finally:
         other.kill()
+
+
+def test_a_large_object_is_one_request(tmp_path, s3_server, proxy) -> None:
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large" / "shard.mds").write_bytes(bytes(9 * 2**20))  # boto3 asks for more than 8 MiB in ranges.
+    upload(s3_server, tmp_path / "large", "s3://tests/large")
+    Store().fetch("s3://tests/large/shard.mds", str(tmp_path / "fetched"), timeout=30.0)
+    assert proxy.requests["shard.mds"] == 1
+    assert (tmp_path / "fetched").stat().st_size == 9 * 2**20
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -17,6 +17,7 @@ from diffusion.evaluation.run_report.figures import Line, draw_bars, draw_lines,
 from diffusion.evaluation.run_report.run_folder import Run
 from diffusion.evaluation.run_report.summary import MFU, THROUGHPUT, UNKNOWN, VALIDATION_LOSS, WAITING
 from diffusion.html_page import Page
+from diffusion.planning.plan_text import size_text
 
 GRIDS_SHOWN = 8
 """Sample grids of a phase."""
@@ -27,6 +28,8 @@ GRID_WIDTH = 1280
 PROFILES_SHOWN = 5
 """Evaluations whose loss by timestep is drawn."""
 
+HIT_RATE = "storage/cache_hit_rate"
+_TIERS = ("fetched_bytes", "fetched_shards", "read_bytes")
 _TIMESTEPS = re.compile(r"timesteps?[-_/ ](\d+)(?:-|_|to)(\d+)$")
 _MACHINES = {
     "utilisation/gpu": "GPUs",
@@ -34,6 +37,7 @@ _MACHINES = {
     "utilisation/cpu": "cores",
     "utilisation/memory": "memory",
     "utilisation/loader_workers": "loader workers",
+    HIT_RATE: "found in the cache",
     MFU: "model FLOPs (MFU)",
 }
 
@@ -215,6 +219,8 @@ def add_machines(page: Page, runs: Sequence[Run]) -> None:
         page.drawing(svg, "How busy the machines were, and the share of the steps' time that waited for data.")
     else:
         page.note("Utilisation: logged each loggers.utilisation_interval steps.")
+    for run in runs:
+        _add_tiers(page, run)
     if not any(run.curve(MFU) for run in runs):
         page.note("MFU: logged where the model counts its FLOPs and the GPU is known to Composer.")
     if (stall := line(runs, STALL, "seconds", has_points=True)) is not None:
@@ -222,6 +228,19 @@ def add_machines(page: Page, runs: Sequence[Run]) -> None:
         page.drawing(svg, "Seconds for which a step waited for its checkpoint.")
     else:
         page.note("Waiting for checkpoints: logged at the first one.")
+
+
+def _add_tiers(page: Page, run: Run) -> None:
+    """Add what came from the store and from the disks, where data has a remote."""
+    fetched, shards, read = (run.curve(f"storage/{name}") for name in _TIERS)
+    rate = run.curve(HIT_RATE)
+    if fetched is None or shards is None or read is None or rate is None:
+        return
+    page.note(
+        f"{run.name}: {size_text(fetched.total)} in {shards.total:,.0f} shards came from the store, and samples of "
+        f"{size_text(read.total)} from the nodes' disks; of {rate.mean:.1%} of them the shard was there when the loader "
+        "looked for it. Steps after the last interval are not counted."
+    )
 
 
 def add_configurations(page: Page, runs: Sequence[Run]) -> None:
