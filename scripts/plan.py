@@ -5,7 +5,7 @@
     python scripts/plan.py yamls/phase1.yaml --measured benchmark.json --gpus 8 32 128 --price 3.5 --network-gb 100
 
 The YAMLs are runs that follow one another. A fleet is one of the published table, an object of a JSON list, or as many
-of the GPU that scripts/benchmark.py measured. Prints one table; --out writes plan.json and plan.png as well. Days do
+of the GPU that scripts/benchmark.py measured. Prints tables; --out writes plan.json and plan.png as well. Days do
 not count failures; a column says what those add at the recommended interval between checkpoints.
 """
 
@@ -36,6 +36,8 @@ def build_parser() -> CommandParser:
     parser.add_argument("--samples", type=float, nargs="+", help="samples of each run's data, if not readable here")
     parser.add_argument("--storage-price", type=float, default=0.0, help="dollars per TB and month")
     parser.add_argument("--egress-price", type=float, default=0.0, help="dollars per TB read from the store")
+    parser.add_argument("--request-price", type=float, default=0.0, help="dollars per million requests to the store")
+    parser.add_argument("--disk-price", type=float, default=0.0, help="dollars per TB and month of the nodes' disks")
     parser.add_argument("--gpu-hours-between-failures", type=float, help="default: as in the published run")
     parser.add_argument("--restart-seconds", type=float, default=600.0, help="from a failure to the next step")
     parser.add_argument("--save-seconds", type=float, default=30.0, help="for which training waits for a checkpoint")
@@ -51,7 +53,12 @@ def main(arguments: Sequence[str]) -> None:
 
     options = build_parser().parse_intermixed_args(list(arguments))
     configs = load_configs(options.configs, options.samples)
-    prices = Prices(storage_per_tb_month=options.storage_price, egress_per_tb=options.egress_price)
+    prices = Prices(
+        storage_per_tb_month=options.storage_price,
+        egress_per_tb=options.egress_price,
+        per_million_requests=options.request_price,
+        disk_per_tb_month=options.disk_price,
+    )
     breakdowns = Breakdowns(
         gpu_hours_between_failures=options.gpu_hours_between_failures or TRAINING_A100_HOURS / HARDWARE_FAILURES,
         restart_seconds=options.restart_seconds,

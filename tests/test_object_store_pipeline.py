@@ -28,6 +28,7 @@ OPTIONS = [
     "trainer.progress_bar=false",
     "schedule.warmup=2ba",
     "samples.prompts=[]",
+    "loggers.utilisation_interval=2",
     "data.global_batch_size=8",
     "data.num_workers=0",
     "data.streams=[{name: 32-64}, {name: 64-up}]",
@@ -82,3 +83,9 @@ def test_from_pictures_in_a_store_to_checkpoints_in_one(server, s3_server: S3Ser
     assert steps == list(range(STEPS))
     assert losses(tmp_path / "killed")[1] == expected[:3]
     assert losses(tmp_path / "continued") == ([2, 3], expected[2:]), "another machine, with nothing on its disk"
+    shards = [*(tmp_path / "continued-cache" / "train").glob("*/*.mds")]
+    row = [row for row in read_metrics(tmp_path / "continued" / "metrics.jsonl") if "storage/read_bytes" in row][-1]
+    assert row["storage/total_fetched_shards"] == len(shards)
+    assert row["storage/total_fetched_bytes"] == sum(path.stat().st_size for path in shards)
+    assert row["storage/read_bytes"] > 0
+    assert not any("storage/fetched_bytes" in row for row in read_metrics(tmp_path / "disk" / "metrics.jsonl"))

@@ -128,6 +128,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "loggers.stream_loss_interval": (1, math.inf),
     "loggers.utilisation_interval": (1, math.inf),
     "plan.num_gpus": (1, math.inf),
+    "plan.gpus_per_node": (1, math.inf),
     "plan.num_samples": (1, math.inf),
     "operations.guard.spike_factor": (1, math.inf),
     "operations.guard.spike_window": (3, math.inf),

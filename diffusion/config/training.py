@@ -283,6 +283,9 @@ class PlanConfig:
     num_gpus: int | None = None
     """GPUs of the fleet; null: as many as the launcher started."""
 
+    gpus_per_node: int = 8
+    """GPUs of one machine, for what each reads and keeps."""
+
     images_per_second: float | None = None
     """Measured throughput of the fleet; null: days and cost are not known."""
 

@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
+from threading import Lock
 from typing import NamedTuple
 
 from diffusion.datasets.batching import WorkerSlots
@@ -37,6 +38,7 @@ class WorkerSamples:
         self._slots, self._size = slots, size
         self._first_samples, self._first_of_shards = first_samples, first_of_shards
         self._parts: dict[int, Part] = {}
+        self._looked, self._lock = 0, Lock()
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -50,6 +52,12 @@ class WorkerSamples:
             shards = Counter(bisect_right(self._first_of_shards, number) - 1 for number in sample_ids)
             part = self._parts[start] = Part(sample_ids, shards)
         return part
+
+    def is_first_look(self, start: int) -> bool:
+        """Whether no thread has looked for the part that begins at a place; all of them go forward."""
+        with self._lock:
+            is_first, self._looked = start >= self._looked, max(start + 1, self._looked)
+            return is_first
 
     def step(self, place: int) -> int:
         """Step that a place belongs to; past the last place, the one after the last of the epoch."""

@@ -146,12 +146,11 @@ class FetchingDataset(StreamingDataset):
 
     def _prepare_thread(self, it: _Iterator) -> None:
         """Fetch shards ahead of what is read, batch by batch."""
-        while not self._is_over(it) and it.prepare_index < it.total:
+        while not self._is_over(it) and it.prepare_index < it.total and it.ready_index < it.total:
             if self.predownload is not None and self.predownload < it.prepare_index - it.yield_index:
                 sleep(TICK)
                 continue
-            part = self._work(it).part(it.prepare_index)
-            self._count_hits(part)
+            part = self._look_for(it, it.prepare_index)
             for shard_id in part.shards:
                 self.prepare_shard(shard_id, False)
             it.prepare_index += len(part.sample_ids)
@@ -159,10 +158,14 @@ class FetchingDataset(StreamingDataset):
             self._warm_up(it)
         it.on_exit()
 
-    def _count_hits(self, part: Part) -> None:
-        fetched = [(shard_id, num) for shard_id, num in part.shards.items() if self._remote(shard_id) is not None]
-        hits = sum(num for shard_id, num in fetched if self._shard_states[shard_id] == _ShardState.LOCAL)
-        self.meter.add(TierCounts(samples=sum(num for _, num in fetched), hits=hits))
+    def _look_for(self, it: _Iterator, start: int) -> Part:
+        """The part that begins at a place; the thread that comes first counts what is here."""
+        part = self._work(it).part(start)
+        if self._work(it).is_first_look(start):
+            cached = [(shard_id, num) for shard_id, num in part.shards.items() if self._remote(shard_id) is not None]
+            hits = sum(num for shard_id, num in cached if self._shard_states[shard_id] == _ShardState.LOCAL)
+            self.meter.add(TierCounts(samples=sum(num for _, num in cached), hits=hits))
+        return part
 
     def _warm_up(self, it: _Iterator) -> None:
         """Fetch what the next epoch begins with until this one has been read; only shards that it has done with go.
@@ -210,13 +213,10 @@ class FetchingDataset(StreamingDataset):
         A shard that another worker tried to fetch in vain is tried here, so that each worker that needs it fails.
         """
         while not self._is_over(it) and it.ready_index < it.total:
-            if it.prepare_index <= it.ready_index:
-                sleep(TICK)
-                continue
             if self.predownload is not None and self.predownload < it.ready_index - it.yield_index:
                 sleep(TICK)
                 continue
-            part = self._work(it).part(it.ready_index)
+            part = self._look_for(it, it.ready_index)
             for shard_id in part.shards:
                 while (state := self._shard_states[shard_id]) != _ShardState.LOCAL and not self._is_over(it):
                     if state == _ShardState.REMOTE:

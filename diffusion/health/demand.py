@@ -2,13 +2,11 @@
 
 from dataclasses import dataclass, replace
 
-from diffusion.config.data import Representation, picture_sizes
-from diffusion.config.model import Posterior
 from diffusion.config.schema import Config
 from diffusion.config.training import Device
 from diffusion.datasets.shard_files import MAX_OPEN
-from diffusion.models.architectures import ARCHITECTURES
 from diffusion.planning.plan import plan_run
+from diffusion.planning.tiers import waiting_bytes
 
 FILES_PER_RANK = 256
 """File handles of a rank without loader workers: libraries, data sets, logs."""
@@ -67,7 +65,7 @@ def find_demand(config: Config, *, world_size: int, ranks_per_node: int, device:
     return Demand(
         num_ranks=ranks_per_node,
         num_workers=ranks_per_node * data.num_workers,
-        shm_bytes=ranks_per_node * _waiting_bytes(config, data.global_batch_size // world_size),
+        shm_bytes=ranks_per_node * waiting_bytes(config, data.global_batch_size // world_size),
         num_files=FILES_PER_RANK
         + MAX_OPEN
         + workers * (FILES_PER_WORKER + data.prefetch_factor * FILES_PER_BATCH)
@@ -77,24 +75,3 @@ def find_demand(config: Config, *, world_size: int, ranks_per_node: int, device:
         checkpoint_bytes=plan.checkpoint_bytes,
         storage_bytes=plan.storage_bytes,
     )
-
-
-def _waiting_bytes(config: Config, rank_batch_size: int) -> int:
-    """Bytes of the batches that a rank's loader workers hold ready in shared memory."""
-    data, validation = config.data, config.validation
-    samples = rank_batch_size + (validation.device_batch_size if validation is not None else 0)
-    return data.num_workers * data.prefetch_factor * samples * _sample_bytes(config)
-
-
-def _sample_bytes(config: Config) -> int:
-    """Bytes of the largest sample in a batch."""
-    spec = ARCHITECTURES[config.model.architecture]
-    streams = config.data.streams if isinstance(config.data.streams, list) else []  # Missing beside a plug-in.
-    sizes = picture_sizes(streams, config.data.resolution)
-    pixels = max([size.height * size.width for size in sizes], default=config.data.resolution**2)
-    if config.data.representation is Representation.images:
-        size = 3 * pixels
-    else:
-        kinds = 2 if config.objective.posterior is Posterior.sample else 1
-        size = 2 * kinds * spec.vae["latent_channels"] * pixels // spec.vae_factor**2
-    return size + 8 * (spec.max_tokens + 2)

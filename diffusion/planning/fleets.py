@@ -46,6 +46,9 @@ class Prices:
 
     storage_per_tb_month: float = 0.0
     egress_per_tb: float = 0.0
+    per_million_requests: float = 0.0
+    disk_per_tb_month: float = 0.0
+    """Of the nodes' own disks, where they are paid apart from the GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,8 @@ class Budget:
     gpu_cost: float | None
     storage_cost: float | None
     egress_cost: float | None
+    request_cost: float | None
+    disk_cost: float | None
     days_with_failures: float
     """With checkpoints, failures and restarts, the mean of simulated runs."""
 
@@ -81,7 +86,8 @@ class Budget:
         """Of everything that is known; None without a price of GPUs."""
         if self.gpu_cost is None:
             return None
-        return self.gpu_cost + (self.storage_cost or 0.0) + (self.egress_cost or 0.0)
+        parts = (self.storage_cost, self.egress_cost, self.request_cost, self.disk_cost)
+        return self.gpu_cost + sum(part or 0.0 for part in parts)
 
     @property
     def days_range(self) -> tuple[float, float] | None:
@@ -160,32 +166,36 @@ def make_budget(
         days=days,
         gpu_hours=gpu_hours,
         gpu_cost=gpu_hours * fleet.price_per_gpu_hour if fleet.price_per_gpu_hour is not None else None,
-        storage_cost=_storage_cost(plans, prices),
-        egress_cost=_egress_cost(plans, prices),
+        storage_cost=_held_cost(plans, prices.storage_per_tb_month, [_stored(plan) for plan in plans]),
+        egress_cost=_cost(prices.egress_per_tb / 1e12, [plan.tiers.fetched_bytes for plan in plans]),
+        request_cost=_cost(prices.per_million_requests / 1e6, [plan.tiers.requests for plan in plans]),
+        disk_cost=_held_cost(plans, prices.disk_per_tb_month, [_on_disks(plan) for plan in plans]),
         days_with_failures=with_failures / SECONDS_PER_DAY,
         save_interval_steps=steps,
         assumptions=_assumptions(fleet, breakdowns, prices),
     )
 
 
-def _storage_cost(plans: Sequence[Plan], prices: Prices) -> float | None:
-    """Of each run's data and of all its checkpoints that stay, for as long as the run takes."""
-    if not prices.storage_per_tb_month:
-        return 0.0
+def _stored(plan: Plan) -> float | None:
+    """Bytes of a run's data and of all its checkpoints that stay."""
+    return None if plan.data_bytes is None or plan.storage_bytes is None else plan.data_bytes + plan.storage_bytes
+
+
+def _on_disks(plan: Plan) -> float | None:
+    return None if plan.tiers.disk_bytes is None else plan.tiers.num_nodes * plan.tiers.disk_bytes
+
+
+def _held_cost(plans: Sequence[Plan], price_per_tb_month: float, held: Sequence[float | None]) -> float | None:
+    """Of bytes that are held for as long as each run takes."""
     months = [(plan.days or 0.0) / DAYS_PER_MONTH for plan in plans]
-    held = [(plan.data_bytes, plan.storage_bytes) for plan in plans]
-    if any(data is None or kept is None for data, kept in held):
-        return None
-    stored = [((data or 0) + (kept or 0)) / 1e12 * time for (data, kept), time in zip(held, months, strict=True)]
-    return prices.storage_per_tb_month * sum(stored)
+    amounts = [None if size is None else size * time for size, time in zip(held, months, strict=True)]
+    return _cost(price_per_tb_month / 1e12, amounts)
 
 
-def _egress_cost(plans: Sequence[Plan], prices: Prices) -> float | None:
-    if not prices.egress_per_tb:
-        return 0.0
-    if any(plan.store_bytes is None for plan in plans):
-        return None
-    return prices.egress_per_tb * sum(plan.store_bytes or 0 for plan in plans) / 1e12
+def _cost(price: float, amounts: Sequence[float | None]) -> float | None:
+    """Of all amounts together; nothing where there is no price, None where one is not known."""
+    known = [amount for amount in amounts if amount is not None]
+    return price * sum(known) if not price or len(known) == len(amounts) else None
 
 
 def _assumptions(fleet: Fleet, breakdowns: Breakdowns, prices: Prices) -> list[str]:
@@ -198,7 +208,11 @@ def _assumptions(fleet: Fleet, breakdowns: Breakdowns, prices: Prices) -> list[s
     if prices.storage_per_tb_month:
         notes.append("Storage: data and checkpoints that stay, for the days of each run.")
     if prices.egress_per_tb:
-        notes.append("Egress: each sample once where nothing is evicted from the nodes' disks, else at every use.")
+        notes.append("Egress: each sample once where the nodes' disks hold what they read, else in every epoch.")
+    if prices.per_million_requests:
+        notes.append("Requests: a HEAD and a GET for each shard that is fetched; checkpoints are not counted.")
+    if prices.disk_per_tb_month:
+        notes.append("Disks: what the caches hold, for the days of each run.")
     return notes
 
 

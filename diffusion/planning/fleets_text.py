@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diffusion.planning.fleets import Budget
+from diffusion.planning.plan import Plan
 from diffusion.planning.plan_text import UNKNOWN, size_text
 from diffusion.tables import align
 
@@ -20,7 +21,8 @@ def format_budgets(budgets: Sequence[Budget]) -> str:
     plans = budgets[0].plans
     rates = [f"{plan.run_name} img/s" for plan in plans]
     saves = [f"{plan.run_name} save" for plan in plans]
-    head = ["fleet", *rates, "days", "GPU-hours", "cost", "+ storage", "+ egress", "with failures", *saves]
+    costs = ["cost", "+ storage", "+ egress", "+ requests", "+ disks"]
+    head = ["fleet", *rates, "days", "GPU-hours", *costs, "with failures", *saves]
     rows = [head, *(_row(budget) for budget in budgets)]
     lines = [
         "Together " + " and ".join(f"{plan.num_images:,} images ({plan.run_name})" for plan in plans),
@@ -31,6 +33,9 @@ def format_budgets(budgets: Sequence[Budget]) -> str:
         "",
         "Data and checkpoints",
         *align([_DATA_HEAD, *(_data_row(budget, i) for i in range(len(plans)) for budget in budgets[:1])]),
+        "",
+        "Tiers of storage: what the store gives, and what a node holds",
+        *align([_TIERS_HEAD, *(_tier_row(budget, plan) for budget in budgets for plan in budget.plans)]),
         "",
         "Assumed",
     ]
@@ -49,6 +54,7 @@ def _row(budget: Budget) -> list[str]:
         days,
         f"{budget.gpu_hours:,.0f}",
         *(_dollars(cost) for cost in (budget.gpu_cost, budget.storage_cost, budget.egress_cost)),
+        *(_dollars(cost) for cost in (budget.request_cost, budget.disk_cost)),
         f"{budget.days_with_failures:,.2f} days",
         *(f"{steps:,}ba" for steps in budget.save_interval_steps),
     ]
@@ -92,6 +98,34 @@ def _data_row(budget: Budget, index: int) -> list[str]:
         f"{plan.num_checkpoints:,}" if plan.num_checkpoints is not None else UNKNOWN,
         size_text(plan.storage_bytes) if plan.storage_bytes is not None else UNKNOWN,
     ]
+
+
+_TIERS_HEAD = [
+    "fleet", "run", "nodes", "store holds", "out per node: epoch 1", "later epochs", "requests", "out in all",
+    "requests in all", "disk per node", "with the limit", "shared memory",
+]  # fmt: skip
+
+
+def _tier_row(budget: Budget, plan: Plan) -> list[str]:
+    tiers = plan.tiers
+    return [
+        budget.fleet.name,
+        plan.run_name,
+        f"{tiers.num_nodes:,}",
+        *(_size(size) for size in (plan.data_bytes, tiers.node_bytes, tiers.epoch_bytes)),
+        _count(tiers.epoch_requests),
+        _size(tiers.fetched_bytes),
+        _count(tiers.requests),
+        *(_size(size) for size in (tiers.node_bytes, tiers.disk_bytes, tiers.memory_bytes)),
+    ]
+
+
+def _size(num_bytes: float | None) -> str:
+    return size_text(num_bytes) if num_bytes is not None else UNKNOWN
+
+
+def _count(number: float | None) -> str:
+    return f"{number:,.0f}" if number is not None else UNKNOWN
 
 
 def _dollars(cost: float | None) -> str:

@@ -10,15 +10,14 @@ from dataclasses import dataclass, field
 from diffusion.checkpointing.retention import kept_steps
 from diffusion.config.checks import num_batches
 from diffusion.config.data import PictureSize, Representation, picture_sizes
-from diffusion.config.model import Posterior
 from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config, Task
 from diffusion.config.training import NumberFormat, Parallelism, Precision
-from diffusion.models.architectures import ARCHITECTURES
 from diffusion.planning.averages import STORED_BYTES, average_file_bytes, count_average_files
 from diffusion.planning.network import activation_bytes, largest_unit, parameter_counts, training_flops
 from diffusion.planning.state_bytes import StateBytes
 from diffusion.planning.streams import EpochPlan, plan_epoch
+from diffusion.planning.tiers import TierPlan, plan_tiers, stored_bytes
 
 WEIGHT_BYTES = GRADIENT_BYTES = EMA_BYTES = 4
 """Master weights, gradients and their average are fp32."""
@@ -82,8 +81,7 @@ class Plan:
     data_bytes: float | None
     """Of all samples."""
 
-    store_bytes: float | None
-    """That nodes download in the whole run."""
+    tiers: TierPlan
 
     checkpoint_bytes: int
     """The largest checkpoint."""
@@ -151,7 +149,7 @@ def make_plan(
     size = _largest_size(config)
     activations, flops = activation_bytes(config, size), training_flops(config, size)
     epoch = plan_epoch(config, num_images)
-    num_samples, sample_bytes = _num_samples(config, epoch), _sample_bytes(config, size)
+    num_samples, sample_bytes = _num_samples(config, epoch), stored_bytes(config, size)
     data_bytes = num_samples * sample_bytes if num_samples is not None and sample_bytes is not None else None
     memory, frozen = _memory(config, num_parameters, num_ranks), frozen_parameters * WEIGHT_BYTES
     held = next(one.total for one in memory if one.is_chosen) + frozen
@@ -178,7 +176,14 @@ def make_plan(
         sample_bytes=sample_bytes,
         num_samples=num_samples,
         data_bytes=data_bytes,
-        store_bytes=_store_bytes(config, num_images, sample_bytes, data_bytes),
+        tiers=plan_tiers(
+            config,
+            num_ranks=num_ranks,
+            num_images=num_images,
+            num_samples=num_samples,
+            sample_bytes=sample_bytes,
+            num_shards=epoch.num_shards,
+        ),
         checkpoint_bytes=largest,
         num_checkpoints=len(saves) if saves is not None else None,
         storage_bytes=sum(saves) if saves is not None else None,
@@ -266,31 +271,6 @@ def _num_samples(config: Config, epoch: EpochPlan) -> int | None:
     counts = [stream.num_samples for stream in epoch.streams]
     known = [count for count in counts if count is not None]
     return sum(known) if counts and len(known) == len(counts) else config.plan.num_samples
-
-
-def _sample_bytes(config: Config, size: PictureSize) -> int | None:
-    """Of a stored sample with one caption; None where pictures are read and `plan.image_kb` is not given."""
-    if config.data.representation is Representation.images:
-        return round(config.plan.image_kb * 1000) if config.plan.image_kb is not None else None
-    spec = ARCHITECTURES[config.model.architecture]
-    area = size.height * size.width // spec.vae_factor**2
-    moments = 2 if config.objective.posterior is Posterior.sample else 1
-    latents = moments * area * spec.vae["latent_channels"] * STORED_BYTES[NumberFormat.fp16]
-    text = 4 * spec.max_tokens
-    if config.data.text_embeddings:
-        width = {**spec.unet, **config.model.unet}["cross_attention_dim"]
-        text += spec.max_tokens * width * STORED_BYTES[NumberFormat.fp16]
-    return latents + text
-
-
-def _store_bytes(config: Config, num_images: int, sample_bytes: int | None, data_bytes: float | None) -> float | None:
-    """Each sample once where nodes keep what they have, else at every use."""
-    if sample_bytes is None:
-        return None
-    every_use = float(num_images * sample_bytes)
-    if config.data.cache_limit is not None:
-        return every_use
-    return min(every_use, data_bytes) if data_bytes is not None else None
 
 
 def _checkpoints(config: Config, num_iterations: int, num_parameters: int) -> list[int] | None:

@@ -42,7 +42,9 @@ def format_plan(plan: Plan) -> str:
         ),
         ("largest microbatch", _largest_microbatch(plan)),
         ("data", _data(plan)),
-        ("from the store", _store(plan)),
+        ("tier, store", _store(plan)),
+        ("tier, local disk", _disk(plan)),
+        ("tier, shared memory", f"{size_text(plan.tiers.memory_bytes)} per node of batches that are ready"),
         ("checkpoint", size_text(plan.checkpoint_bytes)),
         (
             "checkpoints kept",
@@ -108,10 +110,27 @@ def _data(plan: Plan) -> str:
 
 
 def _store(plan: Plan) -> str:
-    if plan.sample_bytes is None or plan.images_per_second is None:
+    tiers = plan.tiers
+    if tiers.node_bytes is None or tiers.fetched_bytes is None:
+        return _not_known("samples" if plan.sample_bytes is not None else "pictures")
+    again = "again" if tiers.epoch_bytes else "nothing"
+    text = f"{nodes_text(tiers.num_nodes)} {size_text(tiers.node_bytes)} in its first epoch, {again} in others"
+    if plan.images_per_second is not None and plan.sample_bytes is not None:
+        text += f", up to {size_text(plan.sample_bytes * plan.images_per_second)}/s together"
+    text += f"; in all {size_text(tiers.fetched_bytes)}"
+    return text if tiers.requests is None else f"{text}, {tiers.requests:,.0f} requests"
+
+
+def nodes_text(num_nodes: int) -> str:
+    """Nodes as the subject of a sentence."""
+    return f"each of {num_nodes:,} nodes fetches" if num_nodes > 1 else "the node fetches"
+
+
+def _disk(plan: Plan) -> str:
+    held, limited = plan.tiers.node_bytes, plan.tiers.disk_bytes
+    if held is None or limited is None:
         return UNKNOWN
-    total = size_text(plan.store_bytes) if plan.store_bytes is not None else UNKNOWN
-    return f"up to {size_text(plan.sample_bytes * plan.images_per_second)}/s, in all {total}"
+    return f"{size_text(held)} per node" + (f", by data.cache_limit {size_text(limited)}" if limited < held else "")
 
 
 def _averages(plan: Plan) -> str:

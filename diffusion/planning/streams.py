@@ -48,6 +48,9 @@ class EpochPlan:
     num_steps: int | None = None
     """Whole global batches in it; None where a stream is not known."""
 
+    num_shards: int | None = None
+    """Of all streams; likewise."""
+
     problem: str | None = None
     """Why there is no such epoch."""
 
@@ -96,7 +99,8 @@ def plan_epoch(config: Config, num_images: int) -> EpochPlan:
         replace(plan, draws=stream.draws, dropped=dropped)
         for plan, stream, dropped in zip(unknown, drawn, epoch.dropped, strict=True)
     ]
-    return EpochPlan(streams=streams, num_steps=epoch.num_steps)
+    num_shards = sum(len(shape.samples_per_shard) for shape in known)
+    return EpochPlan(streams=streams, num_steps=epoch.num_steps, num_shards=num_shards)
 
 
 def read_shape(name: str, folder: Path) -> StreamShape | None:

@@ -229,6 +229,8 @@ def test_a_page_of_two_phases_has_all_parts_and_no_secret(tmp_path: Path) -> Non
             losses = {
                 f"metrics/validation/loss/timesteps/{low}-{low + 99}": 1 / (low + 1) for low in range(0, 1000, 100)
             }
+            tiers = {"fetched_bytes": 1e6, "fetched_shards": 2, "read_bytes": 3e6, "cache_hit_rate": 0.875}
+            losses |= {f"storage/{name}": value for name, value in tiers.items()}
             rows.append({"step": step, "metrics/validation/loss": 0.5, "time/checkpoint_stall": 2.0, **losses})
     folders = [write_run(tmp_path / name, rows) for name in ("one", "two")]
     (folders[0] / "starts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in STARTS))
@@ -264,6 +266,7 @@ def test_a_page_of_two_phases_has_all_parts_and_no_secret(tmp_path: Path) -> Non
         "pre-empted (SIGTERM)",
         "60.0%",
         "6 s in 3 checkpoints",
+        "3.00 MB in 6 shards came from the store, and samples of 9.00 MB from local disks; of 87.5% of them",
         "cannot be read, and are left out: 1",
     ):
         assert text in page, text

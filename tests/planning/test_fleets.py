@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -82,7 +83,7 @@ def test_storage_egress_and_failures_add_to_it(budgets):
     often = Breakdowns(gpu_hours_between_failures=500, restart_seconds=1800)
     budget = make_budget(configs, A100_FLEETS[-1], prices=prices, breakdowns=often)
     first, second = budget.plans
-    assert first.sample_bytes == 2 * 2 * 4 * 32 * 32 + 4 * 77
+    assert first.sample_bytes == 2 * 2 * 4 * 32 * 32 + 4 * (77 + 6)
     assert first.data_bytes == pytest.approx(13.2e12, rel=0.01)
     months = [(plan.days or 0) / 30.4375 for plan in (first, second)]
     held = [((plan.data_bytes or 0) + (plan.storage_bytes or 0)) / 1e12 for plan in (first, second)]
@@ -92,6 +93,23 @@ def test_storage_egress_and_failures_add_to_it(budgets):
         (budgets[128].cost or 0) + (budget.storage_cost or 0) + (budget.egress_cost or 0)
     )
     assert budget.days < budgets[128].days_with_failures < budget.days_with_failures < 2 * budget.days
+
+
+def test_requests_and_disks_are_paid():
+    prices = Prices(per_million_requests=0.4, disk_per_tb_month=10.0)
+    runs = recipe("plan.num_samples=790000000", "plan.image_kb=50")
+    budget = make_budget(runs, A100_FLEETS[-1], prices=prices, breakdowns=BREAKDOWNS)
+    first, second = (plan.tiers for plan in budget.plans)
+    num_shards = math.ceil(790e6 * 50_000 / 2**28)
+    assert budget.request_cost == pytest.approx(0.4 * 2 * 2 * num_shards / 1e6), "once in each run"
+    months = [(plan.days or 0) / (365.25 / 12) for plan in budget.plans]
+    held = [16 * (tiers.disk_bytes or 0) / 1e12 for tiers in (first, second)]
+    assert budget.disk_cost == pytest.approx(10 * (held[0] * months[0] + held[1] * months[1]))
+    assert budget.cost == pytest.approx(
+        sum(part or 0 for part in (budget.gpu_cost, budget.request_cost, budget.disk_cost))
+    )
+    unknown = make_budget(recipe("plan.num_samples=790000000"), A100_FLEETS[-1], prices=prices, breakdowns=BREAKDOWNS)
+    assert unknown.request_cost is None, "the number of shards is not known"
 
 
 def test_memory_and_the_largest_microbatch(budgets):
@@ -112,8 +130,9 @@ def test_the_command(capsys, tmp_path):
     runs = [str(ROOT / "yamls" / f"phase{phase}.yaml") for phase in (1, 2)]
     script.main([*runs, "--samples", "790e6", "300e6", "--storage-price", "23", "--out", str(tmp_path)])
     printed = capsys.readouterr().out
-    for part in ("1,126,400,000 images (phase1)", "81.33", "$33,875", "3.79 GB", "16,692", "1.43", "GPU-hours"):
+    for part in ("1,126,400,000 images (phase1)", "81.33", "$33,875", "3.79 GB", "16,716", "1.43", "GPU-hours"):
         assert part in printed
+    assert "825.35 GB" in printed, "that a node reads"
     written = json.loads((tmp_path / "plan.json").read_text())
     assert [budget["fleet"]["num_gpus"] for budget in written] == [8, 16, 32, 64, 128]
     assert written[-1]["days"] == pytest.approx(5.51, abs=0.005)

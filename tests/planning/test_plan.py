@@ -1,4 +1,5 @@
 import json
+import math
 from typing import Any
 
 import pytest
@@ -132,13 +133,51 @@ def test_what_is_stored_and_downloaded():
     assert plan.sample_bytes is None, "of pictures nothing is known"
     config.plan.image_kb = 50
     plan = make_plan(config, num_parameters=1)
-    assert (plan.sample_bytes, plan.data_bytes, plan.store_bytes) == (50_000, 39.5e12, 39.5e12)
+    assert (plan.sample_bytes, plan.data_bytes, plan.tiers.fetched_bytes) == (50_000, 39.5e12, 39.5e12)
     config.data.cache_limit = "1tb"
-    assert make_plan(config, num_parameters=1).store_bytes == 50_000 * plan.num_images
+    assert make_plan(config, num_parameters=1).tiers.fetched_bytes == 50_000 * plan.num_images
     config.data.representation, config.data.text_embeddings = Representation.latents, True
-    assert make_plan(config, num_parameters=1).sample_bytes == 16_384 + 4 * 77 + 157_696
+    assert make_plan(config, num_parameters=1).sample_bytes == 16_384 + 4 * (77 + 6) + 157_696
     config.objective.posterior = Posterior.mean
-    assert make_plan(config, num_parameters=1).sample_bytes == 8_192 + 4 * 77 + 157_696
+    assert make_plan(config, num_parameters=1).sample_bytes == 8_192 + 4 * (77 + 6) + 157_696
+
+
+def test_what_each_tier_holds_and_gives():
+    config = recipe(images_per_second=11_600, representation=Representation.latents)
+    config.plan.num_samples = 600_000_000
+    tiers = make_plan(config, num_parameters=1).tiers
+    total = 600_000_000 * 16_716
+    assert tiers.num_nodes == 16
+    assert (tiers.node_bytes, tiers.disk_bytes, tiers.epoch_bytes) == (total / 16, total / 16, 0)
+    assert (tiers.fetched_bytes, tiers.epoch_requests, tiers.requests) == (total, None, None)
+    # Of each of 8 ranks, 8 workers hold 2 batches of 16 samples: moments, tokens, placement, address and stream.
+    assert tiers.memory_bytes == 8 * 8 * 2 * 16 * (16_384 + 8 * (77 + 6 + 2))
+
+    config.plan.image_kb, config.data.cache_limit = 50, "400gb"
+    plan = make_plan(config, num_parameters=1)
+    shards = math.ceil(600_000_000 * 50_000 / 2**28)
+    assert (plan.tiers.disk_bytes, plan.tiers.epoch_bytes) == (400 * 2**30, total / 16)
+    assert plan.tiers.fetched_bytes == pytest.approx(total * plan.num_images / 600_000_000)
+    assert plan.tiers.epoch_requests == 2 * shards / 16
+    assert plan.tiers.requests == pytest.approx(2 * shards * plan.num_images / 600_000_000)
+    text = format_plan(plan)
+    assert "each of 16 nodes fetches 626.85 GB in its first epoch, again in others" in text
+    assert "626.85 GB per node, by data.cache_limit 429.50 GB" in text
+    config.data.cache_limit = "700gb"
+    assert make_plan(config, num_parameters=1).tiers.epoch_bytes == 0, "all that a node reads fits"
+    config.data.num_canonical_nodes = 4
+    assert make_plan(config, num_parameters=1).tiers.node_bytes == total / 4, "four nodes read the same shards"
+    config.plan.gpus_per_node = 64
+    assert make_plan(config, num_parameters=1).tiers.num_nodes == 2
+
+
+def test_requests_are_those_of_the_shards_that_are_there(tmp_path):
+    write_index(tmp_path / "a", *[100] * 30)
+    write_index(tmp_path / "b", *[100] * 12)
+    config = recipe(local=str(tmp_path), streams=[StreamConfig(name="a"), StreamConfig(name="b")])
+    config.plan.image_kb = 50
+    tiers = make_plan(config, num_parameters=1).tiers
+    assert (tiers.node_bytes, tiers.epoch_requests) == (4200 * 50_000 / 16, 2 * 42 / 16)
 
 
 def test_groups_of_ranks_hold_more():

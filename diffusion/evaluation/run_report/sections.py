@@ -238,7 +238,7 @@ def _add_tiers(page: Page, run: Run) -> None:
         return
     page.note(
         f"{run.name}: {size_text(fetched.total)} in {shards.total:,.0f} shards came from the store, and samples of "
-        f"{size_text(read.total)} from the nodes' disks; of {rate.mean:.1%} of them the shard was there when the loader "
+        f"{size_text(read.total)} from local disks; of {rate.mean:.1%} of them the shard was there when the loader "
         "looked for it. Steps after the last interval are not counted."
     )
 

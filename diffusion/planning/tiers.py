@@ -1,0 +1,136 @@
+"""What each tier of storage holds, gives and is asked for: the store, the disk of a node, and its shared memory."""
+
+import math
+from dataclasses import dataclass
+
+from diffusion.config.data import PictureSize, Representation, picture_sizes
+from diffusion.config.model import Posterior
+from diffusion.config.quantities import parse_size
+from diffusion.config.schema import Config
+from diffusion.config.training import NumberFormat
+from diffusion.datasets.loader import order_settings
+from diffusion.datasets.mds import DEFAULT_SHARD_BYTES
+from diffusion.models.architectures import ARCHITECTURES
+from diffusion.planning.averages import STORED_BYTES
+
+REQUESTS_PER_SHARD = 2
+"""A HEAD and a GET, of S3."""
+
+PLACEMENT_NUMBERS = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierPlan:
+    """What tiers hold and give, in bytes where nothing else is said. None is not known."""
+
+    num_nodes: int
+    node_bytes: float | None
+    """Data that one node reads in an epoch, and keeps on its disk where there is no limit."""
+
+    disk_bytes: float | None
+    """... and what it keeps with `data.cache_limit`."""
+
+    epoch_bytes: float | None
+    """That one node fetches in each epoch but the first, in which it fetches `node_bytes`."""
+
+    fetched_bytes: float | None
+    """That all nodes fetch in the run."""
+
+    epoch_requests: float | None
+    """Of one node, in an epoch in which it fetches all that it reads."""
+
+    requests: float | None
+    """Of all nodes, in the run."""
+
+    memory_bytes: int
+    """Batches that loader workers hold ready in the shared memory of one node."""
+
+
+def plan_tiers(
+    config: Config,
+    *,
+    num_ranks: int,
+    num_images: int,
+    num_samples: int | None,
+    sample_bytes: int | None,
+    num_shards: int | None,
+) -> TierPlan:
+    """Work out what tiers hold and give.
+
+    Args:
+        config: the configuration; locations may be missing (`???`).
+        num_ranks: world size.
+        num_images: of the run.
+        num_samples: of the data set.
+        sample_bytes: of a stored sample.
+        num_shards: of the data set; None takes shards of pictures of the size that `scripts/prepare.py` writes.
+    """
+    data = config.data
+    num_nodes = math.ceil(num_ranks / config.plan.gpus_per_node)
+    ranks_per_node = min(num_ranks, config.plan.gpus_per_node)
+    memory = ranks_per_node * waiting_bytes(config, math.ceil(data.global_batch_size / num_ranks))
+    nothing = dict.fromkeys(("node_bytes", "disk_bytes", "epoch_bytes", "fetched_bytes", "epoch_requests", "requests"))
+    if sample_bytes is None or num_samples is None:
+        return TierPlan(num_nodes=num_nodes, memory_bytes=memory, **nothing)
+    total = float(num_samples * sample_bytes)
+    # A node reads the shards of its lanes, of which nodes beyond their number share some.
+    lanes = order_settings(data, config.seed).num_lanes
+    share = math.ceil(lanes / num_nodes) / lanes
+    node = total * share
+    limit = parse_size(data.cache_limit, "data.cache_limit") if data.cache_limit is not None else math.inf
+    epochs = num_images / num_samples
+    fetches = min(1.0, epochs) if node <= limit else epochs
+    if num_shards is None and config.plan.image_kb is not None:
+        num_shards = math.ceil(num_samples * config.plan.image_kb * 1000 / DEFAULT_SHARD_BYTES)
+    requests = REQUESTS_PER_SHARD * num_shards * share if num_shards is not None else None
+    return TierPlan(
+        num_nodes=num_nodes,
+        node_bytes=node,
+        disk_bytes=min(node, limit),
+        epoch_bytes=0.0 if node <= limit else node,
+        fetched_bytes=num_nodes * node * fetches,
+        epoch_requests=requests,
+        requests=num_nodes * requests * fetches if requests is not None else None,
+        memory_bytes=memory,
+    )
+
+
+def stored_bytes(config: Config, size: PictureSize) -> int | None:
+    """Of a stored sample with one caption; None where pictures are read and `plan.image_kb` is not given."""
+    if config.data.representation is Representation.images:
+        return round(config.plan.image_kb * 1000) if config.plan.image_kb is not None else None
+    numbers = ARCHITECTURES[config.model.architecture].max_tokens + PLACEMENT_NUMBERS
+    return _latent_bytes(config, size.height * size.width) + 4 * numbers + _embedding_bytes(config)
+
+
+def waiting_bytes(config: Config, rank_batch_size: int) -> int:
+    """Bytes of the batches that a rank's loader workers hold ready in shared memory."""
+    data, validation = config.data, config.validation
+    samples = rank_batch_size + (validation.device_batch_size if validation is not None else 0)
+    return data.num_workers * data.prefetch_factor * samples * _batch_bytes(config)
+
+
+def _batch_bytes(config: Config) -> int:
+    """Bytes of the largest sample in a batch: picture or latent, token ids, placement, address and stream."""
+    streams = config.data.streams if isinstance(config.data.streams, list) else []  # Missing beside a plug-in.
+    sizes = picture_sizes(streams, config.data.resolution)
+    pixels = max([size.height * size.width for size in sizes], default=config.data.resolution**2)
+    is_picture = config.data.representation is Representation.images
+    content = 3 * pixels if is_picture else _latent_bytes(config, pixels) + _embedding_bytes(config)
+    return content + 8 * (ARCHITECTURES[config.model.architecture].max_tokens + PLACEMENT_NUMBERS + 2)
+
+
+def _latent_bytes(config: Config, pixels: int) -> int:
+    """Of the moments of a picture's latent."""
+    spec = ARCHITECTURES[config.model.architecture]
+    moments = 2 if config.objective.posterior is Posterior.sample else 1
+    return moments * (pixels // spec.vae_factor**2) * spec.vae["latent_channels"] * STORED_BYTES[NumberFormat.fp16]
+
+
+def _embedding_bytes(config: Config) -> int:
+    """Of a caption's encoding, where that is stored."""
+    if not config.data.text_embeddings:
+        return 0
+    spec = ARCHITECTURES[config.model.architecture]
+    width = {**spec.unet, **config.model.unet}["cross_attention_dim"]
+    return spec.max_tokens * width * STORED_BYTES[NumberFormat.fp16]
