@@ -157,7 +157,7 @@ class DataConfig:
     """Batches that each worker holds ready."""
 
     predownload: int | None = None
-    """Samples that each worker downloads ahead; null is 8 batches."""
+    """Samples that each worker downloads ahead, of the next epoch as well when this one ends; null is 8 batches."""
 
     cache_limit: str | None = None
     """Bytes of cache per node such as `500gb`; only for streams that have a remote. Shards that are being downloaded at
