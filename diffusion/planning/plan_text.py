@@ -114,15 +114,14 @@ def _store(plan: Plan) -> str:
     if tiers.node_bytes is None or tiers.fetched_bytes is None:
         return _not_known("samples" if plan.sample_bytes is not None else "pictures")
     again = "again" if tiers.epoch_bytes else "nothing"
-    text = f"{nodes_text(tiers.num_nodes)} {size_text(tiers.node_bytes)} in its first epoch, {again} in others"
+    text = f"{_nodes(tiers.num_nodes)} {size_text(tiers.node_bytes)} in its first epoch, {again} in others"
     if plan.images_per_second is not None and plan.sample_bytes is not None:
         text += f", up to {size_text(plan.sample_bytes * plan.images_per_second)}/s together"
     text += f"; in all {size_text(tiers.fetched_bytes)}"
     return text if tiers.requests is None else f"{text}, {tiers.requests:,.0f} requests"
 
 
-def nodes_text(num_nodes: int) -> str:
-    """Nodes as the subject of a sentence."""
+def _nodes(num_nodes: int) -> str:
     return f"each of {num_nodes:,} nodes fetches" if num_nodes > 1 else "the node fetches"
 
 
