@@ -21,7 +21,6 @@ from diffusion.callbacks.heartbeat import Heartbeat
 from diffusion.callbacks.metrics_file import LossCurve, MetricsFile
 from diffusion.checkpointing.ending import has_ended, is_finished, make_up, mark_finished
 from diffusion.checkpointing.going_back import go_back
-from diffusion.checkpointing.object_store import is_store
 from diffusion.checkpointing.reading import resolve_checkpoint
 from diffusion.checkpointing.resumption import checkpoint_places, find_resumption, remove_downloads
 from diffusion.checkpointing.safe_loading import as_data_error
@@ -30,6 +29,7 @@ from diffusion.config.machine import check_machine, resolve_device
 from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config, Task
 from diffusion.config.secrets import to_public_yaml
+from diffusion.config.stores import is_store
 from diffusion.config.training import Decay, Device, Parallelism
 from diffusion.datasets.streams import TextImageDataset
 from diffusion.errors import ConfigurationError, MachineError

@@ -101,11 +101,12 @@ def find_fleets(options: Any, configs: Sequence[Config]) -> list[Any]:
     fleets = read_fleets(options.fleets) if options.fleets is not None else []
     if options.measured is not None:
         memory = options.gpu_memory_gb * 1e9 if options.gpu_memory_gb is not None else None
+        counts = parameter_counts(configs[0])
         fleets += fleets_from_benchmark(
             options.measured,
             options.gpus,
             links=Interconnect(node_bytes_per_second=options.network_gb * 1e9),
-            num_parameters=parameter_counts(configs[0])[0],
+            num_parameters=counts.trained + counts.fixed,
             global_batch_size=configs[0].data.global_batch_size,
             price_per_gpu_hour=options.price,
             gpu_memory_bytes=memory,

@@ -24,6 +24,7 @@ from diffusion.datasets.mds import DEFAULT_SHARD_BYTES
 from diffusion.errors import ConfigurationError, UserError
 from diffusion.preparation.partitions.preview import Preview
 from diffusion.preparation.prepare import prepare_from, preview_of
+from diffusion.tables import align
 
 NUM_DRY_RUN = 100
 """Pictures of each source that a dry run looks at unless it is told otherwise."""
@@ -106,7 +107,7 @@ def dry_run_text(previews: Sequence[Preview]) -> str:
             first = (one.source, str(one.seen), str(one.buckets.total())) if i == 0 else ("", "", "")
             rows.append((*first, reason, str(count or "")))
         examples += [f"  {reason}: {example}" for reason, example in sorted(one.examples.items())]
-    return "\n".join([*_table(rows), *examples])
+    return "\n".join([*align(rows), *examples])
 
 
 def summary(manifest: PreparedManifest) -> str:
@@ -114,15 +115,15 @@ def summary(manifest: PreparedManifest) -> str:
     rows = [("source", "seen", "kept", "refused")]
     rows += [(one.name, str(one.seen), str(one.kept), str(one.seen - one.kept)) for one in manifest.sources]
     rows.append(("all", str(manifest.seen), str(manifest.kept), str(manifest.seen - manifest.kept)))
-    lines = _table(rows)
+    lines = align(rows)
     rows = [("split / bucket", "pictures", "shards", "MiB")]
     for split, buckets in manifest.splits.items():
         for bucket, entry in buckets.items():
             megabytes = f"{entry.num_bytes / 2**20:.1f}"
             rows.append((f"{split}/{bucket}", str(entry.num_samples), str(entry.num_shards), megabytes))
-    lines += ["", *_table(rows)]
+    lines += ["", *align(rows)]
     if manifest.refused:
-        lines += ["", *_table([("refused as", "pictures"), *((k, str(v.count)) for k, v in manifest.refused.items())])]
+        lines += ["", *align([("refused as", "pictures"), *((k, str(v.count)) for k, v in manifest.refused.items())])]
         lines += [
             f"  {reason}: {example.key}" + (f" ({example.detail})" if example.detail else "")
             for reason, entry in manifest.refused.items()
@@ -154,16 +155,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print(summary(manifest))
     return 0
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return lines with aligned columns, the first to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(cell.rjust(width) if column else cell.ljust(width)
-                  for column, (cell, width) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    ]  # fmt: skip
 
 
 if __name__ == "__main__":

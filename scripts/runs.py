@@ -66,7 +66,8 @@ def show(run: Path) -> None:
     from diffusion.operations.runs import read_config, read_overview
 
     overview = read_overview(run, read_config(run))
-    print(describe_costs(overview, read_run(run)))
+    gpu = read_run(run).curve("utilisation/gpu")
+    print(describe_costs(overview, gpu.mean if gpu is not None and gpu.num_values else None))
 
 
 def resume(run: Path, overrides: list[str]) -> None:

@@ -16,6 +16,7 @@ import diffusion.export
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.reading import find_checkpoints, read_all, resolve_checkpoint
 from diffusion.checkpointing.unet_weights import open_unet, read_unet
+from diffusion.config.loading import load_config
 from diffusion.config.model import Weights
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.evaluation.results import Number, Result
@@ -26,6 +27,7 @@ from diffusion.models.architectures import TINY
 from diffusion.models.autoencoder import save_autoencoder
 from diffusion.models.frozen import build_vae
 from diffusion.models.sampling import initial_latents
+from diffusion.planning.plan import plan_run
 from tests.training_runs import Run
 
 TOY = "tests/toy.yaml"
@@ -215,6 +217,17 @@ def test_a_checkpoint_of_lora_holds_moments_of_lora_only(runs):
     state = read_all(checkpoint)
     moments = {re.sub(r".*\.unet\.(.*)\.exp_avg$", r"\1", key) for key in state if key.endswith(".exp_avg")}
     assert moments == {name for name in open_unet(checkpoint, "raw").shapes if is_lora(name)}
+
+
+@pytest.mark.parametrize("name", ["base", "base-ddp", "lora-fsdp-1", "lora-ddp-2"])
+def test_a_checkpoint_is_as_large_as_was_planned(runs, name):
+    tensors = [
+        entry
+        for entry in read_all(newest(runs[name])).values()
+        if isinstance(entry, Tensor) and entry.ndim and entry.is_floating_point()
+    ]
+    found = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    assert found == plan_run(load_config(str(runs[name] / "config.yaml"), [])).checkpoint_bytes
 
 
 @pytest.mark.parametrize("weights", ["raw", "ema"])

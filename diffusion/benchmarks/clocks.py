@@ -12,9 +12,9 @@ from composer import Callback, Logger, State
 from composer.utils import dist
 
 from diffusion.algorithms.ema import LateStartEMA
-from diffusion.benchmarks.device import synchronize
 from diffusion.benchmarks.step_runs import PlainLoop, run_config
 from diffusion.config.model import Architecture
+from diffusion.health.device import synchronize
 from diffusion.models.latent_diffusion import LatentDiffusion
 
 

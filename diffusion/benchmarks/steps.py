@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from composer.utils import dist
 
-from diffusion.benchmarks.device import Machine, measure_machine, time_runs
 from diffusion.benchmarks.moved_bytes import count_moved_bytes
 from diffusion.benchmarks.step_runs import (
     BareStep,
@@ -23,6 +22,7 @@ from diffusion.benchmarks.step_runs import (
 from diffusion.config.data import PictureSize
 from diffusion.config.model import Architecture
 from diffusion.config.schema import Config
+from diffusion.health.device import Machine, measure_machine, time_runs
 from diffusion.planning.network import training_flops
 
 STOCK = [
@@ -246,9 +246,9 @@ def _row(name: str, config: Config, seconds: Sequence[float], peak: int | None, 
     size, resolution = config.data.global_batch_size, config.data.resolution
     counted = training_flops(config, PictureSize(resolution, resolution))
     assert counted is not None
-    rate = size / num_gpus / median * counted.training
+    rate = size / num_gpus / median * counted
     moved = count_moved_bytes(config.model.architecture, resolution).other
-    limit = 1 / (counted.training / machine.matmul_flops + moved / machine.copy_bytes_per_second)
+    limit = 1 / (counted / machine.matmul_flops + moved / machine.copy_bytes_per_second)
     return Row(
         name=name,
         resolution=resolution,

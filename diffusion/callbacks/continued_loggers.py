@@ -173,6 +173,12 @@ def read_wandb(path: Path) -> Iterator[dict[str, Any]]:
     Yields:
         Numbers by name; under the name of pictures, one of their properties.
     """
+    for row in wandb_history(path):
+        yield {item.key or item.nested_key[0]: json.loads(item.value_json) for item in row.item}
+
+
+def wandb_history(path: Path) -> Iterator[Any]:
+    """Rows of an offline file as wandb stores them (`HistoryRecord`)."""
     from wandb.proto.wandb_internal_pb2 import Record
     from wandb.sdk.internal.datastore import DataStore
 
@@ -185,8 +191,7 @@ def read_wandb(path: Path) -> Iterator[dict[str, Any]]:
             record: Any = Record()
             record.ParseFromString(content)
             if record.WhichOneof("record_type") == "history":
-                items = record.history.item
-                yield {item.key or item.nested_key[0]: json.loads(item.value_json) for item in items}
+                yield record.history
     except AssertionError:  # What the reader raises for a record that is not whole.
         log.debug("%s ends in the middle of a record", path)
     finally:

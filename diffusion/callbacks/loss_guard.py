@@ -10,9 +10,9 @@ from composer import Callback, Logger, State
 from composer.utils import dist
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS
+from diffusion.checkpointing.rollbacks import Rollback, decide, is_wrong, order, read_record
 from diffusion.config.operations import GuardConfig
 from diffusion.launch import PreemptedError
-from diffusion.operations.rollbacks import Rollback, decide, is_wrong, order, read_record
 
 SKIPPED = "guard/skipped"
 """Metric: 1 for a step whose update was left out."""

@@ -18,10 +18,8 @@ from composer.utils import dist
 
 from diffusion.callbacks.cost_meter import CostMeter
 from diffusion.callbacks.saving import SaveCheckpoints
+from diffusion.checkpointing.ending import PREEMPTED
 from diffusion.launch import PreemptedError
-
-MARKER = "preempted.json"
-"""In the run folder: the run was interrupted by a signal and continues when it is started again."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -85,7 +83,7 @@ class SaveOnPreemption(Callback):
     """
 
     def __init__(self, saver: SaveCheckpoints, folder: Path, meter: CostMeter) -> None:
-        self.saver, self.marker, self.meter = saver, folder / MARKER, meter
+        self.saver, self.marker, self.meter = saver, folder / PREEMPTED, meter
         self._received = 0
         self._handlers: dict[int, Any] = {}
         self._agreement: LaggingMaximum | None = None

@@ -14,7 +14,7 @@ from composer.loggers import LoggerDestination
 from composer.utils import dist
 
 from diffusion.callbacks.metrics_file import last_step
-from diffusion.callbacks.preemption import MARKER
+from diffusion.checkpointing.ending import PREEMPTED
 
 STARTS = "starts.jsonl"
 """In the run folder: one row when training begins or continues, and one when it ends other than by being killed."""
@@ -34,7 +34,7 @@ class StartsFile(LoggerDestination):
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path, self.metrics, self.marker = folder / STARTS, folder / "metrics.jsonl", folder / MARKER
+        self.path, self.metrics, self.marker = folder / STARTS, folder / "metrics.jsonl", folder / PREEMPTED
         self._is_running = False
 
     def fit_start(self, state: State, logger: Logger) -> None:

@@ -15,6 +15,10 @@ FINISHED = "finished.json"
 """In the run folder: the run has reached this step and done all that comes after it."""
 
 
+PREEMPTED = "preempted.json"
+"""In the run folder: the run was interrupted by a signal and continues when it is started again."""
+
+
 def has_ended(trainer: Trainer) -> bool:
     """Whether the checkpoint that was loaded is that of the run's last step."""
     end = trainer.state.max_duration

@@ -7,9 +7,9 @@ from composer.utils import dist
 
 from diffusion.checkpointing.reading import batch_of, list_checkpoints, remove_checkpoint
 from diffusion.checkpointing.resumption import CheckpointPlaces
+from diffusion.checkpointing.rollbacks import Rollback, mark_done, read_pending
 from diffusion.errors import MachineError
 from diffusion.launch import agree
-from diffusion.operations.rollbacks import Rollback, mark_done, read_pending
 
 log = logging.getLogger(__name__)
 

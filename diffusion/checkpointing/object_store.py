@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from diffusion.config.stores import is_store, url_problem
 from diffusion.errors import ConfigurationError, MachineError
 
 log = logging.getLogger(__name__)
 
-SCHEME = "s3"
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
 """Seconds between the first two attempts, doubled each time, and their limit."""
 
@@ -37,31 +37,6 @@ class StoredFile:
     num_bytes: int
     version: str
     """Its ETag, which changes with its content."""
-
-
-def is_store(place: str) -> bool:
-    """Whether a place is in an object store that is supported."""
-    return place.startswith(f"{SCHEME}://")
-
-
-def url_problem(place: str, key: str) -> str | None:
-    """Why a place that a configuration names can be neither a folder nor in a store; None if it can.
-
-    Args:
-        place: path or URL.
-        key: key of the configuration, for the message.
-    """
-    if "://" not in place:
-        return None
-    if not is_store(place):
-        scheme = place.partition("://")[0]
-        return (
-            f"{key} is '{place}', but {scheme}:// is not supported: give a folder, or s3://bucket/prefix (a store that "
-            "speaks S3 is reached by S3_ENDPOINT_URL)."
-        )
-    if not urlsplit(place).netloc:
-        return f"{key} is '{place}', which names no bucket: give s3://bucket/prefix."
-    return None
 
 
 class ObjectStore:

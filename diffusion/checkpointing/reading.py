@@ -20,7 +20,7 @@ import torch
 import yaml
 
 from diffusion.checkpointing.checksums import check_checksums
-from diffusion.checkpointing.object_store import ObjectStore, is_store
+from diffusion.checkpointing.object_store import ObjectStore
 from diffusion.checkpointing.remote import RemoteCheckpoints, remove_copy
 from diffusion.checkpointing.retention import superseded_steps
 from diffusion.checkpointing.safe_loading import (
@@ -35,6 +35,7 @@ from diffusion.checkpointing.safe_loading import (
     read_entries,
 )
 from diffusion.checkpointing.writing import PARTIAL_FILE
+from diffusion.config.stores import is_store
 from diffusion.errors import ConfigurationError, DataError
 
 log = logging.getLogger(__name__)

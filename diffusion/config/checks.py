@@ -4,29 +4,26 @@ Pure functions of the configuration and of numbers about the machine. Each yield
 under which key, and what to do. A location that is still missing (`???`, in a dry run) is not checked.
 """
 
-import hashlib
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from omegaconf import MISSING
 
-from diffusion.checkpointing.object_store import url_problem
 from diffusion.config.averages import average_problems
-from diffusion.config.data import Crop, Representation, StreamConfig
+from diffusion.config.data_problems import data_problems
 from diffusion.config.groups import group_problems, group_size, legal_world_sizes
 from diffusion.config.loading import missing_keys
 from diffusion.config.model import PredictionType
-from diffusion.config.quantities import parse_size, parse_time
+from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config, Task
 from diffusion.config.sizes import size_problems
+from diffusion.config.stores import url_problem
 from diffusion.config.training import NumberFormat, Parallelism, Precision
 from diffusion.errors import ConfigurationError, raise_all
 
 NUM_SEEDS = 2**32
-XXHASHES = ("xxh32", "xxh64", "xxh3_64", "xxh128", "xxh3_128")
 
 _LOCATIONS = re.compile(
     r"(data|validation)\.(remote|local|streams(\.\d+\.(name|remote|local))?)"
@@ -317,89 +314,6 @@ def _places(config: Config) -> Iterator[str]:
             yield problem
 
 
-def _data(config: Config) -> Iterator[str]:
-    data = config.data
-    if data.text_embeddings and data.representation is not Representation.latents:
-        yield (
-            "data.text_embeddings is true with data.representation images: they are stored beside latents. Set "
-            "data.representation=latents, or data.text_embeddings=false."
-        )
-    if data.representation is Representation.latents:
-        remedy = "Set data.representation=images, or encode the pictures as they are to be."
-        if data.crop is Crop.random:
-            yield f"data.crop is random with data.representation latents, whose crop was fixed by encoding. {remedy}"
-        if data.horizontal_flip > 0:
-            yield (
-                f"data.horizontal_flip is {data.horizontal_flip} with data.representation latents: a mirrored latent "
-                f"is not the latent of the mirrored picture. {remedy}"
-            )
-        if config.task is Task.autoencoder:
-            yield (
-                "task is autoencoder with data.representation latents: the VAE is trained on pictures. "
-                "Set data.representation=images."
-            )
-    if data.validate_hash is not None and data.validate_hash not in {*hashlib.algorithms_available, *XXHASHES}:
-        yield f"data.validate_hash is '{data.validate_hash}', which is no hash that is known here. Use xxh64, or null."
-    problems: list[str] = []
-    if data.cache_limit is not None:
-        _attempt(lambda: parse_size(data.cache_limit or "", "data.cache_limit"), problems)
-    yield from problems
-    if isinstance(data.streams, list):
-        yield from _streams(data.streams, "data.streams")
-        yield from _stores(data.streams, data.remote, "data")
-        if data.cache_limit is not None and data.remote is None:
-            for stream in data.streams:
-                if stream.remote is None:
-                    yield (
-                        f"data.cache_limit is '{data.cache_limit}', but stream '{stream.name}' has no remote: "
-                        "evicting its shards would delete the only copy. Set data.cache_limit=null, or give the remote."
-                    )
-    if config.validation is not None and isinstance(config.validation.streams, list):
-        yield from _streams(config.validation.streams, "validation.streams")
-        yield from _stores(config.validation.streams, config.validation.remote, "validation")
-
-
-def _stores(streams: list[StreamConfig], root: str | None, section: str) -> Iterator[str]:
-    for stream in streams:
-        remote = stream.remote or root
-        given = [name for name in ("endpoint_url", "profile") if getattr(stream, name) is not None]
-        if given and (remote is None or not remote.startswith("s3://")):
-            yield (
-                f"{section}.streams: stream '{stream.name}' has {' and '.join(given)}, but its remote is {remote}: "
-                f"these say which S3 store an s3:// remote lies in. Give the stream such a remote, or leave them out."
-            )
-        if stream.endpoint_url is not None and not re.match(r"https?://[^/]", stream.endpoint_url):
-            yield (
-                f"{section}.streams: endpoint_url of stream '{stream.name}' is '{stream.endpoint_url}', but must be an "
-                "address such as https://objects.example.com."
-            )
-
-
-def _streams(streams: list[StreamConfig], key: str) -> Iterator[str]:
-    if not streams:
-        yield f"{key} is empty: name at least one folder of shards, as in {key}=[{{name: 256-512}}]."
-    names = Counter(stream.name for stream in streams if stream.name != MISSING)
-    for name, count in names.items():
-        if count > 1:
-            yield f"{key} holds '{name}' {count} times: name each stream once, and use `repeat` to see it more often."
-    without = [stream.name for stream in streams if stream.proportion is None]
-    if 0 < len(without) < len(streams):
-        yield (
-            f"{key} gives a proportion for some streams but not for {', '.join(without)}: give one for all streams, or "
-            "for none (natural proportions)."
-        )
-    for stream in streams:
-        if stream.proportion is not None and stream.repeat is not None:
-            yield (
-                f"{key}: stream '{stream.name}' has a proportion and a repeat, which both say how often it is seen. "
-                "Keep one of them."
-            )
-        for field in ("proportion", "repeat"):
-            value = getattr(stream, field)
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                yield f"{key}: the {field} of stream '{stream.name}' is {value}, but must be greater than 0."
-
-
 def _near(legal: list[int], number: int) -> str:
     """The legal number below and the one above."""
     below, above = [n for n in legal if n < number][-1:], [n for n in legal if n > number][:1]
@@ -415,4 +329,4 @@ def _listed(numbers: list[int]) -> str:
     return ", ".join(str(number) for number in numbers)
 
 
-_PARTS = (_numbers, _times, _places, _model, _data)
+_PARTS = (_numbers, _times, _places, _model, data_problems)

@@ -8,7 +8,6 @@ from typing import Protocol
 
 import yaml
 
-from diffusion.checkpointing.object_store import is_store
 from diffusion.checkpointing.reading import (
     READ_PATIENCE,
     batch_of,
@@ -20,6 +19,7 @@ from diffusion.checkpointing.reading import (
 from diffusion.checkpointing.remote import remove_copy
 from diffusion.config.checks import num_batches
 from diffusion.config.schema import Config
+from diffusion.config.stores import is_store
 from diffusion.datasets.manifest import read_json
 from diffusion.errors import MachineError
 

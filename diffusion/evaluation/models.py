@@ -1,6 +1,7 @@
 """What generates images: a checkpoint of this package, or a pipeline in the diffusers layout."""
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +15,10 @@ from diffusion.algorithms.average_files import AVERAGE_SUFFIX
 from diffusion.checkpointing.reading import batch_of, resolve_checkpoint
 from diffusion.errors import ConfigurationError
 from diffusion.loading import load_model
+from diffusion.models.conditioning import DualTextEncoder
 from diffusion.models.identity import module_identity
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.layout import is_pipeline
+from diffusion.models.layout import PIPELINE_INDEX, is_pipeline
 from diffusion.models.sampling import inference_scheduler
 
 
@@ -116,18 +118,16 @@ class PipelineGenerator:
     """
 
     def __init__(self, folder: Path, device: torch.device) -> None:
-        from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
         from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 
-        try:
-            pipeline: Any = StableDiffusionPipeline.from_pretrained(folder, use_safetensors=True, local_files_only=True)
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ConfigurationError(f"model={folder} is no pipeline of Stable Diffusion: {reason}") from error
+        pipeline = _load_pipeline(folder)
         pipeline.scheduler = inference_scheduler(DDIMScheduler.from_config(pipeline.scheduler.config))
         pipeline.set_progress_bar_config(disable=True)
-        parts = (pipeline.unet, pipeline.vae, pipeline.text_encoder)
-        self.identity = _joined(*(module_identity(part) for part in parts))
+        text_encoder = pipeline.text_encoder
+        if hasattr(pipeline, "text_encoder_2"):
+            text_encoder = DualTextEncoder(text_encoder, pipeline.text_encoder_2)
+            pipeline.watermark = None
+        self.identity = _joined(*(module_identity(part) for part in (pipeline.unet, pipeline.vae, text_encoder)))
         self.pipeline, self.device = pipeline.to(device), device
         self.resolution = pipeline.unet.config.sample_size * pipeline.vae_scale_factor
 
@@ -151,6 +151,20 @@ class PipelineGenerator:
             guidance_scale=guidance_scale,
             latents=latents.to(self.pipeline.unet.dtype),
         ).images
+
+
+def _load_pipeline(folder: Path) -> Any:
+    """Load a pipeline of the class that its index names: Stable Diffusion or SDXL."""
+    from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
+    from diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl import StableDiffusionXLPipeline
+
+    kinds: dict[str, Any] = {kind.__name__: kind for kind in (StableDiffusionPipeline, StableDiffusionXLPipeline)}
+    try:
+        kind = kinds[json.loads((folder / PIPELINE_INDEX).read_text(encoding="utf-8"))["_class_name"]]
+        return kind.from_pretrained(folder, use_safetensors=True, local_files_only=True)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigurationError(f"model={folder} is no {' or '.join(kinds)}: {reason}") from error
 
 
 def find_subjects(place: str, weights: Sequence[str]) -> list[Subject]:

@@ -9,9 +9,9 @@ import logging
 import threading
 from pathlib import Path
 
-from diffusion.checkpointing.object_store import is_store
 from diffusion.checkpointing.remote import remove_copy
 from diffusion.config.evaluation import EvaluationConfig
+from diffusion.config.stores import is_store
 from diffusion.errors import DataError
 from diffusion.evaluation.evaluate import Evaluation
 from diffusion.evaluation.followed_run import FollowedRun, follow, is_last, step_of

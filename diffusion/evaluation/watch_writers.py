@@ -5,6 +5,7 @@ Results are files; everything here is written from them, and again after an inte
 
 import hashlib
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,19 @@ from typing import Any
 from diffusion.callbacks.continued_loggers import tensorboard_points, wandb_points
 from diffusion.config.evaluation import EvaluationConfig
 from diffusion.config.schema import Config
+from diffusion.config.secrets import redact_arguments
 from diffusion.datasets.manifest import write_text_atomically
+from diffusion.evaluation.protocol import protocol_hash
 from diffusion.evaluation.results import Result
 
 METRICS = "metrics.jsonl"
 STEP = "trainer/step"
 """Step axis of the numbers in wandb."""
+
+TABLE = "evaluation/numbers"
+"""Name of the table in wandb, one for each step."""
+
+COLUMNS = ("model", "weights", "guidance_scale", "number", "category", "value", "protocol")
 
 TENSORBOARD_SUFFIX = ".evaluation"
 
@@ -35,6 +43,17 @@ def rows_of(results: Sequence[Result]) -> list[dict[str, float]]:
 def _tag(result: Result, name: str) -> str:
     scale = "" if result.guidance_scale is None else f"/cfg{result.guidance_scale:g}"
     return f"evaluation/{result.weights or 'raw'}{scale}/{name}"
+
+
+def table_of(results: Sequence[Result], step: int) -> list[list[Any]]:
+    """The numbers of a step, a row with `COLUMNS` each; compositional checks have a category."""
+    rows = []
+    for result in results:
+        for name, number in result.numbers.items() if result.step == step else ():
+            kind, _, category = name.partition("/")
+            of_model = [result.name, result.weights or "raw", result.guidance_scale]
+            rows.append([*of_model, kind, category, number.value, protocol_hash(number.protocol)])
+    return rows
 
 
 class Writers:
@@ -58,7 +77,7 @@ class Writers:
         if self.config.loggers.tensorboard:
             self._to_tensorboard(rows)
         if self.config.loggers.wandb is not None:
-            self._to_wandb(rows)
+            self._to_wandb(rows, results)
 
     def close(self) -> None:
         """Finish the run in wandb."""
@@ -78,15 +97,18 @@ class Writers:
                     if name != "step" and not points.has(name, int(row["step"])):
                         writer.add_scalar(name, value, int(row["step"]))
 
-    def _to_wandb(self, rows: Sequence[dict[str, float]]) -> None:
+    def _to_wandb(self, rows: Sequence[dict[str, float]], results: Sequence[Result]) -> None:
         """Into a run of its own; its steps are those of training, and the server refuses one that it has."""
+        import wandb
+
         if self._wandb is None:
             self._wandb, self._wandb_step = self._open_wandb()
         for row in rows:
             step = int(row["step"])
             if step > self._wandb_step:
                 values = {name: value for name, value in row.items() if name != "step"}
-                self._wandb.log({STEP: step, **values}, step=step, commit=True)
+                table = wandb.Table(columns=list(COLUMNS), data=table_of(results, step))
+                self._wandb.log({STEP: step, **values, TABLE: table}, step=step, commit=True)
                 self._wandb_step = step
 
     def _open_wandb(self) -> tuple[Any, int]:
@@ -108,6 +130,10 @@ class Writers:
             id=run_id,
             resume="allow",
             mode="offline" if settings.offline else "online",
+            settings={
+                "allow_offline_artifacts": False,  # Else a table offline asks the server for its version, and hangs.
+                "_args": redact_arguments(sys.argv[1:]),
+            },
         )
         run.define_metric(STEP)
         run.define_metric("evaluation/*", step_metric=STEP)

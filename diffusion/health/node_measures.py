@@ -20,8 +20,8 @@ from torch.distributed import (
     isend,
 )
 
-from diffusion.benchmarks.device import measure_machine
 from diffusion.errors import MachineError
+from diffusion.health.device import measure_machine
 from diffusion.health.nodes import NodeReading, pairings
 from diffusion.health.readings import measure_write_speed
 

@@ -14,11 +14,11 @@ from dataclasses import asdict
 
 import torch
 
-from diffusion.benchmarks.device import measure_machine
 from diffusion.config.loading import load_config
 from diffusion.config.machine import resolve_device
 from diffusion.config.schema import Config
 from diffusion.config.training import Device
+from diffusion.health.device import measure_machine
 from diffusion.health.gpus import check_faults, read_gpus
 from diffusion.health.kernel_log import check_xids, parse_xids, read_kernel_log
 from diffusion.health.nodes import NodeReading

@@ -58,7 +58,7 @@ class Prediction(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """The random numbers of one forward pass of training."""
+    """The random numbers of one forward pass of training, and what the batch tells the model."""
 
     sample: Tensor
     """int64 [B], addresses of the samples."""
@@ -74,6 +74,12 @@ class Draws(NamedTuple):
 
     token_ids: Tensor
     """int64 [B, L], after captions were dropped."""
+
+    content: Tensor
+    """Pictures as they were cropped and flipped, uint8 [B, 3, 8H, 8W]; or the means of latents, [B, C, H, W]."""
+
+    placement: Tensor | None
+    """int64 [B, 6], sizes and crops; None where the U-Net is not told them."""
 
 
 class LatentDiffusion(ComposerModel):
@@ -92,7 +98,7 @@ class LatentDiffusion(ComposerModel):
         low_precision_norms: run the U-Net's GroupNorm and LayerNorm in the autocast precision.
 
     Attributes:
-        observer: called with the random numbers of each forward pass of training, if it is set.
+        observer: called with the draws of each forward pass of training, if it is set.
         loss_observer: called with the weighted error of each sample, float32 [B] without gradients, and its microbatch
             whenever the loss is computed, if it is set.
         held_out_streams: names of the streams of held-out data by their number, whose losses are metrics of their own;
@@ -203,13 +209,14 @@ class LatentDiffusion(ComposerModel):
         shape = (latents.shape[1], latents.shape[2], latents.shape[3])
         noise = draw_noise(self.objective, purposes, self.seed, step, sample, shape)
         timesteps = self._timesteps(batch, purposes)
+        told = self.conditioner.of_batch(batch, token_ids)
         if self.observer is not None and purposes is TRAINING:
-            self.observer(Draws(sample, step, noise, timesteps, token_ids))
+            content = batch[BatchKey.IMAGE if BatchKey.IMAGE in batch else BatchKey.LATENT_MEAN]
+            self.observer(Draws(sample, step, noise, timesteps, token_ids, content, told.placement))
         noised = self.noise_process.add_noise(latents, noise, timesteps)
         prediction_type, gamma = self.objective.prediction_type, self.objective.min_snr_gamma
         target = self.noise_process.target(prediction_type, latents, noise, timesteps)
         weight = None if gamma is None else self.noise_process.min_snr_weight(prediction_type, timesteps, gamma)
-        told = self.conditioner.of_batch(batch, token_ids)
         prediction = self.unet(noised, timesteps, told.text, **told.added(), return_dict=False)[0]
         return Prediction(prediction, target, weight, timesteps)
 

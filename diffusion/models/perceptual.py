@@ -16,6 +16,11 @@ from diffusion.models.frozen import freeze
 VGG_FILE = "vgg16-397923af.pth"
 
 
+def build_perceptual() -> _LPIPS:
+    """LPIPS with random weights of VGG16."""
+    return _LPIPS(net="vgg", pnet_rand=True)
+
+
 def load_perceptual(path: str | None, key: str) -> nn.Module:
     """Build LPIPS, frozen: from two batches of pictures, float32 [B, 3, height, width] in [-1, 1], to [B, 1, 1, 1].
 
@@ -32,7 +37,7 @@ def load_perceptual(path: str | None, key: str) -> nn.Module:
             f"{key}={path}: the perceptual loss needs torchvision's {VGG_FILE} (from download.pytorch.org/models). Put "
             "it on this machine and give its path, or set autoencoder.perceptual_weight=0."
         )
-    lpips = _LPIPS(net="vgg", pnet_rand=True)
+    lpips = build_perceptual()
     try:
         weights = torch.load(file, map_location="cpu", weights_only=True)
         # torchmetrics calls layer 5 of torchvision's `features` `slice2.5`.

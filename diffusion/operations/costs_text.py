@@ -1,6 +1,5 @@
 """What a run has cost, for people."""
 
-from diffusion.evaluation.run_report.run_folder import Run
 from diffusion.operations.costs import Kind, Totals, total
 from diffusion.operations.runs import Overview
 from diffusion.tables import align
@@ -13,18 +12,22 @@ _WHAT = {
     Kind.evaluation: "evaluation",
     Kind.between: "checkpoints and samples",
 }
-_GPU = "utilisation/gpu"
 
 
-def describe_costs(overview: Overview, run: Run) -> str:
-    """A table of what the time of a run went into, and its totals below."""
+def describe_costs(overview: Overview, utilisation: float | None) -> str:
+    """A table of what the time of a run went into, and its totals below.
+
+    Args:
+        overview: of the run.
+        utilisation: of its GPUs, the mean of the run from 0 to 1; None is not known.
+    """
     totals = total(overview.starts)
     price = totals.dollars / totals.gpu_hours if totals.dollars and totals.gpu_hours else None
     rows = [("", "GPU-hours", "share", "dollars")]
     rows += [_row(text, totals.hours[kind.value], totals.gpu_hours, price) for kind, text in _WHAT.items()]
     rows += [_row("all", totals.gpu_hours, totals.gpu_hours, price)]
     return "\n".join(
-        [f"{overview.folder}: {overview.status}, step {overview.step:,}", *align(rows), *_lines(totals, run)]
+        [f"{overview.folder}: {overview.status}, step {overview.step:,}", *align(rows), *_lines(totals, utilisation)]
     )
 
 
@@ -33,12 +36,11 @@ def _row(text: str, hours: float, whole: float, price: float | None) -> tuple[st
     return text, f"{hours:,.3f}", share, f"{hours * price:,.2f}" if price is not None else "-"
 
 
-def _lines(totals: Totals, run: Run) -> list[str]:
-    gpu = run.curve(_GPU)
+def _lines(totals: Totals, utilisation: float | None) -> list[str]:
     return [
         f"lost to restarts: {totals.restart_hours:,.3f} GPU-hours, and {totals.gap_hours:,.2f} h between the starts, "
         "which are not counted above",
-        f"GPU utilisation, mean of the run: {_share(gpu.mean if gpu is not None and gpu.num_values else None)}",
+        f"GPU utilisation, mean of the run: {_share(utilisation)}",
         f"MFU over all of the time: {_share(totals.mfu)}",
     ]
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diffusion.checkpointing.ending import FINISHED
-from diffusion.checkpointing.object_store import is_store
 from diffusion.checkpointing.reading import is_complete, list_checkpoints, remove_checkpoint, superseded
 from diffusion.config.checks import num_batches
 from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config
+from diffusion.config.stores import is_store
 from diffusion.datasets.locations import locate_streams
 from diffusion.datasets.shared_memory import remove_unused, take_away
 from diffusion.errors import MachineError

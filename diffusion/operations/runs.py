@@ -11,8 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from diffusion.callbacks.preemption import MARKER
-from diffusion.checkpointing.ending import FINISHED
+from diffusion.checkpointing.ending import FINISHED, PREEMPTED
 from diffusion.config.loading import load
 from diffusion.config.schema import Config
 from diffusion.errors import ConfigurationError, MachineError
@@ -70,7 +69,7 @@ def read_overview(run: Path, config: Config) -> Overview:
 def _status(run: Path, config: Config) -> str:
     if is_live(run, config):
         return "running"
-    markers = {FINISHED: "finished", BUDGET: "budget spent", MARKER: "pre-empted"}
+    markers = {FINISHED: "finished", BUDGET: "budget spent", PREEMPTED: "pre-empted"}
     return next((text for name, text in markers.items() if (run / name).is_file()), "interrupted")
 
 

@@ -14,6 +14,7 @@ from types import FrameType
 
 import psutil
 
+from diffusion.checkpointing.rollbacks import read_pending
 from diffusion.config.operations import SupervisionConfig
 from diffusion.errors import MachineError
 from diffusion.launch import PREEMPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
@@ -23,7 +24,6 @@ from diffusion.operations.events import EventKind, EventLog
 from diffusion.operations.jobs import Job
 from diffusion.operations.patience import Condition, Watch
 from diffusion.operations.restarts import Decision, Ending, Restarts
-from diffusion.operations.rollbacks import read_pending
 from diffusion.operations.stacks import collect_stacks, is_alive, process_of
 
 log = logging.getLogger(__name__)

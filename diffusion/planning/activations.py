@@ -5,26 +5,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffusion.config.model import ModelConfig
-from diffusion.models.build import build_unet
-
 
 def count_activation_bytes(
-    config: ModelConfig, *, height: int, width: int, num_tokens: int, dtype: torch.dtype = torch.bfloat16
+    unet: Any, *, height: int, width: int, num_tokens: int, dtype: torch.dtype = torch.bfloat16
 ) -> int:
     """Count what autograd keeps of one image: each storage once, weights not; nothing is recomputed.
 
     Attention counts as by a flash kernel, which keeps its inputs and output and no scores.
 
     Args:
-        config: architecture.
+        unet: on the meta device; is cast and gets another attention processor.
         height: of the latent.
         width: of the latent.
         num_tokens: of the caption.
         dtype: of the activations.
     """
-    with torch.device("meta"):
-        unet: Any = build_unet(config)
     nn.Module.to(unet, dtype)
     unet.set_attn_processor(FlashAttentionShapes())
     weights = {parameter.untyped_storage()._cdata for parameter in unet.parameters()}
@@ -36,15 +31,23 @@ def count_activation_bytes(
             kept[storage] = tensor
         return tensor
 
-    inputs, added = _inputs(unet.config, height, width, num_tokens, dtype)
+    inputs, added = unet_inputs(unet.config, height, width, num_tokens, dtype)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         prediction = unet(*inputs, added_cond_kwargs=added, return_dict=False)[0]
     assert prediction.is_meta
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-def _inputs(unet: Any, height: int, width: int, num_tokens: int, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Latents, timesteps and text of one image; in SDXL pooled text and sizes as well."""
+def unet_inputs(unet: Any, height: int, width: int, num_tokens: int, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Latents, timesteps and text of one image on the meta device; in SDXL pooled text and sizes as well.
+
+    Args:
+        unet: its configuration.
+        height: of the latent.
+        width: of the latent.
+        num_tokens: of the caption.
+        dtype: of latents and text.
+    """
     with torch.device("meta"):
         latents = torch.empty(1, unet["in_channels"], height, width, dtype=dtype)
         text = torch.empty(1, num_tokens, unet["cross_attention_dim"], dtype=dtype)

@@ -8,7 +8,7 @@ from typing import Any
 
 from diffusion.config.data import PictureSize
 from diffusion.config.model import Architecture, ModelConfig
-from diffusion.config.schema import Config
+from diffusion.config.schema import Config, Task
 from diffusion.errors import ConfigurationError
 from diffusion.planning.failures import Failures, recommend_interval, simulate
 from diffusion.planning.network import training_flops
@@ -100,10 +100,17 @@ def rate_for(fleet: Fleet, config: Config) -> float:
     """Images per second of a fleet in a run: as given for its resolution, else by floating-point operations.
 
     Raises:
-        ConfigurationError: the fleet has no rate at all, or one of the architectures cannot be counted.
+        ConfigurationError: the fleet has no rate at all, one of the architectures cannot be counted, or the run
+            trains a VAE.
     """
+    if config.task is not Task.diffusion:
+        raise ConfigurationError(
+            f"run {config.run_name} trains a VAE, but the rates of a fleet are of U-Nets: measure its images per "
+            "second, and plan it with run.py --dry-run plan.images_per_second=..."
+        )
     resolution = config.data.resolution
-    same = config.model.architecture is fleet.architecture and not config.model.unet
+    model = config.model
+    same = model.architecture is fleet.architecture and not model.unet and model.lora is None
     if same and resolution in fleet.images_per_second:
         return fleet.images_per_second[resolution]
     if not fleet.images_per_second:
@@ -117,7 +124,7 @@ def rate_for(fleet: Fleet, config: Config) -> float:
             f"fleet {fleet.name} has no images_per_second at {resolution} px, and model.unet has blocks whose "
             "operations are not known: measure it with scripts/benchmark.py step"
         )
-    return fleet.images_per_second[nearest] * known.training / asked.training
+    return fleet.images_per_second[nearest] * known / asked
 
 
 def make_budget(
@@ -253,7 +260,7 @@ def fleets_from_benchmark(
         path: its JSON file, with one GPU's steps of the Trainer at each resolution.
         sizes: numbers of GPUs.
         links: between them.
-        num_parameters: trained.
+        num_parameters: of the network that was measured.
         global_batch_size: of the runs.
         options: further fields of `Fleet`, such as the price.
 

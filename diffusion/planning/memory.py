@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from diffusion.algorithms.averaging import WeightAverage, local_shard, trainable_parameters
 from diffusion.algorithms.profiles import Exponential
 from diffusion.config.schema import Config
-from diffusion.models.build import build_unet
+from diffusion.planning.network import meta_unet
 from diffusion.planning.state_bytes import StateBytes
 from diffusion.sharding import fsdp_config
 
@@ -39,8 +39,7 @@ def count_rank_memory(config: Config, *, num_ranks: int, rank: int) -> StateByte
 
 def _count(config: Config) -> StateBytes:
     model = nn.Module()
-    with torch.device("meta"):
-        model.unet = build_unet(config.model)
+    model.unet = meta_unet(config.model)
     fsdp = fsdp_config(config.trainer)
     if fsdp.num_replicas > 1:
         shape = (fsdp.num_replicas, dist.get_world_size() // fsdp.num_replicas)
@@ -55,10 +54,9 @@ def _count(config: Config) -> StateBytes:
     moments = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
     averages = [tensor for average in _averages(config, parameters) for tensor in average.averages.values()]
     # The gradients of a unit are views of one reduced buffer, laid out as the padded weights are.
-    weights = _stored(parameters.values())
     return StateBytes(
-        weights=weights,
-        gradients=weights,
+        weights=_stored(model.parameters()),
+        gradients=_stored(parameters.values()),
         optimizer=_stored(moments),
         ema=_stored(averages),
     )

@@ -1,87 +1,150 @@
-"""Counts of a configured network: parameters, operations and activations, each worked out once."""
+"""Counts of a configured network: parameters, operations and activations, each worked out once, without memory."""
 
 import functools
 import json
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import NamedTuple
 
 import torch
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion.config.data import PictureSize
-from diffusion.config.model import Architecture, ModelConfig
+from diffusion.config.model import Architecture, AutoencoderConfig, LoraConfig, ModelConfig
 from diffusion.config.performance import Compilation
 from diffusion.config.schema import Config, Task
 from diffusion.config.training import Precision
 from diffusion.models.architectures import ARCHITECTURES
 from diffusion.models.build import build_unet, count_parameters
+from diffusion.models.discriminator import PatchDiscriminator
 from diffusion.models.fast.compilation import is_block
-from diffusion.models.flops import UNetFlops, count_unet_flops
-from diffusion.planning.activations import count_activation_bytes
+from diffusion.models.flops import count_unet_flops
+from diffusion.models.frozen import build_vae
+from diffusion.models.lora import add_lora
+from diffusion.models.perceptual import build_perceptual
+from diffusion.planning.activations import count_activation_bytes, unet_inputs
 
 
-def parameter_counts(config: Config) -> tuple[int, int]:
-    """Parameters that are trained, and those of the frozen parts beside them."""
-    counts = _parameter_counts(*_key(config))
+class ParameterCounts(NamedTuple):
+    """Parameters of a run."""
+
+    trained: int
+    """With gradients, optimizer state and averages; those of a VAE's discriminator among them."""
+
+    fixed: int
+    """That LoRA's matrices are put beside: sharded, gathered and stored with them."""
+
+    frozen: int
+    """Of networks that are only used, whole on each rank: VAE and text encoder; LPIPS for a VAE."""
+
+
+def parameter_counts(config: Config) -> ParameterCounts:
+    """Count the parameters of what is configured.
+
+    Raises:
+        MachineError: LoRA is configured, and peft is not installed.
+        ConfigurationError: LoRA is to be put beside a layer that is not in the U-Net.
+    """
     if config.task is Task.autoencoder:
-        return counts["vae"], 0
-    return counts["unet"], sum(counts.values()) - counts["unet"]
+        return _autoencoder_counts(config.model.architecture, config.autoencoder)
+    return _unet_counts(_key(config.model))
 
 
-def training_flops(config: Config, size: PictureSize) -> UNetFlops | None:
-    """Operations of the U-Net for one image of a size in pixels; None where they are not known."""
+def training_flops(config: Config, size: PictureSize) -> int | None:
+    """Operations of the U-Net for one image of a size in pixels, forward and backward; None where not known."""
     if config.task is not Task.diffusion:
         return None
     spec = ARCHITECTURES[config.model.architecture]
     height, width = (side // spec.vae_factor for side in size)
-    return count_unet_flops(_unet_config(*_key(config)), height=height, width=width, num_tokens=spec.max_tokens)
+    return _training_flops(_key(config.model), height, width, spec.max_tokens)
 
 
 def activation_bytes(config: Config, size: PictureSize) -> int | None:
     """Bytes that the U-Net keeps for the backward pass of one image; None where that is not known."""
     if config.task is not Task.diffusion or config.trainer.activation_checkpointing:
         return None
-    return _activation_bytes(*_key(config), config.trainer.precision is Precision.fp32, size)
+    spec = ARCHITECTURES[config.model.architecture]
+    height, width = (side // spec.vae_factor for side in size)
+    is_fp32 = config.trainer.precision is Precision.fp32
+    return _activation_bytes(_key(config.model), is_fp32, height, width, spec.max_tokens)
 
 
 def largest_unit(config: Config) -> int:
-    """Parameters of the largest part of what is trained that FSDP2 gathers and reduces at once."""
+    """Trained parameters of the largest part of the network whose gradients FSDP2 reduces at once."""
     if config.task is not Task.diffusion or config.performance.compilation is Compilation.unet:
-        return parameter_counts(config)[0]
-    return _largest_unit(*_key(config))
+        return parameter_counts(config).trained
+    return _largest_unit(_key(config.model))
 
 
-def _key(config: Config) -> tuple[Architecture, str]:
-    return config.model.architecture, json.dumps(config.model.unet, sort_keys=True)
+def meta_unet(config: ModelConfig) -> UNet2DConditionModel:
+    """Build the U-Net as it is trained, with LoRA's matrices where they are configured, on the meta device."""
+    with torch.device("meta"):
+        unet = build_unet(config)
+        if config.lora is not None:
+            add_lora(unet, config.lora, seed=0)
+    return unet
 
 
-def _model(architecture: Architecture, unet: str) -> ModelConfig:
-    return ModelConfig(architecture=architecture, unet=json.loads(unet))
+def _key(model: ModelConfig) -> str:
+    """What the U-Net is built from."""
+    lora = asdict(model.lora) if model.lora is not None else None
+    return json.dumps([model.architecture.value, model.unet, lora], sort_keys=True)
+
+
+def _model(key: str) -> ModelConfig:
+    architecture, unet, lora = json.loads(key)
+    adapter = LoraConfig(**lora) if lora is not None else None
+    return ModelConfig(architecture=Architecture(architecture), unet=unet, lora=adapter)
+
+
+def _autoencoder_counts(architecture: Architecture, config: AutoencoderConfig) -> ParameterCounts:
+    with torch.device("meta"):
+        trained = _num_trained(build_vae(ARCHITECTURES[architecture], config.vae).parameters())
+        if config.adversarial_weight > 0:
+            trained += _num_trained(PatchDiscriminator().parameters())
+        frozen = sum(p.numel() for p in build_perceptual().parameters()) if config.perceptual_weight > 0 else 0
+    return ParameterCounts(trained, 0, frozen)
 
 
 @functools.cache
-def _parameter_counts(architecture: Architecture, unet: str) -> dict[str, int]:
-    return count_parameters(_model(architecture, unet))
+def _unet_counts(key: str) -> ParameterCounts:
+    model = _model(key)
+    unet, counts = meta_unet(model), count_parameters(model)
+    trained = _num_trained(unet.parameters())
+    fixed = sum(p.numel() for p in unet.parameters()) - trained
+    return ParameterCounts(trained, fixed, counts["vae"] + counts["text_encoder"])
 
 
 @functools.cache
-def _largest_unit(architecture: Architecture, unet: str) -> int:
+def _largest_unit(key: str) -> int:
     """Of the blocks and of what is left outside of them."""
-    with torch.device("meta"):
-        network = build_unet(_model(architecture, unet))
-    sizes = [sum(p.numel() for p in block.parameters()) for block in network.modules() if is_block(block)]
-    return max(*sizes, sum(p.numel() for p in network.parameters()) - sum(sizes))
+    network = meta_unet(_model(key))
+    sizes = [_num_trained(block.parameters()) for block in network.modules() if is_block(block)]
+    return max(*sizes, _num_trained(network.parameters()) - sum(sizes))
+
+
+def _num_trained(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
 
 
 @functools.cache
-def _unet_config(architecture: Architecture, unet: str) -> Any:
-    with torch.device("meta"):
-        return build_unet(_model(architecture, unet)).config
+def _training_flops(key: str, height: int, width: int, num_tokens: int) -> int | None:
+    model = _model(key)
+    unet = meta_unet(model)
+    flops = count_unet_flops(unet.config, height=height, width=width, num_tokens=num_tokens)
+    if flops is None or model.lora is None:
+        return flops.training if flops is not None else None
+    inputs, added = unet_inputs(unet.config, height, width, num_tokens, torch.float32)
+    with FlopCounterMode(display=False) as counter:
+        unet(*inputs, added_cond_kwargs=added, return_dict=False)[0].sum().backward()
+    return counter.get_total_flops()
 
 
 @functools.cache
-def _activation_bytes(architecture: Architecture, unet: str, is_fp32: bool, size: PictureSize) -> int:
-    spec = ARCHITECTURES[architecture]
-    height, width = (side // spec.vae_factor for side in size)
+def _activation_bytes(key: str, is_fp32: bool, height: int, width: int, num_tokens: int) -> int:
     dtype = torch.float32 if is_fp32 else torch.bfloat16
     return count_activation_bytes(
-        _model(architecture, unet), height=height, width=width, num_tokens=spec.max_tokens, dtype=dtype
+        meta_unet(_model(key)), height=height, width=width, num_tokens=num_tokens, dtype=dtype
     )

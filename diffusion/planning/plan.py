@@ -6,6 +6,7 @@ listed with the result. Text is made by `format_plan`.
 
 import math
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from diffusion.checkpointing.retention import kept_steps
 from diffusion.config.checks import num_batches
@@ -61,7 +62,7 @@ class Plan:
     """Per rank and microbatch."""
 
     frozen_bytes: int
-    """Of VAE and text encoder, per rank."""
+    """Of networks that are only used, per rank."""
 
     reduction_bytes: int
     """Gradients that are not sharded (yet), per rank: of the unit that is reduced, and those accumulated whole."""
@@ -112,14 +113,22 @@ class Plan:
 
 def plan_run(config: Config, *, world_size: int = 1, missing: dict[str, str] | None = None) -> Plan:
     """Count the parameters of what is configured, and work out what a run amounts to (`make_plan`)."""
-    trained, frozen = parameter_counts(config)
-    return make_plan(config, num_parameters=trained, frozen_parameters=frozen, world_size=world_size, missing=missing)
+    counts = parameter_counts(config)
+    return make_plan(
+        config,
+        num_parameters=counts.trained,
+        fixed_parameters=counts.fixed,
+        frozen_parameters=counts.frozen,
+        world_size=world_size,
+        missing=missing,
+    )
 
 
 def make_plan(
     config: Config,
     *,
     num_parameters: int,
+    fixed_parameters: int = 0,
     frozen_parameters: int = 0,
     world_size: int = 1,
     missing: dict[str, str] | None = None,
@@ -129,7 +138,8 @@ def make_plan(
     Args:
         config: the configuration; locations may be missing (`???`).
         num_parameters: trained parameters.
-        frozen_parameters: of VAE and text encoder.
+        fixed_parameters: of the same network, that LoRA's matrices are put beside.
+        frozen_parameters: of networks that are only used: VAE and text encoder.
         world_size: ranks that the launcher started, which `plan.num_gpus` replaces.
         missing: keys that are missing and their meanings, to be told with the plan.
 
@@ -144,14 +154,15 @@ def make_plan(
     throughput, price = config.plan.images_per_second, config.plan.price_per_gpu_hour
     seconds = num_images / throughput if throughput else None
     gpu_hours = seconds / 3600 * num_ranks if seconds is not None else None
-    saves = _checkpoints(config, num_iterations, num_parameters)
-    largest = num_parameters * (WEIGHT_BYTES + ADAM_BYTES + _ema_bytes(config))
+    saves = _checkpoints(config, num_iterations, num_parameters, fixed_parameters)
+    largest = fixed_parameters * WEIGHT_BYTES + num_parameters * (WEIGHT_BYTES + ADAM_BYTES + _ema_bytes(config))
     size = _largest_size(config)
     activations, flops = activation_bytes(config, size), training_flops(config, size)
     epoch = plan_epoch(config, num_images)
     num_samples, sample_bytes = _num_samples(config, epoch), stored_bytes(config, size)
     data_bytes = num_samples * sample_bytes if num_samples is not None and sample_bytes is not None else None
-    memory, frozen = _memory(config, num_parameters, num_ranks), frozen_parameters * WEIGHT_BYTES
+    memory = _memory(config, num_parameters, fixed_parameters, num_ranks)
+    frozen = frozen_parameters * WEIGHT_BYTES
     held = next(one.total for one in memory if one.is_chosen) + frozen
     assumptions = _assumptions(config, throughput, activations, num_ranks)
     if epoch.problem is not None:
@@ -172,7 +183,7 @@ def make_plan(
         frozen_bytes=frozen,
         reduction_bytes=_reduction_bytes(config, num_parameters, is_whole=microbatch < share),
         largest_microbatch=_largest_microbatch(config, num_parameters, share, held, activations),
-        training_flops=flops.training if flops is not None else None,
+        training_flops=flops,
         sample_bytes=sample_bytes,
         num_samples=num_samples,
         data_bytes=data_bytes,
@@ -203,17 +214,18 @@ def _ema_bytes(config: Config) -> int:
     return EMA_BYTES * config.algorithms.ema.num_averages if config.algorithms.ema is not None else 0
 
 
-def _memory(config: Config, num_parameters: int, num_ranks: int) -> list[MemoryPlan]:
+def _memory(config: Config, num_parameters: int, fixed_parameters: int, num_ranks: int) -> list[MemoryPlan]:
     """Bytes per rank: fsdp (FSDP2) without and with resharding after the forward pass, and ddp."""
-    shard = math.ceil(num_parameters * config.trainer.num_replicas / num_ranks)
-    gathered = num_parameters * (4 if config.trainer.precision is Precision.fp32 else 2)
+    part = Fraction(config.trainer.num_replicas, num_ranks)
+    gathered = (num_parameters + fixed_parameters) * (4 if config.trainer.precision is Precision.fp32 else 2)
     parallelism, reshards = config.trainer.parallelism, config.trainer.reshard_after_forward
 
-    def plan(name: str, held: int, copy: int, is_chosen: bool) -> MemoryPlan:
+    def plan(name: str, part: Fraction, copy: int, is_chosen: bool) -> MemoryPlan:
+        held, fixed = math.ceil(num_parameters * part), math.ceil(fixed_parameters * part)
         return MemoryPlan(
             name=name,
             is_chosen=is_chosen,
-            weights=held * WEIGHT_BYTES + copy,
+            weights=(held + fixed) * WEIGHT_BYTES + copy,
             gradients=held * GRADIENT_BYTES,
             optimizer=held * ADAM_BYTES,
             ema=held * _ema_bytes(config),
@@ -221,9 +233,9 @@ def _memory(config: Config, num_parameters: int, num_ranks: int) -> list[MemoryP
 
     is_fsdp = parallelism is Parallelism.fsdp
     return [
-        plan("fsdp (SHARD_GRAD_OP)", shard, gathered, is_fsdp and not reshards),
-        plan("fsdp, reshard_after_forward (FULL_SHARD)", shard, 0, is_fsdp and reshards),
-        plan("ddp", num_parameters, 0, parallelism is Parallelism.ddp),
+        plan("fsdp (SHARD_GRAD_OP)", part, gathered, is_fsdp and not reshards),
+        plan("fsdp, reshard_after_forward (FULL_SHARD)", part, 0, is_fsdp and reshards),
+        plan("ddp", Fraction(1), 0, parallelism is Parallelism.ddp),
     ]
 
 
@@ -273,7 +285,7 @@ def _num_samples(config: Config, epoch: EpochPlan) -> int | None:
     return sum(known) if counts and len(known) == len(counts) else config.plan.num_samples
 
 
-def _checkpoints(config: Config, num_iterations: int, num_parameters: int) -> list[int] | None:
+def _checkpoints(config: Config, num_iterations: int, num_parameters: int, fixed_parameters: int) -> list[int] | None:
     """Bytes of each checkpoint that stays, oldest first; None where the interval is in epochs."""
     scale = {"num_batches": num_iterations, "global_batch_size": config.data.global_batch_size}
     interval = parse_time(config.trainer.save_interval, "trainer.save_interval").in_batches(**scale)
@@ -286,17 +298,18 @@ def _checkpoints(config: Config, num_iterations: int, num_parameters: int) -> li
     keep, text = config.trainer.keep_checkpoints, config.trainer.keep_every
     every = parse_time(text, "trainer.keep_every").in_batches(**scale) if text is not None else None
     batches = kept_steps(saved, newest=keep, every=every) if keep != -1 else saved
-    per_parameter = WEIGHT_BYTES + ADAM_BYTES
-    return [num_parameters * (per_parameter + (_ema_bytes(config) if batch >= start else 0)) for batch in batches]
+    without_ema = fixed_parameters * WEIGHT_BYTES + num_parameters * (WEIGHT_BYTES + ADAM_BYTES)
+    return [without_ema + (num_parameters * _ema_bytes(config) if batch >= start else 0) for batch in batches]
 
 
 def _assumptions(config: Config, throughput: float | None, activations: float | None, num_ranks: int) -> list[str]:
     assumptions = [
         "Memory: fp32 weights, gradients, AdamW moments and averages per rank, without activations, buffers, "
-        "VAE, text encoder and what CUDA takes; fsdp gathers weights in "
+        "networks that are only used and what CUDA takes; fsdp gathers weights in "
         f"{'fp32' if config.trainer.precision is Precision.fp32 else 'half precision'} and, with "
         "reshard_after_forward, one block at a time, which is not counted.",
-        "Checkpoints: 4 bytes of weights, 8 of AdamW and, once they have started, 4 of each average per parameter.",
+        "Checkpoints: 4 bytes of each weight and, for those that are trained, 8 of AdamW and 4 of each average that "
+        "has started.",
     ]
     if throughput:
         assumptions.append(

@@ -32,7 +32,7 @@ def format_plan(plan: Plan) -> str:
         ("parameters", f"{plan.num_parameters:,} trained"),
         ("operations", _operations(plan)),
         *[(f"memory, {memory.name}", _memory(memory)) for memory in plan.memory],
-        ("memory, frozen", f"{size_text(plan.frozen_bytes)} of VAE and text encoder"),
+        ("memory, frozen", f"{size_text(plan.frozen_bytes)} of networks that are only used"),
         ("memory, reduction", f"{size_text(plan.reduction_bytes)} of gradients that are not sharded"),
         (
             "activations",

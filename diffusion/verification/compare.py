@@ -10,6 +10,7 @@ from torch import Tensor
 from diffusion.checkpointing.reading import resolve_checkpoint
 from diffusion.checkpointing.unet_weights import read_unet
 from diffusion.config.model import Weights
+from diffusion.tables import align
 from diffusion.verification.runner import Outcome
 
 MAX_LOSS_DIFFERENCE = 1e-5
@@ -66,9 +67,7 @@ def _relative(found: Tensor, expected: Tensor) -> float:
 def format_table(comparisons: Sequence[Comparison]) -> str:
     """One line per run, aligned."""
     head = ("run", "resumed at", "draws", "loss", "weights", "EMA", "seconds")
-    rows = [head, *(_row(comparison) for comparison in comparisons)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(align([head, *(_row(comparison) for comparison in comparisons)]))
 
 
 def _row(comparison: Comparison) -> tuple[str, ...]:

@@ -48,12 +48,13 @@ class DrawTrace(Callback):
 
 
 def sample_digests(draws: Draws) -> list[tuple[int, str]]:
-    """Address of each sample and a digest of its step, noise, timestep and token ids."""
+    """Address of each sample and a digest of all that was drawn for it and that the model was told."""
+    parts = [tensor.detach().cpu().contiguous().numpy() for tensor in draws if tensor is not None]
     result = []
     for i in range(len(draws.sample)):
         digest = hashlib.sha256()
-        for tensor in (draws.sample[i], draws.step[i], draws.timesteps[i], draws.token_ids[i], draws.noise[i]):
-            digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+        for part in parts:
+            digest.update(part[i].tobytes())
         result.append((int(draws.sample[i]), digest.hexdigest()[:16]))
     return result
 

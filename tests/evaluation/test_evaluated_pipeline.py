@@ -1,14 +1,13 @@
 """A pipeline in the diffusers layout makes the images of the model that it was made from."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from diffusion.config.evaluation import SamplingConfig
-from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, PredictionType
+from diffusion.config.model import Architecture
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.generation import Task, generate_images
 from diffusion.evaluation.models import (
@@ -22,37 +21,28 @@ from diffusion.evaluation.models import (
 from diffusion.evaluation.pictures import PictureFiles
 from diffusion.evaluation.prompts import Prompt
 from diffusion.evaluation.ranks import Ranks
-from diffusion.models import build_model
 from diffusion.models.latent_diffusion import LatentDiffusion
+from tests.models.test_layout import build, write
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["zero-terminal", "not-zero-terminal"])
+CASES = {
+    "zero-terminal": (Architecture.tiny, True),
+    "not-zero-terminal": (Architecture.tiny, False),
+    "xl": (Architecture.tiny_xl, False),
+}
+
+
+@pytest.fixture(scope="module", params=CASES.values(), ids=list(CASES))
 def model(request: pytest.FixtureRequest) -> LatentDiffusion:
-    config = ModelConfig(architecture=Architecture.tiny, unet={"block_out_channels": [16, 32], "norm_num_groups": 4})
-    objective = ObjectiveConfig(prediction_type=PredictionType.v_prediction, zero_terminal_snr=request.param)
-    return build_model(config, objective, resolution=32, seed=17)
+    architecture, is_zero_terminal = request.param
+    return build(architecture, zero_terminal_snr=is_zero_terminal)
 
 
 @pytest.fixture(scope="module")
 def folder(model: LatentDiffusion, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
-
-    build: Any = StableDiffusionPipeline
-    pipeline = build(
-        vae=model.vae,
-        text_encoder=model.text_encoder,
-        tokenizer=model.tokenizer,
-        unet=model.unet,
-        scheduler=model.noise_scheduler,
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    )
-    folder = tmp_path_factory.mktemp("exported") / "pipeline"
-    pipeline.save_pretrained(folder)
-    return folder
+    return write(model, tmp_path_factory.mktemp("exported") / "pipeline")
 
 
 def generated(generator: Generator, folder: Path, scale: float) -> np.ndarray:
@@ -84,9 +74,17 @@ def test_a_size_that_the_vae_cannot_make_is_an_error(folder: Path) -> None:
         PipelineGenerator(folder, CPU).latent_shape(34, 32)
 
 
-def test_a_folder_that_lacks_a_part_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "model_index.json").write_text(
-        '{"_class_name": "StableDiffusionPipeline", "unet": ["diffusers", "UNet2DConditionModel"]}'
-    )
-    with pytest.raises(ConfigurationError, match="is no pipeline of Stable Diffusion"):
+@pytest.mark.parametrize(
+    "index",
+    [
+        '{"_class_name": "StableDiffusionPipeline", "unet": ["diffusers", "UNet2DConditionModel"]}',
+        '{"_class_name": "FluxPipeline"}',
+        '{"_class_name": ["pipeline", "Mine"]}',
+        "{}",
+        "no json",
+    ],
+)
+def test_a_folder_that_is_no_such_pipeline_or_lacks_a_part_is_an_error(tmp_path: Path, index: str) -> None:
+    (tmp_path / "model_index.json").write_text(index)
+    with pytest.raises(ConfigurationError, match="is no StableDiffusionPipeline or StableDiffusionXLPipeline: "):
         load_generator(Subject(name="p", place=str(tmp_path), step=None, weights=""), CPU)

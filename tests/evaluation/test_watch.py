@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from diffusion.callbacks.continued_loggers import _event_points, read_wandb
+from diffusion.callbacks.continued_loggers import _event_points, read_wandb, wandb_history
+from diffusion.evaluation.protocol import protocol_hash
+from diffusion.evaluation.results import Number, Result
+from diffusion.evaluation.watch_writers import COLUMNS, table_of
 from tests.evaluation.evaluation_toys import write_pictures, write_prompts
 from tests.s3_server import s3_process
 from tests.training_runs import Job, TrainingServer
@@ -108,3 +111,30 @@ def test_writers_never_meet_and_write_no_point_twice(watched):
     rows = [row for path in output.glob("wandb/offline-run-*/*.wandb") for row in read_wandb(path)]
     assert sorted(row["_step"] for row in rows) == STEPS
     assert all(row["trainer/step"] == row["_step"] for row in rows)
+
+
+def test_wandb_has_a_table_of_each_step_without_a_network(watched):
+    output, _, _, _ = watched
+    results = [json.loads(path.read_text()) for path in (output / "results").iterdir()]
+    expected = sorted(
+        [result["step"], result["name"], result["weights"], 1.0, name, "", number["value"], number["protocol"]]
+        for result in results
+        for name, number in result["numbers"].items()
+    )
+    found = []
+    for file in output.glob("wandb/offline-run-*/*.wandb"):
+        for record in wandb_history(file):
+            values = {tuple(item.nested_key): json.loads(item.value_json) for item in record.item}
+            table = json.loads((file.parent / "files" / values["evaluation/numbers", "path"]).read_text())
+            assert table["columns"] == list(COLUMNS)
+            found += [[record.step.num, *row] for row in table["data"]]
+    assert sorted(found) == expected
+
+
+def test_compositional_numbers_stand_in_the_table_by_category():
+    protocol = {"metric": "compositional"}
+    numbers = {name: Number(value=0.5, protocol=protocol) for name in ("compositional", "compositional/two_objects")}
+    results = [Result(name=f"ba{step}", place="", step=step, guidance_scale=3.0, numbers=numbers) for step in (1, 2)]
+    of_model = ["ba2", "raw", 3.0, "compositional"]
+    key = protocol_hash(protocol)
+    assert table_of(results, 2) == [[*of_model, "", 0.5, key], [*of_model, "two_objects", 0.5, key]]

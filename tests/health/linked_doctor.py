@@ -5,8 +5,8 @@ import runpy
 import socket
 import sys
 
-from diffusion.benchmarks.device import Machine
 from diffusion.health import node_measures
+from diffusion.health.device import Machine
 from tests.hosts import Switch, enter
 
 RANK = os.environ["RANK"]

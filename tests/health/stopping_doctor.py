@@ -5,8 +5,8 @@ import runpy
 import signal
 import sys
 
-from diffusion.benchmarks.device import Machine
 from diffusion.health import node_measures
+from diffusion.health.device import Machine
 
 
 def measure(device: object) -> Machine:

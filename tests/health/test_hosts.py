@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from diffusion.benchmarks.device import Machine
 from diffusion.config.data import DataConfig
 from diffusion.config.loading import load_config
 from diffusion.errors import MachineError
 from diffusion.health import this_machine
+from diffusion.health.device import Machine
 from diffusion.health.gpus import GpuReading
 from diffusion.health.hosts import Survey, choose_fit_hosts, command_over_ssh, survey
 from diffusion.health.this_machine import check_this_machine

@@ -125,6 +125,16 @@ def test_pictures_latents_and_stored_texts_give_the_same_loss(dropout):
     assert bool(changed.all()) == (dropout == 0.0), "a dropped caption's is that of the empty caption"
 
 
+def test_what_the_batch_tells_the_model_is_observed():
+    model, batch, seen = small_model(caption_dropout=0.0), batch_of(), []
+    model.observer = seen.append
+    model(batch)
+    [draws] = seen
+    for found, key in ((draws.placement, BatchKey.PLACEMENT), (draws.content, BatchKey.IMAGE)):
+        assert torch.equal(found, batch[key])
+    assert torch.equal(draws.token_ids, batch[BatchKey.TOKEN_IDS])
+
+
 def test_data_without_sizes_and_crops_is_refused(model):
     batch = batch_of()
     del batch[BatchKey.PLACEMENT]

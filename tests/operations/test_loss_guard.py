@@ -14,9 +14,9 @@ from composer.utils import dist
 from diffusion.callbacks.loss_guard import SKIPPED, LossGuard, RolledBackError
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.reading import read_all
+from diffusion.checkpointing.rollbacks import read_pending, read_record
 from diffusion.config.operations import GuardConfig
 from diffusion.operations.beats import Phase, read_beats
-from diffusion.operations.rollbacks import read_pending, read_record
 
 COMMON = ["samples.prompts=[]", "data.global_batch_size=8", "trainer.save_interval=2ba"]
 

@@ -8,6 +8,7 @@ import pytest
 
 from diffusion.config.checks import is_location
 from diffusion.config.loading import load_config
+from diffusion.planning.network import parameter_counts
 from diffusion.planning.plan import make_plan
 from tests.training_runs import ROOT, environment
 
@@ -34,6 +35,8 @@ averages = "algorithms.ema={start: 800000ba, decays: [0.9999, 0.999], power: {sn
 counts["four averages"] = count(2, 3, 0, averages)
 groups = ["trainer.num_replicas=16"]
 counts["groups"] = count(1, 128, 0, *groups)
+lora = load_config("tests/toy.yaml", ["model.lora={rank: 4}"])
+counts["lora"] = [asdict(count_rank_memory(lora, num_ranks=2, rank=rank)) for rank in range(2)]
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=128)
 settings = load_config("yamls/phase1.yaml", groups, may_miss=is_location).trainer
 mesh = _create_device_mesh(DeviceCPU(), fsdp_config(settings), None)
@@ -73,6 +76,18 @@ def test_all_ranks_together_hold_each_number_once(counts):
 
 def test_each_of_several_averages_is_counted(counts):
     assert counts["four averages"] == counts["small"][0] | {"ema": 4 * counts["small"][0]["ema"]}
+
+
+def test_of_lora_only_the_matrices_have_gradients_moments_and_averages(counts):
+    """Two ranks divide the rows of every parameter of the toy evenly."""
+    trained, fixed, _ = parameter_counts(load_config("tests/toy.yaml", ["model.lora={rank: 4}"]))
+    together = {part: sum(count[part] for count in counts["lora"]) for part in counts["lora"][0]}
+    assert together == {
+        "weights": 4 * (trained + fixed),
+        "gradients": 4 * trained,
+        "optimizer": 8 * trained,
+        "ema": 4 * trained,
+    }
 
 
 def test_groups_of_ranks_hold_the_model_once_each(counts):

@@ -14,11 +14,13 @@ def draws(num: int, step: int = 3) -> Draws:
         noise=torch.randn(num, 4, 2, 2, generator=generator),
         timesteps=torch.randint(0, 1000, (num,), generator=generator),
         token_ids=torch.randint(0, 9, (num, 5), generator=generator),
+        content=torch.randint(0, 256, (num, 3, 8, 8), generator=generator, dtype=torch.uint8),
+        placement=torch.randint(0, 999, (num, 6), generator=generator),
     )
 
 
 def part(whole: Draws, which: slice) -> Draws:
-    return Draws(*(tensor[which] for tensor in whole))
+    return Draws(*(tensor[which] for tensor in whole if tensor is not None))
 
 
 def write(folder, rank: int, world_size: int, step: int, pairs: list[tuple[int, str]]) -> None:
@@ -30,12 +32,13 @@ def write(folder, rank: int, world_size: int, step: int, pairs: list[tuple[int, 
 def test_a_digest_changes_with_each_thing_drawn():
     base = draws(1)
     [(_, digest)] = sample_digests(base)
-    for name in ("sample", "step", "timesteps", "token_ids"):
+    for name in ("sample", "step", "timesteps", "token_ids", "content", "placement"):
         changed = base._replace(**{name: getattr(base, name) + 1})
         assert sample_digests(changed)[0][1] != digest, name
     noise = base.noise.clone()
     noise[0, 3, 1, 1] = torch.nextafter(noise[0, 3, 1, 1], torch.tensor(9.0))
     assert sample_digests(base._replace(noise=noise))[0][1] != digest
+    assert sample_digests(base._replace(placement=None))[0][1] != digest, "and without sizes"
 
 
 def test_the_hash_of_a_step_does_not_know_ranks_and_microbatches(tmp_path):

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diffusion.checkpointing.rollbacks import RECORD
 from diffusion.evaluation.run_report.curves import read_json_lines
 from diffusion.operations.costs import Kind, StartCosts, read_costs
 from diffusion.operations.events import EVENTS, EventKind
-from diffusion.operations.rollbacks import RECORD
 
 WENT_BACK = "went back"
 

@@ -11,9 +11,8 @@ from typing import Any
 import yaml
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS
-from diffusion.callbacks.preemption import MARKER
 from diffusion.callbacks.starts_file import STARTS
-from diffusion.checkpointing.ending import FINISHED
+from diffusion.checkpointing.ending import FINISHED, PREEMPTED
 from diffusion.config.checks import num_batches
 from diffusion.config.loading import load, to_dict
 from diffusion.config.schema import Config
@@ -205,7 +204,7 @@ def _num_steps(curves: Mapping[str, Curve], starts: list[Start]) -> int:
 def _status(folder: Path, num_steps: int, planned: int | None, starts: list[Start]) -> str:
     if (folder / FINISHED).is_file() and (planned is None or num_steps >= planned):
         return "finished"
-    marker = folder / MARKER
+    marker = folder / PREEMPTED
     if marker.is_file():
         try:
             signal = json.loads(marker.read_text(encoding="utf-8")).get("signal", "a signal")

@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from diffusion.config.operations import GuardConfig
-from diffusion.operations.rollbacks import (
+from diffusion.checkpointing.rollbacks import (
     DivergenceError,
     Rollback,
     decide,
@@ -15,6 +14,7 @@ from diffusion.operations.rollbacks import (
     read_pending,
     read_record,
 )
+from diffusion.config.operations import GuardConfig
 
 FIRST = Rollback(step=10, loss="nan", limit=9, time=1.0)
 
