@@ -154,7 +154,7 @@ class FetchingDataset(StreamingDataset):
             for shard_id in part.shards:
                 self.prepare_shard(shard_id, False)
             it.prepare_index += len(part.sample_ids)
-        if not self._is_over(it):
+        if not self._is_over(it) and any(stream.remote is not None for stream in self.streams):
             self._warm_up(it)
         it.on_exit()
 
