@@ -15,7 +15,7 @@ try:
     from starlette.datastructures import MutableHeaders
     from starlette.middleware import Middleware
 except ImportError as error:
-    raise MachineError("the page needs the package gradio; pip install 'diffusion[page]'") from error
+    raise MachineError("the page needs the package gradio; pip install -e '.[page]'") from error
 
 MAX_IMAGES = 16
 

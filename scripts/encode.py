@@ -1,8 +1,8 @@
 """Encode prepared data: the VAE's posterior and the captions' token ids, so that training need not compute them.
 
-    python scripts/encode.py data/prepared data/encoded-256 --resolution 256 --config yamls/phase1.yaml
-    python scripts/encode.py data/prepared data/encoded --resolution 256 512 --config yamls/phase2.yaml
-    composer -n 8 scripts/encode.py data/prepared data/encoded-256 --resolution 256 --config yamls/phase1.yaml
+    python scripts/encode.py data/prepared data/encoded-256 --resolution 256 --config run.yaml
+    python scripts/encode.py data/prepared data/encoded --resolution 256 512 --config phase2.yaml --vae FOLDER
+    composer -n 8 scripts/encode.py data/prepared data/encoded-256 --resolution 256 --config run.yaml
     python scripts/encode.py data/prepared data/encoded-64 --resolution 64 --architecture tiny --device cpu
 
 Several resolutions are written to OUT/256, OUT/512 and so on. Buckets with a size of their own (896x1152) are encoded
@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diffusion.config.loading import load
+from diffusion.config.loading import load, missing_keys
 from diffusion.config.model import Architecture, ModelConfig
 from diffusion.config.preparation import Engine
 from diffusion.config.schema import Config
@@ -37,8 +37,8 @@ def parse() -> CommandParser:
     model = parser.add_argument_group("model, as the run that will read the data has it")
     model.add_argument("--config", type=Path, help="YAML of the run; its section `model` is taken")
     model.add_argument("--architecture", choices=[architecture.value for architecture in Architecture])
-    model.add_argument("--pretrained", help="folder in the diffusers layout, or hub name")
-    model.add_argument("--vae", help="folder of a VAE that replaces the one of --pretrained")
+    model.add_argument("--pretrained", help="folder in the diffusers layout, or hub name; before that of --config")
+    model.add_argument("--vae", help="folder of a VAE that replaces the one of --pretrained; before that of --config")
     model.add_argument("--local-files-only", action="store_true", help="never ask the hub")
     parser.add_argument(
         "--mean-only", action="store_true", help="leave the log-variance out (objective.posterior: mean)"
@@ -58,18 +58,17 @@ def parse() -> CommandParser:
 def model_config(arguments: object) -> ModelConfig:
     """Section `model` of the YAML, or the one that the options describe."""
     given = vars(arguments)
-    options = {name: given[name] for name in ("architecture", "pretrained", "vae") if given[name]}
     if given["config"] is not None:
-        if options:
-            raise ConfigurationError(
-                f"--config says what the model is: leave --{', --'.join(options)} out, or --config"
-            )
+        if given["architecture"] is not None:
+            raise ConfigurationError("--config says what the model is: leave --architecture out, or --config")
         config = load(Config, given["config"]).model
-    elif "architecture" in options:
-        architecture = Architecture(options["architecture"])
-        config = ModelConfig(architecture=architecture, pretrained=given["pretrained"], vae=given["vae"])
+    elif given["architecture"] is not None:
+        config = ModelConfig(architecture=Architecture(given["architecture"]))
     else:
         raise ConfigurationError("say what encodes: --config YAML, or --architecture with --pretrained and --vae")
+    config.pretrained, config.vae = given["pretrained"] or config.pretrained, given["vae"] or config.vae
+    if "pretrained" in missing_keys(config):
+        raise ConfigurationError(f"{given['config']}: model.pretrained is missing: add --pretrained FOLDER")
     config.local_files_only = config.local_files_only or given["local_files_only"]
     return config
 

@@ -51,7 +51,7 @@ def main() -> None:
 def serve(arguments: argparse.Namespace) -> None:
     """Answer raters until the command is ended."""
     if importlib.util.find_spec("flask") is None or importlib.util.find_spec("waitress") is None:
-        raise MachineError("preference.py serve needs flask and waitress: pip install 'diffusion[evaluation]'")
+        raise MachineError("preference.py serve needs flask and waitress: pip install -e '.[evaluation]'")
     from diffusion.evaluation.preference.pairs import collect, read_prompts
     from diffusion.evaluation.preference.server import LOOPBACK, LOOPBACK_NAMES, Site, open_server
     from diffusion.evaluation.preference.store import Settings, Store

@@ -60,7 +60,10 @@ def verify(arguments: argparse.Namespace, launcher: "Launcher") -> None:
     common = (
         f"seed={arguments.seed + 17}",
         f"model.vae={data / 'vae'}",
+        "model.architecture=tiny",
+        "model.pretrained=null",
         SMALL_UNET,
+        "data.remote=null",
         f"data.resolution={RESOLUTION}",
         "data.global_batch_size=16",
         "data.num_canonical_nodes=8",

@@ -32,7 +32,6 @@ _MODULES = [
     "diffusion.preparation.prepare",
     "torch.distributed.run",
     "torch.utils.tensorboard.writer",
-    "wandb",
 ]
 """What the server imports beside what training needs."""
 

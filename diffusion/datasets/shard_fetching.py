@@ -24,7 +24,6 @@ from torch import distributed
 from diffusion.datasets.balanced import Integers
 from diffusion.datasets.fetching import describe
 from diffusion.datasets.sample_ids import Part, WorkerSamples
-from diffusion.datasets.storage_errors import fetch_errors
 from diffusion.datasets.stores import shown
 from diffusion.datasets.tiers import TierCounts, TierMeter
 from diffusion.errors import DataError
@@ -172,19 +171,19 @@ class FetchingDataset(StreamingDataset):
 
         A failure is left to the next epoch, which tries again.
         """
-        missing = [number for number in self.next_shards() if self._remote(number) is not None]
-        if not missing:
-            return
-        token = _KEPT.set(self.shards_in_use(self._work(it).step(it.yield_index)) if self.cache_limit else None)
+        token = _KEPT.set(None)
         try:
-            for shard_id in missing:
+            if self.cache_limit:
+                _KEPT.set(self.shards_in_use(self._work(it).step(it.yield_index)))
+            for shard_id in self.next_shards():
                 if self._is_over(it) or it.yield_index >= it.total:
                     return
-                self._fetch(shard_id, blocking=False)
+                if self._remote(shard_id) is not None:
+                    self._fetch(shard_id, blocking=False)
         except _NoRoomError:
             logger.debug("no more room for shards of the next epoch")
-        except fetch_errors() as error:
-            logger.warning("%s is not here for the next epoch yet: %s", self._shard_name(shard_id), describe(error))
+        except Exception as error:  # noqa: BLE001 Whatever ends a background thread would end the epoch without an error.
+            logger.warning("shards of the next epoch are not here yet: %s", describe(error))
         finally:
             _KEPT.reset(token)
 

@@ -49,8 +49,16 @@ OWNER = "owner"
 ENDING_SECONDS = 30.0
 """How long the processes of a job that was killed may take to end and to release its cache."""
 
-PROCESS = uuid.uuid4().hex
+_process = uuid.uuid4().hex
 """Tells the data sets of this process from those of others, also where processes of two containers have one number."""
+
+
+def _be_another_process() -> None:
+    global _process
+    _process = uuid.uuid4().hex
+
+
+os.register_at_fork(after_in_child=_be_another_process)
 
 
 class MemoryNumber:
@@ -190,14 +198,14 @@ def _turn() -> Iterator[None]:
 
 
 def _is_in_conflict(owner: dict, caches: Sequence[str]) -> bool:
-    return owner["process"] != PROCESS and not set(caches).isdisjoint(owner["caches"])
+    return owner["process"] != _process and not set(caches).isdisjoint(owner["caches"])
 
 
 def _take_next(caches: Sequence[str]) -> MemoryNumber:
     number = next(number for number in itertools.count() if _is_free(number))
     folder = _folder(number)
     folder.mkdir(mode=0o700)
-    owner = {"process": PROCESS, "pid": os.getpid(), "caches": list(caches)}
+    owner = {"process": _process, "pid": os.getpid(), "caches": list(caches)}
     (folder / OWNER).write_text(json.dumps(owner))
     for below in range(number):
         (folder / f"{below:06}_{BARRIER_FILELOCK}").touch()

@@ -59,6 +59,12 @@ class UNetFlops:
         """Of forward and backward pass, nothing recomputed."""
         return sum(layer.forward + layer.backward for layer in self.layers)
 
+    @property
+    def adapting(self) -> int:
+        """The same where the weights are fixed, as under LoRA, whose own small matrices are not counted."""
+        fixed = sum(layer.forward for layer in self.layers if layer.kind is not Kind.attention)
+        return self.training - fixed
+
     def share(self, kind: Kind) -> float:
         """Of the forward pass."""
         return sum(layer.forward for layer in self.layers if layer.kind is kind) / self.forward
@@ -82,13 +88,16 @@ def count_unet_flops(unet: Mapping[str, Any], *, height: int, width: int, num_to
     return UNetFlops(tuple(_Counter(unet, num_tokens).layers(height, width)))
 
 
-def batch_flops(unet: Mapping[str, Any], batch: Mapping[str, Entry], *, vae_factor: int) -> float:
+def batch_flops(
+    unet: Mapping[str, Any], batch: Mapping[str, Entry], *, vae_factor: int, has_fixed_weights: bool = False
+) -> float:
     """Operations of the U-Net, forward and backward, for the samples of a batch, which may be groups of several shapes.
 
     Args:
         unet: its configuration.
         batch: the entries of `BatchKey`; only shapes are read.
         vae_factor: pixels per latent position along one side.
+        has_fixed_weights: what is trained is beside the weights (LoRA).
 
     Returns:
         The sum; NaN where block types are not known.
@@ -102,7 +111,9 @@ def batch_flops(unet: Mapping[str, Any], batch: Mapping[str, Entry], *, vae_fact
     total = 0.0
     for (height, width), count in counts.items():
         flops = count_unet_flops(unet, height=height, width=width, num_tokens=num_tokens)
-        total += count * flops.training if flops is not None else math.nan
+        if flops is None:
+            return math.nan
+        total += count * (flops.adapting if has_fixed_weights else flops.training)
     return total
 
 

@@ -234,7 +234,8 @@ class LatentDiffusion(ComposerModel):
 
     def flops_per_batch(self, batch: Mapping[str, Entry]) -> float:
         """Operations of the U-Net for a batch, forward and backward, as SpeedMonitor asks; NaN where not known."""
-        return batch_flops(self.unet.config, batch, vae_factor=self.vae_factor)
+        is_fixed = not all(parameter.requires_grad for parameter in self.unet.parameters())
+        return batch_flops(self.unet.config, batch, vae_factor=self.vae_factor, has_fixed_weights=is_fixed)
 
     def loss(self, outputs: Prediction, batch: Batch) -> Tensor:
         """Mean squared error over the microbatch, weighted per sample: float32 []."""

@@ -37,7 +37,7 @@ def add_lora(unet: nn.Module, config: LoraConfig, seed: int) -> None:
         ConfigurationError: a target is not in the U-Net.
     """
     if find_spec("peft") is None:
-        raise MachineError("model.lora needs the package peft: pip install 'diffusion[lora]'")
+        raise MachineError("model.lora needs the package peft: pip install -e '.[lora]'")
     assert isinstance(unet, UNet2DConditionModel)
     adapter = _peft_config(config)
     for target in config.targets:

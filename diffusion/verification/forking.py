@@ -31,7 +31,7 @@ PATIENCE = 30.0
 Launcher = Callable[[int], list[str]]
 """The command that starts a program on so many ranks; the program and its arguments follow it."""
 
-_MAX_REQUEST = 2**20
+_BLOCK = 2**16
 _START_SECONDS = 300.0
 
 
@@ -64,7 +64,8 @@ class ForkedJob:
         outputs = [1, 2] if output is None else [output, output]
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(str(place))
-        socket.send_fds(self._connection, [json.dumps(request).encode()], outputs)
+        content = f"{json.dumps(request)}\n".encode()
+        self._connection.sendall(content[socket.send_fds(self._connection, [content], outputs) :])
         self._answers = self._connection.makefile("r")
         self._codes: list[int] | None = None
         self.pids: list[int] = json.loads(self._answers.readline())
@@ -157,8 +158,9 @@ def launchers(*, composer: bool) -> Iterator[Launcher]:
 
 def serve(place: Path, modules: Sequence[str]) -> NoReturn:
     """Import what training needs, and launch what is asked for, until the process is killed."""
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # Ranks could not use a GPU that this process has initialised.
     import matplotlib.backends.backend_agg
-    from composer.utils.collect_env import get_composer_env_dict
+    from composer.utils.collect_env import get_cpu_model
 
     import diffusion.train
 
@@ -166,7 +168,7 @@ def serve(place: Path, modules: Sequence[str]) -> NoReturn:
     assert diffusion.train
     for module in modules:
         importlib.import_module(module)
-    get_composer_env_dict()  # Asks for the CPU's name, which takes a second and is remembered.
+    get_cpu_model()  # Takes a second and is remembered.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody waits for those that keep the ranks.
     with socket.socket(socket.AF_UNIX) as server:
         unfinished = place.with_suffix(".partial")
@@ -184,7 +186,9 @@ def serve(place: Path, modules: Sequence[str]) -> NoReturn:
 def _keep(connection: socket.socket) -> NoReturn:
     """Start the ranks of one request, answer with their process ids, and with their exit codes when they have ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    content, outputs, _, _ = socket.recv_fds(connection, _MAX_REQUEST, 2)
+    content, outputs, _, _ = socket.recv_fds(connection, _BLOCK, 2)
+    while not content.endswith(b"\n"):
+        content += connection.recv(_BLOCK) or b"\n"
     request = json.loads(content)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -185,7 +185,7 @@ def test_a_store_that_fails_in_the_warm_up_ends_the_next_epoch(
     for number in shards_of(loader, 1, range(2)) - shards_of(loader, 0, range(NUM_STEPS - LAG, NUM_STEPS)):
         (copy / "a" / f"shard.{number:05}.mds").unlink()
     read(batches, 2)
-    wait_until(lambda: "is not here for the next epoch yet: FileNotFoundError" in caplog.text)
+    wait_until(lambda: "shards of the next epoch are not here yet: FileNotFoundError" in caplog.text)
     assert len(read(batches, 2)) == 1
     with pytest.raises(DataError, match="could not be fetched"):
         read(iter(loader), NUM_STEPS)

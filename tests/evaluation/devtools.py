@@ -17,6 +17,10 @@ _OPTIONS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background
 _KEYS = {"Enter": 13, "Backspace": 8, "ArrowLeft": 37, "ArrowRight": 39, "ArrowDown": 40}
 
 
+class PageReplacedError(Exception):
+    """The page went away while it was asked something."""
+
+
 class Tab:
     """One page; a context manager."""
 
@@ -61,6 +65,8 @@ class Tab:
         while True:
             answer = json.loads(self._socket.recv(self._patience))
             if answer.get("id") == self._number:
+                if answer.get("error", {}).get("message") == "Inspected target navigated or closed":
+                    raise PageReplacedError
                 assert "error" not in answer, answer
                 return answer["result"]
 
@@ -77,9 +83,14 @@ class Tab:
 
     def wait(self, expression: str) -> None:
         """Wait until an expression is true; while a page is being replaced, it is not."""
-        self._until(
-            lambda: self.value(f"(() => {{ try {{ return Boolean({expression}) }} catch {{ return false }} }})()")
-        )
+
+        def holds() -> bool:
+            try:
+                return self.value(f"(() => {{ try {{ return Boolean({expression}) }} catch {{ return false }} }})()")
+            except PageReplacedError:
+                return False
+
+        self._until(holds)
 
     def click(self, selector: str, times: int = 1) -> None:
         """Press the left button in the middle of an element, as often as in a double click if twice."""

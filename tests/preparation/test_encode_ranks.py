@@ -93,6 +93,6 @@ def test_two_processes_tell_a_mistake_once(server: TrainingServer, prepared: Pat
 
 
 def test_on_ray(server: TrainingServer, prepared: Path, undisturbed: Path, tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason="needs Ray: pip install 'diffusion[ray]'")
+    pytest.importorskip("ray", reason="needs Ray: pip install -e '.[ray]'")
     server.command(0, ["scripts/encode.py", *arguments(prepared, tmp_path / "out"), *RAY])
     assert digests(tmp_path / "out") == digests(undisturbed)

@@ -8,7 +8,7 @@ from diffusion.errors import DataError, MachineError
 from diffusion.preparation.sources.opening import Reason, Record, Refused, open_source, open_sources
 from tests.picture_files import noise, write_tar
 
-datasets = pytest.importorskip("datasets", reason="needs datasets: pip install 'diffusion[huggingface]'")
+datasets = pytest.importorskip("datasets", reason="needs datasets: pip install -e '.[huggingface]'")
 
 NUM = 10
 CAPTIONS = [[f"{number}", " ", "again"] for number in range(NUM)]

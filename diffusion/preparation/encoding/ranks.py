@@ -105,7 +105,7 @@ class RayWorkers:
             import ray
             import ray.exceptions
         except ImportError as error:
-            raise ConfigurationError("--engine ray: Ray is not installed; pip install 'diffusion[ray]'") from error
+            raise ConfigurationError("--engine ray: Ray is not installed; pip install -e '.[ray]'") from error
         if self.number < 1:
             raise ConfigurationError(f"--ray-workers {self.number}: it must be 1 or more")
         on_gpu = device.startswith("cuda")

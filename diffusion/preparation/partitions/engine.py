@@ -102,7 +102,7 @@ def _ray(number: int) -> Iterator[None]:
         import ray.exceptions
         from ray.util.joblib import register_ray
     except ImportError as error:
-        raise ConfigurationError("engine=ray: Ray is not installed; pip install 'diffusion[ray]'") from error
+        raise ConfigurationError("engine=ray: Ray is not installed; pip install -e '.[ray]'") from error
     ours = not ray.is_initialized()
     if ours:
         num_cpus = None if "RAY_ADDRESS" in os.environ else max(number, available_cores())

@@ -128,7 +128,7 @@ def open_huggingface(text: str, image_column: str | None, caption_column: str | 
         from datasets.exceptions import DatasetNotFoundError
         from huggingface_hub.errors import RepositoryNotFoundError
     except ImportError as error:
-        raise MachineError(f"{text} needs the package datasets; pip install 'diffusion[huggingface]'") from error
+        raise MachineError(f"{text} needs the package datasets; pip install -e '.[huggingface]'") from error
     try:
         commit = revision or _commit_of(dataset)
         source = HuggingFaceSource(
