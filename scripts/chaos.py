@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from diffusion.errors import ConfigurationError
 from diffusion.launch import CommandParser, run_command
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
     parser.add_argument("overrides", nargs="*", help="key=value, for both runs")
     parser.add_argument("--faults", type=int, default=20)
+    parser.add_argument("--kinds", nargs="+", metavar="KIND", help="which; docs/operations.md says what each is")
     parser.add_argument("--seed", type=int, default=0, help="of kinds and times")
     parser.add_argument(
         "--composer", action="store_true", help="start ranks as usual, instead of forking them, which is quicker"
@@ -60,30 +62,35 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Make data, run undisturbed, run disturbed, compare."""
     arguments = parse_arguments()
+    from diffusion.verification.faults import FAULTS, STORE_FAULTS
     from diffusion.verification.forking import launchers
+    from diffusion.verification.store import find_s3rver
 
+    possible = [kind for kind in FAULTS if find_s3rver() or kind not in STORE_FAULTS]
+    if unknown := set(arguments.kinds or ()) - set(possible):
+        raise ConfigurationError(f"--kinds {' '.join(unknown)}: on this machine there are {', '.join(possible)}")
     with launchers(composer=arguments.composer) as launcher:
-        overcome(arguments, launcher)
+        overcome(arguments, arguments.kinds or possible, launcher)
 
 
-def overcome(arguments: argparse.Namespace, launcher: "Launcher") -> None:
+def overcome(arguments: argparse.Namespace, kinds: Sequence[str], launcher: "Launcher") -> None:
     """Make data, run undisturbed, run disturbed, compare."""
     from diffusion.verification.chaos import Chaos, format_overcome, plan
     from diffusion.verification.compare import compare, format_table
     from diffusion.verification.data import make_data
-    from diffusion.verification.faults import FAULTS, STORE_FAULTS, Scene
+    from diffusion.verification.faults import Scene
     from diffusion.verification.plan import RunSpec
     from diffusion.verification.runner import Recipe, overrides_of, plugin, read_outcome, trace_plugin
     from diffusion.verification.store import S3Server, find_s3rver
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
     logging.getLogger("diffusion.verification").setLevel(logging.INFO)
+    s3rver = find_s3rver()
     out: Path = arguments.out.resolve()
     shutil.rmtree(out, ignore_errors=True)
     data = make_data(out / "data", 32)
-    s3rver = find_s3rver()
     faults = plan(
-        [kind for kind in FAULTS if s3rver or kind not in STORE_FAULTS],
+        kinds,
         arguments.faults,
         num_ranks=NUM_RANKS,
         seed=arguments.seed,

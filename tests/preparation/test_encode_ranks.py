@@ -37,8 +37,7 @@ def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     root = tmp_path_factory.mktemp("prepared")
     if request.config.getoption("--data"):
         emoji: Path = request.getfixturevalue("data_folder") / "emoji"
-        sources = [emoji / name for name in ("folder_512", "webdataset_128", "parquet_72.parquet")]
-        prepare(sources, root / "out", edges=[64, 128], shard_bytes=2**20, num_workers=1)
+        prepare([emoji / "webdataset_128"], root / "out", edges=[64, 128], shard_bytes=2**20, num_workers=1)
         return root / "out"
     write_folder(root / "source", NUM_PICTURES, side=64)
     prepare([root / "source"], root / "out", edges=[64], shard_bytes=200_000, num_workers=1)
