@@ -16,8 +16,8 @@ from diffusion.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-MANIFEST_TIMEOUT = 60.0
-"""Seconds for downloading a manifest."""
+MANIFEST_TIMEOUT = 20.0
+"""Seconds without an answer after which a manifest cannot be fetched: in one attempt, to tell a wrong address soon."""
 
 
 @dataclass(frozen=True, kw_only=True)
