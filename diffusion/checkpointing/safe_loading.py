@@ -9,6 +9,7 @@ import datetime
 import io
 import pickle
 import re
+import warnings
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -317,7 +318,9 @@ def load_sharded(content: dict[str, Any], checkpoint: Path) -> None:
     """
     planner = SafeLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
-        load(content, storage_reader=SafeReader(checkpoint), planner=planner, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # As it is asked to be.
+            load(content, storage_reader=SafeReader(checkpoint), planner=planner, no_dist=True)
     except CheckpointException as error:
         raise as_data_error(error, checkpoint) from error
 
