@@ -25,6 +25,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from types import FrameType
 from typing import IO, Any, NoReturn, TypeVar
@@ -173,6 +174,26 @@ def run_command(main: Callable[[], None], *, say: Callable[[str], None] = say_to
             return _end(USER_ERROR_EXIT_CODE)
         raise
     return 0
+
+
+def be_forked(main: Callable[[], int | None]) -> NoReturn:
+    """Be a forked process: run something and end as a program that does it, and nothing of the process forked from.
+
+    Args:
+        main: returns the exit code, None for 0; SystemExit and other exceptions mean what they mean in a program.
+    """
+    code = 1
+    try:
+        code = main() or 0
+    finally:
+        failure = sys.exception()
+        if isinstance(failure, SystemExit):
+            code = failure.code if isinstance(failure.code, int) else int(failure.code is not None)
+        elif failure is not None:
+            traceback.print_exception(failure)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _exit_on_termination() -> None:

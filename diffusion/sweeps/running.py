@@ -8,12 +8,11 @@ import fcntl
 import logging
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from typing import NoReturn
 
-from diffusion.launch import PREEMPTED_EXIT_CODE
+from diffusion.launch import PREEMPTED_EXIT_CODE, be_forked
 from diffusion.operations import jobs
 from diffusion.sweeps.points import Point
 
@@ -82,29 +81,23 @@ def _fork(point: Point, locks: dict[str, int], train: Callable[[Sequence[str]], 
     log.info("point %s begins: %s", point.name, dict(point.values))
     sys.stdout.flush()
     sys.stderr.flush()
-    if pid := os.fork():
-        return pid
-    code = 1
-    try:
-        for name, lock in locks.items():
-            if name != point.name:
-                os.close(lock)
-        os.setsid()
-        output = os.open(point.folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        for descriptor in (1, 2):
-            os.dup2(output, descriptor)
-        for variable in _OF_LAUNCHERS:
-            os.environ.pop(variable, None)
-        code = train(point.command) if train is not None else _execute(point.command, locks[point.name])
-    finally:
-        failure = sys.exception()
-        if isinstance(failure, SystemExit):
-            code = failure.code if isinstance(failure.code, int) else int(failure.code is not None)
-        elif failure is not None:
-            traceback.print_exception(failure)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    pid = os.fork()
+    if pid == 0:
+        be_forked(lambda: _run(point, locks, train))
+    return pid
+
+
+def _run(point: Point, locks: dict[str, int], train: Callable[[Sequence[str]], int] | None) -> int:
+    for name, lock in locks.items():
+        if name != point.name:
+            os.close(lock)
+    os.setsid()
+    output = os.open(point.folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    for variable in _OF_LAUNCHERS:
+        os.environ.pop(variable, None)
+    return train(point.command) if train is not None else _execute(point.command, locks[point.name])
 
 
 def _execute(command: Sequence[str], lock: int) -> NoReturn:

@@ -19,11 +19,12 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
+
+from diffusion.launch import be_forked
 
 PATIENCE = 30.0
 """Seconds that ranks have after SIGTERM."""
@@ -211,35 +212,23 @@ def _fork(request: dict[str, Any], rank: int, port: int, connection: socket.sock
         for number in (ready, begun):
             os.close(number)
         connection.close()
-        _run(request, rank, port, outputs)
+        be_forked(lambda: _run(request, rank, port, outputs))
     os.close(begun)
     os.read(ready, 1)  # Ends when the rank has closed its end.
     os.close(ready)
     return pid
 
 
-def _run(request: dict[str, Any], rank: int, port: int, outputs: Sequence[int]) -> NoReturn:
+def _run(request: dict[str, Any], rank: int, port: int, outputs: Sequence[int]) -> None:
     """Be a rank."""
-    code = 1
-    try:
-        for number, output in zip((1, 2), outputs, strict=True):
-            os.dup2(output, number)
-        os.environ.clear()
-        os.environ.update(request["environment"] | _world(rank, request["num_ranks"], port))
-        os.chdir(request["at"])
-        sys.argv = request["program"]
-        _compute_with(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        runpy.run_path(sys.argv[0], run_name="__main__")
-        code = 0
-    finally:
-        failure = sys.exception()
-        if isinstance(failure, SystemExit):
-            code = failure.code if isinstance(failure.code, int) else int(failure.code is not None)
-        elif failure is not None:
-            traceback.print_exception(failure)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    for number, output in zip((1, 2), outputs, strict=True):
+        os.dup2(output, number)
+    os.environ.clear()
+    os.environ.update(request["environment"] | _world(rank, request["num_ranks"], port))
+    os.chdir(request["at"])
+    sys.argv = request["program"]
+    _compute_with(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def _world(rank: int, num_ranks: int, port: int) -> dict[str, str]:
