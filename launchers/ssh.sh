@@ -6,7 +6,7 @@
 # The hosts see this folder at the same place. Before each start they are checked (scripts/fit_hosts.py): the run starts on
 # those that answer and are fit, with NODES=2 on two of them, the others being spare; CHECK=false: on all. A host that is
 # lost ends the others (within trainer.dist_timeout); then it starts again, unless by a mistake (exit code 2), which that does
-# not mend. SIGTERM or Ctrl-C here: all hosts save and end; the same command continues.
+# not mend. SIGTERM or Ctrl-C here, or SIGTERM to a rank: all hosts save and end with 75; the same command continues.
 set -u
 cd "$(dirname "$0")/.." || exit 2
 SSH=${SSH:-ssh}
@@ -51,6 +51,7 @@ for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do
   [ "$code" -ne 0 ] || exit 0
   $is_told_to_end && exit 75
   [ "$code" -ne 2 ] || exit 2
+  [ "$code" -ne 75 ] || "$PYTHON" launchers/goes_back.py "$@" || exit 75
   echo "attempt $attempt of $ATTEMPTS on ${fit[*]} ended with exit code $code" >&2
 done
 exit "$code"

@@ -84,10 +84,12 @@ class Machines:
         log.info("%d ranks on %s", choice.world_size, ", ".join(choice.hosts))
 
     def start(self, keep_open: int) -> Command:
-        """Start the job there.
+        """Start the job there; on a fleet without checks and restarts of the launcher's own, which are decided here.
 
         Args:
             keep_open: a file that it inherits.
         """
         hosts = " ".join(self.hosts)
-        return Command([word.replace(PLACE_OF_HOSTS, hosts) for word in self._command], keep_open=keep_open)
+        command = [word.replace(PLACE_OF_HOSTS, hosts) for word in self._command]
+        own = {} if self._fleet is None else {"ATTEMPTS": "1", "CHECK": "false"}
+        return Command(command, keep_open=keep_open, environment={**os.environ, **own})

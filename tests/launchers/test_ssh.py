@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from diffusion.checkpointing.rollbacks import Rollback, order
 from diffusion.health.verdicts import problem, to_json
 from diffusion.operations.events import read_events
 from tests.hosts import ADDRESSES, Cable, wait_until
@@ -89,10 +90,10 @@ class Hosts:
         """Start ssh.sh with arguments."""
         return self.start("launchers/ssh.sh", " ".join(ADDRESSES.values()), *arguments)
 
-    def start(self, *program: str, **variables: str) -> subprocess.Popen:
+    def start(self, *program: str) -> subprocess.Popen:
         """Start a program on the first host that starts others by ssh."""
         ssh = " ".join(["ssh", "-i", str(self.folder / "key"), *(f"-o {option}" for option in OPTIONS)])
-        environ = environment() | {"SSH": ssh, "PYTHON": str(BIN / "python")} | variables
+        environ = environment() | {"SSH": ssh, "PYTHON": str(BIN / "python")}
         with self.log.open("w") as log:
             command = [*self.on("first"), *program]
             process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log)
@@ -170,13 +171,24 @@ def test_an_unfit_host_is_left_out_and_a_mistake_ends_the_attempts(make_hosts, t
     assert f"output folder ({ADDRESSES['first']})  problem  no room" in hosts.log.read_text()
 
 
+@pytest.mark.parametrize(("goes_back", "code"), [(False, 75), (True, 0)])
+def test_a_run_that_was_told_to_end_is_not_started_again_and_one_that_goes_back_is(
+    make_hosts, tmp_path, goes_back, code
+):
+    hosts = make_hosts(stand_in(tmp_path, code=75))
+    if goes_back:
+        order(tmp_path, Rollback(step=4, loss="nan", limit=3, time=0.0))
+    assert hosts.launch("tests/toy.yaml", f"output_folder={tmp_path}").wait(120) == code, hosts.log.read_text()
+    assert len((tmp_path / "started-first").read_text().splitlines()) == 1 + goes_back
+
+
 def test_a_supervisor_starts_ssh_sh_again_on_the_hosts_that_are_fit(make_hosts, tmp_path):
     hosts = make_hosts(stand_in(tmp_path, unfit="second"))
     (tmp_path / "hosts").write_text("\n".join(ADDRESSES.values()))
     supervise = [str(BIN / "python"), "scripts/supervise.py", "--hosts", str(tmp_path / "hosts"), "--"]
     job = ["launchers/ssh.sh", "{hosts}", "tests/toy.yaml", f"output_folder={tmp_path}/run"]
     pause = "operations.supervision.first_pause=0.1"
-    supervisor = hosts.start(*supervise, *job, pause, ATTEMPTS="1", CHECK="false")
+    supervisor = hosts.start(*supervise, *job, pause)
     assert supervisor.wait(120) == 0, hosts.log.read_text()
     events = [(event["event"], event.get("host")) for event in read_events(tmp_path / "run")]
     unfit = ("unfit", ADDRESSES["second"])

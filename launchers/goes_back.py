@@ -1,0 +1,14 @@
+"""Whether the next start of a run goes back from a wrong loss: `goes_back.py CONFIG.yaml key=value ...` ends with 0 then.
+
+Exit code 75 alone does not tell: a run that was told to end has it, too.
+"""
+
+import sys
+from pathlib import Path
+
+from diffusion.checkpointing.rollbacks import read_pending
+from diffusion.config.loading import load_config
+
+if __name__ == "__main__":
+    config = load_config(sys.argv[1], sys.argv[2:])
+    sys.exit(read_pending(Path(config.output_folder).expanduser()) is None)
