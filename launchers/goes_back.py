@@ -1,4 +1,4 @@
-"""Whether the next start of a run goes back from a wrong loss: `goes_back.py CONFIG.yaml key=value ...` ends with 0 then.
+"""Whether a run's next start goes back from a wrong loss: `goes_back.py CONFIG.yaml key=value ...` then ends with 0.
 
 Exit code 75 alone does not tell: a run that was told to end has it, too.
 """

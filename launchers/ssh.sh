@@ -19,8 +19,9 @@ options=(-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o Serve
 read -ra hosts <<< "$1"
 shift
 
-# The hosts go on as long as this is open, which is all that they read.
+# The hosts go on as long as 9 is open; they read 8, which ends when it is closed.
 folder=$(mktemp -d) && mkfifo "$folder/open" && exec 9<> "$folder/open" && trap 'rm -r "$folder"' EXIT
+exec 8< "$folder/open"
 is_told_to_end=false
 trap 'is_told_to_end=true; exec 9>&-' INT TERM
 
@@ -28,7 +29,7 @@ numbers=(${NODES:+--nodes="$NODES"} ${RANKS_PER_HOST:+--ranks-per-host="$RANKS_P
 for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do
   fit=("${hosts[@]}")
   if [ "${CHECK:-true}" = true ]; then
-    named=$("$PYTHON" scripts/fit_hosts.py "${numbers[@]}" "${hosts[*]}" "$@" 9>&-)
+    named=$("$PYTHON" scripts/fit_hosts.py "${numbers[@]}" "${hosts[*]}" "$@" 8<&- 9>&-)
     code=$?
     $is_told_to_end && exit 75
     [ "$code" -eq 0 ] || exit "$code"
@@ -40,7 +41,7 @@ for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do
     remote="cd $(printf %q "$PWD") && $(printf '%q ' "${command[@]}")"
     # Ctrl-C is for this script only.
     # shellcheck disable=SC2086 # SSH may hold options.
-    setsid $SSH "${options[@]}" "${fit[$number]}" "$remote" < "$folder/open" 9>&- &
+    setsid $SSH "${options[@]}" "${fit[$number]}" "$remote" <&8 8<&- 9>&- &
     connections+=($!)
   done
   code=0

@@ -13,6 +13,7 @@ import pytest
 
 from diffusion.checkpointing.rollbacks import Rollback, order
 from diffusion.health.verdicts import problem, to_json
+from diffusion.operations import jobs
 from diffusion.operations.events import read_events
 from tests.hosts import ADDRESSES, Cable, wait_until
 from tests.training_runs import BIN, ROOT, environment
@@ -206,6 +207,20 @@ def test_the_hosts_are_told_when_the_launcher_is_told_or_killed(make_hosts, tmp_
     assert launcher.wait(60) == code, hosts.log.read_text()
     wait_until(lambda: all((tmp_path / f"told-{host}").exists() for host in ADDRESSES), "the hosts are not told")
     wait_until(lambda: "python" not in hosts.running("second"), "the hosts go on")
+
+
+def test_hosts_that_are_connected_to_after_the_launcher_was_told_end_as_well(tmp_path):
+    """The signal comes while the command of the first host is put together."""
+    (tmp_path / "ssh").write_text("#!/bin/bash\ncat > /dev/null\nexit 1\n")
+    (tmp_path / "ssh").chmod(0o755)
+    (tmp_path / "told").write_text('printf() { builtin printf "$@"; [ "$1" != "%q " ] || kill -TERM $$; }\n')
+    variables = {"SSH": str(tmp_path / "ssh"), "CHECK": "false", "BASH_ENV": str(tmp_path / "told")}
+    command = ["launchers/ssh.sh", "first second", "tests/toy.yaml"]
+    launcher = subprocess.Popen(command, cwd=ROOT, env=environment() | variables, start_new_session=True)
+    try:
+        assert launcher.wait(60) == 75
+    finally:
+        jobs.kill(jobs.tree([launcher.pid]))
 
 
 @pytest.mark.world_size(2)
