@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from diffusion.checkpointing.ending import FINISHED, PREEMPTED
 from diffusion.config.loading import load
 from diffusion.config.schema import Config
@@ -94,6 +92,10 @@ class Supervision:
     """What a supervisor has written down."""
 
     pid: int
+    host: str
+    time: float
+    """When it began, in seconds since 1970."""
+
     folder: str
     """Where it was started."""
 
@@ -105,7 +107,7 @@ def read_supervision(run: Path) -> Supervision | None:
     """The last supervisor of a run; None if it had none."""
     try:
         fields = json.loads((run / SUPERVISED).read_text(encoding="utf-8"))
-        return Supervision(pid=fields["pid"], folder=fields["folder"], arguments=tuple(fields["arguments"]))
+        return Supervision(**{**fields, "arguments": tuple(fields["arguments"])})
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -132,11 +134,13 @@ def stop(run: Path, config: Config) -> list[int]:
         The processes that were asked.
 
     Raises:
-        MachineError: the run is not at work on this machine.
+        MachineError: the run is not at work on this machine, or supervised on another one.
     """
     supervisor = supervisor_of(run)
+    if supervisor is not None and supervisor.host != socket.gethostname():  # It would start again what its ranks end.
+        raise MachineError(f"{run} is supervised on {supervisor.host}: give the command there")
     ranks = [beat.pid for beat in _beats(config) if is_alive(beat)]
-    asked = [supervisor.pid] if supervisor is not None and psutil.pid_exists(supervisor.pid) else ranks
+    asked = [supervisor.pid] if supervisor is not None and is_alive(supervisor) else ranks
     if not asked:
         hosts = sorted({beat.host for beat in _beats(config) if _may_be_alive(beat, config)})
         where = f": give the command on {hosts[0]}" if hosts else ""

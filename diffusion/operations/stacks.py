@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
@@ -20,6 +21,25 @@ _PATIENCE = 10.0
 
 _QUIET = 0.3
 """Seconds without another line after which a rank is taken to have written all."""
+
+
+class Trace(Protocol):
+    """What a process has left of itself, such as a sign of life."""
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        ...
+
+    @property
+    def host(self) -> str:
+        """Where it ran."""
+        ...
+
+    @property
+    def time(self) -> float:
+        """When it ran, in seconds since 1970 by the clock of the host."""
+        ...
 
 
 def collect_stacks(folder: Path, beats: Sequence[Beat]) -> str:
@@ -51,18 +71,18 @@ def collect_stacks(folder: Path, beats: Sequence[Beat]) -> str:
     return "\n".join(parts)
 
 
-def is_alive(beat: Beat) -> bool:
-    """Whether the process of a rank runs on this machine, and is not another one that got its number."""
-    return process_of(beat) is not None
+def is_alive(trace: Trace) -> bool:
+    """Whether a process runs on this machine, and is not another one that got its number."""
+    return process_of(trace) is not None
 
 
-def process_of(beat: Beat) -> psutil.Process | None:
-    """The process of a rank, if it runs on this machine."""
-    if beat.host != socket.gethostname():
+def process_of(trace: Trace) -> psutil.Process | None:
+    """The process that has left a trace, if it runs on this machine."""
+    if trace.host != socket.gethostname():
         return None
     try:
-        process = psutil.Process(beat.pid)
-        is_it = process.create_time() < beat.time + 1 and process.status() != psutil.STATUS_ZOMBIE
+        process = psutil.Process(trace.pid)
+        is_it = process.create_time() < trace.time + 1 and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return None
     return process if is_it else None

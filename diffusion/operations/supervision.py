@@ -6,7 +6,9 @@ import json
 import logging
 import os
 import signal
+import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,8 +174,8 @@ class Supervisor:
     def _end_hanging(self, job: Job, beats: Sequence[Beat], reason: str) -> Ending:
         """Write down where the ranks are, and end them all."""
         text = collect_stacks(self.places.beats, beats)
-        time = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
-        path = self.places.run / f"stacks-{time}.txt"
+        now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
+        path = self.places.run / f"stacks-{now}.txt"
         log.error("%s", text)
         try:
             path.write_text(text, encoding="utf-8")
@@ -211,9 +213,8 @@ class Supervisor:
                 "wait for its end"
             )
         os.ftruncate(lock, 0)
-        os.write(
-            lock, json.dumps({"pid": os.getpid(), "folder": str(Path.cwd()), "arguments": self._arguments}).encode()
-        )
+        here = {"pid": os.getpid(), "host": socket.gethostname(), "time": time.time(), "folder": str(Path.cwd())}
+        os.write(lock, json.dumps(here | {"arguments": self._arguments}).encode())
         return lock
 
 

@@ -56,10 +56,12 @@ def beat(config: Config, *, host: str, pid: int, phase: Phase = Phase.step, age:
     file.close()
 
 
-def supervise(folder: Path, pid: int, arguments: list[str]) -> int:
+def supervise(folder: Path, pid: int, arguments: list[str], *, host: str | None = None, age: float = 0.0) -> int:
     """Hold a run's lock, as a supervisor does."""
     lock = os.open(folder / SUPERVISED, os.O_RDWR | os.O_CREAT)
-    os.write(lock, json.dumps({"pid": pid, "folder": str(folder), "arguments": arguments}).encode())
+    fields = {"pid": pid, "host": host or socket.gethostname(), "time": time.time() - age, "folder": str(folder)}
+    os.ftruncate(lock, 0)
+    os.write(lock, json.dumps(fields | {"arguments": arguments}).encode())
     fcntl.flock(lock, fcntl.LOCK_EX)
     return lock
 
@@ -118,6 +120,24 @@ def test_the_supervisor_is_asked_to_stop_and_without_one_the_ranks(tmp_path):
         rank.kill()
     with pytest.raises(MachineError, match="not at work"):
         stop(tmp_path / "run", config)
+
+
+def test_a_process_with_the_number_of_a_supervisor_that_is_gone_or_elsewhere_is_left_alone(tmp_path):
+    config = write_run(tmp_path / "run")
+    stranger, rank = (subprocess.Popen(["sleep", "600"]) for _ in range(2))
+    beat(config, host=socket.gethostname(), pid=rank.pid)
+    try:
+        lock = supervise(tmp_path / "run", stranger.pid, [], host="elsewhere")
+        with pytest.raises(MachineError, match="is supervised on elsewhere: give the command there"):
+            stop(tmp_path / "run", config)
+        os.close(lock)
+        lock = supervise(tmp_path / "run", stranger.pid, [], age=100)
+        assert stop(tmp_path / "run", config) == [rank.pid]
+        os.close(lock)
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        rank.kill()
 
 
 def test_a_run_goes_on_with_the_command_of_its_supervisor(tmp_path, monkeypatch):
