@@ -80,7 +80,7 @@ def train(config: Config) -> Trainer:
 
     folder = Path(config.output_folder).expanduser()
     agree(lambda: _open_run_folder(folder, config))
-    with Heartbeat(beats_folder(config)) as heartbeat:
+    with Heartbeat(beats_folder(config, folder)) as heartbeat:
         return _train(config, folder, device, heartbeat)
 
 

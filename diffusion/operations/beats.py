@@ -99,10 +99,15 @@ class BeatFile:
         os.close(self._descriptor)
 
 
-def beats_folder(config: Config) -> Path:
-    """Where the ranks of a run give signs of life."""
+def beats_folder(config: Config, run: Path) -> Path:
+    """Where the ranks of a run give signs of life.
+
+    Args:
+        config: its configuration.
+        run: the run folder, as it is reached from here.
+    """
     place = config.operations.heartbeat_folder
-    return Path(place).expanduser() if place else Path(config.output_folder).expanduser() / "heartbeats"
+    return Path(place).expanduser() if place else run / "heartbeats"
 
 
 def stacks_file(folder: Path, rank: int) -> Path:

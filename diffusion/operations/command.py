@@ -42,10 +42,11 @@ def read_command(command: Sequence[str], environment: Mapping[str, str]) -> Supe
             f"operations.supervision.webhook_variable is {name}, but there is no such environment variable. Set it to "
             "the address that events are posted to, or the key to null"
         )
+    run = Path(config.output_folder).expanduser()
     return Supervised(
         config=config,
         arguments=(yaml, *overrides),
-        places=Places(run=Path(config.output_folder).expanduser(), beats=beats_folder(config)),
+        places=Places(run=run, beats=beats_folder(config, run)),
         webhook=environment[name] if name is not None else None,
     )
 

@@ -73,11 +73,11 @@ def _status(run: Path, config: Config) -> str:
 
 def is_live(run: Path, config: Config) -> bool:
     """Whether a run is at work, on this machine or, as far as its folder shows, on another one."""
-    return supervisor_of(run) is not None or any(_may_be_alive(beat, config) for beat in _beats(config))
+    return supervisor_of(run) is not None or any(_may_be_alive(beat, config) for beat in _beats(run, config))
 
 
-def _beats(config: Config) -> list[Beat]:
-    return read_beats(beats_folder(config))
+def _beats(run: Path, config: Config) -> list[Beat]:
+    return read_beats(beats_folder(config, run))
 
 
 def _may_be_alive(beat: Beat, config: Config) -> bool:
@@ -139,10 +139,10 @@ def stop(run: Path, config: Config) -> list[int]:
     supervisor = supervisor_of(run)
     if supervisor is not None and supervisor.host != socket.gethostname():  # It would start again what its ranks end.
         raise MachineError(f"{run} is supervised on {supervisor.host}: give the command there")
-    ranks = [beat.pid for beat in _beats(config) if is_alive(beat)]
+    ranks = [beat.pid for beat in _beats(run, config) if is_alive(beat)]
     asked = [supervisor.pid] if supervisor is not None and is_alive(supervisor) else ranks
     if not asked:
-        hosts = sorted({beat.host for beat in _beats(config) if _may_be_alive(beat, config)})
+        hosts = sorted({beat.host for beat in _beats(run, config) if _may_be_alive(beat, config)})
         where = f": give the command on {hosts[0]}" if hosts else ""
         raise MachineError(f"{run} is not at work on this machine{where}")
     jobs.tell(asked)

@@ -103,6 +103,14 @@ def test_a_run_of_another_machine_is_at_work_until_it_is_silent_or_has_ended(tmp
     assert read_overview(tmp_path / "run", config).status == "interrupted"
 
 
+def test_a_run_with_a_relative_folder_is_at_work_wherever_it_is_looked_at_from(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load_config(ROOT / "tests/toy.yaml", ["output_folder=runs/a"])
+    beat(config, host=socket.gethostname(), pid=os.getpid())
+    monkeypatch.chdir("/")
+    assert is_live(tmp_path / "runs/a", config)
+
+
 def test_the_supervisor_is_asked_to_stop_and_without_one_the_ranks(tmp_path):
     config = write_run(tmp_path / "run")
     supervisor, rank = (subprocess.Popen(["sleep", "600"]) for _ in range(2))
