@@ -86,8 +86,9 @@ class ShardDataset(FetchingDataset):
 
     def _open(self, stream_names: list[str], **kwargs: Any) -> None:
         """Construct Streaming's part, on shared memory that is given back when this data set is collected."""
-        caches = [str(Path(stream.local).resolve()) for stream in kwargs["streams"] if stream.remote is not None]
-        self._number = claim_number(caches)
+        folders = [(str(Path(stream.local).resolve()), stream.remote) for stream in kwargs["streams"]]
+        caches = [folder for folder, remote in folders if remote is not None]
+        self._number = claim_number(caches, [folder for folder, remote in folders if remote is None])
         weakref.finalize(self, MemoryNumber.release, self._number)
         try:
             try:

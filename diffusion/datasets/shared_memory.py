@@ -124,20 +124,21 @@ class MemoryNumber:
             self._owner = None
 
 
-def claim_number(caches: Sequence[str]) -> MemoryNumber:
+def claim_number(caches: Sequence[str], originals: Sequence[str] = ()) -> MemoryNumber:
     """Choose a free number, the same for all ranks of a node; to be called by all ranks.
 
     What belongs to processes that have ended is removed first.
 
     Args:
         caches: folders that this data set fills from a remote.
+        originals: folders that it reads where they are, as others may.
 
     Raises:
         DataError: another job that is running fills one of the folders.
     """
     world = World.detect()
     is_leader = world.is_local_leader
-    claimed = agree(lambda: _claim(caches) if is_leader else None)
+    claimed = agree(lambda: _claim(caches, originals) if is_leader else None)
     if not (distributed.is_available() and distributed.is_initialized()):
         assert claimed is not None, "the process group must exist before data is opened on several ranks"
         return claimed
@@ -152,7 +153,7 @@ def claim_number(caches: Sequence[str]) -> MemoryNumber:
 def take_away(cache: Path, to: Path) -> bool:
     """Rename a cache, so that it can be removed while no job uses or takes it; whether that was possible."""
     with _turn():
-        if any(str(cache) in owner["caches"] for owner in _remove_dead()):
+        if any(str(cache) in (*owner["caches"], *owner.get("originals", ())) for owner in _remove_dead()):
             return False
         cache.rename(to)
     return True
@@ -168,7 +169,7 @@ def remove_unused(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _claim(caches: Sequence[str]) -> MemoryNumber:
+def _claim(caches: Sequence[str], originals: Sequence[str]) -> MemoryNumber:
     deadline = time.monotonic() + ENDING_SECONDS
     pause = threading.Event()
     while True:
@@ -176,7 +177,7 @@ def _claim(caches: Sequence[str]) -> MemoryNumber:
             in_use = _remove_dead()
             user = next((owner for owner in in_use if _is_in_conflict(owner, caches)), None)
             if user is None:
-                return _take_next(caches)
+                return _take_next(caches, originals)
         if time.monotonic() > deadline:
             shared = sorted(set(caches) & set(user["caches"]))
             raise DataError(
@@ -201,11 +202,11 @@ def _is_in_conflict(owner: dict, caches: Sequence[str]) -> bool:
     return owner["process"] != _process and not set(caches).isdisjoint(owner["caches"])
 
 
-def _take_next(caches: Sequence[str]) -> MemoryNumber:
+def _take_next(caches: Sequence[str], originals: Sequence[str]) -> MemoryNumber:
     number = next(number for number in itertools.count() if _is_free(number))
     folder = _folder(number)
     folder.mkdir(mode=0o700)
-    owner = {"process": _process, "pid": os.getpid(), "caches": list(caches)}
+    owner = {"process": _process, "pid": os.getpid(), "caches": list(caches), "originals": list(originals)}
     (folder / OWNER).write_text(json.dumps(owner))
     for below in range(number):
         (folder / f"{below:06}_{BARRIER_FILELOCK}").touch()

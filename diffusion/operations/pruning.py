@@ -11,12 +11,12 @@ from diffusion.config.checks import num_batches
 from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config
 from diffusion.config.stores import is_store
-from diffusion.datasets.locations import locate_streams
+from diffusion.datasets.locations import StreamLocation, is_url, locate_streams
 from diffusion.datasets.shared_memory import remove_unused, take_away
 from diffusion.errors import MachineError
 from diffusion.health.opening import sections
 from diffusion.health.readings import SHARED_MEMORY, find_leftovers
-from diffusion.operations.runs import is_live
+from diffusion.operations.runs import is_live, read_supervision
 
 REMOVED = ".removed"
 """What a cache is renamed to before it is removed, so that no job finds half of it."""
@@ -44,7 +44,7 @@ def find_removable(run: Path, config: Config, newest: int | None) -> Iterator[Re
         return
     yield from _checkpoints(run, config, newest)
     if (run / FINISHED).is_file():
-        yield from _caches(config)
+        yield from _caches(run, config)
 
 
 def _checkpoints(run: Path, config: Config, newest: int | None) -> Iterator[Removable]:
@@ -57,22 +57,37 @@ def _checkpoints(run: Path, config: Config, newest: int | None) -> Iterator[Remo
     if settings.keep_every is not None:
         time = parse_time(settings.keep_every, "trainer.keep_every")
         every = time.in_batches(num_batches=num_batches(config), global_batch_size=config.data.global_batch_size)
-    folder = Path(place).expanduser() if place is not None else run / "checkpoints"
-    present = list_checkpoints(folder)
+    folder = _absolute(run, Path(place).expanduser()) if place is not None else run / "checkpoints"
+    present = list_checkpoints(folder) if folder is not None else []
     for path in superseded(present, newest=newest, every=every, is_whole=is_complete):
         why = f"checkpoint, {newest} newer whole ones stay"
         yield Removable(path=path, why=why, num_bytes=_size(path), remove=lambda path=path: remove_checkpoint(path))
 
 
-def _caches(config: Config) -> Iterator[Removable]:
+def _caches(run: Path, config: Config) -> Iterator[Removable]:
     for _, section in sections(config):
         for location in locate_streams(section.remote, section.local, section.streams or []):
-            cache = Path(location.local).resolve()
-            if location.remote is not None and cache.is_dir():
+            cache = _cache(run, location)
+            if cache is not None and cache.is_dir():
                 why = "cache of a finished run"
                 yield Removable(
                     path=cache, why=why, num_bytes=_size(cache), remove=lambda cache=cache: _remove_cache(cache)
                 )
+
+
+def _cache(run: Path, location: StreamLocation) -> Path | None:
+    """The folder that a run has filled from a remote; None if it may be the original."""
+    cache = _absolute(run, location.local)
+    if location.remote is None or (not is_url(location.remote) and _absolute(run, location.remote) in (None, cache)):
+        return None
+    return cache
+
+
+def _absolute(run: Path, place: Path | str) -> Path | None:
+    """A place in a run's configuration; None if it is relative, and nobody has noted where the run was started."""
+    supervision = read_supervision(run)
+    path = Path(supervision.folder, place) if supervision is not None else Path(place)
+    return path.resolve() if path.is_absolute() else None
 
 
 def find_dead_memory() -> list[Removable]:

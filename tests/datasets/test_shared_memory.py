@@ -12,7 +12,7 @@ import pytest
 from diffusion.config.data import DataConfig, Representation
 from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.loader import BatchLoader, train_loader
-from diffusion.datasets.shared_memory import PLACE
+from diffusion.datasets.shared_memory import PLACE, take_away
 from diffusion.errors import DataError
 from tests.written_data import data_config, write_encoded
 
@@ -170,6 +170,14 @@ def test_a_cache_belongs_to_one_job_until_that_has_ended(data: Path, hold, tmp_p
     holder.kill()
     monkeypatch.setattr("diffusion.datasets.shared_memory.ENDING_SECONDS", 60.0)
     assert len(next(iter(opened(config)))[BatchKey.SAMPLE]) == 8
+
+
+def test_what_is_read_without_a_remote_is_not_taken_away_until_it_is_closed(tmp_path) -> None:
+    data = write_encoded(tmp_path, {"a": 40})
+    loader = opened(data_config(data, "a", **LATENTS))
+    assert not take_away(data / "a", tmp_path / "away")
+    loader.dataset.close()  # pyright: ignore[reportAttributeAccessIssue]
+    assert take_away(data / "a", tmp_path / "away")
 
 
 def test_half_a_claim_is_removed(data: Path) -> None:

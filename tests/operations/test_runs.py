@@ -199,12 +199,33 @@ def test_the_cache_of_a_finished_run_goes_unless_a_job_uses_it(tmp_path, monkeyp
     (tmp_path / "run" / FINISHED).write_text("{}")
     found = {one.path: one for one in find_removable(tmp_path / "run", config, None)}
     assert found[cache].num_bytes == 1000
-    number = shared_memory.claim_number([str(cache)])
-    (failure,) = remove_all([found[cache]])
-    assert "in use" in failure
-    assert cache.exists()
-    number.release()
+    for places in (([str(cache)], []), ([], [str(cache)])):
+        number = shared_memory.claim_number(*places)
+        (failure,) = remove_all([found[cache]])
+        assert "in use" in failure
+        assert cache.exists()
+        number.release()
     assert remove_all([found[cache]]) == []
     assert not cache.exists()
     assert not list(cache.parent.glob(f"*{pruning.REMOVED}"))
     assert list(find_removable(tmp_path / "run", config, None)) == []
+
+
+def test_relative_caches_and_checkpoints_are_those_of_the_folder_in_which_the_run_was_started(tmp_path, monkeypatch):
+    places = ["data.remote=remote", "data.local=cache", "trainer.checkpoint_folder=kept", "data.streams=[{name: a}]"]
+    config = write_run(tmp_path / "run", "plugins.train_dataset=null", *places)
+    (tmp_path / "run" / FINISHED).write_text("{}")
+    for folder in (tmp_path, tmp_path / "other"):
+        (folder / "cache/a").mkdir(parents=True)
+        (folder / "kept").mkdir()
+        for step in (2, 4):
+            write_file(folder / f"kept/ep0-ba{step}.pt", {"state": {"x": torch.zeros(8)}})
+    monkeypatch.chdir(tmp_path / "other")
+    assert list(find_removable(tmp_path / "run", config, newest=1)) == []
+    os.close(supervise(tmp_path, os.getpid(), []))
+    (tmp_path / SUPERVISED).rename(tmp_path / "run" / SUPERVISED)
+    found = [one.path for one in find_removable(tmp_path / "run", config, newest=1)]
+    assert found == [tmp_path / "kept/ep0-ba2.pt", tmp_path / "cache/a"]
+    config.data.remote = str(tmp_path / "cache")
+    found = [one.path for one in find_removable(tmp_path / "run", config, newest=1)]
+    assert found == [tmp_path / "kept/ep0-ba2.pt"], "the original stays"
