@@ -15,7 +15,7 @@ import os
 import sys
 from pathlib import Path
 
-from diffusion.errors import ConfigurationError, MachineError
+from diffusion.errors import ConfigurationError, MachineError, UserError
 from diffusion.launch import CommandParser, run_command
 
 
@@ -95,8 +95,12 @@ def prune(folders: list[Path], keep: int | None, *, is_dry: bool) -> None:
 
     if keep is not None and keep < 1:
         raise ConfigurationError(f"--keep {keep}: at least 1 checkpoint stays, from which the run continues")
-    found = [one for run in find_runs(folders) for one in find_removable(run, read_config(run), keep)]
-    found += find_dead_memory()
+    found = find_dead_memory()
+    for run in find_runs(folders):
+        try:
+            found += find_removable(run, read_config(run), keep)
+        except (UserError, OSError) as error:
+            print(f"{run}  stays as it is: {error}")
     for one in found:
         print(f"{one.path}  {size_text(one.num_bytes)}  ({one.why})")
     failures = [] if is_dry else remove_all(found)

@@ -68,8 +68,12 @@ def _caches(run: Path, config: Config) -> Iterator[Removable]:
     for _, section in sections(config):
         for location in locate_streams(section.remote, section.local, section.streams or []):
             cache = _cache(run, location)
-            if cache is not None and cache.is_dir():
-                why = "cache of a finished run"
+            if cache is None:
+                continue
+            rest, why = _renamed(cache), "cache of a finished run"
+            if rest.is_dir():
+                yield Removable(path=rest, why=why, num_bytes=_size(rest), remove=lambda rest=rest: shutil.rmtree(rest))
+            if cache.is_dir():
                 yield Removable(
                     path=cache, why=why, num_bytes=_size(cache), remove=lambda cache=cache: _remove_cache(cache)
                 )
@@ -104,10 +108,14 @@ def find_dead_memory() -> list[Removable]:
 
 
 def _remove_cache(cache: Path) -> None:
-    away = cache.with_name(cache.name + REMOVED)
+    away = _renamed(cache)
     if not take_away(cache, away):
         raise MachineError(f"{cache} is in use by a running job, and stays")
     shutil.rmtree(away)
+
+
+def _renamed(cache: Path) -> Path:
+    return cache.with_name(cache.name + REMOVED)
 
 
 def _size(path: Path) -> int:

@@ -194,6 +194,9 @@ def test_the_cache_of_a_finished_run_goes_unless_a_job_uses_it(tmp_path, monkeyp
     config = write_run(tmp_path / "run", *overrides)
     cache.mkdir(parents=True)
     (cache / "shard.mds").write_bytes(b"x" * 1000)
+    rest = cache.with_name(f"a{pruning.REMOVED}")
+    rest.mkdir()
+    (rest / "shard.mds").write_bytes(b"of a prune that was killed")
     assert list(find_removable(tmp_path / "run", config, None)) == [], "a run that may go on needs its cache"
 
     (tmp_path / "run" / FINISHED).write_text("{}")
@@ -205,7 +208,7 @@ def test_the_cache_of_a_finished_run_goes_unless_a_job_uses_it(tmp_path, monkeyp
         assert "in use" in failure
         assert cache.exists()
         number.release()
-    assert remove_all([found[cache]]) == []
+    assert remove_all(list(found.values())) == []
     assert not cache.exists()
     assert not list(cache.parent.glob(f"*{pruning.REMOVED}"))
     assert list(find_removable(tmp_path / "run", config, None)) == []
@@ -229,3 +232,16 @@ def test_relative_caches_and_checkpoints_are_those_of_the_folder_in_which_the_ru
     config.data.remote = str(tmp_path / "cache")
     found = [one.path for one in find_removable(tmp_path / "run", config, newest=1)]
     assert found == [tmp_path / "kept/ep0-ba2.pt"], "the original stays"
+
+
+def test_a_run_that_cannot_be_read_is_told_and_the_others_are_tidied_up(tmp_path, capsys):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/config.yaml").write_text("a_key_of_another_version: 1\n")
+    write_run(tmp_path / "b")
+    (tmp_path / "b/checkpoints").mkdir()
+    for step in (2, 4):
+        write_file(tmp_path / f"b/checkpoints/ep0-ba{step}.pt", {"state": {"x": torch.zeros(8)}})
+    script().prune([tmp_path], 1, is_dry=True)
+    told = capsys.readouterr().out
+    assert f"{tmp_path}/a  stays as it is: " in told
+    assert f"{tmp_path}/b/checkpoints/ep0-ba2.pt  " in told
