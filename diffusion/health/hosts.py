@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import statistics
 import subprocess
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -115,19 +116,25 @@ def choose_fit_hosts(found: Survey, *, wanted: int | None, ranks_per_host: int |
     Args:
         found: what they said.
         wanted: nodes; None: all of them.
-        ranks_per_host: None: one for each GPU, or one without GPUs.
+        ranks_per_host: None: one for each GPU, or one without GPUs; then a host with another number of GPUs than most
+            fit ones have is left out.
         data: what is divided among the ranks.
 
     Raises:
         MachineError: all hosts have the same problem, or those that are fit cannot do it.
     """
     found.refuse()
-    most = max((reading.num_gpus for reading in found.readings), default=1)
+    unfit = set(found.unfit)
+    if ranks_per_host is None:
+        num_gpus = {reading.name: reading.num_gpus for reading in found.readings if reading.name not in unfit}
+        usual = statistics.mode(num_gpus.values()) if num_gpus else 1
+        unfit |= {host for host, number in num_gpus.items() if number != usual}
+        ranks_per_host = max(1, usual)
     return choose_hosts(
         found.hosts,
-        [place for place, host in enumerate(found.hosts) if host in found.unfit],
+        [place for place, host in enumerate(found.hosts) if host in unfit],
         wanted=wanted or len(found.hosts),
-        ranks_per_node=ranks_per_host or max(1, most),
+        ranks_per_node=ranks_per_host,
         data=data,
     )
 

@@ -62,6 +62,14 @@ def test_a_host_that_is_out_of_line_is_replaced_by_a_spare_one_and_without_one_t
     assert choose_fit_hosts(ask({"n1": answer(num_gpus=7)}), wanted=4, ranks_per_host=2, data=DATA).world_size == 4
 
 
+def test_each_host_starts_as_many_ranks_as_it_has_gpus_so_that_others_are_left_out():
+    found = ask({"n0": answer(num_gpus=16)})
+    assert found.unfit == [], "it has more than others, which is no fault"
+    choice = choose_fit_hosts(found, wanted=2, ranks_per_host=None, data=DATA)
+    assert (choice.hosts, choice.world_size) == (("n1", "n2"), 16)
+    assert choose_fit_hosts(found, wanted=2, ranks_per_host=8, data=DATA).hosts == ("n0", "n1")
+
+
 def test_what_all_hosts_have_is_no_reason_to_choose_others():
     full = answer(verdicts=[problem("output folder", "no room", "free space")])
     found = ask(dict.fromkeys(HOSTS, full))
