@@ -4,7 +4,8 @@
 #   launchers/ssh.sh "host1 host2" yamls/phase1.yaml output_folder=/shared/runs/phase1 key=value ...
 #
 # The hosts see this folder at the same place. Before each start they are checked (scripts/fit_hosts.py): the run starts on
-# those that answer and are fit, with NODES=2 on two of them, the others being spare; CHECK=false: on all. A host that is
+# those that answer and are fit, with NODES=2 on two of them, the others being spare; CHECK=false: on all;
+# RANKS_PER_HOST=4: with so many ranks on each, instead of one for each GPU. A host that is
 # lost ends the others (within trainer.dist_timeout); then it starts again, unless by a mistake (exit code 2), which that does
 # not mend. SIGTERM or Ctrl-C here, or SIGTERM to a rank: all hosts save and end with 75; the same command continues.
 set -u
@@ -37,7 +38,8 @@ for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do
   fi
   connections=()
   for number in "${!fit[@]}"; do
-    command=(launchers/ssh_host.sh "${#fit[@]}" "$number" "${fit[0]}" "$((PORT + attempt))" "$@")
+    command=(env ${RANKS_PER_HOST:+"RANKS_PER_HOST=$RANKS_PER_HOST"} launchers/ssh_host.sh)
+    command+=("${#fit[@]}" "$number" "${fit[0]}" "$((PORT + attempt))" "$@")
     remote="cd $(printf %q "$PWD") && $(printf '%q ' "${command[@]}")"
     # Ctrl-C is for this script only.
     # shellcheck disable=SC2086 # SSH may hold options.

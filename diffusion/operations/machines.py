@@ -91,5 +91,8 @@ class Machines:
         """
         hosts = " ".join(self.hosts)
         command = [word.replace(PLACE_OF_HOSTS, hosts) for word in self._command]
-        own = {} if self._fleet is None else {"ATTEMPTS": "1", "CHECK": "false"}
+        own = {}
+        if self._fleet is not None:
+            ranks = self._fleet.ranks_per_host
+            own = {"ATTEMPTS": "1", "CHECK": "false"} | ({"RANKS_PER_HOST": str(ranks)} if ranks else {})
         return Command(command, keep_open=keep_open, environment={**os.environ, **own})

@@ -70,9 +70,9 @@ class Hosts:
         self._processes = [self._serve(host) for host in ADDRESSES]
 
     def _serve(self, host: str) -> subprocess.Popen:
-        variables = environment() | {"HOST": host, "BIN": str(self.programs), "RANKS_PER_HOST": "1"}
+        variables = environment() | {"HOST": host, "BIN": str(self.programs)}
         variables["GLOO_SOCKET_IFNAME"] = "eth0"
-        names = ("HOST", "BIN", "RANKS_PER_HOST", "GLOO_SOCKET_IFNAME", "PYTHONPATH", "HF_HUB_OFFLINE")
+        names = ("HOST", "BIN", "GLOO_SOCKET_IFNAME", "PYTHONPATH", "HF_HUB_OFFLINE")
         shown = " ".join(f"{name}={variables[name]}" for name in names)
         configuration = self.folder / f"sshd-{host}"
         configuration.write_text(SERVER.format(folder=self.folder, variables=shown))
@@ -94,7 +94,7 @@ class Hosts:
     def start(self, *program: str) -> subprocess.Popen:
         """Start a program on the first host that starts others by ssh."""
         ssh = " ".join(["ssh", "-i", str(self.folder / "key"), *(f"-o {option}" for option in OPTIONS)])
-        environ = environment() | {"SSH": ssh, "PYTHON": str(BIN / "python")}
+        environ = environment() | {"SSH": ssh, "PYTHON": str(BIN / "python"), "RANKS_PER_HOST": "1"}
         with self.log.open("w") as log:
             command = [*self.on("first"), *program]
             process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log)

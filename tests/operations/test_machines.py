@@ -37,7 +37,7 @@ def answer(tmp_path, monkeypatch):
 def supervise(folder: Path, code: int, *, max_restarts: int = 10, patience: float | None = 60.0) -> int:
     run = folder / "run"
     events = EventLog(run)
-    note = f"echo $ATTEMPTS $CHECK > {folder}/environment; echo $@ >> {folder}/starts; exit {code}"
+    note = f"echo $ATTEMPTS $CHECK $RANKS_PER_HOST > {folder}/environment; echo $@ >> {folder}/starts; exit {code}"
     command = ["bash", "-c", note, "job", "{hosts}"]
     machines = Machines(command, [], FLEET, DataConfig(global_batch_size=8), patience, events)
     settings = SupervisionConfig(first_pause=0.01, longest_pause=0.01, max_restarts=max_restarts)
@@ -52,7 +52,7 @@ def test_an_unfit_host_is_told_and_a_spare_one_takes_its_place(answer, tmp_path)
     assert (unfit["event"], unfit["host"], unfit["reason"]) == ("unfit", "n1", "no room: free space")
     assert (started["event"], finished["event"]) == ("started", "finished")
     assert (tmp_path / "starts").read_text() == "n0 n2\n"
-    assert (tmp_path / "environment").read_text() == "1 false\n", "the launcher neither checks nor starts again"
+    assert (tmp_path / "environment").read_text() == "1 false 2\n", "the launcher neither checks nor starts again"
 
 
 def test_hosts_are_checked_before_each_start(answer, tmp_path):
