@@ -5,9 +5,9 @@
 #
 # The hosts see this folder at the same place. Before each start they are checked (scripts/fit_hosts.py): the run starts on
 # those that answer and are fit, with NODES=2 on two of them, the others being spare; CHECK=false: on all;
-# RANKS_PER_HOST=4: with so many ranks on each, instead of one for each GPU. A host that is
-# lost ends the others (within trainer.dist_timeout); then it starts again, unless by a mistake (exit code 2), which that does
-# not mend. SIGTERM or Ctrl-C here, or SIGTERM to a rank: all hosts save and end with 75; the same command continues.
+# RANKS_PER_HOST=4: with so many ranks on each, instead of one for each GPU. A host that is lost ends the others (within
+# trainer.dist_timeout); then it starts again, unless by a mistake (exit code 2), which that does not mend. SIGTERM or Ctrl-C
+# here, or SIGTERM to a rank: all hosts save and end with 75; the same command continues.
 set -u
 cd "$(dirname "$0")/.." || exit 2
 SSH=${SSH:-ssh}

@@ -34,7 +34,7 @@ POLL_SECONDS = 0.5
 """Time between two looks at a job."""
 
 STRAGGLER_SECONDS = 40.0
-"""How long ranks may outlive their launcher: they save a checkpoint when it is gone."""
+"""How long ranks may outlive their launcher, since they save a checkpoint when it is gone; and a launcher its ranks."""
 
 HANG_EXIT_CODE = 124
 """Of a job that was ended because it hung."""
@@ -182,8 +182,16 @@ class Supervisor:
         except OSError as error:
             log.warning("%s cannot be written: %s", path, error.strerror)
         self.events.add(EventKind.hang, reason, stacks=path.name, step=_step(beats))
-        jobs.kill(jobs.tree([*job.pids, *self._ranks()]))
+        self._end(job)
         return Ending(code=HANG_EXIT_CODE, reason=reason, step=_step(beats))
+
+    def _end(self, job: Job) -> None:
+        """Kill the ranks of this machine, and the launcher after it has had time to end those of others."""
+        processes = jobs.tree([*job.pids, *self._ranks()])
+        jobs.kill(jobs.tree(self._ranks()))
+        jobs.tell(job.pids)
+        psutil.wait_procs([each for each in processes if each.pid in job.pids], timeout=STRAGGLER_SECONDS)
+        jobs.kill(processes)
 
     def _await_stragglers(self) -> None:
         """See that no rank of this machine goes on without its launcher."""

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,13 +31,15 @@ def failing(code: int, error: str, step: int = 7, **more) -> dict:
     return {"phase": "step", "step": step, "code": code, "error": error, **more}
 
 
-def supervisor_of(run: Path, acts: list[dict], prepare: Callable[[], None] = lambda: None, **settings) -> Supervisor:
+def supervisor_of(
+    run: Path, acts: list[dict], prepare: Callable[[], None] = lambda: None, launcher: Sequence[str] = (), **settings
+) -> Supervisor:
     script = run / "acts.json"
     run.mkdir(exist_ok=True)
     script.write_text(json.dumps(acts))
     places = Places(run=run, beats=run / "beats")
     places.beats.mkdir(exist_ok=True)
-    command = [sys.executable, str(ROOT / "tests/operations/acting_rank.py"), str(places.beats), str(script)]
+    command = [*launcher, sys.executable, str(ROOT / "tests/operations/acting_rank.py"), str(places.beats), str(script)]
     return Supervisor(
         lambda lock: Command(command, keep_open=lock, environment=environment()),
         places,
@@ -77,6 +79,13 @@ def test_a_hang_is_ended_with_the_stack_traces_of_all_ranks(tmp_path):
     assert "ranks 0, 1 of 2 in phase step of step 7" in hang["reason"]
     stacks = (tmp_path / hang["stacks"]).read_text()
     assert stacks.count("in wait_in_a_collective") == 2
+
+
+def test_a_launcher_has_time_to_end_the_ranks_of_other_machines_when_those_of_this_one_hang(tmp_path):
+    ends_others = f"sleep 1; touch {tmp_path}/ended; exit 1"
+    launcher = ["bash", "-c", f'trap "{ends_others}" TERM; "$@" && exit; while :; do sleep 0.1; done', "launcher"]
+    assert supervisor_of(tmp_path, [{**WAITS, "code": 1}, FINISHES], launcher=launcher, hang_floor=1.5).run() == 0
+    assert (tmp_path / "ended").exists()
 
 
 def test_slow_data_is_told_and_waited_for(tmp_path):
