@@ -23,7 +23,7 @@ def test_a_supervised_run_overcomes_faults_and_equals_an_undisturbed_one(server,
     assert names.count("started") == len(FAULTS) + 1
     assert names.count("going_back") == 1
     assert names[-1] == "finished"
-    (hang,) = [event for event in events if event["event"] == "hang"]
+    (hang,) = [event for event in events if event["event"] == "hang" and "was stopped" in event["reason"]]
     stacks = (run / hang["stacks"]).read_text()
     for rank in (0, 1):
         part = stacks.partition(f"rank {rank}, in phase")[2].partition("\nrank ")[0]

@@ -130,5 +130,5 @@ class TestStreaming:
             open_sources([f"hf-dataset:{tmp_path / 'set'}"] * 2)
         monkeypatch.setitem(sys.modules, "datasets", None)
         monkeypatch.setitem(sys.modules, "datasets.exceptions", None)
-        with pytest.raises(MachineError, match=r"pip install 'diffusion\[huggingface\]'"):
+        with pytest.raises(MachineError, match=r"pip install -e '.\[huggingface\]'"):
             open_source(f"hf-dataset:{tmp_path / 'set'}")
