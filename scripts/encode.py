@@ -26,6 +26,8 @@ from diffusion.launch import CommandParser, local_rank, local_world_size, rank, 
 if TYPE_CHECKING:
     from diffusion.preparation.encoding.models import EncodingModels
 
+_MOST_WORKERS = 4
+
 
 def parse() -> CommandParser:
     """Describe the command line."""
@@ -48,7 +50,8 @@ def parse() -> CommandParser:
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of the forward passes")
     parser.add_argument("--batch-size", type=int, default=32, help="pictures per forward pass")
     parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda (each process its own) if there is one")
-    parser.add_argument("--workers", type=int, default=4, help="decoding processes for each process that encodes")
+    parser.add_argument("--workers", type=int, help="decoding processes for each process that encodes; default: "
+                        "one for each core it has, at most 4")  # fmt: skip
     parser.add_argument("--engine", choices=[engine.value for engine in Engine], default=Engine.processes.value,
                         help="processes: this one, or those of the launcher; ray: tasks on a Ray cluster")  # fmt: skip
     parser.add_argument("--ray-workers", type=int, default=1, help="tasks that encode with --engine ray")
@@ -111,7 +114,11 @@ def main() -> None:
 
     from diffusion.preparation.encoding.encode import encode
     from diffusion.preparation.encoding.ranks import RayWorkers, end_group, start_group
+    from diffusion.preparation.partitions.engine import available_cores
 
+    num_workers = arguments.workers
+    if num_workers is None:
+        num_workers = max(1, min(_MOST_WORKERS, available_cores() // local_world_size()))
     device = device_of(arguments.device, in_ray)
     start_group()
     ray = None
@@ -126,7 +133,7 @@ def main() -> None:
         device=device,
         precision=arguments.precision,
         mean_only=arguments.mean_only,
-        num_workers=arguments.workers,
+        num_workers=num_workers,
         ray=ray,
         progress=True,
     )

@@ -4,6 +4,7 @@ Shape letters: B batch, C channels, H W height and width of the latent, L tokens
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -234,8 +235,13 @@ class LatentDiffusion(ComposerModel):
 
     def flops_per_batch(self, batch: Mapping[str, Entry]) -> float:
         """Operations of the U-Net for a batch, forward and backward, as SpeedMonitor asks; NaN where not known."""
-        is_fixed = not all(parameter.requires_grad for parameter in self.unet.parameters())
-        return batch_flops(self.unet.config, batch, vae_factor=self.vae_factor, has_fixed_weights=is_fixed)
+        has_fixed = self._has_fixed_weights
+        return batch_flops(self.unet.config, batch, vae_factor=self.vae_factor, has_fixed_weights=has_fixed)
+
+    @cached_property
+    def _has_fixed_weights(self) -> bool:
+        """Whether weights of the U-Net are not trained, as under LoRA; remembered, since it is asked in each step."""
+        return not all(parameter.requires_grad for parameter in self.unet.parameters())
 
     def loss(self, outputs: Prediction, batch: Batch) -> Tensor:
         """Mean squared error over the microbatch, weighted per sample: float32 []."""

@@ -45,6 +45,9 @@ class ForkedJob:
         program: a Python file and its arguments.
         environment: of the ranks, to which that of a launcher is added.
         output: file descriptor that takes what they print; by default they share this process's outputs.
+
+    Raises:
+        RuntimeError: the server has not started them.
     """
 
     def __init__(
@@ -69,7 +72,10 @@ class ForkedJob:
         self._connection.sendall(content[socket.send_fds(self._connection, [content], outputs) :])
         self._answers = self._connection.makefile("r")
         self._codes: list[int] | None = None
-        self.pids: list[int] = json.loads(self._answers.readline())
+        answer = self._answers.readline()
+        if not answer:
+            raise RuntimeError(f"{place}: the process that forks ranks has not started {' '.join(program)}")
+        self.pids: list[int] = json.loads(answer)
 
     def wait(self, timeout: float | None = None) -> list[int] | None:
         """Wait for the ranks.

@@ -91,6 +91,45 @@ def test_two_processes_tell_a_mistake_once(server: TrainingServer, prepared: Pat
     assert f"{shard.name} has" in job.output
 
 
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A YAML whose weights, as in phase1.yaml, are still to be named."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text("model:\n  architecture: tiny\n  pretrained: ???\n")
+    return path
+
+
+def test_the_model_of_a_recipe_whose_weights_are_named_here(
+    server: TrainingServer, prepared: Path, parts: FrozenParts, undisturbed: Path, recipe: Path, tmp_path: Path
+) -> None:
+    for part in ("vae", "text_encoder"):
+        getattr(parts, part).save_pretrained(tmp_path / "weights" / part)
+    options = ["--config", str(recipe), "--pretrained", str(tmp_path / "weights"), *OPTIONS[2:]]
+    server.command(0, ["scripts/encode.py", str(prepared), str(tmp_path / "out"), *options])
+    expected = {place: digest for place, digest in digests(undisturbed).items() if place.endswith(".mds")}
+    assert expected.items() <= digests(tmp_path / "out").items()
+    assert expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "recipe.yaml: model.pretrained is missing: add --pretrained FOLDER"),
+        (["--architecture", "tiny"], "--config says what the model is: leave --architecture out, or --config"),
+        (["--pretrained", "nothing/here"], "nothing/here"),
+    ],
+)
+def test_a_recipe_that_does_not_say_the_model(
+    options: list[str], message: str, server: TrainingServer, prepared: Path, recipe: Path, tmp_path: Path
+) -> None:
+    command = ["scripts/encode.py", str(prepared), str(tmp_path / "out"), "--config", str(recipe), *options]
+    ended = server.start(0, [*command, "--resolution", "32", "--device", "cpu"]).finish()
+    assert ended.codes == [2]
+    assert ended.output.startswith("ConfigurationError: ")
+    assert message in ended.output
+    assert "Traceback" not in ended.output
+
+
 def test_on_ray(server: TrainingServer, prepared: Path, undisturbed: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="needs Ray: pip install -e '.[ray]'")
     server.command(0, ["scripts/encode.py", *arguments(prepared, tmp_path / "out"), *RAY])
