@@ -41,6 +41,6 @@ format: install    ## format the code
 docs: install      ## write docs/configuration.md from the dataclasses
 	$(BIN)/python scripts/document.py
 
-clean:             ## remove .venv, runs and caches
-	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .ruff_cache
+clean:             ## remove .venv, the demo's runs and caches; other runs stay
+	rm -rf $(VENV) runs/demo runs/mine build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

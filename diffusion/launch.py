@@ -186,7 +186,7 @@ def be_forked(main: Callable[[], int | None]) -> NoReturn:
     try:
         code = main() or 0
     finally:
-        failure = sys.exception()
+        failure = sys.exc_info()[1]
         if isinstance(failure, SystemExit):
             code = failure.code if isinstance(failure.code, int) else int(failure.code is not None)
         elif failure is not None:

@@ -1,6 +1,7 @@
 """The main job, end to end, on shapes drawn here: prepare, train the VAE, encode, two phases, generate, score, report.
 
-Each step is a command that also works on your own pictures; steps that are done are not done again.
+Each step is a command that also works on your own pictures; steps that are done are not done again. The whole demo ends
+with an error where fewer generated images than expected are right.
 """
 
 import argparse
@@ -19,33 +20,23 @@ ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 COMPOSER = [str(BIN / "composer"), "-n", "1"]
 GUIDANCE_SCALE, NUM_INFERENCE_STEPS = 3.0, 25
-QUICK = {
-    "autoencoder": [
-        "trainer.max_duration=6ba",
-        "trainer.eval_interval=3ba",
-        "schedule.warmup=2ba",
-        "validation.num_samples=32",
-    ],
-    "phase1": [
-        "trainer.max_duration=6ba",
-        "trainer.eval_interval=3ba",
-        "schedule.warmup=2ba",
-        "validation.num_samples=32",
-    ],
-    "phase2": [
-        "trainer.max_duration=6ba",
-        "trainer.eval_interval=3ba",
-        "schedule.warmup=2ba",
-        "validation.num_samples=32",
-    ],
-}
+NUM_IMAGES = 6000
+LEAST_RIGHT = {"colour": 0.9, "shape": 0.7}
+"""Shares of the images of one object, after training on `NUM_IMAGES` pictures."""
+LOGGERS = ["loggers.tensorboard=true", "loggers.wandb={offline: true}"]
+QUICK = [
+    "trainer.max_duration=6ba",
+    "trainer.eval_interval=3ba",
+    "schedule.warmup=2ba",
+    "validation.num_samples=32",
+]
 
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = CommandParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="everything goes here")
-    parser.add_argument("--num-images", type=int, help="pictures of the data set (default 6000; quick: 300)")
+    parser.add_argument("--num-images", type=int, help=f"pictures of the data set (default {NUM_IMAGES}; quick: 300)")
     parser.add_argument("--quick", action="store_true", help="a few steps of each, to see that everything works")
     return parser.parse_args()
 
@@ -60,11 +51,20 @@ class Demo:
         self.done: dict[str, dict] = json.loads(self.log.read_text()) if self.log.is_file() else {}
 
     def run(self, name: str, command: list[str]) -> None:
-        """Run a command from the repository's root, unless it was done."""
+        """Run a command from the repository's root, unless it was done.
+
+        Raises:
+            UserError: it fails, or another command has done this step here.
+        """
+        shown = shlex.join(Path(word).name if word.startswith(str(BIN)) else word for word in command)
         if name in self.done:
+            if self.done[name]["command"] != shown:
+                raise UserError(
+                    f"{self.out}: step '{name}' was done by another command ({self.done[name]['command']}): remove the "
+                    "folder, or give another one with --out"
+                )
             print(f"[{name}] done before", flush=True)
             return
-        shown = shlex.join(Path(word).name if word.startswith(str(BIN)) else word for word in command)
         print(f"\n[{name}] {shown}", flush=True)
         start = time.monotonic()
         environment = {**os.environ, "TQDM_MININTERVAL": "2"}
@@ -75,8 +75,19 @@ class Demo:
 
     def train(self, name: str, overrides: list[str]) -> None:
         """Train one of yamls/tiny."""
-        quick = QUICK[name] if self.quick else []
-        self.run(name, [*COMPOSER, "run.py", f"yamls/tiny/{name}.yaml", *overrides, *quick])
+        quick = QUICK if self.quick else []
+        self.run(name, [*COMPOSER, "run.py", f"yamls/tiny/{name}.yaml", *overrides, *LOGGERS, *quick])
+
+    def check_scores(self) -> None:
+        """Compare the shares of images that are right with `LEAST_RIGHT`.
+
+        Raises:
+            UserError: one is too low.
+        """
+        shares = json.loads((self.out / "scores.json").read_text())["single"]
+        low = [f"{name} {shares[name]:.3f}, not {least}" for name, least in LEAST_RIGHT.items() if shares[name] < least]
+        if low:
+            raise UserError(f"too few of the generated images are right: {', '.join(low)}; see {self.out}/report.html")
 
 
 def main() -> None:
@@ -85,7 +96,7 @@ def main() -> None:
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     demo = Demo(out, arguments.quick)
-    num_images = arguments.num_images or (300 if arguments.quick else 6000)
+    num_images = arguments.num_images or (300 if arguments.quick else NUM_IMAGES)
     python = [sys.executable]
     source, prepared = out / "source", out / "prepared"
     runs = {name: out / name for name in ("autoencoder", "phase1", "phase2")}
@@ -113,6 +124,8 @@ def main() -> None:
     options = ["--steps", str(2 if demo.quick else NUM_INFERENCE_STEPS), *(["--seeds", "1"] if demo.quick else [])]
     demo.run("score", [*python, *report, *options])
     print(f"\nreport: {out / 'report.html'}   ({time.monotonic() - start:.0f} s)")
+    if not arguments.quick and num_images >= NUM_IMAGES:
+        demo.check_scores()
 
 
 if __name__ == "__main__":

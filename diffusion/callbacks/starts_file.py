@@ -52,7 +52,7 @@ class StartsFile(LoggerDestination):
             "versions": _versions(),
         }
         if (reached := last_step(self.metrics)) is not None:
-            written = datetime.datetime.fromtimestamp(self.metrics.stat().st_mtime, datetime.UTC)
+            written = datetime.datetime.fromtimestamp(self.metrics.stat().st_mtime, datetime.timezone.utc)
             row |= {"reached_before": reached, "written_before": written.isoformat(timespec="seconds")}
         self._append(row)
 
@@ -81,7 +81,7 @@ class StartsFile(LoggerDestination):
 
 
 def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def _versions() -> dict[str, str]:

@@ -1,11 +1,12 @@
 """From configuration to model: what a notebook imports and what training calls."""
 
-from typing import TypedDict, Unpack
+from typing import TypedDict
 
 import torch
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 from torch import Tensor
+from typing_extensions import Unpack
 
 from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, PredictionType
 from diffusion.errors import ConfigurationError

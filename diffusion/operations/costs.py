@@ -138,7 +138,7 @@ def budget_left(
 
 def mark_spent(run: Path, step: int, reason: str) -> None:
     """Write down why a run has ended."""
-    time = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    time = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     partial = run / f"{BUDGET}.partial"
     partial.write_text(json.dumps({"time": time, "step": step, "reason": reason}) + "\n", encoding="utf-8")
     partial.replace(run / BUDGET)

@@ -67,7 +67,7 @@ class EventLog:
             reason: in words.
             more: numbers and names.
         """
-        time = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        time = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
         row = {"time": time, "event": event.value, "reason": reason, **more}
         details = ", ".join(f"{key} {value}" for key, value in more.items())
         log.warning("%s%s%s", event.value, f" ({details})" if details else "", f": {reason}" if reason else "")

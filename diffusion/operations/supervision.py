@@ -174,7 +174,7 @@ class Supervisor:
     def _end_hanging(self, job: Job, beats: Sequence[Beat], reason: str) -> Ending:
         """Write down where the ranks are, and end them all."""
         text = collect_stacks(self.places.beats, beats)
-        now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
+        now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%d-%H%M%S")
         path = self.places.run / f"stacks-{now}.txt"
         log.error("%s", text)
         try:

@@ -35,7 +35,9 @@ plugins:
 
 
 def at(second: int) -> str:
-    return (datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC) + datetime.timedelta(seconds=second)).isoformat()
+    return (
+        datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone.utc) + datetime.timedelta(seconds=second)
+    ).isoformat()
 
 
 def start(step: int, second: int, **more: object) -> dict[str, object]:

@@ -75,7 +75,7 @@ def _rollback(row: Mapping[str, Any]) -> Happening:
     skipped = ", ".join(map(str, row.get("skipped", ())))
     what = f"the loss was {row.get('loss')}; checkpoints of more than {row.get('limit')} steps were given up"
     return Happening(
-        time=datetime.datetime.fromtimestamp(row["time"], datetime.UTC),
+        time=datetime.datetime.fromtimestamp(row["time"], datetime.timezone.utc),
         step=row.get("step"),
         kind=WENT_BACK,
         what=f"{what}; the updates of steps {skipped} are left out" if skipped else what,

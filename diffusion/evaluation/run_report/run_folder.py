@@ -188,7 +188,7 @@ def _time(text: str) -> datetime.datetime:
 def _modified(path: Path) -> datetime.datetime | None:
     if not path.is_file():
         return None
-    return datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.UTC)
+    return datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.timezone.utc)
 
 
 def _num_steps(curves: Mapping[str, Curve], starts: list[Start]) -> int:

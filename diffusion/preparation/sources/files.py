@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+
+from typing_extensions import Self
 
 from diffusion.preparation.records import Partition, fingerprint_of, key_of
 from diffusion.preparation.sources.remote_files import each, state_of
