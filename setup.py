@@ -25,6 +25,7 @@ REQUIREMENTS = [
     "matplotlib>=3.8,<4",
     "open_clip_torch>=2.24,<4",
     "tqdm>=4.66",
+    "typing_extensions>=4.10",
     "py3langid>=0.4,<0.5",
     "xxhash>=3",
     "boto3>=1.28",
