@@ -1,5 +1,6 @@
 import csv
 import datetime
+import gzip
 import json
 import os
 
@@ -230,6 +231,54 @@ class TestWebDataset:
         refused = [item for item in items if isinstance(item, Refused)]
         assert [item.reason for item in refused] == [Reason.DAMAGED_FILE] * 3
         assert [item.key.rpartition("/")[2] for item in refused] == ["0.tar", "2.tar", "3.tar"]
+
+    @pytest.mark.parametrize(
+        ("damage", "detail"),
+        [
+            (lambda tar, at: tar[: at + 10] + bytes([tar[at + 10] ^ 255]) + tar[at + 11 :], "bad checksum at byte"),
+            (lambda tar, at: tar[:at] + bytes(512) + tar[at + 512 :], "goes on behind an end mark"),
+            (lambda tar, at: tar[:at] + bytes(4096) + tar[at + 4096 :], "goes on behind an end mark"),
+            (lambda tar, at: tar[:at], "ends without an end mark"),
+            (lambda tar, at: tar[: at + 100], "truncated header"),
+            (lambda tar, at: tar[: at + 700], "unexpected end"),
+            (lambda tar, at: tar + tar, "goes on behind an end mark"),
+        ],
+        ids=["flipped bit", "zeros for a header", "hole", "cut at a header", "cut in a header", "cut", "joined tars"],
+    )
+    @pytest.mark.parametrize("compress", [bytes, gzip.compress], ids=["plain", "gzip"])
+    def test_pictures_behind_damage_are_not_lost_in_silence(self, tmp_path, compress, damage, detail):
+        members = [(f"{i}.{extension}", noise(30, 30, i)) for i in range(5) for extension in ("png", "txt")]
+        tar = write_tar(tmp_path / "x.tar", [(name, b"x" if name[2:] == "txt" else data) for name, data in members])
+        content = tar.read_bytes()
+        damaged = damage(content, content.index(b"3.png"))
+        num_whole = 5 if len(damaged) > len(content) else 3
+        tar.write_bytes(compress(damaged))
+        *records, refused = read(tar)
+        assert [item.key for item in records if isinstance(item, Record)] == [f"x.tar/{i}" for i in range(num_whole)]
+        assert isinstance(refused, Refused) and refused.reason is Reason.DAMAGED_FILE
+        assert detail in refused.detail
+
+    def test_what_other_tools_write_is_whole(self, tmp_path):
+        tar = write_tar(tmp_path / "x.tar", sample("0", IMAGE, b"x"))
+        content = tar.read_bytes().rstrip(b"\0")
+        end = -len(content) % 512
+        for zeros in (512, 1024, 2**21):
+            tar.write_bytes(content + bytes(end + zeros))
+            assert reasons(read(tar)) == [["x"]]
+        assert read(write_tar(tmp_path / "empty.tar", [])) == []
+
+    def test_a_second_picture_of_a_sample_is_counted(self, tmp_path):
+        tar = write_tar(tmp_path / "x.tar", [("0.jpg", IMAGE), ("0.png", IMAGE), ("0.txt", b"one"), ("1.jpg", IMAGE)])
+        items = read(tar)
+        assert [item.key for item in items] == ["x.tar/0", "x.tar/0.png", "x.tar/1"]
+        assert reasons(items) == [["one"], "duplicate_key", "missing_caption"]
+
+    def test_a_member_that_is_too_large_is_not_read(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("diffusion.preparation.sources.webdataset.MAX_BYTES", 1000)
+        members = [("0.png", bytes(1001)), ("0.txt", b"x"), ("1.png", bytes(1000)), ("1.txt", b"x")]
+        items = read(write_tar(tmp_path / "x.tar", members))
+        assert reasons(items) == ["too_large", ["x"]]
+        assert items[0].detail == ".png: 1001 bytes are more than 1000"
 
 
 class TestParquet:
