@@ -1,7 +1,7 @@
 """What the commands share: ranks, and errors that end a job with one message on all ranks.
 
-A run that was preempted ends with exit code 75 on every rank. A `UserError` is printed once per job, without a
-traceback, and every rank ends with exit code 2:
+A run that was preempted ends with exit code 75 on every rank, Ctrl-C ends a command with one line and 130. A
+`UserError` is printed once per job, without a traceback, and every rank ends with exit code 2:
 
 - Before the process group exists, configuration errors are the same on each rank (they follow from the files and the
   command line), and rank 0 speaks. Other errors may concern one machine only, and the first rank of each node speaks.
@@ -33,6 +33,9 @@ from typing import IO, Any, NoReturn, TypeVar
 from diffusion.errors import ConfigurationError, UserError
 
 USER_ERROR_EXIT_CODE = 2
+INTERRUPTED_EXIT_CODE = 130
+"""Of a command that Ctrl-C ended, as shells have it."""
+
 PREEMPTED_EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: a signal ended the run, which has saved a checkpoint and continues when started again."""
 
@@ -152,8 +155,8 @@ def run_command(main: Callable[[], None], *, say: Callable[[str], None] = say_to
         say: where the message goes.
 
     Returns:
-        The exit code of this process: 0, 2 after a `UserError`, 75 after a `PreemptedError`; with a process group the
-        process ends here, with that code. Other exceptions pass.
+        The exit code of this process: 0, 2 after a `UserError`, 75 after a `PreemptedError`, 130 after Ctrl-C; with a
+        process group the process ends here, with that code. Other exceptions pass.
     """
     prepare_environment()
     _exit_on_termination()
@@ -168,6 +171,10 @@ def run_command(main: Callable[[], None], *, say: Callable[[str], None] = say_to
     except UserError as error:
         _tell(error, say)
         return _end(USER_ERROR_EXIT_CODE)
+    except KeyboardInterrupt:
+        if rank() == 0:
+            say("interrupted")
+        return _end(INTERRUPTED_EXIT_CODE)
     except (Exception, SystemExit):
         if _is_known_elsewhere():
             _catch_termination()

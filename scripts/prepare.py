@@ -7,7 +7,7 @@ A SOURCE is a folder of pictures (captions in .txt files beside them, or metadat
 a tar or parquet file, a folder or quoted pattern of such files, or one of the other kinds of
 diffusion/preparation/sources/opening.py. OUT gets one MDS folder per split and bucket, and manifest.json, written
 last. Run again, it goes on where it was interrupted, adds what the sources hold in addition, and does nothing if that
-is nothing.
+is nothing. Ctrl-C ends it with exit code 130.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from diffusion.datasets.buckets import DEFAULT_EDGES, parse_edges
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.datasets.mds import DEFAULT_SHARD_BYTES
 from diffusion.errors import ConfigurationError, UserError
+from diffusion.launch import INTERRUPTED_EXIT_CODE
 from diffusion.preparation.partitions.preview import Preview
 from diffusion.preparation.prepare import prepare_from, preview_of
 from diffusion.tables import align
@@ -69,6 +70,8 @@ def configuration(options: argparse.Namespace) -> PrepareConfig:
     Raises:
         ConfigurationError: Something is missing, wrong or given in two ways.
     """
+    if options.dry_run is not None and options.dry_run < 1:
+        raise ConfigurationError(f"--dry-run {options.dry_run}: it must look at 1 picture or more")
     names = ("validation_fraction", "seed", "shard_mb", "compression", "workers", "partition_size", "image_column",
              "caption_column")  # fmt: skip
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
@@ -142,6 +145,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = configuration(options)
         if options.dry_run is not None:
             print(dry_run_text(preview_of(config, options.dry_run)))
+            if options.config is None and len(options.words) > 1:
+                print(f"{config.out} is taken for OUT, which a dry run does not look at")
             return 0
         manifest = prepare_from(
             config,
@@ -153,6 +158,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"prepare: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("prepare: stopped; the same command continues", file=sys.stderr)
+        return INTERRUPTED_EXIT_CODE
     print(summary(manifest))
     return 0
 

@@ -106,6 +106,17 @@ def test_a_user_error_is_said_without_a_traceback_and_a_defect_passes(monkeypatc
         run_command(lambda: fail(ZeroDivisionError()))
 
 
+def test_ctrl_c_is_one_line_and_exit_code_130(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    said: list[str] = []
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    assert run_command(interrupt, say=said.append) == 130
+    assert said == ["interrupted"]
+
+
 def test_before_the_process_group_rank_0_speaks_and_of_its_machine_the_first_rank_of_a_node(monkeypatch):
     said: list[str] = []
 

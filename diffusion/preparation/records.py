@@ -4,12 +4,14 @@ import hashlib
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
+from diffusion.datasets.images import MAX_BYTES
 from diffusion.errors import MachineError
 
 
@@ -192,11 +194,13 @@ def make_record(key: str, image: bytes, captions: Any, metadata: dict[str, Any])
     Returns:
         The record, or the refusal if there is no caption, none that is not blank, or one is not valid UTF-8.
     """
-    texts = [text for text in (captions if isinstance(captions, list) else [captions]) if isinstance(text, str)]
+    listed = captions if isinstance(captions, list) else [captions]
+    texts = [text for text in listed if isinstance(text, str)]
     metadata = {clean_text(str(name)): fit_for_json(metadata[name]) for name in metadata}
     bare = Record(key, image, [], metadata)
     if not texts:
-        return Refused(key, Reason.MISSING_CAPTION, record=bare)
+        others = ", ".join(ascii(caption) for caption in listed if caption is not None)
+        return Refused(key, Reason.MISSING_CAPTION, f"no text: {others[:80]}" if others else "null or not given", bare)
     if any(has_surrogates(text) for text in texts):
         return Refused(key, Reason.INVALID_UTF8, ascii(next(text for text in texts if has_surrogates(text))[:80]))
     stripped = [text.strip() for text in texts]
@@ -223,13 +227,27 @@ def read_image(path: str, key: str) -> bytes | Refused:
         MachineError: The disk or the network fails.
     """
     try:
-        return read_bytes(path)
+        return unfit_file(path, key) or read_bytes(path)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return Refused(key, Reason.MISSING_IMAGE, "there is no such file")
     except PermissionError:
         return Refused(key, Reason.UNREADABLE, "no permission to read the file")
     except OSError as error:
         raise MachineError(f"cannot read {path}: {error.strerror}") from error
+
+
+def unfit_file(path: str, key: str) -> Refused | None:
+    """Return a refusal for what is not to be read whole: a pipe or device, which could last for ever, or too large.
+
+    Raises:
+        OSError: It cannot be looked at.
+    """
+    status = os.stat(path)  # noqa: PTH116 - as in file_state
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+        return Refused(key, Reason.UNREADABLE, "it is a pipe, a socket or a device, not a file")
+    if status.st_size > MAX_BYTES:
+        return Refused(key, Reason.TOO_LARGE, f"{status.st_size} bytes are more than {MAX_BYTES}")
+    return None
 
 
 def decode_text(data: bytes) -> str:

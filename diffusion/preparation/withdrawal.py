@@ -4,6 +4,7 @@ Nothing else changes its place: `withdrawn.json` names the samples by their numb
 their stead. `withdrawn.txt` holds all keys that were ever withdrawn; a later preparation refuses them.
 """
 
+import json
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from diffusion.preparation.output_folder import FACTS, SPLITS, locked, writing
 logger = logging.getLogger(__name__)
 
 KEYS = "withdrawn.txt"
-"""File of a data set: every key that was withdrawn, sorted, one per line."""
+"""File of a data set: every key that was withdrawn, sorted, one per line, as `read_keys` reads them."""
 
 MARKS = "withdrawn.json"
 """File of a data set: for each `<split>/<bucket>` the numbers of the withdrawn samples, ascending."""
@@ -43,16 +44,34 @@ class Withdrawal:
 def read_keys(path: Path) -> set[str]:
     """Read a file of keys, one per line; blank lines are passed over.
 
+    A line is a key as it is, spaces and all. One that is a JSON string, `"..."`, stands for the text in it: so keys are
+    written that hold a line break or begin with a quotation mark.
+
     Raises:
         DataError: It cannot be read, or is not UTF-8.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().decode().split("\n")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}; give a file with one key per line") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8: {error}; give a file with one key per line") from error
-    return {line.strip() for line in lines} - {""}
+    return {_parse_line(line.rstrip("\r")) for line in lines if line.strip()}
+
+
+def _parse_line(line: str) -> str:
+    """Return the key that a line stands for."""
+    if line.startswith('"'):
+        try:
+            return str(json.loads(line))
+        except ValueError:
+            return line
+    return line
+
+
+def _line_of(key: str) -> str:
+    """Return the line that stands for a key."""
+    return json.dumps(key) if key.startswith('"') or "\n" in key or key.endswith("\r") else key
 
 
 def add_keys(out: Path, keys: Iterable[str]) -> None:
@@ -63,7 +82,7 @@ def add_keys(out: Path, keys: Iterable[str]) -> None:
     """
     known = read_keys(out / KEYS) if (out / KEYS).is_file() else set()
     if not known.issuperset(keys):
-        write_text_atomically(out / KEYS, "".join(f"{key}\n" for key in sorted(known.union(keys))))
+        write_text_atomically(out / KEYS, "".join(f"{_line_of(key)}\n" for key in sorted(known.union(keys))))
 
 
 def withdraw(dataset: Path, keys: Iterable[str]) -> Withdrawal:

@@ -133,6 +133,21 @@ def test_a_source_that_changed_is_refused(tmp_path):
     assert prepare([source], out, **OPTIONS).kept == 12, "another time, the same content"
 
 
+def test_a_refused_picture_that_is_mended(tmp_path):
+    source, out = tmp_path / "set", tmp_path / "out"
+    write_folder(source, 4)
+    caption = (source / "0001.txt").read_text()
+    (source / "0001.txt").unlink()
+    assert prepare([source], out, **OPTIONS).kept == 3
+    (source / "0001.txt").write_text(caption)
+    with pytest.raises(DataError, match=r"has changed; .*a mended copy under another name is new"):
+        prepare([source], out, **OPTIONS)
+    (source / "0001.txt").rename(source / "0001 mended.txt")
+    shutil.copy(source / "0001.png", source / "0001 mended.png")
+    grown = prepare([source], out, **OPTIONS)
+    assert ([one.kept for one in grown.generations], grown.refused["missing_caption"].count) == ([3, 1], 1)
+
+
 def test_a_tar_that_is_gone_is_refused(tmp_path):
     for part in range(2):
         members = [member for i in range(4) for member in sample(f"{i}", noise(40, 35, part * 10 + i), b"x")]

@@ -1,4 +1,5 @@
 import io
+import runpy
 import struct
 import subprocess
 import sys
@@ -348,6 +349,36 @@ def test_command_with_a_mistake(tmp_path):
     lines = result.stderr.splitlines()
     assert len(lines) == 1
     assert lines[0].startswith(f"prepare: {tmp_path}/none: there is no such file or folder; a source is")
+
+
+def run_in_process(*arguments) -> int:
+    return runpy.run_path(str(SCRIPT))["main"](list(map(str, arguments)))
+
+
+def test_command_and_ctrl_c(tmp_path, monkeypatch, capsys):
+    def interrupt(*arguments, **options):
+        raise KeyboardInterrupt
+
+    write_folder(tmp_path / "set", 1)
+    monkeypatch.setattr("diffusion.preparation.prepare.prepare_from", interrupt)
+    assert run_in_process(tmp_path / "set", tmp_path / "out") == 130
+    assert capsys.readouterr().err == "prepare: stopped; the same command continues\n"
+
+
+@pytest.mark.parametrize("number", ["0", "-3"])
+def test_a_dry_run_of_no_picture(tmp_path, capsys, number):
+    write_folder(tmp_path / "set", 1)
+    assert run_in_process(tmp_path / "set", "--dry-run", number) == 2
+    assert f"--dry-run {number}: it must look at 1 picture or more" in capsys.readouterr().err
+
+
+def test_a_dry_run_names_the_folder_that_it_does_not_look_at(tmp_path, capsys):
+    for name in "ab":
+        write_folder(tmp_path / name, 1)
+    assert run_in_process(tmp_path / "a", tmp_path / "b", "--edges", 16, "--dry-run") == 0
+    assert f"{tmp_path / 'b'} is taken for OUT, which a dry run does not look at" in capsys.readouterr().out
+    assert run_in_process(tmp_path / "a", "--dry-run") == 0
+    assert "OUT" not in capsys.readouterr().out
 
 
 @pytest.mark.emoji

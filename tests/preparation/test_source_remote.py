@@ -348,11 +348,14 @@ def test_a_body_of_s3_that_breaks_off_is_read_again(layouts, monkeypatch):
 
 def test_what_fsspec_reaches(layouts):
     memory = fsspec.filesystem("memory")
+    (layouts / "joined.tar").write_bytes((layouts / "tars" / "1.tar").read_bytes() * 2)
     for name, content in tree(layouts).items():
         memory.pipe_file(f"/bucket/data/{name}", content)
     try:
-        for name in ("pictures", "tars", "tars/1.tar", "parquet", "mds", "arrow"):
+        for name in ("pictures", "tars", "tars/1.tar", "joined.tar", "parquet", "mds", "arrow"):
             assert read(f"memory://bucket/data/{name}") == read(layouts / name), name
+        damaged = read("memory://bucket/data/joined.tar")[-1]
+        assert isinstance(damaged, Refused) and damaged.reason is Reason.DAMAGED_FILE
         with pytest.raises(DataError, match="there is nothing"):
             open_source("memory://bucket/none")
     finally:

@@ -1,5 +1,6 @@
 import csv
 import datetime
+import gzip
 import json
 import os
 
@@ -7,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from diffusion.datasets.images import MAX_BYTES
 from diffusion.errors import DataError
 from diffusion.preparation.sources.opening import Reason, Record, Refused, open_source, open_sources
 from tests.picture_files import noise, sample, write_folder, write_tar
@@ -99,12 +101,91 @@ class TestFolder:
         assert reasons(items) == [["one, and", "two"], "invalid_utf8", "empty_caption"]
         assert items[0].metadata == {"licence": "CC0"}
 
+    def test_a_column_without_a_name_is_passed_over(self, tmp_path):
+        (tmp_path / "a.png").write_bytes(IMAGE)
+        (tmp_path / "captions.csv").write_text(",file,caption\n0,a.png,one\n")
+        assert read(tmp_path) == [Record(f"{tmp_path.name}/a.png", IMAGE, ["one"])]
+
+    def test_a_table_without_a_caption_leaves_it_to_the_text_file(self, tmp_path, caplog):
+        for name, text in {"a": "text a", "b": "text b", "c": "text c", "d": "", "e": None}.items():
+            (tmp_path / f"{name}.png").write_bytes(IMAGE)
+            if text is not None:
+                (tmp_path / f"{name}.txt").write_text(text)
+        captions = {"a": "table a", "b": None, "c": " ", "d": None, "e": None}
+        lines = [{"file_name": f"{name}.png", "text": text, "score": 1} for name, text in captions.items()]
+        (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        source = open_source(tmp_path)
+        assert "1 pictures have a .txt and a caption in metadata.jsonl" in caplog.text
+        items = list(source.read())
+        assert reasons(items) == [["table a"], ["text b"], ["text c"], "empty_caption", "missing_caption"]
+        assert items[1].metadata == {"score": 1}
+        before = source.partitions(1)
+        (tmp_path / "a.txt").write_text("of no consequence")
+        (tmp_path / "b.txt").write_text("another")
+        changed = [old != new for old, new in zip(before, source.partitions(1, before), strict=True)]
+        assert changed == [False, True, False, False, False]
+
+    def test_files_that_are_not_read_are_told(self, tmp_path):
+        described = ("a.heic", "b", "c.svg", "d.jpg", "sub/e.TGA")
+        (tmp_path / "sub").mkdir()
+        for name in (*described, "d.npz", "alone.heic", "README.md"):
+            (tmp_path / name).write_bytes(IMAGE)
+        for name in described:
+            (tmp_path / name).with_suffix(".json" if name == "c.svg" else ".txt").write_text('{"caption": "x"}')
+        items = read(tmp_path)
+        root = tmp_path.name
+        assert [item.key for item in items] == [f"{root}/{name}" for name in described]
+        assert [item.detail for item in items if isinstance(item, Refused)] == [
+            "extension .heic is not read",
+            "it has no extension",
+            "extension .svg is not read",
+            "extension .TGA is not read",
+        ]
+        assert [item.reason for item in items if isinstance(item, Refused)] == [Reason.MISSING_IMAGE] * 4
+        before = open_source(tmp_path).partitions(1)
+        (tmp_path / "a.heic").rename(tmp_path / "a.png")
+        source = open_source(tmp_path)
+        after = source.partitions(1, before)
+        assert len({partition.id for partition in after}) == len(after) == 6
+        assert [item for one in after[:-1] for item in source.read(one)] == items, "what was refused is no change"
+        assert [item.key for item in source.read(after[-1])] == [f"{root}/a.png"]
+
+    def test_captions_that_are_no_text_are_told(self, tmp_path):
+        lines = [{"file_name": f"{number}.png", "text": text} for number, text in enumerate([5, None, [], {"a": 1}])]
+        for line in lines:
+            (tmp_path / line["file_name"]).write_bytes(IMAGE)
+        (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        items = read(tmp_path)
+        assert reasons(items) == ["missing_caption"] * 4
+        assert [item.detail for item in items if isinstance(item, Refused)] == [
+            "no text: 5",
+            "null or not given",
+            "null or not given",
+            "no text: {'a': 1}",
+        ]
+
+    def test_pipes_and_giant_files_are_refused(self, tmp_path):
+        for name in ("pipe.png", "giant.png", "a.png", "b.png"):
+            (tmp_path / name).with_suffix(".txt").write_text("x")
+        os.mkfifo(tmp_path / "pipe.png")
+        (tmp_path / "giant.png").touch()
+        os.truncate(tmp_path / "giant.png", MAX_BYTES + 1)
+        for name, suffix in (("a", ".json"), ("b", ".txt")):
+            (tmp_path / f"{name}.png").write_bytes(IMAGE)
+            (tmp_path / f"{name}{suffix}").unlink(missing_ok=True)
+            os.mkfifo(tmp_path / f"{name}{suffix}")
+        items = read(tmp_path)
+        assert reasons(items) == ["unreadable", "unreadable", "too_large", "unreadable"]
+        assert [item.detail.partition(":")[0] for item in items if isinstance(item, Refused)][:2] == [".json", ".txt"]
+
     @pytest.mark.parametrize(
         ("name", "content", "message"),
         [
             ("captions.csv", "file;caption\na.png;x\n", "no column file_name or file.*there is 'file;caption'"),
             ("captions.csv", "file,words\na.png,x\n", "no column captions or caption or text.*'file', 'words'"),
             ("captions.csv", "file,caption\n,x\n", "line 2: no file name"),
+            ("captions.csv", "file,caption\na.png,a car, red\n", "line 2: 3 values for 2 columns; .* in quotes"),
+            ("captions.csv", "file,caption\na.png,x\na.png,x,\n", "line 3: 3 values for 2 columns"),
             ("metadata.jsonl", '{"file_name": "a.png", "text": "x"}\n{"file_name": \n', "line 2: .*JSON object"),
             ("metadata.jsonl", '{"path": "a.png", "text": "x"}\n', "line 1: no file name.*there is 'path', 'text'"),
             ("metadata.jsonl", '["a.png", "x"]\n', "line 1: not a JSON object"),
@@ -230,6 +311,54 @@ class TestWebDataset:
         refused = [item for item in items if isinstance(item, Refused)]
         assert [item.reason for item in refused] == [Reason.DAMAGED_FILE] * 3
         assert [item.key.rpartition("/")[2] for item in refused] == ["0.tar", "2.tar", "3.tar"]
+
+    @pytest.mark.parametrize(
+        ("damage", "detail"),
+        [
+            (lambda tar, at: tar[: at + 10] + bytes([tar[at + 10] ^ 255]) + tar[at + 11 :], "bad checksum at byte"),
+            (lambda tar, at: tar[:at] + bytes(512) + tar[at + 512 :], "goes on behind an end mark"),
+            (lambda tar, at: tar[:at] + bytes(4096) + tar[at + 4096 :], "goes on behind an end mark"),
+            (lambda tar, at: tar[:at], "ends without an end mark"),
+            (lambda tar, at: tar[: at + 100], "truncated header"),
+            (lambda tar, at: tar[: at + 700], "unexpected end"),
+            (lambda tar, at: tar + tar, "goes on behind an end mark"),
+        ],
+        ids=["flipped bit", "zeros for a header", "hole", "cut at a header", "cut in a header", "cut", "joined tars"],
+    )
+    @pytest.mark.parametrize("compress", [bytes, gzip.compress], ids=["plain", "gzip"])
+    def test_pictures_behind_damage_are_not_lost_in_silence(self, tmp_path, compress, damage, detail):
+        members = [(f"{i}.{extension}", noise(30, 30, i)) for i in range(5) for extension in ("png", "txt")]
+        tar = write_tar(tmp_path / "x.tar", [(name, b"x" if name[2:] == "txt" else data) for name, data in members])
+        content = tar.read_bytes()
+        damaged = damage(content, content.index(b"3.png"))
+        num_whole = 5 if len(damaged) > len(content) else 3
+        tar.write_bytes(compress(damaged))
+        *records, refused = read(tar)
+        assert [item.key for item in records if isinstance(item, Record)] == [f"x.tar/{i}" for i in range(num_whole)]
+        assert isinstance(refused, Refused) and refused.reason is Reason.DAMAGED_FILE
+        assert detail in refused.detail
+
+    def test_what_other_tools_write_is_whole(self, tmp_path):
+        tar = write_tar(tmp_path / "x.tar", sample("0", IMAGE, b"x"))
+        content = tar.read_bytes().rstrip(b"\0")
+        end = -len(content) % 512
+        for zeros in (512, 1024, 2**21):
+            tar.write_bytes(content + bytes(end + zeros))
+            assert reasons(read(tar)) == [["x"]]
+        assert read(write_tar(tmp_path / "empty.tar", [])) == []
+
+    def test_a_second_picture_of_a_sample_is_counted(self, tmp_path):
+        tar = write_tar(tmp_path / "x.tar", [("0.jpg", IMAGE), ("0.png", IMAGE), ("0.txt", b"one"), ("1.jpg", IMAGE)])
+        items = read(tar)
+        assert [item.key for item in items] == ["x.tar/0", "x.tar/0.png", "x.tar/1"]
+        assert reasons(items) == [["one"], "duplicate_key", "missing_caption"]
+
+    def test_a_member_that_is_too_large_is_not_read(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("diffusion.preparation.sources.webdataset.MAX_BYTES", 1000)
+        members = [("0.png", bytes(1001)), ("0.txt", b"x"), ("1.png", bytes(1000)), ("1.txt", b"x")]
+        items = read(write_tar(tmp_path / "x.tar", members))
+        assert reasons(items) == ["too_large", ["x"]]
+        assert items[0].detail == ".png: 1001 bytes are more than 1000"
 
 
 class TestParquet:
@@ -396,6 +525,14 @@ class TestOpening:
         assert [source.name for source in sources] == ["set", "set~2", "set~3"]
         keys = [item.key for source in sources for item in source.read()]
         assert len(set(keys)) == 6
+
+    def test_columns_of_sources_without_columns(self, tmp_path, caplog):
+        write_folder(tmp_path / "set", 1)
+        write_parquet(tmp_path / "x.parquet", {"picture": [IMAGE], "caption": ["c"]})
+        open_sources([tmp_path / "set", tmp_path / "x.parquet"], image_column="picture")
+        assert not caplog.records
+        open_sources([tmp_path / "set"], image_column="picture")
+        assert "--image-column picture has no effect" in caplog.text
 
     def test_the_same_files_twice(self, tmp_path):
         write_folder(tmp_path / "set" / "sub", 2)

@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import pytest
 from streaming import LocalDataset
@@ -7,7 +8,7 @@ from diffusion.datasets.manifest import PreparedManifest, write_json_atomically
 from diffusion.datasets.mds import read_index
 from diffusion.errors import DataError
 from diffusion.preparation.prepare import prepare
-from diffusion.preparation.withdrawal import withdraw
+from diffusion.preparation.withdrawal import KEYS, add_keys, read_keys, withdraw
 from diffusion.preparation.withdrawal_erase import erase
 from tests.picture_files import tree, write_folder
 from tests.written_data import write_encoded
@@ -44,6 +45,29 @@ def test_marks_name_the_samples(prepared):
     again = withdraw(prepared, {"set/0004.png"})
     assert sum(map(len, again.marks.values())) == 3, "what was withdrawn before stays so"
     assert withdraw(prepared, {"set/0004.png"}) == again
+
+
+def test_keys_of_every_name_can_be_taken_back(tmp_path):
+    write_folder(tmp_path / "set", 1)
+    odd = ["line\nbreak", "return\r", "\u2028", "\x85", "\x0c", "end ", " begin", 'q"uote', "tab\t"]
+    for name in odd:
+        for suffix in (".png", ".txt"):
+            shutil.copy(tmp_path / "set" / f"0000{suffix}", tmp_path / "set" / f"{name}{suffix}")
+    out, file = tmp_path / "out", tmp_path / "keys.txt"
+    prepare([tmp_path / "set"], out, **OPTIONS)
+    keys = {f"set/{name}.png" for name in odd}
+    file.write_text("".join(f"{json.dumps(key) if chr(10) in key else key}\r\n" for key in keys), newline="")
+    assert read_keys(file) == keys
+    assert withdraw(out, read_keys(file)).absent == []
+    assert read_keys(out / KEYS) == keys
+    anew = prepare([tmp_path / "set"], out, overwrite=True, **OPTIONS)
+    assert (anew.kept, anew.refused["withdrawn"].count) == (1, len(odd))
+
+
+@pytest.mark.parametrize("key", ["a ", "a\nb", "a\r", "a\rb", '"a"', '"a', "a\u2028b", "a\x85"])
+def test_keys_are_read_as_they_were_written(tmp_path, key):
+    add_keys(tmp_path, {key, "another"})
+    assert read_keys(tmp_path / KEYS) == {key, "another"}
 
 
 def test_erased_samples_are_blank_and_the_others_as_they_were(prepared):

@@ -163,7 +163,10 @@ def check_unchanged(
         if content != part.content:
             first, last = part.partition.items[0], part.partition.items[-1]
             among = f" (from '{first}' to '{last}')" if len(part.partition.items) > 1 else ""
-            raise DataError(f"source {part.source}: '{part.partition.id}'{among} has changed; {remedy}")
+            raise DataError(
+                f"source {part.source}: '{part.partition.id}'{among} has changed; {remedy} (mending a picture that was "
+                "refused is a change, too; a mended copy under another name is new and is added)"
+            )
 
 
 def read_parts(out: Path, num_generations: int) -> list[Part] | None:

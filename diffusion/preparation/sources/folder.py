@@ -3,12 +3,13 @@
 import csv
 import functools
 import io
+import logging
 import os
 import posixpath
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ from diffusion.preparation.records import (
     Reason,
     Record,
     Refused,
+    decode_text,
     fingerprint_of,
     key_of,
     make_record,
     parse_object,
+    unfit_file,
 )
 from diffusion.preparation.sources.remote_files import (
     is_url,
@@ -37,14 +40,17 @@ from diffusion.preparation.sources.remote_files import (
 )
 from diffusion.preparation.sources.webdataset import Sample, record_of
 
+logger = logging.getLogger(__name__)
+
 TABLES = ("metadata.jsonl", "captions.csv", "metadata.csv")
 """Names of a table of captions in the root of the folder; one of them at most."""
 
 FILE_COLUMNS = ("file_name", "file")
 CAPTION_COLUMNS = ("captions", "caption", "text")
 
-_PRESENT, _MISSING = "+", "-"
-"""First letter of a partition's item: a file that is there, or one that the table names and that is not."""
+_PRESENT, _MISSING, _UNKNOWN = "+", "-", "?"
+"""First letter of a partition's item: a file that is there, one that the table names and that is not, or one that has
+captions but is no picture by its extension."""
 
 _SUFFIXES = (".txt", ".json")
 _REQUESTS = 16
@@ -58,15 +64,21 @@ class TableEntry:
     captions: list[Any] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def has_caption(self) -> bool:
+        """Whether there is a text that is not blank."""
+        return any(isinstance(caption, str) and caption.strip() for caption in self.captions)
+
 
 @dataclass(frozen=True)
 class FolderSource:
     """Image files below a folder; hidden ones are passed over.
 
     The caption of a picture is what the table in the root says: several lines of a file, or a list in `captions`, give
-    it several. A picture that the table does not name has the files of the same name: .txt, whose whole text is one
-    caption, and .json, as img2dataset writes it, which is read as in a tar. Pictures that the table names and that do
-    not exist are refused.
+    it several. Where the table names it without a caption, that is in the .txt of the same name. A picture that the
+    table does not name has the files of the same name: .txt, whose whole text is one caption, and .json, as img2dataset
+    writes it, which is read as in a tar. Refused are pictures that the table names and that do not exist, and files
+    that have a .txt or .json but neither a known extension nor a picture of the same name beside them.
 
     Attributes:
         name: First part of the keys; the rest is the path below the folder.
@@ -83,14 +95,19 @@ class FolderSource:
         """Cut the files, in the order in which they are read, into partitions of `size`."""
         table = read_table(self.path)
         files, state = _listing(self.path)
-        items = [_PRESENT + file for file in files if file in table or is_image_name(file)]
+        unknown = _unknown_files(files, table)
+        items = [
+            (_UNKNOWN if file in unknown else _PRESENT) + file
+            for file in files
+            if file in table or is_image_name(file) or file in unknown
+        ]
         items += [_MISSING + file for file in sorted(set(table).difference(files))]
         there = {item for partition in known for item in partition.items}
         new = [item for item in items if item not in there]
         chunks = [*(one.items for one in known), *(tuple(new[at : at + size]) for at in range(0, len(new), size))]
         present = set(items)
         return [
-            Partition(key_of(chunk[0][1:]), chunk, _fingerprint(chunk, table, present, state), len(chunk))
+            Partition(_partition_id(chunk[0]), chunk, _fingerprint(chunk, table, present, state), len(chunk))
             for chunk in chunks
         ]
 
@@ -113,33 +130,75 @@ class FolderSource:
         key = f"{self.name}/{key_of(file)}"
         if sign == _MISSING:
             return Refused(key, Reason.MISSING_IMAGE, "the table names it, there is no such file")
+        if sign == _UNKNOWN:
+            extension = posixpath.splitext(file)[1]
+            detail = f"extension {ascii(extension)[1:-1]} is not read" if extension else "it has no extension"
+            return Refused(key, Reason.MISSING_IMAGE, detail)
         place, entry = join(self.path, file), table.get(file)
         image = read_picture(place, key)
         if isinstance(image, Refused):
             return image
-        if entry is not None:
+        if entry is not None and entry.has_caption:
             return make_record(key, image, entry.captions, entry.metadata)
-        try:
-            text, json = (_read_beside(place, suffix) for suffix in _SUFFIXES)
-        except (PermissionError, IsADirectoryError) as error:
-            return Refused(key, Reason.UNREADABLE, f"caption: {error.strerror}")
+        text = _read_beside(place, ".txt", key)
+        if isinstance(text, Refused):
+            return text
+        if entry is not None:
+            captions = entry.captions if text is None else decode_text(text)
+            return make_record(key, image, captions, entry.metadata)
+        json = _read_beside(place, ".json", key)
+        if isinstance(json, Refused):
+            return json
         if text is None and json is None:
             detail = "no .txt or .json of that name, no line in a table"
             return Refused(key, Reason.MISSING_CAPTION, detail, Record(key, image, []))
         return record_of(key, Sample(file, image, text, json))
 
 
-def _read_beside(place: str, suffix: str) -> bytes | None:
-    """Return the content of the file with another suffix; None if there is none."""
+def _read_beside(place: str, suffix: str, key: str) -> bytes | Refused | None:
+    """Return the content of the file with another suffix; None if there is none, a refusal if it cannot be read."""
+    beside = _beside(place, suffix)
     try:
-        return read_file(_beside(place, suffix))
+        refused = None if is_url(beside) else unfit_file(beside, key)
+        return read_file(beside) if refused is None else replace(refused, detail=f"{suffix}: {refused.detail}")
     except FileNotFoundError:
         return None
+    except (PermissionError, IsADirectoryError) as error:
+        return Refused(key, Reason.UNREADABLE, f"{suffix}: {error.strerror}")
 
 
 def _beside(place: str, suffix: str) -> str:
     """Return the name of a file with another suffix."""
-    return posixpath.splitext(place)[0] + suffix
+    return _stem(place) + suffix
+
+
+def _stem(place: str) -> str:
+    """Return the name of a file without its suffix."""
+    return posixpath.splitext(place)[0]
+
+
+def _unknown_files(files: Sequence[str], table: Container[str]) -> set[str]:
+    """Return the files that have captions of their name, but neither they nor others of that name are pictures."""
+    others = [
+        file
+        for file in files
+        if not (is_image_name(file) or file in table or file in TABLES)
+        and posixpath.splitext(file)[1].lower() not in _SUFFIXES
+    ]
+    if not others:
+        return set()
+    everything = set(files)
+    pictures = {_stem(file) for file in files if is_image_name(file) or file in table}
+    return {
+        file
+        for file in others
+        if _stem(file) not in pictures and any(_beside(file, suffix) in everything for suffix in _SUFFIXES)
+    }
+
+
+def _partition_id(first: str) -> str:
+    """Return the id of a partition with this first item; of an unknown file, which may become known, with its sign."""
+    return key_of(first if first[0] == _UNKNOWN else first[1:])
 
 
 def _ahead(read: Callable[[str], Record | Refused], items: Sequence[str]) -> Iterator[Record | Refused]:
@@ -172,7 +231,9 @@ def _fingerprint(
     parts = []
     for item in items:
         file, entry = item[1:], table.get(item[1:])
-        captions = [state(_beside(file, suffix)) for suffix in _SUFFIXES] if entry is None else [repr(entry)]
+        captions = [] if entry is None else [repr(entry)]
+        if entry is None or not entry.has_caption:
+            captions += [state(_beside(file, suffix)) for suffix in _SUFFIXES]
         parts += [item, str(item in present), state(file), *captions]
     return fingerprint_of(*parts)
 
@@ -243,6 +304,23 @@ def _parse_table(place: str, _state: str) -> dict[str, TableEntry]:
     return table
 
 
+def tell_overruled(root: str, names: Sequence[str], table: Mapping[str, TableEntry]) -> None:
+    """Say of how many pictures the .txt is passed over because the table has a caption.
+
+    Args:
+        root: Path or URL of the folder.
+        names: Files below it.
+        table: From `read_table`.
+    """
+    texts = {name for name in names if name.endswith(".txt")}
+    number = sum(entry.has_caption and _beside(file, ".txt") in texts for file, entry in table.items())
+    if number:
+        name = next(name for name in TABLES if name in names)
+        logger.warning(
+            "%s: %d pictures have a .txt and a caption in %s; that of %s is taken", shown(root), number, name, name
+        )
+
+
 def _split(line: dict[str, Any], where: str, columns: str) -> tuple[str, Any, dict[str, Any]]:
     """Split a line of a table into the file's name, its captions and the rest."""
     file_column = next((name for name in FILE_COLUMNS if isinstance(line.get(name), str) and line[name]), None)
@@ -281,7 +359,7 @@ def _read_jsonl(place: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
 def _read_csv(place: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Yield the file name, captions and metadata of each row of a table in CSV."""
     with _text_lines(place, "") as lines:
-        rows = csv.DictReader(lines, restkey="", restval=None)
+        rows = csv.DictReader(lines)
         try:
             columns = list(rows.fieldnames or [])
             for wanted in (FILE_COLUMNS, CAPTION_COLUMNS):
@@ -289,7 +367,11 @@ def _read_csv(place: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
                     raise DataError(f"{shown(place)}: no column {' or '.join(wanted)} in its first line; there is "
                                     f"{_listed(columns)}")  # fmt: skip
             for row in rows:
+                where, rest = f"{shown(place)}, line {rows.line_num}", row.pop(None, [])  # pyright: ignore
+                if rest:
+                    raise DataError(f"{where}: {len(columns) + len(rest)} values for {len(columns)} columns; put "
+                                    "captions that hold commas in quotes")  # fmt: skip
                 row.pop("", None)
-                yield _split(row, f"{shown(place)}, line {rows.line_num}", "columns")
+                yield _split(row, where, "columns")
         except csv.Error as error:
             raise DataError(f"{shown(place)}, line {rows.line_num}: {error}; it must be comma-separated") from error

@@ -10,6 +10,7 @@ Several captions per picture come from: several lines of a table or a list in it
 """
 
 import glob
+import logging
 import os
 import tarfile
 from collections.abc import Iterable, Sequence
@@ -17,10 +18,11 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from diffusion.datasets.images import EXTENSIONS
 from diffusion.errors import DataError, MachineError
 from diffusion.preparation.records import Reason, Record, Refused, Source, clean_text
 from diffusion.preparation.sources.arrow import ArrowSource, arrow_files, check_arrow
-from diffusion.preparation.sources.folder import FolderSource, is_image_name, read_table, walk_files
+from diffusion.preparation.sources.folder import FolderSource, is_image_name, read_table, tell_overruled, walk_files
 from diffusion.preparation.sources.huggingface import PREFIX, SPELLING, HuggingFaceSource, open_huggingface
 from diffusion.preparation.sources.mds import MANIFEST, MDSSource, check_mds, mds_folders, prepared_root
 from diffusion.preparation.sources.parquet import ParquetSource, check_parquet
@@ -28,6 +30,8 @@ from diffusion.preparation.sources.remote_files import check_url, each, exists, 
 from diffusion.preparation.sources.webdataset import WebDatasetSource
 
 __all__ = ["Reason", "Record", "Refused", "Source", "open_source", "open_sources"]
+
+logger = logging.getLogger(__name__)
 
 KINDS = (
     "a folder of pictures, a .tar file, a .parquet file, or a folder or quoted pattern of one of these, an MDS folder, "
@@ -117,6 +121,9 @@ def open_sources(
         sources.append(replace(source, name=name))
     if not sources:
         raise DataError(f"no source was given; a source is {KINDS}")
+    for option, column in (("image-column", image_column), ("caption-column", caption_column)):
+        if column and all(isinstance(source, FolderSource | WebDatasetSource) for source in sources):
+            logger.warning("--%s %s has no effect: folders of pictures and tars have no columns", option, column)
     return sources
 
 
@@ -227,7 +234,11 @@ def _open_folder(
         return _mds(name, folder, mds, prepared_root(folder), *columns)
     table = read_table(folder)  # a damaged table is reported before any work
     if not num_images and not table:
-        raise DataError(f"{path} holds no picture, no tar and no parquet file; a source is {KINDS}")
+        raise DataError(
+            f"{path} holds no picture, no tar and no parquet file; a source is {KINDS}; a picture is a file that ends "
+            f"in {', '.join(sorted(EXTENSIONS))}"
+        )
+    tell_overruled(folder, names, table)
     return FolderSource(name, folder, num_images)
 
 

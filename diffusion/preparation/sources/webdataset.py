@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from diffusion.datasets.images import EXTENSIONS
+from diffusion.datasets.images import EXTENSIONS, MAX_BYTES
 from diffusion.errors import MachineError
 from diffusion.preparation.records import (
     Partition,
@@ -23,6 +23,7 @@ from diffusion.preparation.sources.remote_files import open_file, shown
 
 _CAPTION_KEYS = ("captions", "caption", "text")
 _DAMAGE = (tarfile.TarError, EOFError, zlib.error)
+_REST_BYTES = 2**20
 
 
 @dataclass
@@ -35,6 +36,8 @@ class Sample:
         text: Content of the .txt member.
         json: Content of the .json member.
         others: Extensions of the members that are none of these.
+        more_images: Extensions of the pictures behind the first.
+        too_large: Extension and size of a member that was not read because of its size; empty if there is none.
     """
 
     stem: str
@@ -42,6 +45,8 @@ class Sample:
     text: bytes | None = None
     json: bytes | None = None
     others: list[str] = field(default_factory=list)
+    more_images: list[str] = field(default_factory=list)
+    too_large: str = ""
 
 
 @dataclass(frozen=True)
@@ -51,8 +56,10 @@ class WebDatasetSource(FileSource):
     The caption is the .txt member; without one, `caption` or `text` of the .json member. All entries of a list
     `captions` in the .json come with it. The other entries of the .json are metadata, unchanged. Samples whose .json
     has a `status` other than `success` are refused. Of two samples with the same stem in one tar the first is taken and
-    the second refused. A tar that ends early or is damaged counts as one refusal more. A remote one is read as a
-    stream. The rest of a key is the tar's path below `path` and the stem.
+    the second refused; of a sample's pictures the first is taken and each of the others refused. A tar that is damaged
+    counts as one refusal more: one that ends early, without its end mark (a block of zeros), or with something else
+    than zeros behind it, as tars do that were joined by `cat`. What lies before the damage is read. A remote tar is
+    read as a stream. The rest of a key is the tar's path below `path` and the stem.
     """
 
     num_records: int | None = None
@@ -77,6 +84,8 @@ class WebDatasetSource(FileSource):
                         continue
                     seen.add(sample.stem)
                     yield record_of(key, sample)
+                    for extension in sample.more_images:
+                        yield Refused(f"{key}.{extension}", Reason.DUPLICATE_KEY, "another picture of its sample")
             except _DAMAGE as error:
                 yield Refused(prefix, Reason.DAMAGED_FILE, f"{error}; what came before was read")
             except OSError as error:
@@ -85,40 +94,91 @@ class WebDatasetSource(FileSource):
                 yield Refused(prefix, Reason.DAMAGED_FILE, f"{error}; what came before was read")
 
 
+class _DamagedHeaderError(tarfile.ReadError):
+    """Where a member or the end of the tar should be, there is something else; the members before it are whole."""
+
+
+class _CheckedHeader(tarfile.TarInfo):
+    """A header of a member; tarfile itself takes a damaged one, unless it is the first, for the end of the tar."""
+
+    @classmethod
+    def fromtarfile(cls, tarfile_: tarfile.TarFile) -> "_CheckedHeader":
+        """Read the next header.
+
+        Raises:
+            tarfile.EOFHeaderError: There is the end mark.
+            _DamagedHeaderError: There is something else, or nothing.
+        """
+        try:
+            return super().fromtarfile(tarfile_)
+        except tarfile.EOFHeaderError:  # pyright: ignore[reportAttributeAccessIssue]
+            raise
+        except tarfile.EmptyHeaderError as error:  # pyright: ignore[reportAttributeAccessIssue]
+            raise _DamagedHeaderError(f"ends without an end mark at byte {tarfile_.offset}") from error
+        except tarfile.HeaderError as error:
+            raise _DamagedHeaderError(f"{error} at byte {tarfile_.offset}") from error
+
+
+def _check_end(tar: tarfile.TarFile) -> None:
+    """Check that behind the end mark there are zeros only.
+
+    Raises:
+        _DamagedHeaderError: There is something else: the mark is a hole, or other tars were appended.
+    """
+    assert tar.fileobj is not None, "it is open"
+    while rest := tar.fileobj.read(_REST_BYTES):
+        if rest.strip(b"\0"):
+            raise _DamagedHeaderError(f"goes on behind an end mark at byte {tar.offset}")
+
+
 def _samples(place: str) -> Iterator[Sample]:
-    """Yield the samples of a tar; at a damaged place the sample that it belongs to is dropped and the error raised."""
+    """Yield the samples of a tar up to a damaged place, whose error is raised; a sample that ends in it is dropped."""
     sample: Sample | None = None
-    with open_file(place) as file, tarfile.open(fileobj=file, mode="r|*") as tar:
-        for member in tar:
-            vars(tar)["members"] = []  # otherwise the list of members grows without bound
-            if not member.isfile():
-                continue
-            folder, _, name = member.name.removeprefix("./").rpartition("/")
-            if name.startswith("."):
-                continue
-            stem, _, extension = name.partition(".")
-            stem = f"{folder}/{stem}" if folder else stem
-            if sample is None or stem != sample.stem:
-                if sample is not None:
-                    yield sample
-                sample = Sample(stem)
-            _add(sample, extension.lower(), tar, member)
+    with open_file(place) as file, tarfile.open(fileobj=file, mode="r|*", tarinfo=_CheckedHeader) as tar:
+        try:
+            for member in tar:
+                vars(tar)["members"] = []  # otherwise the list of members grows without bound
+                if not member.isfile():
+                    continue
+                folder, _, name = member.name.removeprefix("./").rpartition("/")
+                if name.startswith("."):
+                    continue
+                stem, _, extension = name.partition(".")
+                stem = f"{folder}/{stem}" if folder else stem
+                if sample is None or stem != sample.stem:
+                    if sample is not None:
+                        yield sample
+                    sample = Sample(stem)
+                _add(sample, extension.lower(), tar, member)
+            _check_end(tar)
+        except _DamagedHeaderError:
+            if sample is not None:
+                yield sample
+            raise
     if sample is not None:
         yield sample
 
 
 def _add(sample: Sample, extension: str, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
     """Read a member into its sample if it is of use there."""
+    is_image = f".{extension}" in EXTENSIONS
+    if is_image and sample.image is not None:
+        sample.more_images.append(extension)
+        return
+    if not (is_image or extension in ("txt", "json")):
+        sample.others.append(extension)
+        return
+    if member.size > MAX_BYTES:
+        sample.too_large = f".{extension}: {member.size} bytes are more than {MAX_BYTES}"
+        return
     file = tar.extractfile(member)
     assert file is not None, "a regular file has content"
     if extension == "txt":
         sample.text = file.read()
     elif extension == "json":
         sample.json = file.read()
-    elif f".{extension}" in EXTENSIONS and sample.image is None:
-        sample.image = file.read()
     else:
-        sample.others.append(extension)
+        sample.image = file.read()
 
 
 def record_of(key: str, sample: Sample) -> Record | Refused:
@@ -128,6 +188,8 @@ def record_of(key: str, sample: Sample) -> Record | Refused:
         key: Key of the record.
         sample: Contents, of a tar's members or of files.
     """
+    if sample.too_large:
+        return Refused(key, Reason.TOO_LARGE, sample.too_large)
     metadata: dict[str, Any] = {}
     if sample.json is not None:
         try:
