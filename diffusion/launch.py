@@ -30,7 +30,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import IO, Any, NoReturn, TypeVar
 
-from diffusion.errors import ConfigurationError, UserError
+from diffusion.errors import ConfigurationError, MachineError, UserError
 
 USER_ERROR_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130
@@ -75,6 +75,41 @@ def local_rank() -> int:
 def local_world_size() -> int:
     """Processes on this node."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def named_device(given: str | None) -> str:
+    """The Torch device that a command is to compute on: the given one, or a GPU where there is one.
+
+    Raises:
+        ConfigurationError: it is no device.
+    """
+    import torch
+
+    name = given or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.device(name)
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"--device {name} is no device: give cpu, cuda, or one of several as cuda:1"
+        ) from error
+    return name
+
+
+def check_device(name: str) -> None:
+    """Compute something on a Torch device.
+
+    Raises:
+        MachineError: it cannot be used here.
+    """
+    import torch
+
+    try:
+        torch.zeros(1, device=name).cpu()
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise MachineError(
+            f"--device {name} cannot be used on this machine ({reason}): check the driver, or use --device cpu"
+        ) from error
 
 
 def prepare_environment() -> None:

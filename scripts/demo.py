@@ -2,7 +2,7 @@
 
 import argparse
 
-from diffusion.launch import CommandParser, run_command
+from diffusion.launch import CommandParser, check_device, named_device, run_command
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -27,12 +27,11 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Load and serve."""
     arguments = parse_arguments()
-    import torch
-
     from diffusion.demo_page import build_page, open_page
     from diffusion.loading import load_model
 
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = named_device(arguments.device)
+    check_device(device)
     models = {}
     for weights in arguments.weights:
         models[weights] = load_model(arguments.model, weights=weights)

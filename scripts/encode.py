@@ -21,19 +21,31 @@ from diffusion.config.model import Architecture, ModelConfig
 from diffusion.config.preparation import Engine
 from diffusion.config.schema import Config
 from diffusion.errors import ConfigurationError, MachineError
-from diffusion.launch import CommandParser, local_rank, local_world_size, rank, run_command, world_size
+from diffusion.launch import (
+    CommandParser,
+    check_device,
+    local_rank,
+    local_world_size,
+    named_device,
+    rank,
+    run_command,
+    world_size,
+)
 
 if TYPE_CHECKING:
     from diffusion.preparation.encoding.models import EncodingModels
 
 _MOST_WORKERS = 4
 
+_MADE_UP = (Architecture.tiny, Architecture.tiny_xl)
+"""Families whose VAE and text encoder may be random."""
+
 
 def parse() -> CommandParser:
     """Describe the command line."""
     parser = CommandParser(prog="encode.py", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("prepared", type=Path, help="output of scripts/prepare.py")
-    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("out", help="folder to write")
     parser.add_argument("--resolution", type=int, nargs="+", default=[], metavar="PIXELS",
                         help="side of the squares; not needed where all buckets have sizes of their own")  # fmt: skip
     model = parser.add_argument_group("model, as the run that will read the data has it")
@@ -47,7 +59,9 @@ def parse() -> CommandParser:
     )
     parser.add_argument("--text-embeddings", action="store_true", help="store the text encoder's output, too: 2 L D "
                         "bytes per caption, 158 kB with stable_diffusion_2")  # fmt: skip
-    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of the forward passes")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of the forward passes, and so "
+                        "part of the data: bf16 gives what a run with trainer.precision=amp_bf16 computes from "
+                        "pictures, fp32 what one with fp32 does")  # fmt: skip
     parser.add_argument("--batch-size", type=int, default=32, help="pictures per forward pass")
     parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda (each process its own) if there is one")
     parser.add_argument("--workers", type=int, help="decoding processes for each process that encodes; default: "
@@ -72,6 +86,9 @@ def model_config(arguments: object) -> ModelConfig:
     config.pretrained, config.vae = given["pretrained"] or config.pretrained, given["vae"] or config.vae
     if "pretrained" in missing_keys(config):
         raise ConfigurationError(f"{given['config']}: model.pretrained is missing: add --pretrained FOLDER")
+    if config.architecture not in _MADE_UP and not config.pretrained and (given["text_embeddings"] or not config.vae):
+        parts = "--pretrained FOLDER" if given["text_embeddings"] else "--pretrained FOLDER, or --vae FOLDER"
+        raise ConfigurationError(f"{config.architecture.value} would encode with random weights: add {parts}")
     config.local_files_only = config.local_files_only or given["local_files_only"]
     return config
 
@@ -88,19 +105,18 @@ def device_of(given: str | None, in_ray: bool) -> str:
     """Return the device of this process: of several on a node, each has the GPU of its number."""
     import torch
 
-    device = given or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = named_device(given)
     if in_ray:
         return device
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise MachineError(f"--device {device}, but no GPU is visible here: check the driver, or use --device cpu")
-    if device != "cuda":
-        return device
-    if local_world_size() > torch.cuda.device_count():
-        raise MachineError(
-            f"{local_world_size()} processes on a node with {torch.cuda.device_count()} GPUs: start one for each"
-        )
-    torch.cuda.set_device(local_rank())
-    return f"cuda:{local_rank()}"
+    if device == "cuda" and torch.cuda.is_available():
+        if local_world_size() > torch.cuda.device_count():
+            raise MachineError(
+                f"{local_world_size()} processes on a node with {torch.cuda.device_count()} GPUs: start one for each"
+            )
+        torch.cuda.set_device(local_rank())
+        device = f"cuda:{local_rank()}"
+    check_device(device)
+    return device
 
 
 def main() -> None:
@@ -114,8 +130,10 @@ def main() -> None:
 
     from diffusion.preparation.encoding.encode import encode
     from diffusion.preparation.encoding.ranks import RayWorkers, end_group, start_group
+    from diffusion.preparation.output_folder import local_folder
     from diffusion.preparation.partitions.engine import available_cores
 
+    out = local_folder(arguments.out)
     num_workers = arguments.workers
     if num_workers is None:
         num_workers = max(1, min(_MOST_WORKERS, available_cores() // local_world_size()))
@@ -126,7 +144,7 @@ def main() -> None:
         ray = RayWorkers(number=arguments.ray_workers, load=partial(load_models, config, arguments.text_embeddings))
     manifests = encode(
         arguments.prepared,
-        arguments.out,
+        out,
         models=load_models(config, arguments.text_embeddings),
         resolutions=arguments.resolution,
         batch_size=arguments.batch_size,
@@ -140,7 +158,7 @@ def main() -> None:
     if rank() == 0:
         for manifest in manifests:
             num_samples = sum(count for buckets in manifest.counts.values() for count in buckets.values())
-            print(f"{arguments.out}: {num_samples} samples at {manifest.resolution} px")
+            print(f"{out}: {num_samples} samples at {manifest.resolution} px")
     end_group()
 
 

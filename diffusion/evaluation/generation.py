@@ -76,9 +76,9 @@ class Task:
 
 
 def addressed_latents(task: Task, images: Sequence[int], shape: tuple[int, int, int], device: torch.device) -> Tensor:
-    """Initial latents of images by their numbers: float32 [B, C, H, W]."""
-    prompt, copy = (torch.tensor(part, device=device) for part in zip(*_addresses(task, images), strict=True))
-    return normal(task.sampling.seed, Purpose.INITIAL_LATENTS, copy, prompt, shape)
+    """Initial latents of images by their numbers, drawn on the CPU as `initial_latents` are: float32 [B, C, H, W]."""
+    prompt, copy = (torch.tensor(part) for part in zip(*_addresses(task, images), strict=True))
+    return normal(task.sampling.seed, Purpose.INITIAL_LATENTS, copy, prompt, shape).to(device)
 
 
 def _addresses(task: Task, images: Sequence[int]) -> list[tuple[int, int]]:

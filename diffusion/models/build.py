@@ -1,6 +1,8 @@
 """From configuration to model: what a notebook imports and what training calls."""
 
-from typing import TypedDict
+import logging
+from pathlib import Path
+from typing import Any, TypedDict
 
 import torch
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
@@ -11,9 +13,14 @@ from typing_extensions import Unpack
 from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, PredictionType
 from diffusion.errors import ConfigurationError
 from diffusion.models.architectures import ARCHITECTURES
+from diffusion.models.arguments import whole_number
 from diffusion.models.conditioning import text_width
-from diffusion.models.frozen import build_text_encoder, build_vae, load_frozen_parts, load_pretrained, with_seed
+from diffusion.models.frozen import build_text_encoder, build_vae, load_frozen_parts, with_seed
 from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.layout import SCHEDULER_CONFIG, open_pipeline_unet, read_noise_schedule, unet_folder
+from diffusion.randomness import MAX_SEED
+
+log = logging.getLogger(__name__)
 
 
 def build_unet(config: ModelConfig) -> UNet2DConditionModel:
@@ -94,20 +101,21 @@ def load_unet(model: LatentDiffusion, weights: dict[str, Tensor], where: str) ->
 class ModelOptions(TypedDict, total=False):
     """Options of the functions below."""
 
-    unet: str | None
+    unet: str | Path | None
     """Diffusers-layout folder or hub name of the U-Net's weights; None (default): random weights from the seed."""
 
-    vae: str | None
+    vae: str | Path | None
     """Folder of a VAE in place of that of `pretrained`."""
 
     resolution: int
     """Default size of generated images, in pixels; by default the one that the family is made for."""
 
-    prediction_type: str
-    """"epsilon", "v_prediction" or "sample"."""
+    prediction_type: str | None
+    """"epsilon", "v_prediction" or "sample"; by default as the folder of `unet` says, else as usual with the family."""
 
-    zero_terminal_snr: bool
-    """Rescale the noise schedule (Lin et al. 2023); not with epsilon. False by default."""
+    zero_terminal_snr: bool | None
+    """Rescale the noise schedule (Lin et al. 2023); not with epsilon. By default as the folder of `unet` says, else
+    False."""
 
     local_files_only: bool
     """Never ask the hub. False by default."""
@@ -116,7 +124,7 @@ class ModelOptions(TypedDict, total=False):
     """Of random weights and of training's random numbers; 17 by default."""
 
 
-def stable_diffusion_2(pretrained: str | None = None, **options: Unpack[ModelOptions]) -> LatentDiffusion:
+def stable_diffusion_2(pretrained: str | Path | None = None, **options: Unpack[ModelOptions]) -> LatentDiffusion:
     """Stable Diffusion 2: 865,910,724 parameters in the U-Net, 83,653,863 in the VAE, 340,387,840 in the text encoder.
 
     Args:
@@ -127,48 +135,106 @@ def stable_diffusion_2(pretrained: str | None = None, **options: Unpack[ModelOpt
         The model, on the CPU, in eval mode.
 
     Raises:
-        ConfigurationError: weights are not there or do not fit.
+        ConfigurationError: weights are not there or do not fit, or an option is wrong.
+        DataError: the U-Net's are damaged.
     """
-    return _assemble(Architecture.stable_diffusion_2, pretrained, **{"resolution": 512, **options})
+    return _assemble(
+        Architecture.stable_diffusion_2, pretrained, PredictionType.epsilon, **{"resolution": 512, **options}
+    )
 
 
-def stable_diffusion_xl(pretrained: str | None = None, **options: Unpack[ModelOptions]) -> LatentDiffusion:
+def stable_diffusion_xl(pretrained: str | Path | None = None, **options: Unpack[ModelOptions]) -> LatentDiffusion:
     """SDXL: 2,567,463,684 parameters in the U-Net, 83,653,863 in the VAE, 817,720,320 in the two text encoders.
 
     Arguments as for `stable_diffusion_2`; 1024 px and epsilon by default.
     """
-    return _assemble(Architecture.stable_diffusion_xl, pretrained, **{"resolution": 1024, **options})
+    return _assemble(
+        Architecture.stable_diffusion_xl, pretrained, PredictionType.epsilon, **{"resolution": 1024, **options}
+    )
 
 
-def tiny(pretrained: str | None = None, **options: Unpack[ModelOptions]) -> LatentDiffusion:
+def tiny(pretrained: str | Path | None = None, **options: Unpack[ModelOptions]) -> LatentDiffusion:
     """A model like `stable_diffusion_2` that trains on two CPU cores; 32 px and v-prediction by default."""
-    return _assemble(Architecture.tiny, pretrained, **{"prediction_type": "v_prediction", **options})
+    return _assemble(Architecture.tiny, pretrained, PredictionType.v_prediction, **{"resolution": 32, **options})
 
 
-def tiny_xl(pretrained: str | None = None, **options: Unpack[ModelOptions]) -> LatentDiffusion:
+def tiny_xl(pretrained: str | Path | None = None, **options: Unpack[ModelOptions]) -> LatentDiffusion:
     """A model like `stable_diffusion_xl` that trains on two CPU cores; 32 px and v-prediction by default."""
-    return _assemble(Architecture.tiny_xl, pretrained, **{"prediction_type": "v_prediction", **options})
+    return _assemble(Architecture.tiny_xl, pretrained, PredictionType.v_prediction, **{"resolution": 32, **options})
 
 
 def _assemble(
     architecture: Architecture,
-    pretrained: str | None,
+    pretrained: str | Path | None,
+    usual: PredictionType,
     *,
-    unet: str | None = None,
-    vae: str | None = None,
-    resolution: int = 32,
-    prediction_type: str = "epsilon",
-    zero_terminal_snr: bool = False,
+    resolution: int,
+    unet: str | Path | None = None,
+    vae: str | Path | None = None,
+    prediction_type: str | None = None,
+    zero_terminal_snr: bool | None = None,
     local_files_only: bool = False,
     seed: int = 17,
 ) -> LatentDiffusion:
-    config = ModelConfig(architecture=architecture, pretrained=pretrained, vae=vae, local_files_only=local_files_only)
-    objective = ObjectiveConfig(prediction_type=PredictionType(prediction_type), zero_terminal_snr=zero_terminal_snr)
+    """Build a family's model with the weights and as what they were trained, `usual` where nothing says as what."""
+    try:
+        resolution = whole_number("resolution", resolution, least=1)
+        seed = whole_number("seed", seed, least=0, most=MAX_SEED - 1)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+    if resolution % (factor := ARCHITECTURES[architecture].vae_factor):
+        raise ConfigurationError(f"resolution {resolution}: give a multiple of {factor}, the VAE's factor")
+    folder = None if unet is None else unet_folder(str(unet), local_files_only=local_files_only)
+    objective = _objective(architecture, folder, prediction_type, zero_terminal_snr, usual)
+    config = ModelConfig(
+        architecture=architecture,
+        pretrained=None if pretrained is None else str(pretrained),
+        vae=None if vae is None else str(vae),
+        local_files_only=local_files_only,
+    )
     model = build_model(config, objective, resolution=resolution, seed=seed)
-    if unet:
-        loaded = load_pretrained(UNet2DConditionModel, unet, "unet", local_files_only, use_safetensors=True)
-        load_unet(model, loaded.state_dict(), f"{unet}/unet")
+    if folder is not None:
+        load_unet(model, open_pipeline_unet(folder, model.unet).read_all(), f"{folder}/unet")
+    elif pretrained or vae:
+        log.warning("the U-Net has random weights, beside those of %s: give unet=FOLDER", pretrained or vae)
     return model.eval()
+
+
+def _objective(
+    architecture: Architecture,
+    folder: Path | None,
+    prediction_type: str | None,
+    zero_terminal_snr: bool | None,
+    usual: PredictionType,
+) -> ObjectiveConfig:
+    """What a U-Net predicts and at which noise: as asked for, as the folder of its weights says, or as usual.
+
+    Raises:
+        ConfigurationError: there is no such prediction type, or the folder says something else than asked for.
+    """
+    stored = read_noise_schedule(folder) if folder is not None else None
+    if folder is not None and stored is None and prediction_type is None:
+        log.warning("%s holds no %s: its U-Net is taken to predict %s", folder, SCHEDULER_CONFIG, usual.value)
+    stored = stored or {}
+    asked = {"prediction_type": prediction_type, "rescale_betas_zero_snr": zero_terminal_snr}
+    asked = {key: value for key, value in asked.items() if value is not None}
+    found: dict[str, Any] = {"prediction_type": usual.value, "rescale_betas_zero_snr": False, **stored, **asked}
+    choices = [one.value for one in PredictionType]
+    if found["prediction_type"] not in choices:
+        raise ConfigurationError(f"prediction_type {found['prediction_type']!r}: choose one of {', '.join(choices)}")
+    differing = [
+        f"{key} is {stored[key]} there and {value} here"
+        for key, value in {"trained_betas": None, **ARCHITECTURES[architecture].noise_schedule, **asked}.items()
+        if stored.get(key, value) != value
+    ]
+    if differing:
+        raise ConfigurationError(
+            f"{folder}/{SCHEDULER_CONFIG}: {'; '.join(differing)}. Take the family that its U-Net was trained as, and "
+            "leave prediction_type and zero_terminal_snr out"
+        )
+    return ObjectiveConfig(
+        prediction_type=PredictionType(found["prediction_type"]), zero_terminal_snr=found["rescale_betas_zero_snr"]
+    )
 
 
 def count_parameters(config: ModelConfig) -> dict[str, int]:

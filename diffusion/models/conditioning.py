@@ -3,7 +3,7 @@
 Shape letters: B batch, L tokens, D width of the text encoding, P width of the pooled text.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -169,12 +169,25 @@ def expand_prompts(
         num_images_per_prompt: images for each prompt, next to one another.
 
     Raises:
-        ValueError: there are neither one nor P negative prompts.
+        ValueError: one is no text, or there are neither one nor P negative prompts.
     """
-    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-    negatives = [negative_prompts or ""] if isinstance(negative_prompts, str | None) else list(negative_prompts)
+    prompts = _texts("prompts", prompts)
+    negatives = _texts("negative_prompts", "" if negative_prompts is None else negative_prompts)
     if len(negatives) not in (1, len(prompts)):
         raise ValueError(f"{len(negatives)} negative prompts for {len(prompts)} prompts: give one, or one each")
     negatives = negatives * len(prompts) if len(negatives) == 1 else negatives
     repeat = range(num_images_per_prompt)
     return [prompt for prompt in prompts for _ in repeat], [negative for negative in negatives for _ in repeat]
+
+
+def _texts(name: str, given: str | Sequence[str]) -> list[str]:
+    """One text or several as a list."""
+    if isinstance(given, str):
+        return [given]
+    if not isinstance(given, Iterable):
+        raise ValueError(f"{name} {given!r}: give one text or a list of texts")
+    texts = list(given)
+    wrong = [text for text in texts if not isinstance(text, str)]
+    if wrong:
+        raise ValueError(f"{name}: {wrong[0]!r} is no text; that of the empty caption is ''")
+    return texts

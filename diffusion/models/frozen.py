@@ -1,6 +1,7 @@
 """The frozen parts of a latent diffusion model: VAE, text encoder and tokenizer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +36,19 @@ def freeze(module: nn.Module) -> nn.Module:
     return module.eval().requires_grad_(False)
 
 
+@contextmanager
+def upcast(vae: AutoencoderKL) -> Iterator[AutoencoderKL]:
+    """Keep a VAE in float32 where it is in float16, in which its configuration says that it overflows, as SDXL's."""
+    is_cast = vae.dtype == torch.float16 and bool(vae.config["force_upcast"])
+    if is_cast:
+        vae.float()
+    try:
+        yield vae
+    finally:
+        if is_cast:
+            vae.half()
+
+
 def with_seed(seed: int, build: Callable[[], Built]) -> Built:
     """Build something random from a seed, without touching the generator of the process."""
     with torch.random.fork_rng(devices=[]):
@@ -67,6 +81,20 @@ def build_vae(spec: ArchitectureSpec, changes: dict[str, Any] | None = None) -> 
     return AutoencoderKL(**{**spec.vae, **(changes or {})})
 
 
+def folder_of(place: str) -> Path | None:
+    """The folder that a place is; None if it is a hub name.
+
+    Raises:
+        ConfigurationError: there is no such folder.
+    """
+    folder = Path(place).expanduser()
+    if folder.is_dir():
+        return folder
+    if place.startswith((".", "/", "~")) or place.count("/") > 1:
+        raise ConfigurationError(f"there is no folder {place}: give a folder in the diffusers layout, or a hub name")
+    return None
+
+
 def load_pretrained(
     kind: type[Built], place: str, subfolder: str | None, local_files_only: bool, **options: Any
 ) -> Built:
@@ -78,13 +106,10 @@ def load_pretrained(
         ConfigurationError: it is not there, or not in this layout.
     """
     where = f"{place}/{subfolder}" if subfolder else place
-    if (place.startswith((".", "/", "~")) or place.count("/") > 1) and not Path(place).expanduser().is_dir():
-        raise ConfigurationError(f"there is no folder {place}: give a folder in the diffusers layout, or a hub name")
-    if Path(place).expanduser().is_dir():
-        place = str(Path(place).expanduser())
+    folder = folder_of(place)
     try:
         return kind.from_pretrained(  # pyright: ignore[reportAttributeAccessIssue]
-            place,
+            place if folder is None else str(folder),
             **({"subfolder": subfolder} if subfolder else {}),
             local_files_only=local_files_only,
             low_cpu_mem_usage=False,

@@ -20,12 +20,12 @@ from transformers import CLIPTokenizer
 
 from diffusion.config.model import ObjectiveConfig, Posterior
 from diffusion.datasets.batch import BatchKey, Entry
-from diffusion.datasets.transforms import Placement
-from diffusion.models.conditioning import Conditioner, Conditioning, TextEncoder, expand_prompts
+from diffusion.models.conditioning import Conditioner, Conditioning, TextEncoder
 from diffusion.models.flops import batch_flops
-from diffusion.models.frozen import FrozenParts
+from diffusion.models.frozen import FrozenParts, upcast
+from diffusion.models.image_request import ModelSizes, read_request
 from diffusion.models.metrics import HeldOutMean, held_out_means, timestep_bins
-from diffusion.models.norms import use_low_precision_norms
+from diffusion.models.norms import autocast_dtype, use_low_precision_norms
 from diffusion.models.objectives import (
     EVALUATION,
     TRAINING,
@@ -35,7 +35,7 @@ from diffusion.models.objectives import (
     draw_stratified_timesteps,
     draw_timesteps,
 )
-from diffusion.models.sampling import image_seeds, inference_scheduler, initial_latents, sample_latents, to_pil
+from diffusion.models.sampling import inference_scheduler, sample_latents, to_pil
 from diffusion.models.tokenizers import tokenize
 from diffusion.randomness import Purpose, bernoulli, normal
 
@@ -158,6 +158,16 @@ class LatentDiffusion(ComposerModel):
         """Pixels per latent position along one side."""
         return 2 ** (len(self.vae.config.block_out_channels) - 1)  # pyright: ignore[reportAttributeAccessIssue]
 
+    @property
+    def _sizes(self) -> ModelSizes:
+        """What images that are asked for have to fit."""
+        return ModelSizes(
+            resolution=self.resolution,
+            vae_factor=self.vae_factor,
+            num_channels=self.unet.config["in_channels"],
+            num_timesteps=self.noise_process.num_timesteps,
+        )
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LatentDiffusion":
         """Move or cast the frozen parts with the rest (`to`, `cuda`, `half`)."""
         super()._apply(fn, recurse)
@@ -171,8 +181,9 @@ class LatentDiffusion(ComposerModel):
         if BatchKey.LATENT_MEAN in batch:
             mean, logvar = batch[BatchKey.LATENT_MEAN].float(), batch.get(BatchKey.LATENT_LOGVAR)
         else:
-            pixels = batch[BatchKey.IMAGE].to(self.vae.dtype) / 127.5 - 1.0
-            posterior = self.vae.encode(pixels).latent_dist  # pyright: ignore[reportAttributeAccessIssue]
+            with upcast(self.vae) as vae:
+                pixels = batch[BatchKey.IMAGE].to(vae.dtype) / 127.5 - 1.0
+                posterior = vae.encode(pixels).latent_dist  # pyright: ignore[reportAttributeAccessIssue]
             mean, logvar = posterior.mean.float(), posterior.logvar
         if self.objective.posterior == Posterior.sample:
             if logvar is None:
@@ -218,6 +229,9 @@ class LatentDiffusion(ComposerModel):
         prediction_type, gamma = self.objective.prediction_type, self.objective.min_snr_gamma
         target = self.noise_process.target(prediction_type, latents, noise, timesteps)
         weight = None if gamma is None else self.noise_process.min_snr_weight(prediction_type, timesteps, gamma)
+        if autocast_dtype(noised) is None:
+            dtype = next(self.unet.parameters()).dtype
+            noised, told = noised.to(dtype), told.to(dtype)
         prediction = self.unet(noised, timesteps, told.text, **told.added(), return_dict=False)[0]
         return Prediction(prediction, target, weight, timesteps)
 
@@ -310,12 +324,12 @@ class LatentDiffusion(ComposerModel):
             original_size: height and width of the picture that the image is to look as if it were made from, with SDXL;
                 its own by default.
             crop: rows above it and columns left of it that it is to look as if they were cut off, with SDXL.
-            num_inference_steps: DDIM steps.
+            num_inference_steps: DDIM steps, at most those of the noise schedule.
             guidance_scale: classifier-free guidance; 1 is none.
             seed: image i gets seed + i; or one per image; None draws them at random.
             num_images_per_prompt: images for each prompt, next to one another.
             batch_size: images at a time.
-            latents: initial noise float32 [B, C, H, W] in place of the seeds'.
+            latents: initial noise float32 [B, C, H, W] of all images in place of the seeds'.
             output: "pil" for PIL images, "tensor" for float32 [B, 3, height, width] in [0, 1].
             progress: show a bar.
 
@@ -323,20 +337,28 @@ class LatentDiffusion(ComposerModel):
             P * num_images_per_prompt images.
 
         Raises:
-            ValueError: sizes, seeds or negative prompts do not fit.
+            ValueError: an argument is wrong, or two do not fit one another.
         """
-        height, width = height or self.resolution, width or self.resolution
-        if height % self.vae_factor or width % self.vae_factor:
-            raise ValueError(f"size {height} x {width}: both must be multiples of {self.vae_factor}")
         if output not in ("pil", "tensor"):
             raise ValueError(f"output {output!r}: choose 'pil' or 'tensor'")
-        prompts, negatives = expand_prompts(prompts, negative_prompts, num_images_per_prompt)
-        placement = Placement(*(original_size or (height, width)), *crop, height, width)
+        request = read_request(
+            self._sizes,
+            prompts,
+            negative_prompts,
+            height=height,
+            width=width,
+            original_size=original_size,
+            crop=crop,
+            num_inference_steps=num_inference_steps,
+            guidance_scale=guidance_scale,
+            seed=seed,
+            num_images_per_prompt=num_images_per_prompt,
+            batch_size=batch_size,
+            latents=latents,
+        )
         parameter = next(self.unet.parameters())
         device, dtype = parameter.device, self.unet.dtype
-        if latents is None:
-            shape = (self.unet.config["in_channels"], height // self.vae_factor, width // self.vae_factor)
-            latents = initial_latents(image_seeds(seed, len(prompts)), shape, device)
+        noise = request.initial_latents(device)
         scheduler = inference_scheduler(self.noise_scheduler)
 
         def denoise(x: Tensor, timestep: Tensor, told: Conditioning) -> Tensor:
@@ -344,22 +366,22 @@ class LatentDiffusion(ComposerModel):
 
         def tell(captions: Sequence[str]) -> Conditioning:
             token_ids = torch.from_numpy(tokenize(self.tokenizer, captions)).long().to(device)
-            return self.conditioner.of_prompts(token_ids, placement).to(dtype)
+            return self.conditioner.of_prompts(token_ids, request.placement).to(dtype)
 
         was_training = self.unet.training
         self.unet.eval()
         try:
-            images = []
-            for start in range(0, len(prompts), batch_size):
-                part = slice(start, start + batch_size)
+            images = [torch.empty(0, 3, request.placement.height, request.placement.width)]
+            for start in range(0, len(request.prompts), request.batch_size):
+                part = slice(start, start + request.batch_size)
                 sampled = sample_latents(
                     denoise,
                     scheduler,
-                    latents[part].to(device),
-                    tell(prompts[part]),
-                    tell(negatives[part]),
-                    num_inference_steps=num_inference_steps,
-                    guidance_scale=guidance_scale,
+                    noise[part],
+                    tell(request.prompts[part]),
+                    tell(request.negatives[part]),
+                    num_inference_steps=request.num_inference_steps,
+                    guidance_scale=request.guidance_scale,
                     progress=progress,
                 )
                 images.append(self.decode(sampled).cpu())
@@ -371,8 +393,9 @@ class LatentDiffusion(ComposerModel):
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Decode the U-Net's latents [B, C, H, W] to images: float32 [B, 3, height, width] in [0, 1]."""
-        unscaled = self.latent_scaling.denormalise(latents).to(self.vae.dtype)
-        decoded = self.vae.decode(unscaled, return_dict=False)[0]  # pyright: ignore[reportArgumentType]
+        unscaled = self.latent_scaling.denormalise(latents)
+        with upcast(self.vae) as vae:
+            decoded = vae.decode(unscaled.to(vae.dtype), return_dict=False)[0]  # pyright: ignore[reportArgumentType]
         return (decoded.float() / 2 + 0.5).clamp(0, 1)
 
 

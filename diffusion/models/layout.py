@@ -13,18 +13,31 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
+from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import CLIPTokenizer
 
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.models.conditioning import DualTextEncoder
-from diffusion.models.frozen import FrozenParts
+from diffusion.models.frozen import FrozenParts, folder_of
 from diffusion.models.latent_scaling import LatentScaling
 from diffusion.models.stored_weights import StoredWeights, cut_by_size, open_safetensors, write_safetensors
 
 PIPELINE_INDEX = "model_index.json"
 UNET_SHARD_BYTES = 5 * 10**9
 """Of a file of the U-Net's weights."""
+
+SCHEDULER_CONFIG = "scheduler/scheduler_config.json"
+SCHEDULE_DEFAULTS = {
+    "prediction_type": "epsilon",
+    "rescale_betas_zero_snr": False,
+    "num_train_timesteps": 1000,
+    "beta_schedule": "linear",
+    "beta_start": 0.0001,
+    "beta_end": 0.02,
+    "trained_betas": None,
+}
+"""What diffusers' schedulers take where `SCHEDULER_CONFIG` says nothing."""
 
 _WEIGHTS = "diffusion_pytorch_model"
 _NOT_THE_NETWORK = ("sample_size", "_")
@@ -61,12 +74,58 @@ def open_pipeline_unet(folder: Path, unet: UNet2DConditionModel | None = None) -
     return open_safetensors(files, part)
 
 
-def _check_config(path: Path, unet: UNet2DConditionModel) -> None:
-    """Refuse a U-Net that computes something else with the same weights."""
+def unet_folder(place: str, *, local_files_only: bool) -> Path:
+    """The folder with a U-Net and what it was trained as: one on this machine, or of the hub, which is fetched.
+
+    Args:
+        place: a folder in the diffusers layout, or a hub name.
+        local_files_only: never ask the hub: what was fetched before is taken.
+
+    Raises:
+        ConfigurationError: it is not there.
+    """
+    if (folder := folder_of(place)) is not None:
+        return folder
+    wanted = ["unet/config.json", f"unet/{_WEIGHTS}.safetensors", f"unet/{_WEIGHTS}-*.safetensors", SCHEDULER_CONFIG]
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        return Path(snapshot_download(place, allow_patterns=wanted, local_files_only=local_files_only))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigurationError(
+            f"{place}/unet could not be loaded: {reason} Give a folder in the diffusers layout with safetensors, or a "
+            "hub name that this machine can reach"
+        ) from error
+
+
+def read_noise_schedule(folder: Path) -> dict[str, Any] | None:
+    """The noise schedule and prediction type that a folder's U-Net was trained with, in diffusers' names.
+
+    Args:
+        folder: in the diffusers layout.
+
+    Returns:
+        All that is in `SCHEDULE_DEFAULTS`; None if the folder does not say.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    path = folder / SCHEDULER_CONFIG
+    if not path.is_file():
+        return None
+    stored = _read_config(path)
+    return {key: stored.get(key, default) for key, default in SCHEDULE_DEFAULTS.items()}
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def _check_config(path: Path, unet: UNet2DConditionModel) -> None:
+    """Refuse a U-Net that computes something else with the same weights."""
+    stored = _read_config(path)
     with torch.device("meta"):
         there: Any = UNet2DConditionModel(**{k: v for k, v in stored.items() if not k.startswith("_")}).config
     differing = [
@@ -81,6 +140,8 @@ def _check_config(path: Path, unet: UNet2DConditionModel) -> None:
 
 
 def _plain(value: Any) -> Any:
+    if value is None:  # As released configurations have it where something is off.
+        return False
     return list(value) if isinstance(value, tuple) else value
 
 

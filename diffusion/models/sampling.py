@@ -7,12 +7,14 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from PIL import Image
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from diffusion.models.arguments import whole_number
 from diffusion.models.conditioning import Conditioning
 from diffusion.randomness import MAX_SEED, Purpose, normal
 
@@ -40,27 +42,30 @@ def image_seeds(seed: int | Sequence[int] | None, num_images: int) -> list[int]:
     """One seed per image: consecutive from a number, as given, or random.
 
     Raises:
-        ValueError: the number of seeds is not the number of images, or one lies outside 0 .. 2^32 - 1.
+        ValueError: the number of seeds is not the number of images, or one is not a whole number in 0 .. 2^32 - 1.
     """
     if seed is None:
         return [secrets.randbelow(MAX_SEED) for _ in range(num_images)]
-    seeds = [(seed + i) % MAX_SEED for i in range(num_images)] if isinstance(seed, int) else list(seed)
-    if len(seeds) != num_images:
-        raise ValueError(f"{len(seeds)} seeds for {num_images} images: give one per image, one number, or none")
-    wrong = [s for s in seeds if not 0 <= s < MAX_SEED]
-    if wrong or (isinstance(seed, int) and not 0 <= seed < MAX_SEED):
-        raise ValueError(f"seed {wrong[0] if wrong else seed}: seeds lie in 0 .. {MAX_SEED - 1}")
-    return seeds
+    given: Any = seed.tolist() if isinstance(seed, Tensor | np.ndarray) else seed
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        first = whole_number("seed", given, least=0, most=MAX_SEED - 1)
+        return [(first + i) % MAX_SEED for i in range(num_images)]
+    if len(given) != num_images:
+        raise ValueError(f"{len(given)} seeds for {num_images} images: give one per image, one number, or none")
+    return [whole_number("seed", one, least=0, most=MAX_SEED - 1) for one in given]
 
 
 def initial_latents(seeds: Sequence[int], shape: tuple[int, int, int], device: torch.device) -> Tensor:
     """Noise that sampling starts from; that of an image depends on its seed alone.
 
+    It is drawn on the CPU: on a GPU random numbers are compiled, which takes a C compiler.
+
     Returns:
-        float32 [B, C, H, W].
+        float32 [B, C, H, W], on the device.
     """
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
-    return torch.cat([normal(seed, Purpose.INITIAL_LATENTS, zero, zero, shape) for seed in seeds])
+    zero = torch.zeros(1, dtype=torch.int64)
+    noise = (normal(seed, Purpose.INITIAL_LATENTS, zero, zero, shape) for seed in seeds)
+    return torch.cat([torch.empty(0, *shape), *noise]).to(device)
 
 
 @torch.no_grad()
@@ -83,7 +88,7 @@ def sample_latents(
         latents: float32 [B, C, H, W], pure noise.
         told: of the prompts.
         unconditional: of the empty caption or of negative prompts.
-        num_inference_steps: number of steps.
+        num_inference_steps: number of steps, at most those of the noise schedule.
         guidance_scale: 1 is none.
         progress: show a bar.
 
@@ -91,10 +96,13 @@ def sample_latents(
         float32 [B, C, H, W].
     """
     scheduler.set_timesteps(num_inference_steps, device=latents.device)
+    # With all steps of the schedule those that lead with an offset would begin beyond it.
+    last = scheduler.config["num_train_timesteps"] - 1
+    timesteps = scheduler.timesteps - (scheduler.timesteps[0] - last).clamp(min=0)
     guided = guidance_scale != 1.0
     context = unconditional.then(told) if guided else told
     latents = latents * scheduler.init_noise_sigma
-    for timestep in tqdm(scheduler.timesteps, desc="sampling", disable=not progress, leave=False):
+    for timestep in tqdm(timesteps, desc="sampling", disable=not progress, leave=False):
         model_input = torch.cat([latents, latents]) if guided else latents
         prediction = denoiser(model_input, timestep, context).float()
         if guided:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from diffusion.datasets.manifest import MANIFEST, PreparedManifest, read_json
 from diffusion.datasets.mds import INDEX, PARTIAL, read_shards, remove_mds
-from diffusion.errors import DataError, MachineError
+from diffusion.errors import ConfigurationError, DataError, MachineError
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,17 @@ DONE = "partitions"
 
 _OURS = ("partitions.json", "report.html", "report.json", "withdrawn.json")
 _ALWAYS_ALLOWED = ("lost+found", "withdrawn.txt")
+
+
+def local_folder(out: str | Path) -> Path:
+    """The folder that a data set is to be written to.
+
+    Raises:
+        ConfigurationError: it is a URL.
+    """
+    if "://" in str(out):
+        raise ConfigurationError(f"output: {out} is a URL; write to a local folder and copy it there")
+    return Path(out)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from diffusion.datasets.buckets import DEFAULT_EDGES, EdgeBuckets, SizeBuckets, 
 from diffusion.datasets.manifest import MANIFEST, PreparedManifest, PrepareSettings
 from diffusion.datasets.mds import DEFAULT_HASHES, DEFAULT_SHARD_BYTES, ShardFormat
 from diffusion.errors import ConfigurationError, DataError, MachineError
-from diffusion.preparation.output_folder import WORK, claim, start_over, writing
+from diffusion.preparation.output_folder import WORK, claim, local_folder, start_over, writing
 from diffusion.preparation.partitions.engine import Workers, available_cores, started
 from diffusion.preparation.partitions.examine import Examination
 from diffusion.preparation.partitions.plan import (
@@ -159,9 +159,9 @@ def prepare(
     )
     examination = Examination(buckets=division, captioner=captioner, scorers=list(scorers), filters=filters)
     workers = Workers(_engine(engine), available_cores() if num_workers is None else num_workers)
-    _check(settings, partition_size, duplicates, out)
+    _check(settings, partition_size, duplicates)
     examination.tools()  # a plug-in that cannot be loaded is told before any work
-    out = Path(out).absolute()
+    out = local_folder(out).absolute()
     opened = open_sources(sources, image_column=image_column, caption_column=caption_column)
     _check_apart(opened, out)
     keys = read_keys(withdrawn) if withdrawn is not None else set()
@@ -258,9 +258,7 @@ def _engine(name: str) -> Engine:
         raise ConfigurationError(f"engine: {name!r}; it is one of {', '.join(one.value for one in Engine)}") from error
 
 
-def _check(
-    settings: PrepareSettings, partition_size: int, duplicates: DuplicatesConfig | None, out: str | Path
-) -> None:
+def _check(settings: PrepareSettings, partition_size: int, duplicates: DuplicatesConfig | None) -> None:
     """Refuse settings that are out of range."""
     if not 0 <= settings.validation_fraction < 1:
         raise ConfigurationError(
@@ -270,8 +268,6 @@ def _check(
         raise ConfigurationError(f"seed: {settings.seed}; it must be at least 0 and below 2^32")
     if partition_size < 1:
         raise ConfigurationError(f"partition size: {partition_size}; it must be 1 or more")
-    if "://" in str(out):
-        raise ConfigurationError(f"output: {out} is a URL; write to a local folder and copy it there")
     if duplicates is not None:
         check_distance(duplicates.max_distance)
     ShardFormat(

@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from diffusion.config.evaluation import (
@@ -16,6 +17,7 @@ from diffusion.config.evaluation import (
     PromptsConfig,
     ReferenceConfig,
     ResizeFilter,
+    SamplingConfig,
     check_evaluation,
 )
 from diffusion.config.loading import load
@@ -34,6 +36,7 @@ from diffusion.evaluation.compositional import (
 from diffusion.evaluation.detectors import Detection, ShapesOracle
 from diffusion.evaluation.features import resized
 from diffusion.evaluation.followed_run import LocalRun
+from diffusion.evaluation.generation import Task, addressed_latents
 from diffusion.evaluation.ledger import Entry, Ledger
 from diffusion.evaluation.pictures import open_reference, smallest_hashes
 from diffusion.evaluation.prompts import Prompt, read_prompts
@@ -270,3 +273,16 @@ def test_a_checkpoint_that_is_gone_is_not_held(tmp_path):
     assert run.present() == []
     assert run.hold("ep0-ba2", tmp_path / "held") is None
     assert not (tmp_path / "held" / "ep0-ba2").exists()
+
+
+def test_initial_noise_is_drawn_on_the_cpu_for_any_device(monkeypatch):
+    drawn_on = []
+
+    def normal(seed, purpose, step, sample, shape):
+        drawn_on.append((step.device.type, sample.device.type))
+        return torch.zeros(len(sample), *shape)
+
+    monkeypatch.setattr("diffusion.evaluation.generation.normal", normal)
+    task = Task(prompts=[Prompt(text="a")], sampling=SamplingConfig(), guidance_scale=3.0, batch_size=2)
+    assert addressed_latents(task, [0], (4, 8, 8), torch.device("meta")).device.type == "meta"
+    assert drawn_on == [("cpu", "cpu")]

@@ -3,13 +3,19 @@ import copy
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 
+from diffusion.config.data import PictureSize
 from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, Posterior, PredictionType
 from diffusion.datasets.batch import BatchKey
 from diffusion.errors import ConfigurationError
 from diffusion.models import LatentDiffusion, build_model, load_frozen_parts, tiny
+from diffusion.models.conditioning import Conditioning
 from diffusion.models.latent_scaling import LatentScaling
+from diffusion.models.sampling import inference_scheduler, initial_latents, sample_latents
+from diffusion.preparation.encoding.models import Encoder, EncodingModels
+from diffusion.preparation.encoding.pictures import PictureBatch
 
 SMALL = {"block_out_channels": [16, 32], "norm_num_groups": 4}
 
@@ -198,13 +204,73 @@ def test_latent_scaling_by_scalar_or_channel_inverts():
     torch.testing.assert_close(per_channel[:, 3], (latents[:, 3] - 4) / 2)
 
 
-def test_autocast_on_the_cpu_reaches_the_norms(model):
-    batch = image_batch()
+@pytest.mark.parametrize("low_precision_norms", [True, False])
+def test_autocast_on_the_cpu_reaches_the_norms(low_precision_norms, monkeypatch):
+    config = ModelConfig(architecture=Architecture.tiny, unet=SMALL, low_precision_norms=low_precision_norms)
+    model, batch = build_model(config, ObjectiveConfig(), resolution=32, seed=17), image_batch()
+    norms = [module for module in model.unet.modules() if isinstance(module, torch.nn.GroupNorm | torch.nn.LayerNorm)]
     full = model.loss(model(batch), batch).item()
+    called, weights = [], []
+    for norm in norms:
+        norm.register_forward_pre_hook(lambda module, inputs: called.append(module))
+    for name in ("group_norm", "layer_norm"):
+        compute = getattr(F, name)
+
+        def watched(x, sizes, weight, *rest, compute=compute):
+            if called:
+                called.pop()
+                weights.append(weight.dtype)
+            return compute(x, sizes, weight, *rest)
+
+        monkeypatch.setattr(F, name, watched)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         outputs = model(batch)
+    assert len(weights) == len(norms) > 10
+    assert set(weights) == {torch.bfloat16 if low_precision_norms else torch.float32}
     assert outputs.prediction.dtype == torch.bfloat16
     assert model.loss(outputs, batch).item() == pytest.approx(full, rel=0.02)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_latents_in_the_precision_of_the_run_are_what_it_computes_from_pictures(precision):
+    model, images = small_model(), image_batch()
+    rest = {key: value for key, value in images.items() if key != BatchKey.IMAGE}
+    encoder = Encoder(
+        EncodingModels.of(load_frozen_parts(ModelConfig(architecture=Architecture.tiny))), "cpu", precision
+    )
+    pictures = {PictureSize(32, 32): images[BatchKey.IMAGE]}
+    encoded = encoder.start(PictureBatch(0, 0, pictures, {}, [], [], {}, []))
+    [(mean, logvar)] = encoded.moments.values()
+    latents = rest | {BatchKey.LATENT_MEAN: mean, BatchKey.LATENT_LOGVAR: logvar}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        is_same = torch.equal(model(latents).target, model(images).target)
+        assert torch.equal(model(latents).prediction, model(images).prediction) == is_same
+    assert is_same == (precision == "bf16")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_loss_of_a_model_stored_in_half_precision(dtype):
+    full, half, batch = small_model(), small_model().to(dtype), image_batch()
+    expected = full.loss(full(batch), batch).item()
+    outputs = half(batch)
+    assert outputs.prediction.dtype == dtype
+    assert half.loss(outputs, batch).item() == pytest.approx(expected, rel=0.02)
+    assert half.loss(half.eval_forward(batch), batch).item() == pytest.approx(
+        full.loss(full.eval_forward(batch), batch).item(), rel=0.02
+    )
+
+
+@pytest.mark.parametrize("force_upcast", [True, False])
+def test_a_vae_that_overflows_in_float16_computes_in_float32(force_upcast):
+    model = small_model().half()
+    model.vae.register_to_config(force_upcast=force_upcast)
+    found = []
+    for convolution in (model.vae.encoder.conv_out, model.vae.decoder.conv_out):
+        convolution.register_forward_hook(lambda module, inputs, output: found.append(output.dtype))
+    model(image_batch())
+    model.generate("a", num_inference_steps=1, progress=False)
+    assert set(found) == {torch.float32 if force_upcast else torch.float16}
+    assert model.vae.dtype == torch.float16
 
 
 def test_weights_come_from_the_seed_and_leave_the_generator_alone():
@@ -290,11 +356,79 @@ class TestGenerate:
             ({"seed": -1}, "seed -1"),
             ({"negative_prompts": ["a", "b"]}, "2 negative prompts for 1 prompts"),
             ({"output": "jpeg"}, "choose 'pil' or 'tensor'"),
+            ({"num_images_per_prompt": 0}, "num_images_per_prompt 0: give a whole number of 1 or more"),
+            ({"batch_size": 0}, "batch_size 0"),
+            ({"batch_size": -1}, "batch_size -1"),
+            ({"num_inference_steps": 0}, r"num_inference_steps 0: give a whole number in 1 \.\. 1000"),
+            ({"num_inference_steps": 1001}, "num_inference_steps 1001"),
+            ({"num_inference_steps": 1.5}, "num_inference_steps 1.5"),
+            ({"num_inference_steps": -1}, "num_inference_steps -1"),
+            ({"height": 0}, "height 0: give a whole number of 1 or more"),
+            ({"height": -32}, "height -32"),
+            ({"width": 32.0}, "width 32.0"),
+            ({"seed": 1.0}, "seed 1.0"),
+            ({"seed": [1.5]}, "seed 1.5"),
+            ({"seed": 2**32}, f"seed {2**32}"),
+            ({"seed": "3"}, "seed '3'"),
+            ({"negative_prompts": [None]}, "negative_prompts: None is no text"),
+            ({"guidance_scale": float("nan")}, "guidance_scale nan: give a finite number"),
+            ({"guidance_scale": "3"}, "guidance_scale '3'"),
+            ({"crop": (-1, 0)}, "crop -1"),
+            ({"original_size": 32}, "original_size 32: give two"),
+            ({"latents": torch.zeros(2, 4, 8, 8)}, r"latents \(2, 4, 8, 8\): 1 images .* take a tensor \(1, 4, 8, 8\)"),
+            ({"latents": torch.zeros(1, 4, 8, 8), "height": 64}, r"take a tensor \(1, 4, 16, 8\)"),
+            ({"latents": np.zeros((1, 4, 8, 8))}, "latents ndarray"),
         ],
     )
     def test_wrong_arguments_are_named(self, model, options, message):
         with pytest.raises(ValueError, match=message):
-            model.generate("a", **options)
+            model.generate("a", **{"num_inference_steps": 1, "progress": False, **options})
+
+    @pytest.mark.parametrize("prompts", [None, [None], ["a", 3]])
+    def test_prompts_that_are_no_texts_are_named(self, model, prompts):
+        with pytest.raises(ValueError, match=r"^prompts"):
+            model.generate(prompts)
+
+    def test_no_prompts_are_no_images(self, model):
+        assert model.generate([], seed=0) == []
+        assert model.generate([], height=64, output="tensor").shape == (0, 3, 64, 32)
+
+    @pytest.mark.parametrize(
+        "seed", [np.int64(3), np.array([3, 4]), torch.tensor(3), torch.tensor([3, 4]), range(3, 5)]
+    )
+    def test_seeds_may_be_any_library_s_whole_numbers(self, model, seed):
+        options = {"num_inference_steps": 1, "output": "tensor", "progress": False}
+        assert torch.equal(
+            model.generate(["a", "b"], seed=seed, **options), model.generate(["a", "b"], seed=3, **options)
+        )
+
+    @pytest.mark.parametrize("zero_terminal_snr", [False, True])
+    def test_all_steps_of_the_schedule_may_be_taken(self, zero_terminal_snr):
+        process = small_model(zero_terminal_snr=zero_terminal_snr).noise_scheduler
+        seen = []
+
+        def denoise(x, timestep, told):
+            seen.append(timestep.item())
+            return torch.zeros_like(x)
+
+        told = Conditioning(torch.zeros(1, 1, 1))
+        sampled = sample_latents(
+            denoise, inference_scheduler(process), torch.ones(1, 4, 2, 2), told, told,
+            num_inference_steps=1000, guidance_scale=1.0,
+        )  # fmt: skip
+        assert seen == list(range(999, -1, -1))
+        assert sampled.isfinite().all()
+
+    def test_initial_noise_is_drawn_on_the_cpu_for_any_device(self, monkeypatch):
+        drawn_on = []
+
+        def normal(seed, purpose, step, sample, shape):
+            drawn_on.append(sample.device.type)
+            return torch.zeros(1, *shape)
+
+        monkeypatch.setattr("diffusion.models.sampling.normal", normal)
+        assert initial_latents([1, 2], (4, 8, 8), torch.device("meta")).device.type == "meta"
+        assert drawn_on == ["cpu", "cpu"]
 
     def test_leaves_the_mode_of_the_unet_as_it_was(self, model):
         model.unet.train()

@@ -1,5 +1,6 @@
 import hashlib
 import json
+import runpy
 import shutil
 import subprocess
 import sys
@@ -18,11 +19,12 @@ from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.encoded import EncodedManifest, check_encoded, read_encoded_manifest
 from diffusion.datasets.loader import train_loader
 from diffusion.datasets.transforms import PictureTransform
-from diffusion.errors import ConfigurationError, DataError
+from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.preparation.encoding.encode import encode
 from diffusion.preparation.encoding.models import Encoder, EncodingModels
 from diffusion.preparation.encoding.pictures import PictureBatch
 from diffusion.preparation.encoding.writer import Mark
+from tests.training_runs import ROOT
 from tests.written_data import (
     PREPARED,
     data_config,
@@ -295,6 +297,41 @@ def test_a_manifest_of_another_kind_or_version(prepared: Path, tmp_path: Path) -
     with pytest.raises(DataError, match=r"another version of this package \(format 99"):
         EncodedManifest.from_json(content | {"version": 99}, "data")
     assert read_encoded_manifest(str(tmp_path / "nothing" / "here" / "x")) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        (["--architecture", "stable_diffusion_2"], ConfigurationError, "stable_diffusion_2 would encode with random"),
+        (["--architecture", "stable_diffusion_xl"], ConfigurationError, "add --pretrained FOLDER, or --vae FOLDER"),
+        (
+            ["--architecture", "stable_diffusion_2", "--vae", "FOLDER", "--text-embeddings"],
+            ConfigurationError,
+            "random weights: add --pretrained FOLDER$",
+        ),
+        (["--architecture", "tiny", "--device", "foo"], ConfigurationError, "--device foo is no device"),
+        (["--architecture", "tiny", "--device", "mps"], MachineError, "--device mps cannot be used on this machine"),
+    ],
+)
+def test_what_cannot_encode_is_told_before_anything_is_loaded(
+    options: list[str], kind: type[Exception], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diffusion.models.load_frozen_parts", None)
+    with pytest.raises(kind, match=message):
+        command(str(tmp_path / "prepared"), str(tmp_path / "out"), *options, monkeypatch=monkeypatch)
+
+
+def test_an_output_that_cannot_be_written_to(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MachineError, match=r"cannot write to /proc/zzz: .*choose a folder"):
+        run(prepared, Path("/proc/zzz"))
+    with pytest.raises(ConfigurationError, match="output: s3://b/enc is a URL; write to a local folder"):
+        command(str(prepared), "s3://b/enc", "--architecture", "tiny", monkeypatch=monkeypatch)
+
+
+def command(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the command in this process."""
+    monkeypatch.setattr(sys, "argv", ["encode.py", *arguments, "--resolution", "32"])
+    runpy.run_path(str(ROOT / "scripts" / "encode.py"))["main"]()
 
 
 def test_the_command(prepared: Path, tmp_path: Path) -> None:

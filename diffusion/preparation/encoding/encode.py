@@ -25,7 +25,7 @@ from diffusion.preparation.encoding.plan import Output, plan_outputs, shard_iden
 from diffusion.preparation.encoding.ranks import RayWorkers, on_first_rank, shared_counters
 from diffusion.preparation.encoding.work import Work, encode_items
 from diffusion.preparation.encoding.writer import MAX_SHARD_BYTES
-from diffusion.preparation.output_folder import locked
+from diffusion.preparation.output_folder import locked, writing
 from diffusion.preparation.withdrawal import KEYS, read_keys, read_marks
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,8 @@ def encode(
             states = []
             for output in outputs:
                 look_at(prepared, output)
-                output.folder.mkdir(parents=True, exist_ok=True)
+                with writing(output.folder):
+                    output.folder.mkdir(parents=True, exist_ok=True)
                 locks.enter_context(locked(output.folder))
                 states.append(look_at(prepared, output))
             work = Work(

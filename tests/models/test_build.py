@@ -1,0 +1,207 @@
+"""What a notebook builds: weights from a folder or the hub's cache, and what they were trained as."""
+
+import json
+import logging
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+import torch
+import transformers.utils.hub
+from huggingface_hub.utils._http import reset_sessions
+
+from diffusion.errors import ConfigurationError
+from diffusion.models import LatentDiffusion, tiny
+from diffusion.models.frozen import FrozenParts
+from diffusion.models.layout import SCHEDULER_CONFIG, write_pipeline
+from diffusion.models.sampling import inference_scheduler
+from diffusion.models.stored_weights import StoredWeights
+
+HUB_NAME = "someone/pipe"
+
+
+def write(model: LatentDiffusion, folder: Path) -> Path:
+    """Write a model as a pipeline."""
+    folder.mkdir()
+    tensors = model.unet.state_dict()
+    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+    weights = StoredWeights(place="here", shapes=shapes, read=lambda names: {name: tensors[name] for name in names})
+    frozen = FrozenParts(
+        vae=model.vae,
+        text_encoder=model.text_encoder,
+        tokenizer=model.tokenizer,
+        latent_scaling=model.latent_scaling,
+    )
+    scheduler = inference_scheduler(model.noise_scheduler)
+    write_pipeline(folder, unet=model.unet, weights=weights, frozen=frozen, scheduler=scheduler)
+    return folder
+
+
+def change(file: Path, **entries) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+
+
+@pytest.fixture(scope="module")
+def epsilon() -> LatentDiffusion:
+    return tiny(seed=5, prediction_type="epsilon")
+
+
+@pytest.fixture(scope="module")
+def folder(epsilon, tmp_path_factory) -> Path:
+    """Trained with another prediction type than is usual with the family."""
+    return write(epsilon, tmp_path_factory.mktemp("build") / "pipe")
+
+
+@pytest.fixture
+def changed(folder, tmp_path) -> Path:
+    """A copy that a test may change."""
+    return Path(shutil.copytree(folder, tmp_path / "changed"))
+
+
+@pytest.fixture
+def requests(monkeypatch) -> Iterator[list[str]]:
+    """Names of the hosts that are asked, though nothing is reached."""
+    asked = []
+
+    def look_up(host, *rest, **options):
+        asked.append(host)
+        raise socket.gaierror("no network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    with monkeypatch.context() as patch:
+        patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        reset_sessions()
+        yield asked
+    reset_sessions()
+
+
+@pytest.fixture
+def cache(folder, tmp_path, monkeypatch) -> Path:
+    """A cache of the hub that holds the folder, and no network."""
+    repository = tmp_path / "hub" / f"models--{HUB_NAME.replace('/', '--')}"
+    shutil.copytree(folder, repository / "snapshots" / "1234")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("1234")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(transformers.utils.hub, "TRANSFORMERS_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def are_equal(one: LatentDiffusion, other: LatentDiffusion) -> bool:
+    modules = ((one.unet, other.unet), (one.vae, other.vae), (one.text_encoder, other.text_encoder))
+    pairs = [zip(a.parameters(), b.parameters(), strict=True) for a, b in modules]
+    return all(torch.equal(a, b) for pair in pairs for a, b in pair)
+
+
+@pytest.mark.parametrize("kind", [Path, str])
+def test_a_folder_s_unet_is_what_it_was_trained_as(kind, folder, epsilon):
+    loaded = tiny(kind(folder), unet=kind(folder), vae=kind(folder / "vae"))
+    assert are_equal(loaded, epsilon)
+    assert loaded.objective.prediction_type == loaded.noise_scheduler.config["prediction_type"] == "epsilon"
+    options = {"num_inference_steps": 2, "seed": 0, "output": "tensor", "progress": False}
+    found, expected = (model.generate("a red circle", **options) for model in (loaded, epsilon))
+    assert isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor)
+    assert torch.equal(found, expected)
+
+
+def test_a_zero_terminal_schedule_is_taken_from_the_folder(tmp_path):
+    place = str(write(tiny(zero_terminal_snr=True), tmp_path / "pipe"))
+    loaded = tiny(place, unet=place)
+    assert loaded.objective.zero_terminal_snr
+    assert loaded.noise_scheduler.alphas_cumprod[-1] == 0
+    with pytest.raises(ConfigurationError, match="rescale_betas_zero_snr is True there and False here"):
+        tiny(place, unet=place, zero_terminal_snr=False)
+
+
+def test_another_prediction_type_than_the_folder_s_is_refused(folder):
+    assert tiny(str(folder), unet=str(folder), prediction_type="epsilon").objective.prediction_type == "epsilon"
+    with pytest.raises(
+        ConfigurationError,
+        match=r"scheduler_config\.json: prediction_type is epsilon there and v_prediction here\. Take",
+    ):
+        tiny(str(folder), unet=str(folder), prediction_type="v_prediction")
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"beta_end": 0.02}, "beta_end is 0.02 there and 0.012 here"),
+        ({"trained_betas": [0.1]}, r"trained_betas is \[0.1\] there and None here"),
+        ({"prediction_type": "flow_prediction"}, "'flow_prediction': choose one of epsilon, v_prediction, sample"),
+    ],
+)
+def test_another_noise_schedule_than_the_family_s_is_refused(entries, message, changed):
+    change(changed / SCHEDULER_CONFIG, **entries)
+    with pytest.raises(ConfigurationError, match=message):
+        tiny(str(changed), unet=str(changed))
+
+
+def test_other_attention_heads_of_equal_shapes_are_refused(changed):
+    change(changed / "unet" / "config.json", attention_head_dim=[4, 4])
+    with pytest.raises(ConfigurationError, match=r"attention_head_dim is \[4, 4\] there and \(2, 4\) here"):
+        tiny(str(changed), unet=str(changed))
+
+
+def test_what_released_configurations_leave_empty_is_off(changed, epsilon):
+    change(changed / "unet" / "config.json", upcast_attention=None, cross_attention_norm=None)
+    assert are_equal(tiny(str(changed), unet=str(changed)), epsilon)
+
+
+def test_weights_of_another_size_are_refused(changed):
+    change(changed / "unet" / "config.json", block_out_channels=[32, 128])
+    with pytest.raises(ConfigurationError, match="block_out_channels"):
+        tiny(str(changed), unet=str(changed))
+
+
+def test_a_random_unet_beside_pretrained_parts_is_told(folder, caplog):
+    with caplog.at_level(logging.WARNING):
+        tiny()
+        tiny(str(folder), unet=str(folder))
+        assert not caplog.messages
+        tiny(str(folder))
+    assert caplog.messages == [f"the U-Net has random weights, beside those of {folder}: give unet=FOLDER"]
+
+
+def test_a_folder_that_does_not_say_what_its_unet_predicts_is_told(changed, caplog):
+    (changed / SCHEDULER_CONFIG).unlink()
+    with caplog.at_level(logging.WARNING):
+        assert tiny(str(changed), unet=str(changed)).objective.prediction_type == "v_prediction"
+        tiny(str(changed), unet=str(changed), prediction_type="epsilon")
+    [message] = caplog.messages
+    assert message.endswith("holds no scheduler/scheduler_config.json: its U-Net is taken to predict v_prediction")
+
+
+def test_a_hub_name_is_served_from_the_cache(cache, epsilon):
+    loaded = tiny(HUB_NAME, unet=HUB_NAME)
+    assert are_equal(loaded, epsilon)
+    assert loaded.objective.prediction_type == "epsilon"
+    with pytest.raises(ConfigurationError, match="someone/other/unet could not be loaded"):
+        tiny(unet="someone/other")
+
+
+def test_with_local_files_only_the_hub_is_not_asked(cache, requests, epsilon):
+    assert are_equal(tiny(HUB_NAME, unet=HUB_NAME, local_files_only=True), epsilon)
+    assert requests == []
+    assert torch.equal(tiny(unet=HUB_NAME).unet.conv_in.weight, epsilon.unet.conv_in.weight), "what was fetched before"
+    assert requests, "without it the hub is asked"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prediction_type": "foo"}, "prediction_type 'foo': choose one of epsilon, v_prediction, sample"),
+        ({"resolution": 30}, "resolution 30: give a multiple of 4"),
+        ({"resolution": 0}, "resolution 0: give a whole number of 1 or more"),
+        ({"resolution": -32}, "resolution -32"),
+        ({"seed": -1}, r"seed -1: give a whole number in 0 \.\. 4294967295"),
+        ({"seed": 2**32}, "seed 4294967296"),
+        ({"unet": "./nowhere"}, r"there is no folder \./nowhere"),
+        ({"pretrained": Path("/no/where")}, "there is no folder /no/where"),
+    ],
+)
+def test_wrong_options_are_named(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        tiny(**options)
