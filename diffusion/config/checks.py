@@ -103,6 +103,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "optimizer.weight_decay": (0, math.inf),
     "objective.offset_noise": (0, math.inf),
     "autoencoder.l1_weight": (0, math.inf),
+    "autoencoder.l2_weight": (0, math.inf),
     "autoencoder.kl_weight": (0, math.inf),
     "autoencoder.perceptual_weight": (0, math.inf),
     "autoencoder.adversarial_weight": (0, math.inf),

@@ -115,6 +115,9 @@ class AutoencoderConfig:
     l1_weight: float = 1.0
     """Weight of the mean absolute error of the pixels, which lie in [-1, 1]."""
 
+    l2_weight: float = 0.0
+    """Weight of their mean squared error; some of it keeps a small VAE from giving up on rare colours."""
+
     kl_weight: float = 1e-6
     """Weight of the KL divergence of the posterior from the standard normal, summed over an image's latent and divided
     by the number of its pixel values."""

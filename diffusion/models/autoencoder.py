@@ -1,4 +1,4 @@
-"""Training of the VAE: mean absolute error, perceptual distance, the posterior's KL divergence and a discriminator.
+"""Training of the VAE: absolute and squared error, perceptual distance, KL divergence of the posterior, discriminator.
 
 Shape letters: B batch, C channels, H W height and width of the latent.
 """
@@ -114,11 +114,13 @@ class AutoencoderTraining(ComposerModel):
 
     def loss(self, outputs: Reconstruction, batch: Batch) -> dict[str, Tensor]:
         """The weighted terms, averaged over the microbatch, float32 [] each; their sum is minimised."""
-        num_values = outputs.pixels[0].numel()
+        error, num_values = outputs.decoded - outputs.pixels, outputs.pixels[0].numel()
         terms = {
-            "l1": self.config.l1_weight * (outputs.decoded - outputs.pixels).abs().mean(),
+            "l1": self.config.l1_weight * error.abs().mean(),
             "kl": self.config.kl_weight * outputs.kl.mean() / num_values,
         }
+        if self.config.l2_weight > 0:
+            terms["l2"] = self.config.l2_weight * error.square().mean()
         if "perceptual" in self._frozen:
             distance = self._frozen["perceptual"](outputs.decoded, outputs.pixels).float().mean()
             terms["perceptual"] = self.config.perceptual_weight * distance

@@ -88,6 +88,18 @@ def test_the_discriminator_starts_late_and_has_gradients_of_zero_before(model):
         assert {bool(gradient.any()) for gradient in gradients(model.discriminator)} == {has_begun}
 
 
+def test_absolute_and_squared_errors_are_weighted():
+    vae = with_seed(0, lambda: build_vae(ARCHITECTURES[Architecture.tiny]))
+    model = AutoencoderTraining(vae, AutoencoderConfig(l1_weight=0.5, l2_weight=3.0), seed=0)
+    batch = batch_at(0)
+    outputs = model(batch)
+    terms = model.loss(outputs, batch)
+    error = (outputs.decoded - (batch[BatchKey.IMAGE] / 127.5 - 1)).double()
+    assert terms["l1"].item() == pytest.approx(0.5 * error.abs().mean().item(), rel=1e-5)
+    assert terms["l2"].item() == pytest.approx(3.0 * error.pow(2).mean().item(), rel=1e-5)
+    assert set(AutoencoderTraining(vae, AutoencoderConfig(), seed=0).loss(outputs, batch)) == {"l1", "kl"}
+
+
 def test_the_optimizer_has_a_group_for_each_side(model):
     vae, discriminator = model.parameter_groups()
     assert sum(map(len, (vae["params"], discriminator["params"]))) == len(list(model.parameters()))
