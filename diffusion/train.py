@@ -49,7 +49,7 @@ from diffusion.plugins import build_plugin
 from diffusion.run_loggers import build_loggers
 from diffusion.sharding import correct_gradient_average, fsdp_config
 from diffusion.train_callbacks import build_callbacks, build_meters
-from diffusion.train_data import build_evaluator, build_train_data, check_identity
+from diffusion.train_data import build_evaluator, build_train_data, check_identity, check_streams
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +87,7 @@ def train(config: Config) -> Trainer:
 def _train(config: Config, folder: Path, device: Device, heartbeat: Heartbeat) -> Trainer:
     """Train in a run folder that is open."""
     check_machines(config, device)
+    agree(lambda: check_streams(config))
     agree(lambda: _fetch_initial(config))
     model = agree(lambda: _build_model(config, device))
     torch.backends.cudnn.benchmark = config.performance.cudnn_benchmark and not config.trainer.deterministic
