@@ -13,9 +13,9 @@ import pytest
 from PIL import Image
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, last_step
+from diffusion.curves import Curve, read_curves, read_json_lines
 from diffusion.datasets.batching import GlobalOrder, Mixing, OrderSettings, StreamShape
 from diffusion.errors import ConfigurationError
-from diffusion.evaluation.run_report.curves import Curve, read_curves, read_json_lines
 from diffusion.evaluation.run_report.data_mix import count_draws
 from diffusion.evaluation.run_report.page import write_report
 from diffusion.evaluation.run_report.run_folder import read_phases, read_run, read_starts

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from diffusion.checkpointing.rollbacks import RECORD
-from diffusion.evaluation.run_report.curves import read_json_lines
+from diffusion.curves import read_json_lines
 from diffusion.operations.costs import Kind, StartCosts, read_costs
 from diffusion.operations.events import EVENTS, EventKind
 
