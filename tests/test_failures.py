@@ -103,6 +103,16 @@ def test_data_that_is_not_there_ends_all_ranks_with_one_message(server, shapes, 
     assert "no-vae" not in job.output
 
 
+@pytest.mark.parametrize("place", ["empty", "nowhere"])
+def test_a_start_that_is_not_there_is_told_with_its_key_before_networks_are_built(server, tmp_path, place):
+    (tmp_path / "empty").mkdir()
+    places = [f"init_from.checkpoint={tmp_path / place}", f"model.vae={tmp_path}/no-vae"]
+    job = server.run(1, [("tests/toy.yaml", [f"output_folder={tmp_path}/run", *places])])
+    assert job.codes == [2]
+    what = "holds no complete checkpoint" if place == "empty" else "does not exist"
+    assert f"ConfigurationError: init_from.checkpoint: {tmp_path / place} {what}" in job.output
+
+
 @pytest.mark.world_size(2)
 def test_two_jobs_on_one_machine_train_as_if_alone(server, shapes, tmp_path):
     """Both at once, and each beginning anew while the other may still be running."""
