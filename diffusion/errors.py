@@ -4,6 +4,9 @@ A `UserError` is what a command prints, without a traceback, before it ends with
 raised is a defect of this package (or of a library below it) and keeps its traceback.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 
 class UserError(Exception):
     """A mistake that the person who started the command can mend.
@@ -33,6 +36,15 @@ class UnfitDataError(DataError):
 
 class MachineError(UserError):
     """The machine lacks something that the configuration asks for: a device, a precision, disk space."""
+
+
+@contextlib.contextmanager
+def naming(key: str) -> Iterator[None]:
+    """Begin the message of an error in this block with the key of the configuration that it is about."""
+    try:
+        yield
+    except UserError as error:
+        raise type(error)(f"{key}: {error}") from error
 
 
 def raise_all(kind: type[UserError], problems: list[str]) -> None:

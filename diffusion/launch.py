@@ -131,6 +131,13 @@ class CommandParser(argparse.ArgumentParser):
             super()._print_message(message, file)
 
 
+def positive(text: str) -> int:
+    """Read a whole number of at least 1, as the `type` of an argument."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number of at least 1")
+    return int(text)
+
+
 def agree(step: Callable[[], T]) -> T:
     """Run a step on every rank and fail together.
 

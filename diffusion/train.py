@@ -32,7 +32,7 @@ from diffusion.config.secrets import to_public_yaml
 from diffusion.config.stores import is_store
 from diffusion.config.training import Decay, Device, Parallelism
 from diffusion.datasets.streams import TextImageDataset
-from diffusion.errors import ConfigurationError, MachineError
+from diffusion.errors import ConfigurationError, MachineError, naming
 from diffusion.health.startup import check_caches, check_machines
 from diffusion.launch import PreemptedError, agree
 from diffusion.loading import open_initial
@@ -42,6 +42,7 @@ from diffusion.models.autoencoder import AutoencoderTraining, initialise_logvar
 from diffusion.models.build import build_model, load_unet
 from diffusion.models.frozen import build_vae, with_seed
 from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.layout import is_pipeline
 from diffusion.models.lora import add_lora
 from diffusion.operations.beats import beats_folder
 from diffusion.operations.costs import BudgetSpentError
@@ -49,7 +50,7 @@ from diffusion.plugins import build_plugin
 from diffusion.run_loggers import build_loggers
 from diffusion.sharding import correct_gradient_average, fsdp_config
 from diffusion.train_callbacks import build_callbacks, build_meters
-from diffusion.train_data import build_evaluator, build_train_data, check_identity
+from diffusion.train_data import build_evaluator, build_train_data, check_identity, check_streams
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +88,8 @@ def train(config: Config) -> Trainer:
 def _train(config: Config, folder: Path, device: Device, heartbeat: Heartbeat) -> Trainer:
     """Train in a run folder that is open."""
     check_machines(config, device)
-    agree(lambda: _fetch_initial(config))
+    agree(lambda: check_streams(config))
+    agree(lambda: _find_initial(config))
     model = agree(lambda: _build_model(config, device))
     torch.backends.cudnn.benchmark = config.performance.cudnn_benchmark and not config.trainer.deterministic
     if isinstance(model, LatentDiffusion):
@@ -129,10 +131,13 @@ def _open_run_folder(folder: Path, config: Config) -> None:
         raise MachineError(f"output_folder={folder} cannot be written: {error.strerror}. Choose another one") from error
 
 
-def _fetch_initial(config: Config) -> None:
-    """Download the checkpoint to start from, once per node."""
-    if config.init_from is not None and is_store(config.init_from.checkpoint) and dist.get_local_rank() == 0:
-        resolve_checkpoint(config.init_from.checkpoint)
+def _find_initial(config: Config) -> None:
+    """Look for the checkpoint to start from; one in a store is downloaded, once per node."""
+    if config.init_from is None or is_pipeline(config.init_from.checkpoint):
+        return
+    if not is_store(config.init_from.checkpoint) or dist.get_local_rank() == 0:
+        with naming("init_from.checkpoint"):
+            resolve_checkpoint(config.init_from.checkpoint)
 
 
 def _build_model(config: Config, device: Device) -> ComposerModel:
@@ -146,8 +151,9 @@ def _build_model(config: Config, device: Device) -> ComposerModel:
     if config.trainer.activation_checkpointing:
         model.unet.enable_gradient_checkpointing()
     if config.init_from is not None:
-        initial = open_initial(config.init_from, model.unet)
-        load_unet(model, initial.read_all(), initial.place)
+        with naming("init_from.checkpoint"):
+            initial = open_initial(config.init_from, model.unet)
+            load_unet(model, initial.read_all(), initial.place)
     if config.model.lora is not None:
         add_lora(model.unet, config.model.lora, config.seed)
     return model

@@ -12,13 +12,20 @@ from composer.utils import dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from diffusion.config.data import Representation, Shuffling, picture_sizes
+from diffusion.config.data import PictureSize, Representation, Shuffling, picture_sizes
 from diffusion.config.model import Posterior
 from diffusion.config.schema import Config
 from diffusion.datasets.batch import BatchKey, num_samples, split_batch
-from diffusion.datasets.encoded import check_encoded, read_encoded_manifest
-from diffusion.datasets.loader import held_out_streams, train_loader, validation_dataset, validation_loader
-from diffusion.datasets.locations import locate_streams
+from diffusion.datasets.encoded import EncodedManifest, check_encoded, read_encoded_manifest
+from diffusion.datasets.loader import (
+    check_training_streams,
+    check_validation_streams,
+    held_out_streams,
+    train_loader,
+    validation_dataset,
+    validation_loader,
+)
+from diffusion.datasets.locations import StreamLocation, locate_streams
 from diffusion.errors import DataError
 from diffusion.models.identity import module_identity, tokenizer_identity
 from diffusion.models.latent_diffusion import LatentDiffusion
@@ -34,12 +41,51 @@ def _tokenize(config: Config) -> Callable[[list[str]], Any]:
     return lambda captions: tokenize(tokenizer, captions)
 
 
+def check_streams(config: Config) -> None:
+    """Refuse data that is not there, or not what the configuration says, as far as that is known without the model.
+
+    Raises:
+        DataError: what is missing or differs, and what to do.
+    """
+    with_logvar = config.objective.posterior == Posterior.sample
+    if config.plugins.train_dataset is None:
+        check_training_streams(config.data, with_logvar=with_logvar)
+    if config.validation is not None:
+        check_validation_streams(config.validation, config.data, with_logvar=with_logvar)
+    for _ in _encoded_streams(config):
+        pass
+
+
 def check_identity(config: Config, model: LatentDiffusion) -> None:
     """Refuse latents of another VAE or tokenizer."""
-    if config.data.representation != Representation.latents or config.plugins.train_dataset is not None:
+    if not _reads_encoded(config):
         return
     vae, tokenizer = module_identity(model.vae), tokenizer_identity(model.tokenizer)
     text_encoder = module_identity(model.text_encoder) if config.data.text_embeddings else None
+    for location, size, manifest in _encoded_streams(config):
+        check_encoded(
+            manifest,
+            where=location.source,
+            size=size,
+            needs_logvar=config.objective.posterior == Posterior.sample,
+            vae_identity=vae,
+            tokenizer_identity=tokenizer,
+            text_encoder_identity=text_encoder,
+        )
+
+
+def _reads_encoded(config: Config) -> bool:
+    return config.data.representation == Representation.latents and config.plugins.train_dataset is None
+
+
+def _encoded_streams(config: Config) -> Iterator[tuple[StreamLocation, PictureSize, EncodedManifest]]:
+    """Streams of latents, for training and held out, with their sizes and manifests.
+
+    Raises:
+        DataError: one has no manifest, or that of something else.
+    """
+    if not _reads_encoded(config):
+        return
     roots = [(config.data.remote, config.data.local, config.data.streams)]
     if config.validation is not None:
         streams = held_out_streams(config.validation, config.data)
@@ -50,15 +96,7 @@ def check_identity(config: Config, model: LatentDiffusion) -> None:
             manifest = read_encoded_manifest(location.source, location.store)
             if manifest is None:
                 raise DataError(f"{location.source} has no manifest.json beside it: encode it with scripts/encode.py")
-            check_encoded(
-                manifest,
-                where=location.source,
-                size=size,
-                needs_logvar=config.objective.posterior == Posterior.sample,
-                vae_identity=vae,
-                tokenizer_identity=tokenizer,
-                text_encoder_identity=text_encoder,
-            )
+            yield location, size, manifest
 
 
 def build_train_data(config: Config) -> DataSpec:

@@ -17,7 +17,8 @@ PYTHON=${PYTHON:-.venv/bin/python}
 export SSH
 # A host that is cut off is noticed after 30 seconds.
 options=(-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=6)
-read -ra hosts <<< "$1"
+read -ra hosts <<< "${1:-}"
+[ ${#hosts[@]} -gt 0 ] || { echo 'no hosts: launchers/ssh.sh "host1 host2" yamls/phase1.yaml ...' >&2; exit 2; }
 shift
 
 # The hosts go on as long as 9 is open; they read 8, which ends when it is closed.

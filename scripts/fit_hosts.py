@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from diffusion.config.loading import load_config
-from diffusion.launch import CommandParser, run_command, say_to_stderr
+from diffusion.launch import CommandParser, positive, run_command, say_to_stderr
 
 
 def fit_hosts(arguments: Sequence[str]) -> None:
@@ -21,17 +21,18 @@ def fit_hosts(arguments: Sequence[str]) -> None:
     parser.add_argument("hosts", help="names, spare ones last")
     parser.add_argument("config", metavar="CONFIG.yaml", help="configuration of the run")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="values that replace those of the file")
-    parser.add_argument("--nodes", type=int, metavar="N", help="how many are wanted (all if left out)")
-    parser.add_argument("--ranks-per-host", type=int, metavar="N", help="one for each GPU if left out")
+    parser.add_argument("--nodes", type=positive, metavar="N", help="how many are wanted (all if left out)")
+    parser.add_argument("--ranks-per-host", type=positive, metavar="N", help="one for each GPU if left out")
     options = parser.parse_intermixed_args(list(arguments))
-    config, hosts = load_config(options.config, options.overrides), options.hosts.split()
+    config = load_config(options.config, options.overrides)
+    from diffusion.health.hosts import choose_fit_hosts, command_over_ssh, host_names, survey
+    from diffusion.health.verdicts import Level, format_table
+
+    hosts = host_names(options.hosts, f"'{options.hosts}'")
     patience = config.operations.supervision.check_patience
     if patience is None:
         print(*hosts[: options.nodes])
         return
-
-    from diffusion.health.hosts import choose_fit_hosts, command_over_ssh, survey
-    from diffusion.health.verdicts import Level, format_table
 
     ssh = shlex.split(os.environ.get("SSH", "ssh"))
     found = survey(hosts, command_over_ssh(ssh, [options.config, *options.overrides]), patience)

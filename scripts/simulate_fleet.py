@@ -60,7 +60,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--worlds", nargs="+", type=parse_world, default=worlds, metavar="NxR", help=worlds_help)
     parser.add_argument("--global-batch-size", type=int, default=2048)
     parser.add_argument("--num-canonical-nodes", type=int, default=128)
-    parser.add_argument("--mixing", type=Mixing, choices=list(Mixing), default=Mixing.mixed)
+    parser.add_argument("--mixing", type=Mixing, choices=[mixing.value for mixing in Mixing], default=Mixing.mixed)
     parser.add_argument("--group-size", type=int, default=None)
     parser.add_argument("--shuffle-block-size", type=int, default=None, help="default: shuffle within each shard")
     parser.add_argument("--seed", type=int, default=17)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffusion.errors import ConfigurationError
-from diffusion.launch import CommandParser, run_command
+from diffusion.launch import CommandParser, positive, run_command
 
 if TYPE_CHECKING:
     from diffusion.operations.machines import Fleet
@@ -27,29 +27,44 @@ if TYPE_CHECKING:
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", type=Path, metavar="FILE", help="names of hosts that ssh reaches, spare ones last")
-    parser.add_argument("--nodes", type=int, metavar="N", help="how many of them the job wants (all if left out)")
-    parser.add_argument("--ranks-per-host", type=int, metavar="N", help="one for each GPU if left out")
+    parser.add_argument(
+        "--hosts",
+        type=Path,
+        metavar="FILE",
+        help="names of hosts that ssh reaches, spare ones last; # begins a comment",
+    )
+    parser.add_argument("--nodes", type=positive, metavar="N", help="how many of them the job wants (all if left out)")
+    parser.add_argument("--ranks-per-host", type=positive, metavar="N", help="one for each GPU if left out")
     parser.add_argument(
         "command", nargs="+", help="after `--`: the command that starts the job, with the run's YAML and its overrides"
     )
-    return parser.parse_args()
+    options, unknown = parser.parse_known_args()
+    if unknown:
+        raise ConfigurationError(
+            f"supervise.py does not know {' '.join(unknown)}: put `--` before the command that it belongs to, as in "
+            "supervise.py -- composer -n 8 run.py yamls/phase1.yaml"
+        )
+    return options
 
 
 def read_fleet(options: argparse.Namespace) -> "Fleet | None":
     """The hosts that may be used; None for a job of this machine."""
+    from diffusion.health.hosts import host_names
     from diffusion.operations.machines import PLACE_OF_HOSTS, Fleet
 
     if options.hosts is None:
+        if options.nodes is not None or options.ranks_per_host is not None:
+            raise ConfigurationError("--nodes and --ranks-per-host are about the hosts of --hosts FILE: give it, too")
         return None
     try:
-        hosts = tuple(options.hosts.read_text(encoding="utf-8").split())
+        text = options.hosts.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigurationError(f"--hosts {options.hosts} cannot be read: {error.strerror}") from error
-    if not hosts or not any(PLACE_OF_HOSTS in word for word in options.command):
+    hosts = host_names(text, f"--hosts {options.hosts}")
+    if not any(PLACE_OF_HOSTS in word for word in options.command):
         raise ConfigurationError(
-            f"--hosts {options.hosts}: it must name hosts, and the command must say by the word {PLACE_OF_HOSTS} where "
-            "they go, as in launchers/ssh.sh {hosts} yamls/phase1.yaml"
+            f"--hosts {options.hosts}: the command must say by the word {PLACE_OF_HOSTS} where they go, as in "
+            "launchers/ssh.sh {hosts} yamls/phase1.yaml"
         )
     return Fleet(hosts=hosts, wanted=options.nodes, ranks_per_host=options.ranks_per_host)
 

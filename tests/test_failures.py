@@ -82,12 +82,35 @@ def test_data_that_vanishes_in_mid_run_ends_all_ranks_with_one_message(server, s
 
 
 @pytest.mark.world_size(2)
-def test_data_that_is_not_there_ends_all_ranks_with_one_message(server, shapes, tmp_path):
-    job = server.run(2, [latents(shapes, tmp_path / "nowhere", tmp_path / "run")])
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.local={folder}/nowhere/train"], "{folder}/nowhere/train"),
+        (["data.streams=[{name: 32-64}, {name: 64-128}]"], "set data.streams='[{name: 32-64}, {name: 64-up}]'"),
+        (["validation={local: {folder}/nowhere}"], "correct validation.local"),
+        (["data.remote=file://{folder}/nowhere"], "nowhere/manifest.json cannot be fetched"),
+    ],
+)
+def test_data_that_is_not_there_ends_all_ranks_with_one_message(server, shapes, tmp_path, overrides, message):
+    """Before networks are built: the VAE is not there, either, and nobody has looked."""
+    places = [override.replace("{folder}", str(tmp_path)) for override in overrides]
+    run = latents(shapes, shapes / "latents-32", tmp_path / "run", *places, f"model.vae={tmp_path}/no-vae")
+    job = server.run(2, [run])
     assert job.codes == [2, 2]
     assert job.output.count("DataError: ") == 1
-    assert f"{tmp_path}/nowhere/train" in job.output
+    assert message.replace("{folder}", str(tmp_path)) in job.output
     assert "Traceback" not in job.output
+    assert "no-vae" not in job.output
+
+
+@pytest.mark.parametrize("place", ["empty", "nowhere"])
+def test_a_start_that_is_not_there_is_told_with_its_key_before_networks_are_built(server, tmp_path, place):
+    (tmp_path / "empty").mkdir()
+    places = [f"init_from.checkpoint={tmp_path / place}", f"model.vae={tmp_path}/no-vae"]
+    job = server.run(1, [("tests/toy.yaml", [f"output_folder={tmp_path}/run", *places])])
+    assert job.codes == [2]
+    what = "holds no complete checkpoint" if place == "empty" else "does not exist"
+    assert f"ConfigurationError: init_from.checkpoint: {tmp_path / place} {what}" in job.output
 
 
 @pytest.mark.world_size(2)

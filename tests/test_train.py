@@ -76,6 +76,17 @@ def test_writes_what_people_look_at(runs):
     assert series(rows, "lr-AdamW/group0")[1][:4] == pytest.approx([0.0, 5e-4, 1e-3, 1e-3])
 
 
+def test_sample_grids_come_at_intervals_in_every_unit(server, tmp_path):
+    steps = {"2ba": [2, 4, 5], "12sp": [2, 3, 5], "2ep": [4, 5], "0.6dur": [3, 5]}
+    short = ["trainer.parallelism=ddp", "trainer.max_duration=5ba", "algorithms.ema=null", "trainer.save_interval=1dur"]
+    of_two_batches = "plugins.train_dataset.arguments={num_samples: 16}"
+    runs = [(f"samples.interval={time}", f"output_folder={tmp_path / time}") for time in steps]
+    server.train(1, [(TOY, [*run, *short, of_two_batches]) for run in runs])
+    for time, expected in steps.items():
+        found = sorted(path.name for path in (tmp_path / time / "samples").iterdir())
+        assert found == [f"step-{step:06d}.png" for step in expected], time
+
+
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("name", ["fsdp-1-2", "fsdp-2-1", "ddp-1", "ddp-2-1"])
 def test_losses_and_weights_do_not_depend_on_ranks_microbatches_or_interruptions(runs, name):

@@ -11,9 +11,9 @@ from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.reading import find_checkpoints
 from diffusion.cli import train_command
 from diffusion.config.checks import is_location
-from diffusion.config.data import Mixing
+from diffusion.config.data import Mixing, Representation
 from diffusion.config.loading import load_config
-from diffusion.config.model import Architecture
+from diffusion.config.model import Architecture, InitFromConfig, Posterior, Weights
 from diffusion.config.training import Precision
 from diffusion.models.autoencoder import to_pixels
 from diffusion.models.frozen import load_pretrained
@@ -250,6 +250,11 @@ def test_the_recipe_is_the_published_one():
         assert (config.seed, config.data.shuffle.value, config.data.shuffle_block_size) == (17, "shard", 2**18)
         assert (config.trainer.eval_interval, config.trainer.save_interval) == ("10000ba", "10000ba")
         assert config.data.num_canonical_nodes == 128
+        assert (config.data.representation, config.objective.posterior) == (Representation.latents, Posterior.sample)
+        assert all((stream.proportion, stream.repeat) == (None, None) for stream in config.data.streams)
+        assert (config.samples.num_inference_steps, config.samples.guidance_scale) == (50, 3.0)
+    assert phase1.init_from is None
+    assert phase2.init_from == InitFromConfig(checkpoint="runs/phase1", weights=Weights.raw)
     assert phase1.algorithms.ema is None
     ema = phase2.algorithms.ema
     assert ema is not None

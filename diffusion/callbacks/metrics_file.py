@@ -1,13 +1,15 @@
 """Numbers in a file that any tool reads, and the loss curve drawn from it."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from composer import Callback, Logger, State
 from composer.loggers import LoggerDestination
 from composer.utils import dist
+
+from diffusion.curves import Curve
 
 TRAIN_LOSS = "loss/train/total"
 
@@ -22,10 +24,14 @@ class MetricsFile(LoggerDestination):
 
     Args:
         path: the file; a resumed run continues it, without the rows of steps that are run again.
+
+    Attributes:
+        losses: in training and on held-out data, since the first step of the run, by the metric's name; on rank 0.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.losses: dict[str, Curve] = {}
         self._step: float = 0
         self._row: dict[str, float] = {}
         self._loaded = ""
@@ -36,16 +42,27 @@ class MetricsFile(LoggerDestination):
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._step = state.timestamp.batch.value
-        rows = read_metrics(self.path)
-        kept = [row for row in rows if row["step"] < self._step]
+        self.losses = {}
+        begun: list[dict[str, float]] = []
         partial = self.path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        with partial.open("w", encoding="utf-8") as file:
+            for row in _rows(self.path):
+                if row["step"] < self._step:
+                    file.write(json.dumps(row) + "\n")
+                    self._add(row["step"], row)
+                elif row["step"] == self._step:
+                    begun.append(row)
         partial.replace(self.path)
-        begun = [row for row in rows if row["step"] == self._step]
         if self._loaded:
             begun.append(json.loads(self._loaded))
             self._loaded = ""
         self._row = {name: value for row in begun for name, value in row.items() if name != "step"}
+        self._add(self._step, self._row)
+
+    def _add(self, step: float, row: Mapping[str, float]) -> None:
+        for name, value in row.items():
+            if name == TRAIN_LOSS or (name.startswith("metrics/") and name.endswith("/loss")):
+                self.losses.setdefault(name, Curve()).add(step, value)
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Collect the numbers of a step; they are written when the next step begins."""
@@ -54,8 +71,9 @@ class MetricsFile(LoggerDestination):
         if step != self._step:
             self.flush()
             self._step = step
-        for name, value in metrics.items():
-            self._row[name] = float(value.item() if hasattr(value, "item") else value)
+        row = {name: float(value.item() if hasattr(value, "item") else value) for name, value in metrics.items()}
+        self._row |= row
+        self._add(step, row)
 
     def state_dict(self) -> dict[str, Any]:
         """The row of the current step, as text: one entry, whatever its metrics are."""
@@ -64,10 +82,6 @@ class MetricsFile(LoggerDestination):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep the row until training continues."""
         self._loaded = state.get("row", "")
-
-    def rows(self) -> list[dict[str, float]]:
-        """All rows, with what was collected of the current step."""
-        return [*read_metrics(self.path), *([{"step": self._step, **self._row}] if self._row else [])]
 
     def flush(self) -> None:
         """Append the row that was collected."""
@@ -87,15 +101,18 @@ class MetricsFile(LoggerDestination):
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """Rows of a metrics file, in order; a last line that was cut off is left out."""
-    return list(_rows(path)) if path.is_file() else []
+    return list(_rows(path))
 
 
 def _rows(path: Path) -> Iterator[dict[str, float]]:
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            return
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                return
 
 
 def last_step(path: Path) -> float | None:
@@ -128,28 +145,40 @@ def running_mean(values: list[float], window: int) -> list[float]:
     return result
 
 
-def draw_loss_curve(rows: list[dict[str, float]], path: Path, title: str) -> None:
-    """Draw training loss (each step and a running mean) and validation metrics as a PNG."""
+def draw_loss_curve(losses: Mapping[str, Curve], path: Path, title: str) -> None:
+    """Draw training loss (each step, or extremes where there are many, and a running mean) and held-out loss as a PNG.
+
+    Args:
+        losses: curves by the metric's name.
+        path: the PNG.
+        title: above it, with the number of values that are not finite.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    steps, losses = series(rows, TRAIN_LOSS)
-    window = max(1, len(losses) // 50)
-    axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="training")
-    axes.plot(steps, running_mean(losses, window), color="tab:blue", label=f"training, mean of {window}")
-    for name in sorted({key for row in rows for key in row if key.startswith("metrics/") and key.endswith("/loss")}):
-        axes.plot(
-            *series(rows, name), "o-", color="tab:orange", label=name.removeprefix("metrics/").removesuffix("/loss")
-        )
-    if losses:
-        ordered = sorted(losses)
-        axes.set_ylim(0.9 * ordered[0], 1.1 * ordered[int(0.99 * (len(ordered) - 1))])
+    if training := losses.get(TRAIN_LOSS):
+        steps, means = training.steps, training.means
+        window = max(1, len(means) // 50)
+        axes.plot(steps, means, color="tab:blue", alpha=0.25, linewidth=0.8, label="training")
+        if training.width > 1:
+            axes.fill_between(steps, *training.extremes, color="tab:blue", alpha=0.15, linewidth=0)
+        label = f"training, mean of {window * training.width}"
+        axes.plot(steps, running_mean(means, window), color="tab:blue", label=label)
+        if means:
+            ordered = sorted(means)
+            axes.set_ylim(0.9 * ordered[0], 1.1 * ordered[int(0.99 * (len(ordered) - 1))])
+        if training.num_not_finite:
+            title += f" (not finite: {training.num_not_finite:,} steps from step {training.first_not_finite:,.0f} on)"
+    for name in sorted(losses.keys() - {TRAIN_LOSS}):
+        label = name.removeprefix("metrics/").removesuffix("/loss")
+        axes.plot(losses[name].steps, losses[name].means, "o-", color="tab:orange", label=label)
     axes.set(xlabel="optimizer step", ylabel="loss", title=title)
     axes.grid(alpha=0.3)
-    axes.legend()
+    if losses:
+        axes.legend()
     figure.savefig(path, dpi=110)
 
 
@@ -167,7 +196,7 @@ class LossCurve(Callback):
 
     def _draw(self) -> None:
         if dist.get_global_rank() == 0:
-            draw_loss_curve(self.metrics.rows(), self.path, self.title)
+            draw_loss_curve(self.metrics.losses, self.path, self.title)
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Draw."""

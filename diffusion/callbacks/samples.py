@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from composer import Callback, Logger, State, Time
-from composer.utils import dist
+from composer import Callback, Event, Logger, State
+from composer.utils import create_interval_scheduler, dist
 from PIL.PngImagePlugin import PngInfo
 
 from diffusion.algorithms.averaging import reshard
@@ -34,12 +34,19 @@ class SampleGrids(Callback):
 
     def __init__(self, model: LatentDiffusion, config: SamplesConfig, folder: Path, ema: LateStartEMA | None) -> None:
         self.model, self.config, self.folder, self.ema = model, config, folder, ema
-        self.interval = Time.from_timestring(config.interval)
+        self._is_due = create_interval_scheduler(
+            config.interval, include_end_of_training=False, checkpoint_events=False
+        )
         self._last_step = -1
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Sample at the interval."""
-        if state.timestamp.get(self.interval.unit).value % self.interval.value == 0:
+        """Sample at an interval in steps, samples or of the run."""
+        if self._is_due(state, Event.BATCH_END):
+            self._sample(state, logger)
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        """Sample at an interval in epochs."""
+        if self._is_due(state, Event.EPOCH_END):
             self._sample(state, logger)
 
     def fit_end(self, state: State, logger: Logger) -> None:

@@ -210,6 +210,8 @@ def _times(config: Config) -> Iterator[str]:
             problems.append(f"{key} is '{text}', but updates are counted in batches, as in 1ba.")
         if key == "algorithms.ema.power.snapshot_interval" and time.unit != "ba":
             problems.append(f"{key} is '{text}', but is counted in batches, as in 5000ba.")
+        if key == "schedule.warmup" and time.unit not in ("ba", "dur"):
+            problems.append(f"{key} is '{text}', but is counted in batches or as a share of the run: 10000ba, 0.1dur.")
         if key in ("trainer.keep_every", "autoencoder.adversarial_start") and time.unit == "ep":
             problems.append(f"{key} is '{text}', but is counted in batches, as in 100000ba.")
         global_batch_size = _value(config, "data.global_batch_size") or 0

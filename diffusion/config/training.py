@@ -68,7 +68,7 @@ class ScheduleConfig:
     """Learning rate over time."""
 
     warmup: str = "10000ba"
-    """Linear from 0 over this time."""
+    """Linear from 0 over this time, in batches or as a share of the run (`0.1dur`)."""
 
     decay: Decay = Decay.constant
     """Afterwards: constant, or to `final` of the learning rate at the end of the run."""

@@ -198,7 +198,7 @@ def check_training_streams(config: DataConfig, *, with_logvar: bool) -> list[Str
 def check_validation_streams(config: ValidationConfig, data: DataConfig, *, with_logvar: bool) -> list[StreamLocation]:
     """Check the held-out streams as `check_training_streams` does those of training."""
     streams = held_out_streams(config, data)
-    locations = locate_streams(config.remote, config.local, streams)
+    locations = locate_streams(config.remote, config.local, streams, "validation")
     _check_locations(locations, picture_sizes(streams, data.resolution), data, with_logvar)
     return locations
 

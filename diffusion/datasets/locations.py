@@ -27,6 +27,9 @@ class StreamLocation:
     name: str
     remote: str | None
     local: str
+    section: str = "data"
+    """Of the configuration, whose `streams` name it."""
+
     proportion: float | None = None
     repeat: float | None = None
     store: Store = field(default_factory=Store)
@@ -47,18 +50,21 @@ def join(root: str, *names: str) -> str:
     return "/".join([root.rstrip("/") or "/", *names]) if is_url(root) else str(Path(root, *names))
 
 
-def locate_streams(remote: str | None, local: str, streams: Sequence[StreamConfig]) -> list[StreamLocation]:
+def locate_streams(
+    remote: str | None, local: str, streams: Sequence[StreamConfig], section: str = "data"
+) -> list[StreamLocation]:
     """Join the roots of a data set with its streams.
 
     Args:
         remote: root of the data set; None where `local` holds it.
         local: root on this machine.
         streams: the streams of the configuration, which `diffusion.config.checks` has checked.
+        section: of the configuration: `data` or `validation`.
     """
-    return [_locate(remote, local, stream) for stream in streams]
+    return [_locate(remote, local, stream, section) for stream in streams]
 
 
-def _locate(root_remote: str | None, root_local: str, stream: StreamConfig) -> StreamLocation:
+def _locate(root_remote: str | None, root_local: str, stream: StreamConfig, section: str) -> StreamLocation:
     local = stream.local or str(Path(root_local, stream.name))
     remote = stream.remote or (join(root_remote, stream.name) if root_remote else None)
     if remote is not None and not is_url(remote) and Path(remote).resolve() == Path(local).resolve():
@@ -67,6 +73,7 @@ def _locate(root_remote: str | None, root_local: str, stream: StreamConfig) -> S
         name=stream.name,
         remote=remote,
         local=local,
+        section=section,
         proportion=stream.proportion,
         repeat=stream.repeat,
         store=Store(endpoint_url=stream.endpoint_url, profile=stream.profile),
@@ -85,7 +92,7 @@ def check_location(location: StreamLocation) -> None:
     if is_url(location.source):
         return
     if not folder.is_dir():
-        raise DataError(f"{folder} (stream '{location.name}') does not exist{_what_is_there(folder)}")
+        raise DataError(f"{folder} (stream '{location.name}') does not exist{_what_is_there(folder, location.section)}")
     if not (folder / INDEX).is_file():
         raise DataError(
             f"{folder} (stream '{location.name}') has no {INDEX}: it is not an MDS folder or was not copied whole. "
@@ -101,15 +108,22 @@ def check_location(location: StreamLocation) -> None:
         logger.warning("%s has no %s beside or above it: taken for an MDS folder of another tool", folder, MANIFEST)
 
 
-def _what_is_there(folder: Path) -> str:
+def _what_is_there(folder: Path, section: str) -> str:
     """The second half of the message about a missing folder: the half-written one, or its neighbours."""
     partial = folder.with_name(folder.name + PARTIAL)
     if partial.is_dir():
         return f", only the half-written {partial.name}: run the command that writes it (prepare or encode) again"
     neighbours = sorted(path.parent.name for path in folder.parent.glob(f"*/{INDEX}"))
     if neighbours:
-        return f". Streams there: {', '.join(neighbours)}. Correct the names in `streams`"
-    return ": run scripts/prepare.py (and scripts/encode.py for latents), or correct `local`, `remote` and `streams`"
+        streams = ", ".join(f"{{name: {name}}}" for name in neighbours)
+        return (
+            f". Streams there: {', '.join(neighbours)}. To read these, set {section}.streams='[{streams}]' (a bucket "
+            "without pictures has no folder)"
+        )
+    return (
+        f": run scripts/prepare.py (and scripts/encode.py for latents), or correct {section}.local, {section}.remote "
+        f"and {section}.streams"
+    )
 
 
 def find_manifest(source: str, store: Store | None = None) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ from diffusion.html_page import Page
 from diffusion.models.sampling import image_grid
 
 RELATIONS_SHOWN = 16
+SEEDS_SHOWN = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,7 @@ class Step:
 
 def labelled_grid(images: Sequence[Image.Image], seeds_per_prompt: int) -> Image.Image:
     """Images of one object: a row for each shape, a column for each colour and seed, with their names."""
-    size, num_seeds, left, top = images[0].width, min(2, seeds_per_prompt), 64, 18
+    size, num_seeds, left, top = images[0].width, min(SEEDS_SHOWN, seeds_per_prompt), 64, 18
     columns, rows = list(COLOURS), list(SHAPES)
     cell = size * num_seeds + 2 * num_seeds + 6
     grid = Image.new("RGB", (left + cell * len(columns), top + (size + 4) * len(rows)), "white")
@@ -71,9 +72,10 @@ def write_report(
         f"{scores.single.shape:.0%} of {scores.num_single} images; asked for two, the right relation in "
         f"{scores.pairs.relation or 0:.0%} of {scores.num_pairs}. {settings}"
     )
+    seeds = "one seed" if seeds_per_prompt == 1 else f"{SEEDS_SHOWN} of {seeds_per_prompt} seeds"
     page.picture(
         labelled_grid(single, seeds_per_prompt),
-        f'"{caption(prompts()[0][0])}" and so on: two of {seeds_per_prompt} seeds for each colour and shape',
+        f'"{caption(prompts()[0][0])}" and so on: {seeds} for each colour and shape',
     )
     page.heading("Scores")
     page.table("Shares of images that are right", ["", "colour", "shape", "relation", "images"], _score_rows(scores))

@@ -137,7 +137,7 @@ def _check_streams(config: Config, readings: dict[str, list[StreamReading]]) -> 
     for name, section in sections(config):
         readings[name] = []
         timeout = config.data.download_timeout
-        for location in _locations(section):
+        for location in _locations(section, name.strip() or "data"):
             found = _attempt(f"{name}stream {location.name}", partial(read_stream, location, timeout))
             if isinstance(found, Verdict):
                 verdicts.append(found)
@@ -151,8 +151,8 @@ def _check_streams(config: Config, readings: dict[str, list[StreamReading]]) -> 
     return verdicts
 
 
-def _locations(section: ValidationConfig) -> list[StreamLocation]:
-    return locate_streams(section.remote, section.local, section.streams or [])
+def _locations(section: ValidationConfig, name: str) -> list[StreamLocation]:
+    return locate_streams(section.remote, section.local, section.streams or [], name)
 
 
 def _attempt(name: str, find: Callable[[], T]) -> T | Verdict:
@@ -165,7 +165,7 @@ def _attempt(name: str, find: Callable[[], T]) -> T | Verdict:
 
 def _check_caches(config: Config, readings: Sequence[StreamReading]) -> list[Verdict]:
     """Check limit, space and speed of the cache of the training data."""
-    limit, locations = config.data.cache_limit, _locations(sections(config)[0][1])
+    limit, locations = config.data.cache_limit, _locations(sections(config)[0][1], "data")
     without = [location.name for location in locations if location.remote is None]
     demand = _attempt("epoch", lambda: cache_demand_of_readings(config, readings, world()))
     if isinstance(demand, Verdict):

@@ -12,7 +12,7 @@ from typing import Any
 
 from diffusion.config.data import DataConfig
 from diffusion.config.groups import group_size, legal_world_sizes
-from diffusion.errors import MachineError
+from diffusion.errors import ConfigurationError, MachineError
 from diffusion.health.nodes import NodeReading, check_nodes, unfit_nodes
 from diffusion.health.verdicts import Verdict, from_json, merge, problem, raise_problems
 
@@ -52,6 +52,24 @@ class Survey:
         place = self.hosts[0] if len(self.hosts) == 1 else "all hosts"
         shared = [verdict for verdict in self.verdicts if not verdict.where]
         raise_problems([replace(verdict, what=f"{place}: {verdict.what}") for verdict in shared], MachineError)
+
+
+def host_names(text: str, where: str) -> tuple[str, ...]:
+    """Read names of hosts with blanks or line breaks between them; what follows a # is a comment.
+
+    Args:
+        text: the names.
+        where: they stand, for messages.
+
+    Raises:
+        ConfigurationError: there are none, or one comes twice.
+    """
+    names = tuple(name for line in text.splitlines() for name in line.partition("#")[0].split())
+    if not names:
+        raise ConfigurationError(f"{where} names no hosts: name those that ssh reaches, spare ones last")
+    if doubled := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigurationError(f"{where} names {', '.join(doubled)} more than once: name each host once")
+    return names
 
 
 def survey(hosts: Sequence[str], command: Callable[[str], Sequence[str]], patience: float) -> Survey:

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from diffusion.config.model import ModelConfig
-from diffusion.errors import ConfigurationError
+from diffusion.errors import ConfigurationError, naming
 from diffusion.models.architectures import ARCHITECTURES, ArchitectureSpec
 from diffusion.models.conditioning import DualTextEncoder, TextEncoder
 from diffusion.models.latent_scaling import LatentScaling
@@ -132,14 +132,17 @@ def load_frozen_parts(config: ModelConfig) -> FrozenParts:
     spec = ARCHITECTURES[config.architecture]
     if config.pretrained:
         options = {"local_files_only": config.local_files_only, "use_safetensors": True}
-        text_encoder = load_text_encoder(spec, config.pretrained, **options)
+        with naming("model.pretrained"):
+            text_encoder = load_text_encoder(spec, config.pretrained, **options)
     else:
         options = {"local_files_only": True, "use_safetensors": True}
         text_encoder = with_seed(config.frozen_seed, lambda: build_text_encoder(spec))
     if config.vae:
-        vae = load_pretrained(AutoencoderKL, config.vae, None, **options)
+        with naming("model.vae"):
+            vae = load_pretrained(AutoencoderKL, config.vae, None, **options)
     elif config.pretrained:
-        vae = load_pretrained(AutoencoderKL, config.pretrained, "vae", **options)
+        with naming("model.pretrained"):
+            vae = load_pretrained(AutoencoderKL, config.pretrained, "vae", **options)
     else:
         vae = with_seed(config.frozen_seed + 1, lambda: build_vae(spec))
     freeze(vae)

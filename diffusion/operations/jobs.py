@@ -8,6 +8,8 @@ from typing import Protocol
 
 import psutil
 
+from diffusion.errors import ConfigurationError
+
 _END_SECONDS = 30.0
 
 
@@ -31,13 +33,22 @@ class Command:
         command: program and arguments.
         keep_open: a file that the command inherits, so that a lock on it lasts as long as the command.
         environment: None is this process's.
+
+    Raises:
+        ConfigurationError: there is no such program.
     """
 
     def __init__(
         self, command: Sequence[str], *, keep_open: int | None = None, environment: Mapping[str, str] | None = None
     ) -> None:
         inherited = () if keep_open is None else (keep_open,)
-        self._process = subprocess.Popen(command, start_new_session=True, pass_fds=inherited, env=environment)
+        try:
+            self._process = subprocess.Popen(command, start_new_session=True, pass_fds=inherited, env=environment)
+        except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+            raise ConfigurationError(
+                f"the command cannot be started: {command[0]}: {error.strerror}. Give a program that is there, as in "
+                "composer run.py yamls/phase1.yaml"
+            ) from error
 
     @property
     def pids(self) -> list[int]:

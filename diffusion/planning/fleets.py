@@ -215,7 +215,10 @@ def _assumptions(fleet: Fleet, breakdowns: Breakdowns, prices: Prices) -> list[s
     if prices.storage_per_tb_month:
         notes.append("Storage: data and checkpoints that stay, for the days of each run.")
     if prices.egress_per_tb:
-        notes.append("Egress: each sample once where the nodes' disks hold what they read, else in every epoch.")
+        notes.append(
+            "Egress: of runs with data.remote: each sample once where the nodes' disks hold what they read, else in "
+            "every epoch."
+        )
     if prices.per_million_requests:
         notes.append("Requests: a HEAD and a GET for each shard that is fetched; checkpoints are not counted.")
     if prices.disk_per_tb_month:

@@ -112,7 +112,7 @@ def _tier_row(budget: Budget, plan: Plan) -> list[str]:
         budget.fleet.name,
         plan.run_name,
         f"{tiers.num_nodes:,}",
-        *(_size(size) for size in (plan.data_bytes, tiers.node_bytes, tiers.epoch_bytes)),
+        *(_size(size) for size in (plan.data_bytes, tiers.first_epoch_bytes, tiers.epoch_bytes)),
         _count(tiers.epoch_requests),
         _size(tiers.fetched_bytes),
         _count(tiers.requests),

@@ -111,10 +111,12 @@ def _data(plan: Plan) -> str:
 
 def _store(plan: Plan) -> str:
     tiers = plan.tiers
-    if tiers.node_bytes is None or tiers.fetched_bytes is None:
+    if tiers.first_epoch_bytes is None or tiers.fetched_bytes is None:
         return _not_known("samples" if plan.sample_bytes is not None else "pictures")
+    if not tiers.first_epoch_bytes:
+        return "none: without data.remote nothing is fetched, and data.local holds everything on each node"
     again = "again" if tiers.epoch_bytes else "nothing"
-    text = f"{_nodes(tiers.num_nodes)} {size_text(tiers.node_bytes)} in its first epoch, {again} in others"
+    text = f"{_nodes(tiers.num_nodes)} {size_text(tiers.first_epoch_bytes)} in its first epoch, {again} in others"
     if plan.images_per_second is not None and plan.sample_bytes is not None:
         text += f", up to {size_text(plan.sample_bytes * plan.images_per_second)}/s together"
     text += f"; in all {size_text(tiers.fetched_bytes)}"

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from diffusion.config.data import PictureSize, Representation, picture_sizes
+from diffusion.config.data import DataConfig, PictureSize, Representation, picture_sizes
 from diffusion.config.model import Posterior
 from diffusion.config.quantities import parse_size
 from diffusion.config.schema import Config
@@ -25,13 +25,17 @@ class TierPlan:
 
     num_nodes: int
     node_bytes: float | None
-    """Data that one node reads in an epoch, and keeps on its disk where there is no limit."""
+    """Data that one node keeps on its disk where there is no limit: what it reads in an epoch, or all of it without a
+    remote."""
 
     disk_bytes: float | None
     """... and what it keeps with `data.cache_limit`."""
 
+    first_epoch_bytes: float | None
+    """That one node fetches in its first epoch; 0 without a remote, as of everything that is fetched."""
+
     epoch_bytes: float | None
-    """That one node fetches in each epoch but the first, in which it fetches `node_bytes`."""
+    """... and in each other one."""
 
     fetched_bytes: float | None
     """That all nodes fetch in the run."""
@@ -57,6 +61,8 @@ def plan_tiers(
 ) -> TierPlan:
     """Work out what tiers hold and give.
 
+    Where some streams have a remote and some have none, all count as fetched.
+
     Args:
         config: the configuration; locations may be missing (`???`).
         num_ranks: world size.
@@ -69,10 +75,14 @@ def plan_tiers(
     num_nodes = math.ceil(num_ranks / config.plan.gpus_per_node)
     ranks_per_node = min(num_ranks, config.plan.gpus_per_node)
     memory = ranks_per_node * waiting_bytes(config, math.ceil(data.global_batch_size / num_ranks))
-    nothing = dict.fromkeys(("node_bytes", "disk_bytes", "epoch_bytes", "fetched_bytes", "epoch_requests", "requests"))
+    held = ("node_bytes", "disk_bytes")
+    fetched = ("first_epoch_bytes", "epoch_bytes", "fetched_bytes", "epoch_requests", "requests")
     if sample_bytes is None or num_samples is None:
-        return TierPlan(num_nodes=num_nodes, memory_bytes=memory, **nothing)
+        return TierPlan(num_nodes=num_nodes, memory_bytes=memory, **dict.fromkeys((*held, *fetched)))
     total = float(num_samples * sample_bytes)
+    if not _has_remote(data):
+        amounts = dict.fromkeys(held, total) | dict.fromkeys(fetched, 0.0)
+        return TierPlan(num_nodes=num_nodes, memory_bytes=memory, **amounts)
     # A node reads the shards of its lanes, of which nodes beyond their number share some.
     lanes = order_settings(data, config.seed).num_lanes
     share = math.ceil(lanes / num_nodes) / lanes
@@ -87,12 +97,18 @@ def plan_tiers(
         num_nodes=num_nodes,
         node_bytes=node,
         disk_bytes=min(node, limit),
+        first_epoch_bytes=node,
         epoch_bytes=0.0 if node <= limit else node,
         fetched_bytes=num_nodes * node * fetches,
         epoch_requests=requests,
         requests=num_nodes * requests * fetches if requests is not None else None,
         memory_bytes=memory,
     )
+
+
+def _has_remote(data: DataConfig) -> bool:
+    streams = data.streams if isinstance(data.streams, list) else []  # Missing beside a plug-in.
+    return data.remote is not None or any(stream.remote is not None for stream in streams)
 
 
 def stored_bytes(config: Config, size: PictureSize) -> int | None:

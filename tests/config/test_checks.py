@@ -79,7 +79,9 @@ def test_the_recipe_passes(world_size):
             1,
             ["schedule.warmup is '10000ba', longer than the run (trainer.max_duration is '1000ba')", "=0.1dur"],
         ),
-        (["schedule.warmup=2000000000sp"], 1, ["schedule.warmup is '2000000000sp', longer than the run"]),
+        (["schedule.warmup=8sp"], 1, ["schedule.warmup is '8sp', but is counted in batches or as a share of the run"]),
+        (["schedule.warmup=1ep"], 1, ["schedule.warmup is '1ep', but is counted in batches or as a share of the run"]),
+        (["samples.interval=' 1ba'"], 1, ["samples.interval is ' 1ba', which is not a time"]),
         (
             ["algorithms.ema.start=550000ba"],
             1,

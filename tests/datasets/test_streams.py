@@ -160,7 +160,8 @@ def test_the_epoch_is_known_while_reading(tmp_path: Path) -> None:
 
 def test_missing_and_half_written_streams(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = write_prepared(tmp_path, {"a": 8, "b": 8})
-    with pytest.raises(DataError, match=r"train/c \(stream 'c'\) does not exist. Streams there: a, b"):
+    advice = r"data\.streams='\[{name: a}, {name: b}\]'"
+    with pytest.raises(DataError, match=rf"train/c \(stream 'c'\) does not exist. Streams there: a, b. .*{advice}"):
         open_data(root, "c")
     with pytest.raises(DataError, match=r"does not exist: run scripts/prepare.py"):
         open_data(tmp_path / "nowhere", "a")

@@ -13,10 +13,11 @@ import pytest
 from PIL import Image
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, last_step
+from diffusion.curves import Curve, read_curves, read_json_lines
 from diffusion.datasets.batching import GlobalOrder, Mixing, OrderSettings, StreamShape
 from diffusion.errors import ConfigurationError
-from diffusion.evaluation.run_report.curves import Curve, read_curves, read_json_lines
 from diffusion.evaluation.run_report.data_mix import count_draws
+from diffusion.evaluation.run_report.happenings import read_happenings
 from diffusion.evaluation.run_report.page import write_report
 from diffusion.evaluation.run_report.run_folder import read_phases, read_run, read_starts
 from diffusion.evaluation.run_report.summary import gpu_hours, steps_lost
@@ -179,6 +180,19 @@ def test_what_happened_is_listed_with_the_time_that_it_took(tmp_path: Path) -> N
         assert text in page, text
     [svg] = re.findall(r"data:image/svg\+xml;base64,([^\"]+)", page)
     assert "loss was wrong, went back" in base64.b64decode(svg).decode()
+
+
+def test_the_time_of_a_restart_is_that_of_the_first_end_before_it(tmp_path: Path) -> None:
+    """A crash, and two starts that the check refused: one time without steps, not three."""
+    ends = [{"event": "ended", "reason": "", "time": at(second)} for second in (45, 60, 90)]
+    ends += [{**ends[0], "time": time} for time in ("yesterday", "2026-01-01T00:00:00", 3e99, None)]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ends))
+    (tmp_path / "rollbacks.jsonl").write_text(json.dumps({"time": "then", "step": 1}) + "\n")
+    for row in (costs(0, 40, 20, 0), costs(113, 300, 25, 8)):
+        file = CostsFile(tmp_path)
+        file.write(row)
+        file.close()
+    assert [one.seconds_lost for one in read_happenings(tmp_path)] == [113 - 40 + 25 + 8, None, None]
 
 
 def test_draws_are_those_of_the_order() -> None:

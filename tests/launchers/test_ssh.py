@@ -183,6 +183,16 @@ def test_a_run_that_was_told_to_end_is_not_started_again_and_one_that_goes_back_
     assert len((tmp_path / "started-first").read_text().splitlines()) == 1 + goes_back
 
 
+def test_without_hosts_nothing_is_said_to_be_done():
+    done = subprocess.run(
+        ["launchers/ssh.sh", "", "tests/toy.yaml"],
+        cwd=ROOT,
+        env=environment() | {"CHECK": "false"},
+        capture_output=True,
+    )
+    assert (done.returncode, done.stderr[:8]) == (2, b"no hosts")
+
+
 def test_a_supervisor_starts_ssh_sh_again_on_the_hosts_that_are_fit(make_hosts, tmp_path):
     hosts = make_hosts(stand_in(tmp_path, unfit="second"))
     (tmp_path / "hosts").write_text("\n".join(ADDRESSES.values()))

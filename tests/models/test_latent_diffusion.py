@@ -295,15 +295,16 @@ def test_loads_frozen_parts_from_a_diffusers_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("place", "message"),
+    ("key", "place", "message"),
     [
-        ("./nowhere", "there is no folder ./nowhere"),
-        ("someone/something", "could not be loaded from someone/something"),
+        ("pretrained", "./nowhere", "model.pretrained: there is no folder ./nowhere"),
+        ("pretrained", "someone/something", "could not be loaded from someone/something"),
+        ("vae", "runs/none/vae", "model.vae: there is no folder runs/none/vae"),
     ],
 )
-def test_missing_weights_are_a_clear_error(place, message):
+def test_missing_weights_are_a_clear_error(key, place, message):
     with pytest.raises(ConfigurationError, match=message):
-        tiny(place)
+        load_frozen_parts(ModelConfig(architecture=Architecture.tiny, **{key: place}))
 
 
 class TestGenerate:

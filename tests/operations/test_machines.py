@@ -1,17 +1,21 @@
 """A supervisor that checks machines before each start: what it tells, where it starts, and when it does not."""
 
+import importlib.util
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from diffusion.config.data import DataConfig
 from diffusion.config.operations import SupervisionConfig
-from diffusion.errors import MachineError
+from diffusion.errors import ConfigurationError, MachineError
 from diffusion.health.verdicts import Verdict, problem, to_json
 from diffusion.operations.events import EventLog, read_events
 from diffusion.operations.machines import Fleet, Machines
 from diffusion.operations.supervision import Places, Supervisor
+from tests.training_runs import ROOT
 
 FULL = problem("output folder", "no room", "free space")
 FLEET = Fleet(hosts=("n0", "n1", "n2"), wanted=2, ranks_per_host=2)
@@ -89,3 +93,64 @@ def test_this_machine_is_refused_with_its_name(tmp_path, monkeypatch):
         machines.check()
     (event,) = read_events(tmp_path)
     assert (event["event"], event["host"]) == ("unfit", "here")
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def fleet_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Fleet | None:
+    supervise = script("supervise")
+    monkeypatch.setattr(sys, "argv", ["supervise.py", *arguments])
+    return supervise.read_fleet(supervise.parse_arguments())
+
+
+def test_a_file_of_hosts_may_hold_comments(tmp_path, monkeypatch):
+    (tmp_path / "hosts").write_text("# rack 1\nn0 n1  # the new ones\n\nn2\n")
+    fleet = fleet_of(
+        monkeypatch, "--hosts", str(tmp_path / "hosts"), "--nodes", "2", "--", "ssh.sh", "{hosts}", "x.yaml"
+    )
+    assert fleet == Fleet(hosts=("n0", "n1", "n2"), wanted=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["composer", "-n", "8", "run.py", "x.yaml"], "does not know -n 8 run.py x.yaml: put `--` before the command"),
+        (["--nodes", "4", "--", "composer", "x.yaml"], "are about the hosts of --hosts FILE: give it, too"),
+        (["--ranks-per-host", "8", "--", "composer", "x.yaml"], "are about the hosts of --hosts FILE: give it, too"),
+        (
+            ["--nodes=-1", "--hosts", "hosts", "--", "ssh.sh", "{hosts}"],
+            "argument --nodes: -1 is no whole number of at",
+        ),
+        (["--hosts", "hosts", "--", "ssh.sh", "x.yaml"], "must say by the word {hosts} where they go"),
+        (["--hosts", "twice", "--", "ssh.sh", "{hosts}"], "--hosts twice names n1 more than once"),
+        (["--hosts", "none", "--", "ssh.sh", "{hosts}"], "--hosts none names no hosts"),
+    ],
+)
+def test_mistakes_in_the_hosts_of_a_supervisor(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    for name, text in {"hosts": "n0\nn1\n", "twice": "n1 n0\nn1\n", "none": "# n0\n"}.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigurationError) as caught:
+        fleet_of(monkeypatch, *arguments)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["", "tests/toy.yaml"], "'' names no hosts"),
+        (["n0 n1 n0", "tests/toy.yaml"], "'n0 n1 n0' names n0 more than once"),
+        (["n0", "tests/toy.yaml", "--nodes=-1"], "argument --nodes: -1 is no whole number of at least 1"),
+        (["n0", "tests/toy.yaml", "--ranks-per-host=0"], "argument --ranks-per-host: 0 is no whole number"),
+    ],
+)
+def test_mistakes_in_the_hosts_that_a_launcher_asks_about(arguments, message):
+    with pytest.raises(ConfigurationError) as caught:
+        script("fit_hosts").fit_hosts(arguments)
+    assert message in str(caught.value)

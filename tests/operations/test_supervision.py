@@ -165,6 +165,12 @@ def test_a_run_folder_that_cannot_be_written_is_refused(tmp_path):
         supervisor.run()
 
 
+def test_a_program_that_is_not_there_ends_the_supervisor_with_its_name(tmp_path):
+    supervisor = supervisor_of(tmp_path, [FINISHES], launcher=["composr"])
+    with pytest.raises(ConfigurationError, match="the command cannot be started: composr: No such file"):
+        supervisor.run()
+
+
 def test_the_command_says_what_is_supervised(tmp_path):
     command = ["torchrun", "--nnodes=2", "run.py", "tests/toy.yaml", f"output_folder={tmp_path}"]
     supervised = read_command([*command, "operations.supervision.hang_floor=90"], {})

@@ -38,6 +38,13 @@ def script() -> Any:
     return module
 
 
+def test_help_names_the_mixings(script: Any, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        script.parse_arguments(["--help"])
+    assert "{mixed,bucket,groups}" in capsys.readouterr().out
+    assert script.parse_arguments(["--synthetic", "8", "--mixing", "bucket"]).mixing is Mixing.bucket
+
+
 def test_synthetic_streams():
     streams = synthetic_streams(790_000_000, 7, sample_bytes=8600)
     assert sum(stream.shape.num_samples for stream in streams) == 790_000_000

@@ -78,7 +78,7 @@ def test_other_resolutions_and_networks_go_by_operations():
 
 
 def test_storage_egress_and_failures_add_to_it(budgets):
-    configs = recipe("plan.num_samples=790000000")
+    configs = recipe("plan.num_samples=790000000", "data.remote=???")
     prices = Prices(storage_per_tb_month=23.0, egress_per_tb=90.0)
     often = Breakdowns(gpu_hours_between_failures=500, restart_seconds=1800)
     budget = make_budget(configs, A100_FLEETS[-1], prices=prices, breakdowns=often)
@@ -97,7 +97,7 @@ def test_storage_egress_and_failures_add_to_it(budgets):
 
 def test_requests_and_disks_are_paid():
     prices = Prices(per_million_requests=0.4, disk_per_tb_month=10.0)
-    runs = recipe("plan.num_samples=790000000", "plan.image_kb=50")
+    runs = recipe("plan.num_samples=790000000", "plan.image_kb=50", "data.remote=s3://bucket")
     budget = make_budget(runs, A100_FLEETS[-1], prices=prices, breakdowns=BREAKDOWNS)
     first, second = (plan.tiers for plan in budget.plans)
     num_shards = math.ceil(790e6 * 50_000 / 2**28)
@@ -108,8 +108,12 @@ def test_requests_and_disks_are_paid():
     assert budget.cost == pytest.approx(
         sum(part or 0 for part in (budget.gpu_cost, budget.request_cost, budget.disk_cost))
     )
-    unknown = make_budget(recipe("plan.num_samples=790000000"), A100_FLEETS[-1], prices=prices, breakdowns=BREAKDOWNS)
+    runs = recipe("plan.num_samples=790000000", "data.remote=s3://bucket")
+    unknown = make_budget(runs, A100_FLEETS[-1], prices=prices, breakdowns=BREAKDOWNS)
     assert unknown.request_cost is None, "the number of shards is not known"
+    runs = recipe("plan.num_samples=790000000")
+    local = make_budget(runs, A100_FLEETS[-1], prices=replace(prices, egress_per_tb=90), breakdowns=BREAKDOWNS)
+    assert (local.egress_cost, local.request_cost) == (0, 0), "nothing is fetched without a remote"
 
 
 def test_memory_and_the_largest_microbatch(budgets):
@@ -128,6 +132,7 @@ def test_the_command(capsys, tmp_path):
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     runs = [str(ROOT / "yamls" / f"phase{phase}.yaml") for phase in (1, 2)]
+    runs.append("data.remote=s3://bucket")
     script.main([*runs, "--samples", "790e6", "300e6", "--storage-price", "23", "--out", str(tmp_path)])
     printed = capsys.readouterr().out
     for part in ("1,126,400,000 images (phase1)", "81.33", "$33,875", "3.79 GB", "16,716", "1.43", "GPU-hours"):

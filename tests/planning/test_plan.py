@@ -127,7 +127,7 @@ def test_activations_are_counted_and_bound_the_microbatch():
 
 
 def test_what_is_stored_and_downloaded():
-    config = recipe()
+    config = recipe(remote="s3://bucket")
     config.plan.num_samples = 790_000_000
     plan = make_plan(config, num_parameters=1)
     assert plan.sample_bytes is None, "of pictures nothing is known"
@@ -143,7 +143,7 @@ def test_what_is_stored_and_downloaded():
 
 
 def test_what_each_tier_holds_and_gives():
-    config = recipe(images_per_second=11_600, representation=Representation.latents)
+    config = recipe(images_per_second=11_600, representation=Representation.latents, remote="s3://bucket")
     config.plan.num_samples = 600_000_000
     tiers = make_plan(config, num_parameters=1).tiers
     total = 600_000_000 * 16_716
@@ -174,10 +174,24 @@ def test_what_each_tier_holds_and_gives():
 def test_requests_are_those_of_the_shards_that_are_there(tmp_path):
     write_index(tmp_path / "a", *[100] * 30)
     write_index(tmp_path / "b", *[100] * 12)
-    config = recipe(local=str(tmp_path), streams=[StreamConfig(name="a"), StreamConfig(name="b")])
+    config = recipe(remote="s3://bucket", local=str(tmp_path), streams=[StreamConfig(name="a"), StreamConfig(name="b")])
     config.plan.image_kb = 50
     tiers = make_plan(config, num_parameters=1).tiers
     assert (tiers.node_bytes, tiers.epoch_requests) == (4200 * 50_000 / 16, 2 * 42 / 16)
+
+
+def test_without_a_remote_nothing_is_fetched_and_each_node_holds_everything():
+    config = recipe(representation=Representation.latents, streams=[StreamConfig(name="a"), StreamConfig(name="b")])
+    config.plan.num_samples, total = 600_000_000, 600_000_000 * 16_716
+    plan = make_plan(config, num_parameters=1)
+    tiers = plan.tiers
+    assert (tiers.node_bytes, tiers.disk_bytes) == (total, total)
+    fetched = (tiers.first_epoch_bytes, tiers.epoch_bytes, tiers.fetched_bytes, tiers.epoch_requests, tiers.requests)
+    assert fetched == (0, 0, 0, 0, 0)
+    assert "without data.remote nothing is fetched" in format_plan(plan)
+    assert "10.03 TB per node" in format_plan(plan)
+    config.data.streams[1].remote = "s3://bucket/b"
+    assert make_plan(config, num_parameters=1).tiers.fetched_bytes == total, "a stream may have a remote of its own"
 
 
 def test_groups_of_ranks_hold_more():

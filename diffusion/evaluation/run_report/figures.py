@@ -12,7 +12,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from diffusion.evaluation.run_report.curves import Curve
+from diffusion.curves import Curve
 from diffusion.evaluation.run_report.happenings import WENT_BACK
 from diffusion.evaluation.run_report.run_folder import Run
 

@@ -18,8 +18,8 @@ from diffusion.config.loading import load, to_dict
 from diffusion.config.schema import Config
 from diffusion.config.secrets import redact
 from diffusion.config.tree import dump
+from diffusion.curves import Curve, read_curves, read_json_lines
 from diffusion.errors import ConfigurationError
-from diffusion.evaluation.run_report.curves import Curve, read_curves, read_json_lines
 from diffusion.evaluation.run_report.happenings import Happening, read_happenings
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS
 from diffusion.callbacks.saving import STALL
-from diffusion.evaluation.run_report.curves import Curve
+from diffusion.curves import Curve
 from diffusion.evaluation.run_report.data_mix import data_mix
 from diffusion.evaluation.run_report.figures import Line, draw_bars, draw_lines, draw_profiles, line
 from diffusion.evaluation.run_report.run_folder import Run
