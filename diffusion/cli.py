@@ -41,7 +41,14 @@ def train_command(arguments: Sequence[str], *, say: Callable[[str], None]) -> No
         return
     from diffusion.train import train
 
+    _start_logging()
     train(config)
+
+
+def _start_logging() -> None:
+    """Let rank 0 say what this package does; warnings, of libraries as well, come from all ranks."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("diffusion").setLevel(logging.INFO if rank() == 0 else logging.WARNING)
 
 
 def _show_plan(config: Config, say: Callable[[str], None]) -> None:
@@ -85,7 +92,7 @@ def evaluate_command(arguments: Sequence[str], *, say: Callable[[str], None]) ->
     if missing := missing_keys(config):
         raise missing_error(missing, options.config)
     check_evaluation(config)
-    logging.basicConfig(level=logging.INFO if rank() == 0 else logging.WARNING, format="%(message)s")
+    _start_logging()
     if config.watch:
         from diffusion.evaluation.watch import watch
 
