@@ -41,17 +41,26 @@ def train_command(arguments: Sequence[str], *, say: Callable[[str], None]) -> No
         return
     from diffusion.train import train
 
+    _start_logging()
     train(config)
+
+
+def _start_logging() -> None:
+    """Let rank 0 say what this package does; warnings, of libraries as well, come from all ranks."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("diffusion").setLevel(logging.INFO if rank() == 0 else logging.WARNING)
 
 
 def _show_plan(config: Config, say: Callable[[str], None]) -> None:
     from diffusion.models.architectures import ARCHITECTURES
     from diffusion.planning.plan import plan_run
     from diffusion.planning.plan_text import format_plan
+    from diffusion.planning.streams import absent_streams
 
     num_ranks = config.plan.num_gpus or world_size()
     check(config, world_size=num_ranks, vae_factor=ARCHITECTURES[config.model.architecture].vae_factor)
-    plan = plan_run(config, world_size=world_size(), missing=missing_locations(config))
+    missing = missing_locations(config) | absent_streams(config)
+    plan = plan_run(config, world_size=world_size(), missing=missing)
     say(to_public_yaml(config))
     say(format_plan(plan))
 
@@ -85,7 +94,7 @@ def evaluate_command(arguments: Sequence[str], *, say: Callable[[str], None]) ->
     if missing := missing_keys(config):
         raise missing_error(missing, options.config)
     check_evaluation(config)
-    logging.basicConfig(level=logging.INFO if rank() == 0 else logging.WARNING, format="%(message)s")
+    _start_logging()
     if config.watch:
         from diffusion.evaluation.watch import watch
 

@@ -1,6 +1,7 @@
 """From configuration to a trained model: model, data, algorithms and callbacks put together for Composer's Trainer."""
 
 import logging
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,9 @@ from diffusion.train_data import build_evaluator, build_train_data, check_identi
 
 log = logging.getLogger(__name__)
 
+RUN_CONFIG = "config.yaml"
+"""In the run folder: the resolved configuration of the start that trained last."""
+
 
 def train(config: Config) -> Trainer:
     """Train as configured, or go on with what an earlier start of the same run has done.
@@ -101,6 +105,7 @@ def _train(config: Config, folder: Path, device: Device, heartbeat: Heartbeat) -
     if has_ended(trainer) and is_finished(folder, step):
         log.info("run %s has reached its end (%d) before; nothing is left to do", config.run_name, step)
     else:
+        agree(lambda: _record_config(folder, config))
         try:
             if has_ended(trainer):
                 make_up(trainer)
@@ -119,16 +124,36 @@ def _spec(config: Config) -> Any:
 
 
 def _open_run_folder(folder: Path, config: Config) -> None:
-    """Create the run folder and save the resolved configuration in it, on rank 0."""
+    """Create the run folder and see that it can be written, on rank 0.
+
+    What an earlier start has recorded in it stays: this one may still refuse, or find nothing left to do.
+    """
     if dist.get_global_rank() != 0:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / "config.yaml.partial"
-        partial.write_text(to_public_yaml(config), encoding="utf-8")
-        partial.replace(folder / "config.yaml")
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
-        raise MachineError(f"output_folder={folder} cannot be written: {error.strerror}. Choose another one") from error
+        raise _not_writable(folder, error) from error
+    if not (folder / RUN_CONFIG).exists():
+        _record_config(folder, config)
+
+
+def _record_config(folder: Path, config: Config) -> None:
+    """Save the resolved configuration in the run folder, on rank 0."""
+    if dist.get_global_rank() != 0:
+        return
+    partial = folder / f"{RUN_CONFIG}.partial"
+    try:
+        partial.write_text(to_public_yaml(config), encoding="utf-8")
+        partial.replace(folder / RUN_CONFIG)
+    except OSError as error:
+        raise _not_writable(folder, error) from error
+
+
+def _not_writable(folder: Path, error: OSError) -> MachineError:
+    return MachineError(f"output_folder={folder} cannot be written: {error.strerror}. Choose another one")
 
 
 def _find_initial(config: Config) -> None:

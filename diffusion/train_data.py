@@ -26,7 +26,7 @@ from diffusion.datasets.loader import (
     validation_loader,
 )
 from diffusion.datasets.locations import StreamLocation, locate_streams
-from diffusion.errors import DataError
+from diffusion.errors import ConfigurationError, DataError
 from diffusion.models.identity import module_identity, tokenizer_identity
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.tokenizers import build_tokenizer, tokenize
@@ -108,6 +108,11 @@ def build_train_data(config: Config) -> DataSpec:
     rank_batch_size = config.data.global_batch_size // dist.get_world_size()
     if config.plugins.train_dataset is not None:
         dataset = build_plugin(config.plugins.train_dataset, "plugins.train_dataset")
+        if len(dataset) < config.data.global_batch_size:
+            raise ConfigurationError(
+                f"plugins.train_dataset ({config.plugins.train_dataset.path}) holds {len(dataset)} samples, fewer than "
+                f"the {config.data.global_batch_size} of a step: give it more, or lower data.global_batch_size"
+            )
         shuffle = config.data.shuffle is not Shuffling.none
         sampler = dist.get_sampler(dataset, shuffle=shuffle, drop_last=True, seed=config.seed)
         loader = DataLoader(

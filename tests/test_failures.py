@@ -8,7 +8,11 @@ import pytest
 from composer import Callback, Logger, State
 from composer.utils import dist
 
+from diffusion.callbacks.heartbeat import Heartbeat
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
+from diffusion.config.loading import load_config
+from diffusion.errors import ConfigurationError, MachineError
+from diffusion.train_data import build_train_data
 from tests.training_runs import launch
 
 SMALL = [
@@ -130,3 +134,17 @@ def test_two_jobs_on_one_machine_train_as_if_alone(server, shapes, tmp_path):
         assert losses(tmp_path / f"beside-{seed}") == losses(tmp_path / f"alone-{seed}")
         assert losses(tmp_path / f"again-{seed}") == losses(tmp_path / f"alone-{seed}")
         assert len(losses(tmp_path / f"alone-{seed}")) == num_steps
+
+
+def test_a_data_set_of_the_users_own_that_is_less_than_a_step_is_refused():
+    config = load_config("tests/toy.yaml", ["plugins.train_dataset.arguments={num_samples: 7}"])
+    with pytest.raises(ConfigurationError, match=r"ToyLatents\) holds 7 samples, fewer than the 8 of a step"):
+        build_train_data(config)
+    config = load_config("tests/toy.yaml", ["plugins.train_dataset.arguments={num_samples: 8}"])
+    assert len(list(build_train_data(config).dataloader)) == 1
+
+
+def test_a_folder_for_signs_of_life_that_cannot_be_written_is_named():
+    folder = Path("/dev/null/beats")
+    with pytest.raises(MachineError, match=f"written to {folder}: Not a directory"), Heartbeat(folder):
+        pass

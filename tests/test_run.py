@@ -88,6 +88,13 @@ def test_two_ranks_say_it_once():
     assert "Traceback" not in done.stdout
 
 
+def test_a_dry_run_says_which_folders_are_not_here():
+    done, _ = run([TINY, *PLACES, "--dry-run"])
+    assert done.returncode == 0, done.stderr
+    assert "data.streams: not on this machine: /nowhere/train/32-64, /nowhere/train/64-up" in done.stdout
+    assert "validation.streams: not on this machine: /nowhere/validation/32-64" in done.stdout
+
+
 def test_missing_data_is_an_error_before_training():
     done, _ = run([TINY, *PLACES, "trainer.precision=fp32"])
     assert done.returncode == 2

@@ -13,7 +13,7 @@ from typing import IO
 from composer import Callback, Event, Logger, State
 
 from diffusion import launch
-from diffusion.errors import UserError
+from diffusion.errors import MachineError, UserError
 from diffusion.operations.beats import Beat, BeatFile, Phase, stacks_file
 from diffusion.operations.stacks import STACKS_SIGNAL
 
@@ -53,8 +53,19 @@ class Heartbeat(Callback):
         self._stacks: IO[str] | None = None
 
     def __enter__(self) -> "Heartbeat":
-        self._file = BeatFile(self.folder, self._rank)
-        self._stacks = stacks_file(self.folder, self._rank).open("w")
+        """Open the files.
+
+        Raises:
+            MachineError: they cannot be written.
+        """
+        try:
+            self._file = BeatFile(self.folder, self._rank)
+            self._stacks = stacks_file(self.folder, self._rank).open("w")
+        except OSError as error:
+            raise MachineError(
+                f"signs of life cannot be written to {self.folder}: {error.strerror}. Choose another "
+                "operations.heartbeat_folder, or null for the run folder"
+            ) from error
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
         self._tell(Phase.starting)
         return self

@@ -1,5 +1,6 @@
 """The resolved configuration with the run, and with each checkpoint."""
 
+import copy
 from typing import Any
 
 from composer import Callback
@@ -16,5 +17,5 @@ class RunRecord(Callback):
         self.record = record
 
     def state_dict(self) -> dict[str, Any]:
-        """The record."""
-        return self.record
+        """The record: a copy, since a sharded checkpoint is loaded into it, and this start has settings of its own."""
+        return copy.deepcopy(self.record)

@@ -22,6 +22,9 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
 """Seconds between the first two attempts, doubled each time, and their limit."""
 
+FIRST_CONTACT = 20.0
+"""Seconds for which the start of a run tries a store that does not answer, at most, to tell a wrong address soon."""
+
 _CONNECT_TIMEOUT, _READ_TIMEOUT = 10.0, 60.0
 _PASSING = frozenset({"SlowDown", "RequestTimeout", "Throttling", "ThrottlingException", "RequestTimeTooSkewed"})
 _TOO_MANY_REQUESTS, _SERVER_ERROR = 429, 500
@@ -82,13 +85,13 @@ class ObjectStore:
         return f"{self.url}/{name}"
 
     def check_access(self) -> None:
-        """See that files can be written and removed here.
+        """See that files can be written and removed here, with the patience of `FIRST_CONTACT`.
 
         Raises:
             MachineError: they cannot.
         """
         probe = ".access"
-        self.write(probe, b"")
+        self._write(probe, b"", min(self.patience, FIRST_CONTACT))
         self.remove([probe])
 
     def files(self) -> dict[str, StoredFile]:
@@ -114,9 +117,13 @@ class ObjectStore:
         Raises:
             MachineError: it cannot be written.
         """
+        self._write(name, content, self.patience)
+
+    def _write(self, name: str, content: bytes, patience: float) -> None:
         self._attempt(
             f"{self.place(name)} cannot be written",
             lambda: self._client.put_object(Bucket=self._bucket, Key=self._prefix + name, Body=content),
+            patience,
         )
 
     def read(self, name: str) -> bytes:
@@ -169,8 +176,8 @@ class ObjectStore:
                 lambda some=some: self._client.delete_objects(Bucket=self._bucket, Delete=some),
             )
 
-    def _attempt(self, what: str, request: Callable[[], T]) -> T:
-        """The result of a request, tried again while it may succeed."""
+    def _attempt(self, what: str, request: Callable[[], T], patience: float | None = None) -> T:
+        """The result of a request, tried again while it may succeed: for `patience` seconds, None is the store's."""
         from boto3.exceptions import Boto3Error
         from botocore.exceptions import BotoCoreError, ClientError
 
@@ -179,7 +186,7 @@ class ObjectStore:
             try:
                 return request()
             except (BotoCoreError, ClientError, Boto3Error, OSError) as error:
-                deadline = deadline or time.monotonic() + self.patience
+                deadline = deadline or time.monotonic() + (self.patience if patience is None else patience)
                 left = deadline - time.monotonic()
                 if not _may_pass(error) or left <= 0:
                     raise MachineError(f"{what}: {_reason(error)}") from error

@@ -344,7 +344,7 @@ def _read_sharded(checkpoint: Path, prefix: str) -> dict[str, Any]:
 
 
 def _read_state(checkpoint: Path) -> dict[str, Any]:
-    content = load_safely(checkpoint, f"checkpoint {checkpoint}")
+    content = load_safely(checkpoint, f"checkpoint {checkpoint}", mmap=True)
     if not isinstance(content, dict) or not isinstance(content.get("state"), dict):
         raise DataError(f"checkpoint {checkpoint} holds no state of a run")
     return content["state"]

@@ -8,6 +8,7 @@ from typing import Any
 
 from composer.utils import dist
 
+from diffusion.checkpointing.changes import check_changes
 from diffusion.checkpointing.reading import (
     check_checkpoint,
     find_damage,
@@ -78,7 +79,7 @@ def find_resumption(config: Config, places: CheckpointPlaces) -> str | None:
         Its path on this machine.
 
     Raises:
-        ConfigurationError: the checkpoint was written with another parallelism.
+        ConfigurationError: the checkpoint was written with another parallelism, or is of another model or objective.
         DataError: it would run code, or all checkpoints are damaged.
         MachineError: what was left half-written cannot be removed, or the store cannot be used.
     """
@@ -129,6 +130,7 @@ def _find(config: Config, checkpoints: Path) -> str | None:
             raise _none_is_whole(str(checkpoints))
         return None
     _check_parallelism(config, newest.is_dir(), str(newest))
+    check_changes(config, newest, str(newest))
     return str(newest)
 
 
@@ -189,6 +191,7 @@ def _fetch_newest(config: Config, places: CheckpointPlaces, remote: RemoteCheckp
             )
         return None
     _check_parallelism(config, newest.is_dir(), remote.place(newest.name))
+    check_changes(config, newest, remote.place(newest.name))
     return present[newest.name]
 
 

@@ -15,7 +15,7 @@ from diffusion.config.averages import average_problems
 from diffusion.config.data_problems import data_problems
 from diffusion.config.groups import group_problems, group_size, legal_world_sizes
 from diffusion.config.loading import missing_keys
-from diffusion.config.model import PredictionType
+from diffusion.config.model import NUM_TIMESTEPS, PredictionType
 from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config, Task
 from diffusion.config.sizes import size_problems
@@ -107,6 +107,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "autoencoder.kl_weight": (0, math.inf),
     "autoencoder.perceptual_weight": (0, math.inf),
     "autoencoder.adversarial_weight": (0, math.inf),
+    "autoencoder.initial_logvar": (-30, 20),
     "samples.guidance_scale": (0, math.inf),
     "data.num_workers": (0, math.inf),
     "data.download_retry": (1, math.inf),
@@ -122,7 +123,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "trainer.num_replicas": (1, math.inf),
     "validation.num_samples": (1, math.inf),
     "validation.device_batch_size": (1, math.inf),
-    "samples.num_inference_steps": (1, math.inf),
+    "samples.num_inference_steps": (1, NUM_TIMESTEPS),
     "loggers.stream_loss_interval": (1, math.inf),
     "loggers.utilisation_interval": (1, math.inf),
     "plan.num_gpus": (1, math.inf),
@@ -171,6 +172,9 @@ _TIMES = {
 }
 """Times, and whether they are intervals, which cannot be zero."""
 
+_NOT_IN_EPOCHS = ("trainer.keep_every", "autoencoder.adversarial_start", "algorithms.ema.start")
+"""Times that are compared with the length of the run, or converted to steps, before the data is opened."""
+
 
 def _numbers(config: Config) -> Iterator[str]:
     for key, (low, high) in _RANGES.items():
@@ -189,6 +193,8 @@ def _numbers(config: Config) -> Iterator[str]:
     betas = config.optimizer.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         yield f"optimizer.betas is {betas}, but must be two numbers of at least 0 and below 1, such as [0.9, 0.999]."
+    if (guard := config.operations.guard) is not None and any(step < 0 for step in guard.skip_steps):
+        yield f"operations.guard.skip_steps is {guard.skip_steps}, but steps are counted from 0."
     if config.algorithms.ema is not None:
         yield from average_problems(config.algorithms.ema)
     if config.trainer.keep_checkpoints != -1 and config.trainer.keep_checkpoints < 1:
@@ -212,13 +218,14 @@ def _times(config: Config) -> Iterator[str]:
             problems.append(f"{key} is '{text}', but is counted in batches, as in 5000ba.")
         if key == "schedule.warmup" and time.unit not in ("ba", "dur"):
             problems.append(f"{key} is '{text}', but is counted in batches or as a share of the run: 10000ba, 0.1dur.")
-        if key in ("trainer.keep_every", "autoencoder.adversarial_start") and time.unit == "ep":
+        if key in _NOT_IN_EPOCHS and time.unit == "ep":
             problems.append(f"{key} is '{text}', but is counted in batches, as in 100000ba.")
         global_batch_size = _value(config, "data.global_batch_size") or 0
         if total is not None and global_batch_size > 0:
             steps[key] = time.in_batches(num_batches=total, global_batch_size=global_batch_size)
     yield from problems
     warmup, start = steps.get("schedule.warmup"), steps.get("algorithms.ema.start")
+    interval = steps.get("algorithms.ema.interval")
     if total is not None and warmup is not None and warmup > total:
         yield (
             f"schedule.warmup is '{config.schedule.warmup}', longer than the run (trainer.max_duration is "
@@ -230,6 +237,11 @@ def _times(config: Config) -> Iterator[str]:
             f"algorithms.ema.start is '{config.algorithms.ema.start}', at or after the end of the run "
             f"(trainer.max_duration is '{config.trainer.max_duration}'): there would be no average. Start it earlier, "
             f"or switch it off with algorithms.ema=null."
+        )
+    elif total is not None and start is not None and interval and total // interval * interval <= start:
+        yield (
+            f"algorithms.ema.interval is '{_value(config, 'algorithms.ema.interval')}', of which no multiple lies "
+            "between algorithms.ema.start and the end of the run: the average would never be updated. Shorten it."
         )
 
 
@@ -310,6 +322,11 @@ def _places(config: Config) -> Iterator[str]:
         yield (
             f"output_folder is '{config.output_folder}', but the record, metrics and pictures of a run go to a folder. "
             "Give one, and trainer.checkpoint_folder=s3://bucket/prefix to keep its checkpoints in an object store."
+        )
+    if "://" in (config.operations.heartbeat_folder or ""):
+        yield (
+            f"operations.heartbeat_folder is '{config.operations.heartbeat_folder}', but signs of life are files that "
+            "are overwritten at each step. Give a folder, or null for that of the run."
         )
     if config.trainer.checkpoint_folder is not None:
         problem = url_problem(config.trainer.checkpoint_folder, "trainer.checkpoint_folder")

@@ -13,7 +13,14 @@ from diffusion.config.quantities import parse_size
 from diffusion.config.schema import Config, Task
 from diffusion.errors import ConfigurationError
 
-XXHASHES = ("xxh32", "xxh64", "xxh3_64", "xxh128", "xxh3_128")
+HASHES = {name for name in hashlib.algorithms_available if hasattr(hashlib, name) and not name.startswith("shake_")} | {
+    "xxh32",
+    "xxh64",
+    "xxh3_64",
+    "xxh128",
+    "xxh3_128",
+}
+"""Those of Streaming: the length of shake's is not fixed."""
 
 
 def data_problems(config: Config) -> Iterator[str]:
@@ -38,7 +45,7 @@ def data_problems(config: Config) -> Iterator[str]:
                 "task is autoencoder with data.representation latents: the VAE is trained on pictures. "
                 "Set data.representation=images."
             )
-    if data.validate_hash is not None and data.validate_hash not in {*hashlib.algorithms_available, *XXHASHES}:
+    if data.validate_hash is not None and data.validate_hash not in HASHES:
         yield f"data.validate_hash is '{data.validate_hash}', which is no hash that is known here. Use xxh64, or null."
     if data.cache_limit is not None:
         try:
@@ -55,6 +62,13 @@ def data_problems(config: Config) -> Iterator[str]:
                         f"data.cache_limit is '{data.cache_limit}', but stream '{stream.name}' has no remote: "
                         "evicting its shards would delete the only copy. Set data.cache_limit=null, or give the remote."
                     )
+    has_names = isinstance(data.streams, list) or config.plugins.train_dataset is None
+    if config.validation is not None and config.validation.streams is None and not has_names:
+        yield (
+            "validation.streams is null with plugins.train_dataset, so that there are no training streams to take the "
+            "names from. Name the folders of held-out data, as in validation.streams=[{name: 256-512}], or set "
+            "validation=null."
+        )
     if config.validation is not None and isinstance(config.validation.streams, list):
         yield from _streams(config.validation.streams, "validation.streams")
         yield from _stores(config.validation.streams, config.validation.remote, "validation")

@@ -6,6 +6,9 @@ from typing import Any
 
 from omegaconf import MISSING
 
+NUM_TIMESTEPS = 1000
+"""Of the noise schedule, in all architectures."""
+
 
 class Architecture(str, Enum):
     """Architectures that live in this project as local configuration (`diffusion.models.architectures`)."""

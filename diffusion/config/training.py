@@ -126,7 +126,8 @@ class TrainerConfig:
     """Write and upload checkpoints while training goes on; takes host memory for a copy of the rank's state."""
 
     store_patience: float = 300.0
-    """Seconds for which an object store that does not answer is tried again before the run ends."""
+    """Seconds for which an object store that does not answer is tried again before the run ends; at most 20 at the
+    start of the run."""
 
     keep_checkpoints: int = -1
     """How many of the newest checkpoints stay; -1 keeps all."""

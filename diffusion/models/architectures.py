@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from diffusion.config.model import Architecture
+from diffusion.config.model import NUM_TIMESTEPS, Architecture
 
 
 class Vocabulary(Enum):
@@ -52,7 +52,7 @@ class ArchitectureSpec:
 
 
 NOISE_SCHEDULE = {
-    "num_train_timesteps": 1000,
+    "num_train_timesteps": NUM_TIMESTEPS,
     "beta_schedule": "scaled_linear",
     "beta_start": 0.00085,
     "beta_end": 0.012,

@@ -11,7 +11,7 @@ from omegaconf import MISSING
 from diffusion.config.data import StreamConfig
 from diffusion.config.schema import Config
 from diffusion.datasets.batching import GlobalOrder, StreamShape, draws_per_stream
-from diffusion.datasets.loader import order_settings
+from diffusion.datasets.loader import held_out_streams, order_settings
 from diffusion.datasets.locations import StreamLocation, is_url, locate_streams
 from diffusion.errors import ConfigurationError
 
@@ -101,6 +101,27 @@ def plan_epoch(config: Config, num_images: int) -> EpochPlan:
     ]
     num_shards = sum(len(shape.samples_per_shard) for shape in known)
     return EpochPlan(streams=streams, num_steps=epoch.num_steps, num_shards=num_shards)
+
+
+def absent_streams(config: Config) -> dict[str, str]:
+    """Folders of data that the configuration names and that are not on this machine.
+
+    Returns:
+        By section, a sentence. URLs, locations that are missing (`???`), and data of a plug-in are left out.
+    """
+    sections = {}
+    if config.plugins.train_dataset is None and isinstance(config.data.streams, list):
+        sections["data.streams"] = (config.data, config.data.streams)
+    if config.validation is not None and (config.validation.streams or "data.streams" in sections):
+        sections["validation.streams"] = (config.validation, held_out_streams(config.validation, config.data))
+    absent = {}
+    for key, (section, streams) in sections.items():
+        if MISSING in (section.local, section.remote):
+            continue
+        sources = [location.source for location in locate_streams(section.remote, section.local, streams)]
+        if folders := [source for source in sources if not is_url(source) and not Path(source).is_dir()]:
+            absent[key] = f"not on this machine: {', '.join(folders)}"
+    return absent
 
 
 def read_shape(name: str, folder: Path) -> StreamShape | None:

@@ -1,6 +1,7 @@
 """Checkpoints in an object store: a real server that is killed, damaged data, other numbers of ranks."""
 
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from diffusion.algorithms.average_files import STORED
 from diffusion.algorithms.posthoc import fetch_averages, reconstruct
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
+from diffusion.checkpointing import object_store
 from diffusion.checkpointing.object_store import ObjectStore
 from diffusion.checkpointing.reading import batch_of, find_newest, open_remote, read_all, resolve_checkpoint
 from diffusion.config.checks import check
@@ -286,6 +288,18 @@ def test_places_that_cannot_work_are_refused(key, place, message):
     config = load_config("tests/toy.yaml", [f"{key}={place}"])
     with pytest.raises(ConfigurationError, match=message):
         check(config, world_size=1)
+
+
+def test_a_store_that_does_not_answer_is_told_soon_at_the_start(monkeypatch):
+    monkeypatch.setenv("S3_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setattr(object_store, "FIRST_CONTACT", 0.2)
+    store = ObjectStore("s3://bucket/runs", patience=300)
+    start = time.monotonic()
+    with pytest.raises(MachineError, match="the store does not answer"):
+        store.check_access()
+    assert time.monotonic() - start < 20
 
 
 def test_what_is_wrong_with_a_bucket_is_said_at_the_start(server, s3_server, tmp_path, url):

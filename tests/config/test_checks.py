@@ -98,6 +98,43 @@ def test_the_recipe_passes(world_size):
             1,
             ["widths has 0.3, but", "below 0.2887, that of the plain mean", "the same average twice", "'5ep', but is"],
         ),
+        (["algorithms.ema.start=5ep"], 1, ["algorithms.ema.start is '5ep', but is counted in batches"]),
+        (
+            ["algorithms.ema={start: 1ba, interval: 550001ba}"],
+            1,
+            ["algorithms.ema.interval is '550001ba', of which no multiple lies between algorithms.ema.start"],
+        ),
+        (
+            ["algorithms.ema={start: 540000ba, interval: 100000ba}"],
+            1,
+            ["algorithms.ema.interval is '100000ba', of which no multiple lies"],
+        ),
+        (
+            ["samples.num_inference_steps=1001"],
+            1,
+            ["samples.num_inference_steps is 1001, but must be between 1 and 1000."],
+        ),
+        (
+            ["autoencoder.initial_logvar=.nan"],
+            1,
+            ["autoencoder.initial_logvar is nan, but must be between -30 and 20 and finite."],
+        ),
+        (
+            ["operations.guard.skip_steps=[3, -1]"],
+            1,
+            ["operations.guard.skip_steps is [3, -1], but steps are counted from 0."],
+        ),
+        (["data.validate_hash=shake_128"], 1, ["data.validate_hash is 'shake_128', which is no hash"]),
+        (
+            ["plugins.train_dataset={path: a.B}", "data.streams=???"],
+            1,
+            ["validation.streams is null with plugins.train_dataset", "validation.streams=[{name: 256-512}]"],
+        ),
+        (
+            ["operations.heartbeat_folder=s3://bucket/beats"],
+            1,
+            ["operations.heartbeat_folder is 's3://bucket/beats', but signs of life are files"],
+        ),
         (["algorithms.ema={start: 1ba, decays: []}"], 1, ["algorithms.ema.decays is empty, so that there is no"]),
         (["algorithms.ema={start: 1ba, interval: 8sp}"], 1, ["algorithms.ema.interval is '8sp', but updates are"]),
         (

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from diffusion.config.data import DataConfig, Mixing, Representation, StreamConfig
+from diffusion.config.data import DataConfig, Mixing, Representation, StreamConfig, ValidationConfig
 from diffusion.config.model import Posterior
 from diffusion.config.schema import Config
 from diffusion.config.training import (
@@ -19,7 +19,7 @@ from diffusion.config.training import (
 )
 from diffusion.planning.plan import make_plan
 from diffusion.planning.plan_text import format_plan
-from diffusion.planning.streams import read_shape
+from diffusion.planning.streams import absent_streams, read_shape
 
 NUM_PARAMETERS = 865_910_724
 
@@ -274,6 +274,16 @@ def test_an_epoch_that_cannot_be(tmp_path):
     config = recipe(local=str(tmp_path), streams=[StreamConfig(name="a")])
     text = format_plan(make_plan(config, num_parameters=1))
     assert "This run would not start: the streams give 100 samples an epoch, less than data.global_batch_size" in text
+
+
+def test_folders_that_are_not_here_are_told(tmp_path):
+    write_index(tmp_path / "a", 100)
+    streams = [StreamConfig(name="a"), StreamConfig(name="b"), StreamConfig(name="c", remote="s3://bucket/c")]
+    config = recipe(local=str(tmp_path), streams=streams)
+    assert absent_streams(config) == {"data.streams": f"not on this machine: {tmp_path / 'b'}"}
+    config.validation = ValidationConfig(local="/nowhere/held-out", streams=[StreamConfig(name="a")])
+    assert absent_streams(config)["validation.streams"] == "not on this machine: /nowhere/held-out/a"
+    assert absent_streams(recipe(local="???", streams=streams)) == {}
 
 
 def test_text():

@@ -53,7 +53,7 @@ def _dated(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _date(seconds: Any) -> datetime.datetime:
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+    return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc)
 
 
 def _events(rows: Sequence[Mapping[str, Any]], starts: Sequence[StartCosts]) -> Iterator[Happening]:
