@@ -12,14 +12,18 @@ from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, P
 from diffusion.errors import ConfigurationError
 from diffusion.models.architectures import ARCHITECTURES
 from diffusion.models.conditioning import text_width
+from diffusion.models.construction import construct
 from diffusion.models.frozen import build_text_encoder, build_vae, load_frozen_parts, load_pretrained, with_seed
 from diffusion.models.latent_diffusion import LatentDiffusion
 
 
 def build_unet(config: ModelConfig) -> UNet2DConditionModel:
-    """Build the U-Net with random weights from torch's generator."""
-    spec = ARCHITECTURES[config.architecture]
-    return UNet2DConditionModel(**{**spec.unet, **config.unet})
+    """Build the U-Net with random weights from torch's generator.
+
+    Raises:
+        ConfigurationError: `model.unet` holds an unknown argument, or one that does not fit.
+    """
+    return construct(UNet2DConditionModel, ARCHITECTURES[config.architecture].unet, config.unet, "model.unet")
 
 
 def build_noise_scheduler(architecture: Architecture, objective: ObjectiveConfig) -> DDPMScheduler:
@@ -47,8 +51,8 @@ def build_model(config: ModelConfig, objective: ObjectiveConfig, *, resolution: 
     Raises:
         ConfigurationError: the frozen weights are not there, or the combination is impossible.
     """
-    frozen = load_frozen_parts(config)
     unet = with_seed(seed, lambda: build_unet(config))
+    frozen = load_frozen_parts(config)
     width = text_width(frozen.text_encoder)
     if unet.config["cross_attention_dim"] != width:
         raise ConfigurationError(
