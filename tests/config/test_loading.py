@@ -67,6 +67,20 @@ def test_text_is_kept_as_written(write):
     assert (config.run_name, config.group, config.model.vae) == ("1e3", "2024-01-01", "on")
 
 
+def test_what_only_looks_like_a_date_or_an_octal_number_is_text(write):
+    config = load_config(write(COMPLETE), ["run_name=2025-31-12", "group=010", "model.vae=1:30"])
+    assert (config.run_name, config.group, config.model.vae) == ("2025-31-12", "010", "1:30")
+    assert load_config(write(to_yaml(config), "resolved.yaml")) == config
+
+
+def test_numbers(write):
+    texts = ["0", "-7", "+1_000", "0x1f", "1e3", "1.", ".5", "-.5e-2", "1_0.5", ".inf", "010", "1:30", "0o7", "1e"]
+    config = load_config(write(COMPLETE), [f"model.unet.values=[{', '.join(texts)}]"])
+    expected = [0, -7, 1000, 31, 1000.0, 1.0, 0.5, -0.005, 10.5, float("inf"), "010", "1:30", "0o7", "1e"]
+    assert config.model.unet["values"] == expected
+    assert load_config(write(to_yaml(config), "resolved.yaml")) == config
+
+
 def test_yaml_round_trip(write, monkeypatch):
     monkeypatch.setenv("FOLDER", "/somewhere")
     overrides = [
@@ -129,6 +143,16 @@ def test_extends_in_a_circle_or_nowhere(write):
         ("run_name: again", "{file}, line 14, column 1, is not well-formed YAML: the key 'run_name' comes twice."),
         ("a: [1", "{file}, line 15, column 1, is not well-formed YAML: "),
         ("model: {vae: ???}", "(between braces, write '???' in quotes)"),
+        ("seed: !!int hello", "{file}, line 14, column 7, is not well-formed YAML: 'hello' cannot be read as int."),
+        ("seed: !!bool maybe", "'maybe' cannot be read as bool."),
+        ("group: !!timestamp soon", "'soon' cannot be read as timestamp."),
+        (f"seed: {'9' * 5000}", "line 14, column 7, is not well-formed YAML: '9999"),
+        ("seed: 010", "seed is '010' ({file}, line 14), but must be an integer."),
+        ("seed: 1:30", "seed is '1:30' ({file}, line 14), but must be an integer."),
+        ("schedule: {final: 1:30.5}", "schedule.final is '1:30.5' ({file}, line 14), but must be a number."),
+        ("group: a\x92b", "{file}, line 14, is not well-formed YAML: the character U+0092 cannot stand there; take it"),
+        ("group: &a [*a]", "{file} is not well-formed YAML: it is nested too deeply, or refers to itself"),
+        (f"group: {'[' * 3000}{']' * 3000}", "it is nested too deeply"),
     ],
 )
 def test_mistakes_in_the_file(write, line, message):
@@ -145,6 +169,8 @@ def test_mistakes_in_the_file(write, line, message):
         ("optimizer.lr", "'optimizer.lr' (command line) is not of the form key.sub=value."),
         ("optimizer.lr=", "'optimizer.lr=' (command line) has no value: write optimizer.lr=null"),
         ("seed=[1", "The value of 'seed=[1' (command line) is not YAML"),
+        ("group=a\x92b", "(command line) is not YAML: the character U+0092 cannot stand there"),
+        ("group=\udcff", "(command line) is not YAML: the character U+DCFF cannot stand there"),
         ("seed.low=1", "seed.low (command line): seed is 17 (default) and has no keys below it."),
         ("data.streams.2.name=c", "data.streams is a list of 2, whose elements are addressed data.streams.0 to"),
         ("validation.streams.0.name=c", "Write"),
