@@ -48,9 +48,11 @@ def _show_plan(config: Config, say: Callable[[str], None]) -> None:
     from diffusion.models.architectures import ARCHITECTURES
     from diffusion.planning.plan import plan_run
     from diffusion.planning.plan_text import format_plan
+    from diffusion.plugins import check_plugins
 
     num_ranks = config.plan.num_gpus or world_size()
     check(config, world_size=num_ranks, vae_factor=ARCHITECTURES[config.model.architecture].vae_factor)
+    check_plugins(config.plugins)
     plan = plan_run(config, world_size=world_size(), missing=missing_locations(config))
     say(to_public_yaml(config))
     say(format_plan(plan))
