@@ -40,7 +40,7 @@ PATIENCE_SECONDS = 10.0
 """How long a silent rank waits for the first rank of its node to end."""
 
 FOLLOWING_SECONDS = 1.0
-"""How long the first rank of a node, which met an error before the process group exists, leaves the others to meet it."""
+"""How long the first rank of a node leaves the others to meet the error that it met before the process group exists."""
 
 HEARING_SECONDS = 3.0
 """How long a rank waits to hear that rank 0 met the same error."""

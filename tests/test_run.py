@@ -66,7 +66,7 @@ MISTAKES = {
     "cache limit without a remote": (
         ["data.cache_limit=1gb"],
         [
-            "data.cache_limit is '1gb', but stream '64-up' has no remote: evicting its shards would delete the only copy",
+            "data.cache_limit is '1gb', but stream '64-up' has no remote: evicting its shards would delete the only",
             "Set data.cache_limit=null, or give the remote.",
         ],
     ),

@@ -161,16 +161,15 @@ def apply_override(root: Node, override: str) -> None:
         here = ".".join(parts[:depth])
         if depth and (parent.value is None or parent.value == MISSING):
             if part.isdigit():
-                raise ConfigurationError(
-                    f"{key} ({COMMAND_LINE}) addresses an element of {here}, which has none yet: give the whole list, "
-                    f"{here}=[...], or write it in the YAML file."
-                )
+                raise _no_element(key, here)
             parent.value, parent.where, parent.text = {}, COMMAND_LINE, None
         if isinstance(parent.value, list):
+            if not parent.value:
+                raise _no_element(key, here)
             if not (part.isdigit() and int(part) < len(parent.value)):
                 raise ConfigurationError(
                     f"{key} ({COMMAND_LINE}): {here} is a list of {len(parent.value)}, whose elements are addressed "
-                    f"{here}.0 to {here}.{max(len(parent.value) - 1, 0)}, not '{part}'."
+                    f"{here}.0 to {here}.{len(parent.value) - 1}, not '{part}'."
                 )
             siblings, index, present = parent.value, int(part), True
         elif isinstance(parent.value, dict):
@@ -186,6 +185,13 @@ def apply_override(root: Node, override: str) -> None:
         else:
             node = _parse(text, COMMAND_LINE, override)
             siblings[index] = merge(siblings[index], node) if present else node
+
+
+def _no_element(key: str, here: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{key} ({COMMAND_LINE}) addresses an element of {here}, which has none yet: give the whole list, "
+        f"{here}=[...], or write it in the YAML file."
+    )
 
 
 def _apply_several(root: Node, override: str, several: Node) -> None:

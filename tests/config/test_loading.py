@@ -123,6 +123,9 @@ def test_extends_in_a_circle_or_nowhere(write):
             "Unknown key model.preconditioned ({file}, line 14). The keys of model are arch",
         ),
         ("learningrate: 1", "Unknown key learningrate ({file}, line 14). The keys at the top are run_name, group"),
+        ("batch_size: 1", "did you mean data.global_batch_size or validation.device_batch_size?"),
+        ("Extends: a.yaml", "Unknown key Extends ({file}, line 14): did you mean extends?"),
+        ("OPTIMIZER: {LR: 1}", "Unknown key OPTIMIZER ({file}, line 14): did you mean optimizer?"),
         ("max_durations: 1", "Unknown key max_durations ({file}, line 14): did you mean trainer.max_duration?"),
         ("schedule.warmup: 1ba", "in a YAML file write `warmup:` indented below `schedule:`."),
         ("seed: many", "seed is 'many' ({file}, line 14), but must be an integer."),
@@ -165,6 +168,21 @@ def test_mistakes_in_the_file(write, line, message):
     [
         ("lr=3", "Unknown key lr (command line): did you mean optimizer.lr?"),
         ("data.streams.0.proportions=1", "did you mean data.streams.0.proportion?"),
+        ("data.batch_size=1", "Unknown key data.batch_size (command line): did you mean data.global_batch_size?"),
+        ("OPTIMIZER.LR=1", "Unknown key OPTIMIZER (command line): did you mean optimizer?"),
+        ("optimizer.LR=1", "Unknown key optimizer.LR (command line): did you mean optimizer.lr?"),
+        (
+            "algorithms.ema.power.snapshot=1ba",
+            "did you mean algorithms.ema.power.snapshot_interval or algorithms.ema.power.snapshot_precision?",
+        ),
+        ("extends=a.yaml", "Unknown key extends (command line): `extends` is for YAML files."),
+        ("trainer.precision=BF16", "Did you mean amp_bf16?"),
+        ("trainer.precision=FP32", "Did you mean fp32?"),
+        (
+            "plugins.callbacks.0.path=a.B",
+            "plugins.callbacks.0.path (command line) addresses an element of plugins.callbacks, which has none yet: "
+            "give the whole list, plugins.callbacks=[...], or write it in the YAML file.",
+        ),
         ("optimizer.lr=fast", "optimizer.lr is 'fast' (command line), but must be a number."),
         ("optimizer.lr", "'optimizer.lr' (command line) is not of the form key.sub=value."),
         ("optimizer.lr=", "'optimizer.lr=' (command line) has no value: write optimizer.lr=null"),
@@ -180,6 +198,13 @@ def test_mistakes_on_the_command_line(write, override, message):
     overrides = ["validation.streams=null", override] if override.startswith("validation") else [override]
     text = failure(write(COMPLETE), *overrides)
     assert message in text or (override.startswith("validation") and "which has none yet: give the whole list" in text)
+
+
+def test_a_list_is_not_to_be_written_of_nothing(write):
+    text = failure(write(COMPLETE), "data.streams=null")
+    assert text.startswith("data.streams is null (command line), but must be a list, each element ")
+    assert "Write" not in text
+    assert failure(write(COMPLETE), "data.streams=a").endswith(" Write [a].")
 
 
 def test_all_mistakes_at_once(write):
@@ -201,6 +226,7 @@ def test_missing_values_are_told_together_with_their_meanings(write):
     assert text.startswith(f"6 values are missing in {path}: run_name (Name of the run; the same name continues it); ")
     assert "algorithms.ema.start (When they are allocated as copies of the weights" in text
     assert "output_folder" not in text
+    assert "algorithms.ema (Moving averages of the weights; null: none)" in failure(path, "algorithms.ema=???")
     assert text.endswith("Write them there or on the command line, as in run_name=VALUE.")
     with pytest.raises(ConfigurationError, match=r"1 value is missing in .*: data.local \(Root.*Write it there"):
         load_config(write(COMPLETE), ["data.local=???"])
