@@ -39,7 +39,7 @@ PREEMPTED_EXIT_CODE = 75
 PATIENCE_SECONDS = 10.0
 """How long a silent rank waits for the first rank of its node to end."""
 
-FOLLOWING_SECONDS = 1.0
+FOLLOWING_SECONDS = 3.0
 """How long the first rank of a node leaves the others to meet the error that it met before the process group exists."""
 
 HEARING_SECONDS = 3.0
