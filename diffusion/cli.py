@@ -56,9 +56,11 @@ def _show_plan(config: Config, say: Callable[[str], None]) -> None:
     from diffusion.planning.plan import plan_run
     from diffusion.planning.plan_text import format_plan
     from diffusion.planning.streams import absent_streams
+    from diffusion.plugins import check_plugins
 
     num_ranks = config.plan.num_gpus or world_size()
     check(config, world_size=num_ranks, vae_factor=ARCHITECTURES[config.model.architecture].vae_factor)
+    check_plugins(config.plugins)
     missing = missing_locations(config) | absent_streams(config)
     plan = plan_run(config, world_size=world_size(), missing=missing)
     say(to_public_yaml(config))

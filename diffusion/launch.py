@@ -42,6 +42,9 @@ PREEMPTED_EXIT_CODE = 75
 PATIENCE_SECONDS = 10.0
 """How long a silent rank waits for the first rank of its node to end."""
 
+FOLLOWING_SECONDS = 3.0
+"""How long the first rank of a node leaves the others to meet the error that it met before the process group exists."""
+
 HEARING_SECONDS = 3.0
 """How long a rank waits to hear that rank 0 met the same error."""
 
@@ -287,6 +290,8 @@ def _tell(error: UserError, say: Callable[[str], None]) -> None:
             terminated.wait(HEARING_SECONDS)  # The store, in which others look who has told, may end with this process.
     elif local_rank():
         terminated.wait(PATIENCE_SECONDS)
+    if not has_group and not local_rank() and local_world_size() > 1:
+        terminated.wait(FOLLOWING_SECONDS)  # The launcher terminates them when this one ends.
 
 
 def _catch_termination() -> threading.Event:

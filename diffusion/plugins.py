@@ -1,33 +1,100 @@
 """Objects of the user's own, by import path."""
 
 import importlib
+import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from diffusion.config.training import Plugin
-from diffusion.errors import ConfigurationError
+from diffusion.config.names import nearest
+from diffusion.config.training import Plugin, PluginsConfig
+from diffusion.errors import ConfigurationError, raise_all
+
+Built = TypeVar("Built")
 
 
-def build_plugin(plugin: Plugin, key: str) -> Any:
-    """Import a class or function and call it. The folder that the command was started in is searched too.
+def build_plugin(plugin: Plugin, key: str, kind: type[Built] = object) -> Built:
+    """Import a class or function and call it.
 
     Args:
         plugin: import path and arguments.
+        key: where it stands in the configuration, for messages.
+        kind: what it must make; a protocol must be one that can be checked at run time.
+
+    Raises:
+        ConfigurationError: there is no such module or name, it does not take these arguments, or makes something else.
+            Errors within the user's code pass.
+    """
+    built = import_plugin(plugin, key)(**plugin.arguments)
+    if not isinstance(built, kind):
+        raise ConfigurationError(
+            f"{key}.path={plugin.path} makes an object of type {type(built).__name__}, but must make a "
+            f"{kind.__module__}.{kind.__qualname__}. Name another class, or another key for it"
+        )
+    return built
+
+
+def import_plugin(plugin: Plugin, key: str) -> Callable[..., Any]:
+    """Import a class or function. The folder that the command was started in is searched too.
+
+    Args:
+        plugin: import path, and arguments that it is to take.
         key: where it stands in the configuration, for messages.
 
     Raises:
         ConfigurationError: there is no such module or name, or it does not take these arguments.
     """
+    where = f"{key}.path={plugin.path}"
     module_name, _, name = plugin.path.rpartition(".")
+    if not (module_name and all(part.isidentifier() for part in plugin.path.split("."))):
+        raise ConfigurationError(f"{where} is not an import path: give package.module.Name")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
     try:
-        factory = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigurationError(f"{key}.path={plugin.path}: {error}. Give package.module.Name") from error
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # Of an import within the user's module.
+        raise ConfigurationError(f"{where}: {error}. Give package.module.Name, as it is imported in {here}") from error
+    if not hasattr(module, name):
+        meant = nearest(name, vars(module))
+        remedy = f"did you mean {' or '.join(meant)}?" if meant else "give package.module.Name"
+        raise ConfigurationError(f"{where}: {module_name} has no {name}: {remedy}")
+    factory = getattr(module, name)
+    if not callable(factory):
+        raise ConfigurationError(f"{where} cannot be called: give a class or a function")
     try:
-        return factory(**plugin.arguments)
+        signature = inspect.signature(factory)
+    except ValueError:  # Some builtins have none.
+        return factory
+    try:
+        signature.bind(**plugin.arguments)
     except TypeError as error:
-        raise ConfigurationError(f"{key}.arguments={plugin.arguments}: {plugin.path} was refused: {error}") from error
+        raise ConfigurationError(
+            f"{key}.arguments={plugin.arguments}: {error}. {plugin.path} takes {signature}: give these"
+        ) from error
+    return factory
+
+
+def check_plugins(plugins: PluginsConfig) -> None:
+    """Import all plug-ins of a run, and build none.
+
+    Raises:
+        ConfigurationError: with everything that is wrong.
+    """
+    named = {
+        f"plugins.{group}.{number}": plugin
+        for group in ("callbacks", "loggers", "algorithms")
+        for number, plugin in enumerate(getattr(plugins, group))
+    }
+    if plugins.train_dataset is not None:
+        named["plugins.train_dataset"] = plugins.train_dataset
+    problems = []
+    for key, plugin in named.items():
+        try:
+            import_plugin(plugin, key)
+        except ConfigurationError as error:
+            problems.append(str(error))
+    raise_all(ConfigurationError, problems)

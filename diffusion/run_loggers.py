@@ -52,5 +52,5 @@ def build_loggers(config: Config, folder: Path) -> list[LoggerDestination]:
             )
         )
     plugins = config.plugins.loggers
-    loggers += [build_plugin(plugin, f"plugins.loggers.{i}") for i, plugin in enumerate(plugins)]
+    loggers += [build_plugin(plugin, f"plugins.loggers.{i}", LoggerDestination) for i, plugin in enumerate(plugins)]
     return loggers

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from composer import Trainer
+from composer import Algorithm, Trainer
 from composer.models import ComposerModel
 from composer.optim import (
     ComposerScheduler,
@@ -47,7 +47,7 @@ from diffusion.models.layout import is_pipeline
 from diffusion.models.lora import add_lora
 from diffusion.operations.beats import beats_folder
 from diffusion.operations.costs import BudgetSpentError
-from diffusion.plugins import build_plugin
+from diffusion.plugins import build_plugin, check_plugins
 from diffusion.run_loggers import build_loggers
 from diffusion.sharding import correct_gradient_average, fsdp_config
 from diffusion.train_callbacks import build_callbacks, build_meters
@@ -82,6 +82,7 @@ def train(config: Config) -> Trainer:
     if config.trainer.deterministic:
         reproducibility.configure_deterministic_mode()
     agree(lambda: check(config, world_size=dist.get_world_size(), vae_factor=_spec(config).vae_factor))
+    agree(lambda: check_plugins(config.plugins))
 
     folder = Path(config.output_folder).expanduser()
     agree(lambda: _open_run_folder(folder, config))
@@ -226,6 +227,11 @@ def _build_scheduler(config: Config) -> ComposerScheduler:
     return CosineAnnealingWithWarmupScheduler(t_warmup=schedule.warmup, alpha_f=schedule.final)
 
 
+def _build_algorithms(config: Config) -> list[Algorithm]:
+    plugins = config.plugins.algorithms
+    return [build_plugin(plugin, f"plugins.algorithms.{i}", Algorithm) for i, plugin in enumerate(plugins)]
+
+
 def _build_trainer(config: Config, model: ComposerModel, folder: Path, device: Device, heartbeat: Heartbeat) -> Trainer:
     if isinstance(model, LatentDiffusion):
         agree(lambda: check_identity(config, model))
@@ -238,13 +244,13 @@ def _build_trainer(config: Config, model: ComposerModel, folder: Path, device: D
     callbacks = agree(lambda: build_callbacks(config, model, places, device))
     callbacks = [heartbeat, *agree(lambda: build_meters(config, dataset)), *callbacks]
     go_back(places, keeps_all=config.trainer.keep_checkpoints == -1)
+    algorithms = agree(lambda: _build_algorithms(config))
     load_path = find_resumption(config, places)
     for metrics in [logger for logger in loggers if isinstance(logger, MetricsFile)]:
         callbacks.append(LossCurve(metrics, folder / "loss.png", config.run_name))
 
     settings = config.trainer
     parallelism = {"fsdp": fsdp_config(settings)} if settings.parallelism == Parallelism.fsdp else None
-    algorithms = config.plugins.algorithms
     build = partial(
         Trainer,
         model=model,
@@ -252,7 +258,7 @@ def _build_trainer(config: Config, model: ComposerModel, folder: Path, device: D
         eval_dataloader=evaluator,
         optimizers=_build_optimizer(config, model),
         schedulers=_build_scheduler(config),
-        algorithms=[build_plugin(plugin, f"plugins.algorithms.{i}") for i, plugin in enumerate(algorithms)],
+        algorithms=algorithms,
         callbacks=callbacks,
         loggers=loggers,
         max_duration=settings.max_duration,

@@ -65,7 +65,7 @@ def build_callbacks(config: Config, model: ComposerModel, places: CheckpointPlac
         callbacks.append(SaveAutoencoder(model, statistics_pictures(config), folder, ema))
     callbacks.append(ReportBadPictures(folder, config.loggers.utilisation_interval))
     plugins = config.plugins.callbacks
-    callbacks += [build_plugin(plugin, f"plugins.callbacks.{i}") for i, plugin in enumerate(plugins)]
+    callbacks += [build_plugin(plugin, f"plugins.callbacks.{i}", Callback) for i, plugin in enumerate(plugins)]
     saver = _build_saver(config, places)
     meter = CostMeter(folder, config.operations, config.plan.price_per_gpu_hour)
     return [meter, *callbacks, saver, SaveOnPreemption(saver, folder, meter)]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from composer import Evaluator
@@ -34,6 +34,15 @@ from diffusion.plugins import build_plugin
 
 NUM_STATISTICS_PICTURES = 2048
 """Pictures of the training set over which a VAE's latent statistics are measured."""
+
+
+@runtime_checkable
+class IndexedDataset(Protocol):
+    """What takes the place of the streams: a torch dataset with a length."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
 
 
 def _tokenize(config: Config) -> Callable[[list[str]], Any]:
@@ -107,7 +116,7 @@ def build_train_data(config: Config) -> DataSpec:
     """
     rank_batch_size = config.data.global_batch_size // dist.get_world_size()
     if config.plugins.train_dataset is not None:
-        dataset = build_plugin(config.plugins.train_dataset, "plugins.train_dataset")
+        dataset: Any = build_plugin(config.plugins.train_dataset, "plugins.train_dataset", IndexedDataset)
         if len(dataset) < config.data.global_batch_size:
             raise ConfigurationError(
                 f"plugins.train_dataset ({config.plugins.train_dataset.path}) holds {len(dataset)} samples, fewer than "

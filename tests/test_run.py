@@ -12,26 +12,100 @@ TINY = "yamls/tiny/phase1.yaml"
 PLACES = ["data.local=/nowhere/train", "validation.local=/nowhere/validation", "model.vae=null"]
 
 MISTAKES = {
-    "unknown key": (["optimizer.learning_rat=1"], "Unknown key optimizer.learning_rat"),
-    "unknown key elsewhere": (["lr=1"], "did you mean optimizer.lr?"),
-    "unknown key in a YAML file": (["UNKNOWN_KEY_YAML"], "optimzer.lr"),
-    "wrong type": (["trainer.keep_checkpoints=many"], "trainer.keep_checkpoints is 'many' (command line)"),
-    "wrong choice": (["trainer.precision=fp8"], "fp32, amp_bf16"),
-    "missing value": (["data.local=???"], "data.local"),
-    "missing file": (["MISSING_YAML"], "does not exist"),
+    "unknown key": (
+        ["optimizer.weight_decoy=1"],
+        ["Unknown key optimizer.weight_decoy (command line): did you mean optimizer.weight_decay?"],
+    ),
+    "unknown key like no other": (
+        ["optimizer.learning_rat=1"],
+        ["Unknown key optimizer.learning_rat (command line). The keys of optimizer are lr, weight_decay, betas, eps."],
+    ),
+    "unknown key elsewhere": (["lr=1"], ["Unknown key lr (command line): did you mean optimizer.lr?"]),
+    "unknown key in a YAML file": (
+        "optimzer:\n  lr: 1.0\n",
+        ["Unknown key optimzer ({file}, line 2): did you mean opt"],
+    ),
+    "wrong type": (
+        ["trainer.keep_checkpoints=many"],
+        ["trainer.keep_checkpoints is 'many' (command line), but must be an integer."],
+    ),
+    "wrong choice": (
+        ["trainer.precision=fp8"],
+        ["trainer.precision is 'fp8' (command line), but must be one of fp32, amp_bf16, amp_fp16."],
+    ),
+    "missing value": (
+        ["data.local=???"],
+        [
+            f"1 value is missing in {TINY}: data.local (Root of the data set on this machine",
+            "Write it there or on the command line, as in data.local=VALUE.",
+        ],
+    ),
+    "missing file": (None, ["The configuration file yamls/phase9.yaml does not exist."]),
+    "control character": (
+        ["group=a\x92b"],
+        ["'group=a\x92b' (command line) is not YAML: the character U+0092 cannot stand there; take it out."],
+    ),
+    "batch not divisible by the ranks": (
+        ["data.global_batch_size=33"],
+        ["data.global_batch_size is 33, which cannot be divided among 2 ranks", "Start 1 or 3 ranks", "to 32 or 34"],
+    ),
     "batch not divisible by the microbatch": (
         ["trainer.device_train_microbatch_size=5"],
-        "device_train_microbatch_size",
+        [
+            "trainer.device_train_microbatch_size is 5, which does not divide the 16 samples of a rank",
+            "Possible are 1, 2, 4, 8, 16.",
+        ],
     ),
-    "EMA after the end": (["algorithms.ema={start: 5000ba}"], "algorithms.ema.start is '5000ba', at or after the end"),
-    "cache limit without a remote": (["data.cache_limit=1gb"], "data.cache_limit"),
-    "random crop of latents": (["data.crop=random"], "data.crop"),
-    "flip of latents": (["data.horizontal_flip=0.5"], "data.horizontal_flip"),
+    "EMA after the end": (
+        ["algorithms.ema={start: 5000ba}"],
+        [
+            "algorithms.ema.start is '5000ba', at or after the end of the run",
+            "or switch it off with algorithms.ema=null",
+        ],
+    ),
+    "cache limit without a remote": (
+        ["data.cache_limit=1gb"],
+        [
+            "data.cache_limit is '1gb', but stream '64-up' has no remote: evicting its shards would delete the only",
+            "Set data.cache_limit=null, or give the remote.",
+        ],
+    ),
+    "random crop of latents": (
+        ["data.crop=random"],
+        ["data.crop is random with data.representation latents", "Set data.representation=images, or encode"],
+    ),
+    "flip of latents": (
+        ["data.horizontal_flip=0.5"],
+        ["data.horizontal_flip is 0.5 with data.representation latents", "Set data.representation=images, or encode"],
+    ),
     "zero-terminal SNR with epsilon": (
         ["objective.zero_terminal_snr=true", "objective.prediction_type=epsilon"],
-        "objective.zero_terminal_snr",
+        [
+            "objective.zero_terminal_snr is true with objective.prediction_type epsilon",
+            "Set objective.prediction_type=v_prediction.",
+        ],
+    ),
+    "unknown argument of the U-Net": (
+        ["model.unet.block_out_chanels=[16,32]"],
+        ["Unknown key model.unet.block_out_chanels (no arg", "did you mean model.unet.block_out_channels?"],
+    ),
+    "argument that does not fit the U-Net": (
+        ["model.unet.norm_num_groups=5"],
+        [
+            "model.unet is {{'norm_num_groups': 5}}, of which no UNet2DConditionModel",
+            "Change these keys, or leave them",
+        ],
+    ),
+    "plug-in that is not there": (
+        ["plugins.callbacks=[{path: nope.B}]"],
+        ["plugins.callbacks.0.path=nope.B: No module named 'nope'. Give package.module.Name"],
+    ),
+    "output folder that cannot be written": (
+        ["output_folder=/proc/nowhere/run"],
+        ["output_folder=/proc/nowhere/run cannot be written: ", "Choose another one"],
     ),
 }
+"""Overrides, lines of a YAML file, or None for a file that is not there; and what is told."""
 
 
 def run(arguments: list[str]) -> tuple[subprocess.CompletedProcess[str], float]:
@@ -42,22 +116,37 @@ def run(arguments: list[str]) -> tuple[subprocess.CompletedProcess[str], float]:
     return done, time.monotonic() - start
 
 
+@pytest.mark.world_size(2)
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_ends_in_seconds_with_one_message(name, tmp_path):
-    overrides, message = MISTAKES[name]
-    yaml = TINY
-    if overrides == ["UNKNOWN_KEY_YAML"]:
-        file = tmp_path / "mine.yaml"
-        file.write_text(f"extends: {ROOT / TINY}\noptimzer:\n  lr: 1.0\n")
-        yaml, overrides = str(file), []
-        message = f"Unknown key optimzer ({file}, line 2)"
-    if overrides == ["MISSING_YAML"]:
-        yaml, overrides = "yamls/phase9.yaml", []
-    done, seconds = run([yaml, *PLACES, *overrides])
+def test_a_mistake_ends_all_ranks_with_one_message(server, name, tmp_path):
+    mistake, messages = MISTAKES[name]
+    file = tmp_path / "mine.yaml"
+    if isinstance(mistake, str):
+        file.write_text(f"extends: {ROOT / TINY}\n{mistake}")
+    yaml = "yamls/phase9.yaml" if mistake is None else TINY if isinstance(mistake, list) else str(file)
+    overrides = mistake if isinstance(mistake, list) else []
+    job = server.start(2, ["run.py", yaml, *PLACES, f"output_folder={tmp_path / 'run'}", *overrides]).finish()
+    assert job.codes == [2, 2], job.output
+    for message in messages:
+        assert message.format(file=file) in job.output
+    assert job.output.count("Error: ") == 1, job.output
+    assert "Traceback" not in job.output
+
+
+@pytest.mark.parametrize("name", ["unknown argument of the U-Net", "plug-in that is not there"])
+def test_a_dry_run_tells_it_as_well(server, name):
+    overrides, messages = MISTAKES[name]
+    job = server.start(0, ["run.py", TINY, *PLACES, *overrides, "--dry-run"]).finish()
+    assert job.codes == [2], job.output
+    assert all(message in job.output for message in messages)
+    assert "Traceback" not in job.output
+
+
+def test_a_mistake_ends_in_seconds():
+    done, seconds = run([TINY, *PLACES, "optimizer.lr=fast"])
     assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr + done.stdout
-    assert done.stderr.count("Error: ") == 1
+    assert done.stderr == "ConfigurationError: optimizer.lr is 'fast' (command line), but must be a number.\n"
+    assert done.stdout == ""
     assert seconds < 20
 
 

@@ -10,6 +10,7 @@ again; the run folder has them.
 import json
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from composer.loggers import LoggerDestination, TensorboardLogger, WandBLogger
 from composer.utils import dist
 
 from diffusion.callbacks.metrics_file import MetricsFile
+from diffusion.errors import MachineError
+from diffusion.launch import agree
 
 log = logging.getLogger(__name__)
 
@@ -138,6 +141,22 @@ class ContinuedWandB(_SkipsLoggedImages, WandBLogger):
         self.folder, self.run_id, self.metrics, self.offline = folder, run_id, metrics, offline
         self._points = LoggedPoints()
 
+    def init(self, state: State, logger: Logger) -> None:
+        """Start, on rank 0.
+
+        Raises:
+            MachineError: on every rank: wandb refuses a name, or the account.
+        """
+        agree(self._start)
+        super().init(state, logger)  # Finds the run that is started.
+
+    def _start(self) -> None:
+        import wandb
+
+        if self._enabled:
+            with as_machine_error():
+                wandb.init(**self._init_kwargs)
+
     def fit_start(self, state: State, logger: Logger) -> None:
         """Read what is there, and log again what an earlier start has logged and not written."""
         step = state.timestamp.batch.value
@@ -155,6 +174,21 @@ class ContinuedWandB(_SkipsLoggedImages, WandBLogger):
         """Log the numbers that are not there yet."""
         if missing := self._points.without(metrics, step):
             super().log_metrics(missing, step)
+
+
+@contextmanager
+def as_machine_error() -> Iterator[None]:
+    """Tell what wandb refuses when it starts by its keys."""
+    from wandb.errors import Error
+
+    try:
+        yield
+    except Error as error:
+        raise MachineError(
+            f"loggers.wandb: Weights & Biases does not start: {str(error).rstrip('.')}. Change the name that it "
+            "refuses, log in (`wandb login`, or WANDB_API_KEY), or write to the run folder only with "
+            "loggers.wandb.offline=true."
+        ) from error
 
 
 def wandb_points(folder: Path, run_id: str) -> LoggedPoints:

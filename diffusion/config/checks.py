@@ -5,6 +5,7 @@ under which key, and what to do. A location that is still missing (`???`, in a d
 """
 
 import math
+import posixpath
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +20,7 @@ from diffusion.config.model import NUM_TIMESTEPS, PredictionType
 from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config, Task
 from diffusion.config.sizes import size_problems
-from diffusion.config.stores import url_problem
+from diffusion.config.stores import local_problem, url_problem
 from diffusion.config.training import NumberFormat, Parallelism, Precision
 from diffusion.errors import ConfigurationError, raise_all
 
@@ -68,13 +69,16 @@ def num_batches(config: Config) -> int:
     Raises:
         ConfigurationError: `trainer.max_duration` is not a positive number of batches.
     """
-    time = parse_time(config.trainer.max_duration, "trainer.max_duration")
-    if time.unit != "ba" or time.value <= 0:
+    text = config.trainer.max_duration
+    match = re.fullmatch(r"\s*(\d+)\s*ba\s*", text, re.IGNORECASE)
+    if match is None:
         raise ConfigurationError(
-            f"trainer.max_duration is '{config.trainer.max_duration}', but the length of a run is given in batches "
-            "(550000ba): epochs depend on the number of samples, and batches do not."
+            f"trainer.max_duration is '{text}', but the length of a run is given in batches (550000ba): epochs depend "
+            "on the number of samples, and batches do not."
         )
-    return int(time.value)
+    if int(match[1]) == 0:
+        raise ConfigurationError(f"trainer.max_duration is '{text}', but a run has at least one batch: write 1ba.")
+    return int(match[1])
 
 
 def _attempt(parse: Callable[[], Any], problems: list[str]) -> Any:
@@ -157,6 +161,15 @@ _POSITIVE = (
     "plan.price_per_gpu_hour",
     "plan.gpu_memory_gb",
     "plan.image_kb",
+)
+_NAMED_PLACES = (
+    "run_name",
+    "output_folder",
+    "trainer.checkpoint_folder",
+    "data.remote",
+    "data.local",
+    "validation.remote",
+    "validation.local",
 )
 _SEEDS = ("seed", "samples.seed", "model.frozen_seed")
 _TIMES = {
@@ -318,6 +331,19 @@ def _model(config: Config) -> Iterator[str]:
 def _places(config: Config) -> Iterator[str]:
     if config.operations.max_dollars is not None and config.plan.price_per_gpu_hour is None:
         yield "operations.max_dollars is set without a price: set plan.price_per_gpu_hour, or limit max_gpu_hours."
+    for key in _NAMED_PLACES:
+        value = _value(config, key)
+        if value is not None and not value.strip():
+            yield f"{key} is empty. Give it a value, or leave it out."
+    for key in ("data.local", "validation.local"):
+        if problem := local_problem(_value(config, key), key):
+            yield problem
+    inside = posixpath.normpath(config.run_name.strip().lstrip("/"))
+    if config.run_name.strip() and (inside == "." or inside.split("/")[0] == ".."):
+        yield (
+            f"run_name is '{config.run_name}', which is no folder of its own below that of all runs. Give it a name, "
+            "and another place in output_folder."
+        )
     if "://" in config.output_folder:
         yield (
             f"output_folder is '{config.output_folder}', but the record, metrics and pictures of a run go to a folder. "

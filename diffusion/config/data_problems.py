@@ -11,6 +11,7 @@ from omegaconf import MISSING
 from diffusion.config.data import Crop, Representation, StreamConfig
 from diffusion.config.quantities import parse_size
 from diffusion.config.schema import Config, Task
+from diffusion.config.stores import local_problem
 from diffusion.errors import ConfigurationError
 
 HASHES = {name for name in hashlib.algorithms_available if hasattr(hashlib, name) and not name.startswith("shake_")} | {
@@ -103,7 +104,13 @@ def _streams(streams: list[StreamConfig], key: str) -> Iterator[str]:
             f"{key} gives a proportion for some streams but not for {', '.join(without)}: give one for all streams, or "
             "for none (natural proportions)."
         )
-    for stream in streams:
+    for number, stream in enumerate(streams):
+        for field in ("name", "remote", "local"):
+            value = getattr(stream, field)
+            if value is not None and not value.strip():
+                yield f"{key}.{number}.{field} is empty. Give it a value, or leave it out."
+        if problem := local_problem(stream.local, f"{key}.{number}.local"):
+            yield problem
         if stream.proportion is not None and stream.repeat is not None:
             yield (
                 f"{key}: stream '{stream.name}' has a proportion and a repeat, which both say how often it is seen. "

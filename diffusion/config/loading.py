@@ -4,7 +4,6 @@ Mistakes are `ConfigurationError`s that name the key, where it was written, and 
 """
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from pathlib import Path
@@ -21,8 +20,10 @@ from diffusion.config.documentation import (
     schema_keys,
     split_optional,
 )
+from diffusion.config.names import nearest
 from diffusion.config.schema import Config
 from diffusion.config.tree import (
+    EXTENDS,
     Node,
     apply_override,
     dump,
@@ -235,12 +236,12 @@ class _Builder:
         if name in known and "." in name:
             group, leaf = name.rsplit(".", 1)
             return f"{problem}: in a YAML file write `{leaf}:` indented below `{group.replace('.', ':` and `')}:`."
-        here = difflib.get_close_matches(name, field_types(cls), n=1, cutoff=0.75)
-        elsewhere = [key for key in known if key.rsplit(".", 1)[-1] == name]
-        similar = difflib.get_close_matches(name, {key.rsplit(".", 1)[-1] for key in known}, n=1, cutoff=0.75)
-        if not elsewhere and similar:
-            elsewhere = [key for key in known if key.rsplit(".", 1)[-1] == similar[0]]
-        suggestions = [prefix + here[0]] if here else elsewhere[:3]
+        if not prefix and name == EXTENDS:
+            return f"{problem}: `{EXTENDS}` is for YAML files."
+        here = nearest(name, [*field_types(cls), *([] if prefix else [EXTENDS])])
+        elsewhere = nearest(name, [key.rsplit(".", 1)[-1] for key in known])
+        suggestions = [prefix + one for one in here] or [key for key in known if key.rsplit(".", 1)[-1] in elsewhere]
+        suggestions = suggestions[:3]
         if suggestions:
             return f"{problem}: did you mean {' or '.join(suggestions)}?"
         group = f"The keys of {prefix[:-1]}" if prefix else "The keys at the top"
@@ -262,8 +263,8 @@ def _shown(node: Node) -> str:
 
 def _hint(origin: Any, value: Any) -> str:
     if isinstance(origin, type) and issubclass(origin, Enum):
-        close = difflib.get_close_matches(str(value), [str(member.value) for member in origin], n=1)
-        return f" Did you mean {close[0]}?" if close else ""
-    if origin is list and not isinstance(value, dict | list):
+        close = nearest(str(value), [str(member.value) for member in origin])
+        return f" Did you mean {' or '.join(close)}?" if close else ""
+    if origin is list and value is not None and not isinstance(value, dict | list):
         return f" Write [{value}]."
     return ""

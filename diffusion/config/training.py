@@ -189,7 +189,7 @@ class AlgorithmsConfig:
     """What changes training itself."""
 
     ema: EMAConfig | None = None
-    """Null: none."""
+    """Moving averages of the weights; null: none."""
 
 
 @dataclass(kw_only=True)

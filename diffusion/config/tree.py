@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from omegaconf import MISSING, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
+from yaml.reader import ReaderError
 
 from diffusion.errors import ConfigurationError
 
@@ -20,19 +21,28 @@ OVERRIDES = "overrides"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with numbers such as 1e-4, which YAML 1.1 takes for text."""
+    """YAML with numbers as people write them.
+
+    1e-4 is one; YAML 1.1 takes it for text. 010 (octal there) and 1:30 (to base 60) are none, and there are no dates.
+    """
 
 
 class _Dumper(yaml.SafeDumper):
     """Quotes what `_Loader` would take for a number."""
 
 
+_NUMBERS = {
+    "tag:yaml.org,2002:int": r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F]+|0b[01]+)$",
+    "tag:yaml.org,2002:float": r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+|[0-9][0-9_]*\.[0-9_]*"
+    r"|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?|\.(?:inf|Inf|INF))$|^\.(?:nan|NaN|NAN)$",
+}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, text) for tag, text in resolvers if tag not in {*_NUMBERS, "tag:yaml.org,2002:timestamp"}]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 for _class in (_Loader, _Dumper):
-    _class.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$"),
-        list("-+0123456789."),
-    )
+    for _tag, _text in _NUMBERS.items():
+        _class.add_implicit_resolver(_tag, re.compile(_text), list("-+0123456789."))
 
 
 @dataclass
@@ -151,16 +161,15 @@ def apply_override(root: Node, override: str) -> None:
         here = ".".join(parts[:depth])
         if depth and (parent.value is None or parent.value == MISSING):
             if part.isdigit():
-                raise ConfigurationError(
-                    f"{key} ({COMMAND_LINE}) addresses an element of {here}, which has none yet: give the whole list, "
-                    f"{here}=[...], or write it in the YAML file."
-                )
+                raise _no_element(key, here)
             parent.value, parent.where, parent.text = {}, COMMAND_LINE, None
         if isinstance(parent.value, list):
+            if not parent.value:
+                raise _no_element(key, here)
             if not (part.isdigit() and int(part) < len(parent.value)):
                 raise ConfigurationError(
                     f"{key} ({COMMAND_LINE}): {here} is a list of {len(parent.value)}, whose elements are addressed "
-                    f"{here}.0 to {here}.{max(len(parent.value) - 1, 0)}, not '{part}'."
+                    f"{here}.0 to {here}.{len(parent.value) - 1}, not '{part}'."
                 )
             siblings, index, present = parent.value, int(part), True
         elif isinstance(parent.value, dict):
@@ -176,6 +185,13 @@ def apply_override(root: Node, override: str) -> None:
         else:
             node = _parse(text, COMMAND_LINE, override)
             siblings[index] = merge(siblings[index], node) if present else node
+
+
+def _no_element(key: str, here: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{key} ({COMMAND_LINE}) addresses an element of {here}, which has none yet: give the whole list, "
+        f"{here}=[...], or write it in the YAML file."
+    )
 
 
 def _apply_several(root: Node, override: str, several: Node) -> None:
@@ -229,20 +245,28 @@ def _walk(node: Node, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, .
 
 def _parse(text: str, file: str, override: str | None = None) -> Node:
     """Parse YAML; `file` is `COMMAND_LINE` for an override, whose lines are not counted."""
-    loader = _Loader(text)
     try:
+        loader = _Loader(text)
         top = loader.get_single_node()
         return _convert(loader, top, file, counted=override is None) if top else Node({}, file)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        problem += " (between braces, write '???' in quotes)" if "found '?'" in problem else ""
+    except (yaml.YAMLError, RecursionError) as error:
+        problem, line = _problem(error, text)
         if override is not None:
             raise ConfigurationError(f"The value of '{override}' ({COMMAND_LINE}) is not YAML: {problem}.") from None
-        line = f", line {mark.line + 1}, column {mark.column + 1}," if mark else ""
         raise ConfigurationError(f"{file}{line} is not well-formed YAML: {problem}.") from None
-    finally:
-        loader.dispose()
+
+
+def _problem(error: yaml.YAMLError | RecursionError, text: str) -> tuple[str, str]:
+    """What is wrong with a text, and the line."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply, or refers to itself (`&name`, `*name`)", ""
+    if isinstance(error, ReaderError):
+        line = text.count("\n", 0, error.position) + 1
+        return f"the character U+{ord(text[error.position]):04X} cannot stand there; take it out", f", line {line},"
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    problem += " (between braces, write '???' in quotes)" if "found '?'" in problem else ""
+    return problem, f", line {mark.line + 1}, column {mark.column + 1}," if mark else ""
 
 
 def _convert(loader: _Loader, node: yaml.Node, file: str, *, counted: bool, line: int | None = None) -> Node:
@@ -266,6 +290,12 @@ def _convert(loader: _Loader, node: yaml.Node, file: str, *, counted: bool, line
             },
             where,
         )
-    value = loader.construct_object(node)
+    try:
+        value = loader.construct_object(node)
+    except (ValueError, LookupError, AttributeError):  # What PyYAML raises for `!!int many`, or for 5000 digits.
+        shown = node.value if len(node.value) <= 40 else f"{node.value[:40]}..."
+        kind = node.tag.rpartition(":")[2]
+        problem = f"'{shown}' cannot be read as {kind}"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
     is_plain = value is None or isinstance(value, bool | int | float | str)
     return Node(value if is_plain else node.value, where, text=node.value)

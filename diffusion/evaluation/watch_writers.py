@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from diffusion.callbacks.continued_loggers import tensorboard_points, wandb_points
+from diffusion.callbacks.continued_loggers import as_machine_error, tensorboard_points, wandb_points
 from diffusion.config.evaluation import EvaluationConfig
 from diffusion.config.schema import Config
 from diffusion.config.secrets import redact_arguments
@@ -120,21 +120,23 @@ class Writers:
         name = f"{self.run.run_name}-evaluation"
         run_id = hashlib.sha256(f"{name} {self.folder.resolve()}".encode()).hexdigest()[:12]
         last = wandb_points(self.folder, run_id).last_step if settings.offline else -1
-        run = wandb.init(
-            project=settings.project,
-            entity=settings.entity,
-            group=self.run.group or self.run.run_name,
-            name=name,
-            tags=settings.tags,
-            dir=str(self.folder),
-            id=run_id,
-            resume="allow",
-            mode="offline" if settings.offline else "online",
-            settings={
-                "allow_offline_artifacts": False,  # Else a table offline asks the server for its version, and hangs.
-                "_args": redact_arguments(sys.argv[1:]),
-            },
-        )
+        with as_machine_error():
+            run = wandb.init(
+                project=settings.project,
+                entity=settings.entity,
+                group=self.run.group or self.run.run_name,
+                name=name,
+                tags=settings.tags,
+                dir=str(self.folder),
+                id=run_id,
+                resume="allow",
+                mode="offline" if settings.offline else "online",
+                settings={
+                    # Else a table offline asks the server for its version, and hangs.
+                    "allow_offline_artifacts": False,
+                    "_args": redact_arguments(sys.argv[1:]),
+                },
+            )
         run.define_metric(STEP)
         run.define_metric("evaluation/*", step_metric=STEP)
         return run, last

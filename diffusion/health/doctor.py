@@ -35,6 +35,7 @@ from diffusion.health.opening import cache_demand_of_readings, read_batches, sec
 from diffusion.health.ranks import check_ranks, check_reduction, measure_reduction, read_rank
 from diffusion.health.readings import (
     checkpoint_folder,
+    checkpoint_key,
     find_leftovers,
     measure_write_speed,
     read_disk,
@@ -115,7 +116,7 @@ def _check_this_machine(config: Config, device: Device) -> list[Verdict]:
     reading = read_machine()
     folder = checkpoint_folder(config)
     disk = read_disk(folder, with_content=True)
-    verdicts = [*check_machine_reading(reading, demand), check_output_space(disk, demand)]
+    verdicts = [*check_machine_reading(reading, demand), check_output_space(disk, demand, checkpoint_key(config))]
     if disk.is_writable:
         verdicts.append(_speed("output speed", folder, lambda speed: check_output_speed(str(folder), speed, demand)))
     if device is Device.gpu:

@@ -117,16 +117,16 @@ def _check_gpu(gpu: GpuReading, needed: float) -> list[Verdict]:
     return [*verdicts, *check_faults(gpu)]
 
 
-def check_output_space(disk: DiskReading, demand: Demand) -> Verdict:
-    """Is there space for the checkpoints?"""
+def check_output_space(disk: DiskReading, demand: Demand, key: str = "output_folder") -> Verdict:
+    """Is there space for the checkpoints in the folder that `key` names?"""
     kept = demand.storage_bytes
     what = (
         f"{disk.folder} has {size_text(disk.free_bytes)} free, a checkpoint takes {size_text(demand.checkpoint_bytes)}"
         + (f" and all that stay {size_text(kept)}" if kept is not None else "")
     )
     if not disk.is_writable:
-        return problem("output folder", f"{disk.folder} cannot be written to", "choose another output_folder")
-    remedy = "free space, choose another output_folder, or keep fewer (trainer.keep_checkpoints)"
+        return problem("output folder", f"{disk.folder} cannot be written to", f"choose another {key}")
+    remedy = f"free space, choose another {key}, or keep fewer (trainer.keep_checkpoints)"
     if disk.free_bytes < demand.checkpoint_bytes:
         return problem("output folder", what, remedy)
     if kept is not None and disk.free_bytes + disk.held_bytes < kept:

@@ -129,10 +129,15 @@ def job_processes() -> set[int]:
 
 def checkpoint_folder(config: Config) -> Path:
     """Where checkpoints are written on this machine, before they go to a store if they do."""
-    place = config.trainer.checkpoint_folder
-    if place is None or "://" in place:
-        return Path(config.output_folder).expanduser()
+    place = config.output_folder if checkpoint_key(config) == "output_folder" else config.trainer.checkpoint_folder
+    assert place is not None
     return Path(place).expanduser()
+
+
+def checkpoint_key(config: Config) -> str:
+    """Key of the configuration that `checkpoint_folder` is from."""
+    place = config.trainer.checkpoint_folder
+    return "output_folder" if place is None or "://" in place else "trainer.checkpoint_folder"
 
 
 def read_disk(folder: Path, *, with_content: bool = False) -> DiskReading:

@@ -18,7 +18,7 @@ from diffusion.health.cache import check_cache_limit, check_cache_space
 from diffusion.health.demand import find_demand
 from diffusion.health.machine import check_machine_reading, check_output_space
 from diffusion.health.opening import cache_demand_of_dataset
-from diffusion.health.readings import checkpoint_folder, read_disk, read_machine
+from diffusion.health.readings import checkpoint_folder, checkpoint_key, read_disk, read_machine
 from diffusion.health.verdicts import Verdict, merge, raise_problems, warnings_of
 from diffusion.launch import agree
 from diffusion.planning.fleet import World
@@ -44,7 +44,8 @@ def check_machines(config: Config, device: Device) -> None:
         disk = read_disk(checkpoint_folder(config))
         if demand.storage_bytes is not None and disk.free_bytes < demand.storage_bytes:
             disk = read_disk(disk.folder, with_content=True)  # Slow on a network disk, and seldom needed.
-        return [*check_machine_reading(read_machine(), demand), check_output_space(disk, demand)]
+        space = check_output_space(disk, demand, checkpoint_key(config))
+        return [*check_machine_reading(read_machine(), demand), space]
 
     _tell(verdicts, MachineError)
 

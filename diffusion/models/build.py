@@ -15,6 +15,7 @@ from diffusion.errors import ConfigurationError
 from diffusion.models.architectures import ARCHITECTURES
 from diffusion.models.arguments import whole_number
 from diffusion.models.conditioning import text_width
+from diffusion.models.construction import construct
 from diffusion.models.frozen import build_text_encoder, build_vae, load_frozen_parts, with_seed
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.layout import SCHEDULER_CONFIG, open_pipeline_unet, read_noise_schedule, unet_folder
@@ -24,9 +25,12 @@ log = logging.getLogger(__name__)
 
 
 def build_unet(config: ModelConfig) -> UNet2DConditionModel:
-    """Build the U-Net with random weights from torch's generator."""
-    spec = ARCHITECTURES[config.architecture]
-    return UNet2DConditionModel(**{**spec.unet, **config.unet})
+    """Build the U-Net with random weights from torch's generator.
+
+    Raises:
+        ConfigurationError: `model.unet` holds an unknown argument, or one that does not fit.
+    """
+    return construct(UNet2DConditionModel, ARCHITECTURES[config.architecture].unet, config.unet, "model.unet")
 
 
 def build_noise_scheduler(architecture: Architecture, objective: ObjectiveConfig) -> DDPMScheduler:
@@ -54,8 +58,8 @@ def build_model(config: ModelConfig, objective: ObjectiveConfig, *, resolution: 
     Raises:
         ConfigurationError: the frozen weights are not there, or the combination is impossible.
     """
-    frozen = load_frozen_parts(config)
     unet = with_seed(seed, lambda: build_unet(config))
+    frozen = load_frozen_parts(config)
     width = text_width(frozen.text_encoder)
     if unet.config["cross_attention_dim"] != width:
         raise ConfigurationError(

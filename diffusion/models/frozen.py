@@ -15,6 +15,7 @@ from diffusion.config.model import ModelConfig
 from diffusion.errors import ConfigurationError, naming
 from diffusion.models.architectures import ARCHITECTURES, ArchitectureSpec
 from diffusion.models.conditioning import DualTextEncoder, TextEncoder
+from diffusion.models.construction import construct
 from diffusion.models.latent_scaling import LatentScaling
 from diffusion.models.tokenizers import build_tokenizer
 
@@ -77,8 +78,12 @@ def load_text_encoder(spec: ArchitectureSpec, place: str, **options: Any) -> Tex
 
 
 def build_vae(spec: ArchitectureSpec, changes: dict[str, Any] | None = None) -> AutoencoderKL:
-    """Build a VAE with random weights; `changes` replace keyword arguments of the architecture."""
-    return AutoencoderKL(**{**spec.vae, **(changes or {})})
+    """Build a VAE with random weights; `changes` (`autoencoder.vae`) replace keyword arguments of the architecture.
+
+    Raises:
+        ConfigurationError: a change is an unknown argument, or does not fit.
+    """
+    return construct(AutoencoderKL, spec.vae, changes or {}, "autoencoder.vae")
 
 
 def folder_of(place: str) -> Path | None:

@@ -108,3 +108,20 @@ def test_a_wandb_file_that_was_cut_off_is_read_up_to_there(tmp_path: Path) -> No
         cut = tmp_path / f"cut-{num_bytes}.wandb"
         cut.write_bytes(path.read_bytes()[:-num_bytes])
         assert list(read_wandb(cut)) == [{"loss": step / 2, "_step": step} for step in range(2)]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("wandb", "reason"),
+    [("{offline: false}", "api_key not configured"), ("{project: 'a/b:c'}", "project name 'a/b:c'")],
+)
+def test_what_wandb_refuses_is_told_once_with_what_to_do(server, tmp_path: Path, wandb: str, reason: str) -> None:
+    program = ["run.py", "tests/toy.yaml", f"output_folder={tmp_path / 'run'}", f"loggers.wandb={wandb}"]
+    account = {"WANDB_MODE": "online", "WANDB_API_KEY": "", "HOME": str(tmp_path)}
+    job = server.start(2, program, **account).finish()
+    assert job.codes == [2, 2], job.output
+    assert job.output.count("Error: ") == 1
+    assert "loggers.wandb: Weights & Biases does not start: " in job.output
+    assert reason in job.output
+    assert "loggers.wandb.offline=true" in job.output
+    assert "Traceback" not in job.output

@@ -34,6 +34,11 @@ def failure(*overrides: str, world_size: int = 128) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["a", "a/b", "/a", "a/../b", "..a"])
+def test_names_of_runs_may_have_folders(name):
+    check(configuration(f"run_name={name}"), world_size=128, vae_factor=8)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 8, 64, 128])
 def test_the_recipe_passes(world_size):
     overrides = ["trainer.device_train_microbatch_size=16", "algorithms.ema.start=500000ba"]
@@ -71,7 +76,50 @@ def test_the_recipe_passes(world_size):
             1,
             ["trainer.max_duration is '3ep', but the length of a run is given in batches"],
         ),
-        (["trainer.max_duration=0ba"], 1, ["trainer.max_duration is '0ba'"]),
+        (["trainer.max_duration=0ba"], 1, ["trainer.max_duration is '0ba', but a run has at least one batch"]),
+        (
+            ["trainer.max_duration='10'"],
+            1,
+            ["trainer.max_duration is '10', but the length of a run is given in batches (550000ba): epochs depend"],
+        ),
+        (["run_name=''"], 1, ["run_name is empty. Give it a value"]),
+        (["run_name=' '"], 1, ["run_name is empty. Give it a value"]),
+        (
+            ["run_name=//"],
+            1,
+            ["run_name is '//', which is no folder of its own below that of all runs. Give it a name"],
+        ),
+        (["run_name=a/.."], 1, ["run_name is 'a/..', which is no folder"]),
+        (["run_name=a/../../b"], 1, ["run_name is 'a/../../b', which is no folder"]),
+        (["output_folder=''"], 1, ["output_folder is empty. Give it a value, or leave it out."]),
+        (["trainer.checkpoint_folder=''"], 1, ["trainer.checkpoint_folder is empty."]),
+        (["data.remote=''"], 1, ["data.remote is empty."]),
+        (["validation.local=''"], 1, ["validation.local is empty."]),
+        (["data.streams.1.name=''"], 1, ["data.streams.1.name is empty. Give it a value"]),
+        (["data.streams.1.local=''"], 1, ["data.streams.1.local is empty."]),
+        (
+            ["data.local=s3://bucket/x"],
+            1,
+            [
+                "data.local is 's3://bucket/x', but must be a folder of this machine. Set data.remote to it, and "
+                "data.local to a cache."
+            ],
+        ),
+        (
+            ["validation.local=gs://b/x"],
+            1,
+            ["validation.local is 'gs://b/x', but must be a folder", "validation.remote"],
+        ),
+        (
+            ["data.streams.0.local=s3://b/x"],
+            1,
+            ["data.streams.0.local is 's3://b/x'", "Set data.streams.0.remote to it"],
+        ),
+        (
+            ["validation.streams=[{name: a, local: s3://b/x}]"],
+            1,
+            ["validation.streams.0.local is 's3://b/x', but must be a folder of this machine"],
+        ),
         (["trainer.save_interval=0ba"], 1, ["trainer.save_interval is '0ba', but an interval must be longer"]),
         (["trainer.eval_interval=often"], 1, ["trainer.eval_interval is 'often', which is not a time"]),
         (

@@ -67,6 +67,20 @@ def test_text_is_kept_as_written(write):
     assert (config.run_name, config.group, config.model.vae) == ("1e3", "2024-01-01", "on")
 
 
+def test_what_only_looks_like_a_date_or_an_octal_number_is_text(write):
+    config = load_config(write(COMPLETE), ["run_name=2025-31-12", "group=010", "model.vae=1:30"])
+    assert (config.run_name, config.group, config.model.vae) == ("2025-31-12", "010", "1:30")
+    assert load_config(write(to_yaml(config), "resolved.yaml")) == config
+
+
+def test_numbers(write):
+    texts = ["0", "-7", "+1_000", "0x1f", "1e3", "1.", ".5", "-.5e-2", "1_0.5", ".inf", "010", "1:30", "0o7", "1e"]
+    config = load_config(write(COMPLETE), [f"model.unet.values=[{', '.join(texts)}]"])
+    expected = [0, -7, 1000, 31, 1000.0, 1.0, 0.5, -0.005, 10.5, float("inf"), "010", "1:30", "0o7", "1e"]
+    assert config.model.unet["values"] == expected
+    assert load_config(write(to_yaml(config), "resolved.yaml")) == config
+
+
 def test_yaml_round_trip(write, monkeypatch):
     monkeypatch.setenv("FOLDER", "/somewhere")
     overrides = [
@@ -109,6 +123,9 @@ def test_extends_in_a_circle_or_nowhere(write):
             "Unknown key model.preconditioned ({file}, line 14). The keys of model are arch",
         ),
         ("learningrate: 1", "Unknown key learningrate ({file}, line 14). The keys at the top are run_name, group"),
+        ("batch_size: 1", "did you mean data.global_batch_size or validation.device_batch_size?"),
+        ("Extends: a.yaml", "Unknown key Extends ({file}, line 14): did you mean extends?"),
+        ("OPTIMIZER: {LR: 1}", "Unknown key OPTIMIZER ({file}, line 14): did you mean optimizer?"),
         ("max_durations: 1", "Unknown key max_durations ({file}, line 14): did you mean trainer.max_duration?"),
         ("schedule.warmup: 1ba", "in a YAML file write `warmup:` indented below `schedule:`."),
         ("seed: many", "seed is 'many' ({file}, line 14), but must be an integer."),
@@ -129,6 +146,16 @@ def test_extends_in_a_circle_or_nowhere(write):
         ("run_name: again", "{file}, line 14, column 1, is not well-formed YAML: the key 'run_name' comes twice."),
         ("a: [1", "{file}, line 15, column 1, is not well-formed YAML: "),
         ("model: {vae: ???}", "(between braces, write '???' in quotes)"),
+        ("seed: !!int hello", "{file}, line 14, column 7, is not well-formed YAML: 'hello' cannot be read as int."),
+        ("seed: !!bool maybe", "'maybe' cannot be read as bool."),
+        ("group: !!timestamp soon", "'soon' cannot be read as timestamp."),
+        (f"seed: {'9' * 5000}", "line 14, column 7, is not well-formed YAML: '9999"),
+        ("seed: 010", "seed is '010' ({file}, line 14), but must be an integer."),
+        ("seed: 1:30", "seed is '1:30' ({file}, line 14), but must be an integer."),
+        ("schedule: {final: 1:30.5}", "schedule.final is '1:30.5' ({file}, line 14), but must be a number."),
+        ("group: a\x92b", "{file}, line 14, is not well-formed YAML: the character U+0092 cannot stand there; take it"),
+        ("group: &a [*a]", "{file} is not well-formed YAML: it is nested too deeply, or refers to itself"),
+        (f"group: {'[' * 3000}{']' * 3000}", "it is nested too deeply"),
     ],
 )
 def test_mistakes_in_the_file(write, line, message):
@@ -141,10 +168,27 @@ def test_mistakes_in_the_file(write, line, message):
     [
         ("lr=3", "Unknown key lr (command line): did you mean optimizer.lr?"),
         ("data.streams.0.proportions=1", "did you mean data.streams.0.proportion?"),
+        ("data.batch_size=1", "Unknown key data.batch_size (command line): did you mean data.global_batch_size?"),
+        ("OPTIMIZER.LR=1", "Unknown key OPTIMIZER (command line): did you mean optimizer?"),
+        ("optimizer.LR=1", "Unknown key optimizer.LR (command line): did you mean optimizer.lr?"),
+        (
+            "algorithms.ema.power.snapshot=1ba",
+            "did you mean algorithms.ema.power.snapshot_interval or algorithms.ema.power.snapshot_precision?",
+        ),
+        ("extends=a.yaml", "Unknown key extends (command line): `extends` is for YAML files."),
+        ("trainer.precision=BF16", "Did you mean amp_bf16?"),
+        ("trainer.precision=FP32", "Did you mean fp32?"),
+        (
+            "plugins.callbacks.0.path=a.B",
+            "plugins.callbacks.0.path (command line) addresses an element of plugins.callbacks, which has none yet: "
+            "give the whole list, plugins.callbacks=[...], or write it in the YAML file.",
+        ),
         ("optimizer.lr=fast", "optimizer.lr is 'fast' (command line), but must be a number."),
         ("optimizer.lr", "'optimizer.lr' (command line) is not of the form key.sub=value."),
         ("optimizer.lr=", "'optimizer.lr=' (command line) has no value: write optimizer.lr=null"),
         ("seed=[1", "The value of 'seed=[1' (command line) is not YAML"),
+        ("group=a\x92b", "(command line) is not YAML: the character U+0092 cannot stand there"),
+        ("group=\udcff", "(command line) is not YAML: the character U+DCFF cannot stand there"),
         ("seed.low=1", "seed.low (command line): seed is 17 (default) and has no keys below it."),
         ("data.streams.2.name=c", "data.streams is a list of 2, whose elements are addressed data.streams.0 to"),
         ("validation.streams.0.name=c", "Write"),
@@ -154,6 +198,13 @@ def test_mistakes_on_the_command_line(write, override, message):
     overrides = ["validation.streams=null", override] if override.startswith("validation") else [override]
     text = failure(write(COMPLETE), *overrides)
     assert message in text or (override.startswith("validation") and "which has none yet: give the whole list" in text)
+
+
+def test_a_list_is_not_to_be_written_of_nothing(write):
+    text = failure(write(COMPLETE), "data.streams=null")
+    assert text.startswith("data.streams is null (command line), but must be a list, each element ")
+    assert "Write" not in text
+    assert failure(write(COMPLETE), "data.streams=a").endswith(" Write [a].")
 
 
 def test_all_mistakes_at_once(write):
@@ -175,6 +226,7 @@ def test_missing_values_are_told_together_with_their_meanings(write):
     assert text.startswith(f"6 values are missing in {path}: run_name (Name of the run; the same name continues it); ")
     assert "algorithms.ema.start (When they are allocated as copies of the weights" in text
     assert "output_folder" not in text
+    assert "algorithms.ema (Moving averages of the weights; null: none)" in failure(path, "algorithms.ema=???")
     assert text.endswith("Write them there or on the command line, as in run_name=VALUE.")
     with pytest.raises(ConfigurationError, match=r"1 value is missing in .*: data.local \(Root.*Write it there"):
         load_config(write(COMPLETE), ["data.local=???"])

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from diffusion.config.loading import load_config
 from diffusion.health.demand import Demand
 from diffusion.health.gpus import GpuMeter, GpuReading, read_gpus
 from diffusion.health.machine import (
@@ -27,6 +28,8 @@ from diffusion.health.readings import (
     DiskReading,
     Leftover,
     MachineReading,
+    checkpoint_folder,
+    checkpoint_key,
     existing,
     find_leftovers,
     measure_write_speed,
@@ -143,8 +146,19 @@ def test_space_and_speed_of_the_output_folder():
     assert check_output_space(little, DEMAND).level is Level.warning
     assert check_output_space(replace(little, held_bytes=5 * 10**10), DEMAND).level is Level.ok
     assert check_output_space(replace(DISK, is_writable=False), DEMAND).level is Level.problem
+    own = check_output_space(replace(DISK, is_writable=False), DEMAND, "trainer.checkpoint_folder")
+    assert own.remedy == "choose another trainer.checkpoint_folder"
     assert "about 14 s" in check_output_speed("/runs", 1e9, DEMAND).what
     assert check_output_speed("/runs", 1e7, DEMAND).level is Level.warning
+
+
+def test_the_key_that_says_where_checkpoints_go_is_named():
+    config = load_config("tests/toy.yaml", ["output_folder=/runs/toy"])
+    assert (checkpoint_folder(config), checkpoint_key(config)) == (Path("/runs/toy"), "output_folder")
+    config.trainer.checkpoint_folder = "s3://bucket/toy"
+    assert (checkpoint_folder(config), checkpoint_key(config)) == (Path("/runs/toy"), "output_folder")
+    config.trainer.checkpoint_folder = "/large/toy"
+    assert (checkpoint_folder(config), checkpoint_key(config)) == (Path("/large/toy"), "trainer.checkpoint_folder")
 
 
 def test_speed_of_the_cache():

@@ -1,11 +1,16 @@
 import subprocess
 import sys
 
+import pytest
+import torch
 from diffusers import UNet2DConditionModel
 
 from diffusion.config.model import Architecture, ModelConfig
+from diffusion.errors import ConfigurationError
 from diffusion.models import count_parameters
 from diffusion.models.architectures import ARCHITECTURES, STABLE_DIFFUSION_2, TINY
+from diffusion.models.build import build_unet
+from diffusion.models.frozen import build_vae
 
 
 def test_stable_diffusion_2_has_exactly_the_published_parameters():
@@ -21,6 +26,42 @@ def test_stable_diffusion_xl_has_exactly_the_published_parameters():
 def test_changes_in_the_configuration_reach_the_unet():
     config = ModelConfig(architecture=Architecture.tiny, unet={"block_out_channels": [16, 32], "norm_num_groups": 4})
     assert count_parameters(config)["unet"] < count_parameters(ModelConfig(architecture=Architecture.tiny))["unet"] / 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "messages"),
+    [
+        (
+            {"block_out_chanels": [16, 32], "foo": 1},
+            [
+                "Unknown key model.unet.block_out_chanels (no argument of UNet2DConditionModel): did you mean "
+                "model.unet.block_out_channels?",
+                "Unknown key model.unet.foo (no argument of UNet2DConditionModel). Its keys are sample_size, ",
+            ],
+        ),
+        ({"sample_size": "many"}, ["model.unet.sample_size is 'many', but UNet2DConditionModel takes "]),
+        ({"block_out_channels": None}, ["model.unet.block_out_channels is None, but"]),
+        ({"block_out_channels": [16]}, ["model.unet is {'block_out_channels': [16]}, of which no", "leave them out."]),
+        ({"norm_num_groups": 5}, ["model.unet is {'norm_num_groups': 5}, of which no UNet2DConditionModel"]),
+        ({"norm_num_groups": 0}, ["model.unet is {'norm_num_groups': 0}, of which no"]),
+        ({"down_block_types": ["Absent", "DownBlock2D"]}, ["Absent does not exist. Change these keys"]),
+    ],
+)
+def test_changes_that_do_not_fit_are_told_with_their_key(changes, messages):
+    with pytest.raises(ConfigurationError) as caught, torch.device("meta"):
+        build_unet(ModelConfig(architecture=Architecture.tiny, unet=changes))
+    for message in messages:
+        assert message in str(caught.value)
+
+
+def test_changes_of_the_vae_are_checked_as_well():
+    spec = ARCHITECTURES[Architecture.tiny]
+    with pytest.raises(
+        ConfigurationError, match=r"autoencoder\.vae\.latent_chanels .*autoencoder\.vae\.latent_channels"
+    ):
+        build_vae(spec, {"latent_chanels": 8})
+    with torch.device("meta"):
+        assert build_vae(spec, {"scaling_factor": 1, "latents_mean": [0, 0, 0, 0.5]}).config["scaling_factor"] == 1
 
 
 def test_text_encoders_and_unets_fit_one_another():
