@@ -83,6 +83,12 @@ class MetricsFile(LoggerDestination):
         """Keep the row until training continues."""
         self._loaded = state.get("row", "")
 
+    def rows(self) -> Iterator[dict[str, float]]:
+        """All rows, read one at a time, with what was collected of the current step."""
+        yield from _rows(self.path)
+        if self._row:
+            yield {"step": self._step, **self._row}
+
     def flush(self) -> None:
         """Append the row that was collected."""
         if self._row:
