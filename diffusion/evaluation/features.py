@@ -229,4 +229,5 @@ class Networks:
         replacement = self.config.inception_replacement
         if replacement is None:
             return Inception(self.config.inception).to(self.device)
-        return build_plugin(replacement, "protocol.networks.inception_replacement").to(self.device)
+        network: Any = build_plugin(replacement, "protocol.networks.inception_replacement")
+        return network.to(self.device)
