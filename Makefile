@@ -9,6 +9,9 @@ TESTS ?= tests
 JOBS ?= 2
 DEMO ?=
 
+# Without bytecode each start compiles 5,000 modules again, which takes longer than all else about it.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install demo test lint format docs clean help
 
 help:              ## list the targets
@@ -20,6 +23,7 @@ $(INSTALLED):
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[dev]'
+	$(BIN)/python -W ignore -c 'import diffusion.train'
 	rm -f $(VENV)/installed-*
 	touch $(INSTALLED)
 
@@ -27,7 +31,7 @@ demo: install      ## from drawn shapes to a trained model, images and a report;
 	$(BIN)/python scripts/shapes_demo.py $(DEMO)
 
 test: install      ## run the tests, JOBS at a time; DATA=FOLDER adds those on real pictures, TESTS=PATH chooses some
-	$(BIN)/python -m pytest $(TESTS) -n $(JOBS) --dist loadfile $(if $(DATA),--data $(DATA))
+	$(BIN)/python -m pytest $(TESTS) -n $(JOBS) --dist loadfile --no-loadscope-reorder $(if $(DATA),--data $(DATA))
 
 lint: install      ## ruff (lint and format) and pyright
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 """Everything that can be checked before a run: machines, data, and the ranks together."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,7 @@ from diffusion.health.cache import CacheDemand, check_cache_limit, check_cache_s
 from diffusion.health.demand import find_demand
 from diffusion.health.kernel_log import check_xids, parse_xids, read_kernel_log
 from diffusion.health.machine import (
+    check_bytecode,
     check_cache_speed,
     check_clock,
     check_leftovers,
@@ -36,6 +38,7 @@ from diffusion.health.ranks import check_ranks, check_reduction, measure_reducti
 from diffusion.health.readings import (
     checkpoint_folder,
     checkpoint_key,
+    count_uncompiled,
     find_leftovers,
     measure_write_speed,
     read_disk,
@@ -122,7 +125,8 @@ def _check_this_machine(config: Config, device: Device) -> list[Verdict]:
     if device is Device.gpu:
         log = read_kernel_log()
         verdicts.append(check_xids(parse_xids(log) if log is not None else None))
-    return [*verdicts, check_leftovers(find_leftovers(), reading.shm_bytes)]
+    bytecode = check_bytecode(*count_uncompiled(), is_forbidden=sys.dont_write_bytecode)
+    return [*verdicts, check_leftovers(find_leftovers(), reading.shm_bytes), bytecode]
 
 
 def _speed(name: str, folder: Path, judge: Callable[[float], Verdict]) -> Verdict:

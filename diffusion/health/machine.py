@@ -25,6 +25,9 @@ FOREIGN_BYTES = 2e9
 SLOW_DISK = 50e6
 """Bytes per second below which a disk is slow."""
 
+SPARE_MODULES = 0.1
+"""Share of the modules that may be compiled at each start."""
+
 LONG_CHECKPOINT = 300.0
 """Seconds that a checkpoint may take to be written."""
 
@@ -170,6 +173,23 @@ def check_leftovers(leftovers: Sequence[Leftover], shm_bytes: int) -> Verdict:
     if total > shm_bytes / 100:
         return warning("leftovers", what, "delete them")
     return ok("leftovers", what)
+
+
+def check_bytecode(uncompiled: int, num_modules: int, *, is_forbidden: bool) -> Verdict:
+    """Is the bytecode of what is imported kept?
+
+    Args:
+        uncompiled: modules that have none on the disk.
+        num_modules: that this process has imported.
+        is_forbidden: whether Python was told not to write any.
+    """
+    what = f"{num_modules - uncompiled} of {num_modules} Python modules have bytecode"
+    if uncompiled > SPARE_MODULES * num_modules:
+        remedy = (
+            "start once without PYTHONDONTWRITEBYTECODE" if is_forbidden else "let one start write to site-packages"
+        )
+        return warning("bytecode", f"{what}: each start compiles the others, which takes as long again", remedy)
+    return ok("bytecode", what)
 
 
 def check_clock(now: float, newest: float | None) -> Verdict:

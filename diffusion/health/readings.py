@@ -5,9 +5,11 @@ import re
 import resource
 import shutil
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -177,6 +179,13 @@ def _sizes(folder: Path) -> Iterator[int]:
                 continue
 
 
+def count_uncompiled() -> tuple[int, int]:
+    """How many of this process's Python modules have no bytecode on the disk, and how many modules there are."""
+    specs = [getattr(module, "__spec__", None) for module in list(sys.modules.values())]
+    compiled = [spec.cached for spec in specs if spec is not None and spec.has_location and spec.cached]
+    return sum(not os.path.exists(path) for path in compiled), len(compiled)  # noqa: PTH110
+
+
 def measure_write_speed(folder: Path, num_bytes: int = PROBE_BYTES) -> float:
     """Write a temporary file to a folder (or the lowest one above it that exists) and wait until it is on the disk.
 
@@ -202,7 +211,7 @@ def find_leftovers(place: Path = SHARED_MEMORY) -> list[Leftover]:
     A folder of `diffusion.datasets.shared_memory` is in use, with all of its number, while a process holds its file
     open. Looks at the memory and files of all processes: takes about a millisecond for each.
     """
-    own = [path for path in _listed(place) if _LEFTOVER.match(path.name) and path.stat().st_uid == os.getuid()]
+    own = [path for path in _listed(place) if _LEFTOVER.match(path.name) and _is_own(path)]
     if not own:
         return []
     used = _used_files(place)
@@ -211,9 +220,17 @@ def find_leftovers(place: Path = SHARED_MEMORY) -> list[Leftover]:
     for path in own:
         number = path.name.partition("_")[0]
         if str(path) not in used and number not in numbers:
-            num_bytes = sum(_sizes(path)) if path.is_dir() else path.stat().st_size
-            found.append(Leftover(name=path.name, num_bytes=num_bytes))
+            with suppress(FileNotFoundError):  # Its job has just ended and removed it.
+                num_bytes = sum(_sizes(path)) if path.is_dir() else path.stat().st_size
+                found.append(Leftover(name=path.name, num_bytes=num_bytes))
     return found
+
+
+def _is_own(path: Path) -> bool:
+    try:
+        return path.stat().st_uid == os.getuid()
+    except FileNotFoundError:
+        return False
 
 
 def _listed(place: Path) -> Sequence[Path]:

@@ -1,7 +1,9 @@
 """Checks of a machine, on recorded readings of healthy and of faulty ones."""
 
+import importlib
 import os
 import resource
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 from diffusion.config.loading import load_config
+from diffusion.health import readings
 from diffusion.health.demand import Demand
 from diffusion.health.gpus import GpuMeter, GpuReading, read_gpus
 from diffusion.health.machine import (
+    check_bytecode,
     check_cache_speed,
     check_clock,
     check_cores,
@@ -30,6 +34,7 @@ from diffusion.health.readings import (
     MachineReading,
     checkpoint_folder,
     checkpoint_key,
+    count_uncompiled,
     existing,
     find_leftovers,
     measure_write_speed,
@@ -179,6 +184,24 @@ def test_the_clock_and_leftovers():
     assert check_leftovers([Leftover(name="torch_12_x", num_bytes=10**8)], 10**9).level is Level.warning
 
 
+def test_modules_without_bytecode():
+    assert check_bytecode(10, 5000, is_forbidden=False).level is Level.ok
+    forbidden = check_bytecode(4000, 5000, is_forbidden=True)
+    assert forbidden.level is Level.warning
+    assert "1000 of 5000" in forbidden.what
+    assert "PYTHONDONTWRITEBYTECODE" in forbidden.remedy
+    assert "site-packages" in check_bytecode(4000, 5000, is_forbidden=False).remedy
+
+
+def test_bytecode_that_is_missing_is_counted(tmp_path, monkeypatch):
+    uncompiled, num_modules = count_uncompiled()
+    (tmp_path / "never_compiled.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    importlib.import_module("never_compiled")
+    assert count_uncompiled() == (uncompiled + 1, num_modules + 1)
+
+
 def test_readings_of_this_machine(tmp_path):
     reading = read_machine()
     assert 1 <= reading.num_cores <= (os.cpu_count() or 1)
@@ -193,6 +216,18 @@ def test_readings_of_this_machine(tmp_path):
     assert read_disk(absent).device == disk.device
     assert measure_write_speed(absent, 2**20) > 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["sub"]
+
+
+def test_shared_memory_that_goes_while_it_is_looked_at_is_passed_over(tmp_path, monkeypatch):
+    for name in ("000007_locals", "000008_locals"):
+        (tmp_path / name).write_bytes(bytes(10))
+
+    def used_files(place: Path) -> set[str]:
+        (place / "000007_locals").unlink()
+        return set()
+
+    monkeypatch.setattr(readings, "_used_files", used_files)
+    assert [leftover.name for leftover in find_leftovers(tmp_path)] == ["000008_locals"]
 
 
 def test_shared_memory_that_no_process_has_open_is_found(tmp_path):
