@@ -320,6 +320,13 @@ def _model(config: Config) -> Iterator[str]:
             f"task is autoencoder with trainer.parallelism {config.trainer.parallelism.value}: the VAE is trained "
             "whole on each rank. Set trainer.parallelism=ddp."
         )
+    if config.task is Task.autoencoder:
+        for key, value in (("init_from", config.init_from), ("model.lora", config.model.lora)):
+            if value is not None:
+                yield (
+                    f"{key} is set with task autoencoder, whose VAE starts from random weights and is trained whole. "
+                    f"Leave {key} out."
+                )
     guard = config.operations.guard
     if config.autoencoder.adversarial_weight > 0 and guard is not None and guard.spike_factor is not None:
         yield (

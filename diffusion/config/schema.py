@@ -54,7 +54,7 @@ class Config:
     """Determines the initial weights, the order of the samples and every random number."""
 
     init_from: InitFromConfig | None = None
-    """Weights to start from; null: random."""
+    """Weights of the U-Net to start from; null: random."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)

@@ -213,6 +213,11 @@ def test_the_recipe_passes(world_size):
         ),
         (["task=autoencoder"], 1, ["task is autoencoder with trainer.parallelism fsdp"]),
         (
+            ["task=autoencoder", "init_from.checkpoint=runs/vae", "model.lora={rank: 4}"],
+            1,
+            ["init_from is set with task autoencoder", "model.lora is set with task autoencoder"],
+        ),
+        (
             ["autoencoder.adversarial_start=1ep"],
             1,
             ["autoencoder.adversarial_start is '1ep', but is counted in batches"],
