@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import requests
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from huggingface_hub import constants
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
@@ -20,6 +22,9 @@ from diffusion.models.latent_scaling import LatentScaling
 from diffusion.models.tokenizers import build_tokenizer
 
 Built = TypeVar("Built")
+
+HUB_PATIENCE = 10.0
+"""Seconds within which the hub must take a connection, and then answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +105,24 @@ def folder_of(place: str) -> Path | None:
     return None
 
 
+def silence_of_hub() -> str | None:
+    """Why the hub cannot be asked; None where it answers.
+
+    It is tried once: huggingface_hub would go on for more than a minute for each file.
+    """
+    if constants.HF_HUB_OFFLINE:
+        return None  # Its own messages say so.
+    try:
+        requests.head(constants.ENDPOINT, timeout=HUB_PATIENCE)
+    except requests.RequestException as error:
+        return f"{constants.ENDPOINT} does not answer ({type(error).__name__})."
+    return None
+
+
 def load_pretrained(
     kind: type[Built], place: str, subfolder: str | None, local_files_only: bool, **options: Any
 ) -> Built:
-    """Load one part from a folder in the diffusers layout, or from the hub.
+    """Load one part from a folder in the diffusers layout, or from the hub or what this machine has of it.
 
     Only safetensors are read: other formats can run code.
 
@@ -112,16 +131,17 @@ def load_pretrained(
     """
     where = f"{place}/{subfolder}" if subfolder else place
     folder = folder_of(place)
+    silence = None if folder is not None or local_files_only else silence_of_hub()
     try:
         return kind.from_pretrained(  # pyright: ignore[reportAttributeAccessIssue]
             place if folder is None else str(folder),
             **({"subfolder": subfolder} if subfolder else {}),
-            local_files_only=local_files_only,
+            local_files_only=local_files_only or silence is not None,
             low_cpu_mem_usage=False,
             **options,
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = str(error).strip().split("\n")[0]
+        reason = " ".join(filter(None, [silence, str(error).strip().split("\n")[0]]))
         raise ConfigurationError(
             f"{kind.__name__} could not be loaded from {where}: {reason} Give a folder in the diffusers layout with "
             f"safetensors (vae/, text_encoder/, with SDXL text_encoder_2/), or a hub name that this machine can reach."

@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -187,6 +188,23 @@ def test_with_local_files_only_the_hub_is_not_asked(cache, requests, epsilon):
     assert requests == []
     assert torch.equal(tiny(unet=HUB_NAME).unet.conv_in.weight, epsilon.unet.conv_in.weight), "what was fetched before"
     assert requests, "without it the hub is asked"
+
+
+def test_a_hub_that_does_not_answer_is_asked_once_and_told(requests):
+    start = time.monotonic()
+    with pytest.raises(
+        ConfigurationError, match=r"https://huggingface\.co does not answer \(ConnectionError\)\. .*cached files"
+    ):
+        tiny("someone/other")
+    assert time.monotonic() - start < 20
+    assert len(requests) == 1
+
+
+def test_what_was_fetched_before_does_without_a_hub_that_answers(cache, requests, epsilon):
+    loaded = tiny(HUB_NAME)
+    pairs = zip(loaded.vae.parameters(), epsilon.vae.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+    assert requests
 
 
 @pytest.mark.parametrize(
