@@ -4,6 +4,7 @@ import logging
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,13 @@ def check_location(location: StreamLocation) -> None:
                 f"{folder.parent} is unfinished ({halves[0]}, and no {MANIFEST}): run the command that writes it "
                 "(prepare or encode) again; it continues where it was stopped"
             )
-        logger.warning("%s has no %s beside or above it: taken for an MDS folder of another tool", folder, MANIFEST)
+        _tell_of_another_tool(folder)
+
+
+@cache
+def _tell_of_another_tool(folder: Path) -> None:
+    """Say it once: a run looks at its streams before networks are built, and again when it opens them."""
+    logger.warning("%s has no %s beside or above it: taken for an MDS folder of another tool", folder, MANIFEST)
 
 
 def _what_is_there(folder: Path, section: str) -> str:
