@@ -11,7 +11,7 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = CommandParser(description=__doc__)
     parser.add_argument("demo", type=Path, help="folder of the demo, with autoencoder/, phase1/ and phase2/")
-    parser.add_argument("--guidance-scale", type=float, default=3.0)
+    parser.add_argument("--guidance-scale", type=float, default=2.0)
     parser.add_argument("--steps", type=int, default=25, help="DDIM steps")
     parser.add_argument("--seeds", type=int, default=4, help="images of each prompt")
     parser.add_argument("--weights", choices=["raw", "ema"], default="ema")

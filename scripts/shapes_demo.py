@@ -19,7 +19,7 @@ from diffusion.launch import CommandParser, run_command
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 COMPOSER = [str(BIN / "composer"), "-n", "1"]
-GUIDANCE_SCALE, NUM_INFERENCE_STEPS = 3.0, 25
+GUIDANCE_SCALE, NUM_INFERENCE_STEPS = 2.0, 25
 NUM_IMAGES = 6000
 LEAST_RIGHT = {"colour": 0.9, "shape": 0.7}
 """Shares of the images of one object, after training on `NUM_IMAGES` pictures."""
