@@ -163,7 +163,7 @@ def overcome(arguments: argparse.Namespace, kinds: Sequence[str], launcher: "Lau
 def quiet() -> dict[str, str]:
     """The environment of the processes."""
     threads = str(max(1, (os.cpu_count() or 1) // NUM_RANKS))
-    return {**os.environ, "OMP_NUM_THREADS": threads, "PYTHONWARNINGS": "ignore"}
+    return {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONWARNINGS": "ignore"}
 
 
 def upload(folder: Path, bucket: str) -> None:

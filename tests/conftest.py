@@ -1,5 +1,6 @@
 """Options and fixtures that all tests share."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,24 @@ from pathlib import Path
 import pytest
 
 from tests.training_runs import TrainingServer
+
+LONGEST = (
+    "test_elastic_launch.py",
+    "test_chaos.py",
+    "test_yamls.py",
+    "test_object_store.py",
+    "test_ssh.py",
+    "test_encode_ranks.py",
+    "test_verify_elastic.py",
+    "test_failures.py",
+    "test_groups_training.py",
+    "test_stores.py",
+    "test_source_remote.py",
+    "test_killed.py",
+    "test_resumption.py",
+    "test_run.py",
+)
+"""Files that take the longest, which start first: several workers then end at about the same time."""
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -16,7 +35,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="also the tests that take long")
     parser.addoption("--data", default=None, help="folder with real pictures: emoji/ and prompts/")
-    parser.addoption("--kills", type=int, default=4, help="how often a preparation is killed in a test of that")
+    parser.addoption("--kills", type=int, default=2, help="how often a preparation is killed in a test of that")
 
 
 @pytest.fixture(scope="session")
@@ -37,11 +56,16 @@ def kills(request: pytest.FixtureRequest) -> int:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     for item in items:
         if item.get_closest_marker("thorough") and not config.getoption("--thorough"):
             item.add_marker(pytest.mark.skip(reason="takes long: pytest --thorough"))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # Collections of garbage need not look at a million objects of imported modules each time.
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import psutil
 
@@ -127,12 +128,31 @@ class Agents:
         self._server, self._namespaces = server, namespaces or {}
         self._agents: list[Agent] = []
 
-    def start(self, host: str, torchrun: Sequence[str], runs: Sequence[Run]) -> "Agent":
-        """Start an agent, with arguments of torchrun, whose ranks train the configurations one after the other."""
-        request = {"namespace": self._namespaces.get(host), "torchrun": torchrun, "runs": runs}
+    def start(self, host: str, torchrun: Sequence[str], runs: Sequence[Run], meet: str = "") -> "Agent":
+        """Start an agent, with arguments of torchrun, whose ranks train the configurations one after the other.
+
+        Args:
+            host: its name.
+            torchrun: the arguments.
+            runs: the configurations.
+            meet: a folder; the agent begins when those of all `ADDRESSES` have come there.
+        """
+        request = {"namespace": self._namespaces.get(host), "torchrun": torchrun, "runs": runs, "meet": meet}
         variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "HOST": host}
         self._agents.append(Agent(self._server.start(0, ["tests/hosts.py", json.dumps(request)], **variables)))
         return self._agents[-1]
+
+    def start_together(
+        self, torchrun: Mapping[str, Sequence[str]], runs: Sequence[Run], meet: Path
+    ) -> "dict[str, Agent]":
+        """Start the agents of all hosts, each with its arguments, which begin at the same time.
+
+        Args:
+            torchrun: arguments for each of `ADDRESSES`.
+            runs: the configurations.
+            meet: an empty folder.
+        """
+        return {host: self.start(host, arguments, runs, str(meet)) for host, arguments in torchrun.items()}
 
     def close(self) -> None:
         """End the agents that are left."""
@@ -146,6 +166,10 @@ class Agent:
     def __init__(self, job: Job) -> None:
         self._job = job
         (self.process,) = job.pids
+
+    def has_ended(self) -> bool:
+        """Whether it has ended."""
+        return self._job.poll() is not None
 
     def wait(self, timeout: float) -> int:
         """Return its exit code when it has ended, negative for a signal."""
@@ -196,8 +220,12 @@ def enter(namespace: str) -> None:
 def _torchrun(arguments: list[str], runs: list[Run]) -> None:
     """Do what torchrun does with its arguments, but with a function for a program."""
     from torch.distributed import run
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
     from torch.distributed.launcher.api import elastic_launch
 
+    # It asks for the names of its methods by `inspect.stack`, which looks through all modules: here 6,000 that came
+    # with the fork, for up to a second each time where other tests keep the cores busy. A host then comes too late.
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
     config, _, _ = run.config_from_args(run.parse_args([*arguments, "program"]))
     config.start_method = "fork"
     elastic_launch(config, _rank)(runs)
@@ -209,8 +237,16 @@ def _rank(runs: list[Run]) -> None:
         sys.exit(code)
 
 
+def _meet(place: Path) -> None:
+    """Wait until the agents of all hosts are here: who comes to a rendezvous much earlier begins alone."""
+    (place / os.environ["HOST"]).touch()
+    wait_until(lambda: len(list(place.iterdir())) == len(ADDRESSES), "the other host's agent has not come")
+
+
 if __name__ == "__main__":
     request = json.loads(sys.argv[1])
     if request["namespace"]:
         enter(request["namespace"])
+    if request["meet"]:
+        _meet(Path(request["meet"]))
     _torchrun(request["torchrun"], request["runs"])

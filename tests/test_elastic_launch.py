@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,9 +25,15 @@ NUM_STEPS = 8
 ENDLESS = 100000
 """Steps of runs that are ended by a signal, however late it comes."""
 
-DIST_TIMEOUT = 15
+DIST_TIMEOUT = 25
 GRACE = 30
 """Seconds after `trainer.dist_timeout` in which a job must have ended."""
+
+LAST_CALL = 8
+"""Seconds that the first host waits for the second at a rendezvous before it begins alone."""
+
+KEEP_ALIVE = (2, 5)
+"""Seconds between two signs of life of an agent, and how many may be missing: other tests keep the cores busy."""
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +92,8 @@ def free_port() -> int:
 
 def elastic(host: str, port: int, cable: Cable | None) -> list[str]:
     """Arguments of torchrun for one of two hosts, of which one suffices; the first keeps the rendezvous."""
-    settings = f"last_call_timeout=2,keep_alive_interval=1,is_host={int(host == 'first')}"
+    alive = f"keep_alive_interval={KEEP_ALIVE[0]},keep_alive_max_attempt={KEEP_ALIVE[1]}"
+    settings = f"last_call_timeout={LAST_CALL},{alive},is_host={int(host == 'first')}"
     address = [f"--local-addr={ADDRESSES[host]}"] if cable else []
     endpoint = f"{ADDRESSES['first'] if cable else '127.0.0.1'}:{port}"
     return [
@@ -148,8 +156,8 @@ def test_a_signal_to_torchrun_alone_saves_the_run(agents, tmp_path, number):
 @pytest.mark.world_size(2)
 def test_a_host_whose_agent_is_killed_is_left_behind(agents, cable, undisturbed, tmp_path):
     """Its ranks notice that the agent is gone, and say so to all; so not even a step is done twice."""
-    both = start_both(agents, elastic, cable, recipe(tmp_path, disturbed("agent", "second")))
-    assert both["second"].wait(300) == -signal.SIGKILL
+    both = start_both(agents, elastic, cable, tmp_path, disturbed("agent", "second"))
+    assert both["second"].wait(300) == -signal.SIGKILL, both["second"].output
     assert both["first"].wait(300) == 0, both["first"].output
     assert starts(tmp_path) == [2, 1]
     assert_equal(tmp_path, undisturbed)
@@ -157,8 +165,8 @@ def test_a_host_whose_agent_is_killed_is_left_behind(agents, cable, undisturbed,
 
 @pytest.mark.world_size(2)
 def test_a_lost_host_ends_the_others_and_both_continue(agents, cable, undisturbed, tmp_path):
-    both = start_both(agents, fixed, cable, recipe(tmp_path, disturbed("all", "second")))
-    assert both["second"].wait(300) == -signal.SIGKILL
+    both = start_both(agents, fixed, cable, tmp_path, disturbed("all", "second"))
+    assert both["second"].wait(300) == -signal.SIGKILL, both["second"].output
     assert both["first"].wait(60 + GRACE) != 0
     assert_continues(agents, cable, undisturbed, tmp_path)
 
@@ -166,8 +174,8 @@ def test_a_lost_host_ends_the_others_and_both_continue(agents, cable, undisturbe
 @pytest.mark.world_size(2)
 def test_hosts_that_are_cut_off_from_each_other_end_and_both_continue(agents, cable, undisturbed, tmp_path):
     skip_without(cable)
-    both = start_both(agents, fixed, cable, recipe(tmp_path, disturbed("cable", "second"), dist_timeout=DIST_TIMEOUT))
-    cut = wait_for_cut(cable)
+    both = start_both(agents, fixed, cable, tmp_path, disturbed("cable", "second"), dist_timeout=DIST_TIMEOUT)
+    cut = wait_for_cut(cable, both)
     assert both["first"].wait(DIST_TIMEOUT + GRACE) != 0
     assert both["second"].wait(DIST_TIMEOUT + GRACE) != 0
     assert time.monotonic() - cut < DIST_TIMEOUT + GRACE
@@ -178,8 +186,8 @@ def test_hosts_that_are_cut_off_from_each_other_end_and_both_continue(agents, ca
 @pytest.mark.world_size(2)
 def test_of_hosts_that_are_cut_off_from_each_other_one_goes_on(agents, cable, undisturbed, tmp_path):
     skip_without(cable)
-    both = start_both(agents, elastic, cable, recipe(tmp_path, disturbed("cable", "second"), dist_timeout=DIST_TIMEOUT))
-    cut = wait_for_cut(cable)
+    both = start_both(agents, elastic, cable, tmp_path, disturbed("cable", "second"), dist_timeout=DIST_TIMEOUT)
+    cut = wait_for_cut(cable, both)
     wait_until(lambda: not both["second"].ranks, "the ranks that were cut off go on")
     assert time.monotonic() - cut < DIST_TIMEOUT + GRACE
     assert both["first"].wait(300) == 0, both["first"].output
@@ -194,22 +202,31 @@ def skip_without(cable: Cable | None) -> None:
         pytest.skip("needs network namespaces: root and iproute2")
 
 
-def start_both(agents: Agents, arguments, cable: Cable | None, run: Run) -> Mapping[str, Agent]:
-    port = free_port()
-    return {host: agents.start(host, arguments(host, port, cable), [run]) for host in ADDRESSES}
+def start_both(
+    agents: Agents, arguments, cable: Cable | None, folder: Path, *callbacks: str, dist_timeout: int = 60
+) -> Mapping[str, Agent]:
+    """Start the run of a folder on both hosts at the same time."""
+    port, meet = free_port(), Path(tempfile.mkdtemp(dir=folder, prefix="meet-"))
+    torchrun = {host: arguments(host, port, cable) for host in ADDRESSES}
+    return agents.start_together(torchrun, [recipe(folder, *callbacks, dist_timeout=dist_timeout)], meet)
 
 
 def assert_continues(agents: Agents, cable: Cable | None, undisturbed: Undisturbed, run: Path) -> None:
     """The same command on both hosts continues."""
-    for host, agent in start_both(agents, fixed, cable, recipe(run)).items():
+    for host, agent in start_both(agents, fixed, cable, run).items():
         assert agent.wait(300) == 0, f"{host}: {agent.output}"
     assert starts(run) == [2, 2]
     assert_equal(run, undisturbed)
 
 
-def wait_for_cut(cable: Cable) -> float:
+def wait_for_cut(cable: Cable, both: Mapping[str, Agent]) -> float:
     """Return when the cable was pulled."""
-    wait_until(lambda: not cable.is_plugged_in(), "the run does not begin", 300)
+
+    def is_cut_or_over() -> bool:
+        return not cable.is_plugged_in() or all(agent.has_ended() for agent in both.values())
+
+    wait_until(is_cut_or_over, "the run does not begin", 300)
+    assert not cable.is_plugged_in(), "\n".join(f"{host} has ended:\n{both[host].output}" for host in both)
     return time.monotonic()
 
 

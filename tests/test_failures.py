@@ -13,10 +13,10 @@ from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.config.loading import load_config
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.train_data import build_train_data
-from tests.training_runs import launch
+from tests.training_runs import SMALL_UNET, launch
 
 SMALL = [
-    "model.unet={block_out_channels: [16, 32], norm_num_groups: 4, attention_head_dim: [2, 2]}",
+    SMALL_UNET,
     "trainer.save_interval=100ba",
     "trainer.progress_bar=false",
     "schedule.warmup=2ba",

@@ -32,7 +32,7 @@ from tests.training_runs import Run
 
 TOY = "tests/toy.yaml"
 PROMPTS = ["a red circle", "a blue star"]
-LORA = ["model.lora={rank: 4, alpha: 8.0}", "optimizer.lr=0.02", "trainer.max_duration=4ba", "algorithms.ema.start=1ba"]
+LORA = ["model.lora={rank: 4, alpha: 8.0}", "optimizer.lr=0.2", "trainer.max_duration=4ba", "algorithms.ema.start=1ba"]
 STILL = ["optimizer.lr=0", "trainer.max_duration=1ba", "schedule.warmup=1ba", "algorithms.ema=null"]
 STILL += ["samples.prompts=[]"]
 
@@ -256,7 +256,7 @@ def test_a_run_starts_from_a_run_with_lora(runs, server, tmp_path):
 
 
 def test_weights_of_other_shapes_are_refused(runs, server, tmp_path):
-    start = [f"init_from.checkpoint={runs['base']}", "model.unet.block_out_channels=[32, 32]"]
+    start = [f"init_from.checkpoint={runs['base']}", "model.unet.block_out_channels=[32]"]
     job = server.run(1, [(TOY, [f"output_folder={tmp_path / 'run'}", *start])])
     assert job.codes == [2]
     assert "ep0-ba4 does not fit the U-Net of this configuration: " in job.output

@@ -15,10 +15,10 @@ from diffusion.callbacks.metrics_file import read_metrics, series
 from diffusion.export import export
 from diffusion.models.sampling import initial_latents
 from diffusion.preparation.prepare import prepare
-from tests.training_runs import ROOT, TrainingServer
+from tests.training_runs import ROOT, SMALL_UNET, TrainingServer
 
 SMALLER = [
-    "model.unet={block_out_channels: [16, 32], norm_num_groups: 4, attention_head_dim: [2, 2]}",
+    SMALL_UNET,
     "data.global_batch_size=16",
     "data.num_workers=0",
     "validation.num_samples=64",

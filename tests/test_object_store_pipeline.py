@@ -15,15 +15,16 @@ from diffusion.preparation.prepare import prepare
 from diffusion.verification.data import encode_prepared
 from tests.picture_files import tree
 from tests.s3_server import S3Server, s3_process, s3_server
-from tests.training_runs import Run
+from tests.training_runs import SMALL_UNET, Run
 
 __all__ = ["s3_process", "s3_server"]
 
 STEPS = 4
 OPTIONS = [
-    "model.unet={block_out_channels: [16, 32], norm_num_groups: 4, attention_head_dim: [2, 2]}",
+    SMALL_UNET,
     f"trainer.max_duration={STEPS}ba",
     "trainer.save_interval=2ba",
+    "trainer.parallelism=fsdp",
     f"trainer.eval_interval={STEPS}ba",
     "trainer.progress_bar=false",
     "schedule.warmup=2ba",

@@ -5,15 +5,16 @@ from pathlib import Path
 import pytest
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
-from tests.training_runs import TrainingServer
+from tests.training_runs import SMALL_UNET, TrainingServer
 
 NUM_STEPS = 4
 SMALL = [
-    "model.unet={block_out_channels: [16, 32], norm_num_groups: 4, attention_head_dim: [2, 2]}",
+    SMALL_UNET,
     f"trainer.max_duration={NUM_STEPS}ba",
     f"trainer.eval_interval={NUM_STEPS}ba",
     f"trainer.save_interval={NUM_STEPS}ba",
     "trainer.progress_bar=false",
+    "trainer.parallelism=fsdp",
     "schedule.warmup=2ba",
     "samples.prompts=[]",
     "data.global_batch_size=16",

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.training_runs import ROOT, environment, launch
+from tests.training_runs import ROOT, Ended, TrainingServer, environment, launch
 
 TINY = "yamls/tiny/phase1.yaml"
 PLACES = ["data.local=/nowhere/train", "validation.local=/nowhere/validation", "model.vae=null"]
@@ -108,12 +108,9 @@ MISTAKES = {
 """Overrides, lines of a YAML file, or None for a file that is not there; and what is told."""
 
 
-def run(arguments: list[str]) -> tuple[subprocess.CompletedProcess[str], float]:
-    start = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "run.py", *arguments], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120
-    )
-    return done, time.monotonic() - start
+def run(server: TrainingServer, *arguments: str) -> Ended:
+    """What `python run.py` does with arguments, without the seconds of a start."""
+    return server.start(0, ["run.py", *arguments]).finish()
 
 
 @pytest.mark.world_size(2)
@@ -143,30 +140,33 @@ def test_a_dry_run_tells_it_as_well(server, name):
 
 
 def test_a_mistake_ends_in_seconds():
-    done, seconds = run([TINY, *PLACES, "optimizer.lr=fast"])
+    start = time.monotonic()
+    command = [sys.executable, "run.py", TINY, *PLACES, "optimizer.lr=fast"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
+    seconds = time.monotonic() - start
     assert done.returncode == 2
     assert done.stderr == "ConfigurationError: optimizer.lr is 'fast' (command line), but must be a number.\n"
     assert done.stdout == ""
     assert seconds < 20
 
 
-def test_a_machine_that_lacks_the_precision_is_named():
-    done, _ = run([TINY, *PLACES, "trainer.precision=amp_bf16", "trainer.device=cpu"])
-    assert done.returncode == 2
-    assert "trainer.precision" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_machine_that_lacks_the_precision_is_named(server):
+    job = run(server, TINY, *PLACES, "trainer.precision=amp_bf16", "trainer.device=cpu")
+    assert job.codes == [2]
+    assert "trainer.precision" in job.output
+    assert "Traceback" not in job.output
 
 
-def test_a_dry_run_says_what_is_missing_and_exits_0():
-    done, _ = run(["yamls/phase1.yaml", "--dry-run"])
-    assert done.returncode == 0, done.stderr
-    assert "1,126,400,000 = 550,000 iterations x 2,048" in done.stdout
-    assert "865,910,724" in done.stdout
+def test_a_dry_run_says_what_is_missing_and_exits_0(server):
+    job = run(server, "yamls/phase1.yaml", "--dry-run")
+    assert job.codes == [0], job.output
+    assert "1,126,400,000 = 550,000 iterations x 2,048" in job.output
+    assert "865,910,724" in job.output
     for key in ("data.local", "validation.local", "model.pretrained"):
-        assert f"  {key}:" in done.stdout
-    done, _ = run(["yamls/phase1.yaml"])
-    assert done.returncode == 2
-    assert "data.local" in done.stderr
+        assert f"  {key}:" in job.output
+    job = run(server, "yamls/phase1.yaml")
+    assert job.codes == [2]
+    assert "data.local" in job.output
 
 
 @pytest.mark.world_size(2)
@@ -177,15 +177,15 @@ def test_two_ranks_say_it_once():
     assert "Traceback" not in done.stdout
 
 
-def test_a_dry_run_says_which_folders_are_not_here():
-    done, _ = run([TINY, *PLACES, "--dry-run"])
-    assert done.returncode == 0, done.stderr
-    assert "data.streams: not on this machine: /nowhere/train/32-64, /nowhere/train/64-up" in done.stdout
-    assert "validation.streams: not on this machine: /nowhere/validation/32-64" in done.stdout
+def test_a_dry_run_says_which_folders_are_not_here(server):
+    job = run(server, TINY, *PLACES, "--dry-run")
+    assert job.codes == [0], job.output
+    assert "data.streams: not on this machine: /nowhere/train/32-64, /nowhere/train/64-up" in job.output
+    assert "validation.streams: not on this machine: /nowhere/validation/32-64" in job.output
 
 
-def test_missing_data_is_an_error_before_training():
-    done, _ = run([TINY, *PLACES, "trainer.precision=fp32"])
-    assert done.returncode == 2
-    assert "/nowhere/train" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_missing_data_is_an_error_before_training(server):
+    job = run(server, TINY, *PLACES, "trainer.precision=fp32")
+    assert job.codes == [2]
+    assert "/nowhere/train" in job.output
+    assert "Traceback" not in job.output

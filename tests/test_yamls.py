@@ -19,7 +19,7 @@ from diffusion.models.autoencoder import to_pixels
 from diffusion.models.frozen import load_pretrained
 from diffusion.train_data import statistics_pictures
 from diffusion.verification.trace import step_hashes
-from tests.training_runs import ROOT
+from tests.training_runs import ROOT, SMALL_UNET
 from tests.vgg import write_vgg
 
 OF_OTHER_COMMANDS = {"prepare.yaml", "evaluate.yaml"}
@@ -35,6 +35,9 @@ ASPECTS = ("72x56", "64x56", "64x64", "56x64", "56x72")
 SDXL = "yamls/tiny/sdxl.yaml"
 LONG, NUM_LONG = "yamls/tiny/phase3.yaml", 8
 """A recipe that is trained for more than two steps, so that all its buckets come."""
+
+
+SMALL_XL_UNET = "model.unet={block_out_channels: [16, 32], norm_num_groups: 4, attention_head_dim: [2, 2]}"
 
 
 def before(yaml: str) -> str | None:
@@ -58,7 +61,6 @@ YAMLS = sorted(
     key=lambda yaml: (depth(yaml), yaml),
 )
 TINY = [
-    "model.unet={block_out_channels: [16, 32], norm_num_groups: 4, attention_head_dim: [2, 2]}",
     "trainer.precision=fp32",
     "trainer.device_train_microbatch_size=2",
     "trainer.progress_bar=false",
@@ -110,13 +112,15 @@ def overrides(yaml: str, shapes: Path, aspects: Path, output: Path, first: Path 
         resolution = 32 if low else 64
         data, streams = shapes / f"latents-{resolution}", "[{name: 32-64}, {name: 64-up}]" if low else "[{name: 64-up}]"
     num = NUM_LONG if yaml == LONG else 2
+    is_xl = "xl" in config.model.architecture.value
     if config.task.value != "autoencoder":
         trace = f"{{path: diffusion.verification.trace.DrawTrace, arguments: {{folder: '{output / 'trace'}'}}}}"
         own.append(f"plugins.callbacks=[{trace}]")
     return [
         *TINY,
         *own,
-        f"model.architecture={'tiny_xl' if 'xl' in config.model.architecture.value else 'tiny'}",
+        f"model.architecture={'tiny_xl' if is_xl else 'tiny'}",
+        SMALL_XL_UNET if is_xl else SMALL_UNET,
         f"trainer.max_duration={num}ba",
         f"trainer.eval_interval={num}ba",
         f"trainer.save_interval={num}ba",

@@ -22,6 +22,12 @@ BIN = Path(sys.executable).parent
 LIMIT = 600.0
 """Seconds after which a job that should have ended is a failure."""
 
+SMALL_UNET = (
+    "model.unet={block_out_channels: [16], down_block_types: [DownBlock2D], up_block_types: [UpBlock2D], "
+    "attention_head_dim: [2], norm_num_groups: 4}"
+)
+"""The U-Net of toy.yaml as an override. It has attention to the caption between down and up."""
+
 Run = tuple[str, list[str]]
 """A YAML file and overrides."""
 
@@ -36,10 +42,23 @@ _MODULES = [
 """What the server imports beside what training needs."""
 
 
+OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_PORT")
+
+FORKING_PROGRAM = """#!/bin/sh
+case "$1" in
+  *.py) exec {launch} "$@" ;;
+  *) exec {others} "$@" ;;
+esac
+"""
+
+
 def environment() -> dict[str, str]:
-    """For a child: offline, one thread per rank, the repository importable."""
+    """For a child: offline, one thread per rank, the repository importable, and nothing of a launcher.
+
+    Composer writes what a launcher says into the environment of a process that has none, such as this one.
+    """
     return {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name not in OF_A_LAUNCHER},
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": str(ROOT),
@@ -166,6 +185,17 @@ class TrainingServer:
     def command(self, num_ranks: int, program: Sequence[str]) -> Ended:
         """Run a Python program with arguments on so many ranks; it must succeed."""
         return _successful(self.start(num_ranks, program).finish())
+
+    def programs(self, folder: Path) -> Path:
+        """A folder with a `python` that has programs forked here, and a `composer` that does so for one rank."""
+        self._server.await_start()
+        folder.mkdir()
+        launch = " ".join(self._server.launcher(0)[:-1])
+        for name, num_ranks, others in (("python", 0, sys.executable), ("composer", 1, str(BIN / "composer"))):
+            program = folder / name
+            program.write_text(FORKING_PROGRAM.format(launch=f"{launch} {num_ranks}", others=others))
+            program.chmod(0o755)
+        return folder
 
     def close(self) -> None:
         """End the process."""

@@ -6,6 +6,7 @@ ranks, as `composer -n NUM_RANKS PROGRAM ...` would. When one rank fails, or who
 SIGTERM, and after a while SIGKILL.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -176,6 +177,7 @@ def serve(place: Path, modules: Sequence[str]) -> NoReturn:
     for module in modules:
         importlib.import_module(module)
     get_cpu_model()  # Takes a second and is remembered.
+    gc.freeze()  # What is imported is not looked at by ranks' collections, which would copy all its pages.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody waits for those that keep the ranks.
     with socket.socket(socket.AF_UNIX) as server:
         unfinished = place.with_suffix(".partial")

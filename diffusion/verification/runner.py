@@ -145,7 +145,7 @@ def _command(recipe: Recipe, launcher: Sequence[str], overrides: Sequence[str]) 
 def _run(command: Sequence[str], num_ranks: int, folder: Path, timeout: float) -> int:
     """Return the exit code of a job."""
     threads = str(max(1, (os.cpu_count() or 1) // num_ranks))
-    environment = {**os.environ, "OMP_NUM_THREADS": threads, "PYTHONWARNINGS": "ignore"}
+    environment = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONWARNINGS": "ignore"}
     with (folder / "log.txt").open("ab") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
     try:

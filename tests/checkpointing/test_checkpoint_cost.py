@@ -25,7 +25,11 @@ from tests.written_data import tokenize, write_encoded
 
 __all__ = ["s3_process", "s3_server"]
 
-UNET = "model.unet={block_out_channels: [160, 320], norm_num_groups: 32}"
+UNET = (
+    "model.unet={block_out_channels: [160, 320], norm_num_groups: 32, attention_head_dim: [2, 4], "
+    "down_block_types: [CrossAttnDownBlock2D, CrossAttnDownBlock2D], "
+    "up_block_types: [CrossAttnUpBlock2D, CrossAttnUpBlock2D]}"
+)
 """26 million parameters: of an entry, 1.6 kB are not its tensor, which tiny models consist of."""
 
 EPOCH = 20_000

@@ -1,18 +1,21 @@
 """Numbers of data sets on a machine, given out, given back, and taken back from the dead."""
 
 import gc
+import itertools
 import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from diffusion.config.data import DataConfig, Representation
 from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.loader import BatchLoader, train_loader
-from diffusion.datasets.shared_memory import PLACE, take_away
+from diffusion.datasets.shared_memory import PLACE, MemoryNumber, claim_number, take_away
 from diffusion.errors import DataError
 from tests.written_data import data_config, write_encoded
 
@@ -25,7 +28,7 @@ HOLDER = """
 import sys
 from pathlib import Path
 from diffusion.config.data import Representation
-from tests.datasets.test_shared_memory import numbers, opened
+from tests.datasets.test_shared_memory import opened
 from tests.written_data import data_config
 local, remote = sys.argv[1], sys.argv[2] or None
 config = data_config(Path(local), "a", remote=remote, representation=Representation.latents, num_workers=1)
@@ -46,6 +49,12 @@ def files_of(number: int) -> list[str]:
     return sorted(path.name for path in PLACE.glob(f"{number:06}_*"))
 
 
+def inodes_of(number: int) -> set[int]:
+    """Tells the files of one data set from those of another job that was given its number afterwards."""
+    with os.scandir(PLACE) as entries:
+        return {entry.inode() for entry in entries if entry.name.startswith(f"{number:06}_")}
+
+
 def numbers() -> set[int]:
     """Numbers that this package has given out."""
     return {int(path.name.partition("_")[0]) for path in PLACE.glob("*_diffusion")}
@@ -53,6 +62,20 @@ def numbers() -> set[int]:
 
 def number_of(loader: BatchLoader) -> int:
     return loader.dataset._number.number  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def foreign_memory() -> Path:
+    """Make memory as of a job that knows nothing of this package, at the first number that no other job has."""
+    for number in itertools.count(1):
+        path = PLACE / f"{number:06}_locals"
+        if files_of(number):
+            continue
+        with suppress(FileExistsError), path.open("xb") as file:
+            file.write(b"of another program")
+            if files_of(number) == [path.name]:
+                return path
+            path.unlink()
+    raise AssertionError
 
 
 def num_handles() -> int:
@@ -108,7 +131,7 @@ def hold():
 def test_handles_grow_with_the_data_sets_that_are_open_and_come_back(data: Path) -> None:
     opened(data_config(data, "a", "b", **LATENTS))  # What the first one opens for the process stays.
     gc.collect()
-    before, mine = num_handles(), numbers()
+    before = num_handles()
     loaders = []
     for num in range(1, 41):
         loader = opened(data_config(data, "a", "b", **LATENTS))
@@ -117,12 +140,15 @@ def test_handles_grow_with_the_data_sets_that_are_open_and_come_back(data: Path)
             loader.dataset.load_state_dict(state | {"epoch": 0})  # pyright: ignore[reportAttributeAccessIssue]
         loaders.append(loader)
         assert num_handles() - before <= num * HANDLES_PER_DATA_SET
-    assert len({number_of(loader) for loader in loaders}) == 40
+    given = {number_of(loader) for loader in loaders}
+    assert len(given) == 40
+    held = set().union(*map(inodes_of, given))
+    assert len(held) >= 7 * 40
     assert len(list(loaders[-1])) == 10  # To the end: the threads of an unfinished epoch hold a data set.
     del loader, loaders
     gc.collect()
     assert num_handles() <= before
-    assert set(numbers()) <= set(mine)
+    assert not held & set().union(*map(inodes_of, given))
 
 
 def test_a_closed_data_set_leaves_nothing_and_its_number_is_given_out_again(data: Path) -> None:
@@ -141,22 +167,23 @@ def test_what_killed_processes_leave_is_removed_and_what_living_ones_have_is_not
     dead, living = hold(data), hold(data)
     number, kept = dead.number(), living.number()
     assert number != kept, "two processes share the memory of one data set"
-    foreign = PLACE / f"{max(number, kept) + 1:06}_locals"  # As of a job that knows nothing of this package.
-    foreign.write_bytes(b"of another program")
+    foreign = foreign_memory()
     try:
         dead.kill()
         assert f"{number:06}_locals" in files_of(number), "the kernel keeps what a killed process has shared"
         before = files_of(kept)
         loader = opened(data_config(data, "a", **LATENTS))
-        assert number_of(loader) not in (kept, max(number, kept) + 1)
+        assert number_of(loader) not in (kept, int(foreign.name.partition("_")[0]))
         if number_of(loader) != number:
             assert files_of(number) == []
         assert files_of(kept) == before
         assert foreign.read_bytes() == b"of another program"
     finally:
         foreign.unlink()
+    held = inodes_of(kept)
     living.end()
-    assert files_of(kept) == [], "an ordinary end leaves nothing"
+    assert len(held) >= 7
+    assert not held & inodes_of(kept), "an ordinary end leaves nothing"
 
 
 def test_a_cache_belongs_to_one_job_until_that_has_ended(data: Path, hold, tmp_path, monkeypatch) -> None:
@@ -189,10 +216,19 @@ def test_half_a_claim_is_removed(data: Path) -> None:
     assert files_of(number) == []
 
 
-def test_streams_that_cannot_be_opened_give_their_number_back(data: Path, tmp_path: Path) -> None:
-    before = numbers()
+def test_streams_that_cannot_be_opened_give_their_number_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    claimed: list[tuple[int, set[int]]] = []
+
+    def claim(*arguments: Any) -> MemoryNumber:
+        number = claim_number(*arguments)
+        claimed.append((number.number, inodes_of(number.number)))
+        return number
+
+    monkeypatch.setattr("diffusion.datasets.shards.claim_number", claim)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "index.json").write_text('{"version": 2, "shards": []}')
     with pytest.raises(DataError, match="the streams a cannot be opened: Stream contains no samples"):
         opened(data_config(tmp_path, "a", **LATENTS))
-    assert numbers() == before
+    ((number, inodes),) = claimed
+    assert inodes
+    assert not inodes & inodes_of(number)

@@ -16,7 +16,7 @@ from diffusion.health.ranks import RankReading, Reduction, check_ranks, check_re
 from diffusion.health.readings import DiskReading
 from diffusion.health.streams import check_stream, read_stream
 from diffusion.health.verdicts import Level, Verdict, format_table, merge, ok, problem, raise_problems, to_json, warning
-from tests.training_runs import ROOT, launch
+from tests.training_runs import ROOT
 from tests.written_data import write_encoded, write_prepared
 
 GB = 10**9
@@ -229,7 +229,7 @@ def test_held_out_streams_are_checked_too(tmp_path):
 
 
 @pytest.mark.world_size(2)
-def test_two_ranks_that_see_different_data(tmp_path):
+def test_two_ranks_that_see_different_data(server, tmp_path):
     for rank, size in enumerate((40, 48)):
         write_encoded(tmp_path / f"rank-{rank}", {"a": size})
     # The data set of each rank is a folder of its own, which the two see under one path.
@@ -245,14 +245,15 @@ def test_two_ranks_that_see_different_data(tmp_path):
         "data.num_canonical_nodes=4",
     ]  # fmt: skip
     report = tmp_path / "report.json"
-    done = launch(2, [str(program), str(ROOT / "tests" / "toy.yaml"), *arguments, "--json", str(report)])
-    assert done.returncode != 0, done.stdout
+    toy = str(ROOT / "tests" / "toy.yaml")
+    done = server.start(2, [str(program), toy, *arguments, "--json", str(report)]).finish()
+    assert any(done.codes), done.output
     verdicts = {verdict["check"]: verdict for verdict in json.loads(report.read_text())}
     assert verdicts["same data"]["level"] == "problem"
     assert "on rank 0" in verdicts["same data"]["what"]
     assert verdicts["versions"]["level"] == verdicts["configuration"]["level"] == "ok"
     assert "the sum is right" in verdicts["all-reduce"]["what"]
     assert "gloo" in verdicts["all-reduce"]["what"]
-    assert "Traceback" not in done.stdout
-    assert done.stdout.count("1 problem") == 1
+    assert "Traceback" not in done.output
+    assert done.output.count("1 problem") == 1
     assert not any(name.startswith("batch of") for name in verdicts)

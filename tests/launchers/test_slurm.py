@@ -6,7 +6,6 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -138,14 +137,15 @@ def test_exit_codes_decide_what_follows(cluster, stand_in, tmp_path, code, state
 
 
 @pytest.mark.world_size(2)
-def test_a_run_that_gets_a_signal_is_saved_queued_again_and_continued(cluster, tmp_path):
+def test_a_run_that_gets_a_signal_is_saved_queued_again_and_continued(server, cluster, tmp_path):
     """SIGUSR1 comes in step 3, as before a time limit."""
     from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 
     run, log = tmp_path / "run", tmp_path / "log.txt"
     told = "plugins.callbacks=[{path: tests.toys.SignalAt, arguments: {step: 3, number: 10, rank: 1}}]"
     overrides = [f"output_folder={run}", "samples.prompts=[]", told]
-    number = submit(cluster | {"PYTHON": sys.executable}, log, "tests/toy.yaml", *overrides)
+    python = str(server.programs(tmp_path / "bin") / "python")
+    number = submit(cluster | {"PYTHON": python}, log, "tests/toy.yaml", *overrides)
     known = wait_for(cluster, number, log)
     text = log.read_text()
     assert "JobState=COMPLETED" in known, text

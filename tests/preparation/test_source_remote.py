@@ -93,7 +93,7 @@ def paged_server(tmp_path, monkeypatch) -> Iterator[S3Server]:
 class TestS3:
     def test_every_layout_is_read_as_from_the_disk(self, layouts, paged_server: S3Server, monkeypatch):
         monkeypatch.setattr(remote_stores, "_PAGE_KEYS", 3)
-        monkeypatch.setattr(remote_files, "BLOCK_BYTES", 1000)
+        monkeypatch.setattr(remote_files, "BLOCK_BYTES", 8000)
         upload(layouts, "s3://tests/data")
         for name in ("pictures", "tars", "tars/*.tar", "tars/1.tar", "parquet", "parquet/0.parquet", "paths/x.parquet",
                      "mds", "arrow", "pictures/a"):  # fmt: skip
@@ -174,7 +174,7 @@ class TestS3:
         assert SECRET not in "".join([*said, str(refused.value)])
 
     def test_an_outage_in_mid_read_is_bridged(self, layouts, s3_server: S3Server, monkeypatch):
-        monkeypatch.setattr(remote_files, "BLOCK_BYTES", 1000)
+        monkeypatch.setattr(remote_files, "BLOCK_BYTES", 8000)
         upload(layouts / "parquet", "s3://tests/outage")
         expected = read(layouts / "parquet" / "0.parquet")
         items = open_source("s3://tests/outage/0.parquet").read()
@@ -187,7 +187,7 @@ class TestS3:
         assert found == expected
 
     def test_an_outage_for_good_is_one_message(self, layouts, s3_server: S3Server, monkeypatch):
-        monkeypatch.setattr(remote_files, "BLOCK_BYTES", 1000)
+        monkeypatch.setattr(remote_files, "BLOCK_BYTES", 8000)
         monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
         remote_stores._s3_client.cache_clear()
         write_folder(layouts / "pictures", 50, start=100)

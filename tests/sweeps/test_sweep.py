@@ -7,6 +7,7 @@ import runpy
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -58,10 +59,16 @@ def test_a_killed_sweep_continues_and_repeats_nothing(server, tmp_path):
 
     job = server.start(1, command)
     (pid,) = job.pids
-    job.wait_for(lambda: len(list(folder.glob("*/finished.json"))) >= 2 and bool(psutil.Process(pid).children()))
-    point = psutil.Process(pid).children()[0]
+    children: list[psutil.Process] = []
+
+    def is_at_a_third() -> bool:
+        children[:] = psutil.Process(pid).children()
+        return len(list(folder.glob("*/finished.json"))) >= 2 and bool(children)
+
+    job.wait_for(is_at_a_third)
     os.kill(pid, signal.SIGKILL)
-    point.kill()
+    with suppress(psutil.NoSuchProcess):  # It may have come to its end.
+        children[0].kill()
     assert job.finish().codes == [-signal.SIGKILL]
     done = {path.parent.name for path in folder.glob("*/finished.json")}
     assert 2 <= len(done) < 6

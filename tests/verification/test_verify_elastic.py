@@ -5,12 +5,15 @@ import sys
 
 import pytest
 
-from tests.training_runs import ROOT, environment
+from tests.training_runs import ROOT, SMALL_UNET, environment
+
+RECIPE = ("yamls/tiny/phase1.yaml", SMALL_UNET)
 
 
 @pytest.mark.world_size(2)
 def test_the_short_proof_holds(tmp_path):
-    command = [sys.executable, "scripts/verify_elastic.py", "--short", "--steps", "18", "--out", str(tmp_path / "out")]
+    options = ("--short", "--steps", "18", "--out", str(tmp_path / "out"))
+    command = [sys.executable, "scripts/verify_elastic.py", *RECIPE, *options]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "3 runs: everything drawn is equal in every step" in done.stdout
