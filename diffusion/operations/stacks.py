@@ -22,6 +22,9 @@ _PATIENCE = 10.0
 _QUIET = 0.3
 """Seconds without another line after which a rank is taken to have written all."""
 
+_WAKING = 0.3
+"""Seconds after which all threads of a process that was stopped run."""
+
 
 class Trace(Protocol):
     """What a process has left of itself, such as a sign of life."""
@@ -45,7 +48,9 @@ class Trace(Protocol):
 def collect_stacks(folder: Path, beats: Sequence[Beat]) -> str:
     """Let the ranks on this machine write their stack traces, and return them.
 
-    A rank that was stopped goes on: a stopped process writes nothing.
+    A rank that was stopped goes on: a stopped process writes nothing. It does so before it is asked, because the
+    system gives the signal to any thread of a process that still wakes; to write what another thread does, which
+    meanwhile runs on, leaves half a trace or ends the process.
 
     Args:
         folder: where the ranks give signs of life.
@@ -55,11 +60,11 @@ def collect_stacks(folder: Path, beats: Sequence[Beat]) -> str:
         A text with a part for each rank; of one that did not answer, or is on another machine, it says so.
     """
     here = [beat for beat in beats if is_alive(beat) and stacks_file(folder, beat.rank).exists()]
-    for beat in here:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(beat.pid, STACKS_SIGNAL)
-            os.kill(beat.pid, signal.SIGCONT)
-    _wait([stacks_file(folder, beat.rank) for beat in here])
+    if any(map(_is_stopped, here)):
+        _send(here, signal.SIGCONT)
+        threading.Event().wait(_WAKING)
+    _send(here, STACKS_SIGNAL)
+    _wait(folder, here)
     parts = []
     for beat in beats:
         text = stacks_file(folder, beat.rank).read_text(errors="replace") if beat in here else ""
@@ -88,12 +93,28 @@ def process_of(trace: Trace) -> psutil.Process | None:
     return process if is_it else None
 
 
-def _wait(files: Sequence[Path]) -> None:
-    """Wait until all have been written, or for too long."""
+def _is_stopped(trace: Trace) -> bool:
+    process = process_of(trace)
+    try:
+        return process is not None and process.status() == psutil.STATUS_STOPPED
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _send(beats: Sequence[Beat], number: signal.Signals) -> None:
+    """Send a signal to those that are still there."""
+    for beat in beats:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(beat.pid, number)
+
+
+def _wait(folder: Path, beats: Sequence[Beat]) -> None:
+    """Wait until each rank has written to the end of a line or is gone, or for too long."""
     deadline, pause = time.monotonic() + _PATIENCE, threading.Event()
-    sizes: list[int] = []
+    texts: list[bytes] = []
     while time.monotonic() < deadline:
-        before, sizes = sizes, [path.stat().st_size for path in files]
-        if all(sizes) and sizes == before:
+        before, texts = texts, [stacks_file(folder, beat.rank).read_bytes() for beat in beats]
+        is_whole = [text.endswith(b"\n") or not is_alive(beat) for text, beat in zip(texts, beats, strict=True)]
+        if texts == before and all(is_whole):
             return
         pause.wait(_QUIET)

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -31,12 +32,27 @@ def wait_in_a_collective() -> None:
     signal.pause()
 
 
+def work_beside_threads() -> None:
+    """Change what is on the stack all the time, while other threads wait."""
+    for _ in range(4):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    while True:
+        for depth in range(40):
+            descend(depth)
+
+
+def descend(depth: int) -> int:
+    return descend(depth - 1) + 1 if depth else sum(range(50))
+
+
 def act(folder: Path, rank: int, script: dict) -> int:
     stacks = stacks_file(folder, rank).open("w")
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(75))
     file = BeatFile(folder, rank)
     file.write(beat(rank, script["step"], Phase(script["phase"])))
+    if script.get("works"):
+        work_beside_threads()
     if script.get("waits"):
         wait_in_a_collective()
     if "error" in script:
