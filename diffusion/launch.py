@@ -8,10 +8,11 @@ A run that was preempted ends with exit code 75 on every rank, Ctrl-C ends a com
 - Afterwards, steps that may fail on some ranks only run within `agree`: all ranks raise one error that names the
   failing ranks, and rank 0 speaks. An error outside `agree` is told by the rank that met it, unless rank 0 met it too.
 
-Both launchers (composer, torchrun) terminate all ranks of a node as soon as one has ended, so a rank that is silent
-lets the first rank of its node, which may still have to speak, end first. A rank that the launcher terminates because
-another rank met a `UserError` ends with exit code 2, too, whether it noticed its failed collective before or after the
-signal. Torch is imported by what needs it only: a mistake in a YAML file ends a command within a second.
+Both launchers (composer, torchrun) terminate all ranks of a node as soon as one has ended, so the first rank of a node,
+which may have to speak, ends first, and only when the others have met the error, too, or have had the time. A rank that
+the launcher terminates because another rank met a `UserError` ends with exit code 2, too, whether it noticed its failed
+collective before or after the signal. Torch is imported by what needs it only: a mistake in a YAML file ends a command
+within a second.
 """
 
 import argparse
@@ -42,11 +43,17 @@ PREEMPTED_EXIT_CODE = 75
 PATIENCE_SECONDS = 10.0
 """How long a silent rank waits for the first rank of its node to end."""
 
-FOLLOWING_SECONDS = 3.0
-"""How long the first rank of a node leaves the others to meet the error that it met before the process group exists."""
+FOLLOWING_SECONDS = 10.0
+"""How long a rank that has told an error leaves the others, whom the launcher terminates when it ends, to meet it."""
 
 HEARING_SECONDS = 3.0
 """How long a rank waits to hear that rank 0 met the same error."""
+
+_STORE_SECONDS = 3.0
+"""What the store of the process group may take to answer, beside what is waited for; if not, it is cut off."""
+
+_PAUSE_SECONDS = 0.05
+"""Between two looks at whether something has happened."""
 
 USER_ERROR_KEY = "diffusion/user_error"
 """Entry of the process group's store that says that a rank ended with a `UserError` that the others do not know."""
@@ -277,7 +284,8 @@ def _tell(error: UserError, say: Callable[[str], None]) -> None:
     """Print the message if this is the rank to do it."""
     terminated = _catch_termination()
     has_group = _has_process_group()
-    if has_group and not getattr(error, "agreed", False):
+    is_agreed = getattr(error, "agreed", False)
+    if has_group and not is_agreed:
         speaks = _is_first_to_tell(str(error), terminated)
     elif has_group or isinstance(error, ConfigurationError):
         speaks = rank() == 0
@@ -286,12 +294,44 @@ def _tell(error: UserError, say: Callable[[str], None]) -> None:
     if speaks:
         speaker = f"rank {rank()} on {socket.gethostname()}: " if rank() else ""
         say(f"{type(error).__name__}: {speaker}{error}")
-        if rank() == 0 and has_group and not getattr(error, "agreed", False):
-            terminated.wait(HEARING_SECONDS)  # The store, in which others look who has told, may end with this process.
+    if has_group and not is_agreed:
+        if rank() == 0:
+            _await_listeners(str(error), terminated)
+        elif local_rank() and not speaks:
+            terminated.wait(PATIENCE_SECONDS)
     elif local_rank():
-        terminated.wait(PATIENCE_SECONDS)
-    if not has_group and not local_rank() and local_world_size() > 1:
-        terminated.wait(FOLLOWING_SECONDS)  # The launcher terminates them when this one ends.
+        _follow(terminated)
+    else:
+        _await_followers(terminated)
+
+
+def _await_followers(terminated: threading.Event) -> None:
+    """Leave the other ranks of this node the time to meet the same error."""
+    followers, deadline = set(range(1, local_world_size())), time.monotonic() + FOLLOWING_SECONDS
+    if not followers:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as place, contextlib.suppress(OSError):
+        place.bind(_place_of_followers())
+        place.settimeout(_PAUSE_SECONDS)
+        while followers and time.monotonic() < deadline and not terminated.is_set():
+            with contextlib.suppress(TimeoutError):
+                followers.discard(int(place.recv(16)))
+
+
+def _follow(terminated: threading.Event) -> None:
+    """Tell the first rank of this node that this one ends as well, and let that one end first."""
+    deadline, is_told = time.monotonic() + PATIENCE_SECONDS, False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as place:
+        while time.monotonic() < deadline and not terminated.wait(_PAUSE_SECONDS):
+            if not is_told:
+                with contextlib.suppress(OSError):  # It does not listen yet, or has gone.
+                    is_told = place.sendto(str(local_rank()).encode(), _place_of_followers()) > 0
+
+
+def _place_of_followers() -> str:
+    """Abstract address of a socket: of this user's job, in the kernel only, and gone with the process that has it."""
+    job = (os.getuid(), os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
+    return "\0diffusion-" + "-".join(map(str, job))[:80]
 
 
 def _catch_termination() -> threading.Event:
@@ -324,7 +364,7 @@ def _end(code: int) -> int:
 
 
 def _is_first_to_tell(message: str, terminated: threading.Event) -> bool:
-    """Whether this rank is to tell an error that it met outside `agree`: rank 0 if it met it, else the first to ask.
+    """Whether this rank is to tell an error that it met outside `agree`: rank 0 if it meets it soon, else the first.
 
     Other ranks may be anywhere, so no collective operation is possible; the store of the process group is.
     """
@@ -332,16 +372,34 @@ def _is_first_to_tell(message: str, terminated: threading.Event) -> bool:
 
     def is_first(store: Any) -> bool:
         store.set(USER_ERROR_KEY, "")
-        if rank() == 0:
-            store.set(key, "")
-            return True
         deadline = time.monotonic() + HEARING_SECONDS
-        while not store.check([key]):
-            if time.monotonic() > deadline or terminated.wait(0.1):
-                return store.add(f"{key}/others", 1) == 1
-        return False
+        if rank():
+            while not store.check([key]):
+                if time.monotonic() > deadline or terminated.wait(_PAUSE_SECONDS):
+                    break
+            else:
+                return False
+        else:
+            store.set(key, "")
+        return store.add(f"{key}/speakers", 1) == 1
 
-    return _ask_store(is_first, otherwise=True)
+    answer = _ask_store(is_first, otherwise=True)
+    if rank():
+        _ask_store(lambda store: store.add(f"{key}/listeners", 1) > 0, otherwise=True)
+    return answer
+
+
+def _await_listeners(message: str, terminated: threading.Event) -> None:
+    """Leave the others the time to learn of an error, as the store ends with the process of rank 0."""
+
+    def wait(store: Any) -> bool:
+        deadline = time.monotonic() + FOLLOWING_SECONDS
+        while store.add(f"diffusion/told/{message}/listeners", 0) < world_size() - 1:
+            if time.monotonic() > deadline or terminated.wait(_PAUSE_SECONDS):
+                break
+        return True
+
+    _ask_store(wait, otherwise=True, patience=FOLLOWING_SECONDS + _STORE_SECONDS)
 
 
 def _is_known_elsewhere() -> bool:
@@ -349,7 +407,9 @@ def _is_known_elsewhere() -> bool:
     return _has_process_group() and _ask_store(lambda store: store.check([USER_ERROR_KEY]), otherwise=False)
 
 
-def _ask_store(question: Callable[[Any], bool], *, otherwise: bool) -> bool:
+def _ask_store(
+    question: Callable[[Any], bool], *, otherwise: bool, patience: float = HEARING_SECONDS + _STORE_SECONDS
+) -> bool:
     """Ask the store of the process group; `otherwise` is the answer of one that is gone.
 
     A store behind a network that was cut off fails after a quarter of an hour only, so a thread asks.
@@ -362,7 +422,7 @@ def _ask_store(question: Callable[[Any], bool], *, otherwise: bool) -> bool:
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(2 * HEARING_SECONDS)
+    thread.join(patience)
     return answers[0] if answers else otherwise
 
 

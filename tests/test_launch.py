@@ -26,12 +26,18 @@ def main():
     if mode == "before":
         time.sleep(1.0 if rank() == 0 else 0.0)
         raise ConfigurationError("the key is wrong")
+    if mode == "one late":
+        time.sleep(5.0 if rank() == 1 else 0.0)
+        fail("a shard is damaged")
     import torch.distributed as dist
     dist.init_process_group("gloo")
     if mode == "some":
         agree(lambda: fail("a shard is damaged") if rank() == 1 else None)
     if mode == "alone":
         fail("a shard is damaged") if rank() == 1 else dist.barrier()
+    if mode == "first late":
+        time.sleep(3.3 if rank() == 0 else 0.0)  # About when the other one no longer waits for it.
+        fail("a shard is damaged")
     if mode == "terminated":  # The launcher's signal comes before the failed collective is noticed.
         if rank() == 1:
             fail("a shard is damaged")
@@ -57,7 +63,7 @@ def launch(tmp_path: Path, launcher: list[str], mode: str) -> subprocess.Complet
     command = [str(BIN / launcher[0]), *launcher[1:], str(script), mode, str(tmp_path)]
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return subprocess.run(
-        command, env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=False
+        command, env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600, check=False
     )
 
 
@@ -66,6 +72,8 @@ def launch(tmp_path: Path, launcher: list[str], mode: str) -> subprocess.Complet
     ("launcher", "mode", "message"),
     [
         ("composer -n 2", "before", "ConfigurationError: the key is wrong"),
+        ("composer -n 2", "one late", "DataError: a shard is damaged"),
+        ("composer -n 2", "first late", "a shard is damaged"),
         ("composer -n 2", "some", "DataError: rank 1 of 2: a shard is damaged"),
         ("torchrun --nproc-per-node 2 --master-port 29617", "before", "ConfigurationError: the key is wrong"),
         ("torchrun --nproc-per-node 2 --master-port 29619", "alone", "a shard is damaged"),
