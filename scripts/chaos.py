@@ -133,7 +133,7 @@ def overcome(arguments: argparse.Namespace, kinds: Sequence[str], launcher: "Lau
     )
     poison = plugin("disturbance.PoisonBatch", request=f"'{scene.poison}'")
     release = out / "release"
-    hold = plugin("disturbance.HoldAt", step=faults[-1].step + GAP, release=f"'{release}'")
+    hold = plugin("disturbance.HoldAt", step=faults[-1].step + GAP, releases=f"['{release}', '{scene.poison}']")
     supervise = [sys.executable, str(ROOT / "scripts/supervise.py"), "--"]
     with (out / "log.txt").open("wb") as log:
         command = [*supervise, *program, *overrides(folder, places, poison, hold)]

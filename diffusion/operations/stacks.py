@@ -1,6 +1,7 @@
 """Stack traces of ranks that hang: each writes its own when it gets a signal."""
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -16,14 +17,11 @@ from diffusion.operations.beats import Beat, stacks_file
 
 STACKS_SIGNAL = signal.SIGUSR2
 
-_PATIENCE = 10.0
+_PATIENCE = 30.0
 """Seconds within which a rank must have written."""
 
-_QUIET = 0.3
-"""Seconds without another line after which a rank is taken to have written all."""
-
-_WAKING = 0.3
-"""Seconds after which all threads of a process that was stopped run."""
+_PAUSE = 0.05
+"""Seconds between two looks at whether it has."""
 
 
 class Trace(Protocol):
@@ -48,9 +46,9 @@ class Trace(Protocol):
 def collect_stacks(folder: Path, beats: Sequence[Beat]) -> str:
     """Let the ranks on this machine write their stack traces, and return them.
 
-    A rank that was stopped goes on: a stopped process writes nothing. It does so before it is asked, because the
-    system gives the signal to any thread of a process that still wakes; to write what another thread does, which
-    meanwhile runs on, leaves half a trace or ends the process.
+    A rank that was stopped goes on: a stopped process writes nothing. Its main thread is asked, and before that:
+    the system would give the signal to any thread that wakes, which could not write what the main one does meanwhile
+    without half a trace or the end of the process.
 
     Args:
         folder: where the ranks give signs of life.
@@ -60,11 +58,14 @@ def collect_stacks(folder: Path, beats: Sequence[Beat]) -> str:
         A text with a part for each rank; of one that did not answer, or is on another machine, it says so.
     """
     here = [beat for beat in beats if is_alive(beat) and stacks_file(folder, beat.rank).exists()]
-    if any(map(_is_stopped, here)):
-        _send(here, signal.SIGCONT)
-        threading.Event().wait(_WAKING)
-    _send(here, STACKS_SIGNAL)
-    _wait(folder, here)
+    sizes = {beat.rank: stacks_file(folder, beat.rank).stat().st_size for beat in here}
+    for beat in here:
+        with contextlib.suppress(ProcessLookupError):
+            _ask(beat.pid)
+            os.kill(beat.pid, signal.SIGCONT)
+    deadline, pause = time.monotonic() + _PATIENCE, threading.Event()
+    while time.monotonic() < deadline and not all(_has_written(folder, beat, sizes[beat.rank]) for beat in here):
+        pause.wait(_PAUSE)
     parts = []
     for beat in beats:
         text = stacks_file(folder, beat.rank).read_text(errors="replace") if beat in here else ""
@@ -93,28 +94,24 @@ def process_of(trace: Trace) -> psutil.Process | None:
     return process if is_it else None
 
 
-def _is_stopped(trace: Trace) -> bool:
-    process = process_of(trace)
-    try:
-        return process is not None and process.status() == psutil.STATUS_STOPPED
-    except psutil.NoSuchProcess:
+def _ask(pid: int) -> None:
+    """Send the signal to the main thread of a process, where the C library (glibc 2.30) can."""
+    send = getattr(ctypes.CDLL(None), "tgkill", None)
+    if send is None or send(pid, pid, int(STACKS_SIGNAL)):
+        os.kill(pid, STACKS_SIGNAL)
+
+
+def _has_written(folder: Path, beat: Beat, size: int) -> bool:
+    """Whether a rank has written all, since its file had a size; or is gone."""
+    if not is_alive(beat):
+        return True
+    if stacks_file(folder, beat.rank).stat().st_size == size:
         return False
-
-
-def _send(beats: Sequence[Beat], number: signal.Signals) -> None:
-    """Send a signal to those that are still there."""
-    for beat in beats:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(beat.pid, number)
-
-
-def _wait(folder: Path, beats: Sequence[Beat]) -> None:
-    """Wait until each rank has written to the end of a line or is gone, or for too long."""
-    deadline, pause = time.monotonic() + _PATIENCE, threading.Event()
-    texts: list[bytes] = []
-    while time.monotonic() < deadline:
-        before, texts = texts, [stacks_file(folder, beat.rank).read_bytes() for beat in beats]
-        is_whole = [text.endswith(b"\n") or not is_alive(beat) for text, beat in zip(texts, beats, strict=True)]
-        if texts == before and all(is_whole):
-            return
-        pause.wait(_QUIET)
+    try:
+        status = Path(f"/proc/{beat.pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    fields = dict(line.split(":", 1) for line in status.splitlines())
+    # The signal is pending until the handler runs, which blocks it.
+    signals = (int(fields[name], 16) for name in ("SigPnd", "ShdPnd", "SigBlk"))
+    return not any(each >> STACKS_SIGNAL - 1 & 1 for each in signals)

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -62,18 +63,20 @@ class PoisonBatch(Callback):
 
 
 class HoldAt(Callback):
-    """Keep a run from going beyond a step before a file is there; named in a YAML as a plug-in.
+    """Keep a run from going beyond a step before one of some files is there; named in a YAML as a plug-in.
 
     Args:
         step: number of the step, from 0.
-        release: path of the file.
+        releases: paths of the files.
     """
 
-    def __init__(self, step: int, release: str) -> None:
-        self.step, self.release = step, Path(release)
+    def __init__(self, step: int, releases: Sequence[str]) -> None:
+        self.step, self.releases = step, [Path(each) for each in releases]
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
-        """Wait for the file."""
+        """Wait for a file on the last rank, which looks for requests; the others wait for that one."""
+        if dist.get_global_rank() != dist.get_world_size() - 1:
+            return
         pause = threading.Event()
-        while state.timestamp.batch.value == self.step and not self.release.exists():
+        while state.timestamp.batch.value == self.step and not any(each.exists() for each in self.releases):
             pause.wait(0.05)

@@ -13,8 +13,10 @@ import threading
 import time
 from pathlib import Path
 
-from diffusion.operations.beats import Beat, BeatFile, Phase, stacks_file
+from diffusion.operations.beats import Beat, BeatFile, Phase, read_beats, stacks_file
 from diffusion.operations.stacks import STACKS_SIGNAL
+
+NUM_RANKS = 2
 
 
 def beat(rank: int, step: int, phase: Phase, **more) -> Beat:
@@ -32,10 +34,8 @@ def wait_in_a_collective() -> None:
     signal.pause()
 
 
-def work_beside_threads() -> None:
-    """Change what is on the stack all the time, while other threads wait."""
-    for _ in range(4):
-        threading.Thread(target=threading.Event().wait, daemon=True).start()
+def work() -> None:
+    """Change what is on the stack all the time."""
     while True:
         for depth in range(40):
             descend(depth)
@@ -49,10 +49,15 @@ def act(folder: Path, rank: int, script: dict) -> int:
     stacks = stacks_file(folder, rank).open("w")
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(75))
+    for _ in range(script.get("threads", 0)):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
     file = BeatFile(folder, rank)
+    file.write(beat(rank, -1, Phase.starting))
+    while len(read_beats(folder)) < NUM_RANKS:
+        time.sleep(0.01)
     file.write(beat(rank, script["step"], Phase(script["phase"])))
     if script.get("works"):
-        work_beside_threads()
+        work()
     if script.get("waits"):
         wait_in_a_collective()
     if "error" in script:

@@ -11,7 +11,7 @@ FAULTS = ["poison", "kill_rank", "truncate_checkpoint", "freeze"]
 @pytest.mark.world_size(2)
 def test_a_supervised_run_overcomes_faults_and_equals_an_undisturbed_one(server, tmp_path):
     command = ["scripts/chaos.py", "--faults", "4", "--kinds", *FAULTS, "--out", str(tmp_path / "out")]
-    job = server.command(0, [*command, SMALL_UNET, "operations.supervision.hang_floor=5"])
+    job = server.command(0, [*command, SMALL_UNET, "operations.supervision.hang_floor=12"])
     assert "4 faults: draws, losses and weights of all " in job.output
     rows = [line.split(" | ") for line in job.output.splitlines() if line.startswith("| ")]
     overcome = {cells[0].removeprefix("| "): cells for cells in rows if len(cells) > 3}

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import psutil
 
-from diffusion.operations.beats import Beat, read_beats
+from diffusion.operations.beats import Beat, Phase, read_beats
 from diffusion.operations.stacks import collect_stacks
 from tests.training_runs import ROOT, environment
 
-NUM_TIMES = 10
+NUM_TIMES = 30
 """How often they are asked: a signal to a process that is stopped mostly reaches its main thread."""
 
 
@@ -20,10 +20,13 @@ def start_ranks(folder: Path) -> tuple[subprocess.Popen, list[Beat]]:
     """Start two that work, and wait for their first signs of life."""
     folder.mkdir()
     script = folder / "acts.json"
-    script.write_text(json.dumps([{"phase": "step", "step": 7, "works": True, "code": 0}]))
+    script.write_text(json.dumps([{"phase": "step", "step": 7, "works": True, "threads": 4, "code": 0}]))
     command = [sys.executable, str(ROOT / "tests/operations/acting_rank.py"), str(folder), str(script)]
     job = subprocess.Popen(command, env=environment())
-    while len(beats := read_beats(folder)) < 2:
+    while True:
+        beats = read_beats(folder)
+        if len(beats) == 2 and all(beat.phase is Phase.step for beat in beats):
+            break
         assert job.poll() is None
         time.sleep(0.05)
     return job, beats
@@ -43,7 +46,7 @@ def test_frozen_ranks_write_what_their_main_threads_do(tmp_path):
             for part in parts:
                 _, *mains = part.split("Current thread")
                 assert len(mains) == times, text
-                assert all("in work_beside_threads" in main for main in mains), text
+                assert all("in work\n" in main for main in mains), text
                 assert part.count("Thread 0x") == 4 * times, text
         assert len(parts) == 2
     finally:
@@ -52,12 +55,11 @@ def test_frozen_ranks_write_what_their_main_threads_do(tmp_path):
         job.wait()
 
 
-def test_a_rank_that_has_ended_gives_no_answer(tmp_path):
+def test_a_rank_that_has_ended_gives_no_answer(tmp_path, monkeypatch):
     job, beats = start_ranks(tmp_path / "ranks")
     for beat in beats:
         psutil.Process(beat.pid).kill()
     job.wait()
-    began = time.monotonic()
+    monkeypatch.setattr("diffusion.operations.stacks._PATIENCE", 3600.0)  # Nobody waits for it.
     text = collect_stacks(tmp_path / "ranks", beats)
-    assert time.monotonic() - began < 5
     assert text.count("no answer from process") == 2
