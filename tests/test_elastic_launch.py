@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -17,6 +16,7 @@ import pytest
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.reading import batch_of, resolve_checkpoint
+from diffusion.verification.ports import free_port
 from diffusion.verification.trace import step_hashes
 from tests.hosts import ADDRESSES, Agent, Agents, Cable, wait_until
 from tests.training_runs import BIN, ROOT, Run, TrainingServer, environment
@@ -82,12 +82,6 @@ def alone(num_ranks: int) -> list[str]:
     """Arguments of torchrun for one host, whose ranks are started again."""
     rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--rdzv-id=job", "--local-addr=127.0.0.1"]
     return [f"--nproc-per-node={num_ranks}", "--nnodes=1:1", "--max-restarts=1", *rendezvous]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def elastic(host: str, port: int, cable: Cable | None) -> list[str]:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from diffusion.launch import be_forked
+from diffusion.verification.ports import free_port
 
 PATIENCE = 30.0
 """Seconds that ranks have after SIGTERM."""
@@ -199,9 +200,7 @@ def _keep(connection: socket.socket) -> NoReturn:
     while not content.endswith(b"\n"):
         content += connection.recv(_BLOCK) or b"\n"
     request = json.loads(content)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     pids = [_fork(request, rank, port, connection, outputs) for rank in range(max(request["num_ranks"], 1))]
     try:
         connection.send(f"{json.dumps(pids)}\n".encode())

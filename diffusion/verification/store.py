@@ -3,13 +3,14 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+
+from diffusion.verification.ports import free_port
 
 KEY = "S3RVER"
 """User name and password of the server."""
@@ -36,9 +37,7 @@ class S3Server:
         self.folder, self._program = folder, program
         self._buckets: list[str] = []
         self._process: subprocess.Popen[bytes] | None = None
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
+        self.port = free_port()
 
     @property
     def endpoint(self) -> str:

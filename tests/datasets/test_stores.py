@@ -15,6 +15,7 @@ from diffusion.datasets.loader import BatchLoader, train_loader
 from diffusion.datasets.stores import Store
 from diffusion.datasets.streams import TextImageDataset
 from diffusion.errors import DataError
+from diffusion.verification.ports import free_port
 from tests.faulty_proxy import FaultyProxy
 from tests.s3_server import KEY, S3Server, find_s3rver, object_file, s3_process, s3_server
 from tests.written_data import data_config, write_encoded
@@ -176,9 +177,7 @@ def sftp_root(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         pytest.skip("needs rclone (Debian)")
     key = paramiko.RSAKey.generate(2048)
     key.write_private_key_file(str(tmp_path / "host-key"))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     known = tmp_path / "known_hosts"
     known.write_text(f"[127.0.0.1]:{port} {key.get_name()} {key.get_base64()}\n")
     monkeypatch.setenv("COMPOSER_SFTP_KNOWN_HOSTS_FILE", str(known))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from diffusion.verification.ports import free_port
 from tests.hosts import wait_until
 from tests.training_runs import ROOT, environment
 
@@ -25,7 +26,7 @@ SlurmctldPort={ports[0]}
 SlurmdPort={ports[1]}
 AuthType=auth/none
 CredType=cred/none
-AuthInfo=cred_expire=5
+AuthInfo=cred_expire=15
 MpiDefault=none
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool
@@ -51,7 +52,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
     folder = tmp_path_factory.mktemp("slurm")
     for name in ("state", "spool"):
         (folder / name).mkdir()
-    names = {"host": socket.gethostname().partition(".")[0], "user": "root", "folder": folder, "ports": free_ports(2)}
+    host, ports = socket.gethostname().partition(".")[0], [free_port(), free_port()]
+    names = {"host": host, "user": "root", "folder": folder, "ports": ports}
     (folder / "slurm.conf").write_text(CONFIGURATION.format(**names))
     variables = environment() | {"SLURM_CONF": str(folder / "slurm.conf")}
     daemons = []
@@ -67,16 +69,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
         for daemon in daemons:
             daemon.terminate()
             daemon.wait(30)
-
-
-def free_ports(num: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(num)]
-    for probe in sockets:
-        probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1] for probe in sockets]
-    for probe in sockets:
-        probe.close()
-    return ports
 
 
 def answer(variables: dict[str, str], *command: str) -> str:
