@@ -101,7 +101,7 @@ class SaveOnPreemption(Callback):
         if threading.current_thread() is threading.main_thread():
             self._handlers = {number: signal.signal(number, self._receive) for number in SIGNALS}
             os.register_at_fork(after_in_child=functools.partial(_shield, weakref.ref(self)))
-            atexit.register(_end_workers)
+            atexit.register(end_workers)
         self._agreement = LaggingMaximum(state.device.tensor_to_device(torch.zeros(1)).device)
         if dist.get_global_rank() == 0:
             self.marker.unlink(missing_ok=True)
@@ -147,8 +147,10 @@ def _shield(reference: "weakref.ref[SaveOnPreemption]") -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
-def _end_workers() -> None:
+def end_workers() -> None:
     """End loader workers when the process ends: shielded from its SIGTERM, they would let it wait for ever."""
-    for worker in multiprocessing.active_children():
-        if worker.daemon:
-            worker.kill()
+    workers = [child for child in multiprocessing.active_children() if child.daemon]
+    if workers and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # Torch would tell of killed workers as of a failure.
+    for worker in workers:
+        worker.kill()

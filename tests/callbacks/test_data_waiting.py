@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from composer import Callback, Logger, State
 
 from diffusion.callbacks import data_waiting as module
 from diffusion.callbacks.data_waiting import QUIET_INTERVALS, DataWaiting
@@ -23,6 +24,13 @@ class SlowLatents(ToyLatents):
     def __getitem__(self, index: int) -> dict[str, Any]:
         time.sleep(SLEEP)
         return super().__getitem__(index)
+
+
+class LongSteps(Callback):
+    """Lets each step take half a second, beside which it is nothing that other programs slow the loader down."""
+
+    def before_forward(self, state: State, logger: Logger) -> None:
+        time.sleep(0.5)
 
 
 class Steps:
@@ -87,6 +95,8 @@ def outputs(server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple
     for name, dataset, num_workers in (("slow", "SlowLatents", 0), ("workers", "SlowLatents", 1), ("fast", "", 0)):
         path = f"tests.callbacks.test_data_waiting.{dataset}" if dataset else "tests.toys.ToyLatents"
         overrides = [f"output_folder={root / name}", f"plugins.train_dataset.path={path}"]
+        if name == "fast":
+            overrides.append("plugins.callbacks=[{path: tests.callbacks.test_data_waiting.LongSteps}]")
         job = server.train(
             1, [(str(ROOT / "tests" / "toy.yaml"), [*overrides, *options, f"data.num_workers={num_workers}"])]
         )
@@ -109,7 +119,8 @@ def test_loader_workers_that_only_wait_are_told(outputs):
     waited, _, output = outputs["workers"]
     assert max(waited) >= 4 * SLEEP
     assert output.count("training waits for data") == 1
-    assert "the loader workers idle" in output or "cores are busy" in output
+    # What other programs do on this machine may be a cause as well.
+    assert any(cause in output for cause in ("the loader workers idle", "cores are busy", "cores wait for it"))
 
 
 def test_a_fast_data_set_gives_no_warning(outputs):

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -79,7 +80,7 @@ def test_under_the_launcher_all_ranks_are_told_and_the_code_passes(tmp_path):
             assert len(processes) >= 4, "two ranks with a data worker each"
             for number in reversed(processes):
                 os.kill(number, signal.SIGTERM)
-            code = process.wait(timeout=60)
+            code = process.wait(timeout=600)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -92,13 +93,30 @@ def test_under_the_launcher_all_ranks_are_told_and_the_code_passes(tmp_path):
     assert "Traceback" not in text
 
 
+WORKING = """
+import atexit, time
+from torch.utils.data import DataLoader
+from diffusion.callbacks.preemption import end_workers
+atexit.register(time.sleep, 1.0)  # As others have things to do at the end, after that.
+atexit.register(end_workers)
+batches = iter(DataLoader(range(8), num_workers=2))
+next(batches)
+print("done")
+"""
+
+
+def test_loader_workers_end_with_the_process_and_nothing_is_told():
+    done = subprocess.run([sys.executable, "-c", WORKING], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
 def descendants(process: int) -> list[int]:
     """Process ids below a process, parents first."""
     children = [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
     return children + [below for child in children for below in descendants(child)]
 
 
-def wait_for(path: Path, process: subprocess.Popen, timeout: float = 120) -> None:
+def wait_for(path: Path, process: subprocess.Popen, timeout: float = 600) -> None:
     deadline = time.monotonic() + timeout
     while not path.exists():
         assert process.poll() is None, "the run has ended early"
