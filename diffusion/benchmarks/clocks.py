@@ -55,6 +55,7 @@ class PartClock(Callback):
         self.path, self.skip = Path(path), skip
         self.seconds: dict[str, float] = defaultdict(float)
         self.num_steps, self._encoding = 0, 0.0
+        self._step: dict[str, float] = defaultdict(float)
         self._device = torch.device("cpu")
         self._last = self._start = self._began = 0.0
 
@@ -71,11 +72,13 @@ class PartClock(Callback):
             optimizer.register_step_post_hook(lambda *_: self._add("optimizer", self._now() - self._began))
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
-        """The last step is over."""
+        """The last step is over, and what was noted of it counts."""
         now = self._now()
         if self._start:
             self.num_steps += 1
-            self.seconds["whole"] += now - self._start
+            for part, seconds in {**self._step, "whole": now - self._start}.items():
+                self.seconds[part] += seconds
+        self._step.clear()
         self._start = now if state.timestamp.batch.value >= self.skip else 0.0
         self._last = now
 
@@ -100,13 +103,17 @@ class PartClock(Callback):
         """The backward pass is done."""
         self._add("backward", self._now() - self._last)
 
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        """The gradients are there, within the optimizer's step, which Composer gives them as a closure."""
+        self._begin()
+
     def fit_end(self, state: State, logger: Logger) -> None:
         """Write the seconds of each part in a step; averages of weights are measured by more of their updates."""
         parts = {name: total / max(self.num_steps, 1) for name, total in self.seconds.items()}
         whole = parts.pop("whole", 0.0)
         parts["averages"] = self._average_seconds(state)
         parts["logging and the rest"] = max(0.0, whole - sum(parts.values()))
-        _write(self.path, {"parts": parts, "whole": whole})
+        _write(self.path, {"parts": parts, "whole": whole, "num_steps": self.num_steps})
 
     def _average_seconds(self, state: State, rounds: int = 3) -> float:
         updates: list[Callable[[], None]] = [
@@ -128,8 +135,7 @@ class PartClock(Callback):
         self._encoding += self._now() - self._began
 
     def _add(self, part: str, seconds: float) -> None:
-        if self._start:
-            self.seconds[part] += seconds
+        self._step[part] += seconds
 
     def _now(self) -> float:
         synchronize(self._device)

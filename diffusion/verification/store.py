@@ -18,6 +18,8 @@ KEY = "S3RVER"
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _PLACES = (_ROOT / "node_modules" / ".bin", Path.home() / ".local" / "bin")
 _PATIENCE = 60.0
+_KILL_PATIENCE = 600.0
+"""Seconds within which a run has come to where it kills the server."""
 
 
 def find_s3rver() -> str | None:
@@ -102,7 +104,7 @@ class S3Server:
     def await_end(self) -> None:
         """Wait until somebody has killed it."""
         assert self._process is not None
-        self._process.wait(_PATIENCE)
+        self._process.wait(_KILL_PATIENCE)
         self._process = None
 
     def freeze(self) -> None:

@@ -17,7 +17,7 @@ def measured(tmp_path_factory):
     out = tmp_path_factory.mktemp("benchmark") / "benchmark.json"
     options = ["--quick", "--device", "cpu", "--microbatches", "2", "--out", str(out)]
     command = [sys.executable, "scripts/benchmark.py", *PARTS, *options, "trainer.parallelism=ddp"]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout, json.loads(out.read_text())
 
@@ -42,9 +42,12 @@ def test_every_way_to_make_a_step(measured):
         assert row["tflops"] == pytest.approx(606_404_608 * row["images_per_second"] / 1e12, rel=1e-6)
         assert 0 < row["matmul_share"] < row["limit_share"] < 2
         assert row["name"] in printed
-    parts = results["step"]["parts"]["32 px, 2"]["parts"]
-    assert all(parts[name] > 0 for name in ("data", "encode", "forward", "backward", "optimizer", "averages"))
-    assert parts["backward"] > parts["encode"]
+    found = results["step"]["parts"]["32 px, 2"]
+    assert found["num_steps"] > 0
+    assert found["parts"]["averages"] > 0
+    within = [found["parts"][name] for name in ("data", "encode", "forward", "backward", "optimizer")]
+    assert min(within) > 0
+    assert sum(within) < found["whole"]
 
 
 def test_options_beside_plain_fp32(measured):

@@ -204,7 +204,7 @@ def test_a_store_that_is_gone_ends_the_run_and_nothing_is_lost(
     server, s3_server, reference, tmp_path, url, in_background
 ):
     run = tmp_path / "run"
-    more = [kill_at(3, s3_server), "trainer.store_patience=1", f"trainer.async_checkpoints={in_background}"]
+    more = [kill_at(3, s3_server), "trainer.store_patience=10", f"trainer.async_checkpoints={in_background}"]
     job = server.run(2, [options(run, "fsdp", url, *more)])
     s3_server.await_end()
     assert job.codes == [2, 2], job.output[-4000:]
@@ -224,7 +224,7 @@ def test_a_store_that_is_gone_ends_the_run_and_nothing_is_lost(
 
 def test_a_server_that_answers_nothing_is_given_up(s3_server, url):
     store = ObjectStore(url, patience=2.0)
-    store.write("name", b"content")
+    ObjectStore(url, patience=PATIENCE).write("name", b"content")
     s3_server.freeze()
     try:
         with pytest.raises(MachineError, match="the store does not answer"):

@@ -388,12 +388,12 @@ def test_a_node_fetches_little_more_than_its_share_of_the_shards(block: int | No
 
 def test_any_step_of_twenty_million_samples_is_there_at_once():
     tracemalloc.start()
-    began = time.perf_counter()
+    began = time.process_time()
     order = make(shape("a", 14_000_000, 8000), shape("b", 6_000_000, 8000), global_batch_size=2048,
                  shuffle_block_size=2**16)  # fmt: skip
     epoch = order.epoch(3)
     whole_step = epoch.slots(order.num_steps // 2, order.num_steps // 2 + 1)
-    seconds = time.perf_counter() - began
+    seconds = time.process_time() - began
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert whole_step.stream.shape == (1, 2048)

@@ -149,7 +149,7 @@ def slow_switch() -> Iterator[str]:
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"needs root and network namespaces (apt-get install iproute2): {error}")
     try:
-        switch.slow_down(2, "200mbit")
+        switch.slow_down(2, "100mbit")
     except (OSError, subprocess.CalledProcessError) as error:
         switch.remove()
         pytest.skip(f"the kernel limits no rates (sch_tbf): {error}")

@@ -44,9 +44,10 @@ if [ "$1" = -m ]; then
   cat {folder}/answer-$HOST
   exit
 fi
-echo "$@" >> {folder}/started-$HOST
+sleep {seconds} &
 trap 'echo told > {folder}/told-$HOST; kill $!; exit 1' TERM
-sleep {seconds} & wait
+echo "$@" >> {folder}/started-$HOST
+wait
 [ "$(wc -l < {folder}/started-$HOST)" -gt 1 ] || exit {code}
 """
 """In the place of python: answers the check, says what torchrun was started with, and fails when that happens first."""
@@ -105,7 +106,7 @@ class Hosts:
         """Names of the programs on a host that are not ssh's."""
         command = ["ip", "netns", "pids", self.cable.hosts[host]]
         numbers = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-        names = {process.pid: process.name() for process in psutil.process_iter(["name"])}
+        names = {process.pid: process.info["name"] for process in psutil.process_iter(["name"])}
         own = ("sshd", "ssh", "ssh.sh")
         return [names[int(number)] for number in numbers if names.get(int(number), "ssh") not in own]
 
@@ -241,7 +242,7 @@ def test_a_host_that_is_cut_off_in_mid_run_is_left_behind(make_hosts, tmp_path):
     hosts, run = make_hosts(BIN), tmp_path / "run"
     cut = "{path: tests.toys.DisturbHost, arguments: {step: 3, host: second, what: cable}}"
     overrides = [f"output_folder={run}", "samples.prompts=[]", "trainer.dist_timeout=20", f"plugins.callbacks=[{cut}]"]
-    assert hosts.launch("tests/toy.yaml", *overrides).wait(400) == 0, hosts.log.read_text()[-6000:]
+    assert hosts.launch("tests/toy.yaml", *overrides).wait(850) == 0, hosts.log.read_text()[-6000:]
     starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
     assert [row["world_size"] for row in starts if row["event"] == "start"] == [2, 1]
     assert series(read_metrics(run / "metrics.jsonl"), TRAIN_LOSS)[0] == list(range(8))
