@@ -17,6 +17,9 @@ class UserError(Exception):
     is_lasting = False
     """Whether the same command meets the same error again for sure."""
 
+    is_agreed = False
+    """Whether all ranks raise it at the same place (`diffusion.launch.agree`)."""
+
 
 class ConfigurationError(UserError):
     """The configuration is wrong: an unknown key, a value of the wrong type, an impossible combination."""

@@ -184,7 +184,7 @@ def agree(step: Callable[[], T]) -> T:
         kind = next(iter(mistakes.values()))[0]
         assert kind is not None
         error = kind(_joined_message({number: text for number, (_, text) in mistakes.items()}, len(reports)))
-        error.agreed = True  # type: ignore[attr-defined]
+        error.is_agreed = True
         raise error
     if failures:
         raise StepFailedElsewhereError(f"{_ranks(list(failures), len(reports))} failed; the traceback is in its log.")
@@ -284,8 +284,8 @@ def _tell(error: UserError, say: Callable[[str], None]) -> None:
     """Print the message if this is the rank to do it."""
     terminated = _catch_termination()
     has_group = _has_process_group()
-    is_agreed = getattr(error, "agreed", False)
-    if has_group and not is_agreed:
+    may_be_alone = has_group and not error.is_agreed
+    if may_be_alone:
         speaks = _is_first_to_tell(str(error), terminated)
     elif has_group or isinstance(error, ConfigurationError):
         speaks = rank() == 0
@@ -294,7 +294,7 @@ def _tell(error: UserError, say: Callable[[str], None]) -> None:
     if speaks:
         speaker = f"rank {rank()} on {socket.gethostname()}: " if rank() else ""
         say(f"{type(error).__name__}: {speaker}{error}")
-    if has_group and not is_agreed:
+    if may_be_alone:
         if rank() == 0:
             _await_listeners(str(error), terminated)
         elif local_rank() and not speaks:

@@ -11,6 +11,7 @@ from diffusion.html_page import Page
 
 CHROMIUM = shutil.which("chromium")
 OPTIONS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--hide-scrollbars"]
+OPTIONS += ["--disable-checker-imaging", "--run-all-compositor-stages-before-draw"]  # Pictures are decoded before.
 
 pytestmark = [
     pytest.mark.browser,
@@ -23,7 +24,7 @@ def screenshot(page, folder, size: tuple[int, int]) -> np.ndarray:
     picture = folder / "screenshot.png"
     command = [str(CHROMIUM), *OPTIONS, f"--user-data-dir={folder / 'profile'}", f"--screenshot={picture}"]
     command += [f"--window-size={size[0]},{size[1]}", page.as_uri()]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
     return np.asarray(Image.open(picture).convert("RGB"))
 
 

@@ -26,7 +26,7 @@ ENDLESS = 100000
 """Steps of runs that are ended by a signal, however late it comes."""
 
 DIST_TIMEOUT = 25
-GRACE = 30
+GRACE = 60
 """Seconds after `trainer.dist_timeout` in which a job must have ended."""
 
 LAST_CALL = 8

@@ -63,7 +63,7 @@ def test_a_killed_rank_ends_the_job_in_time_and_the_same_command_continues(serve
     job = launch(2, [*common, kill_at(5, 1)])
     seconds = time.time() - (run / "metrics.jsonl").stat().st_mtime
     assert job.returncode != 0
-    assert seconds < 40 < 300 > time.monotonic() - began, job.stdout[-3000:]
+    assert seconds < 100 < 300 > time.monotonic() - began, job.stdout[-3000:]
     job = server.train(2, [("tests/toy.yaml", [f"output_folder={run}", "samples.prompts=[]"])])
     server.train(2, [("tests/toy.yaml", [f"output_folder={whole}", "samples.prompts=[]"])])
     assert losses(run) == losses(whole)

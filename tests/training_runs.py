@@ -19,7 +19,7 @@ from diffusion.verification.forking import ForkedJob, ForkingServer
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 
-LIMIT = 600.0
+LIMIT = 900.0
 """Seconds after which a job that should have ended is a failure."""
 
 SMALL_UNET = (

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from diffusion.config.data import DataConfig, PictureSize, Representation, StreamConfig
 from diffusion.datasets.images import decode_rgb
 from diffusion.datasets.loader import train_loader
+from diffusion.datasets.shared_memory import claim_number
 from diffusion.datasets.transforms import PictureTransform
 
 NUM_TOKENS = 77
@@ -54,13 +55,16 @@ def measure_latent_loading(
             rank_batch_size=batch_size,
             with_logvar=False,
         )
-        stock_data = StreamingDataset(local=str(root / "train" / "b"), shuffle=True, batch_size=batch_size)
+        number = claim_number([])
+        with number.chosen():  # Streaming alone would take memory that another job is about to use.
+            stock_data = StreamingDataset(local=str(root / "train" / "b"), shuffle=True, batch_size=batch_size)
         workers: dict[str, Any] = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
         loaders = {"ours": ours, "stock": DataLoader(stock_data, batch_size=batch_size, drop_last=True, **workers)}
         if webdataset and _has_webdataset():
             _write_tar(root / "data.tar", samples)
             loaders["webdataset"] = _webdataset_loader(root / "data.tar", batch_size, workers)
         rates = _rates({name: lambda loader=loader: _count(loader) for name, loader in loaders.items()}, rounds)
+        number.release()
     return {
         "ratio_to_stock": rates["ours"] / rates["stock"],
         "ratio_to_webdataset": rates["ours"] / rates["webdataset"] if "webdataset" in rates else None,

@@ -77,7 +77,7 @@ def test_the_command(trajectories):
     run, _ = trajectories["fp32"]
     command = [sys.executable, "scripts/reconstruct_ema.py", str(run), "--width", "0.09", "0.07"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.partition(":")[0] for line in lines] == [
@@ -85,7 +85,7 @@ def test_the_command(trajectories):
     ]
     assert "from 40 averages; the profile differs by 0." in lines[0]
     command[-2:] = ["0.3"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 2
     assert "ConfigurationError: the relative width of an average is 0.3" in done.stderr
 

@@ -116,7 +116,7 @@ def run_world(world: int, root: Path, work: Path, size: int) -> list[tuple[int, 
         with (work / f"log{rank}").open("w") as log:
             processes.append(subprocess.Popen(command, env=environment, stderr=log))
     began = time.monotonic()
-    while any(process.poll() is None for process in processes) and time.monotonic() - began < 120:
+    while any(process.poll() is None for process in processes) and time.monotonic() - began < 600:
         if any(process.poll() for process in processes):
             break
         time.sleep(0.1)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 HOLDER = """
 import sys
+import time
 from pathlib import Path
 from diffusion.config.data import Representation
 from tests.datasets.test_shared_memory import opened
@@ -106,12 +108,12 @@ class Holder:
         return int(self.process.stdout.readline())
 
     def end(self) -> None:
-        self.process.communicate("", timeout=60)
+        self.process.communicate("", timeout=600)
 
     def kill(self) -> None:
         """Kill everything at once, data workers and Python's resource tracker included."""
         os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.communicate(timeout=60)
+        self.process.communicate(timeout=600)
 
 
 @pytest.fixture
@@ -155,11 +157,17 @@ def test_a_closed_data_set_leaves_nothing_and_its_number_is_given_out_again(data
     loader = opened(data_config(data, "a", **LATENTS))
     epoch = [batch[BatchKey.SAMPLE].tolist() for batch in loader]
     number = number_of(loader)
-    assert len(files_of(number)) >= 7
+    held = inodes_of(number)
+    assert len(held) >= 7
     loader.dataset.close()  # pyright: ignore[reportAttributeAccessIssue]
-    assert files_of(number) == []
-    again = opened(data_config(data, "a", **LATENTS))
-    assert number_of(again) == number
+    assert not held & inodes_of(number)
+    for _ in range(50):  # Another job of this machine may be quicker, and end.
+        again = opened(data_config(data, "a", **LATENTS))
+        if number_of(again) <= number:
+            break
+        again.dataset.close()  # pyright: ignore[reportAttributeAccessIssue]
+        time.sleep(0.1)
+    assert number_of(again) <= number
     assert [batch[BatchKey.SAMPLE].tolist() for batch in again] == epoch
 
 
@@ -169,13 +177,12 @@ def test_what_killed_processes_leave_is_removed_and_what_living_ones_have_is_not
     assert number != kept, "two processes share the memory of one data set"
     foreign = foreign_memory()
     try:
-        dead.kill()
-        assert f"{number:06}_locals" in files_of(number), "the kernel keeps what a killed process has shared"
-        before = files_of(kept)
+        left, before = inodes_of(number), files_of(kept)
+        assert len(left) >= 7
+        dead.kill()  # The kernel keeps what a killed process has shared.
         loader = opened(data_config(data, "a", **LATENTS))
         assert number_of(loader) not in (kept, int(foreign.name.partition("_")[0]))
-        if number_of(loader) != number:
-            assert files_of(number) == []
+        assert not left & inodes_of(number)
         assert files_of(kept) == before
         assert foreign.read_bytes() == b"of another program"
     finally:
@@ -209,9 +216,8 @@ def test_what_is_read_without_a_remote_is_not_taken_away_until_it_is_closed(tmp_
 
 def test_half_a_claim_is_removed(data: Path) -> None:
     number = max(numbers(), default=0) + 500
-    folder = PLACE / f"{number:06}_diffusion"
-    folder.mkdir()
-    (PLACE / f"{number:06}_barrier").write_bytes(b"x")
+    (PLACE / f"{number:06}_barrier").write_bytes(b"x")  # Before the folder, which another job may remove at once.
+    (PLACE / f"{number:06}_diffusion").mkdir()
     opened(data_config(data, "a", **LATENTS))
     assert files_of(number) == []
 

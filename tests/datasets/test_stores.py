@@ -271,12 +271,14 @@ def test_what_comes_before_the_first_batch_does_not_grow_with_the_shards(tmp_pat
         upload(s3_server, root, f"s3://tests/shards-{num}")
         proxy.requests.clear()
         began = time.process_time()  # What is waited for is what is fetched.
-        loader = open_loader(tmp_path / f"cache-{num}", f"s3://tests/shards-{num}", "a", predownload=8)
+        loader = open_loader(
+            tmp_path / f"cache-{num}", f"s3://tests/shards-{num}", "a", predownload=8, download_timeout=60.0
+        )
         next(iter(loader))
         seconds.append(time.process_time() - began)
         fetched.append(sum(count for name, count in proxy.requests.items() if name.endswith(".mds")))
         dataset_of(loader).close()
-    assert fetched[1] <= fetched[0] + 8
+    assert max(fetched) <= 16, "the shards of two batches of eight"
     assert seconds[1] < 5 * seconds[0] + 5
 
 

@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ class PageReplacedError(Exception):
 class Tab:
     """One page; a context manager."""
 
-    def __init__(self, width: int = 1280, height: int = 800, patience: float = 60.0) -> None:
+    def __init__(self, width: int = 1280, height: int = 800, patience: float = 180.0) -> None:
         self._size = (width, height)
         self._patience = patience
         self._number = 0
@@ -38,9 +39,10 @@ class Tab:
         place = Path(self._folder.name, "DevToolsActivePort")
         self._until(lambda: place.exists() and len(place.read_text().splitlines()) == 2)
         port = int(place.read_text().splitlines()[0])
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list") as answer:
-            page = next(target for target in json.load(answer) if target["type"] == "page")
-        self._socket = connect(page["webSocketDebuggerUrl"], max_size=None)
+        self._until(lambda: self._address(port) is not None)
+        address = self._address(port)
+        assert address is not None
+        self._socket = connect(address, max_size=None, open_timeout=self._patience, ping_timeout=None)
         width, height = self._size
         is_phone = width < 500
         self.call("Page.enable")
@@ -51,6 +53,12 @@ class Tab:
         if is_phone:
             self.call("Emulation.setTouchEmulationEnabled", enabled=True)
         return self
+
+    @staticmethod
+    def _address(port: int) -> str | None:
+        """Where the page is spoken to, when it is there."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list") as answer:
+            return next((each["webSocketDebuggerUrl"] for each in json.load(answer) if each["type"] == "page"), None)
 
     def __exit__(self, *_: object) -> None:
         self._socket.close()
@@ -93,7 +101,10 @@ class Tab:
         self._until(holds)
 
     def click(self, selector: str, times: int = 1) -> None:
-        """Press the left button in the middle of an element, as often as in a double click if twice."""
+        """Press the left button in the middle of an element, as often as in a double click if twice.
+
+        What follows the first press may go to a page that has replaced this one, or to none.
+        """
         place = self.value(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)}); "
             "e.scrollIntoView({block: 'center'}); const b = e.getBoundingClientRect(); "
@@ -102,14 +113,17 @@ class Tab:
         for count in range(1, times + 1):
             for kind in ("mousePressed", "mouseReleased"):
                 mouse = {"x": place[0], "y": place[1], "button": "left", "clickCount": count}
-                self.call("Input.dispatchMouseEvent", type=kind, **mouse)
+                with suppress(PageReplacedError):
+                    self.call("Input.dispatchMouseEvent", type=kind, **mouse)
 
     def key(self, name: str) -> None:
         """Press a key and let it go."""
         code = _KEYS.get(name) or ord(name)
         text = {"text": name} if len(name) == 1 else {}
-        self.call("Input.dispatchKeyEvent", type="keyDown", key=name, windowsVirtualKeyCode=code, **text)
-        self.call("Input.dispatchKeyEvent", type="keyUp", key=name, windowsVirtualKeyCode=code)
+        with suppress(PageReplacedError):
+            self.call("Input.dispatchKeyEvent", type="keyDown", key=name, windowsVirtualKeyCode=code, **text)
+        with suppress(PageReplacedError):
+            self.call("Input.dispatchKeyEvent", type="keyUp", key=name, windowsVirtualKeyCode=code)
 
     def screenshot(self) -> bytes:
         """What is seen, PNG."""

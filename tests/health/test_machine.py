@@ -194,12 +194,14 @@ def test_modules_without_bytecode():
 
 
 def test_bytecode_that_is_missing_is_counted(tmp_path, monkeypatch):
-    uncompiled, num_modules = count_uncompiled()
-    (tmp_path / "never_compiled.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    importlib.import_module("never_compiled")
-    assert count_uncompiled() == (uncompiled + 1, num_modules + 1)
+    modules = {}
+    for name, is_forbidden in (("compiled", False), ("never_compiled", True)):
+        (tmp_path / f"{name}.py").write_text("")
+        monkeypatch.setattr(sys, "dont_write_bytecode", is_forbidden)
+        modules[name] = importlib.import_module(name)
+    monkeypatch.setattr(sys, "modules", modules)
+    assert count_uncompiled() == (1, 2)
 
 
 def test_readings_of_this_machine(tmp_path):

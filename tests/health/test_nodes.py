@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -114,26 +113,15 @@ def test_xid_errors_of_the_machine_are_told_from_those_of_programs():
     assert "not known" in check_xids(None).what
 
 
-def _kill_when_written(file: Path, pid: int, over: threading.Event) -> None:
-    while not (file.is_file() and file.read_text().endswith("\n")):
-        if over.wait(0.1):
-            return
-    os.kill(pid, signal.SIGKILL)
-
-
 @pytest.mark.world_size(2)
 def test_a_rank_that_was_stopped_is_named_and_a_smaller_job_proposed(server, tmp_path):
     hosts, found = tmp_path / "hosts", tmp_path / "found.json"
     command = [str(ROOT / "tests/health/stopping_doctor.py"), str(ROOT / "scripts/doctor.py"), "tests/toy.yaml"]
     command += [f"output_folder={tmp_path}/run", "--patience", "4", "--hosts", str(hosts), "--json", str(found)]
     job = server.start(2, command)
-    over = threading.Event()
-    watcher = threading.Thread(target=_kill_when_written, args=(hosts, job.pids[1], over))
-    watcher.start()
-    codes = job.finish().codes
-    over.set()
-    watcher.join()
-    assert codes == [2, -signal.SIGKILL], job.output[-3000:]
+    job.wait_for(lambda: "NoAnswerError: " in job.output)
+    os.kill(job.pids[1], signal.SIGKILL)
+    assert job.finish().codes == [2, -signal.SIGKILL], job.output[-3000:]
     (verdict,) = json.loads(found.read_text())
     assert verdict["where"] == "node 1"
     assert "these ranks have not answered for 4 s: 1 on " in verdict["what"]

@@ -181,7 +181,7 @@ def test_sagemakers_description_becomes_a_command(tmp_path):
 def test_torchrun_ends_with_the_code_of_the_rank_that_failed():
     program = 'if [ "$RANK" = 1 ]; then exit 2; else exec sleep 600; fi'
     command = [BIN / "python", LAUNCHERS / "torchrun.py", "--nproc-per-node=2", "--no-python", "bash", "-c", program]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 2, done.stderr
 
 

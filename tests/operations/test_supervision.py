@@ -151,7 +151,7 @@ def test_a_run_that_is_at_work_is_refused_also_when_its_supervisor_is_gone_until
                 supervisor_of(tmp_path, [FINISHES]).run()
         for rank in ranks:
             rank.terminate()
-        psutil.wait_procs(ranks, timeout=60)
+        psutil.wait_procs(ranks, timeout=600)
         assert supervisor_of(tmp_path, [FINISHES]).run() == 0
     finally:
         kill(ranks)

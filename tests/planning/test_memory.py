@@ -50,7 +50,7 @@ sys.stdout.write(json.dumps(counts))
 @pytest.fixture(scope="module")
 def counts():
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)

@@ -337,11 +337,11 @@ def command(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command(prepared: Path, tmp_path: Path) -> None:
     command = [sys.executable, "scripts/encode.py", str(prepared), str(tmp_path / "out"), "--resolution", "32"]
     root = Path(__file__).parents[2]
-    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 2
     assert ended.stderr.startswith("ConfigurationError: say what encodes: --config YAML, or --architecture")
     command += ["--architecture", "tiny", "--device", "cpu", "--workers", "1"]
-    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 0, ended.stderr
     assert "20 samples at 32 px" in ended.stdout
     assert (tmp_path / "out" / "manifest.json").is_file()

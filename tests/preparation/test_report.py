@@ -146,7 +146,7 @@ def test_a_browser_shows_the_page_runs_nothing_and_asks_nobody(tmp_path):
     command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
                "--disable-component-update", "--no-first-run", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
                f"--log-net-log={log}", "--enable-logging=stderr", (tmp_path / "report.html").as_uri()]  # fmt: skip
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
     title = re.search("<title>(.*?)</title>", done.stdout, re.DOTALL)
     assert title is not None
     assert title[1].startswith("Report &lt;script&gt;")
