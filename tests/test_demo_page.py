@@ -124,6 +124,8 @@ def test_the_page_shows_what_the_model_generates(tmp_path, server, monkeypatch):
             page.close(verbose=False)
         visits.append(page)
 
+    is_ok = gradio.networking.url_ok  # Gives up when the server's thread takes 3 s to answer.
+    monkeypatch.setattr(gradio.networking, "url_ok", lambda url: any(is_ok(url) for _ in range(20)))
     monkeypatch.setattr(gradio.Blocks, "block_thread", visit)
     monkeypatch.setattr(sys, "argv", ["demo.py", str(run), "--device", "cpu"])
     runpy.run_path(str(ROOT / "scripts" / "demo.py"))["main"]()

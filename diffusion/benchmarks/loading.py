@@ -58,6 +58,7 @@ def measure_latent_loading(
         number = claim_number([])
         with number.chosen():  # Streaming alone would take memory that another job is about to use.
             stock_data = StreamingDataset(local=str(root / "train" / "b"), shuffle=True, batch_size=batch_size)
+        number.adopt_all(stock_data)
         workers: dict[str, Any] = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
         loaders = {"ours": ours, "stock": DataLoader(stock_data, batch_size=batch_size, drop_last=True, **workers)}
         if webdataset and _has_webdataset():

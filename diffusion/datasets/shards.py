@@ -12,14 +12,13 @@ import json
 import logging
 import weakref
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from time import time_ns
 from typing import Any
 
 import numpy as np
 from streaming.base.constant import RESUME
-from streaming.base.shared import SharedMemory
 from streaming.base.world import World
 
 from diffusion.datasets.balanced import Integers
@@ -97,8 +96,7 @@ class ShardDataset(FetchingDataset):
                 with self._number.chosen():
                     super().__init__(stream_names=stream_names, **kwargs)
             finally:
-                for memory in self._memories():
-                    self._number.adopt(memory)
+                self._number.adopt_all(self)
         except UserError:
             self._number.release()
             raise
@@ -113,16 +111,6 @@ class ShardDataset(FetchingDataset):
         for stream in streams:
             stream.fetch_index()
             stream.release()
-
-    def _memories(self) -> Iterator[SharedMemory]:
-        """The shared memory that Streaming has opened for this data set, as far as it is constructed."""
-        parts = vars(self)
-        if "_locals_shm" in parts:
-            yield self._locals_shm
-        if "_shared_barrier" in parts:
-            yield self._shared_barrier._arr.shm
-        yield from (parts[name].arr.shm for name in ("_next_epoch", "_cache_usage") if name in parts)
-        yield from (parts[name].shm for name in ("_shard_states", "_shard_access_times") if name in parts)
 
     def close(self) -> None:
         """Give the shared memory back at once; nothing can be read any more."""

@@ -32,6 +32,7 @@ from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from pathlib import Path
 
+from streaming import StreamingDataset
 from streaming.base.constant import BARRIER_FILELOCK, SHM_TO_CLEAN
 from streaming.base.shared import SharedMemory
 from streaming.base.world import World
@@ -94,6 +95,20 @@ class MemoryNumber:
         atexit.unregister(memory.cleanup)
         if memory.created_shms:
             resource_tracker.unregister(f"/{memory.shm.name}", "shared_memory")
+
+    def adopt_all(self, dataset: StreamingDataset) -> None:
+        """Adopt the memory that Streaming has opened for a data set, as far as that is constructed."""
+        parts = vars(dataset)
+        if "_locals_shm" in parts:
+            self.adopt(parts["_locals_shm"])
+        if "_shared_barrier" in parts:
+            self.adopt(parts["_shared_barrier"]._arr.shm)
+        for name in ("_next_epoch", "_cache_usage"):
+            if name in parts:
+                self.adopt(parts[name].arr.shm)
+        for name in ("_shard_states", "_shard_access_times"):
+            if name in parts:
+                self.adopt(parts[name].shm)
 
     def replace(self, old: SharedMemory | None, new: SharedMemory) -> None:
         """Adopt memory that was opened again, and close what it was opened as before."""
