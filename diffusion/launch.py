@@ -6,10 +6,11 @@ A run that was preempted ends with exit code 75 on every rank, Ctrl-C ends a com
 - Before the process group exists, configuration errors are the same on each rank (they follow from the files and the
   command line), and rank 0 speaks. Other errors may concern one machine only, and the first rank of each node speaks.
 - Afterwards, steps that may fail on some ranks only run within `agree`: all ranks raise one error that names the
-  failing ranks, and rank 0 speaks. An error outside `agree` is told by the rank that met it, unless rank 0 met it too.
+  failing ranks, and rank 0 speaks. An error outside `agree` is told by rank 0 if it meets it within seconds of the
+  first that does, else by that one.
 
-Both launchers (composer, torchrun) terminate all ranks of a node as soon as one has ended, so the first rank of a node,
-which may have to speak, ends first, and only when the others have met the error, too, or have had the time. A rank that
+Both launchers (composer, torchrun) terminate all ranks of a node as soon as one has ended, so who has to speak, or
+keeps the store in which others look, ends when the others know of the error, too, or have had the time. A rank that
 the launcher terminates because another rank met a `UserError` ends with exit code 2, too, whether it noticed its failed
 collective before or after the signal. Torch is imported by what needs it only: a mistake in a YAML file ends a command
 within a second.
@@ -54,6 +55,9 @@ _STORE_SECONDS = 3.0
 
 _PAUSE_SECONDS = 0.05
 """Between two looks at whether something has happened."""
+
+_LISTENERS_KEY = "diffusion/listeners"
+"""Entry of the store that counts the ranks other than 0 that know of an error."""
 
 USER_ERROR_KEY = "diffusion/user_error"
 """Entry of the process group's store that says that a rank ended with a `UserError` that the others do not know."""
@@ -294,44 +298,51 @@ def _tell(error: UserError, say: Callable[[str], None]) -> None:
     if speaks:
         speaker = f"rank {rank()} on {socket.gethostname()}: " if rank() else ""
         say(f"{type(error).__name__}: {speaker}{error}")
-    if may_be_alone:
-        if rank() == 0:
-            _await_listeners(str(error), terminated)
-        elif local_rank() and not speaks:
-            terminated.wait(PATIENCE_SECONDS)
-    elif local_rank():
+    with contextlib.suppress(KeyboardInterrupt):
+        _end_in_order(terminated, may_be_alone=may_be_alone, has_spoken=speaks)
+
+
+def _end_in_order(terminated: threading.Event, *, may_be_alone: bool, has_spoken: bool) -> None:
+    """Let who has to speak, or keeps the store, end when the others have met the error, or have had the time."""
+    if may_be_alone and rank() == 0:
+        _await_listeners(terminated)
+    elif may_be_alone and local_rank() and not has_spoken:
+        terminated.wait(PATIENCE_SECONDS)
+    elif not may_be_alone and local_rank():
         _follow(terminated)
-    else:
+    elif not may_be_alone and local_world_size() > 1:
         _await_followers(terminated)
 
 
 def _await_followers(terminated: threading.Event) -> None:
     """Leave the other ranks of this node the time to meet the same error."""
     followers, deadline = set(range(1, local_world_size())), time.monotonic() + FOLLOWING_SECONDS
-    if not followers:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as place, contextlib.suppress(OSError):
-        place.bind(_place_of_followers())
-        place.settimeout(_PAUSE_SECONDS)
-        while followers and time.monotonic() < deadline and not terminated.is_set():
-            with contextlib.suppress(TimeoutError):
-                followers.discard(int(place.recv(16)))
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as place:
+            place.bind(_place_of_followers())
+            place.settimeout(_PAUSE_SECONDS)
+            while followers and time.monotonic() < deadline and not terminated.is_set():
+                with contextlib.suppress(TimeoutError, ValueError):
+                    followers.discard(int(place.recv(16)))
+    except OSError:  # No more files may be open, or another node of the job is in the same network namespace.
+        terminated.wait(HEARING_SECONDS)
 
 
 def _follow(terminated: threading.Event) -> None:
     """Tell the first rank of this node that this one ends as well, and let that one end first."""
     deadline, is_told = time.monotonic() + PATIENCE_SECONDS, False
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as place:
-        while time.monotonic() < deadline and not terminated.wait(_PAUSE_SECONDS):
-            if not is_told:
-                with contextlib.suppress(OSError):  # It does not listen yet, or has gone.
-                    is_told = place.sendto(str(local_rank()).encode(), _place_of_followers()) > 0
+    while time.monotonic() < deadline and not terminated.wait(_PAUSE_SECONDS):
+        if not is_told:
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as place:
+                # It does not listen yet, or has gone, or no more files may be open.
+                is_told = place.sendto(str(local_rank()).encode(), _place_of_followers()) > 0
 
 
 def _place_of_followers() -> str:
-    """Abstract address of a socket: of this user's job, in the kernel only, and gone with the process that has it."""
-    job = (os.getuid(), os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
-    return "\0diffusion-" + "-".join(map(str, job))[:80]
+    """Abstract address of a socket: of a node of this user's job, in the kernel, gone with the process that has it."""
+    names = ("MASTER_PORT", "NODE_RANK", "MASTER_ADDR")
+    job = (str(os.getuid()), *(os.environ.get(name, "") for name in names))
+    return "\0diffusion-" + "-".join(job)[:90]
 
 
 def _catch_termination() -> threading.Event:
@@ -383,18 +394,21 @@ def _is_first_to_tell(message: str, terminated: threading.Event) -> bool:
             store.set(key, "")
         return store.add(f"{key}/speakers", 1) == 1
 
-    answer = _ask_store(is_first, otherwise=True)
+    return _ask_store(is_first, otherwise=True, afterwards=_listen)
+
+
+def _listen(store: Any) -> None:
+    """Count this rank among those that know of an error."""
     if rank():
-        _ask_store(lambda store: store.add(f"{key}/listeners", 1) > 0, otherwise=True)
-    return answer
+        store.add(_LISTENERS_KEY, 1)
 
 
-def _await_listeners(message: str, terminated: threading.Event) -> None:
+def _await_listeners(terminated: threading.Event) -> None:
     """Leave the others the time to learn of an error, as the store ends with the process of rank 0."""
 
     def wait(store: Any) -> bool:
         deadline = time.monotonic() + FOLLOWING_SECONDS
-        while store.add(f"diffusion/told/{message}/listeners", 0) < world_size() - 1:
+        while store.add(_LISTENERS_KEY, 0) < world_size() - 1:
             if time.monotonic() > deadline or terminated.wait(_PAUSE_SECONDS):
                 break
         return True
@@ -404,21 +418,30 @@ def _await_listeners(message: str, terminated: threading.Event) -> None:
 
 def _is_known_elsewhere() -> bool:
     """Whether another rank ended with a `UserError`, of which this rank only notices that a collective failed."""
-    return _has_process_group() and _ask_store(lambda store: store.check([USER_ERROR_KEY]), otherwise=False)
+    return _has_process_group() and _ask_store(
+        lambda store: store.check([USER_ERROR_KEY]), otherwise=False, afterwards=_listen
+    )
 
 
 def _ask_store(
-    question: Callable[[Any], bool], *, otherwise: bool, patience: float = HEARING_SECONDS + _STORE_SECONDS
+    question: Callable[[Any], bool],
+    *,
+    otherwise: bool,
+    afterwards: Callable[[Any], None] = lambda store: None,
+    patience: float = HEARING_SECONDS + _STORE_SECONDS,
 ) -> bool:
     """Ask the store of the process group; `otherwise` is the answer of one that is gone.
 
-    A store behind a network that was cut off fails after a quarter of an hour only, so a thread asks.
+    What is done with it `afterwards` may fail. A store behind a network that was cut off fails after a quarter of an
+    hour only, so a thread asks.
     """
     answers: list[bool] = []
 
     def ask() -> None:
         with contextlib.suppress(*_store_errors()):
-            answers.append(question(_store()))
+            store = _store()
+            answers.append(question(store))
+            afterwards(store)
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()

@@ -17,7 +17,7 @@ from diffusion.operations.beats import Beat, stacks_file
 
 STACKS_SIGNAL = signal.SIGUSR2
 
-_PATIENCE = 30.0
+_PATIENCE = 10.0
 """Seconds within which a rank must have written."""
 
 _PAUSE = 0.05
@@ -95,7 +95,7 @@ def process_of(trace: Trace) -> psutil.Process | None:
 
 
 def _ask(pid: int) -> None:
-    """Send the signal to the main thread of a process, where the C library (glibc 2.30) can."""
+    """Send the signal to the main thread of a process; to any, which may write less, before glibc 2.30."""
     send = getattr(ctypes.CDLL(None), "tgkill", None)
     if send is None or send(pid, pid, int(STACKS_SIGNAL)):
         os.kill(pid, STACKS_SIGNAL)

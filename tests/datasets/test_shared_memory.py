@@ -27,7 +27,6 @@ ROOT = Path(__file__).parents[2]
 
 HOLDER = """
 import sys
-import time
 from pathlib import Path
 from diffusion.config.data import Representation
 from tests.datasets.test_shared_memory import opened

@@ -1,6 +1,8 @@
 """Stack traces of ranks, as they are when a supervisor asks for them."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -55,11 +57,10 @@ def test_frozen_ranks_write_what_their_main_threads_do(tmp_path):
         job.wait()
 
 
-def test_a_rank_that_has_ended_gives_no_answer(tmp_path, monkeypatch):
+def test_a_rank_that_ends_when_it_is_asked_gives_no_answer(tmp_path, monkeypatch):
     job, beats = start_ranks(tmp_path / "ranks")
-    for beat in beats:
-        psutil.Process(beat.pid).kill()
-    job.wait()
+    monkeypatch.setattr("diffusion.operations.stacks._ask", lambda pid: os.kill(pid, signal.SIGKILL))
     monkeypatch.setattr("diffusion.operations.stacks._PATIENCE", 3600.0)  # Nobody waits for it.
     text = collect_stacks(tmp_path / "ranks", beats)
+    job.wait()
     assert text.count("no answer from process") == 2
