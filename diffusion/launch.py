@@ -12,8 +12,8 @@ A run that was preempted ends with exit code 75 on every rank, Ctrl-C ends a com
 Both launchers (composer, torchrun) terminate all ranks of a node as soon as one has ended, so who has to speak, or
 keeps the store in which others look, ends when the others know of the error, too, or have had the time. A rank that
 the launcher terminates because another rank met a `UserError` ends with exit code 2, too, whether it noticed its failed
-collective before or after the signal. Torch is imported by what needs it only: a mistake in a YAML file ends a command
-within a second.
+collective before, after or while the signal came. Torch is imported by what needs it only: a mistake in a YAML file
+ends a command within a second.
 """
 
 import argparse
@@ -219,24 +219,37 @@ def run_command(main: Callable[[], None], *, say: Callable[[str], None] = say_to
     _terminate_with_launcher()
     try:
         main()
-    except PreemptedError as reason:
-        _catch_termination()
+    except BaseException as reason:
+        try:
+            termination = _Termination()
+        except SystemExit:  # The launcher's signal came while this was raised, and is handled only now.
+            termination = _Termination()
+        code = _code_of_ending(reason, say, termination)
+        if code is None:
+            termination.release()
+            raise
+        return _end(code)
+    return 0
+
+
+def _code_of_ending(reason: BaseException, say: Callable[[str], None], termination: "_Termination") -> int | None:
+    """Tell why a command ends; return its exit code, None for an exception that is to pass."""
+    if isinstance(reason, PreemptedError):
         if rank() == 0:
             say(str(reason))
-        return _end(PREEMPTED_EXIT_CODE)
-    except UserError as error:
-        _tell(error, say)
-        return _end(USER_ERROR_EXIT_CODE)
-    except KeyboardInterrupt:
+        return PREEMPTED_EXIT_CODE
+    if isinstance(reason, UserError):
+        _tell(reason, say, termination.has_come)
+        return USER_ERROR_EXIT_CODE
+    if isinstance(reason, KeyboardInterrupt):
         if rank() == 0:
             say("interrupted")
-        return _end(INTERRUPTED_EXIT_CODE)
-    except (Exception, SystemExit):
-        if _is_known_elsewhere():
-            _catch_termination()
-            return _end(USER_ERROR_EXIT_CODE)
-        raise
-    return 0
+        return INTERRUPTED_EXIT_CODE
+    if not _is_known_elsewhere():
+        return None
+    if rank() == 0:  # The launcher terminates all ranks now, so that is no reason to end before they have asked, too.
+        _await_listeners(threading.Event(), HEARING_SECONDS)
+    return USER_ERROR_EXIT_CODE
 
 
 def be_forked(main: Callable[[], int | None]) -> NoReturn:
@@ -284,9 +297,8 @@ def _exit_by_signal(number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-def _tell(error: UserError, say: Callable[[str], None]) -> None:
+def _tell(error: UserError, say: Callable[[str], None], terminated: threading.Event) -> None:
     """Print the message if this is the rank to do it."""
-    terminated = _catch_termination()
     has_group = _has_process_group()
     may_be_alone = has_group and not error.is_agreed
     if may_be_alone:
@@ -305,7 +317,7 @@ def _tell(error: UserError, say: Callable[[str], None]) -> None:
 def _end_in_order(terminated: threading.Event, *, may_be_alone: bool, has_spoken: bool) -> None:
     """Let who has to speak, or keeps the store, end when the others have met the error, or have had the time."""
     if may_be_alone and rank() == 0:
-        _await_listeners(terminated)
+        _await_listeners(terminated, FOLLOWING_SECONDS)
     elif may_be_alone and local_rank() and not has_spoken:
         terminated.wait(PATIENCE_SECONDS)
     elif not may_be_alone and local_rank():
@@ -345,12 +357,23 @@ def _place_of_followers() -> str:
     return "\0diffusion-" + "-".join(job)[:90]
 
 
-def _catch_termination() -> threading.Event:
-    """Keep the launcher's SIGTERM from changing the exit code of a process that is about to end; tell when it came."""
-    terminated = threading.Event()
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda number, frame: terminated.set())
-    return terminated
+class _Termination:
+    """The launcher's SIGTERM, kept from changing the exit code of a process that is about to end.
+
+    Attributes:
+        has_come: set when the signal comes.
+    """
+
+    def __init__(self) -> None:
+        self.has_come = threading.Event()
+        self._previous: Any = None
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGTERM, lambda number, frame: self.has_come.set())
+
+    def release(self) -> None:
+        """Let the signal do what it did before."""
+        if self._previous is not None:
+            signal.signal(signal.SIGTERM, self._previous)
 
 
 def _has_process_group() -> bool:
@@ -403,17 +426,17 @@ def _listen(store: Any) -> None:
         store.add(_LISTENERS_KEY, 1)
 
 
-def _await_listeners(terminated: threading.Event) -> None:
+def _await_listeners(terminated: threading.Event, seconds: float) -> None:
     """Leave the others the time to learn of an error, as the store ends with the process of rank 0."""
 
     def wait(store: Any) -> bool:
-        deadline = time.monotonic() + FOLLOWING_SECONDS
+        deadline = time.monotonic() + seconds
         while store.add(_LISTENERS_KEY, 0) < world_size() - 1:
             if time.monotonic() > deadline or terminated.wait(_PAUSE_SECONDS):
                 break
         return True
 
-    _ask_store(wait, otherwise=True, patience=FOLLOWING_SECONDS + _STORE_SECONDS)
+    _ask_store(wait, otherwise=True, patience=seconds + _STORE_SECONDS)
 
 
 def _is_known_elsewhere() -> bool:

@@ -10,9 +10,10 @@ import pytest
 from diffusion.cli import train_command
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.launch import agree, rank, run_command, world_size
+from diffusion.verification.ports import free_port
 
 SCRIPT = """\
-import os, signal, sys, time
+import os, signal, sys, threading, time
 from pathlib import Path
 from diffusion import launch
 from diffusion.errors import ConfigurationError, DataError
@@ -33,18 +34,31 @@ def main():
     dist.init_process_group("gloo")
     if mode == "some":
         agree(lambda: fail("a shard is damaged") if rank() == 1 else None)
-    if mode == "alone":
+    if mode == "one asks late" and rank() == 2:
+        ask, launch._ask_store = launch._ask_store, lambda *a, **b: time.sleep(1.5) or ask(*a, **b)
+    if mode in ("alone", "one asks late"):
         fail("a shard is damaged") if rank() == 1 else dist.barrier()
     if mode == "first late":
         time.sleep(3.3 if rank() == 0 else 0.0)  # About when the other one no longer waits for it.
         fail("a shard is damaged")
-    if mode == "terminated":  # The launcher's signal comes before the failed collective is noticed.
+    if mode.startswith("terminated"):
         if rank() == 1:
             fail("a shard is damaged")
-        while not launch._is_known_elsewhere():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
-        dist.barrier()
+        if mode == "terminated after":  # While this rank asks why its collective failed.
+            ask, by = launch._ask_store, signal.SIGTERM
+            launch._ask_store = lambda *a, **b: os.kill(os.getpid(), by) or ask(*a, **b)
+            dist.barrier()
+        barrier = dist.group.WORLD.barrier()
+        if mode == "terminated within":  # Python handles the signal only when the collective has failed.
+            threading.Thread(target=terminate).start()
+            barrier.wait()
+        terminate()
+        barrier.wait()
+
+def terminate():
+    while not launch._is_known_elsewhere():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 def end(code):
     Path(sys.argv[2], f"code{rank()}").write_text(str(code))
@@ -75,17 +89,23 @@ def launch(tmp_path: Path, launcher: list[str], mode: str) -> subprocess.Complet
         ("composer -n 2", "one late", "DataError: a shard is damaged"),
         ("composer -n 2", "first late", "a shard is damaged"),
         ("composer -n 2", "some", "DataError: rank 1 of 2: a shard is damaged"),
-        ("torchrun --nproc-per-node 2 --master-port 29617", "before", "ConfigurationError: the key is wrong"),
-        ("torchrun --nproc-per-node 2 --master-port 29619", "alone", "a shard is damaged"),
-        ("composer -n 2", "terminated", "a shard is damaged"),
+        ("torchrun --nproc-per-node 2 --master-port PORT", "before", "ConfigurationError: the key is wrong"),
+        ("torchrun --nproc-per-node 2 --master-port PORT", "alone", "a shard is damaged"),
+        ("composer -n 4", "alone", "a shard is damaged"),
+        ("composer -n 3", "one asks late", "a shard is damaged"),
+        ("composer -n 2", "terminated before", "a shard is damaged"),
+        ("composer -n 2", "terminated within", "a shard is damaged"),
+        ("composer -n 2", "terminated after", "a shard is damaged"),
     ],
 )
 def test_one_message_and_exit_code_2_on_all_ranks(tmp_path, launcher, mode, message):
-    result = launch(tmp_path, launcher.split(), mode)
+    arguments = launcher.replace("PORT", str(free_port())).split()
+    result = launch(tmp_path, arguments, mode)
     output = result.stdout + result.stderr
     assert output.count(message) == 1, output
     assert result.returncode != 0
-    assert [(tmp_path / f"code{number}").read_text() for number in (0, 1)] == ["2", "2"]
+    codes = {path.name.removeprefix("code"): path.read_text() for path in tmp_path.glob("code*")}
+    assert codes == {str(number): "2" for number in range(int(arguments[2]))}, output
     assert str(tmp_path / "script.py") + '"' not in output, "a traceback through the command"
     if launcher.startswith("composer"):
         assert result.returncode == 2, output
