@@ -18,7 +18,7 @@ class UserError(Exception):
     """Whether the same command meets the same error again for sure."""
 
     is_agreed = False
-    """Whether all ranks raise it at the same place (`diffusion.launch.agree`)."""
+    """Whether all ranks raise it at the same place (`diffusion.ranks.agree`)."""
 
 
 class ConfigurationError(UserError):

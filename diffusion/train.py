@@ -35,7 +35,7 @@ from diffusion.config.training import Decay, Device, Parallelism
 from diffusion.datasets.streams import TextImageDataset
 from diffusion.errors import ConfigurationError, MachineError, naming
 from diffusion.health.startup import check_caches, check_machines
-from diffusion.launch import PreemptedError, agree
+from diffusion.launch import PreemptedError
 from diffusion.loading import open_initial
 from diffusion.models import fast
 from diffusion.models.architectures import ARCHITECTURES
@@ -48,6 +48,7 @@ from diffusion.models.lora import add_lora
 from diffusion.operations.beats import beats_folder
 from diffusion.operations.costs import BudgetSpentError
 from diffusion.plugins import build_plugin, check_plugins
+from diffusion.ranks import agree
 from diffusion.run_loggers import build_loggers
 from diffusion.sharding import correct_gradient_average, fsdp_config
 from diffusion.train_callbacks import build_callbacks, build_meters

@@ -21,7 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from diffusion.launch import CommandParser, rank, run_command
+from diffusion.launch import CommandParser, run_command
+from diffusion.ranks import rank
 
 PARTS = ("step", "ratio", "parity", "bytes", "save", "prepare", "load", "encode")
 
@@ -59,7 +60,7 @@ def _of_steps(options: argparse.Namespace) -> dict[str, dict[str, Callable[[], d
     from diffusion.benchmarks.saving import measure_saving
     from diffusion.benchmarks.steps import measure_parity, measure_ratio, measure_steps
     from diffusion.config.model import Architecture
-    from diffusion.launch import local_rank
+    from diffusion.ranks import local_rank
 
     quick, on_gpu = options.quick, options.device == "cuda"
     default = Architecture.stable_diffusion_2 if on_gpu else Architecture.tiny

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from diffusion.config.loading import load_config
 from diffusion.errors import UserError
-from diffusion.launch import CommandParser, agree, local_world_size, rank, run_command
+from diffusion.launch import CommandParser, run_command
+from diffusion.ranks import agree, local_world_size, rank
 
 if TYPE_CHECKING:
     from diffusion.config.data import DataConfig

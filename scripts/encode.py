@@ -21,16 +21,8 @@ from diffusion.config.model import Architecture, ModelConfig
 from diffusion.config.preparation import Engine
 from diffusion.config.schema import Config
 from diffusion.errors import ConfigurationError, MachineError
-from diffusion.launch import (
-    CommandParser,
-    check_device,
-    local_rank,
-    local_world_size,
-    named_device,
-    rank,
-    run_command,
-    world_size,
-)
+from diffusion.launch import CommandParser, check_device, named_device, run_command
+from diffusion.ranks import local_rank, local_world_size, rank, world_size
 
 if TYPE_CHECKING:
     from diffusion.preparation.encoding.models import EncodingModels

@@ -9,15 +9,17 @@ import pytest
 
 from diffusion.cli import train_command
 from diffusion.errors import ConfigurationError, DataError, MachineError
-from diffusion.launch import agree, rank, run_command, world_size
+from diffusion.launch import run_command
+from diffusion.ranks import agree, rank, world_size
 from diffusion.verification.ports import free_port
 
 SCRIPT = """\
 import os, signal, sys, threading, time
 from pathlib import Path
-from diffusion import launch
+from diffusion import telling
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.launch import agree, rank, run_command
+from diffusion.launch import run_command
+from diffusion.ranks import agree, rank
 
 def fail(text):
     raise DataError(text)
@@ -35,7 +37,7 @@ def main():
     if mode == "some":
         agree(lambda: fail("a shard is damaged") if rank() == 1 else None)
     if mode == "one asks late" and rank() == 2:
-        ask, launch._ask_store = launch._ask_store, lambda *a, **b: time.sleep(1.5) or ask(*a, **b)
+        ask, telling._ask_store = telling._ask_store, lambda *a, **b: time.sleep(1.5) or ask(*a, **b)
     if mode in ("alone", "one asks late"):
         fail("a shard is damaged") if rank() == 1 else dist.barrier()
     if mode == "first late":
@@ -45,8 +47,8 @@ def main():
         if rank() == 1:
             fail("a shard is damaged")
         if mode == "terminated after":  # While this rank asks why its collective failed.
-            ask, by = launch._ask_store, signal.SIGTERM
-            launch._ask_store = lambda *a, **b: os.kill(os.getpid(), by) or ask(*a, **b)
+            ask, by = telling._ask_store, signal.SIGTERM
+            telling._ask_store = lambda *a, **b: os.kill(os.getpid(), by) or ask(*a, **b)
             dist.barrier()
         barrier = dist.group.WORLD.barrier()
         if mode == "terminated within":  # Python handles the signal only when the collective has failed.
@@ -56,7 +58,7 @@ def main():
         barrier.wait()
 
 def terminate():
-    while not launch._is_known_elsewhere():
+    while not telling.is_known_elsewhere():
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -13,7 +13,7 @@ from diffusion.algorithms.profiles import PowerFunction, build_profiles
 from diffusion.checkpointing.object_store import ObjectStore
 from diffusion.config.training import EMAConfig, NumberFormat
 from diffusion.errors import MachineError
-from diffusion.launch import agree
+from diffusion.ranks import agree
 
 DTYPES = {
     NumberFormat.fp32: torch.float32,

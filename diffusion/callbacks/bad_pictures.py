@@ -11,7 +11,7 @@ from composer.utils import dist
 
 from diffusion.datasets.bad_pictures import BadPicture, check_bad_pictures
 from diffusion.datasets.streams import TextImageDataset
-from diffusion.launch import agree
+from diffusion.ranks import agree
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from composer.utils import dist
 
 from diffusion.callbacks.metrics_file import MetricsFile
 from diffusion.errors import MachineError
-from diffusion.launch import agree
+from diffusion.ranks import agree
 
 log = logging.getLogger(__name__)
 

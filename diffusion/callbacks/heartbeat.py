@@ -16,6 +16,7 @@ from diffusion import launch
 from diffusion.errors import MachineError, UserError
 from diffusion.operations.beats import Beat, BeatFile, Phase, stacks_file
 from diffusion.operations.stacks import STACKS_SIGNAL
+from diffusion.ranks import rank
 
 _PHASES = {
     Event.FIT_START: Phase.starting,
@@ -44,7 +45,7 @@ class Heartbeat(Callback):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._rank, self._host = launch.rank(), socket.gethostname()
+        self._rank, self._host = rank(), socket.gethostname()
         self._count, self._step, self._num_done = 0, -1, 0
         self._changed = time.perf_counter()
         self._waited = 0.0

@@ -28,7 +28,7 @@ from diffusion.checkpointing.reading import (
 from diffusion.checkpointing.remote import RemoteCheckpoints, remove_copy
 from diffusion.checkpointing.writing import PARTIAL_FILE, copy_to_host, write_file, write_sharded
 from diffusion.errors import MachineError
-from diffusion.launch import agree
+from diffusion.ranks import agree
 
 log = logging.getLogger(__name__)
 
@@ -200,7 +200,7 @@ class SaveCheckpoints(CheckpointSaver):
             self._prune(path)
 
     def _together(self, step: Callable[[], None]) -> None:
-        """Run a step on each rank and fail together; like `launch.agree`, over the group of checkpoints."""
+        """Run a step on each rank and fail together; like `ranks.agree`, over the group of checkpoints."""
         report: str | None = "a rank failed otherwise; the traceback is in its log"
         reports: list[str | None] = [None] * dist.get_world_size()
         try:

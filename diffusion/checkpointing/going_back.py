@@ -9,7 +9,7 @@ from diffusion.checkpointing.reading import batch_of, list_checkpoints, remove_c
 from diffusion.checkpointing.resumption import CheckpointPlaces
 from diffusion.checkpointing.rollbacks import Rollback, mark_done, read_pending
 from diffusion.errors import MachineError
-from diffusion.launch import agree
+from diffusion.ranks import agree
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from diffusion.checkpointing.safe_loading import read_entries
 from diffusion.config.schema import Config
 from diffusion.config.training import Parallelism
 from diffusion.errors import ConfigurationError, DataError, MachineError
-from diffusion.launch import agree
+from diffusion.ranks import agree
 
 log = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ from diffusion.datasets.shared_memory import MemoryNumber, claim_number
 from diffusion.datasets.storage_errors import fetch_errors
 from diffusion.datasets.warm_up import LAG, shards_of_steps
 from diffusion.errors import DataError, UserError
-from diffusion.launch import agree
+from diffusion.ranks import agree
 
 logger = logging.getLogger(__name__)
 

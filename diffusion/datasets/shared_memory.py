@@ -39,7 +39,7 @@ from streaming.base.world import World
 from torch import distributed
 
 from diffusion.errors import DataError
-from diffusion.launch import agree
+from diffusion.ranks import agree
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from diffusion.evaluation.prompts import Prompt, read_prompts
 from diffusion.evaluation.protocol import Protocol, difference, generated_record, given_record
 from diffusion.evaluation.ranks import Ranks, choose_device
 from diffusion.evaluation.results import Result, check_one_protocol, read_results, table
-from diffusion.launch import agree
+from diffusion.ranks import agree
 
 log = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from diffusion.errors import ConfigurationError, MachineError
 from diffusion.evaluation.models import Generator
 from diffusion.evaluation.prompts import Prompt, prompts_identity
 from diffusion.evaluation.ranks import Ranks
-from diffusion.launch import agree
 from diffusion.randomness import Purpose, normal
+from diffusion.ranks import agree
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from diffusion.evaluation.models import CheckpointGenerator, Generator, Subject
 from diffusion.evaluation.protocol import VERSION
 from diffusion.evaluation.ranks import Ranks
 from diffusion.evaluation.results import Number
-from diffusion.launch import agree
 from diffusion.loading import load_config_of
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.tokenizers import tokenize
+from diffusion.ranks import agree
 
 NAME = "validation_loss"
 

@@ -17,7 +17,7 @@ from diffusion.evaluation.pictures import Pictures, open_reference
 from diffusion.evaluation.protocol import Protocol, metric_protocol, protocol_hash, reference_record
 from diffusion.evaluation.results import Number
 from diffusion.evaluation.statistics import clip_scores, cmmd, frechet_distance, kernel_distance
-from diffusion.launch import agree
+from diffusion.ranks import agree
 
 log = logging.getLogger(__name__)
 

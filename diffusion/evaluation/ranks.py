@@ -14,7 +14,7 @@ import torch.distributed as dist
 from diffusion.config.machine import resolve_device
 from diffusion.config.training import Device
 from diffusion.errors import MachineError
-from diffusion.launch import local_rank, rank, world_size
+from diffusion.ranks import local_rank, rank, world_size
 
 TIMEOUT = datetime.timedelta(hours=24)
 """Ranks wait for one another while others generate."""

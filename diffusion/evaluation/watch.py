@@ -20,8 +20,8 @@ from diffusion.evaluation.models import subjects_of_checkpoint
 from diffusion.evaluation.ranks import Ranks
 from diffusion.evaluation.results import read_results
 from diffusion.evaluation.watch_writers import Writers
-from diffusion.launch import agree
 from diffusion.loading import load_config_of
+from diffusion.ranks import agree
 
 log = logging.getLogger(__name__)
 

@@ -47,8 +47,8 @@ from diffusion.health.readings import (
 from diffusion.health.startup import cache_folders, world
 from diffusion.health.streams import StreamReading, check_stream, newest_file, read_stream
 from diffusion.health.verdicts import Level, Verdict, merge, ok, problem
-from diffusion.launch import agree
 from diffusion.models.architectures import ARCHITECTURES
+from diffusion.ranks import agree
 
 PATIENCE_SECONDS = 120.0
 """How long ranks wait for each other."""

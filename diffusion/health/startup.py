@@ -20,8 +20,8 @@ from diffusion.health.machine import check_machine_reading, check_output_space
 from diffusion.health.opening import cache_demand_of_dataset
 from diffusion.health.readings import checkpoint_folder, checkpoint_key, read_disk, read_machine
 from diffusion.health.verdicts import Verdict, merge, raise_problems, warnings_of
-from diffusion.launch import agree
 from diffusion.planning.fleet import World
+from diffusion.ranks import agree
 
 log = logging.getLogger(__name__)
 

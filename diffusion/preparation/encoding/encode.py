@@ -17,7 +17,6 @@ import torch
 
 from diffusion.datasets.encoded import EncodedManifest
 from diffusion.errors import ConfigurationError
-from diffusion.launch import agree, rank
 from diffusion.preparation.encoding.models import Encoder, EncodingModels
 from diffusion.preparation.encoding.output import OutputState, look_at
 from diffusion.preparation.encoding.pictures import Item
@@ -27,6 +26,7 @@ from diffusion.preparation.encoding.work import Work, encode_items
 from diffusion.preparation.encoding.writer import MAX_SHARD_BYTES
 from diffusion.preparation.output_folder import locked, writing
 from diffusion.preparation.withdrawal import KEYS, read_keys, read_marks
+from diffusion.ranks import agree, rank
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from diffusion.errors import ConfigurationError, MachineError, UserError
-from diffusion.launch import agree, rank, world_size
 from diffusion.preparation.encoding.models import Load
 from diffusion.preparation.encoding.work import Counters, LocalCounters, Work, encode_items
+from diffusion.ranks import agree, rank, world_size
 
 T = TypeVar("T")
 

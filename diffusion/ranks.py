@@ -1,0 +1,102 @@
+"""Which process of a job this is, and steps that all its processes take together.
+
+Torch is imported where there is a process group only: a mistake in a YAML file ends a command within a second.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from diffusion.errors import UserError
+
+T = TypeVar("T")
+
+
+def rank() -> int:
+    """Number of this process in the job, as the launcher set it; 0 without a launcher."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Processes in the job; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_rank() -> int:
+    """Number of this process on its node."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_world_size() -> int:
+    """Processes on this node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def has_process_group() -> bool:
+    """Whether torch.distributed is in use, without importing it."""
+    dist: Any = sys.modules.get("torch.distributed")
+    return dist is not None and dist.is_available() and dist.is_initialized()
+
+
+def agree(step: Callable[[], T]) -> T:
+    """Run a step on every rank and fail together.
+
+    To be called by all ranks at the same place. Without a process group the step is just run.
+
+    Args:
+        step: may raise a `UserError` on some ranks or on all.
+
+    Returns:
+        What the step gave on this rank.
+
+    Raises:
+        UserError: the step failed somewhere: on all ranks the same error, of the class that the lowest failing rank
+            raised; its message names the failing ranks unless all said the same.
+        StepFailedElsewhereError: the step raised something else than a `UserError` on other ranks only.
+    """
+    if not has_process_group():
+        return step()
+    import torch.distributed as dist
+
+    report: tuple[type[UserError] | None, str] | None = (None, "")
+    reports: list[tuple[type[UserError] | None, str] | None] = [None] * dist.get_world_size()
+    result: Any = None
+    try:
+        result = step()
+        report = None
+    except UserError as error:
+        report = (type(error), str(error))
+    finally:
+        dist.all_gather_object(reports, report)
+    failures = {number: (kind, message) for number, entry in enumerate(reports) if entry for kind, message in [entry]}
+    mistakes = {number: (kind, message) for number, (kind, message) in failures.items() if kind is not None}
+    if mistakes:
+        kind = next(iter(mistakes.values()))[0]
+        assert kind is not None
+        error = kind(_joined_message({number: text for number, (_, text) in mistakes.items()}, len(reports)))
+        error.is_agreed = True
+        raise error
+    if failures:
+        raise StepFailedElsewhereError(f"{_ranks(list(failures), len(reports))} failed; the traceback is in its log.")
+    return result
+
+
+class StepFailedElsewhereError(RuntimeError):
+    """A step failed on other ranks for a reason that is not the user's mistake."""
+
+
+def _joined_message(messages: dict[int, str], num_ranks: int) -> str:
+    """One text for the messages of several ranks."""
+    ranks_by_message: dict[str, list[int]] = {}
+    for number, message in messages.items():
+        ranks_by_message.setdefault(message, []).append(number)
+    if len(messages) == num_ranks and len(ranks_by_message) == 1:
+        return next(iter(ranks_by_message))
+    return "\n".join(f"{_ranks(numbers, num_ranks)}: {message}" for message, numbers in ranks_by_message.items())
+
+
+def _ranks(numbers: list[int], num_ranks: int) -> str:
+    shown = ", ".join(str(number) for number in numbers[:8])
+    more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {shown}{more} of {num_ranks}"
