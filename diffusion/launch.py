@@ -139,7 +139,7 @@ def _code_of_ending(reason: BaseException, say: Callable[[str], None], terminati
             say(str(reason))
         return PREEMPTED_EXIT_CODE
     if isinstance(reason, UserError):
-        telling.tell(reason, say, termination.has_come)
+        telling.tell(reason, say, termination)
         return USER_ERROR_EXIT_CODE
     if isinstance(reason, KeyboardInterrupt):
         if rank() == 0:
@@ -148,7 +148,7 @@ def _code_of_ending(reason: BaseException, say: Callable[[str], None], terminati
     if not telling.is_known_elsewhere():
         return None
     if rank() == 0:  # The launcher terminates all ranks now, so that is no reason to end before they have asked, too.
-        telling.await_listeners(threading.Event(), telling.HEARING_SECONDS)
+        telling.await_listeners(None, telling.HEARING_SECONDS)
     return USER_ERROR_EXIT_CODE
 
 

@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from diffusion.errors import ConfigurationError, UserError
@@ -46,15 +47,27 @@ USER_ERROR_KEY = "diffusion/user_error"
 class Termination:
     """The launcher's SIGTERM, kept from changing the exit code of a process that is about to end.
 
+    A `threading.Event` would not do: the handler runs in the thread that waits, maybe while it holds the event's lock.
+
     Attributes:
-        has_come: set when the signal comes.
+        has_come: whether the signal has come.
     """
 
     def __init__(self) -> None:
-        self.has_come = threading.Event()
+        self.has_come = False
         self._previous: Any = None
         if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGTERM, lambda number, frame: self.has_come.set())
+            self._previous = signal.signal(signal.SIGTERM, self._come)
+
+    def _come(self, number: int, frame: FrameType | None) -> None:
+        self.has_come = True
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the signal so long; return whether it has come."""
+        deadline = time.monotonic() + seconds
+        while not self.has_come and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(left, _PAUSE_SECONDS))
+        return self.has_come
 
     def release(self) -> None:
         """Let the signal do what it did before."""
@@ -62,12 +75,12 @@ class Termination:
             signal.signal(signal.SIGTERM, self._previous)
 
 
-def tell(error: UserError, say: Callable[[str], None], terminated: threading.Event) -> None:
+def tell(error: UserError, say: Callable[[str], None], termination: Termination) -> None:
     """Print the message if this is the rank to do it."""
     has_group = has_process_group()
     may_be_alone = has_group and not error.is_agreed
     if may_be_alone:
-        speaks = _is_first_to_tell(str(error), terminated)
+        speaks = _is_first_to_tell(str(error), termination)
     elif has_group or isinstance(error, ConfigurationError):
         speaks = rank() == 0
     else:
@@ -76,7 +89,7 @@ def tell(error: UserError, say: Callable[[str], None], terminated: threading.Eve
         speaker = f"rank {rank()} on {socket.gethostname()}: " if rank() else ""
         say(f"{type(error).__name__}: {speaker}{error}")
     with contextlib.suppress(KeyboardInterrupt):
-        _end_in_order(terminated, may_be_alone=may_be_alone, has_spoken=speaks)
+        _end_in_order(termination, may_be_alone=may_be_alone, has_spoken=speaks)
 
 
 def is_known_elsewhere() -> bool:
@@ -86,49 +99,55 @@ def is_known_elsewhere() -> bool:
     )
 
 
-def await_listeners(terminated: threading.Event, seconds: float) -> None:
-    """Leave the others the time to learn of an error, as the store ends with the process of rank 0."""
+def await_listeners(termination: Termination | None, seconds: float) -> None:
+    """Leave the others the time to learn of an error, as the store ends with the process of rank 0.
+
+    Args:
+        termination: ends the wait when it comes, unless None.
+        seconds: ends it, too.
+    """
+    wait_a_moment = time.sleep if termination is None else termination.wait
 
     def wait(store: Any) -> bool:
         deadline = time.monotonic() + seconds
         while store.add(_LISTENERS_KEY, 0) < world_size() - 1:
-            if time.monotonic() > deadline or terminated.wait(_PAUSE_SECONDS):
+            if time.monotonic() > deadline or wait_a_moment(_PAUSE_SECONDS):
                 break
         return True
 
     _ask_store(wait, otherwise=True, patience=seconds + _STORE_SECONDS)
 
 
-def _end_in_order(terminated: threading.Event, *, may_be_alone: bool, has_spoken: bool) -> None:
+def _end_in_order(termination: Termination, *, may_be_alone: bool, has_spoken: bool) -> None:
     """Let who has to speak, or keeps the store, end when the others have met the error, or have had the time."""
     if may_be_alone and rank() == 0:
-        await_listeners(terminated, FOLLOWING_SECONDS)
+        await_listeners(termination, FOLLOWING_SECONDS)
     elif may_be_alone and local_rank() and not has_spoken:
-        terminated.wait(PATIENCE_SECONDS)
+        termination.wait(PATIENCE_SECONDS)
     elif not may_be_alone and local_rank():
-        _follow(terminated)
+        _follow(termination)
     elif not may_be_alone and local_world_size() > 1:
-        _await_followers(terminated)
+        _await_followers(termination)
 
 
-def _await_followers(terminated: threading.Event) -> None:
+def _await_followers(termination: Termination) -> None:
     """Leave the other ranks of this node the time to meet the same error."""
     followers, deadline = set(range(1, local_world_size())), time.monotonic() + FOLLOWING_SECONDS
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as place:
             place.bind(_place_of_followers())
             place.settimeout(_PAUSE_SECONDS)
-            while followers and time.monotonic() < deadline and not terminated.is_set():
+            while followers and time.monotonic() < deadline and not termination.has_come:
                 with contextlib.suppress(TimeoutError, ValueError):
                     followers.discard(int(place.recv(16)))
     except OSError:  # No more files may be open, or another node of the job is in the same network namespace.
-        terminated.wait(HEARING_SECONDS)
+        termination.wait(HEARING_SECONDS)
 
 
-def _follow(terminated: threading.Event) -> None:
+def _follow(termination: Termination) -> None:
     """Tell the first rank of this node that this one ends as well, and let that one end first."""
     deadline, is_told = time.monotonic() + PATIENCE_SECONDS, False
-    while time.monotonic() < deadline and not terminated.wait(_PAUSE_SECONDS):
+    while time.monotonic() < deadline and not termination.wait(_PAUSE_SECONDS):
         if not is_told:
             with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as place:
                 # It does not listen yet, or has gone, or no more files may be open.
@@ -142,7 +161,7 @@ def _place_of_followers() -> str:
     return "\0diffusion-" + "-".join(job)[:90]
 
 
-def _is_first_to_tell(message: str, terminated: threading.Event) -> bool:
+def _is_first_to_tell(message: str, termination: Termination) -> bool:
     """Whether this rank is to tell an error that it met outside `agree`: rank 0 if it meets it soon, else the first.
 
     Other ranks may be anywhere, so no collective operation is possible; the store of the process group is.
@@ -154,7 +173,7 @@ def _is_first_to_tell(message: str, terminated: threading.Event) -> bool:
         deadline = time.monotonic() + HEARING_SECONDS
         if rank():
             while not store.check([key]):
-                if time.monotonic() > deadline or terminated.wait(_PAUSE_SECONDS):
+                if time.monotonic() > deadline or termination.wait(_PAUSE_SECONDS):
                     break
             else:
                 return False

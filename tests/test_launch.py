@@ -1,6 +1,7 @@
 """Errors of a command under both launchers, in real processes."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,9 @@ from diffusion.cli import train_command
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.launch import run_command
 from diffusion.ranks import agree, rank, world_size
+from diffusion.telling import Termination
 from diffusion.verification.ports import free_port
+from tests.training_runs import launcher_environment
 
 SCRIPT = """\
 import os, signal, sys, threading, time
@@ -77,10 +80,7 @@ def launch(tmp_path: Path, launcher: list[str], mode: str) -> subprocess.Complet
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [str(BIN / launcher[0]), *launcher[1:], str(script), mode, str(tmp_path)]
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return subprocess.run(
-        command, env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600, check=False
-    )
+    return subprocess.run(command, env=launcher_environment(), capture_output=True, text=True, timeout=600, check=False)
 
 
 @pytest.mark.world_size(2)
@@ -202,3 +202,32 @@ def test_dry_run_goes_on_without_locations(tmp_path):
 def test_mistakes_on_the_command_line(arguments, message):
     with pytest.raises(ConfigurationError, match=message):
         train_command(arguments, say=lambda text: None)
+
+
+def test_a_signal_at_any_place_of_the_wait_for_it_ends_the_wait():
+    before = signal.getsignal(signal.SIGTERM)
+    lines = range(Termination.wait.__code__.co_firstlineno + 1, Termination.release.__code__.co_firstlineno)
+    told = []
+
+    def tell_at(line: int):
+        def trace(frame, event, argument):
+            if frame.f_code is not Termination.wait.__code__:
+                return None
+            if event == "line" and frame.f_lineno == line and line not in told:
+                told.append(line)
+                os.kill(os.getpid(), signal.SIGTERM)
+            return trace
+
+        return trace
+
+    try:
+        for line in lines:
+            termination = Termination()
+            sys.settrace(tell_at(line))
+            has_come = termination.wait(0.2)
+            sys.settrace(None)
+            assert has_come == (line in told)
+    finally:
+        sys.settrace(None)
+        signal.signal(signal.SIGTERM, before)
+    assert len(told) >= 4
