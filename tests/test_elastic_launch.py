@@ -19,7 +19,7 @@ from diffusion.checkpointing.reading import batch_of, resolve_checkpoint
 from diffusion.verification.ports import free_port
 from diffusion.verification.trace import step_hashes
 from tests.hosts import ADDRESSES, Agent, Agents, Cable, wait_until
-from tests.training_runs import BIN, ROOT, Run, TrainingServer, environment
+from tests.training_runs import BIN, ROOT, Run, TrainingServer, launcher_environment
 
 NUM_STEPS = 8
 ENDLESS = 100000
@@ -241,7 +241,7 @@ def test_a_signal_to_the_composer_launcher_alone_saves_the_run(tmp_path):
     overrides = [f"output_folder={run}", "samples.prompts=[]", announce, f"trainer.max_duration={ENDLESS}ba"]
     command = [str(BIN / "composer"), "-n", "2", "run.py", "tests/toy.yaml", *overrides]
     with output.open("w") as file:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=file, stderr=file)
+        process = subprocess.Popen(command, cwd=ROOT, env=launcher_environment(), stdout=file, stderr=file)
     below: list[int] = []
     try:
         wait_until(lambda: reached.exists() or process.poll() is not None, "the run does not begin", 300)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diffusion.verification.forking import ForkedJob, ForkingServer
+from diffusion.verification.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
@@ -67,13 +68,18 @@ def environment() -> dict[str, str]:
     }
 
 
+def launcher_environment() -> dict[str, str]:
+    """As `environment`, for the composer launcher, whose own choice of a port any other process can be given, too."""
+    return environment() | {"MASTER_PORT": str(free_port())}
+
+
 def launch(num_ranks: int, program: list[str], timeout: float = 300) -> subprocess.CompletedProcess[str]:
     """Run a program on so many ranks with the composer launcher, and return what it printed."""
     command = [str(BIN / "composer"), "-n", str(num_ranks), *program]
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env=environment(),
+        env=launcher_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -13,7 +13,7 @@ import pytest
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.reading import batch_of, find_checkpoints, resolve_checkpoint
 from diffusion.launch import PREEMPTED_EXIT_CODE, PreemptedError, run_command
-from tests.training_runs import BIN, ROOT, environment
+from tests.training_runs import BIN, ROOT, environment, launcher_environment
 
 COMMON = ["trainer.save_interval=100ba", "samples.prompts=[]"]
 
@@ -69,10 +69,11 @@ def test_under_the_launcher_all_ranks_are_told_and_the_code_passes(tmp_path):
     reached = tmp_path / "reached"
     plugin = f"plugins.callbacks=[{{path: tests.toys.Announce, arguments: {{step: 3, path: {reached}}}}}]"
     command = [str(BIN / "composer"), "-n", "2", "run.py", "tests/toy.yaml"]
-    command += options(run, plugin, "trainer.max_duration=100000ba", "data.num_workers=1")
+    endless = "plugins.train_dataset.arguments.num_samples=1000000"  # With each epoch the workers end and others begin.
+    command += options(run, plugin, endless, "trainer.max_duration=100000ba", "data.num_workers=1")
     with (tmp_path / "output").open("w+") as output:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(), stdout=output, stderr=output, start_new_session=True
+            command, cwd=ROOT, env=launcher_environment(), stdout=output, stderr=output, start_new_session=True
         )
         try:
             wait_for(reached, process)
