@@ -29,6 +29,17 @@ DONE = "partitions"
 _OURS = ("partitions.json", "report.html", "report.json", "withdrawn.json")
 _ALWAYS_ALLOWED = ("lost+found", "withdrawn.txt")
 
+_locked: set[int] = set()
+"""Descriptors of folders that this process has locked; a forked one, which may outlive it, is not to hold the lock."""
+
+
+def _leave_locks() -> None:
+    while _locked:
+        os.close(_locked.pop())
+
+
+os.register_at_fork(after_in_child=_leave_locks)
+
 
 def local_folder(out: str | Path) -> Path:
     """The folder that a data set is to be written to.
@@ -91,11 +102,14 @@ def locked(out: Path) -> Iterator[None]:
     """
     with writing(out):
         descriptor = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
+    _locked.add(descriptor)
     try:
         _lock(descriptor, out)
         yield
     finally:
-        os.close(descriptor)
+        if descriptor in _locked:
+            _locked.remove(descriptor)
+            os.close(descriptor)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 
 import pytest
 
@@ -153,6 +154,25 @@ def test_output_is_claimed(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(MachineError, match=r"cannot write to .*Not a directory"):
         prepare([tmp_path / "set"], tmp_path / "file" / "out", edges=[16], num_workers=1)
+
+
+def test_a_forked_process_that_lives_longer_does_not_hold_the_claim(tmp_path):
+    here, there = socket.socketpair()
+    with output_folder.claim(tmp_path / "out", "prepared"):
+        child = os.fork()
+        if child == 0:
+            there.send(b"begun")
+            there.recv(1)
+            os._exit(0)
+        here.recv(16)
+    try:
+        with output_folder.claim(tmp_path / "out", "prepared"):
+            pass
+    finally:
+        here.send(b"x")
+        os.waitpid(child, 0)
+        here.close()
+        there.close()
 
 
 def test_damaged_manifest(tmp_path):

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from diffusion.errors import ConfigurationError, MachineError, UserError
 from diffusion.preparation.encoding.models import Load
 from diffusion.preparation.encoding.work import Counters, LocalCounters, Work, encode_items
+from diffusion.preparation.ray_session import ray_session
 from diffusion.ranks import agree, rank, world_size
 
 T = TypeVar("T")
@@ -99,41 +100,29 @@ class RayWorkers:
         Raises:
             ConfigurationError: Ray is not installed, or the cluster has too few GPUs.
             UserError: A task met it.
-            MachineError: A task died.
+            MachineError: Ray cannot be started, or a task died.
         """
-        try:
-            import ray
-            import ray.exceptions
-        except ImportError as error:
-            raise ConfigurationError("--engine ray: Ray is not installed; pip install -e '.[ray]'") from error
         if self.number < 1:
             raise ConfigurationError(f"--ray-workers {self.number}: it must be 1 or more")
         on_gpu = device.startswith("cuda")
-        ours = not ray.is_initialized()
-        if ours:
-            num_cpus = None if "RAY_ADDRESS" in os.environ else self.number + 1
-            ray.init(num_cpus=num_cpus, log_to_driver=False, include_dashboard=False, logging_level=logging.WARNING)
-        try:
+        with ray_session(self.number + 1) as ray:
             if on_gpu and ray.cluster_resources().get("GPU", 0) < self.number:
                 raise ConfigurationError(
                     f"--ray-workers {self.number}: the cluster has {ray.cluster_resources().get('GPU', 0):.0f} GPUs"
                 )
-            remote: Any = ray.remote
-            counters = remote(num_cpus=0)(LocalCounters).remote()
-            task = remote(num_cpus=1, num_gpus=1 if on_gpu else 0, max_retries=0)(_in_task)
+            counters = ray.remote(num_cpus=0)(LocalCounters).remote()
+            task = ray.remote(num_cpus=1, num_gpus=1 if on_gpu else 0, max_retries=0)(_in_task)
             given = ray.put(work)
             options = {"device": "cuda" if on_gpu else device, "num_workers": num_workers}
-            failed = ray.get([task.remote(given, self.load, counters, **options) for _ in range(self.number)])
-        except ray.exceptions.RayTaskError:
-            raise
-        except ray.exceptions.RayError as error:
-            raise MachineError(
-                f"a worker died or ran out of memory; what was finished is kept: run the command again (Ray: "
-                f"{type(error).__name__})"
-            ) from error
-        finally:
-            if ours:
-                ray.shutdown()
+            try:
+                failed = ray.get([task.remote(given, self.load, counters, **options) for _ in range(self.number)])
+            except ray.exceptions.RayTaskError:
+                raise
+            except ray.exceptions.RayError as error:
+                raise MachineError(
+                    f"a worker died or ran out of memory; what was finished is kept: run the command again (Ray: "
+                    f"{type(error).__name__})"
+                ) from error
         for error in failed:
             if error is not None:
                 raise error

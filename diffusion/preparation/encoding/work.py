@@ -1,5 +1,6 @@
 """What one process does of an encoding: takes prepared shards as it can, encodes and writes them."""
 
+import contextlib
 import logging
 import sys
 from collections import deque
@@ -117,8 +118,9 @@ def encode_items(
                 writer.put(encoded)
         writer.finish()
     except BaseException:
-        counters.add("failed", 1)
         writer.abandon()
+        with contextlib.suppress(Exception):  # Who counts may be gone, which is not to hide what happened here.
+            counters.add("failed", 1)
         raise
 
 

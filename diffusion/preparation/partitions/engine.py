@@ -15,6 +15,7 @@ from joblib import Parallel, delayed, parallel_config
 
 from diffusion.config.preparation import Engine
 from diffusion.errors import ConfigurationError, MachineError
+from diffusion.preparation.ray_session import ray_session
 
 logger = logging.getLogger(__name__)
 
@@ -96,23 +97,13 @@ def _in_rounds(
 
 @contextmanager
 def _ray(number: int) -> Iterator[None]:
-    """Use Ray: the cluster of `RAY_ADDRESS` or one that was started already, otherwise one on this machine."""
-    try:
-        import ray
-        import ray.exceptions
+    """Let joblib use Ray."""
+    with ray_session(max(number, available_cores())) as ray:
         from ray.util.joblib import register_ray
-    except ImportError as error:
-        raise ConfigurationError("engine=ray: Ray is not installed; pip install -e '.[ray]'") from error
-    ours = not ray.is_initialized()
-    if ours:
-        num_cpus = None if "RAY_ADDRESS" in os.environ else max(number, available_cores())
-        ray.init(num_cpus=num_cpus, log_to_driver=False, include_dashboard=False, logging_level=logging.WARNING)
-    try:
-        register_ray()
-        with parallel_config(backend="ray"):
-            yield
-    except ray.exceptions.RayError as error:
-        raise MachineError(f"{_DIED} (Ray: {type(error).__name__})") from error
-    finally:
-        if ours:
-            ray.shutdown()
+
+        try:
+            register_ray()
+            with parallel_config(backend="ray"):
+                yield
+        except ray.exceptions.RayError as error:
+            raise MachineError(f"{_DIED} (Ray: {type(error).__name__})") from error
