@@ -3,6 +3,7 @@
 The fixture `s3_server` is imported by the test modules that use it: `from tests.s3_server import s3_server`.
 """
 
+import concurrent.futures
 import os
 import signal
 from collections.abc import Iterator
@@ -12,18 +13,28 @@ import pytest
 from composer import Callback, Logger, State
 from composer.utils import dist
 
+from diffusion.callbacks.saving import SaveCheckpoints
 from diffusion.verification.store import KEY as KEY
 from diffusion.verification.store import S3Server, find_s3rver
 
 
 class KillServerAt(Callback):
-    """Kill the server when a step begins, on rank 0 of a training that names this class."""
+    """Kill the server when a step begins, on rank 0 of a training that names this class.
 
-    def __init__(self, step: int, pid: int) -> None:
-        self.step, self.pid = step, pid
+    Args:
+        step: the step.
+        pid: the server's process.
+        between_uploads: not before what is written in the background has been written.
+    """
+
+    def __init__(self, step: int, pid: int, between_uploads: bool = False) -> None:
+        self.step, self.pid, self.between_uploads = step, pid, between_uploads
 
     def batch_start(self, state: State, logger: Logger) -> None:
         if state.timestamp.batch.value == self.step and dist.get_global_rank() == 0:
+            (saver,) = [callback for callback in state.callbacks if isinstance(callback, SaveCheckpoints)]
+            if self.between_uploads and saver._pending is not None:
+                concurrent.futures.wait([saver._pending])
             os.kill(self.pid, signal.SIGKILL)
 
 

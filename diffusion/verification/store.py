@@ -73,7 +73,9 @@ class S3Server:
         self._buckets = sorted({*self._buckets, *buckets})
         configured = [argument for name in self._buckets for argument in ("--configure-bucket", name)]
         command = [self._program, "-d", str(self.folder), "-a", "127.0.0.1", "-p", str(self.port), "-s", *configured]
-        self._process = subprocess.Popen(command, start_new_session=True)
+        # With several threads s3rver can answer before it has written; with one it does things in their order.
+        environment = os.environ | {"UV_THREADPOOL_SIZE": "1"}
+        self._process = subprocess.Popen(command, env=environment, start_new_session=True)
         deadline, pause = time.monotonic() + _PATIENCE, threading.Event()
         while not self._answers():
             assert self._process.poll() is None, "s3rver has ended"
