@@ -22,7 +22,7 @@ from streaming.base.dataset import _Iterator, _ShardState
 from torch import distributed
 
 from diffusion.datasets.balanced import Integers
-from diffusion.datasets.fetching import describe
+from diffusion.datasets.fetching import GONE, describe
 from diffusion.datasets.sample_ids import Part, WorkerSamples
 from diffusion.datasets.stores import shown
 from diffusion.datasets.tiers import TierCounts, TierMeter
@@ -141,7 +141,7 @@ class FetchingDataset(StreamingDataset):
         if self._remote(shard_id) is None:
             files = [info.basename for pair in self.shards[shard_id].file_pairs for info in pair if info is not None]
             if not any(self.shard_path(shard_id).with_name(name).is_file() for name in files):
-                raise FileNotFoundError("the file is gone, and there is no remote")
+                raise FileNotFoundError(GONE)
 
     def _prepare_thread(self, it: _Iterator) -> None:
         """Fetch shards ahead of what is read, batch by batch."""

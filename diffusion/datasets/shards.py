@@ -105,10 +105,11 @@ class ShardDataset(FetchingDataset):
             raise DataError(f"the streams {', '.join(stream_names)} cannot be opened: {error}") from error
         assert self._shm_prefix_int == self._number.number, (self._shm_prefix_int, self._number.number)
 
-    @staticmethod
-    def _fetch_indexes(streams: Sequence[FetchedStream]) -> None:
+    def _fetch_indexes(self, streams: Sequence[FetchedStream]) -> None:
         """Fetch what the other ranks of a node would only wait `download_timeout` for, however often it is tried."""
         for stream in streams:
+            if str(Path(stream.local).resolve()) in self._number.unshared:
+                stream.remove_leftovers()
             stream.fetch_index()
             stream.release()
 

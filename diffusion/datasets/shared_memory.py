@@ -82,6 +82,9 @@ class MemoryNumber:
         """Let Streaming, constructing a data set, take this number."""
         before = tempfile.tempdir
         tempfile.tempdir = str(self.folder)
+        self.unshared: frozenset[str] = frozenset()
+        """Caches that no other data set has open; known to the process that claimed the number."""
+
         try:
             yield
         finally:
@@ -192,7 +195,9 @@ def _claim(caches: Sequence[str], originals: Sequence[str]) -> MemoryNumber:
             in_use = _remove_dead()
             user = next((owner for owner in in_use if _is_in_conflict(owner, caches)), None)
             if user is None:
-                return _take_next(caches, originals)
+                number = _take_next(caches, originals)
+                number.unshared = frozenset(caches).difference(*(owner["caches"] for owner in in_use))
+                return number
         if time.monotonic() > deadline:
             shared = sorted(set(caches) & set(user["caches"]))
             raise DataError(
