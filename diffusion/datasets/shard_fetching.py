@@ -209,7 +209,8 @@ class FetchingDataset(StreamingDataset):
     def _ready_thread(self, it: _Iterator) -> None:
         """Advance `ready_index` as shards arrive. Streaming's own waits for ever for one that failed elsewhere.
 
-        A shard that another worker tried to fetch in vain is tried here, so that each worker that needs it fails.
+        A shard that another worker tried to fetch in vain is tried here, so that each worker that needs it fails. So is
+        one whose file has vanished: a worker that has it open could read on while another one fails.
         """
         while not self._is_over(it) and it.ready_index < it.total:
             if self.predownload is not None and self.predownload < it.ready_index - it.yield_index:
@@ -217,11 +218,13 @@ class FetchingDataset(StreamingDataset):
                 continue
             part = self._look_for(it, it.ready_index)
             for shard_id in part.shards:
-                while (state := self._shard_states[shard_id]) != _ShardState.LOCAL and not self._is_over(it):
-                    if state == _ShardState.REMOTE:
-                        self.prepare_shard(shard_id, False)
-                    else:
+                while not self._is_at_hand(shard_id) and not self._is_over(it):
+                    if self._shard_states[shard_id] == _ShardState.PREPARING:
                         sleep(TICK)
+                    else:
+                        self.prepare_shard(shard_id, False)
+            if self._is_over(it):
+                break
             it.ready_index += len(part.sample_ids)
         it.on_exit()
 

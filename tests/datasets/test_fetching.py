@@ -3,6 +3,7 @@
 import re
 import shutil
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from streaming.base import hashing
 
 from diffusion.config.data import Representation, Shuffling
 from diffusion.datasets.batch import BatchKey
+from diffusion.datasets.fetching import GONE
 from diffusion.datasets.loader import BatchLoader, train_loader
+from diffusion.datasets.shards import ShardDataset
 from diffusion.datasets.streams import TextImageDataset
 from diffusion.errors import DataError
 from tests.written_data import TEXT, data_config, encoded_sample, write_encoded
@@ -135,3 +138,29 @@ def test_what_killed_processes_were_fetching_is_removed_at_the_next_start(tmp_pa
     dataset_of(second).close()
     assert len(read(open_loader(tmp_path / "cache", root))) == 8
     assert not any(path.exists() for path in leftovers)
+
+
+def test_a_shard_that_has_vanished_is_not_read_from_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write_encoded(tmp_path, {"a": 40})
+    loader = open_loader(root, shuffle=Shuffling.none)
+    assert len(read(loader)) == 40
+    for shard in (root / "a").glob("*.mds"):
+        shard.unlink()
+    # The thread that is ahead would find it, too, but perhaps only when the batch has been read.
+    monkeypatch.setattr(ShardDataset, "_prepare_thread", lambda dataset, it: it.on_exit())
+    with pytest.raises(DataError, match=rf"shard.0000\d.mds could not be fetched .*FileNotFoundError: {GONE}"):
+        next(iter(loader))
+
+
+def test_shards_that_have_vanished_from_a_cache_are_fetched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = write_encoded(tmp_path / "remote", {"a": 40})
+    loader = open_loader(tmp_path / "cache", root)
+    assert len(read(loader)) == 40
+    cached = sorted((tmp_path / "cache" / "a").glob("*.mds"))
+    for shard in cached:
+        shard.unlink()
+    monkeypatch.setattr(ShardDataset, "_prepare_thread", lambda dataset, it: it.on_exit())
+    assert len(list(islice(loader, 5))) == 5
+    assert sorted((tmp_path / "cache" / "a").glob("*.mds")) == cached
