@@ -1,17 +1,22 @@
 """Files on their way into a cache, and what becomes of them when something vanishes."""
 
+import os
 import re
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from streaming import MDSWriter
+from filelock import FileLock
+from streaming import MDSWriter, StreamingDataset
 from streaming.base import hashing
 
 from diffusion.config.data import Representation, Shuffling
+from diffusion.datasets import shard_fetching
 from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.fetching import GONE
 from diffusion.datasets.loader import BatchLoader, train_loader
@@ -164,3 +169,59 @@ def test_shards_that_have_vanished_from_a_cache_are_fetched_again(
     monkeypatch.setattr(ShardDataset, "_prepare_thread", lambda dataset, it: it.on_exit())
     assert len(list(islice(loader, 5))) == 5
     assert sorted((tmp_path / "cache" / "a").glob("*.mds")) == cached
+
+
+def test_an_original_that_has_vanished_before_anything_was_read(tmp_path: Path) -> None:
+    root = write_encoded(tmp_path, {"a": 8})
+    dataset = dataset_of(open_loader(root))
+    (root / "a" / "shard.00000.mds").unlink()
+    with pytest.raises(DataError, match=f"shard.00000.mds could not be fetched .*FileNotFoundError: {GONE}"):
+        dataset.get_item(0)
+    with pytest.raises(FileNotFoundError, match=GONE):
+        dataset.streams[0].prepare_shard(dataset.shards[0])
+
+
+def test_a_failure_gives_back_the_lock_that_its_thread_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write_encoded(tmp_path / "remote", {"a": 40})
+    dataset = dataset_of(open_loader(tmp_path / "cache", root))
+
+    def fail(dataset: StreamingDataset) -> None:
+        """Fail with the lock taken, and after another thread has begun to ask for a shard."""
+        other = threading.Thread(
+            target=setattr, args=(dataset, "_cache_filelock", FileLock(dataset._cache_filelock_path))
+        )
+        other.start()
+        other.join()
+        raise ValueError("there is nothing to evict")
+
+    monkeypatch.setattr(ShardDataset, "_evict_coldest_shard", fail)
+    dataset.cache_limit = 1
+    with pytest.raises(DataError, match="nothing to evict") as caught:
+        dataset.prepare_shard(0)
+    assert caught.value.__cause__ is not None, "it keeps the lock from being collected"
+    taken: list[bool] = []
+
+    def take() -> None:
+        with FileLock(dataset._cache_filelock_path, timeout=0):
+            taken.append(True)
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    assert taken
+
+
+def test_files_that_vanish_while_their_sizes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write_encoded(tmp_path / "remote", {"a": 40})
+    assert len(read(open_loader(tmp_path / "cache", root))) == 40
+
+    def scandir(folder: Path) -> Iterator[os.DirEntry]:
+        for entry in list(os.scandir(folder)):
+            if entry.name == "shard.00001.mds":
+                Path(entry).unlink()
+            yield entry
+
+    monkeypatch.setattr(shard_fetching, "os", SimpleNamespace(scandir=scandir, access=os.access, F_OK=os.F_OK))
+    loader = open_loader(tmp_path / "cache", root)
+    assert not (tmp_path / "cache" / "a" / "shard.00001.mds").exists()
+    assert len(read(loader)) == 40
