@@ -34,7 +34,7 @@ from diffusion.datasets.fetching import FetchedStream, describe
 from diffusion.datasets.sample_ids import WorkerSamples
 from diffusion.datasets.shard_fetching import FetchingDataset
 from diffusion.datasets.shard_files import SampleDecoder, ShardFiles
-from diffusion.datasets.shared_memory import MemoryNumber, claim_number
+from diffusion.datasets.shared_memory import MemoryNumber, claim_number, whole_memory
 from diffusion.datasets.storage_errors import fetch_errors
 from diffusion.datasets.warm_up import LAG, shards_of_steps
 from diffusion.errors import DataError, UserError
@@ -247,7 +247,8 @@ class ShardDataset(FetchingDataset):
                     "Set these back, or start a new run from its weights (init_from.checkpoint)"
                 )
         before = vars(self).get("_resume_shm")
-        super().load_state_dict(state)
+        with whole_memory():
+            super().load_state_dict(state)
         self._number.replace(before, self._resume_shm)
 
     def _resume(self, world: World, epoch: int) -> tuple[int, int]:
