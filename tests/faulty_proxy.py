@@ -26,6 +26,7 @@ class FaultyProxy:
         """GETs by object name."""
 
         self.ended = threading.Event()
+        self._counting = threading.Lock()
         proxy = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -57,8 +58,9 @@ class FaultyProxy:
         name = PurePosixPath(request.path.partition("?")[0]).name
         fault = None
         if request.command == "GET":
-            self.requests[name] += 1
-            fault = self.fault(name, self.requests[name])
+            with self._counting:  # Each request has a thread.
+                self.requests[name] += 1
+                fault = self.fault(name, self.requests[name])
         if fault == "slow":
             time.sleep(0.3)
         if fault == "silent":

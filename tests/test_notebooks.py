@@ -1,9 +1,12 @@
 """The notebooks, run from the first cell to the last without a GPU and a network."""
 
 import json
+import tempfile
+from pathlib import Path
 
 import nbformat
 import pytest
+from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_notebook
@@ -59,6 +62,28 @@ def value_of(outputs: list[NotebookNode]):
     return eval(output.data["text/plain"])
 
 
+def run_notebook(notebook: NotebookNode) -> None:
+    """Run all cells, in the repository's folder.
+
+    The kernel listens on sockets in a folder of its own: TCP ports are chosen seconds before they are bound, when
+    another program may have them.
+    """
+    with tempfile.TemporaryDirectory() as folder:  # Its path is short: that of a socket may have 107 characters.
+        kernel = AsyncKernelManager(
+            kernel_name="python3", transport="ipc", connection_file=str(Path(folder, "kernel.json"))
+        )
+        client = NotebookClient(
+            notebook,
+            km=kernel,
+            timeout=1500,
+            startup_timeout=600,
+            iopub_timeout=300,
+            raise_on_iopub_timeout=True,
+            resources={"metadata": {"path": str(ROOT)}},
+        )
+        client.execute(cleanup_kc=True)
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_what_lies_in_the_repository_has_no_outputs(path):
     notebook = read(path)
@@ -92,7 +117,7 @@ def test_the_notebooks_run_and_show_what_they_say(tmp_path, server, shapes):
     for path in NOTEBOOKS:
         cells += [new_code_cell("%reset -f"), *with_values(read(path), values)]
     notebook = new_notebook(cells=cells)
-    NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}).execute()
+    run_notebook(notebook)
 
     manifest = json.loads((shapes / "prepared" / "manifest.json").read_text())
     counted = value_of(outputs_after(notebook.cells, '"kept by source"'))

@@ -4,18 +4,23 @@ Like `shards.py`, this file touches private parts of Streaming: those of `Stream
 """
 
 import logging
+import os
 import random
+import re
+import secrets
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from streaming import Stream
-from streaming.base.format import Reader
+from streaming.base.format import FileInfo, Reader
+from streaming.base.hashing import get_hash
 
 from diffusion.datasets.locations import StreamLocation
-from diffusion.datasets.mds import INDEX
+from diffusion.datasets.mds import INDEX, PARTIAL
 from diffusion.datasets.storage_errors import fetch_errors
 from diffusion.datasets.stores import shown
 from diffusion.datasets.tiers import TierCounts, TierMeter
@@ -28,6 +33,11 @@ LONGEST_PAUSE = 30.0
 
 HOPELESS = (FileNotFoundError, PermissionError, ImportError)
 """Failures that another attempt does not cure."""
+
+GONE = "the file is gone, and there is no remote"
+
+_ON_THE_WAY = re.compile(rf".+\.[0-9a-f]{{8}}{re.escape(PARTIAL)}(\..+)?")
+"""Name of a file that is being fetched; some stores' clients give it another ending until it is there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +55,7 @@ class Downloads:
 
 
 class FetchedStream(Stream):
-    """A stream whose files are whole once they are here.
+    """A stream whose files are whole once they are here: they have their names when size and hash have been checked.
 
     A file of another size than the index says counts as a failed attempt. A shard with a wrong hash is fetched once
     more. What is wrong is removed.
@@ -64,10 +74,10 @@ class FetchedStream(Stream):
             repeat=location.repeat,
             download_retry=downloads.attempts,
             download_timeout=downloads.timeout,
-            validate_hash=downloads.validate_hash,
         )
         self._downloader = location.store.downloader(location.remote)
-        self._sizes: dict[str, int] = {}
+        self._hash = downloads.validate_hash  # Streaming would look at it when a file has its name.
+        self._infos: dict[str, FileInfo] = {}
         self._meter = meter
 
     def fetch_index(self) -> None:
@@ -79,16 +89,23 @@ class FetchedStream(Stream):
         target = Path(self.local, self.split, INDEX)
         if self.remote is None or target.exists():
             return
-        partial = target.with_name(f"{INDEX}.tmp")
-        partial.unlink(missing_ok=True)
         try:
-            self._download_file(INDEX, partial.name)
+            self._download_file(INDEX)
         except fetch_errors() as error:
             raise DataError(
                 f"{shown(self.remote)}/{INDEX} cannot be fetched: {describe(error)}. Check data.remote, and that this "
                 "machine can reach it"
             ) from error
-        partial.replace(target)
+
+    def remove_leftovers(self) -> None:
+        """Remove what killed processes were fetching; nobody may be fetching now."""
+        folder = Path(self.local, self.split)
+        if self.remote is None or not folder.is_dir():
+            return
+        for entry in os.scandir(folder):
+            if _ON_THE_WAY.fullmatch(entry.name):
+                with suppress(FileNotFoundError, PermissionError):  # A cache that is whole may be another user's.
+                    Path(entry).unlink()
 
     def release(self) -> None:
         """Close the connection: loader workers that inherited it by fork would share it."""
@@ -104,7 +121,7 @@ class FetchedStream(Stream):
             ValueError: its hash is wrong, twice.
         """
         for info in (info for pair in shard.file_pairs for info in pair if info is not None):
-            self._sizes[info.basename] = info.bytes
+            self._infos[info.basename] = info
         try:
             return super().prepare_shard(shard)
         except ValueError as error:
@@ -125,22 +142,51 @@ class FetchedStream(Stream):
             Path(self.local, self.split, info.basename).unlink(missing_ok=True)
 
     def _download_file(self, from_basename: str, to_basename: str | None = None) -> str:
-        """Fetch a file in several attempts; return its path."""
-        assert self.remote is not None
+        """Fetch a file in several attempts; return its path.
+
+        Raises:
+            ValueError: its hash is wrong.
+        """
+        if self.remote is None:
+            raise FileNotFoundError(GONE)
         remote = "/".join(part for part in (self.remote.rstrip("/"), self.split, from_basename) if part)
         local = Path(self.local, self.split, to_basename or from_basename)
+        # A name of its own: another data set of this job may fetch the same file at the same time.
+        partial = local.with_name(f"{local.name}.{secrets.token_hex(4)}{PARTIAL}")
+        info = self._infos.get(from_basename)
 
         def fetch() -> None:
-            self._downloader.download(remote, str(local), self.download_timeout)
-            expected = self._sizes.get(from_basename)
-            if expected is not None and (size := local.stat().st_size) != expected:
-                local.unlink()
-                raise OSError(f"{size} bytes came instead of {expected}")
-            if expected is not None:
-                self._meter.add(TierCounts(fetched_shards=1, fetched_bytes=expected))
+            self._downloader.download(remote, str(partial), self.download_timeout)
+            if info is not None and (size := partial.stat().st_size) != info.bytes:
+                partial.unlink()
+                raise OSError(f"{size} bytes came instead of {info.bytes}")
 
-        self._attempt(fetch, shown(remote))
+        try:
+            self._attempt(fetch, shown(remote))
+            if info is not None:
+                self._meter.add(TierCounts(fetched_shards=1, fetched_bytes=info.bytes))
+                self._check_hash(info, partial, local)
+            partial.replace(local)
+        finally:
+            for path in (partial, partial.with_name(f"{partial.name}.tmp")):  # Streaming's clients leave the second.
+                path.unlink(missing_ok=True)
         return str(local)
+
+    def _check_hash(self, info: FileInfo, path: Path, target: Path) -> None:
+        """Raise `ValueError` if a file, which is or is to become `target`, has not the hash that the index says."""
+        if self._hash is None:
+            return
+        if self._hash not in info.hashes:
+            known = ", ".join(sorted(info.hashes)) or "none"
+            raise ValueError(f"the index gives no {self._hash} of {target} ({known}): set data.validate_hash to null")
+        if get_hash(self._hash, path.read_bytes()) != info.hashes[self._hash]:
+            raise ValueError(f"Checksum failure: {target}")
+
+    def _decompress_shard_part(
+        self, zip_info: FileInfo, zip_filename: str, raw_filename: str, compression: str | None
+    ) -> None:
+        self._check_hash(zip_info, Path(zip_filename), Path(zip_filename))  # It may lie here from an earlier run.
+        super()._decompress_shard_part(zip_info, zip_filename, raw_filename, compression)
 
     def _attempt(self, fetch: Callable[[], Any], what: str) -> None:
         """Call until it succeeds, `download_retry` times at most."""

@@ -9,20 +9,23 @@ Like `shards.py`, this file touches private parts of `StreamingDataset`; how a f
 
 import logging
 import os
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from pathlib import Path
 from time import sleep, time_ns
 from typing import Any, cast
 
 import numpy as np
+from filelock import FileLock
 from streaming import StreamingDataset
 from streaming.base.constant import TICK
 from streaming.base.dataset import _Iterator, _ShardState
 from torch import distributed
 
 from diffusion.datasets.balanced import Integers
-from diffusion.datasets.fetching import describe
+from diffusion.datasets.fetching import GONE, describe
 from diffusion.datasets.sample_ids import Part, WorkerSamples
 from diffusion.datasets.stores import shown
 from diffusion.datasets.tiers import TierCounts, TierMeter
@@ -52,8 +55,18 @@ class FetchingDataset(StreamingDataset):
         self._read_bytes = 0
         self._failure: DataError | None = None
         self._prepared: set[int] = set()
+        self._locks: dict[int, FileLock] = {}
         super().__init__(**kwargs)
         self._paths = [str(self.shard_path(number)) for number in range(self.num_shards)]
+
+    @property
+    def _cache_filelock(self) -> FileLock:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The lock that this thread took last. Streaming makes one for each shard, in several threads at once."""
+        return self._locks[threading.get_ident()]
+
+    @_cache_filelock.setter
+    def _cache_filelock(self, lock: FileLock) -> None:
+        self._locks[threading.get_ident()] = lock
 
     def shard_path(self, shard_id: int) -> Path:
         """Raw file of a shard on this machine."""
@@ -72,7 +85,7 @@ class FetchingDataset(StreamingDataset):
         first_shards = self.shard_offset_per_stream.tolist()
         for stream, begin, num in zip(self.streams, first_shards, self.shards_per_stream.tolist(), strict=True):
             folder = Path(stream.local, stream.split)
-            sizes = {entry.name: entry.stat().st_size for entry in os.scandir(folder) if entry.is_file()}
+            sizes = _file_sizes(folder)
             for shard_id in range(begin, begin + num):
                 for info in (info for pair in self.shards[shard_id].file_pairs for info in pair if info is not None):
                     size = sizes.get(info.basename)
@@ -95,7 +108,7 @@ class FetchingDataset(StreamingDataset):
         raise DataError(f"{path} {state}, and there is no remote to fetch it from: copy or write the data set again")
 
     def _drop(self, shard_id: int, path: Path, size: int) -> None:
-        path.unlink()
+        path.unlink(missing_ok=True)
         if self._shard_states[shard_id] == _ShardState.LOCAL:
             self._shard_states[shard_id] = _ShardState.REMOTE
             self.cache_usage -= size
@@ -121,12 +134,13 @@ class FetchingDataset(StreamingDataset):
 
     def _fetch(self, shard_id: int, blocking: bool) -> None:
         """Let Streaming fetch a shard; a failure leaves nothing behind that blocks or misleads another process."""
+        self._check_original(shard_id)
         try:
-            self._check_original(shard_id)
             super().prepare_shard(shard_id, blocking)
         except BaseException:
-            if self._cache_filelock.is_locked:
-                self._cache_filelock.release(force=True)
+            lock = self._locks.get(threading.get_ident())
+            if lock is not None and lock.is_locked:
+                lock.release(force=True)
             if self._shard_states[shard_id] == _ShardState.PREPARING:
                 self._shard_states[shard_id] = _ShardState.REMOTE
             raise
@@ -141,7 +155,7 @@ class FetchingDataset(StreamingDataset):
         if self._remote(shard_id) is None:
             files = [info.basename for pair in self.shards[shard_id].file_pairs for info in pair if info is not None]
             if not any(self.shard_path(shard_id).with_name(name).is_file() for name in files):
-                raise FileNotFoundError("the file is gone, and there is no remote")
+                raise FileNotFoundError(GONE)
 
     def _prepare_thread(self, it: _Iterator) -> None:
         """Fetch shards ahead of what is read, batch by batch."""
@@ -209,7 +223,8 @@ class FetchingDataset(StreamingDataset):
     def _ready_thread(self, it: _Iterator) -> None:
         """Advance `ready_index` as shards arrive. Streaming's own waits for ever for one that failed elsewhere.
 
-        A shard that another worker tried to fetch in vain is tried here, so that each worker that needs it fails.
+        A shard that another worker tried to fetch in vain is tried here, so that each worker that needs it fails. So is
+        one whose file has vanished: a worker that has it open could read on while another one fails.
         """
         while not self._is_over(it) and it.ready_index < it.total:
             if self.predownload is not None and self.predownload < it.ready_index - it.yield_index:
@@ -217,11 +232,13 @@ class FetchingDataset(StreamingDataset):
                 continue
             part = self._look_for(it, it.ready_index)
             for shard_id in part.shards:
-                while (state := self._shard_states[shard_id]) != _ShardState.LOCAL and not self._is_over(it):
-                    if state == _ShardState.REMOTE:
-                        self.prepare_shard(shard_id, False)
-                    else:
+                while not self._is_at_hand(shard_id) and not self._is_over(it):
+                    if self._shard_states[shard_id] == _ShardState.PREPARING:
                         sleep(TICK)
+                    else:
+                        self.prepare_shard(shard_id, False)
+            if self._is_over(it):
+                break
             it.ready_index += len(part.sample_ids)
         it.on_exit()
 
@@ -269,3 +286,13 @@ class FetchingDataset(StreamingDataset):
             raise self._failure from error
         if self._failure is not None:
             raise self._failure
+
+
+def _file_sizes(folder: Path) -> dict[str, int]:
+    """Sizes of the files of a folder by name."""
+    sizes = {}
+    for entry in os.scandir(folder):
+        with suppress(FileNotFoundError):  # While one rank looks, the node's leader drops what is damaged.
+            if entry.is_file():
+                sizes[entry.name] = entry.stat().st_size
+    return sizes

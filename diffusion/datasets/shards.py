@@ -34,7 +34,7 @@ from diffusion.datasets.fetching import FetchedStream, describe
 from diffusion.datasets.sample_ids import WorkerSamples
 from diffusion.datasets.shard_fetching import FetchingDataset
 from diffusion.datasets.shard_files import SampleDecoder, ShardFiles
-from diffusion.datasets.shared_memory import MemoryNumber, claim_number
+from diffusion.datasets.shared_memory import MemoryNumber, claim_number, whole_memory
 from diffusion.datasets.storage_errors import fetch_errors
 from diffusion.datasets.warm_up import LAG, shards_of_steps
 from diffusion.errors import DataError, UserError
@@ -105,10 +105,11 @@ class ShardDataset(FetchingDataset):
             raise DataError(f"the streams {', '.join(stream_names)} cannot be opened: {error}") from error
         assert self._shm_prefix_int == self._number.number, (self._shm_prefix_int, self._number.number)
 
-    @staticmethod
-    def _fetch_indexes(streams: Sequence[FetchedStream]) -> None:
+    def _fetch_indexes(self, streams: Sequence[FetchedStream]) -> None:
         """Fetch what the other ranks of a node would only wait `download_timeout` for, however often it is tried."""
         for stream in streams:
+            if str(Path(stream.local).resolve()) in self._number.unshared:
+                stream.remove_leftovers()
             stream.fetch_index()
             stream.release()
 
@@ -246,7 +247,8 @@ class ShardDataset(FetchingDataset):
                     "Set these back, or start a new run from its weights (init_from.checkpoint)"
                 )
         before = vars(self).get("_resume_shm")
-        super().load_state_dict(state)
+        with whole_memory():
+            super().load_state_dict(state)
         self._number.replace(before, self._resume_shm)
 
     def _resume(self, world: World, epoch: int) -> tuple[int, int]:

@@ -28,13 +28,16 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory as BuiltinSharedMemory
 from pathlib import Path
+from typing import Any
 
 from streaming import StreamingDataset
-from streaming.base.constant import BARRIER_FILELOCK, SHM_TO_CLEAN
+from streaming.base.constant import BARRIER_FILELOCK, SHM_TO_CLEAN, TICK
 from streaming.base.shared import SharedMemory
+from streaming.base.shared import memory as _memory_module
 from streaming.base.world import World
 from torch import distributed
 
@@ -47,6 +50,13 @@ PLACE = Path("/dev/shm")
 """Where Linux keeps POSIX shared memory."""
 
 OWNER = "owner"
+
+REMOVED = "diffusion_removed_"
+"""Beginning of the names of folders whose numbers are free again; none begins with a number."""
+
+CREATION_SECONDS = 60.0
+"""How long a process may take to give memory that it has created its size."""
+
 ENDING_SECONDS = 30.0
 """How long the processes of a job that was killed may take to end and to release its cache."""
 
@@ -72,6 +82,9 @@ class MemoryNumber:
     def __init__(self, number: int) -> None:
         self.number = number
         self.folder = _folder(number)
+        self.unshared: frozenset[str] = frozenset()
+        """Caches that no other data set has open; known to the process that claimed the number."""
+
         self._process = os.getpid()
         self._memories: list[SharedMemory] = []
         self._owner: int | None = os.open(self.folder / OWNER, os.O_RDWR)
@@ -83,7 +96,8 @@ class MemoryNumber:
         before = tempfile.tempdir
         tempfile.tempdir = str(self.folder)
         try:
-            yield
+            with whole_memory():
+                yield
         finally:
             tempfile.tempdir = before
 
@@ -139,6 +153,28 @@ class MemoryNumber:
             self._owner = None
 
 
+@contextmanager
+def whole_memory() -> Iterator[None]:
+    """Let Streaming open only memory that has its size: that which another rank is just creating cannot be mapped."""
+    module: Any = _memory_module
+    before = module.BuiltinSharedMemory
+    module.BuiltinSharedMemory = _open_memory
+    try:
+        yield
+    finally:
+        module.BuiltinSharedMemory = before
+
+
+def _open_memory(name: str, create: bool = False, size: int = 0) -> BuiltinSharedMemory:
+    if not create:
+        deadline = time.monotonic() + CREATION_SECONDS
+        pause = threading.Event()
+        with suppress(FileNotFoundError):
+            while not (PLACE / name).stat().st_size and time.monotonic() < deadline:
+                pause.wait(TICK)
+    return BuiltinSharedMemory(name, create, size)
+
+
 def claim_number(caches: Sequence[str], originals: Sequence[str] = ()) -> MemoryNumber:
     """Choose a free number, the same for all ranks of a node; to be called by all ranks.
 
@@ -192,7 +228,9 @@ def _claim(caches: Sequence[str], originals: Sequence[str]) -> MemoryNumber:
             in_use = _remove_dead()
             user = next((owner for owner in in_use if _is_in_conflict(owner, caches)), None)
             if user is None:
-                return _take_next(caches, originals)
+                number = _take_next(caches, originals)
+                number.unshared = frozenset(caches).difference(*(owner["caches"] for owner in in_use))
+                return number
         if time.monotonic() > deadline:
             shared = sorted(set(caches) & set(user["caches"]))
             raise DataError(
@@ -234,6 +272,8 @@ def _is_free(number: int) -> bool:
 
 def _remove_dead() -> list[dict]:
     """Remove what belongs to numbers that no process uses; return the owners of the others of this user."""
+    for leftover in PLACE.glob(f"{REMOVED}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
     owners = []
     for folder in sorted(PLACE.glob("[0-9]*_diffusion")):
         number = int(folder.name.partition("_")[0])
@@ -265,10 +305,13 @@ def _lock(descriptor: int) -> bool:
 
 
 def _remove(number: int) -> None:
-    """Remove the memory, and last the folder, which makes the number free."""
+    """Remove the memory, and last the folder, which makes the number free: at once, as it may be given out again."""
     for name in SHM_TO_CLEAN:
         _memory(number, name).unlink(missing_ok=True)
-    shutil.rmtree(_folder(number), ignore_errors=True)
+    removed = PLACE / f"{REMOVED}{uuid.uuid4().hex}"
+    with suppress(OSError):  # It is gone, or another user's.
+        _folder(number).rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def _folder(number: int) -> Path:

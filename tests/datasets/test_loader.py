@@ -73,7 +73,7 @@ def test_batches_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
 
 
 RANK_PROGRAM = """
-import json, sys
+import atexit, json, os, sys
 from pathlib import Path
 import torch.distributed as dist
 rank, world, root, work = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
@@ -96,6 +96,10 @@ for start, num_workers in [(3 * size, 0), (0, 2)]:
     runs.append([len(loader), [[batch[BatchKey.SAMPLE].tolist() for batch in loader] for _ in range(2)]])
 Path(work, f"rank{rank}.json").write_text(json.dumps(runs))
 dist.barrier()
+atexit._run_exitfuncs()
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(0)  # The interpreter's exit can abort while a gloo group is there.
 """
 
 

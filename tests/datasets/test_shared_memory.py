@@ -2,21 +2,26 @@
 
 import gc
 import itertools
+import mmap
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import time
-from contextlib import suppress
+import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+from streaming.base.constant import RESUME
+from streaming.base.shared import SharedMemory
 
 from diffusion.config.data import DataConfig, Representation
+from diffusion.datasets import shared_memory
 from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.loader import BatchLoader, train_loader
-from diffusion.datasets.shared_memory import PLACE, MemoryNumber, claim_number, take_away
+from diffusion.datasets.shared_memory import OWNER, PLACE, REMOVED, MemoryNumber, claim_number, take_away
 from diffusion.errors import DataError
 from tests.written_data import data_config, write_encoded
 
@@ -67,16 +72,12 @@ def number_of(loader: BatchLoader) -> int:
 
 def foreign_memory() -> Path:
     """Make memory as of a job that knows nothing of this package, at the first number that no other job has."""
-    for number in itertools.count(1):
+    with shared_memory._turn():
+        number = next(number for number in itertools.count(1) if not files_of(number))
         path = PLACE / f"{number:06}_locals"
-        if files_of(number):
-            continue
-        with suppress(FileExistsError), path.open("xb") as file:
+        with path.open("xb") as file:
             file.write(b"of another program")
-            if files_of(number) == [path.name]:
-                return path
-            path.unlink()
-    raise AssertionError
+    return path
 
 
 def num_handles() -> int:
@@ -152,20 +153,19 @@ def test_handles_grow_with_the_data_sets_that_are_open_and_come_back(data: Path)
     assert not held & set().union(*map(inodes_of, given))
 
 
-def test_a_closed_data_set_leaves_nothing_and_its_number_is_given_out_again(data: Path) -> None:
+def test_a_closed_data_set_leaves_nothing_and_its_number_is_given_out_again(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loader = opened(data_config(data, "a", **LATENTS))
     epoch = [batch[BatchKey.SAMPLE].tolist() for batch in loader]
     number = number_of(loader)
     held = inodes_of(number)
     assert len(held) >= 7
-    loader.dataset.close()  # pyright: ignore[reportAttributeAccessIssue]
-    assert not held & inodes_of(number)
-    for _ in range(50):  # Another job of this machine may be quicker, and end.
+    with shared_memory._turn(), monkeypatch.context() as patch:  # Another job of this machine may be quicker.
+        patch.setattr(shared_memory, "_turn", nullcontext)
+        loader.dataset.close()  # pyright: ignore[reportAttributeAccessIssue]
+        assert not held & inodes_of(number)
         again = opened(data_config(data, "a", **LATENTS))
-        if number_of(again) <= number:
-            break
-        again.dataset.close()  # pyright: ignore[reportAttributeAccessIssue]
-        time.sleep(0.1)
     assert number_of(again) <= number
     assert [batch[BatchKey.SAMPLE].tolist() for batch in again] == epoch
 
@@ -237,3 +237,66 @@ def test_streams_that_cannot_be_opened_give_their_number_back(tmp_path: Path, mo
     ((number, inodes),) = claimed
     assert inodes
     assert not inodes & inodes_of(number)
+
+
+def test_memory_that_another_rank_is_creating_is_waited_for(data: Path) -> None:
+    """Python creates memory and then gives it its size; what has none cannot be mapped."""
+    number = claim_number([])
+    name = f"{number.number:06}_barrier"
+    try:
+        with number.chosen(), pytest.raises(FileNotFoundError):
+            SharedMemory(name, False)
+        (PLACE / name).touch(0o600)
+        grow = threading.Timer(0.5, os.truncate, (PLACE / name, 12))
+        grow.start()
+        with number.chosen():
+            memory = SharedMemory(name, size=12)
+        number.adopt(memory)
+        assert len(memory.buf) == 12
+        grow.join()
+    finally:
+        number.release()
+
+
+def test_a_position_that_another_rank_is_loading_is_waited_for(data: Path) -> None:
+    loader = opened(data_config(data, "a", **LATENTS))
+    dataset: Any = loader.dataset
+    state = dataset.state_dict(8, from_beginning=True)
+    path = PLACE / f"{number_of(loader):06}_{RESUME}"
+    path.touch(0o600)
+    grow = threading.Timer(0.5, os.truncate, (path, mmap.PAGESIZE))
+    grow.start()
+    dataset.load_state_dict(state | {"epoch": 0})
+    grow.join()
+    assert len(list(loader)) == 4
+
+
+def test_a_number_is_given_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another job may take the number while its folder is removed, which then is the other job's."""
+    number = claim_number([])
+    rmtree = shutil.rmtree
+    others: list[MemoryNumber] = []
+
+    def remove(path: Path, **options: Any) -> None:
+        monkeypatch.setattr(shutil, "rmtree", rmtree)
+        (Path(path) / OWNER).unlink()  # The first of the files.
+        others.append(claim_number([]))
+        rmtree(path, **options)
+
+    with shared_memory._turn(), monkeypatch.context() as patch:
+        patch.setattr(shared_memory, "_turn", nullcontext)
+        monkeypatch.setattr(shutil, "rmtree", remove)
+        number.release()
+    try:
+        assert others[0].number <= number.number
+        assert (others[0].folder / OWNER).exists()
+    finally:
+        others[0].release()
+
+
+def test_a_folder_that_was_being_removed_is_removed(data: Path) -> None:
+    left = PLACE / f"{REMOVED}{os.getpid()}"
+    left.mkdir()
+    (left / OWNER).touch()
+    opened(data_config(data, "a", **LATENTS))
+    assert not left.exists()
