@@ -81,7 +81,7 @@ def _of_steps(options: argparse.Namespace) -> dict[str, dict[str, Callable[[], d
         "ratio": {"ratio": lambda: measure_ratio(**one, trainer_overrides=overrides, num_steps=3 if quick else 30)},
         "parity": {"parity": lambda: measure_parity(**one, num_steps=3 if quick else 100)},
         "bytes": {"bytes": lambda: measure_moved_bytes(architecture, resolutions)},
-        "save": {"save": lambda: measure_saving(num_megabytes=16 if quick else 1024, rounds=1 if quick else 5)},
+        "save": {"save": lambda: measure_saving(num_megabytes=16 if quick else 1024, rounds=3 if quick else 5)},
     }
 
 

@@ -105,8 +105,9 @@ class Switch:
         return f"10.78.0.{number + 1}"
 
     def slow_down(self, number: int, rate: str) -> None:
-        """Let a host send no faster than at a rate, such as `100mbit`."""
-        limit = ["tbf", "rate", rate, "burst", "256kbit", "latency", "50ms"]
+        """Let a host send no faster than at a rate, such as `100mbit`; what it misses while it waits for a core it may
+        catch up, up to 256 KB."""
+        limit = ["tbf", "rate", rate, "burst", "2mbit", "latency", "50ms"]
         command = ["tc", "-n", self.namespace(self.name, number), "qdisc", "add", "dev", "eth0", "root", *limit]
         subprocess.run(command, check=True, capture_output=True)
 

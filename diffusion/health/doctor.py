@@ -53,6 +53,9 @@ from diffusion.ranks import agree
 PATIENCE_SECONDS = 120.0
 """How long ranks wait for each other."""
 
+JOINING_SECONDS = 60.0
+"""What ranks have at least to find each other: some still import while others are there, however little patience."""
+
 T = TypeVar("T")
 
 
@@ -74,7 +77,7 @@ def diagnose(config: Config, patience: float = PATIENCE_SECONDS) -> list[Verdict
     check(config, world_size=dist.get_world_size(), vae_factor=factor)
     device, found = _find_device(config)
     if dist.get_world_size() > 1 and not dist.is_initialized():
-        dist.initialize_dist(device.value, timeout=2 * patience)
+        dist.initialize_dist(device.value, timeout=max(2 * patience, JOINING_SECONDS))
         introduce()
     verdicts: list[Verdict] = []
     if dist.get_world_size() > 1:  # First, since this names ranks that do not answer.

@@ -76,24 +76,29 @@ def await_answers(place: str, patience: float) -> None:
         deadline = time.monotonic() + patience
         silent = [rank for rank in range(dist.get_world_size()) if not _comes(store, f"{prefix}/{rank}", deadline)]
         store.set(f"{prefix}/silent", ",".join(map(str, silent)))
-    store.wait([f"{prefix}/silent"], timedelta(seconds=2 * patience))
+    try:
+        store.wait([f"{prefix}/silent"], timedelta(seconds=2 * patience))
+    except DistStoreError:  # Who is to say it has not come.
+        raise _no_answer([0], 2 * patience) from None
     if text := store.get(f"{prefix}/silent").decode():
-        ranks = [int(rank) for rank in text.split(",")]
-        nodes = sorted({rank // dist.get_local_world_size() for rank in ranks})
-        hosts = hosts_of_nodes()
-        named = ", ".join(f"{text} on {hosts[int(text) // dist.get_local_world_size()]}" for text in text.split(","))
-        raise NoAnswerError(
-            f"these ranks have not answered for {patience:.0f} s: {named}. See what they wait for (disk, GPU), "
-            "and leave these machines out",
-            nodes,
-        )
+        raise _no_answer([int(rank) for rank in text.split(",")], patience)
+
+
+def _no_answer(ranks: Sequence[int], seconds: float) -> NoAnswerError:
+    per_node, hosts = dist.get_local_world_size(), hosts_of_nodes()
+    named = ", ".join(f"{rank} on {hosts[rank // per_node]}" for rank in ranks)
+    return NoAnswerError(
+        f"these ranks have not answered for {seconds:.0f} s: {named}. See what they wait for (disk, GPU), "
+        "and leave these machines out",
+        sorted({rank // per_node for rank in ranks}),
+    )
 
 
 def _comes(store: Any, key: str, deadline: float) -> bool:
     try:
         store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
     except (DistStoreError, DistNetworkError):
-        return False
+        return store.check([key])  # After a silent rank no time is left to wait for the next, which may be there.
     return True
 
 

@@ -25,6 +25,9 @@ CGROUP = Path("/sys/fs/cgroup")
 PROBE_BYTES = 64 * 2**20
 """What is written to measure the speed of a disk."""
 
+_RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")
+"""Of a container's memory: copies of what is on a disk, which the kernel gives up when memory is needed."""
+
 _LEFTOVER = re.compile(r"\d{6}_|torch_\d+_")
 
 
@@ -109,9 +112,10 @@ def _container_memory() -> tuple[int | None, int | None]:
     limit, used = _words(CGROUP / "memory.max"), _words(CGROUP / "memory.current")
     if not (limit and used and limit[0].isdigit()):
         return None, None
-    stat = _words(CGROUP / "memory.stat")
-    reclaimable = int(stat[stat.index("inactive_file") + 1]) if "inactive_file" in stat else 0
-    return int(limit[0]), max(0, int(limit[0]) - int(used[0]) + reclaimable)
+    words = _words(CGROUP / "memory.stat")
+    stat = dict(zip(words[::2], words[1::2], strict=False))
+    left = int(limit[0]) - int(used[0]) + sum(int(stat.get(name, 0)) for name in _RECLAIMABLE)
+    return int(limit[0]), min(max(0, left), int(limit[0]))  # The files are not of the same moment.
 
 
 def _words(path: Path) -> list[str]:

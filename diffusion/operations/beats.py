@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
@@ -12,6 +13,12 @@ RECORD_BYTES = 2048
 """Size of a rank's file. It never changes, so that a sign of life needs no room on a disk that is full."""
 
 _MAX_MESSAGE = 700
+
+_NUM_READS = 5
+"""How often a sign of life is read that is being overwritten: who reads may act on a single look."""
+
+_PAUSE_SECONDS = 0.01
+"""Between two of these."""
 
 
 class Phase(str, Enum):
@@ -116,14 +123,23 @@ def stacks_file(folder: Path, rank: int) -> Path:
 
 
 def read_beats(folder: Path) -> list[Beat]:
-    """The last sign of life of each rank, by rank; one that is being overwritten is left out."""
-    beats = []
-    for path in folder.glob("rank-*.json"):
-        try:
-            fields = json.loads(path.read_bytes())
-            beats.append(Beat(**{**fields, "phase": Phase(fields["phase"])}))
-        except (ValueError, TypeError, FileNotFoundError):
-            continue
+    """The last sign of life of each rank, by rank.
+
+    One that is being overwritten is read again; one that stays unreadable is left out.
+    """
+    beats, left, pause = [], list(folder.glob("rank-*.json")), threading.Event()
+    for number in range(_NUM_READS):
+        if number and left:
+            pause.wait(_PAUSE_SECONDS)
+        paths, left = left, []
+        for path in paths:
+            try:
+                fields = json.loads(path.read_bytes())
+                beats.append(Beat(**{**fields, "phase": Phase(fields["phase"])}))
+            except (ValueError, TypeError):
+                left.append(path)
+            except FileNotFoundError:
+                continue
     return sorted(beats, key=lambda beat: beat.rank)
 
 

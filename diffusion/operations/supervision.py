@@ -5,11 +5,13 @@ import fcntl
 import json
 import logging
 import os
+import queue
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -38,6 +40,12 @@ STRAGGLER_SECONDS = 40.0
 
 HANG_EXIT_CODE = 124
 """Of a job that was ended because it hung."""
+
+_NUM_LOCK_ATTEMPTS = 50
+"""How often the lock of a run is asked for: who looks whether it is held holds it for a moment."""
+
+_LOCK_PAUSE_SECONDS = 0.02
+"""Between two of these."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -81,7 +89,9 @@ class Supervisor:
         self._start, self._restarts = start, Restarts(settings)
         self._prepare, self._arguments = prepare, tuple(arguments)
         self._told: int | None = None
-        self._wake = threading.Event()
+        # A handler runs in the thread that waits, wherever that is. An Event that it sets there while the thread is
+        # within one of its methods waits for ever for a lock that the thread holds; putting here is reentrant.
+        self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def listen(self) -> None:
         """From now on pass on signals to the job, and end with it."""
@@ -90,7 +100,12 @@ class Supervisor:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._told = number
-        self._wake.set()
+        self._woken.put(None)
+
+    def _wait(self, seconds: float) -> None:
+        """Wait, but not beyond a signal."""
+        with suppress(queue.Empty):
+            self._woken.get(timeout=seconds)
 
     def run(self) -> int:
         """Supervise the job until it has finished, or cannot.
@@ -118,7 +133,7 @@ class Supervisor:
                 self.events.add(kind, decision.reason, code=decision.code)
                 return decision
             self.events.add(EventKind.ended, ending.reason, code=ending.code, step=ending.step, pause=decision.pause)
-            self._wake.wait(decision.pause)
+            self._wait(decision.pause)
 
     # One start
 
@@ -160,8 +175,7 @@ class Supervisor:
                 condition = judgement.condition
                 is_slow = condition is Condition.slow_data
                 self.events.add(EventKind.slow_data if is_slow else EventKind.data_came, judgement.reason)
-            self._wake.wait(POLL_SECONDS)
-            self._wake.clear()
+            self._wait(POLL_SECONDS)
         self._await_stragglers()
         return ending_of(code, read_beats(self.places.beats))
 
@@ -209,12 +223,7 @@ class Supervisor:
         except OSError as error:
             what = f"the run folder {self.places.run} cannot be written to: {error.strerror}"
             raise MachineError(f"{what}. Free space, or choose another output_folder") from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_free = not self._ranks()
-        except BlockingIOError:
-            is_free = False
-        if not is_free:
+        if not _acquire(lock) or self._ranks():
             os.close(lock)
             raise MachineError(
                 f"a job of {self.places.run} is at work, supervised or not. End it (SIGTERM to a rank saves it), or "
@@ -224,6 +233,17 @@ class Supervisor:
         here = {"pid": os.getpid(), "host": socket.gethostname(), "time": time.time(), "folder": str(Path.cwd())}
         os.write(lock, json.dumps(here | {"arguments": self._arguments}).encode())
         return lock
+
+
+def _acquire(lock: int) -> bool:
+    pause = threading.Event()
+    for number in range(_NUM_LOCK_ATTEMPTS):
+        if number:
+            pause.wait(_LOCK_PAUSE_SECONDS)
+        with suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    return False
 
 
 def ending_of(code: int, beats: Sequence[Beat]) -> Ending:

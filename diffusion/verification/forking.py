@@ -28,8 +28,8 @@ from typing import Any, NoReturn
 from diffusion.launch import be_forked
 from diffusion.verification.ports import free_port
 
-PATIENCE = 30.0
-"""Seconds that ranks have after SIGTERM."""
+PATIENCE = 300.0
+"""Seconds that ranks have after SIGTERM: they may save and finish their loggers, on a machine that is busy."""
 
 Launcher = Callable[[int], list[str]]
 """The command that starts a program on so many ranks; the program and its arguments follow it."""

@@ -78,7 +78,8 @@ def corners(found: list[Detection], picture: Image.Image) -> torch.Tensor:
 
 def test_boxes_are_those_of_transformers_and_overlapping_ones_count_once(folder: str, picture: Image.Image) -> None:
     expected = {label: scored_boxes(folder, picture, f"a photo of a {label}") for label in LABELS}
-    threshold = float(torch.cat([scores for scores, _ in expected.values()]).median())
+    ordered = torch.cat([scores for scores, _ in expected.values()]).sort().values
+    threshold = float(ordered[len(ordered) // 2 - 1 :][:2].mean())  # No score, which another order of sums may lower.
     found = ZeroShotDetector(folder, threshold, CPU).find(picture, LABELS, [])
     assert [one.confidence for one in found] == sorted((one.confidence for one in found), reverse=True)
     assert {one.colour for one in found} == {None}

@@ -21,11 +21,11 @@ HOSTILE = "<script>document.title='taken'</script>\"'&"
 
 def rate_once(session: requests.Session, address: str, acknowledged: set[str]) -> bool:
     """Answer one presentation by two requests at the same time; False when there is none left."""
-    found = re.search(r'name="presentation" value="([^"]+)"', session.get(address + "rate", timeout=30).text)
+    found = re.search(r'name="presentation" value="([^"]+)"', session.get(address + "rate", timeout=300).text)
     if not found:
         return False
     form = {"presentation": found[1], "quality": "first", "alignment": "second"}
-    send = lambda: session.post(address + "vote", data=form, headers={"Accept": "application/json"}, timeout=30)  # noqa: E731
+    send = lambda: session.post(address + "vote", data=form, headers={"Accept": "application/json"}, timeout=300)  # noqa: E731
     with ThreadPoolExecutor(2) as pool:
         for answer in [pool.submit(send), pool.submit(send)]:
             answer.result().raise_for_status()
@@ -42,7 +42,7 @@ def test_a_killed_server_loses_no_vote_and_counts_none_twice(tmp_path):
     for kill_at in kills:
         with serving(tmp_path, models, *options) as (address, process):
             for i, session in enumerate(raters):
-                session.get(address + f"?rater=rater{i}", timeout=30).raise_for_status()
+                session.get(address + f"?rater=rater{i}", timeout=300).raise_for_status()
 
             def rate(session, address=address, process=process, kill_at=kill_at):
                 try:
@@ -69,30 +69,30 @@ def test_strangers_are_turned_away_and_models_stay_hidden(tmp_path):
         root = address.split("?")[0]
         assert address.endswith("?token=k%26y")
         for path in ("", "rate", "?token=wrong"):
-            assert requests.get(root + path, timeout=30).status_code == 403
+            assert requests.get(root + path, timeout=300).status_code == 403
         session = requests.Session()
-        start = session.get(address, timeout=30)
+        start = session.get(address, timeout=300)
         assert start.status_code == 200
         assert "k&y" not in start.url
-        assert session.get(root + "?rater=<b>", timeout=30).status_code == 400
-        pages = [session.post(root + "begin", timeout=30)]
+        assert session.get(root + "?rater=<b>", timeout=300).status_code == 400
+        pages = [session.post(root + "begin", timeout=300)]
         for _ in range(9):
-            page = session.get(root + "rate", timeout=30)
+            page = session.get(root + "rate", timeout=300)
             pages.append(page)
             found = re.search(r'value="([^"]+)">\s*<fieldset', page.text)
             if not found:
                 break
             for side in (1, 2):
-                content = session.get(f"{root}pictures/{found[1]}/{side}", timeout=30)
+                content = session.get(f"{root}pictures/{found[1]}/{side}", timeout=300)
                 pages.append(content)
                 picture = Image.open(io.BytesIO(content.content))
                 assert picture.format == "PNG"
                 assert picture.info == {}
             stranger = {"Cookie": f"token-{Store.open(tmp_path / 'votes.sqlite').study_id}=k&y"}
-            assert requests.get(f"{root}pictures/{found[1]}/1", headers=stranger, timeout=30).status_code == 404
+            assert requests.get(f"{root}pictures/{found[1]}/1", headers=stranger, timeout=300).status_code == 404
             form = {"presentation": found[1], "quality": "first", "alignment": "first"}
-            assert session.post(root + "vote", data={**form, "quality": "x"}, timeout=30).status_code == 400
-            pages.append(session.post(root + "vote", data=form, timeout=30))
+            assert session.post(root + "vote", data={**form, "quality": "x"}, timeout=300).status_code == 400
+            pages.append(session.post(root + "vote", data=form, timeout=300))
         assert "saved. You can close" in pages[-1].text
         assert any("&lt;script&gt;document.title" in page.text for page in pages)
         for page in pages:
@@ -104,8 +104,8 @@ def test_strangers_are_turned_away_and_models_stay_hidden(tmp_path):
 def test_on_loopback_other_host_names_are_refused(tmp_path):
     models = write_models(tmp_path)
     with serving(tmp_path, models) as (address, _):
-        assert requests.get(address, timeout=30).status_code == 200
-        assert requests.get(address, headers={"Host": "elsewhere.example"}, timeout=30).status_code == 400
+        assert requests.get(address, timeout=300).status_code == 200
+        assert requests.get(address, headers={"Host": "elsewhere.example"}, timeout=300).status_code == 400
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess:

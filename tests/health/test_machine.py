@@ -199,6 +199,7 @@ def test_bytecode_that_is_missing_is_counted(tmp_path, monkeypatch):
     for name, is_forbidden in (("compiled", False), ("never_compiled", True)):
         (tmp_path / f"{name}.py").write_text("")
         monkeypatch.setattr(sys, "dont_write_bytecode", is_forbidden)
+        importlib.invalidate_caches()  # Folders are listed again only when their time of change is another one.
         modules[name] = importlib.import_module(name)
     monkeypatch.setattr(sys, "modules", modules)
     assert count_uncompiled() == (1, 2)
@@ -218,6 +219,22 @@ def test_readings_of_this_machine(tmp_path):
     assert read_disk(absent).device == disk.device
     assert measure_write_speed(absent, 2**20) > 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["sub"]
+
+
+def test_what_the_kernel_would_give_up_is_left_of_a_containers_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(readings, "CGROUP", tmp_path)
+    assert readings._container_memory() == (None, None)
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("900\n")
+    assert readings._container_memory() == (None, None)
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert readings._container_memory() == (1000, 100)
+    stat = "anon 500\nfile 340\ninactive_anon 7\ninactive_file 100\nactive_file 240\nslab_reclaimable 50\n"
+    (tmp_path / "memory.stat").write_text(stat + "slab_unreclaimable 10\nslab 60\n")
+    assert readings._container_memory() == (1000, 490)
+    for used, left in ((1900, 0), (300, 1000)):
+        (tmp_path / "memory.current").write_text(f"{used}\n")
+        assert readings._container_memory() == (1000, left)
 
 
 def test_shared_memory_that_goes_while_it_is_looked_at_is_passed_over(tmp_path, monkeypatch):

@@ -7,15 +7,19 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed import DistStoreError, HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from diffusion.config.data import DataConfig, Mixing
+from diffusion.config.loading import load_config
 from diffusion.errors import MachineError
+from diffusion.health import doctor, node_measures
 from diffusion.health.hosts import choose_hosts
 from diffusion.health.kernel_log import check_xids, parse_xids
-from diffusion.health.node_measures import _written
+from diffusion.health.node_measures import NoAnswerError, _written, await_answers
 from diffusion.health.nodes import NodeReading, check_nodes, pairings, unfit_nodes
 from diffusion.health.verdicts import Level, merge, problem
 from tests.hosts import Switch
@@ -33,6 +37,26 @@ LOG = """\
 [ 4711.3] NVRM: Xid (PCI:0000:3b:00): 31, pid=1234, name=python, Ch 00000008, MMU Fault
 [ 9999.9] NVRM: Xid (PCI:0000:86:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.
 """
+
+
+class HurriedStore(HashStore):
+    """Takes longer than a wait for a rank may take, also where the key is there."""
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        if keys != ["doctor/here/silent"] or not self.check(keys):  # pyright: ignore[reportAttributeAccessIssue]
+            raise DistStoreError(f"wait timeout, keys: {keys}")
+
+
+def rank_of_three(monkeypatch, rank: int) -> HurriedStore:
+    """Be a rank of three nodes, n0 to n2, of one rank each; returns their store."""
+    store = HurriedStore()
+    for number in range(3):
+        store.set(f"doctor/host/{number}", f"n{number}")
+    ranks = {"is_initialized": True, "get_global_rank": rank, "get_world_size": 3, "get_local_world_size": 1}
+    for name, value in ranks.items():
+        monkeypatch.setattr(node_measures.dist, name, lambda value=value: value)
+    monkeypatch.setattr(node_measures, "_store", lambda: store)
+    return store
 
 
 def blamed(nodes: list[NodeReading]) -> list[str]:
@@ -113,6 +137,21 @@ def test_xid_errors_of_the_machine_are_told_from_those_of_programs():
     assert "not known" in check_xids(None).what
 
 
+@pytest.mark.parametrize(("patience", "seconds"), [(4.0, 60.0), (120.0, 240.0)])
+def test_ranks_have_time_to_find_each_other_however_little_patience_they_have(monkeypatch, tmp_path, patience, seconds):
+    rank_of_three(monkeypatch, 0)
+
+    def join(device: str, timeout: float) -> None:
+        raise TimeoutError(f"{device}, {timeout} s")
+
+    monkeypatch.setattr(doctor.dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(doctor.dist, "initialize_dist", join)
+    with pytest.raises(TimeoutError, match=f"cpu, {seconds} s"):
+        doctor.diagnose(
+            load_config("tests/toy.yaml", ["data.global_batch_size=6", f"output_folder={tmp_path}"]), patience
+        )
+
+
 @pytest.mark.world_size(2)
 def test_a_rank_that_was_stopped_is_named_and_a_smaller_job_proposed(server, tmp_path):
     hosts, found = tmp_path / "hosts", tmp_path / "found.json"
@@ -129,6 +168,21 @@ def test_a_rank_that_was_stopped_is_named_and_a_smaller_job_proposed(server, tmp
     assert len(hosts.read_text().split()) == 1
 
 
+def test_a_rank_that_has_come_is_not_named_though_one_before_it_has_used_up_the_time(monkeypatch):
+    store = rank_of_three(monkeypatch, 0)
+    store.set("doctor/here/2", "")
+    with pytest.raises(NoAnswerError, match=r"for 4 s: 1 on n1\. See") as caught:
+        await_answers("here", 4.0)
+    assert caught.value.nodes == [1]
+
+
+def test_rank_0_is_named_when_it_does_not_say_who_is_silent(monkeypatch):
+    rank_of_three(monkeypatch, 1)
+    with pytest.raises(NoAnswerError, match=r"for 8 s: 0 on n0\. See") as caught:
+        await_answers("here", 4.0)
+    assert caught.value.nodes == [0]
+
+
 @pytest.fixture
 def slow_switch() -> Iterator[str]:
     """Name of a switch that joins four hosts, of which the third sends slowly."""
@@ -137,7 +191,8 @@ def slow_switch() -> Iterator[str]:
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"needs root and network namespaces (apt-get install iproute2): {error}")
     try:
-        switch.slow_down(2, "100mbit")
+        for number in range(4):  # So slow that it matters little which of them share a core.
+            switch.slow_down(number, "20mbit" if number == 2 else "100mbit")
     except (OSError, subprocess.CalledProcessError) as error:
         switch.remove()
         pytest.skip(f"the kernel limits no rates (sch_tbf): {error}")

@@ -26,7 +26,7 @@ StrictModes no
 PermitRootLogin prohibit-password
 UsePAM no
 PidFile none
-ClientAliveInterval 2
+ClientAliveInterval {interval}
 ClientAliveCountMax 2
 SetEnv {variables}
 """
@@ -35,7 +35,6 @@ OPTIONS = [
     "StrictHostKeyChecking=no",
     "UserKnownHostsFile=/dev/null",
     "LogLevel=ERROR",
-    "ServerAliveInterval=2",
     "ServerAliveCountMax=2",
 ]
 
@@ -60,10 +59,12 @@ class Hosts:
         cable: joins them.
         folder: for keys, configurations and output.
         programs: where the hosts find torchrun.
+        interval: seconds between two looks at a silent connection, which ends after two without an answer; a machine
+            that stands still for a while loses it, too.
     """
 
-    def __init__(self, cable: Cable, folder: Path, programs: Path) -> None:
-        self.cable, self.folder, self.programs = cable, folder, programs
+    def __init__(self, cable: Cable, folder: Path, programs: Path, interval: int = 30) -> None:
+        self.cable, self.folder, self.programs, self.interval = cable, folder, programs, interval
         self.log = folder / "launcher.txt"
         for key in ("key", "host_key"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
@@ -76,7 +77,7 @@ class Hosts:
         names = ("HOST", "BIN", "GLOO_SOCKET_IFNAME", "PYTHONPATH", "HF_HUB_OFFLINE")
         shown = " ".join(f"{name}={variables[name]}" for name in names)
         configuration = self.folder / f"sshd-{host}"
-        configuration.write_text(SERVER.format(folder=self.folder, variables=shown))
+        configuration.write_text(SERVER.format(folder=self.folder, variables=shown, interval=self.interval))
         command = [*self.on(host), str(shutil.which("sshd")), "-D", "-e", "-f", configuration]
         log = self.folder / f"sshd-{host}.log"
         with log.open("w") as file:
@@ -94,7 +95,8 @@ class Hosts:
 
     def start(self, *program: str) -> subprocess.Popen:
         """Start a program on the first host that starts others by ssh."""
-        ssh = " ".join(["ssh", "-i", str(self.folder / "key"), *(f"-o {option}" for option in OPTIONS)])
+        options = [*OPTIONS, f"ServerAliveInterval={self.interval}"]
+        ssh = " ".join(["ssh", "-i", str(self.folder / "key"), *(f"-o {option}" for option in options)])
         environ = environment() | {"SSH": ssh, "PYTHON": str(BIN / "python"), "RANKS_PER_HOST": "1"}
         with self.log.open("w") as log:
             command = [*self.on("first"), *program]
@@ -127,8 +129,8 @@ def make_hosts(tmp_path: Path) -> Iterator:
     made: list[Hosts] = []
     cable = Cable(f"s{os.getpid()}")
 
-    def make(programs: Path) -> Hosts:
-        made.append(Hosts(cable, tmp_path, programs))
+    def make(programs: Path, **options: int) -> Hosts:
+        made.append(Hosts(cable, tmp_path, programs, **options))
         return made[0]
 
     try:
@@ -239,7 +241,7 @@ def test_a_host_that_is_cut_off_in_mid_run_is_left_behind(make_hosts, tmp_path):
     """The others end within `trainer.dist_timeout`, the launcher begins again with those that answer."""
     from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 
-    hosts, run = make_hosts(BIN), tmp_path / "run"
+    hosts, run = make_hosts(BIN, interval=2), tmp_path / "run"
     cut = "{path: tests.toys.DisturbHost, arguments: {step: 3, host: second, what: cable}}"
     overrides = [f"output_folder={run}", "samples.prompts=[]", "trainer.dist_timeout=20", f"plugins.callbacks=[{cut}]"]
     assert hosts.launch("tests/toy.yaml", *overrides).wait(850) == 0, hosts.log.read_text()[-6000:]

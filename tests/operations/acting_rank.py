@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from diffusion.operations.beats import Beat, BeatFile, Phase, read_beats, stacks_file
@@ -30,12 +31,16 @@ def beat(rank: int, step: int, phase: Phase, **more) -> Beat:
     return Beat(rank=rank, step=step, phase=phase, median_step=0.01, **values, **more)
 
 
-def wait_in_a_collective() -> None:
-    signal.pause()
+def wait_in_a_collective(say: Callable[[], None]) -> None:
+    """Give the sign of life here: who has read it finds this on the stack."""
+    say()
+    while True:
+        time.sleep(0.05)
 
 
-def work() -> None:
-    """Change what is on the stack all the time."""
+def work(say: Callable[[], None]) -> None:
+    """Change what is on the stack all the time, from the sign of life on."""
+    say()
     while True:
         for depth in range(40):
             descend(depth)
@@ -55,11 +60,15 @@ def act(folder: Path, rank: int, script: dict) -> int:
     file.write(beat(rank, -1, Phase.starting))
     while len(read_beats(folder)) < NUM_RANKS:
         time.sleep(0.01)
-    file.write(beat(rank, script["step"], Phase(script["phase"])))
+
+    def say() -> None:
+        file.write(beat(rank, script["step"], Phase(script["phase"])))
+
     if script.get("works"):
-        work()
+        work(say)
     if script.get("waits"):
-        wait_in_a_collective()
+        wait_in_a_collective(say)
+    say()
     if "error" in script:
         end = {"code": script["code"], "error": script["error"], "is_lasting": script.get("is_lasting", False)}
         file.write(beat(rank, script["step"], Phase.ended, **end))

@@ -1,7 +1,9 @@
 """The supervisor over jobs that act like training: when it starts again, ends a hang, and ends itself."""
 
+import fcntl
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -10,17 +12,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
 import psutil
 import pytest
 
 from diffusion.config.operations import SupervisionConfig
 from diffusion.errors import ConfigurationError, MachineError
-from diffusion.operations.beats import read_beats
+from diffusion.operations import supervision
+from diffusion.operations.beats import Beat, BeatFile, Phase, read_beats
 from diffusion.operations.command import read_command
 from diffusion.operations.events import EventLog, read_events
-from diffusion.operations.jobs import Command, kill
-from diffusion.operations.supervision import Places, Supervisor
+from diffusion.operations.jobs import Command, kill, tree
+from diffusion.operations.supervision import SUPERVISED, Places, Supervisor
 from tests.training_runs import ROOT, environment
 
 WAITS = {"phase": "step", "step": 7, "waits": True, "code": 0}
@@ -119,6 +123,38 @@ def test_a_signal_is_passed_on_and_the_supervisor_ends_with_the_job(tmp_path):
 
 
 @pytest.mark.usefixtures("own_handlers")
+def test_a_signal_is_received_wherever_the_supervisor_is(tmp_path):
+    """Also within what it waits by: one comes at each line of it."""
+    supervisor = supervisor_of(tmp_path, [WAITS])
+    supervisor.listen()
+    files, is_begun = {supervision.__file__, threading.__file__, queue.__file__}, False
+
+    def interrupt(frame: FrameType, event: str, argument: object):
+        nonlocal is_begun
+        if frame.f_code.co_filename not in files:
+            return None
+        is_begun = is_begun or len(read_beats(tmp_path / "beats")) == 2
+        if is_begun and event == "line":
+            signal.raise_signal(signal.SIGTERM)
+        return interrupt
+
+    def give_up(number: int, frame: FrameType | None) -> None:
+        raise AssertionError("it waits for itself")
+
+    before, previous = sys.gettrace(), signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(120)
+    sys.settrace(interrupt)
+    try:
+        assert supervisor.run() == 75
+    finally:
+        sys.settrace(before)
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+        kill(tree([beat.pid for beat in read_beats(tmp_path / "beats")]))
+    assert names(tmp_path) == ["started", "told", "stopped"]
+
+
+@pytest.mark.usefixtures("own_handlers")
 def test_nothing_is_started_after_a_signal_that_came_during_the_check(tmp_path):
     supervisor = supervisor_of(tmp_path, [WAITS], lambda: os.kill(os.getpid(), signal.SIGTERM))
     supervisor.listen()
@@ -138,10 +174,10 @@ def test_a_run_that_is_at_work_is_refused_also_when_its_supervisor_is_gone_until
         "supervisor_of(Path(sys.argv[1]), [WAITS]).run()"
     )
     first = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, env=environment())
-    while len(read_beats(tmp_path / "beats")) < 2:
+    while len(beats := read_beats(tmp_path / "beats")) < 2 or names(tmp_path) != ["started"]:
         assert first.poll() is None
         time.sleep(0.05)
-    ranks = [psutil.Process(beat.pid) for beat in read_beats(tmp_path / "beats")]
+    ranks = [psutil.Process(beat.pid) for beat in beats]
     try:
         for is_gone in (False, True):
             if is_gone:
@@ -156,6 +192,40 @@ def test_a_run_that_is_at_work_is_refused_also_when_its_supervisor_is_gone_until
     finally:
         kill(ranks)
     assert names(tmp_path) == ["started", "started", "finished"]
+
+
+def test_who_looks_whether_a_run_is_supervised_keeps_no_supervisor_away(tmp_path, monkeypatch):
+    looking = [os.open(tmp_path / SUPERVISED, os.O_RDONLY | os.O_CREAT)]
+    fcntl.flock(looking[0], fcntl.LOCK_SH)
+    lock = fcntl.flock
+
+    def lock_while_somebody_looks(file: int, operation: int) -> None:
+        try:
+            lock(file, operation)
+        finally:
+            while looking:
+                os.close(looking.pop())
+
+    monkeypatch.setattr(fcntl, "flock", lock_while_somebody_looks)
+    assert supervisor_of(tmp_path, [FINISHES]).run() == 0
+
+
+def test_a_sign_of_life_that_is_being_overwritten_is_read_again(tmp_path, monkeypatch):
+    for rank in (0, 1):
+        file = BeatFile(tmp_path, rank)
+        file.write(Beat(rank=rank, pid=1, host="h", count=1, phase=Phase.step, step=3, num_done=3, time=0.0))
+        file.close()
+    read, times = Path.read_bytes, {"rank-0.json": 0, "rank-1.json": 0}
+
+    def read_while_it_is_written(path: Path) -> bytes:
+        times[path.name] += 1
+        return read(path)[: 40 if path.name == "rank-1.json" and times[path.name] < 3 else None]
+
+    monkeypatch.setattr(Path, "read_bytes", read_while_it_is_written)
+    assert [beat.rank for beat in read_beats(tmp_path)] == [0, 1]
+    assert times == {"rank-0.json": 1, "rank-1.json": 3}
+    (tmp_path / "rank-0.json").write_text("{")
+    assert [beat.rank for beat in read_beats(tmp_path)] == [1], "one that stays so is left out"
 
 
 def test_a_run_folder_that_cannot_be_written_is_refused(tmp_path):
