@@ -9,6 +9,7 @@ import random
 import re
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,6 +36,9 @@ HOPELESS = (FileNotFoundError, PermissionError, ImportError)
 """Failures that another attempt does not cure."""
 
 GONE = "the file is gone, and there is no remote"
+
+LEFTOVER_SECONDS = 3600.0
+"""Age from which a file that was being fetched is one that nobody fetches any more, on other machines either."""
 
 _ON_THE_WAY = re.compile(rf".+\.[0-9a-f]{{8}}{re.escape(PARTIAL)}(\..+)?")
 """Name of a file that is being fetched; some stores' clients give it another ending until it is there."""
@@ -98,14 +102,15 @@ class FetchedStream(Stream):
             ) from error
 
     def remove_leftovers(self) -> None:
-        """Remove what killed processes were fetching; nobody may be fetching now."""
+        """Remove what killed processes were fetching; no other data set of this machine may be fetching now."""
         folder = Path(self.local, self.split)
         if self.remote is None or not folder.is_dir():
             return
         for entry in os.scandir(folder):
             if _ON_THE_WAY.fullmatch(entry.name):
                 with suppress(FileNotFoundError, PermissionError):  # A cache that is whole may be another user's.
-                    Path(entry).unlink()
+                    if time.time() - entry.stat().st_mtime > LEFTOVER_SECONDS:
+                        Path(entry).unlink()
 
     def release(self) -> None:
         """Close the connection: loader workers that inherited it by fork would share it."""
