@@ -118,18 +118,28 @@ def run_command(main: Callable[[], None], *, say: Callable[[str], None] = say_to
     _exit_on_termination()
     _terminate_with_launcher()
     try:
-        main()
+        try:
+            main()
+        except BaseException:  # Here Python 3.10 handles a signal that the launcher sent while this was raised,
+            raise
     except BaseException as reason:
         try:
             termination = telling.Termination()
-        except SystemExit:  # The launcher's signal came while this was raised, and is handled only now.
+        except SystemExit:  # and later versions here.
             termination = telling.Termination()
-        code = _code_of_ending(reason, say, termination)
+        code = _code_of_ending(_told_by(reason), say, termination)
         if code is None:
             termination.release()
             raise
         return _end(code)
     return 0
+
+
+def _told_by(reason: BaseException) -> BaseException:
+    """What ended a command: what was being raised when a signal came, if that was meant to end it."""
+    context = reason.__context__
+    is_meant = isinstance(context, UserError | PreemptedError | KeyboardInterrupt)
+    return context if isinstance(reason, SystemExit) and context is not None and is_meant else reason
 
 
 def _code_of_ending(reason: BaseException, say: Callable[[str], None], termination: telling.Termination) -> int | None:

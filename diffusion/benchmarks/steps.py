@@ -2,6 +2,7 @@
 
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -111,8 +112,9 @@ def measure_steps(
     Returns:
         `rows` (fields of `Row`), `parts` (seconds of each part of the Trainer's step), the machine and the settings.
     """
-    machine = measure_machine(device)
     on_gpu = device.type == "cuda"
+    # One thread is measured by what it takes itself: other processes would make the machine look slower than it is.
+    machine = measure_machine(device, time.perf_counter if on_gpu or torch.get_num_threads() > 1 else time.process_time)
     num_gpus = dist.get_world_size()
     if num_gpus > 1:
         dist.initialize_dist("gpu" if on_gpu else "cpu")

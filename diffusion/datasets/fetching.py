@@ -108,7 +108,7 @@ class FetchedStream(Stream):
             return
         for entry in os.scandir(folder):
             if _ON_THE_WAY.fullmatch(entry.name):
-                with suppress(FileNotFoundError, PermissionError):  # A cache that is whole may be another user's.
+                with suppress(OSError):  # It has gone; a cache that is whole may be another user's, or read-only.
                     if time.time() - entry.stat().st_mtime > LEFTOVER_SECONDS:
                         Path(entry).unlink()
 

@@ -62,7 +62,10 @@ class FetchingDataset(StreamingDataset):
     @property
     def _cache_filelock(self) -> FileLock:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The lock that this thread took last. Streaming makes one for each shard, in several threads at once."""
-        return self._locks[threading.get_ident()]
+        try:
+            return self._locks[threading.get_ident()]
+        except KeyError:
+            raise AttributeError("this thread has taken no lock") from None
 
     @_cache_filelock.setter
     def _cache_filelock(self, lock: FileLock) -> None:
@@ -146,9 +149,12 @@ class FetchingDataset(StreamingDataset):
             raise
 
     def _is_at_hand(self, shard_id: int) -> bool:
-        """Whether a shard that was prepared before is still here; Streaming would take a file lock: 216 us."""
-        is_local = shard_id in self._prepared and self._shard_states[shard_id] == _ShardState.LOCAL
-        return is_local and os.access(self._paths[shard_id], os.F_OK)
+        """Whether a shard that this worker has prepared is still here; Streaming would take a file lock: 216 us."""
+        return shard_id in self._prepared and self._is_here(shard_id)
+
+    def _is_here(self, shard_id: int) -> bool:
+        """Whether some worker has prepared a shard that is still here."""
+        return self._shard_states[shard_id] == _ShardState.LOCAL and os.access(self._paths[shard_id], os.F_OK)
 
     def _check_original(self, shard_id: int) -> None:
         """Raise `FileNotFoundError` for a shard that is gone and has no remote: Streaming would try for minutes."""
@@ -232,7 +238,7 @@ class FetchingDataset(StreamingDataset):
                 continue
             part = self._look_for(it, it.ready_index)
             for shard_id in part.shards:
-                while not self._is_at_hand(shard_id) and not self._is_over(it):
+                while not self._is_here(shard_id) and not self._is_over(it):
                     if self._shard_states[shard_id] == _ShardState.PREPARING:
                         sleep(TICK)
                     else:

@@ -1,6 +1,7 @@
 """Ports for servers on this machine."""
 
 import collections
+import errno
 import secrets
 import socket
 
@@ -24,8 +25,10 @@ def free_port() -> int:
             try:
                 mark.bind(f"\0diffusion-port-{port}")
                 probe.bind(("127.0.0.1", port))
-            except OSError:
+            except OSError as error:
                 mark.close()
+                if error.errno != errno.EADDRINUSE:
+                    raise
                 continue
         _marks.append(mark)
         return port

@@ -104,18 +104,9 @@ class RayWorkers:
         """
         if self.number < 1:
             raise ConfigurationError(f"--ray-workers {self.number}: it must be 1 or more")
-        on_gpu = device.startswith("cuda")
         with ray_session(self.number + 1) as ray:
-            if on_gpu and ray.cluster_resources().get("GPU", 0) < self.number:
-                raise ConfigurationError(
-                    f"--ray-workers {self.number}: the cluster has {ray.cluster_resources().get('GPU', 0):.0f} GPUs"
-                )
-            counters = ray.remote(num_cpus=0)(LocalCounters).remote()
-            task = ray.remote(num_cpus=1, num_gpus=1 if on_gpu else 0, max_retries=0)(_in_task)
-            given = ray.put(work)
-            options = {"device": "cuda" if on_gpu else device, "num_workers": num_workers}
             try:
-                failed = ray.get([task.remote(given, self.load, counters, **options) for _ in range(self.number)])
+                failed = self._run(ray, work, device, num_workers)
             except ray.exceptions.RayTaskError:
                 raise
             except ray.exceptions.RayError as error:
@@ -126,6 +117,19 @@ class RayWorkers:
         for error in failed:
             if error is not None:
                 raise error
+
+    def _run(self, ray: Any, work: Work, device: str, num_workers: int) -> list[UserError | None]:
+        """Return the mistake that each task met, if any."""
+        on_gpu = device.startswith("cuda")
+        if on_gpu and ray.cluster_resources().get("GPU", 0) < self.number:
+            raise ConfigurationError(
+                f"--ray-workers {self.number}: the cluster has {ray.cluster_resources().get('GPU', 0):.0f} GPUs"
+            )
+        counters = ray.remote(num_cpus=0)(LocalCounters).remote()
+        task = ray.remote(num_cpus=1, num_gpus=1 if on_gpu else 0, max_retries=0)(_in_task)
+        given = ray.put(work)
+        options = {"device": "cuda" if on_gpu else device, "num_workers": num_workers}
+        return ray.get([task.remote(given, self.load, counters, **options) for _ in range(self.number)])
 
 
 class RayCounters:

@@ -118,9 +118,11 @@ def encode_items(
                 writer.put(encoded)
         writer.finish()
     except BaseException:
-        writer.abandon()
-        with contextlib.suppress(Exception):  # Who counts may be gone, which is not to hide what happened here.
-            counters.add("failed", 1)
+        try:
+            with contextlib.suppress(Exception):  # Who counts may be gone, which is not to hide what happened here.
+                counters.add("failed", 1)
+        finally:
+            writer.abandon()
         raise
 
 
