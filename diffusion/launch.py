@@ -136,10 +136,10 @@ def run_command(main: Callable[[], None], *, say: Callable[[str], None] = say_to
 
 
 def _told_by(reason: BaseException) -> BaseException:
-    """What ended a command: what was being raised when a signal came, if that was meant to end it."""
+    """What ended a command: what was being raised when SIGTERM came, if that was meant to end it."""
     context = reason.__context__
-    is_meant = isinstance(context, UserError | PreemptedError | KeyboardInterrupt)
-    return context if isinstance(reason, SystemExit) and context is not None and is_meant else reason
+    is_by_signal = isinstance(reason, SystemExit) and reason.code == 128 + signal.SIGTERM
+    return context if is_by_signal and isinstance(context, UserError | PreemptedError | KeyboardInterrupt) else reason
 
 
 def _code_of_ending(reason: BaseException, say: Callable[[str], None], termination: telling.Termination) -> int | None:

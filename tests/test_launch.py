@@ -138,6 +138,25 @@ def test_a_user_error_is_said_without_a_traceback_and_a_defect_passes(monkeypatc
         run_command(lambda: fail(ZeroDivisionError()))
 
 
+def test_a_signal_that_comes_while_an_error_is_raised_does_not_hide_it(monkeypatch):
+    """Python 3.10 may handle it before the error is caught."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    said: list[str] = []
+
+    def fail(code: int):
+        try:
+            raise DataError("no shards in x")
+        except DataError:
+            sys.exit(code)
+
+    assert run_command(lambda: fail(128 + signal.SIGTERM), say=said.append) == 2
+    assert said == ["DataError: no shards in x"]
+    with pytest.raises(SystemExit, match="3"):
+        run_command(lambda: fail(3), say=said.append)
+    assert len(said) == 1
+
+
 def test_ctrl_c_is_one_line_and_exit_code_130(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     said: list[str] = []

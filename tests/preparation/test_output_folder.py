@@ -166,8 +166,9 @@ def test_a_forked_process_that_lives_longer_does_not_hold_the_claim(tmp_path):
             os._exit(0)
         here.recv(16)
     try:
-        with output_folder.claim(tmp_path / "out", "prepared"):
-            pass
+        with output_folder.claim(tmp_path / "out", "prepared") as work:
+            assert work.is_dir()
+        assert os.waitpid(child, os.WNOHANG) == (0, 0), "it lives longer"
     finally:
         here.send(b"x")
         os.waitpid(child, 0)
