@@ -3,14 +3,13 @@
 A generator with a state gives a different number to a sample as soon as the number of GPUs, the microbatch or the
 moment of resumption changes. Here every number is a pure function of its address: Philox4x32-10 (Salmon et al.,
 "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.2) of the key (seed, purpose) and the counter
-(position, step, sample), in integer tensor operations that give the same bits on every device.
+(position, step, sample), in integer arithmetic that gives the same bits on every device: by operations of torch on a
+CPU, by one kernel (`diffusion.kernels.philox`) on a GPU.
 
 Shape letters: B batch, N numbers per sample.
 """
 
-import functools
 import math
-from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, TypeVar
 
@@ -102,20 +101,23 @@ def random_words(seed: int, purpose: Purpose, step: Tensor, sample: Tensor, num_
     Returns:
         int64 [B, num_words], each 0 <= word < 2^32.
     """
-    return _words(_key(seed, purpose), step, sample, num_words)
-
-
-def _key(seed: int, purpose: Purpose) -> tuple[int, int]:
+    if sample.is_cuda:
+        return _draw_on_gpu(seed, purpose, step, sample, num_words, torch.int64)
     assert 0 <= seed < MAX_SEED, f"seed {seed}"
-    return seed, int(purpose)
-
-
-def _words(key: tuple[Any, Any], step: Tensor, sample: Tensor, num_words: int) -> Tensor:
-    """Random words [B, num_words] of a key."""
     position = torch.arange((num_words + 3) // 4, device=sample.device)
     counter = (position[None, :], step[:, None] & _MASK, sample[:, None] & _MASK, (sample[:, None] >> 32) & _MASK)
-    words = torch.stack(torch.broadcast_tensors(*philox(counter, key)), dim=-1)
+    words = torch.stack(torch.broadcast_tensors(*philox(counter, (seed, int(purpose)))), dim=-1)
     return words.flatten(1)[:, :num_words]
+
+
+def _draw_on_gpu(
+    seed: int, purpose: Purpose, step: Tensor, sample: Tensor, num: int, dtype: torch.dtype
+) -> Tensor:
+    """Words (int64) or normal numbers (float32) [B, num], in one launch."""
+    from diffusion.kernels.philox import draw  # Triton need not be installed for a CPU.
+
+    assert 0 <= seed < MAX_SEED, f"seed {seed}"
+    return draw(purpose << 32 | seed, step, sample, num, dtype)
 
 
 def random_word(seed: int, purpose: Purpose, step: int, sample: int) -> int:
@@ -174,29 +176,9 @@ def normal(seed: int, purpose: Purpose, step: Tensor, sample: Tensor, shape: tup
     """
     num = math.prod(shape)
     if sample.is_cuda:
-        numbers = _fused_normals()(_key_on_device(seed, purpose, sample.device), step, sample, num)
-    else:
-        numbers = _normals(_key(seed, purpose), step, sample, num)
-    return numbers.reshape(sample.shape[0], *shape)
-
-
-def _normals(key: tuple[Any, Any], step: Tensor, sample: Tensor, num: int) -> Tensor:
-    """Standard normal numbers [B, num] of a key."""
-    words = _words(key, step, sample, num + num % 2).float().view(sample.shape[0], -1, 2)
+        return _draw_on_gpu(seed, purpose, step, sample, num, torch.float32).reshape(sample.shape[0], *shape)
+    words = random_words(seed, purpose, step, sample, num + num % 2).float().view(sample.shape[0], -1, 2)
     radius = torch.sqrt(-2.0 * torch.log((words[..., 0] + 0.5) * 2.0**-32))
     angle = words[..., 1] * (2.0 * math.pi * 2.0**-32)
     pairs = torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)], dim=-1)
-    return pairs.flatten(1)[:, :num]
-
-
-@functools.cache
-def _fused_normals() -> Callable[[tuple[Tensor, Tensor], Tensor, Tensor, int], Tensor]:
-    """`_normals` as one kernel for any key and size: operation by operation it is 170 launches."""
-    return torch.compile(_normals, fullgraph=True, dynamic=True)
-
-
-@functools.cache
-def _key_on_device(seed: int, purpose: Purpose, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The key as tensors, so that what is compiled for one purpose serves all."""
-    first, second = _key(seed, purpose)
-    return torch.tensor(first, device=device), torch.tensor(second, device=device)
+    return pairs.flatten(1)[:, :num].reshape(sample.shape[0], *shape)
