@@ -110,9 +110,7 @@ def random_words(seed: int, purpose: Purpose, step: Tensor, sample: Tensor, num_
     return words.flatten(1)[:, :num_words]
 
 
-def _draw_on_gpu(
-    seed: int, purpose: Purpose, step: Tensor, sample: Tensor, num: int, dtype: torch.dtype
-) -> Tensor:
+def _draw_on_gpu(seed: int, purpose: Purpose, step: Tensor, sample: Tensor, num: int, dtype: torch.dtype) -> Tensor:
     """Words (int64) or normal numbers (float32) [B, num], in one launch."""
     from diffusion.kernels.philox import draw  # Triton need not be installed for a CPU.
 

@@ -1,13 +1,10 @@
 import math
-import shutil
 
 import pytest
 import torch
 
 from diffusion.randomness import (
     Purpose,
-    _fused_normals,
-    _key_on_device,
     bernoulli,
     normal,
     philox,
@@ -121,19 +118,6 @@ def test_addresses_are_distinct_and_not_negative():
     assert len(addresses) == 27
     assert min(addresses) == 0
     assert max(addresses) < 2**63
-
-
-@pytest.mark.compiler
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler: apt-get install g++")
-def test_fused_normals_are_the_same_for_any_purpose_and_size():
-    fused = _fused_normals()
-    for num_samples, num in ((64, 4096), (5, 7)):
-        for purpose in (Purpose.NOISE, Purpose.POSTERIOR):
-            key = _key_on_device(17, purpose, torch.device("cpu"))
-            numbers = fused(key, STEP[:num_samples], SAMPLES[:num_samples], num)
-            plain = normal(17, purpose, STEP[:num_samples], SAMPLES[:num_samples], (num,))
-            assert numbers.shape == plain.shape
-            assert (numbers - plain).abs().max() < 1e-6
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """Ahead-of-time compilation of Triton kernels, for a GPU that this machine need not have."""
 
+import functools
 import re
 import subprocess
 import tempfile
@@ -103,13 +104,18 @@ class _Recorder(TorchDispatchMode):
         self.launches: list[Launch | OpOverload] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        own = OPDEFS.get(func._schema.name)
-        if own is not None:
-            with self:
-                return own._init_fn(*args, **(kwargs or {}))
+        own, kwargs = OPDEFS.get(func._schema.name), kwargs or {}
+        result = NotImplemented
+        with self:
+            if own is not None:
+                result = own._init_fn(*args, **kwargs)
+            elif func.namespace == "aten":
+                result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
         if func.namespace == "aten" and not func.is_view and "empty" not in func._schema.name:
             self.launches.append(func)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def launches(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -143,21 +149,28 @@ def launches(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[An
 def measure(compiled: Any, arch: int) -> Kernel:
     """Let ptxas assemble the code of a kernel that `triton.compile` returned, and say what it takes."""
     ptx = compiled.asm["ptx"]
+    num_registers, num_spilled = _assemble(ptx, arch)
+    return Kernel(
+        name=compiled.metadata.name,
+        num_registers=num_registers,
+        num_spilled=num_spilled,
+        num_shared=compiled.metadata.shared,
+        ptx=ptx,
+    )
+
+
+@functools.cache
+def _assemble(ptx: str, arch: int) -> tuple[int, int]:
+    """Registers, and bytes of spills."""
     assembler = _BINARIES / ("ptxas-blackwell" if arch >= 100 else "ptxas")
+    target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
+    assert target
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
-        assert target
         command = [str(assembler), "-v", f"--gpu-name={target[1]}", file.name, "-o", "/dev/null"]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
     registers = re.search(r"Used (\d+) registers", report)
     assert spills and registers, report
-    return Kernel(
-        name=compiled.metadata.name,
-        num_registers=int(registers[1]),
-        num_spilled=int(spills[1]) + int(spills[2]),
-        num_shared=compiled.metadata.shared,
-        ptx=ptx,
-    )
+    return int(registers[1]), int(spills[1]) + int(spills[2])

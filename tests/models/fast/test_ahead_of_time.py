@@ -1,0 +1,89 @@
+"""What Inductor makes of the U-Net's blocks with the shipped options can be compiled for GPUs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.resnet import ResnetBlock2D
+from torch import nn
+
+from diffusion.config.model import Architecture, ModelConfig
+from diffusion.config.performance import Compilation, PerformanceConfig
+from diffusion.config.training import Device
+from diffusion.models import fast
+from diffusion.models.build import build_unet
+from diffusion.models.norms import use_low_precision_norms
+from tests.tools.inductor_aot import Graph, lowering_for_gpu
+from tests.tools.triton_aot import ARCHITECTURES
+
+BATCH, EDGE = 4, 32
+
+
+def unet(architecture: Architecture, compilation: Compilation = Compilation.auto) -> Any:
+    """A U-Net as it is trained on a GPU, without weights."""
+    with torch.device("meta"):
+        unet = build_unet(ModelConfig(architecture=architecture))
+    use_low_precision_norms(unet)
+    fast.apply(unet, PerformanceConfig(compilation=compilation), Device.gpu)
+    return unet
+
+
+def blocks(architecture: Architecture) -> list[tuple[nn.Module, dict[str, torch.Tensor]]]:
+    """The first ResNet block that changes the width, and the first transformer block after it, with their inputs."""
+    whole = unet(architecture)
+    resnet, attention = whole.down_blocks[1].resnets[0], whole.down_blocks[1].attentions[0]
+    image = torch.empty(BATCH, resnet.in_channels, EDGE, EDGE).to(memory_format=torch.channels_last)
+    hidden = torch.empty(BATCH, EDGE * EDGE, resnet.out_channels)
+    text = torch.empty(BATCH, 77, whole.config["cross_attention_dim"])
+    embedding = torch.empty(BATCH, whole.time_embedding.linear_2.out_features)
+    return [
+        (resnet, {"input_tensor": image, "temb": embedding}),
+        (attention.transformer_blocks[0], {"hidden_states": hidden, "encoder_hidden_states": text}),
+    ]
+
+
+def lower(module: nn.Module, inputs: dict[str, torch.Tensor], dtype: torch.dtype) -> list[Graph]:
+    """Forward and backward pass in mixed precision."""
+    module.to_empty(device="cpu").train()
+    inputs = {name: value.to(dtype).requires_grad_(name != "encoder_hidden_states") for name, value in inputs.items()}
+    with lowering_for_gpu() as graphs, torch.autocast("cpu", dtype):
+        output = module(**inputs)
+        output.backward(torch.empty_like(output))
+    return graphs
+
+
+def check(graphs: list[Graph], *, architectures: Sequence[int] = ARCHITECTURES, every_tiling: bool = False) -> None:
+    assert [graph.is_backward for graph in graphs] == [False, True]
+    for graph in graphs:
+        for arch in architectures:
+            kernels = graph.kernels(arch, every_tiling=every_tiling)
+            assert kernels
+            assert sum(kernel.num_spilled for kernel in kernels) == 0
+
+
+def test_blocks_compile_in_bf16():
+    for module, inputs in blocks(Architecture.stable_diffusion_2):
+        assert isinstance(module, ResnetBlock2D | BasicTransformerBlock)
+        check(lower(module, inputs, torch.bfloat16))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("architecture", [Architecture.stable_diffusion_2, Architecture.stable_diffusion_xl])
+def test_blocks_compile_with_every_tiling(architecture, dtype):
+    for module, inputs in blocks(architecture):
+        check(lower(module, inputs, dtype), every_tiling=True)
+
+
+@pytest.mark.thorough
+def test_a_whole_unet_compiles():
+    module = unet(Architecture.tiny, Compilation.unet)
+    text = torch.empty(BATCH, 77, module.config["cross_attention_dim"])
+    inputs = {"sample": torch.empty(BATCH, 4, 16, 16), "timestep": torch.empty(BATCH), "encoder_hidden_states": text}
+    module.to_empty(device="cpu").train()
+    with lowering_for_gpu() as graphs, torch.autocast("cpu", torch.bfloat16):
+        output = module(**inputs).sample
+        output.backward(torch.empty_like(output))
+    check(graphs, architectures=(90,))
