@@ -86,7 +86,7 @@ def test_every_feature_map_in_training_is_channels_last(config, num, size):
     for unet in (ours, stock):
         loss_of(unet, batch(num, size)).backward()
     assert len(stock_orders.wrong) > 25
-    assert orders.num_outputs > 80
+    assert orders.num_outputs > 70
     assert orders.wrong == []
     assert set(orders.wrong_gradients) <= {"conv_out", ""}, "only the one that comes from the loss"
 
@@ -198,7 +198,7 @@ def test_bf16_keeps_the_losses_of_100_steps_with_fp32_masters(plain_losses, proc
     use_low_precision_norms(unet)
     fast.apply(unet, PerformanceConfig(), Device.cpu)
     seen = []
-    unet.mid_block.resnets[0].conv1.register_forward_pre_hook(lambda conv, _: seen.append(conv.weight.dtype))
+    unet.mid_block.resnets[0].conv2.register_forward_pre_hook(lambda conv, _: seen.append(conv.weight.dtype))
     losses = train(shard(unet, Precision.AMP_BF16), autocast=True)
     assert set(seen) == {torch.bfloat16}
     assert all(parameter.dtype == torch.float32 for parameter in unet.parameters())
