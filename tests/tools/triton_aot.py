@@ -1,0 +1,144 @@
+"""Ahead-of-time compilation of Triton kernels, for a GPU that this machine need not have."""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch._subclasses import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+ARCHITECTURES = (80, 90, 100)
+"""Compute capabilities times ten: A100, H100 and H200, B200."""
+
+_BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A compiled kernel.
+
+    Attributes:
+        name: of its function.
+        num_registers: of a thread.
+        num_spilled: bytes that a thread spills: stores and loads.
+        num_shared: bytes of shared memory of a program.
+        ptx: its code.
+    """
+
+    name: str
+    num_registers: int
+    num_spilled: int
+    num_shared: int
+    ptx: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A launch of a kernel.
+
+    Attributes:
+        kernel: the function.
+        grid: number of programs along each axis.
+        args: arguments by position, tensors as their dtypes.
+        kwargs: arguments by name, options such as `num_warps` included.
+    """
+
+    kernel: JITFunction
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def compile(self, arch: int) -> Kernel:
+        """What the launch would compile on a GPU of an architecture; tensors are aligned to 16 bytes."""
+        with _architecture(arch):
+            compiled = self.kernel.warmup(*self.args, grid=self.grid, **self.kwargs)
+        return measure(compiled, arch)
+
+
+class _AbsentGpu:
+    """Triton's driver of a GPU that is not there."""
+
+    def __init__(self, arch: int):
+        self.arch = arch
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return self.arch  # Kernels are kept by device.
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def _architecture(arch: int) -> Iterator[None]:
+    before = dict(vars(driver))  # `driver.active` itself would look for a GPU.
+    driver.set_active(_AbsentGpu(arch))
+    try:
+        yield
+    finally:
+        vars(driver).update(before)
+
+
+def launches(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Launch]:
+    """The launches of Triton kernels that a function would make, without a GPU.
+
+    Args:
+        function: called within `FakeTensorMode`; an operator's implementation, not the operator.
+        args: its arguments; tensors, wherever they are, become tensors without data on a GPU.
+        kwargs: those by name.
+    """
+    found = []
+
+    def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        args = tuple(arg.dtype if isinstance(arg, torch.Tensor) else arg for arg in args)
+        assert not any(isinstance(arg, torch.Tensor) for arg in kwargs.values())
+        if callable(grid):
+            grid = grid(dict(zip(self.arg_names, args, strict=False)) | kwargs)
+        found.append(Launch(kernel=self, grid=tuple(grid), args=args, kwargs=kwargs))
+
+    with FakeTensorMode() as mode, mock.patch.object(JITFunction, "run", record):
+        function(*(on_gpu(arg, mode) for arg in args), **{name: on_gpu(arg, mode) for name, arg in kwargs.items()})
+    return found
+
+
+def on_gpu(value: Any, mode: FakeTensorMode) -> Any:
+    """A tensor of the same shape, strides and dtype without data on a GPU; what is no tensor as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    with mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+
+
+def measure(compiled: Any, arch: int) -> Kernel:
+    """Let ptxas assemble the code of a kernel that `triton.compile` returned, and say what it takes."""
+    ptx = compiled.asm["ptx"]
+    assembler = _BINARIES / ("ptxas-blackwell" if arch >= 100 else "ptxas")
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
+        assert target
+        command = [str(assembler), "-v", f"--gpu-name={target[1]}", file.name, "-o", "/dev/null"]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
+    registers = re.search(r"Used (\d+) registers", report)
+    assert spills and registers, report
+    return Kernel(
+        name=compiled.metadata.name,
+        num_registers=int(registers[1]),
+        num_spilled=int(spills[1]) + int(spills[2]),
+        num_shared=compiled.metadata.shared,
+        ptx=ptx,
+    )
