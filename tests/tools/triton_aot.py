@@ -60,7 +60,7 @@ class Launch:
 
     def compile(self, arch: int) -> Kernel:
         """What the launch would compile on a GPU of an architecture; tensors are aligned to 16 bytes."""
-        with _architecture(arch):
+        with triton_driver(arch):
             compiled = self.kernel.warmup(*self.args, grid=self.grid, **self.kwargs)
         return measure(compiled, arch)
 
@@ -82,7 +82,7 @@ class _AbsentGpu:
 
 
 @contextmanager
-def _architecture(arch: int) -> Iterator[None]:
+def triton_driver(arch: int) -> Iterator[None]:
     before = dict(vars(driver))  # `driver.active` itself would look for a GPU.
     driver.set_active(_AbsentGpu(arch))
     try:

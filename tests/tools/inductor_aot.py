@@ -1,0 +1,151 @@
+"""Code that Inductor generates for a GPU that this machine need not have.
+
+Autograd asks CUDA for a stream as soon as it meets a tensor of a GPU, with or without data. So modules and inputs are
+on the CPU, and a graph moves to the GPU after it has been differentiated and partitioned, before Inductor lowers it.
+"""
+
+import contextlib
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._dynamo.device_interface import CudaInterface
+from torch._dynamo.variables import ConstantVariable
+from torch._dynamo.variables.tensor import TensorVariable
+from torch._guards import detect_fake_mode
+from torch._inductor import codecache, compile_fx, config
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.graph import GraphLowering
+from torch._inductor.ir import IRNode
+from torch._inductor.runtime import triton_helpers
+from torch._inductor.runtime.hints import DeviceProperties
+
+from tests.tools.triton_aot import Kernel, measure, on_gpu, triton_driver
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    """A graph that Inductor has lowered.
+
+    Attributes:
+        is_backward: whether it is the backward pass of another.
+        source: Inductor's Python file: Triton kernels, and a function `call` with all allocations and launches.
+    """
+
+    is_backward: bool
+    source: str
+
+    def kernels(self, arch: int, *, every_tiling: bool = False) -> list[Kernel]:
+        """Compile the Triton kernels.
+
+        Args:
+            arch: for which architecture.
+            every_tiling: each candidate of the autotuner, and not only the first.
+        """
+        tuned = []
+
+        def load(self: AsyncCompile, name: str, source: str, device_str: str = "cuda") -> None:
+            tuned.append(getattr(codecache.PyCodeCache.load(source), name))
+
+        with mock.patch.object(AsyncCompile, "triton", load), _gpu(arch):
+            exec(compile(self.source, "<inductor>", "exec"), {"__name__": "generated"})
+            kernels = []
+            for kernel in tuned:
+                kernel.device_props = kernel.device_props._replace(cc=arch)
+                for tiling in kernel.configs if every_tiling else kernel.configs[:1]:
+                    kernels.append(measure(kernel._precompile_config(tiling).kernel, arch))
+        return kernels
+
+
+@contextlib.contextmanager
+def lowering_for_gpu(arch: int = 90) -> Iterator[list[Graph]]:
+    """What `torch.compile` traces on the CPU is lowered for a GPU, and not run: results are tensors without values.
+
+    Python code that asks for `is_cuda` of a tensor on the CPU is answered yes. Attention stays the operator of the CPU.
+
+    Yields:
+        The graphs, in the order of lowering.
+    """
+    graphs: list[Graph] = []
+    codegen_and_compile = compile_fx._InProcessFxCompile.codegen_and_compile
+
+    def lower(self: Any, gm: torch.fx.GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        mode = detect_fake_mode(inputs)
+        assert mode is not None
+        for node in gm.graph.nodes:
+            if "device" in node.kwargs:
+                node.kwargs = {**node.kwargs, "device": torch.device("cuda", 0)}
+        return codegen_and_compile(self, gm, [on_gpu(value, mode) for value in inputs], *args, **kwargs)
+
+    def generate(self: GraphLowering) -> Any:
+        code: Any = self.codegen()[0]
+        graphs.append(Graph(is_backward=self.is_backward, source=getattr(code, "value", code)))
+        outputs = [_layout(output) for output in self.graph_outputs]
+        return types.SimpleNamespace(call=lambda _: [_empty(*output) if output else None for output in outputs])
+
+    with (
+        _gpu(arch),
+        mock.patch.object(compile_fx._InProcessFxCompile, "codegen_and_compile", lower),
+        mock.patch.object(GraphLowering, "compile_to_module", generate),
+        mock.patch.object(TensorVariable, "method_attr_is_cuda", lambda *_: ConstantVariable.create(True)),
+        config.patch(fx_graph_cache=False, compile_threads=1),
+    ):
+        torch._dynamo.reset()
+        yield graphs
+    torch._dynamo.reset()
+
+
+def _layout(output: Any) -> tuple[Any, ...] | None:
+    """Sizes, strides and dtype of a graph's output; None of one that is no tensor."""
+    if not (isinstance(output, IRNode) and output.has_tensor_output()):
+        return None
+    return [int(size) for size in output.get_size()], [int(step) for step in output.get_stride()], output.get_dtype()
+
+
+def _empty(size: list[int], stride: list[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype)
+
+
+@contextlib.contextmanager
+def _gpu(arch: int) -> Iterator[None]:
+    """Properties of a GPU of an architecture (the sizes are the H200's), for Inductor and Triton."""
+    properties = types.SimpleNamespace(
+        name="absent GPU",
+        major=arch // 10,
+        minor=arch % 10,
+        multi_processor_count=132,
+        warp_size=32,
+        regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024,
+        total_memory=141 * 10**9,
+        gcnArchName="",
+        shared_memory_per_block=48 * 2**10,
+        shared_memory_per_block_optin=227 * 2**10,
+        L2_cache_size=50 * 2**20,
+    )
+    replacements: list[tuple[Any, str, Any]] = [
+        (torch.cuda, "get_device_properties", lambda *_: properties),
+        (torch.cuda, "get_device_capability", lambda *_: divmod(arch, 10)),
+        (torch.cuda, "current_device", lambda: 0),
+        (torch.cuda, "device_count", lambda: 1),
+        (CudaInterface, "get_device_properties", staticmethod(lambda *_: properties)),
+        (CudaInterface.Worker, "get_device_properties", staticmethod(lambda *_: properties)),
+        (CudaInterface, "get_compute_capability", staticmethod(lambda *_: arch)),
+        (CudaInterface, "current_device", staticmethod(lambda: 0)),
+        (CudaInterface, "is_bf16_supported", staticmethod(lambda *_, **__: True)),
+        (CudaInterface, "is_available", staticmethod(lambda: True)),
+        (torch._C, "_select_conv_backend", lambda *_, **__: torch._C._ConvBackend.Cudnn),  # It asks for bf16.
+        (triton_helpers, "set_driver_to_gpu", lambda: None),
+    ]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(triton_driver(arch))
+        for target, name, value in replacements:
+            stack.enter_context(mock.patch.object(target, name, value))
+        stack.callback(DeviceProperties.create.cache_clear)  # Entered last: cleared first.
+        DeviceProperties.create.cache_clear()
+        yield
