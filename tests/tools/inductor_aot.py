@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import triton
 from torch import Tensor
 from torch._dynamo.device_interface import CudaInterface
 from torch._dynamo.variables import ConstantVariable
@@ -23,8 +24,9 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.ir import IRNode
 from torch._inductor.runtime import triton_helpers
 from torch._inductor.runtime.hints import DeviceProperties
+from torch.utils._pytree import tree_map_only
 
-from tests.tools.triton_aot import Kernel, measure, on_gpu, triton_driver
+from tests.tools.triton_aot import Kernel, measure, triton_driver
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,18 +48,24 @@ class Graph:
             arch: for which architecture.
             every_tiling: each candidate of the autotuner, and not only the first.
         """
-        tuned = []
+        tuned, kernels = [], []
+        compile_source = triton.compile
 
         def load(self: AsyncCompile, name: str, source: str, device_str: str = "cuda") -> None:
             tuned.append(getattr(codecache.PyCodeCache.load(source), name))
 
-        with mock.patch.object(AsyncCompile, "triton", load), _gpu(arch):
+        def compile_and_measure(*args: Any, **kwargs: Any) -> Any:
+            compiled = compile_source(*args, **kwargs)
+            kernels.append(measure(compiled, arch))
+            return compiled
+
+        with _gpu(arch), mock.patch.object(AsyncCompile, "triton", load):
             exec(compile(self.source, "<inductor>", "exec"), {"__name__": "generated"})
-            kernels = []
+        with _gpu(arch), mock.patch.object(triton, "compile", compile_and_measure):
             for kernel in tuned:
                 kernel.device_props = kernel.device_props._replace(cc=arch)
                 for tiling in kernel.configs if every_tiling else kernel.configs[:1]:
-                    kernels.append(measure(kernel._precompile_config(tiling).kernel, arch))
+                    kernel._precompile_config(tiling)
         return kernels
 
 
@@ -79,7 +87,9 @@ def lowering_for_gpu(arch: int = 90) -> Iterator[list[Graph]]:
         for node in gm.graph.nodes:
             if "device" in node.kwargs:
                 node.kwargs = {**node.kwargs, "device": torch.device("cuda", 0)}
-        return codegen_and_compile(self, gm, [on_gpu(value, mode) for value in inputs], *args, **kwargs)
+        with mode:
+            moved = tree_map_only(Tensor, lambda x: _empty(x.shape, x.stride(), x.dtype, "cuda"), list(inputs))
+        return codegen_and_compile(self, gm, moved, *args, **kwargs)
 
     def generate(self: GraphLowering) -> Any:
         code: Any = self.codegen()[0]
@@ -106,8 +116,8 @@ def _layout(output: Any) -> tuple[Any, ...] | None:
     return [int(size) for size in output.get_size()], [int(step) for step in output.get_stride()], output.get_dtype()
 
 
-def _empty(size: list[int], stride: list[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype)
+def _empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: str = "cpu") -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 @contextlib.contextmanager

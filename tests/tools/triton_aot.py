@@ -12,7 +12,11 @@ from unittest import mock
 
 import torch
 import triton
+from torch._library.custom_ops import OPDEFS
+from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -91,34 +95,49 @@ def triton_driver(arch: int) -> Iterator[None]:
         vars(driver).update(before)
 
 
-def launches(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Launch]:
-    """The launches of Triton kernels that a function would make, without a GPU.
+class _Recorder(TorchDispatchMode):
+    """Note what is launched: operators of torch, and the Triton kernels within operators of our own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[Launch | OpOverload] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        own = OPDEFS.get(func._schema.name)
+        if own is not None:
+            with self:
+                return own._init_fn(*args, **(kwargs or {}))
+        if func.namespace == "aten" and not func.is_view and "empty" not in func._schema.name:
+            self.launches.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def launches(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    """What a function would launch on a GPU, without one.
 
     Args:
-        function: called within `FakeTensorMode`; an operator's implementation, not the operator.
-        args: its arguments; tensors, wherever they are, become tensors without data on a GPU.
+        function: called with tensors without data, which say that they are on a GPU (`is_cuda`). They are on the CPU:
+            slices of tensors on a GPU ask for one.
+        args: its arguments.
         kwargs: those by name.
+
+    Returns:
+        A `Launch` for each Triton kernel, also of our operators; the `OpOverload` for each operator of torch.
     """
-    found = []
+    recorder = _Recorder()
 
     def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         args = tuple(arg.dtype if isinstance(arg, torch.Tensor) else arg for arg in args)
         assert not any(isinstance(arg, torch.Tensor) for arg in kwargs.values())
         if callable(grid):
             grid = grid(dict(zip(self.arg_names, args, strict=False)) | kwargs)
-        found.append(Launch(kernel=self, grid=tuple(grid), args=args, kwargs=kwargs))
+        recorder.launches.append(Launch(kernel=self, grid=tuple(grid), args=args, kwargs=kwargs))
 
     with FakeTensorMode() as mode, mock.patch.object(JITFunction, "run", record):
-        function(*(on_gpu(arg, mode) for arg in args), **{name: on_gpu(arg, mode) for name, arg in kwargs.items()})
-    return found
-
-
-def on_gpu(value: Any, mode: FakeTensorMode) -> Any:
-    """A tensor of the same shape, strides and dtype without data on a GPU; what is no tensor as it is."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    with mode:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+        args, kwargs = tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
+        with mock.patch.object(torch.Tensor, "is_cuda", True), recorder:
+            function(*args, **kwargs)
+    return recorder.launches
 
 
 def measure(compiled: Any, arch: int) -> Kernel:
