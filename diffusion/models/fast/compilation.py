@@ -20,9 +20,9 @@ MAX_GRAPHS = 256
 """Graphs of one function: one for each shape of the blocks, times the sizes of pictures that are trained at."""
 
 RECOMPUTE = {"realize_reads_threshold": 16, "realize_acc_reads_threshold": 32, "realize_opcount_threshold": 100}
-"""Inductor's options: in the backward pass each kernel works out the normalised values again. By default, as they depend
-on many (small) tensors, one kernel writes them in fp32 for the others to read. Transformers keep the default, as it is
-their chains of residuals that would be worked out again."""
+"""Inductor's options: in the backward pass each kernel works out the normalised values again. By default, as they
+depend on many (small) tensors, one kernel writes them in fp32 for the others to read. Transformers keep the default:
+there it is chains of residuals that would be worked out again."""
 
 
 def find_blocks(network: nn.Module) -> list[nn.Module]:

@@ -137,11 +137,13 @@ def test_a_backend_for_gpus_is_refused_on_a_cpu():
         build(TOY, PerformanceConfig(attention=AttentionBackend.cudnn))
 
 
-def test_projections_with_adapters_are_left_to_them():
+def test_layers_with_adapters_are_left_to_them():
     plain, ours = build(TOY, None), build(TOY, PerformanceConfig())
     for unet in (plain, ours):
         layer = unet.mid_block.attentions[0].transformer_blocks[0].attn1
         layer.to_k = nn.Sequential(layer.to_k, nn.Softsign())
+        block = unet.mid_block.resnets[0]
+        block.conv1 = nn.Sequential(block.conv1, nn.Softsign())
     torch.testing.assert_close(loss_of(ours, batch()), loss_of(plain, batch()), rtol=1e-6, atol=0)
 
 
@@ -301,3 +303,21 @@ def test_compiles_without_breaks_and_once(traced, process_group, what):
     with torch.no_grad():
         loss_of(unet, batch(3, 8))
     assert num_graphs() == numbers[0], "evaluation and sampling run as they are"
+
+
+def test_compiled_blocks_can_be_checkpointed(traced):
+    plain, unet = build(ONE_LEVEL, None), build(ONE_LEVEL, PerformanceConfig(compilation=Compilation.blocks))
+    unet.enable_gradient_checkpointing()
+    for one in (plain, unet):
+        loss_of(one, batch()).backward()
+    for (name, one), other in zip(plain.named_parameters(), unet.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-3, atol=2e-6, msg=name)
+
+
+def test_every_norm_is_compiled(traced, monkeypatch):
+    """Eager ones on a GPU would copy to NCHW and back."""
+    unet = build(ONE_LEVEL, PerformanceConfig(compilation=Compilation.blocks))
+    eager = []
+    monkeypatch.setattr(F, "group_norm", lambda *args: eager.append(args))
+    loss_of(unet, batch()).backward()
+    assert eager == []
