@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 from diffusion.config.model import Architecture, ModelConfig
 from diffusion.config.performance import Compilation, PerformanceConfig
 from diffusion.config.training import Device
-from diffusion.kernels.group_norm import group_norm
 from diffusion.models import fast
 from diffusion.models.architectures import ARCHITECTURES
 from diffusion.models.build import build_unet
@@ -53,14 +52,35 @@ class _Count(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.is_view or func.name().startswith(("aten::detach", "aten::empty", "aten::_unsafe_view")):
             return result
-        tensors = [one for one in tree_leaves((args, kwargs, result)) if isinstance(one, Tensor)]
+        self.add(func.name().split("::")[1].split(".")[0], args, kwargs, result)
+        return result
+
+    def add(self, name: str, *values: Any) -> None:
+        """Count the tensors among the inputs and outputs of an operation."""
+        tensors = [one for one in tree_leaves(values) if isinstance(one, Tensor)]
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        name = func.name().split("::")[1].split(".")[0]
         if any(product in name for product in PRODUCTS):
             self.moved.products += num_bytes
         else:
             self.moved.by_operation[name] += num_bytes
-        return result
+
+
+class _FusedNorm(torch.autograd.Function):
+    """A compiled GroupNorm, of whose passes over memory the additions before it and the SiLU are parts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counter: _Count) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.counter, y = counter, torch.empty_like(x)
+        counter.add("group_norm", x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        result = torch.empty_like(x)
+        ctx.counter.add("group_norm_backward", x, *gradients, result)
+        return result, None
 
 
 @functools.cache
@@ -70,7 +90,7 @@ def count_moved_bytes(architecture: Architecture, resolution: int, is_fast: bool
     Args:
         architecture: of the U-Net.
         resolution: side of the picture in pixels.
-        is_fast: the U-Net as `diffusion.models.fast` changes it, with its kernel; else as diffusers builds it.
+        is_fast: the U-Net as `diffusion.models.fast` changes it; else as diffusers builds it.
     """
     spec = ARCHITECTURES[architecture]
     side, dtype = resolution // spec.vae_factor, torch.bfloat16
@@ -80,22 +100,17 @@ def count_moved_bytes(architecture: Architecture, resolution: int, is_fast: bool
         text = torch.empty(1, spec.max_tokens, unet.config["cross_attention_dim"], dtype=dtype)
         timesteps, target = torch.empty(1, dtype=torch.int64), torch.empty(latents.shape)
     torch.nn.Module.to(unet, dtype)
+    counter = _Count()
     if is_fast:
         fast.apply(unet, PerformanceConfig(compilation=Compilation.none), Device.gpu)
         for norm in unet.modules():
             if isinstance(norm, FusedGroupNorm):
-                norm.forward = functools.partial(_as_kernel, norm)
+                norm.forward = lambda x, shift=None: _FusedNorm.apply(x, counter)
     unet.set_attn_processor(FlashAttentionShapes())
-    counter = _Count()
     with counter:
         prediction = unet(latents, timesteps, text, return_dict=False)[0]
         F.mse_loss(prediction.float(), target).backward()
     return counter.moved
-
-
-def _as_kernel(norm: FusedGroupNorm, x: Tensor) -> Tensor:
-    """What the norm does on a GPU."""
-    return group_norm(x, norm.weight, norm.bias, norm.num_groups, norm.eps, norm.silu)
 
 
 def measure_moved_bytes(architecture: Architecture, resolutions: Sequence[int]) -> dict[str, Any]:

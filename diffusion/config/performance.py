@@ -31,7 +31,8 @@ class PerformanceConfig:
     """Keep activations in channels-last order (NHWC) from end to end, as convolutions on tensor cores want them."""
 
     fused_norms: bool = True
-    """With channels_last, on a GPU: GroupNorm and the SiLU after it in one Triton operator."""
+    """With channels_last and compilation: GroupNorm in a form that the compiler fuses with the convolution's bias, the
+    timestep's embedding and the SiLU."""
 
     fused_projections: bool = True
     """One matrix product for queries, keys and values of self-attention, and for keys and values of cross-attention."""

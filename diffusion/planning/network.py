@@ -19,7 +19,7 @@ from diffusion.config.training import Precision
 from diffusion.models.architectures import ARCHITECTURES
 from diffusion.models.build import build_unet, count_parameters
 from diffusion.models.discriminator import PatchDiscriminator
-from diffusion.models.fast.compilation import is_block
+from diffusion.models.fast.compilation import find_blocks
 from diffusion.models.flops import count_unet_flops
 from diffusion.models.frozen import build_vae
 from diffusion.models.lora import add_lora
@@ -121,7 +121,7 @@ def _unet_counts(key: str) -> ParameterCounts:
 def _largest_unit(key: str) -> int:
     """Of the blocks and of what is left outside of them."""
     network = meta_unet(_model(key))
-    sizes = [_num_trained(block.parameters()) for block in network.modules() if is_block(block)]
+    sizes = [_num_trained(block.parameters()) for block in find_blocks(network)]
     return max(*sizes, _num_trained(network.parameters()) - sum(sizes))
 
 

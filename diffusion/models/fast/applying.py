@@ -7,7 +7,7 @@ from diffusion.config.training import Device
 from diffusion.errors import ConfigurationError
 from diffusion.models.fast.attention import set_attention
 from diffusion.models.fast.channels_last import keep_channels_last
-from diffusion.models.fast.compilation import compile_modules, is_block
+from diffusion.models.fast.compilation import compile_blocks, compile_modules, find_blocks
 
 
 def apply(unet: UNet2DConditionModel, config: PerformanceConfig, device: Device) -> None:
@@ -26,7 +26,7 @@ def apply(unet: UNet2DConditionModel, config: PerformanceConfig, device: Device)
             f"performance.attention={config.attention.value} is for GPUs, and this run is on a CPU: set it to auto"
         )
     if config.channels_last:
-        keep_channels_last(unet, has_kernel=config.fused_norms)
+        keep_channels_last(unet, is_fused=config.fused_norms)
     set_attention(unet, config.attention, is_fused=config.fused_projections)
     compilation = config.compilation
     if compilation is Compilation.auto:
@@ -34,6 +34,6 @@ def apply(unet: UNet2DConditionModel, config: PerformanceConfig, device: Device)
     if compilation is Compilation.unet:
         compile_modules([unet])
         return
-    unet.fsdp_wrap_fn = is_block  # pyright: ignore[reportArgumentType]
+    unet.fsdp_wrap_fn = set(find_blocks(unet)).__contains__  # pyright: ignore[reportArgumentType]
     if compilation is Compilation.blocks:
-        compile_modules([module for module in unet.modules() if is_block(module)])
+        compile_blocks(unet)

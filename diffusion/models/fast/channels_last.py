@@ -29,13 +29,17 @@ class ChannelsLastConv(nn.Conv2d):
 
 
 class ChannelsLastResnet(ResnetBlock2D):
-    """ResNet block whose norms include the activation."""
+    """ResNet block whose norms include the activation, and the second one the additions before it."""
 
     def forward(self, input_tensor: Tensor, temb: Tensor) -> Tensor:
         """Transform [B, C, H, W] with the embedding of the timestep [B, D]."""
-        shift = self.time_emb_proj(F.silu(temb))[:, :, None, None]  # pyright: ignore[reportOptionalCall]
-        hidden = self.conv1(self.norm1(input_tensor)) + shift
-        hidden = self.conv2(self.dropout(self.norm2(hidden)))
+        shift = self.time_emb_proj(F.silu(temb))  # pyright: ignore[reportOptionalCall]
+        hidden, conv = self.norm1(input_tensor), self.conv1
+        if type(conv) is nn.Conv2d:
+            hidden, shift = F.conv2d(hidden, conv.weight, padding=conv.padding), shift + conv.bias
+        else:  # An adapter takes its place.
+            hidden = conv(hidden)
+        hidden = self.conv2(self.dropout(self.norm2(hidden, shift)))
         return (input_tensor if self.conv_shortcut is None else self.conv_shortcut(input_tensor)) + hidden
 
 
@@ -88,26 +92,26 @@ def _is_plain_upsample(block: nn.Module) -> bool:
     )
 
 
-def keep_channels_last(unet: UNet2DConditionModel, *, has_kernel: bool) -> None:
+def keep_channels_last(unet: UNet2DConditionModel, *, is_fused: bool) -> None:
     """Let the U-Net's blocks keep channels-last order, in place; blocks of other kinds stay as they are.
 
     Args:
         unet: diffusers' U-Net.
-        has_kernel: use our own kernel for GroupNorm and SiLU on a GPU.
+        is_fused: GroupNorm in the form for Inductor where it is compiled.
     """
     unet.conv_in.__class__ = ChannelsLastConv
     for block in unet.modules():
         if _is_plain_resnet(block):
             for norm in (block.norm1, block.norm2):
-                fuse(norm, silu=True, has_kernel=has_kernel)  # pyright: ignore[reportArgumentType]
+                fuse(norm, silu=True, is_fused=is_fused)  # pyright: ignore[reportArgumentType]
             block.__class__ = ChannelsLastResnet
         elif type(block) is Transformer2DModel and block.is_input_continuous:
             block.__class__ = ChannelsLastTransformer
         elif _is_plain_upsample(block):
             block.__class__ = ChannelsLastUpsample  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(unet.conv_act, nn.SiLU):
-        fuse(unet.conv_norm_out, silu=True, has_kernel=has_kernel)  # pyright: ignore[reportArgumentType]
+        fuse(unet.conv_norm_out, silu=True, is_fused=is_fused)  # pyright: ignore[reportArgumentType]
         unet.conv_act = nn.Identity()
     for norm in unet.modules():
         if type(norm) in (nn.GroupNorm, LowPrecisionGroupNorm):
-            fuse(norm, silu=False, has_kernel=has_kernel)  # pyright: ignore[reportArgumentType]
+            fuse(norm, silu=False, is_fused=is_fused)  # pyright: ignore[reportArgumentType]

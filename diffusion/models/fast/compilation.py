@@ -11,22 +11,46 @@ from typing import Any
 import torch
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import nn
+
+from diffusion.models.fast.norms import FusedGroupNorm
 
 MAX_GRAPHS = 256
 """Graphs of one function: one for each shape of the blocks, times the sizes of pictures that are trained at."""
 
+RECOMPUTE = {"realize_reads_threshold": 16, "realize_acc_reads_threshold": 32, "realize_opcount_threshold": 100}
+"""Inductor's options: in the backward pass each kernel works out the normalised values again. By default, as they
+depend on many (small) tensors, one kernel writes them in fp32 for the others to read. Transformers keep the default:
+there it is chains of residuals that would be worked out again."""
 
-def is_block(module: nn.Module) -> bool:
-    """Whether a module is a unit of compilation and of FSDP2: a ResNet block or a transformer block."""
-    return isinstance(module, ResnetBlock2D | BasicTransformerBlock)
+
+def find_blocks(network: nn.Module) -> list[nn.Module]:
+    """Units of compilation and of FSDP2: ResNet blocks and transformers, of which deep ones are a unit per block."""
+    shallow = [
+        module
+        for module in network.modules()
+        if isinstance(module, Transformer2DModel) and len(module.transformer_blocks) == 1
+    ]
+    inside = {block for transformer in shallow for block in transformer.transformer_blocks}
+    kinds = ResnetBlock2D | BasicTransformerBlock
+    return [module for module in network.modules() if isinstance(module, kinds) and module not in inside] + shallow
+
+
+def compile_blocks(network: nn.Module) -> None:
+    """Compile the blocks, and each GroupNorm that is outside of them."""
+    blocks = find_blocks(network)
+    inside = {module for block in blocks for module in block.modules()}
+    norms = [module for module in network.modules() if isinstance(module, FusedGroupNorm) and module not in inside]
+    compile_modules([*blocks, *norms])
 
 
 @functools.cache
 def _compiled(kind: type[nn.Module]) -> type[nn.Module]:
     """A subclass, of the same name (which diffusers stores with a model), that is compiled in training."""
     plain: Any = kind.forward
-    compiled = torch.compile(plain, fullgraph=True, dynamic=False)
+    options: Any = None if issubclass(kind, Transformer2DModel | BasicTransformerBlock) else RECOMPUTE
+    compiled = torch.compile(plain, fullgraph=True, dynamic=False, options=options)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         is_training = self.training and torch.is_grad_enabled()

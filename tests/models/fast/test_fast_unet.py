@@ -86,7 +86,7 @@ def test_every_feature_map_in_training_is_channels_last(config, num, size):
     for unet in (ours, stock):
         loss_of(unet, batch(num, size)).backward()
     assert len(stock_orders.wrong) > 25
-    assert orders.num_outputs > 80
+    assert orders.num_outputs > 70
     assert orders.wrong == []
     assert set(orders.wrong_gradients) <= {"conv_out", ""}, "only the one that comes from the loss"
 
@@ -137,11 +137,13 @@ def test_a_backend_for_gpus_is_refused_on_a_cpu():
         build(TOY, PerformanceConfig(attention=AttentionBackend.cudnn))
 
 
-def test_projections_with_adapters_are_left_to_them():
+def test_layers_with_adapters_are_left_to_them():
     plain, ours = build(TOY, None), build(TOY, PerformanceConfig())
     for unet in (plain, ours):
         layer = unet.mid_block.attentions[0].transformer_blocks[0].attn1
         layer.to_k = nn.Sequential(layer.to_k, nn.Softsign())
+        block = unet.mid_block.resnets[0]
+        block.conv1 = nn.Sequential(block.conv1, nn.Softsign())
     torch.testing.assert_close(loss_of(ours, batch()), loss_of(plain, batch()), rtol=1e-6, atol=0)
 
 
@@ -198,7 +200,7 @@ def test_bf16_keeps_the_losses_of_100_steps_with_fp32_masters(plain_losses, proc
     use_low_precision_norms(unet)
     fast.apply(unet, PerformanceConfig(), Device.cpu)
     seen = []
-    unet.mid_block.resnets[0].conv1.register_forward_pre_hook(lambda conv, _: seen.append(conv.weight.dtype))
+    unet.mid_block.resnets[0].conv2.register_forward_pre_hook(lambda conv, _: seen.append(conv.weight.dtype))
     losses = train(shard(unet, Precision.AMP_BF16), autocast=True)
     assert set(seen) == {torch.bfloat16}
     assert all(parameter.dtype == torch.float32 for parameter in unet.parameters())
@@ -301,3 +303,21 @@ def test_compiles_without_breaks_and_once(traced, process_group, what):
     with torch.no_grad():
         loss_of(unet, batch(3, 8))
     assert num_graphs() == numbers[0], "evaluation and sampling run as they are"
+
+
+def test_compiled_blocks_can_be_checkpointed(traced):
+    plain, unet = build(ONE_LEVEL, None), build(ONE_LEVEL, PerformanceConfig(compilation=Compilation.blocks))
+    unet.enable_gradient_checkpointing()
+    for one in (plain, unet):
+        loss_of(one, batch()).backward()
+    for (name, one), other in zip(plain.named_parameters(), unet.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-3, atol=2e-6, msg=name)
+
+
+def test_every_norm_is_compiled(traced, monkeypatch):
+    """Eager ones on a GPU would copy to NCHW and back."""
+    unet = build(ONE_LEVEL, PerformanceConfig(compilation=Compilation.blocks))
+    eager = []
+    monkeypatch.setattr(F, "group_norm", lambda *args: eager.append(args))
+    loss_of(unet, batch()).backward()
+    assert eager == []
