@@ -26,6 +26,7 @@ from diffusion.checkpointing.reading import resolve_checkpoint
 from diffusion.checkpointing.resumption import checkpoint_places, find_resumption, remove_downloads
 from diffusion.checkpointing.safe_loading import as_data_error
 from diffusion.config.checks import check, num_batches
+from diffusion.config.groups import microbatch_size
 from diffusion.config.machine import check_machine, resolve_device
 from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config, Task
@@ -265,7 +266,9 @@ def _build_trainer(config: Config, model: ComposerModel, folder: Path, device: D
         max_duration=settings.max_duration,
         device=device.value,
         precision=settings.precision.value,
-        device_train_microbatch_size=settings.device_train_microbatch_size,
+        device_train_microbatch_size=microbatch_size(
+            config.data, settings.device_train_microbatch_size, dist.get_world_size()
+        ),
         parallelism_config=parallelism,
         seed=config.seed,
         deterministic_mode=settings.deterministic,

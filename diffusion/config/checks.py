@@ -259,10 +259,10 @@ def _times(config: Config) -> Iterator[str]:
 
 
 def _batch(config: Config, world_size: int) -> Iterator[str]:
-    size, microbatch = config.data.global_batch_size, config.trainer.device_train_microbatch_size
+    size = config.data.global_batch_size
     if size < 1:
         return
-    yield from group_problems(config.data, world_size, microbatch)
+    yield from group_problems(config.data, world_size)
     if world_size % max(config.trainer.num_replicas, 1):
         yield (
             f"trainer.num_replicas is {config.trainer.num_replicas}, which does not divide {world_size} ranks into "
@@ -274,12 +274,6 @@ def _batch(config: Config, world_size: int) -> Iterator[str]:
             f"data.global_batch_size is {size}, which cannot be divided among {world_size} ranks: every rank must get "
             f"the same share. Start {_near(legal, world_size)} ranks (legal are {_listed(legal)}), or change it to "
             f"{_near_multiples(size, world_size)} (which makes it another experiment)."
-        )
-    elif microbatch is not None and microbatch > 0 and (size // world_size) % microbatch:
-        share = size // world_size
-        yield (
-            f"trainer.device_train_microbatch_size is {microbatch}, which does not divide the {share} samples of a "
-            f"rank ({size} over {world_size} ranks). Possible are {_listed(legal_world_sizes(share))}."
         )
 
 

@@ -62,14 +62,6 @@ def test_the_recipe_passes(world_size):
             5,
             ["data.global_batch_size is 96, which cannot be divided among 5 ranks", "legal are 1, 2, 3, 4, 6, 12)"],
         ),
-        (
-            ["trainer.device_train_microbatch_size=12"],
-            128,
-            [
-                "trainer.device_train_microbatch_size is 12, which does not divide the 16 samples of a rank "
-                "(2048 over 128 ranks). Possible are 1, 2, 4, 8, 16."
-            ],
-        ),
         (["data.resolution=260"], 1, ["data.resolution is 260, which is not a multiple of 8", "Use 256 or 264."]),
         (
             ["trainer.max_duration=3ep"],
