@@ -96,10 +96,13 @@ def check_gpus(gpus: Sequence[GpuReading], demand: Demand) -> list[Verdict]:
         text = "NVML does not answer: state and use of the GPUs are not known"
         return [warning("GPUs", text, "run nvidia-smi to see why")]
     verdicts = [verdict for gpu in gpus for verdict in _check_gpu(gpu, demand.gpu_bytes)]
-    return verdicts or [ok("GPUs", f"{len(gpus)} with at least {size_text(min(g.free_bytes for g in gpus))} free")]
+    least = min(gpu.free_bytes or 0 for gpu in gpus)
+    return verdicts or [ok("GPUs", f"{len(gpus)} with at least {size_text(least)} free")]
 
 
 def _check_gpu(gpu: GpuReading, needed: float) -> list[Verdict]:
+    if gpu.total_bytes is None or gpu.free_bytes is None:
+        return [warning("GPUs", f"{gpu.name}: NVML does not say what memory it has", "run nvidia-smi to see why")]
     verdicts = []
     what = f"{gpu.name} has {size_text(gpu.total_bytes)} of memory, {size_text(needed)} are needed"
     remedy = (
@@ -110,7 +113,7 @@ def _check_gpu(gpu: GpuReading, needed: float) -> list[Verdict]:
         verdicts.append(problem("GPU memory", what, remedy))
     elif needed > USABLE_MEMORY * gpu.total_bytes:
         verdicts.append(warning("GPU memory", what, remedy))
-    if gpu.foreign_bytes > FOREIGN_BYTES:
+    if gpu.foreign_bytes is not None and gpu.foreign_bytes > FOREIGN_BYTES:
         what = f"other processes hold {size_text(gpu.foreign_bytes)} on {gpu.name}"
         is_full = needed > gpu.free_bytes
         remedy = "end them (nvidia-smi shows them), or choose other GPUs with CUDA_VISIBLE_DEVICES"
