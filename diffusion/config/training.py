@@ -142,6 +142,10 @@ class TrainerConfig:
     dist_timeout: float = 600.0
     """Seconds after which a collective operation that not all ranks have reached ends the run."""
 
+    init_timeout: float = 3600.0
+    """The same in the first 100 steps of a start that compiles (performance.compilation), where each rank compiles when
+    it meets a new size of images."""
+
     progress_bar: bool = True
     """Show progress on rank 0."""
 
