@@ -13,10 +13,12 @@ from typing import Any
 from omegaconf import MISSING
 
 from diffusion.config.averages import average_problems
+from diffusion.config.data import picture_sizes
 from diffusion.config.data_problems import data_problems
-from diffusion.config.groups import group_problems, group_size, legal_world_sizes
+from diffusion.config.groups import group_problems, group_size, legal_world_sizes, microbatch_size
 from diffusion.config.loading import missing_keys
 from diffusion.config.model import NUM_TIMESTEPS, PredictionType
+from diffusion.config.performance import Compilation
 from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config, Task
 from diffusion.config.sizes import size_problems
@@ -58,6 +60,7 @@ def check(config: Config, *, world_size: int, vae_factor: int | None = None) -> 
         [problem for part in _PARTS for problem in part(config)]
         + [
             *_batch(config, world_size),
+            *_cuda_graphs(config, world_size),
             *size_problems(config.data, config.validation, vae_factor),
         ],
     )
@@ -149,6 +152,7 @@ _POSITIVE = (
     "objective.min_snr_gamma",
     "data.download_timeout",
     "trainer.dist_timeout",
+    "trainer.init_timeout",
     "trainer.store_patience",
     "plan.images_per_second",
     "operations.supervision.hang_floor",
@@ -274,6 +278,40 @@ def _batch(config: Config, world_size: int) -> Iterator[str]:
             f"data.global_batch_size is {size}, which cannot be divided among {world_size} ranks: every rank must get "
             f"the same share. Start {_near(legal, world_size)} ranks (legal are {_listed(legal)}), or change it to "
             f"{_near_multiples(size, world_size)} (which makes it another experiment)."
+        )
+
+
+def _cuda_graphs(config: Config, world_size: int) -> Iterator[str]:
+    if not config.performance.cuda_graphs:
+        return
+    trainer, size = config.trainer, config.data.global_batch_size
+    if trainer.parallelism is Parallelism.fsdp:
+        yield (
+            "performance.cuda_graphs is true with trainer.parallelism fsdp, which gathers weights to other addresses "
+            "in each step, and a graph reads from fixed ones. Set trainer.parallelism=ddp."
+        )
+    if config.performance.compilation is Compilation.none:
+        yield (
+            "performance.cuda_graphs is true with performance.compilation none, but compiled parts become graphs. Set "
+            "performance.compilation=auto."
+        )
+    if trainer.activation_checkpointing:
+        yield (
+            "performance.cuda_graphs is true with trainer.activation_checkpointing, which runs forward graphs within "
+            "the backward pass. Set trainer.activation_checkpointing=false."
+        )
+    share = size // world_size
+    if share >= 1 and microbatch_size(config.data, trainer.device_train_microbatch_size, world_size) < share:
+        yield (
+            f"performance.cuda_graphs is true, and a rank has {share} samples in several microbatches: the second one "
+            "would overwrite the gradients of the first. Raise trainer.device_train_microbatch_size, start more ranks, "
+            "or set performance.cuda_graphs=false."
+        )
+    streams = config.data.streams if isinstance(config.data.streams, list) else []
+    if len(set(picture_sizes(streams, config.data.resolution))) > 1:
+        yield (
+            "performance.cuda_graphs is true with streams of several sizes, of which each would be recorded as graphs "
+            "of its own. Set performance.cuda_graphs=false."
         )
 
 
