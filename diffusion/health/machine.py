@@ -106,8 +106,8 @@ def _check_gpu(gpu: GpuReading, needed: float) -> list[Verdict]:
     verdicts = []
     what = f"{gpu.name} has {size_text(gpu.total_bytes)} of memory, {size_text(needed)} are needed"
     remedy = (
-        "lower trainer.device_train_microbatch_size, set trainer.parallelism=fsdp and trainer.reshard_after_forward, "
-        "or take more GPUs"
+        "lower trainer.device_train_microbatch_size (run.py --dry-run says what fits), set trainer.parallelism=fsdp "
+        "and trainer.reshard_after_forward, or take more GPUs"
     )
     if needed > gpu.total_bytes:
         verdicts.append(problem("GPU memory", what, remedy))
