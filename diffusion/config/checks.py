@@ -55,14 +55,11 @@ def check(config: Config, *, world_size: int, vae_factor: int | None = None) -> 
     Raises:
         ConfigurationError: with everything that is wrong.
     """
+    of_sizes = list(size_problems(config.data, config.validation, vae_factor))
     raise_all(
         ConfigurationError,
         [problem for part in _PARTS for problem in part(config)]
-        + [
-            *_batch(config, world_size),
-            *_cuda_graphs(config, world_size),
-            *size_problems(config.data, config.validation, vae_factor),
-        ],
+        + [*_batch(config, world_size), *of_sizes, *([] if of_sizes else _cuda_graphs(config, world_size))],
     )
 
 
@@ -284,7 +281,7 @@ def _batch(config: Config, world_size: int) -> Iterator[str]:
 def _cuda_graphs(config: Config, world_size: int) -> Iterator[str]:
     if not config.performance.cuda_graphs:
         return
-    trainer, size = config.trainer, config.data.global_batch_size
+    trainer, share = config.trainer, config.data.global_batch_size // world_size
     if trainer.parallelism is Parallelism.fsdp:
         yield (
             "performance.cuda_graphs is true with trainer.parallelism fsdp, which gathers weights to other addresses "
@@ -300,8 +297,8 @@ def _cuda_graphs(config: Config, world_size: int) -> Iterator[str]:
             "performance.cuda_graphs is true with trainer.activation_checkpointing, which runs forward graphs within "
             "the backward pass. Set trainer.activation_checkpointing=false."
         )
-    share = size // world_size
-    if share >= 1 and microbatch_size(config.data, trainer.device_train_microbatch_size, world_size) < share:
+    limit = trainer.device_train_microbatch_size
+    if (limit is None or limit > 0) and microbatch_size(config.data, limit, world_size) < share:
         yield (
             f"performance.cuda_graphs is true, and a rank has {share} samples in several microbatches: the second one "
             "would overwrite the gradients of the first. Raise trainer.device_train_microbatch_size, start more ranks, "

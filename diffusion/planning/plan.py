@@ -277,7 +277,8 @@ def _reduction_bytes(config: Config, num_parameters: int, *, is_whole: bool) -> 
 def _largest_microbatches(config: Config, num_ranks: int, gpu_bytes: Callable[[int], float]) -> dict[float, int]:
     limits = range(1, config.data.global_batch_size // num_ranks + 1)
     needed = {size: gpu_bytes(size) for size in {microbatch_size(config.data, limit, num_ranks) for limit in limits}}
-    memories: set[float] = {*GPU_MEMORY_GB, config.plan.gpu_memory_gb or GPU_MEMORY_GB[0]}
+    own = config.plan.gpu_memory_gb
+    memories: set[float] = {*GPU_MEMORY_GB, *([own] if own is not None else [])}
     return {
         memory: max((size for size, num in needed.items() if num <= USABLE_MEMORY * memory * 1e9), default=0)
         for memory in sorted(memories)

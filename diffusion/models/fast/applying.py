@@ -1,12 +1,11 @@
 """From configuration to a fast U-Net."""
 
-import torch
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 
 from diffusion.config.performance import AttentionBackend, Compilation, PerformanceConfig
 from diffusion.config.training import Device
 from diffusion.errors import ConfigurationError
-from diffusion.models.fast.attention import CUDNN_CAPABILITIES, set_attention
+from diffusion.models.fast.attention import is_faster_with_cudnn, set_attention
 from diffusion.models.fast.channels_last import keep_channels_last
 from diffusion.models.fast.compilation import compile_modules, is_block, mark_steps
 
@@ -37,9 +36,10 @@ def apply(unet: UNet2DConditionModel, config: PerformanceConfig, device: Device)
         )
     if config.channels_last:
         keep_channels_last(unet, has_kernel=config.fused_norms)
-    is_auto = config.attention is AttentionBackend.auto
-    prefers_cudnn = is_auto and device is Device.gpu and torch.cuda.get_device_capability() in CUDNN_CAPABILITIES
-    set_attention(unet, config.attention, is_fused=config.fused_projections, prefers_cudnn=prefers_cudnn)
+    is_auto = config.attention is AttentionBackend.auto and device is Device.gpu
+    set_attention(
+        unet, config.attention, is_fused=config.fused_projections, prefers_cudnn=is_auto and is_faster_with_cudnn()
+    )
     if config.cuda_graphs:
         mark_steps(unet)
     compilation = resolve_compilation(config.compilation, device)

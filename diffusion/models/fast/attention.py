@@ -22,8 +22,8 @@ _BACKENDS = {
     AttentionBackend.math: SDPBackend.MATH,
 }
 
-CUDNN_CAPABILITIES = ((9, 0), (10, 0))
-"""Of GPUs on which cuDNN's kernel is taken first: Hopper and Blackwell, as newer versions of torch do themselves."""
+_CUDNN_CAPABILITIES = ((9, 0), (10, 0))
+"""Hopper and Blackwell: newer versions of torch take cuDNN's kernel first there by themselves."""
 
 
 class AttentionProcessor(AttnProcessor2_0):
@@ -77,6 +77,11 @@ class AttentionProcessor(AttnProcessor2_0):
             return F.scaled_dot_product_attention(query, key, value)
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(query, key, value)
+
+
+def is_faster_with_cudnn() -> bool:
+    """Whether cuDNN's kernel is to be taken first on this GPU."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() in _CUDNN_CAPABILITIES
 
 
 def _fits_cudnn(query: Tensor) -> bool:

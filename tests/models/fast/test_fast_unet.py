@@ -135,9 +135,11 @@ def test_the_backend_that_is_asked_for_computes_the_attention(monkeypatch):
     assert set(found) == {(True, False)}
 
 
-def test_a_backend_for_gpus_is_refused_on_a_cpu():
+def test_what_is_for_gpus_is_refused_on_a_cpu():
     with pytest.raises(ConfigurationError, match=r"performance\.attention=cudnn"):
         build(TOY, PerformanceConfig(attention=AttentionBackend.cudnn))
+    with pytest.raises(ConfigurationError, match=r"performance\.cuda_graphs"):
+        build(TOY, PerformanceConfig(cuda_graphs=True))
 
 
 HALF = torch.bfloat16
@@ -155,7 +157,6 @@ HALF = torch.bfloat16
 )
 def test_self_attention_takes_cudnn_first_on_hopper(monkeypatch, traced, capability, attention, dtype, found):
     """One block, traced as it is compiled: cuDNN for self-attention alone, whether or not a CPU has it."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     only_cudnn, attend = [], F.scaled_dot_product_attention
 
     @torch._dynamo.nonstrict_trace
@@ -167,7 +168,10 @@ def test_self_attention_takes_cudnn_first_on_hopper(monkeypatch, traced, capabil
     monkeypatch.setattr(F, "scaled_dot_product_attention", look)
     unet = with_seed(3, lambda: UNet2DConditionModel(**{**TOY, "attention_head_dim": (2, 4)})).to(dtype)
     options = PerformanceConfig(attention=attention, compilation=Compilation.none, fused_norms=False)
-    fast.apply(unet, options, Device.gpu)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        fast.apply(unet, options, Device.gpu)
     block = unet.mid_block.attentions[0].transformer_blocks[0]
     run = torch.compile(block, fullgraph=True)
     run(torch.randn(2, 4, 32, dtype=dtype), encoder_hidden_states=torch.randn(2, 7, 16, dtype=dtype)).sum().backward()
@@ -351,7 +355,6 @@ def test_blocks_become_cuda_graphs_where_it_is_asked_for(monkeypatch, cuda_graph
 
     monkeypatch.setattr(torch, "compile", compile_)
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(1))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     compilation._compiled.cache_clear()
     unet = with_seed(3, lambda: UNet2DConditionModel(**ONE_LEVEL)).train()
     fast.apply(unet, PerformanceConfig(cuda_graphs=cuda_graphs, fused_norms=False), Device.gpu)
