@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -9,6 +10,8 @@ from composer.utils.parallelism import FSDP2Config
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 
 from diffusion.checkpointing.safe_loading import SafeLoadPlanner
@@ -60,6 +63,22 @@ def fsdp_config(settings: TrainerConfig) -> ElasticFSDP2Config:
         mixed_precision=precisions,  # pyright: ignore[reportArgumentType]
         num_replicas=settings.num_replicas,
     )
+
+
+def set_collective_timeout(seconds: float, mesh: DeviceMesh | None) -> None:
+    """Change after how many seconds a collective that not all ranks reach ends the run; called by all ranks together.
+
+    NCCL takes the new number for what is started from now on; gloo keeps that of its start.
+
+    Args:
+        seconds: how many.
+        mesh: FSDP2's, whose groups are changed beside that of all ranks; None without FSDP2.
+    """
+    dist.barrier()  # A rank with the shorter time would give up on those that are still within the longer one.
+    if dist.get_backend() == "nccl":
+        torch.cuda.synchronize()
+    for group in [dist.group.WORLD, *(mesh.get_all_groups() if mesh is not None else [])]:
+        _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def set_last_microbatch(model: nn.Module, is_last: bool) -> None:

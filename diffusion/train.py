@@ -26,6 +26,7 @@ from diffusion.checkpointing.reading import resolve_checkpoint
 from diffusion.checkpointing.resumption import checkpoint_places, find_resumption, remove_downloads
 from diffusion.checkpointing.safe_loading import as_data_error
 from diffusion.config.checks import check, num_batches
+from diffusion.config.groups import microbatch_size
 from diffusion.config.machine import check_machine, resolve_device
 from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config, Task
@@ -34,6 +35,7 @@ from diffusion.config.stores import is_store
 from diffusion.config.training import Decay, Device, Parallelism
 from diffusion.datasets.streams import TextImageDataset
 from diffusion.errors import ConfigurationError, MachineError, naming
+from diffusion.health.device import computes_bf16
 from diffusion.health.startup import check_caches, check_machines
 from diffusion.launch import PreemptedError
 from diffusion.loading import open_initial
@@ -74,8 +76,8 @@ def train(config: Config) -> Trainer:
         PreemptedError: on every rank: a signal came, a checkpoint was saved and the loggers are closed.
     """
     num_gpus = torch.cuda.device_count()
-    bf16 = num_gpus > 0 and torch.cuda.is_bf16_supported()
-    check_machine(config, num_gpus=num_gpus, bf16_supported=bf16, local_world_size=dist.get_local_world_size())
+    ranks = dist.get_local_world_size()
+    check_machine(config, num_gpus=num_gpus, bf16_supported=computes_bf16(), local_world_size=ranks)
     device = resolve_device(config.trainer.device, num_gpus)
     if not torch.distributed.is_initialized():
         dist.initialize_dist(device.value, timeout=config.trainer.dist_timeout)
@@ -265,7 +267,9 @@ def _build_trainer(config: Config, model: ComposerModel, folder: Path, device: D
         max_duration=settings.max_duration,
         device=device.value,
         precision=settings.precision.value,
-        device_train_microbatch_size=settings.device_train_microbatch_size,
+        device_train_microbatch_size=microbatch_size(
+            config.data, settings.device_train_microbatch_size, dist.get_world_size()
+        ),
         parallelism_config=parallelism,
         seed=config.seed,
         deterministic_mode=settings.deterministic,

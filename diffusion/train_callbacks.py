@@ -11,6 +11,7 @@ from diffusion.callbacks.accumulation import AccumulateLocally
 from diffusion.callbacks.addresses import DataPosition, StepAddress
 from diffusion.callbacks.autoencoder import SaveAutoencoder
 from diffusion.callbacks.bad_pictures import ReportBadPictures
+from diffusion.callbacks.collective_timeout import CollectiveTimeout
 from diffusion.callbacks.cost_meter import CostMeter
 from diffusion.callbacks.data_waiting import DataWaiting
 from diffusion.callbacks.loss_guard import LossGuard
@@ -23,6 +24,7 @@ from diffusion.callbacks.utilisation import Utilisation
 from diffusion.checkpointing.resumption import CheckpointPlaces
 from diffusion.config.checks import num_batches
 from diffusion.config.data import Representation
+from diffusion.config.performance import Compilation
 from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config
 from diffusion.config.secrets import to_public_yaml
@@ -30,6 +32,7 @@ from diffusion.config.training import Device, Parallelism
 from diffusion.datasets.streams import TextImageDataset
 from diffusion.health.readings import num_cores
 from diffusion.health.waiting import LoaderSettings
+from diffusion.models import fast
 from diffusion.models.autoencoder import AutoencoderTraining
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.plugins import build_plugin
@@ -55,6 +58,8 @@ def build_callbacks(config: Config, model: ComposerModel, places: CheckpointPlac
     ema, averages = build_averages(config.algorithms.ema, folder, store)
     callbacks += averages
     if isinstance(model, LatentDiffusion):
+        if fast.resolve_compilation(config.performance.compilation, device) is not Compilation.none:
+            callbacks.append(CollectiveTimeout(config.trainer.init_timeout, config.trainer.dist_timeout))
         if _accumulates_locally(config):
             callbacks.append(AccumulateLocally())
         if config.plugins.train_dataset is None and len(config.data.streams) > 1:

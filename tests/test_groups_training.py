@@ -132,7 +132,7 @@ def runs(server, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     server.train(
         1,
         [
-            run("one", record("one"), microbatch=2),
+            run("one", record("one"), microbatch=3),
             run("pictures", "data.shuffle=none", microbatch=None),
             run("latents", "data.shuffle=none", microbatch=None, kind="latents"),
             run("bucket-one", microbatch=8, mixing="bucket"),

@@ -49,13 +49,6 @@ MISTAKES = {
         ["data.global_batch_size=33"],
         ["data.global_batch_size is 33, which cannot be divided among 2 ranks", "Start 1 or 3 ranks", "to 32 or 34"],
     ),
-    "batch not divisible by the microbatch": (
-        ["trainer.device_train_microbatch_size=5"],
-        [
-            "trainer.device_train_microbatch_size is 5, which does not divide the 16 samples of a rank",
-            "Possible are 1, 2, 4, 8, 16.",
-        ],
-    ),
     "EMA after the end": (
         ["algorithms.ema={start: 5000ba}"],
         [

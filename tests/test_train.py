@@ -35,7 +35,7 @@ def runs(server, tmp_path_factory) -> dict[str, Path]:
         parallelism = "ddp" if name.startswith("ddp") else "fsdp"
         return TOY, [f"output_folder={folder[name]}", f"trainer.parallelism={parallelism}", *overrides]
 
-    short, micro = "trainer.max_duration=4ba", "trainer.device_train_microbatch_size=2"
+    short, micro = "trainer.max_duration=4ba", "trainer.device_train_microbatch_size=3"
     stratified = ("objective.stratified_timesteps=true", short, "algorithms.ema=null")
     server.train(
         1,

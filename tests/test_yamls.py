@@ -17,6 +17,7 @@ from diffusion.config.model import Architecture, InitFromConfig, Posterior, Weig
 from diffusion.config.training import Precision
 from diffusion.models.autoencoder import to_pixels
 from diffusion.models.frozen import load_pretrained
+from diffusion.planning.plan import plan_run
 from diffusion.train_data import statistics_pictures
 from diffusion.verification.trace import step_hashes
 from tests.training_runs import ROOT, SMALL_UNET
@@ -237,12 +238,21 @@ def test_the_vae_is_saved_with_the_statistics_of_its_latents(runs, num, yaml):
     assert (folder / "reconstructions.png").stat().st_size > 0
 
 
+@pytest.mark.parametrize("name", ["phase1", "phase2", "phase3", "sdxl_256", "sdxl_512", "sdxl_1024"])
+def test_the_microbatch_is_the_largest_that_fits_gpus_of_80_gb_with_a_tenth_to_spare(name):
+    config = load_config(f"yamls/{name}.yaml", may_miss=is_location)
+    plan = plan_run(config, world_size=8)
+    assert plan.largest_microbatches is not None
+    assert config.trainer.device_train_microbatch_size == plan.largest_microbatches[80]
+    assert plan.gpu_bytes <= 0.9 * 80e9
+
+
 def test_the_recipe_is_the_published_one():
     may_miss = {"may_miss": is_location}
     phase1, phase2 = (load_config(f"yamls/phase{number}.yaml", **may_miss) for number in (1, 2))
     for config, resolution, duration in ((phase1, 256, "550000ba"), (phase2, 512, "850000ba")):
         assert (config.data.resolution, config.trainer.max_duration) == (resolution, duration)
-        assert (config.data.global_batch_size, config.trainer.device_train_microbatch_size) == (2048, 16)
+        assert config.data.global_batch_size == 2048
         optimizer = config.optimizer
         assert (optimizer.lr, optimizer.weight_decay, optimizer.eps) == (1e-4, 0.01, 1e-8)
         assert optimizer.betas == [0.9, 0.999]

@@ -8,9 +8,10 @@ import time
 from collections import deque
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
 from composer import Callback, Event, Logger, State
+from torch._dynamo.callback import callback_handler
 
 from diffusion import launch
 from diffusion.errors import MachineError, UserError
@@ -46,6 +47,7 @@ class Heartbeat(Callback):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._rank, self._host = rank(), socket.gethostname()
+        self._phase = Phase.starting
         self._count, self._step, self._num_done = 0, -1, 0
         self._changed = time.perf_counter()
         self._waited = 0.0
@@ -68,6 +70,8 @@ class Heartbeat(Callback):
                 "operations.heartbeat_folder, or null for the run folder"
             ) from error
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
+        callback_handler.register_start_callback(self._compilation_starts)
+        callback_handler.register_end_callback(self._compilation_ends)
         self._tell(Phase.starting)
         return self
 
@@ -84,6 +88,10 @@ class Heartbeat(Callback):
             is_lasting=isinstance(error, UserError) and error.is_lasting,
         )
         faulthandler.unregister(STACKS_SIGNAL)
+        for callback in (self._compilation_starts, self._compilation_ends):
+            for registered in (callback_handler.start_callbacks, callback_handler.end_callbacks):
+                if callback in registered:  # torch._dynamo.reset() removes all.
+                    registered.remove(callback)
         self._stacks.close()
         self._file.close()
         self._file = None
@@ -102,10 +110,19 @@ class Heartbeat(Callback):
         self._changed, self._step = now, state.timestamp.batch.value
         self._tell(phase)
 
+    def _compilation_starts(self, *_: Any) -> None:
+        if self._phase is Phase.step:
+            self._tell(Phase.compiling)
+
+    def _compilation_ends(self, *_: Any) -> None:
+        if self._phase is Phase.compiling:
+            self._tell(Phase.step)
+
     def _tell(
         self, phase: Phase, *, code: int | None = None, error: str | None = None, is_lasting: bool = False
     ) -> None:
         assert self._file is not None
+        self._phase = phase
         self._file.write(
             Beat(
                 rank=self._rank,

@@ -13,10 +13,12 @@ from typing import Any
 from omegaconf import MISSING
 
 from diffusion.config.averages import average_problems
+from diffusion.config.data import picture_sizes
 from diffusion.config.data_problems import data_problems
-from diffusion.config.groups import group_problems, group_size, legal_world_sizes
+from diffusion.config.groups import group_problems, group_size, legal_world_sizes, microbatch_size
 from diffusion.config.loading import missing_keys
 from diffusion.config.model import NUM_TIMESTEPS, PredictionType
+from diffusion.config.performance import Compilation
 from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config, Task
 from diffusion.config.sizes import size_problems
@@ -53,13 +55,11 @@ def check(config: Config, *, world_size: int, vae_factor: int | None = None) -> 
     Raises:
         ConfigurationError: with everything that is wrong.
     """
+    of_sizes = list(size_problems(config.data, config.validation, vae_factor))
     raise_all(
         ConfigurationError,
         [problem for part in _PARTS for problem in part(config)]
-        + [
-            *_batch(config, world_size),
-            *size_problems(config.data, config.validation, vae_factor),
-        ],
+        + [*_batch(config, world_size), *of_sizes, *([] if of_sizes else _cuda_graphs(config, world_size))],
     )
 
 
@@ -149,6 +149,7 @@ _POSITIVE = (
     "objective.min_snr_gamma",
     "data.download_timeout",
     "trainer.dist_timeout",
+    "trainer.init_timeout",
     "trainer.store_patience",
     "plan.images_per_second",
     "operations.supervision.hang_floor",
@@ -259,10 +260,10 @@ def _times(config: Config) -> Iterator[str]:
 
 
 def _batch(config: Config, world_size: int) -> Iterator[str]:
-    size, microbatch = config.data.global_batch_size, config.trainer.device_train_microbatch_size
+    size = config.data.global_batch_size
     if size < 1:
         return
-    yield from group_problems(config.data, world_size, microbatch)
+    yield from group_problems(config.data, world_size)
     if world_size % max(config.trainer.num_replicas, 1):
         yield (
             f"trainer.num_replicas is {config.trainer.num_replicas}, which does not divide {world_size} ranks into "
@@ -275,11 +276,39 @@ def _batch(config: Config, world_size: int) -> Iterator[str]:
             f"the same share. Start {_near(legal, world_size)} ranks (legal are {_listed(legal)}), or change it to "
             f"{_near_multiples(size, world_size)} (which makes it another experiment)."
         )
-    elif microbatch is not None and microbatch > 0 and (size // world_size) % microbatch:
-        share = size // world_size
+
+
+def _cuda_graphs(config: Config, world_size: int) -> Iterator[str]:
+    if not config.performance.cuda_graphs:
+        return
+    trainer, share = config.trainer, config.data.global_batch_size // world_size
+    if trainer.parallelism is Parallelism.fsdp:
         yield (
-            f"trainer.device_train_microbatch_size is {microbatch}, which does not divide the {share} samples of a "
-            f"rank ({size} over {world_size} ranks). Possible are {_listed(legal_world_sizes(share))}."
+            "performance.cuda_graphs is true with trainer.parallelism fsdp, which gathers weights to other addresses "
+            "in each step, and a graph reads from fixed ones. Set trainer.parallelism=ddp."
+        )
+    if config.performance.compilation is Compilation.none:
+        yield (
+            "performance.cuda_graphs is true with performance.compilation none, but compiled parts become graphs. Set "
+            "performance.compilation=auto."
+        )
+    if trainer.activation_checkpointing:
+        yield (
+            "performance.cuda_graphs is true with trainer.activation_checkpointing, which runs forward graphs within "
+            "the backward pass. Set trainer.activation_checkpointing=false."
+        )
+    limit = trainer.device_train_microbatch_size
+    if (limit is None or limit > 0) and microbatch_size(config.data, limit, world_size) < share:
+        yield (
+            f"performance.cuda_graphs is true, and a rank has {share} samples in several microbatches: the second one "
+            "would overwrite the gradients of the first. Raise trainer.device_train_microbatch_size, start more ranks, "
+            "or set performance.cuda_graphs=false."
+        )
+    streams = config.data.streams if isinstance(config.data.streams, list) else []
+    if len(set(picture_sizes(streams, config.data.resolution))) > 1:
+        yield (
+            "performance.cuda_graphs is true with streams of several sizes, of which each would be recorded as graphs "
+            "of its own. Set performance.cuda_graphs=false."
         )
 
 

@@ -17,13 +17,25 @@ def legal_world_sizes(global_batch_size: int, unit_size: int = 1) -> list[int]:
     return [size for size in range(1, units + 1) if units % size == 0]
 
 
-def group_problems(data: DataConfig, world_size: int, microbatch: int | None) -> Iterator[str]:
+def microbatch_size(data: DataConfig, limit: int | None, world_size: int) -> int:
+    """Samples of a forward pass: the largest divisor of a rank's batch, or of a group, up to a limit.
+
+    Args:
+        data: the configuration's section `data`.
+        limit: `trainer.device_train_microbatch_size`; None: no limit.
+        world_size: ranks, which divide the batch.
+    """
+    share = max(1, data.global_batch_size // world_size)
+    divisors = legal_world_sizes(group_size(data) if data.mixing is Mixing.groups else share)
+    return max(size for size in divisors if limit is None or size <= limit)
+
+
+def group_problems(data: DataConfig, world_size: int) -> Iterator[str]:
     """Sentences about what does not fit.
 
     Args:
         data: the configuration's section `data`.
         world_size: ranks.
-        microbatch: `trainer.device_train_microbatch_size`.
     """
     size, group = data.global_batch_size, data.group_size
     if data.mixing is not Mixing.groups:
@@ -35,18 +47,12 @@ def group_problems(data: DataConfig, world_size: int, microbatch: int | None) ->
         yield f"data.mixing is groups without data.group_size. Give the samples of a group, one of {divisors}."
     elif group_size(data) != group:
         yield f"data.group_size is {group}, which does not divide data.global_batch_size {size}. Use one of {divisors}."
-    else:
-        if (size // group) % world_size:
-            yield (
-                f"{world_size} ranks cannot share the {size // group} groups of a step (data.global_batch_size {size}, "
-                f"data.group_size {group}): a rank gets whole groups. Legal numbers of ranks are "
-                f"{_listed(legal_world_sizes(size, group))}."
-            )
-        if microbatch is not None and microbatch > 0 and group % microbatch:
-            yield (
-                f"trainer.device_train_microbatch_size is {microbatch}, which does not divide data.group_size {group}: "
-                f"a microbatch holds one stream. Possible are {_listed(legal_world_sizes(group))}."
-            )
+    elif (size // group) % world_size:
+        yield (
+            f"{world_size} ranks cannot share the {size // group} groups of a step (data.global_batch_size {size}, "
+            f"data.group_size {group}): a rank gets whole groups. Legal numbers of ranks are "
+            f"{_listed(legal_world_sizes(size, group))}."
+        )
 
 
 def _listed(numbers: list[int]) -> str:

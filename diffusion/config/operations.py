@@ -46,7 +46,8 @@ class SupervisionConfig:
     """Seconds for which the slowest rank may wait for its batch; an event tells of it as soon as a hang would be."""
 
     pause_patience: float = 3600.0
-    """Seconds without a sign while the slowest rank starts, evaluates, saves, ends, or is in its first steps."""
+    """Seconds without a sign while the slowest rank starts, compiles, evaluates, saves, ends, or is in its first
+    steps."""
 
     max_restarts: int = 10
     """Restarts in a row without a step that is new; after them the supervisor ends."""

@@ -38,12 +38,18 @@ class PerformanceConfig:
     """One matrix product for queries, keys and values of self-attention, and for keys and values of cross-attention."""
 
     attention: AttentionBackend = AttentionBackend.auto
-    """Kernel of the attention; auto lets torch choose. One that cannot take the data is an error. cudnn is for
-    self-attention only, and leaves cross-attention to torch."""
+    """Kernel of the attention; one that cannot take the data is an error. cudnn is for self-attention only, and leaves
+    cross-attention to torch. auto is cudnn on Hopper and Blackwell (compute capability 9.0 and 10.0) in half precision
+    without trainer.deterministic, elsewhere torch chooses."""
 
     compilation: Compilation = Compilation.auto
     """Compile the U-Net while it trains: block by block (blocks), or as a whole (unet), which fuses more, but with fsdp
     makes it one unit, whose communication does not overlap with arithmetic. auto: blocks on a GPU, none on a CPU."""
+
+    cuda_graphs: bool = False
+    """Launch each compiled part as one CUDA graph, for small shares, where the host is slower than the GPU. Needs
+    compilation, trainer.parallelism ddp (FSDP gathers weights to other addresses), one microbatch per step (the next
+    one would overwrite the gradients), one size of images, and no trainer.activation_checkpointing."""
 
     accumulate_locally: bool = True
     """With fsdp and without trainer.reshard_after_forward: where a rank has several microbatches, gather and round the

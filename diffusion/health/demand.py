@@ -38,7 +38,7 @@ class Demand:
     """Processes, and with training on the CPU (or checkpoints in the background) the model's state (estimate)."""
 
     gpu_bytes: float | None
-    """Weights, gradients, optimizer, averages and, where they are known, activations on one GPU; None without GPUs."""
+    """Of one GPU (`Plan.gpu_bytes`); None without GPUs."""
 
     checkpoint_bytes: int
     """The largest checkpoint."""
@@ -71,7 +71,7 @@ def find_demand(config: Config, *, world_size: int, ranks_per_node: int, device:
         + workers * (FILES_PER_WORKER + data.prefetch_factor * FILES_PER_BATCH)
         + world_size * FILES_PER_PEER,
         memory_bytes=ranks_per_node * (RANK_BYTES + workers * WORKER_BYTES + in_memory),
-        gpu_bytes=state + (plan.activation_bytes or 0) if device is Device.gpu else None,
+        gpu_bytes=plan.gpu_bytes if device is Device.gpu else None,
         checkpoint_bytes=plan.checkpoint_bytes,
         storage_bytes=plan.storage_bytes,
     )

@@ -1,4 +1,4 @@
-"""How fast a device is: rates of a matrix product and of a copy."""
+"""What a device computes in, and how fast it is: rates of a matrix product and of a copy."""
 
 import time
 from collections.abc import Callable
@@ -22,6 +22,11 @@ class Machine:
 
     copy_bytes_per_second: float
     """Read and written together."""
+
+
+def computes_bf16() -> bool:
+    """Whether there are GPUs and they compute in bfloat16; emulation by the library does not count."""
+    return torch.cuda.device_count() > 0 and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def measure_machine(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> Machine:

@@ -21,6 +21,7 @@ from diffusion.datasets.locations import StreamLocation, locate_streams
 from diffusion.errors import MachineError, UserError
 from diffusion.health.cache import CacheDemand, check_cache_limit, check_cache_space
 from diffusion.health.demand import find_demand
+from diffusion.health.device import computes_bf16
 from diffusion.health.kernel_log import check_xids, parse_xids, read_kernel_log
 from diffusion.health.machine import (
     check_bytecode,
@@ -97,12 +98,11 @@ def diagnose(config: Config, patience: float = PATIENCE_SECONDS) -> list[Verdict
 def _find_device(config: Config) -> tuple[Device, list[Verdict]]:
     """What it is to train on, and whether the GPUs suffice."""
     num_gpus = torch.cuda.device_count()
-    bf16 = num_gpus > 0 and torch.cuda.is_bf16_supported()
     device = resolve_device(config.trainer.device, num_gpus)
     what = f"{device.value}, {num_gpus} GPUs are visible, {config.trainer.precision.value}"
     try:
         ranks = dist.get_local_world_size()
-        check_machine(config, num_gpus=num_gpus, bf16_supported=bf16, local_world_size=ranks)
+        check_machine(config, num_gpus=num_gpus, bf16_supported=computes_bf16(), local_world_size=ranks)
     except MachineError as error:
         return Device.gpu if num_gpus else Device.cpu, [problem("device", str(error))]
     return device, [ok("device", what)]

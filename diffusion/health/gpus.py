@@ -1,9 +1,11 @@
 """What NVML says about the GPUs of this machine; nothing where there is no NVIDIA driver."""
 
+import math
 import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pynvml
@@ -27,10 +29,12 @@ class GpuReading:
     name: str
     """Number and model, such as `GPU 3 (NVIDIA H100)`."""
 
-    total_bytes: int
-    free_bytes: int
-    foreign_bytes: int
-    """Memory that processes outside of the job hold."""
+    total_bytes: int | None
+    """Of its memory; None where NVML does not say."""
+
+    free_bytes: int | None
+    foreign_bytes: int | None
+    """Memory that processes outside of the job hold; None where a process has no id here, as in most containers."""
 
     uncorrected_errors: int | None
     """Errors of its memory that could not be corrected, since the driver was loaded; None without ECC."""
@@ -81,25 +85,33 @@ def read_gpus(job: Collection[int] = (), nvml: Any = pynvml) -> list[GpuReading]
     with _opened(nvml) as is_open:
         if not is_open:
             return []
-        return [_read(nvml, number, handle, job) for number, handle in enumerate(visible_handles(nvml))]
+        handles = _attempt(nvml, lambda: visible_handles(nvml), [])
+        return [_read(nvml, number, handle, job) for number, handle in enumerate(handles)]
 
 
 def _read(nvml: Any, number: int, handle: Any, job: Collection[int]) -> GpuReading:
     name = _attempt(nvml, lambda: nvml.nvmlDeviceGetName(handle), "")
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    memory = _attempt(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle), None)
     processes = _attempt(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle), [])
     kinds = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
     reasons = _attempt(nvml, lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle), 0)
     rows = _attempt(nvml, lambda: nvml.nvmlDeviceGetRemappedRows(handle), None)
     return GpuReading(
         name=f"GPU {number} ({name.decode() if isinstance(name, bytes) else name})",
-        total_bytes=memory.total,
-        free_bytes=memory.free,
-        foreign_bytes=sum(process.usedGpuMemory or 0 for process in processes if process.pid not in job),
+        total_bytes=memory.total if memory is not None else None,
+        free_bytes=memory.free if memory is not None else None,
+        foreign_bytes=_foreign_bytes(processes, job),
         uncorrected_errors=_attempt(nvml, lambda: nvml.nvmlDeviceGetTotalEccErrors(handle, *kinds), None),
         remapping_failed=bool(rows[3]) if rows is not None else False,
         slowdowns=tuple(text for reason, text in SLOWDOWNS.items() if reasons & getattr(nvml, reason)),
     )
+
+
+def _foreign_bytes(processes: Collection[Any], job: Collection[int]) -> int | None:
+    """Memory of processes outside of the job; None where ids are of another namespace, and the job is not found."""
+    if not all(Path(f"/proc/{process.pid}").exists() for process in processes):
+        return None
+    return sum(process.usedGpuMemory or 0 for process in processes if process.pid not in job)
 
 
 def _attempt(nvml: Any, read: Callable[[], T], otherwise: Any) -> T:
@@ -145,13 +157,18 @@ class GpuMeter:
     def read(self) -> tuple[float, float] | None:
         """Share of the time in which a kernel ran, and share of the memory in use, as means over the GPUs.
 
-        The time is that since the last reading, as far as the driver remembers it; None without GPUs.
+        The time is that since the last reading, as far as the driver remembers it; None without GPUs. The memory is
+        that of the GPUs that answer, and not a number without any.
         """
         if not self._handles:
             return None
         busy = [self._busy(number) for number in range(len(self._handles))]
-        infos = [self._nvml.nvmlDeviceGetMemoryInfo(handle) for handle in self._handles]
-        return sum(busy) / len(busy), sum(info.used / info.total for info in infos) / len(infos)
+        used = [share for share in map(self._used, self._handles) if share is not None]
+        return sum(busy) / len(busy), sum(used) / len(used) if used else math.nan
+
+    def _used(self, handle: Any) -> float | None:
+        memory = _attempt(self._nvml, lambda: self._nvml.nvmlDeviceGetMemoryInfo(handle), None)
+        return memory.used / memory.total if memory is not None else None
 
     def _busy(self, number: int) -> float:
         """Mean of the samples that the driver has taken since the last reading, or its present value."""

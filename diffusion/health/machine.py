@@ -6,6 +6,7 @@ from diffusion.health.demand import Demand
 from diffusion.health.gpus import GpuReading, check_faults
 from diffusion.health.readings import DiskReading, Leftover, MachineReading
 from diffusion.health.verdicts import Verdict, ok, problem, size_text, warning
+from diffusion.planning.plan import USABLE_MEMORY
 
 SPARE_SHM = 2.0
 """Shared memory that should be free, over what the batches in it take."""
@@ -15,9 +16,6 @@ SPARE_FILES = 2.0
 
 WORKERS_PER_CORE = 4
 """Loader workers per core above which they only take turns."""
-
-GPU_SHARE = 0.92
-"""Share of a GPU's memory that weights, optimizer and activations may take: CUDA and buffers need the rest."""
 
 FOREIGN_BYTES = 2e9
 """Memory of other processes on a GPU that is worth a word; less is a display, or a context."""
@@ -98,21 +96,24 @@ def check_gpus(gpus: Sequence[GpuReading], demand: Demand) -> list[Verdict]:
         text = "NVML does not answer: state and use of the GPUs are not known"
         return [warning("GPUs", text, "run nvidia-smi to see why")]
     verdicts = [verdict for gpu in gpus for verdict in _check_gpu(gpu, demand.gpu_bytes)]
-    return verdicts or [ok("GPUs", f"{len(gpus)} with at least {size_text(min(g.free_bytes for g in gpus))} free")]
+    least = min(gpu.free_bytes or 0 for gpu in gpus)
+    return verdicts or [ok("GPUs", f"{len(gpus)} with at least {size_text(least)} free")]
 
 
 def _check_gpu(gpu: GpuReading, needed: float) -> list[Verdict]:
+    if gpu.total_bytes is None or gpu.free_bytes is None:
+        return [warning("GPUs", f"{gpu.name}: NVML does not say what memory it has", "run nvidia-smi to see why")]
     verdicts = []
-    what = f"{gpu.name} has {size_text(gpu.total_bytes)} of memory, {size_text(needed)} are needed without buffers"
+    what = f"{gpu.name} has {size_text(gpu.total_bytes)} of memory, {size_text(needed)} are needed"
     remedy = (
-        "lower trainer.device_train_microbatch_size, set trainer.parallelism=fsdp and trainer.reshard_after_forward, "
-        "or take more GPUs"
+        "lower trainer.device_train_microbatch_size (run.py --dry-run says what fits), set trainer.parallelism=fsdp "
+        "and trainer.reshard_after_forward, or take more GPUs"
     )
     if needed > gpu.total_bytes:
         verdicts.append(problem("GPU memory", what, remedy))
-    elif needed > GPU_SHARE * gpu.total_bytes:
+    elif needed > USABLE_MEMORY * gpu.total_bytes:
         verdicts.append(warning("GPU memory", what, remedy))
-    if gpu.foreign_bytes > FOREIGN_BYTES:
+    if gpu.foreign_bytes is not None and gpu.foreign_bytes > FOREIGN_BYTES:
         what = f"other processes hold {size_text(gpu.foreign_bytes)} on {gpu.name}"
         is_full = needed > gpu.free_bytes
         remedy = "end them (nvidia-smi shows them), or choose other GPUs with CUDA_VISIBLE_DEVICES"

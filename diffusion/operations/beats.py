@@ -30,6 +30,9 @@ class Phase(str, Enum):
     data = "data"
     """It waits for a batch."""
 
+    compiling = "compiling"
+    """It compiles, within a step."""
+
     step = "step"
     """It computes a step."""
 

@@ -8,7 +8,15 @@ from enum import Enum
 from diffusion.config.operations import SupervisionConfig
 from diffusion.operations.beats import Beat, Phase
 
-_ORDER = {Phase.starting: 0, Phase.between: 0, Phase.evaluation: 0, Phase.data: 1, Phase.step: 2, Phase.ending: 3}
+_ORDER = {
+    Phase.starting: 0,
+    Phase.between: 0,
+    Phase.evaluation: 0,
+    Phase.data: 1,
+    Phase.compiling: 2,
+    Phase.step: 3,
+    Phase.ending: 4,
+}
 """Of ranks at the same number of steps, the one with the lowest phase is behind."""
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from diffusion.planning.fleets import Budget
 from diffusion.planning.plan import Plan
-from diffusion.planning.plan_text import UNKNOWN, size_text
+from diffusion.planning.plan_text import UNKNOWN, largest_microbatch, size_text
 from diffusion.tables import align
 
 
@@ -61,7 +61,7 @@ def _row(budget: Budget) -> list[str]:
 
 
 _MEMORY_HEAD = [
-    "fleet", "run", "state", "frozen", "reduction", "microbatch", "activations", "largest microbatch", "read"
+    "fleet", "run", "state", "frozen", "reduction", "microbatch", "activations", "read", "largest microbatch"
 ]  # fmt: skip
 
 
@@ -73,10 +73,10 @@ def _memory_rows(budget: Budget) -> list[list[str]]:
             size_text(next(memory.total for memory in plan.memory if memory.is_chosen)),
             size_text(plan.frozen_bytes),
             size_text(plan.reduction_bytes),
-            f"{plan.microbatch_size:g}",
+            str(plan.microbatch_size),
             size_text(plan.activation_bytes) if plan.activation_bytes is not None else UNKNOWN,
-            f"{plan.largest_microbatch:,}" if plan.largest_microbatch is not None else UNKNOWN,
             f"{size_text(plan.sample_bytes * (plan.images_per_second or 0))}/s" if plan.sample_bytes else UNKNOWN,
+            largest_microbatch(plan),
         ]
         for plan in budget.plans
     ]

@@ -5,12 +5,14 @@ listed with the result. Text is made by `format_plan`.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 
 from diffusion.checkpointing.retention import kept_steps
 from diffusion.config.checks import num_batches
 from diffusion.config.data import PictureSize, Representation, picture_sizes
+from diffusion.config.groups import microbatch_size
 from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config, Task
 from diffusion.config.training import NumberFormat, Parallelism, Precision
@@ -29,15 +31,19 @@ ADAM_BYTES = 8
 CUDA_BYTES = 1.5e9
 """What CUDA, its libraries and NCCL take of a GPU's memory (assumed)."""
 
-USABLE_MEMORY = 0.92
-"""Of what is left, before fragments make an allocation fail (assumed)."""
+USABLE_MEMORY = 0.9
+"""Share of a GPU's memory that may be planned: workspaces, the largest temporary tensors and fragments take the rest
+(assumed)."""
+
+GPU_MEMORY_GB = (40, 80, 141, 192)
+"""Sizes of GPUs for which the largest microbatch is worked out."""
 
 SECONDS_PER_DAY = 86400
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan(StateBytes):
-    """Bytes per rank for one way to spread the model; weights include gathered ones that stay for the backward pass."""
+    """Bytes per rank for one way to spread the model; weights include copies that stay for the backward pass."""
 
     name: str
     is_chosen: bool
@@ -53,7 +59,7 @@ class Plan:
     num_images: int
     num_ranks: int
     samples_per_rank: float
-    microbatch_size: float
+    microbatch_size: int
     num_microbatches: int
     epoch: EpochPlan
     num_parameters: int
@@ -67,8 +73,11 @@ class Plan:
     reduction_bytes: int
     """Gradients that are not sharded (yet), per rank: of the unit that is reduced, and those accumulated whole."""
 
-    largest_microbatch: int | None
-    """That fits the memory of a GPU, of those that divide a rank's share; 0 fits nothing."""
+    gpu_bytes: float
+    """All of these and what CUDA takes: of a GPU, for one rank; without activations where they are not known."""
+
+    largest_microbatches: dict[float, int] | None
+    """The largest that fits, by GB of a GPU's memory, of those that divide a rank's share or a group; 0: none fits."""
 
     training_flops: float | None
     """Of the U-Net for one image, forward and backward."""
@@ -150,7 +159,7 @@ def make_plan(
     num_ranks = config.plan.num_gpus or world_size
     num_images = num_iterations * config.data.global_batch_size
     share = config.data.global_batch_size / num_ranks
-    microbatch = min(config.trainer.device_train_microbatch_size or share, share)
+    microbatch = microbatch_size(config.data, config.trainer.device_train_microbatch_size, num_ranks)
     throughput, price = config.plan.images_per_second, config.plan.price_per_gpu_hour
     seconds = num_images / throughput if throughput else None
     gpu_hours = seconds / 3600 * num_ranks if seconds is not None else None
@@ -164,6 +173,13 @@ def make_plan(
     memory = _memory(config, num_parameters, fixed_parameters, num_ranks)
     frozen = frozen_parameters * WEIGHT_BYTES
     held = next(one.total for one in memory if one.is_chosen) + frozen
+
+    def reduction(size: int) -> int:
+        return _reduction_bytes(config, num_parameters, is_whole=size < share)
+
+    def gpu_bytes(size: int) -> float:
+        return CUDA_BYTES + held + reduction(size) + size * (activations or 0)
+
     assumptions = _assumptions(config, throughput, activations, num_ranks)
     if epoch.problem is not None:
         assumptions.append(f"This run would not start: {epoch.problem}.")
@@ -181,8 +197,9 @@ def make_plan(
         memory=memory,
         activation_bytes=activations * microbatch if activations is not None else None,
         frozen_bytes=frozen,
-        reduction_bytes=_reduction_bytes(config, num_parameters, is_whole=microbatch < share),
-        largest_microbatch=_largest_microbatch(config, num_parameters, share, held, activations),
+        reduction_bytes=reduction(microbatch),
+        gpu_bytes=gpu_bytes(microbatch),
+        largest_microbatches=_largest_microbatches(config, num_ranks, gpu_bytes) if activations is not None else None,
         training_flops=flops,
         sample_bytes=sample_bytes,
         num_samples=num_samples,
@@ -217,7 +234,8 @@ def _ema_bytes(config: Config) -> int:
 def _memory(config: Config, num_parameters: int, fixed_parameters: int, num_ranks: int) -> list[MemoryPlan]:
     """Bytes per rank: fsdp (FSDP2) without and with resharding after the forward pass, and ddp."""
     part = Fraction(config.trainer.num_replicas, num_ranks)
-    gathered = (num_parameters + fixed_parameters) * (4 if config.trainer.precision is Precision.fp32 else 2)
+    is_fp32 = config.trainer.precision is Precision.fp32
+    gathered = (num_parameters + fixed_parameters) * (4 if is_fp32 else 2)
     parallelism, reshards = config.trainer.parallelism, config.trainer.reshard_after_forward
 
     def plan(name: str, part: Fraction, copy: int, is_chosen: bool) -> MemoryPlan:
@@ -235,7 +253,7 @@ def _memory(config: Config, num_parameters: int, fixed_parameters: int, num_rank
     return [
         plan("fsdp (SHARD_GRAD_OP)", part, gathered, is_fsdp and not reshards),
         plan("fsdp, reshard_after_forward (FULL_SHARD)", part, 0, is_fsdp and reshards),
-        plan("ddp", Fraction(1), 0, parallelism is Parallelism.ddp),
+        plan("ddp", Fraction(1), 0 if is_fp32 else gathered, parallelism is Parallelism.ddp),
     ]
 
 
@@ -256,18 +274,15 @@ def _reduction_bytes(config: Config, num_parameters: int, *, is_whole: bool) -> 
     return unit + (num_parameters * GRADIENT_BYTES if accumulates else 0)
 
 
-def _largest_microbatch(
-    config: Config, num_parameters: int, share: float, held: float, activations: float | None
-) -> int | None:
-    if config.plan.gpu_memory_gb is None or activations is None:
-        return None
-    memory = (config.plan.gpu_memory_gb * 1e9 - CUDA_BYTES) * USABLE_MEMORY
-
-    def fits(size: int) -> bool:
-        reduction = _reduction_bytes(config, num_parameters, is_whole=size < share)
-        return held + reduction + size * activations <= memory
-
-    return max((size for size in range(1, int(share) + 1) if share % size == 0 and fits(size)), default=0)
+def _largest_microbatches(config: Config, num_ranks: int, gpu_bytes: Callable[[int], float]) -> dict[float, int]:
+    limits = range(1, config.data.global_batch_size // num_ranks + 1)
+    needed = {size: gpu_bytes(size) for size in {microbatch_size(config.data, limit, num_ranks) for limit in limits}}
+    own = config.plan.gpu_memory_gb
+    memories: set[float] = {*GPU_MEMORY_GB, *([own] if own is not None else [])}
+    return {
+        memory: max((size for size, num in needed.items() if num <= USABLE_MEMORY * memory * 1e9), default=0)
+        for memory in sorted(memories)
+    }
 
 
 def _largest_size(config: Config) -> PictureSize:
@@ -319,7 +334,7 @@ def _assumptions(config: Config, throughput: float | None, activations: float | 
     if activations is not None:
         assumptions.append(
             "Activations: what autograd keeps in the arithmetic's precision, nothing recomputed or compiled. Largest "
-            f"microbatch: {CUDA_BYTES / 1e9:g} GB for CUDA, and {USABLE_MEMORY:.0%} of the rest can be used."
+            f"microbatch: with {CUDA_BYTES / 1e9:g} GB for CUDA it takes at most {USABLE_MEMORY:.0%} of the memory."
         )
     if config.data.representation is Representation.latents:
         assumptions.append("Data: one caption per picture, without keys and what MDS adds; no held-out data.")

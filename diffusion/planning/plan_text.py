@@ -21,7 +21,7 @@ def format_plan(plan: Plan) -> str:
         (
             "per rank",
             f"{plan.samples_per_rank:g} samples of each step on {plan.num_ranks} ranks, "
-            f"{plan.num_microbatches} x {plan.microbatch_size:g}",
+            f"{plan.num_microbatches} x {plan.microbatch_size}",
         ),
         *[(f"stream {stream.name}", _stream(stream)) for stream in plan.epoch.streams],
         *([("epoch", f"{plan.epoch.num_steps:,} steps")] if plan.epoch.num_steps is not None else []),
@@ -36,11 +36,11 @@ def format_plan(plan: Plan) -> str:
         ("memory, reduction", f"{size_text(plan.reduction_bytes)} of gradients that are not sharded"),
         (
             "activations",
-            f"{size_text(plan.activation_bytes)} per microbatch of {plan.microbatch_size:g}"
+            f"{size_text(plan.activation_bytes)} per microbatch of {plan.microbatch_size}"
             if plan.activation_bytes is not None
             else UNKNOWN,
         ),
-        ("largest microbatch", _largest_microbatch(plan)),
+        ("largest microbatch", largest_microbatch(plan)),
         ("data", _data(plan)),
         ("tier, store", _store(plan)),
         ("tier, local disk", _disk(plan)),
@@ -66,7 +66,6 @@ def _not_known(what: str) -> str:
     keys = {
         "throughput": "plan.images_per_second",
         "cost": "plan.images_per_second and plan.price_per_gpu_hour",
-        "memory": "plan.gpu_memory_gb",
         "pictures": "plan.image_kb",
         "samples": "plan.num_samples",
     }
@@ -96,10 +95,14 @@ def _operations(plan: Plan) -> str:
     return f"{text}; {plan.training_flops * plan.images_per_second / plan.num_ranks / 1e12:,.1f} TFLOP/s per GPU"
 
 
-def _largest_microbatch(plan: Plan) -> str:
-    if plan.largest_microbatch is None:
-        return _not_known("memory")
-    return f"{plan.largest_microbatch:,}" if plan.largest_microbatch else "none: the model itself does not fit"
+def largest_microbatch(plan: Plan) -> str:
+    """The largest microbatch on each size of GPU."""
+    if plan.largest_microbatches is None:
+        return UNKNOWN
+    return ", ".join(
+        f"{size:,} on a GPU of {memory:g} GB" if size else f"none fits {memory:g} GB"
+        for memory, size in plan.largest_microbatches.items()
+    )
 
 
 def _data(plan: Plan) -> str:

@@ -45,6 +45,11 @@ def test_the_recipe_passes(world_size):
     check(configuration(*overrides), world_size=world_size, vae_factor=8)
 
 
+def test_cuda_graphs_with_ddp_and_one_microbatch():
+    graphs = ["performance.cuda_graphs=true", "trainer.parallelism=ddp", "trainer.device_train_microbatch_size=16"]
+    check(configuration(*graphs), world_size=128, vae_factor=8)
+
+
 @pytest.mark.parametrize(
     ("overrides", "world_size", "messages"),
     [
@@ -63,11 +68,25 @@ def test_the_recipe_passes(world_size):
             ["data.global_batch_size is 96, which cannot be divided among 5 ranks", "legal are 1, 2, 3, 4, 6, 12)"],
         ),
         (
-            ["trainer.device_train_microbatch_size=12"],
+            ["performance.cuda_graphs=true"],
             128,
+            ["performance.cuda_graphs is true with trainer.parallelism fsdp", "Set trainer.parallelism=ddp."],
+        ),
+        (
             [
-                "trainer.device_train_microbatch_size is 12, which does not divide the 16 samples of a rank "
-                "(2048 over 128 ranks). Possible are 1, 2, 4, 8, 16."
+                "performance={cuda_graphs: true, compilation: none}",
+                "trainer.parallelism=ddp",
+                "trainer.activation_checkpointing=true",
+                "trainer.device_train_microbatch_size=16",
+                "data.mixing=bucket",
+                "data.streams=[{name: 256x256}, {name: 192x320}]",
+            ],
+            64,
+            [
+                "performance.cuda_graphs is true with performance.compilation none",
+                "performance.cuda_graphs is true with trainer.activation_checkpointing",
+                "performance.cuda_graphs is true, and a rank has 32 samples in several microbatches",
+                "performance.cuda_graphs is true with streams of several sizes",
             ],
         ),
         (["data.resolution=260"], 1, ["data.resolution is 260, which is not a multiple of 8", "Use 256 or 264."]),

@@ -2,13 +2,13 @@ import pytest
 
 from diffusion.config.checks import check
 from diffusion.config.data import DataConfig, Mixing, StreamConfig
-from diffusion.config.groups import group_size, legal_world_sizes
+from diffusion.config.groups import group_size, legal_world_sizes, microbatch_size
 from diffusion.config.schema import Config
 from diffusion.config.training import TrainerConfig
 from diffusion.errors import ConfigurationError
 
 
-def configuration(mixing: Mixing, size: int | None, microbatch: int | None = None) -> Config:
+def configuration(mixing: Mixing, size: int | None) -> Config:
     config = Config(
         run_name="r",
         data=DataConfig(
@@ -19,34 +19,50 @@ def configuration(mixing: Mixing, size: int | None, microbatch: int | None = Non
             mixing=mixing,
             group_size=size,
         ),
-        trainer=TrainerConfig(max_duration="550000ba", device_train_microbatch_size=microbatch),
+        trainer=TrainerConfig(max_duration="550000ba"),
     )
     config.algorithms.ema = None
     return config
 
 
 @pytest.mark.parametrize(
-    ("mixing", "size", "microbatch", "world_size"),
-    [(Mixing.mixed, None, 8, 32), (Mixing.bucket, None, 8, 32), (Mixing.groups, 8, 4, 32), (Mixing.groups, 8, None, 8)],
+    ("mixing", "size", "world_size"),
+    [(Mixing.mixed, None, 32), (Mixing.bucket, None, 32), (Mixing.groups, 8, 32)],
 )
-def test_what_fits(mixing, size, microbatch, world_size):
-    check(configuration(mixing, size, microbatch), world_size=world_size)
+def test_what_fits(mixing, size, world_size):
+    check(configuration(mixing, size), world_size=world_size)
 
 
 @pytest.mark.parametrize(
-    ("mixing", "size", "microbatch", "world_size", "message"),
+    ("mixing", "size", "world_size", "message"),
     [
-        (Mixing.groups, None, None, 1, r"data.mixing is groups without data.group_size"),
-        (Mixing.bucket, 8, None, 1, r"data.group_size is 8, but data.mixing is bucket"),
-        (Mixing.groups, 24, None, 1, r"data.group_size is 24, which does not divide data.global_batch_size 256"),
-        (Mixing.groups, 0, None, 1, r"data.group_size is 0, but must be at least 1"),
-        (Mixing.groups, 16, None, 32, r"32 ranks cannot share the 16 groups .* ranks are 1, 2, 4, 8, 16\."),
-        (Mixing.groups, 16, 32, 4, r"device_train_microbatch_size is 32, which does not divide data.group_size 16"),
+        (Mixing.groups, None, 1, r"data.mixing is groups without data.group_size"),
+        (Mixing.bucket, 8, 1, r"data.group_size is 8, but data.mixing is bucket"),
+        (Mixing.groups, 24, 1, r"data.group_size is 24, which does not divide data.global_batch_size 256"),
+        (Mixing.groups, 0, 1, r"data.group_size is 0, but must be at least 1"),
+        (Mixing.groups, 16, 32, r"32 ranks cannot share the 16 groups .* ranks are 1, 2, 4, 8, 16\."),
     ],
 )
-def test_what_does_not_fit(mixing, size, microbatch, world_size, message):
+def test_what_does_not_fit(mixing, size, world_size, message):
     with pytest.raises(ConfigurationError, match=message):
-        check(configuration(mixing, size, microbatch), world_size=world_size)
+        check(configuration(mixing, size), world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("mixing", "group", "limit", "world_size", "size"),
+    [
+        (Mixing.mixed, None, 128, 1, 128),
+        (Mixing.mixed, None, 128, 8, 32),
+        (Mixing.mixed, None, None, 8, 32),
+        (Mixing.bucket, None, 12, 8, 8),
+        (Mixing.mixed, None, 1, 8, 1),
+        (Mixing.groups, 16, 64, 2, 16),
+        (Mixing.groups, 16, 6, 2, 4),
+        (Mixing.groups, 16, None, 1, 16),
+    ],
+)
+def test_the_microbatch_is_the_largest_divisor_up_to_the_limit(mixing, group, limit, world_size, size):
+    assert microbatch_size(configuration(mixing, group).data, limit, world_size) == size
 
 
 def test_sizes():

@@ -1,6 +1,7 @@
 """Checks of a machine, on recorded readings of healthy and of faulty ones."""
 
 import importlib
+import math
 import os
 import resource
 import sys
@@ -9,10 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from diffusion.config.loading import load_config
 from diffusion.health import readings
 from diffusion.health.demand import Demand
+from diffusion.health.device import computes_bf16
 from diffusion.health.gpus import GpuMeter, GpuReading, read_gpus
 from diffusion.health.machine import (
     check_bytecode,
@@ -296,9 +299,9 @@ def fake_nvml(**functions) -> SimpleNamespace:
         "nvmlDeviceGetName": lambda handle: "H100",
         "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(total=100, free=100 - 30 * handle, used=30 * handle),
         "nvmlDeviceGetComputeRunningProcesses": lambda handle: [
-            SimpleNamespace(pid=4, usedGpuMemory=20 * handle),
-            SimpleNamespace(pid=5, usedGpuMemory=None),
-            SimpleNamespace(pid=6, usedGpuMemory=10 * handle),
+            SimpleNamespace(pid=os.getppid(), usedGpuMemory=20 * handle),
+            SimpleNamespace(pid=1, usedGpuMemory=None),
+            SimpleNamespace(pid=os.getpid(), usedGpuMemory=10 * handle),
         ],
         "nvmlDeviceGetTotalEccErrors": lambda handle, kind, counter: 2 * handle,
         "nvmlDeviceGetRemappedRows": not_supported,
@@ -311,11 +314,51 @@ def fake_nvml(**functions) -> SimpleNamespace:
 
 def test_nvml_is_read_and_memory_of_the_job_is_not_foreign(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    first, second = read_gpus({6}, fake_nvml())
+    first, second = read_gpus({os.getpid()}, fake_nvml())
     assert (first.name, first.foreign_bytes, first.uncorrected_errors, first.slowdowns) == ("GPU 0 (H100)", 0, 0, ())
     assert (second.free_bytes, second.foreign_bytes, second.uncorrected_errors) == (70, 20, 2)
     assert second.slowdowns == ("it is too hot",)
     assert not second.remapping_failed
+
+
+def test_processes_of_another_namespace_are_not_judged(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    ours = SimpleNamespace(pid=2**22 + 1, usedGpuMemory=5 * 10**9)  # Above the largest id that Linux gives.
+    found = read_gpus({os.getpid()}, fake_nvml(nvmlDeviceGetComputeRunningProcesses=lambda handle: [ours]))
+    assert [gpu.foreign_bytes for gpu in found] == [None, None]
+    assert check_gpus([replace(GPU, foreign_bytes=None)], DEMAND)[0].level is Level.ok
+
+
+def test_a_gpu_whose_memory_nvml_cannot_read_is_named(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def lost(handle: int) -> SimpleNamespace:
+        if handle == 0:
+            raise FakeNVMLError
+        return SimpleNamespace(total=100, free=70, used=30)
+
+    driver = fake_nvml(nvmlDeviceGetMemoryInfo=lost)
+    found = read_gpus({os.getpid()}, driver)
+    assert [gpu.free_bytes for gpu in found] == [None, 70]
+    assert (check_gpus(found, DEMAND)[0].check, check_gpus(found, DEMAND)[0].level) == ("GPUs", Level.warning)
+    assert GpuMeter(driver).read() == pytest.approx((0.6, 0.3)), "of the GPU that answers"
+
+    def gone(*arguments: int) -> SimpleNamespace:
+        raise FakeNVMLError
+
+    assert GpuMeter(fake_nvml(nvmlDeviceGetMemoryInfo=gone)).read() == pytest.approx((0.6, math.nan), nan_ok=True)
+    assert read_gpus((), fake_nvml(nvmlDeviceGetHandleByIndex=gone)) == []
+
+
+@pytest.mark.parametrize(("capability", "computes"), [(7, False), (8, True)])
+def test_emulated_bf16_does_not_count(monkeypatch, capability, computes):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=capability))
+    monkeypatch.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda device: True)
+    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    assert computes_bf16() is computes
 
 
 def test_only_visible_gpus_are_read_and_none_without_a_driver(monkeypatch):

@@ -69,6 +69,12 @@ def test_the_phase_of_the_slowest_rank_says_what_is_waited_for(others, slowest, 
     assert silent_for(100, beats).condition is condition
 
 
+def test_a_rank_that_compiles_has_time_for_it():
+    beats = [beat(0, Phase.step, 700), beat(1, Phase.compiling, 700)]
+    assert silent_for(3599, beats).condition is Condition.working
+    assert silent_for(3601, beats).condition is Condition.hang
+
+
 def test_data_and_pauses_have_their_own_patience():
     data = [beat(0, Phase.step, 7), beat(1, Phase.data, 7)]
     assert silent_for(1799, data).condition is Condition.slow_data

@@ -118,11 +118,14 @@ def test_requests_and_disks_are_paid():
 
 def test_memory_and_the_largest_microbatch(budgets):
     first, second = budgets[8].plans
-    assert (first.activation_bytes, second.activation_bytes) == (16 * 236_814_720, 16 * 935_036_928)
+    assert (first.activation_bytes, second.activation_bytes) == (256 * 236_814_720, 64 * 935_036_928)
     assert first.frozen_bytes == 4 * (83_653_863 + 340_387_840)
-    assert (first.largest_microbatch, second.largest_microbatch) == (256, 64)
+    assert first.largest_microbatches == {40: 64, 80: 256, 141: 256, 192: 256}
+    assert second.largest_microbatches == {40: 16, 80: 64, 141: 64, 192: 128}
     small = replace(A100_FLEETS[0], gpu_memory_bytes=8e9)
-    assert make_budget(recipe()[:1], small, prices=Prices(), breakdowns=BREAKDOWNS).plans[0].largest_microbatch == 0
+    sizes = make_budget(recipe()[:1], small, prices=Prices(), breakdowns=BREAKDOWNS).plans[0].largest_microbatches
+    assert sizes is not None
+    assert sizes[8] == 0
 
 
 def test_the_command(capsys, tmp_path):

@@ -5,9 +5,16 @@ from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from diffusion.config.performance import AttentionBackend, Compilation, PerformanceConfig
 from diffusion.config.training import Device
 from diffusion.errors import ConfigurationError
-from diffusion.models.fast.attention import set_attention
+from diffusion.models.fast.attention import is_faster_with_cudnn, set_attention
 from diffusion.models.fast.channels_last import keep_channels_last
-from diffusion.models.fast.compilation import compile_blocks, compile_modules, find_blocks
+from diffusion.models.fast.compilation import compile_blocks, compile_modules, find_blocks, mark_steps
+
+
+def resolve_compilation(compilation: Compilation, device: Device) -> Compilation:
+    """What `auto` means on a device."""
+    if compilation is not Compilation.auto:
+        return compilation
+    return Compilation.blocks if device is Device.gpu else Compilation.none
 
 
 def apply(unet: UNet2DConditionModel, config: PerformanceConfig, device: Device) -> None:
@@ -19,21 +26,26 @@ def apply(unet: UNet2DConditionModel, config: PerformanceConfig, device: Device)
         device: where it will be trained; says what `compilation: auto` is.
 
     Raises:
-        ConfigurationError: the attention's kernel is not one for this device.
+        ConfigurationError: the attention's kernel, or CUDA graphs, are not for this device.
     """
+    if device is Device.cpu and config.cuda_graphs:
+        raise ConfigurationError("performance.cuda_graphs is for GPUs, and this run is on a CPU: set it to false")
     if device is Device.cpu and config.attention in (AttentionBackend.cudnn, AttentionBackend.efficient):
         raise ConfigurationError(
             f"performance.attention={config.attention.value} is for GPUs, and this run is on a CPU: set it to auto"
         )
     if config.channels_last:
         keep_channels_last(unet, is_fused=config.fused_norms)
-    set_attention(unet, config.attention, is_fused=config.fused_projections)
-    compilation = config.compilation
-    if compilation is Compilation.auto:
-        compilation = Compilation.blocks if device is Device.gpu else Compilation.none
+    is_auto = config.attention is AttentionBackend.auto and device is Device.gpu
+    set_attention(
+        unet, config.attention, is_fused=config.fused_projections, prefers_cudnn=is_auto and is_faster_with_cudnn()
+    )
+    if config.cuda_graphs:
+        mark_steps(unet)
+    compilation = resolve_compilation(config.compilation, device)
     if compilation is Compilation.unet:
-        compile_modules([unet])
+        compile_modules([unet], cuda_graphs=config.cuda_graphs)
         return
     unet.fsdp_wrap_fn = set(find_blocks(unet)).__contains__  # pyright: ignore[reportArgumentType]
     if compilation is Compilation.blocks:
-        compile_blocks(unet)
+        compile_blocks(unet, cuda_graphs=config.cuda_graphs)

@@ -22,6 +22,9 @@ _BACKENDS = {
     AttentionBackend.math: SDPBackend.MATH,
 }
 
+_CUDNN_CAPABILITIES = ((9, 0), (10, 0))
+"""Hopper and Blackwell: newer versions of torch take cuDNN's kernel first there by themselves."""
+
 
 class AttentionProcessor(AttnProcessor2_0):
     """Attention of a transformer block; what it does not know is left to that of diffusers.
@@ -29,10 +32,12 @@ class AttentionProcessor(AttnProcessor2_0):
     Args:
         backend: kernel of the attention.
         is_fused: one matrix product for all projections of the same input.
+        prefers_cudnn: cuDNN's kernel for self-attention where it can, whatever `backend` says.
     """
 
-    def __init__(self, backend: AttentionBackend, *, is_fused: bool) -> None:
+    def __init__(self, backend: AttentionBackend, *, is_fused: bool, prefers_cudnn: bool = False) -> None:
         super().__init__()
+        self.prefers_cudnn = prefers_cudnn
         self.backend = _BACKENDS.get(backend)
         self.is_fused = is_fused
 
@@ -67,10 +72,23 @@ class AttentionProcessor(AttnProcessor2_0):
         return F.linear(x, torch.cat([layer.weight for layer in layers])).chunk(len(layers), dim=-1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, is_cross: bool) -> Tensor:
-        if self.backend is None or (is_cross and self.backend is SDPBackend.CUDNN_ATTENTION):
+        backend = SDPBackend.CUDNN_ATTENTION if self.prefers_cudnn and _fits_cudnn(query) else self.backend
+        if backend is None or (is_cross and backend is SDPBackend.CUDNN_ATTENTION):
             return F.scaled_dot_product_attention(query, key, value)
-        with sdpa_kernel(self.backend):
+        with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(query, key, value)
+
+
+def is_faster_with_cudnn() -> bool:
+    """Whether cuDNN's kernel is to be taken first on this GPU."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() in _CUDNN_CAPABILITIES
+
+
+def _fits_cudnn(query: Tensor) -> bool:
+    """Whether cuDNN's kernel takes [B, heads, N, D] in forward and backward pass."""
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    size = query.shape[-1]
+    return is_half and size <= 128 and size % 8 == 0 and not torch.are_deterministic_algorithms_enabled()
 
 
 def _is_plain(attention: Attention) -> bool:
@@ -86,9 +104,9 @@ def _is_plain(attention: Attention) -> bool:
     )
 
 
-def set_attention(module: nn.Module, backend: AttentionBackend, *, is_fused: bool) -> None:
+def set_attention(module: nn.Module, backend: AttentionBackend, *, is_fused: bool, prefers_cudnn: bool = False) -> None:
     """Give the attention layers below a module our processor; layers of other kinds stay as they are."""
-    processor = AttentionProcessor(backend, is_fused=is_fused)
+    processor = AttentionProcessor(backend, is_fused=is_fused, prefers_cudnn=prefers_cudnn)
     for layer in module.modules():
         if isinstance(layer, Attention) and _is_plain(layer):
             layer.processor = processor  # pyright: ignore[reportAttributeAccessIssue]

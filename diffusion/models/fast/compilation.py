@@ -37,20 +37,22 @@ def find_blocks(network: nn.Module) -> list[nn.Module]:
     return [module for module in network.modules() if isinstance(module, kinds) and module not in inside] + shallow
 
 
-def compile_blocks(network: nn.Module) -> None:
+def compile_blocks(network: nn.Module, *, cuda_graphs: bool = False) -> None:
     """Compile the blocks, and each GroupNorm that is outside of them."""
     blocks = find_blocks(network)
     inside = {module for block in blocks for module in block.modules()}
     norms = [module for module in network.modules() if isinstance(module, FusedGroupNorm) and module not in inside]
-    compile_modules([*blocks, *norms])
+    compile_modules([*blocks, *norms], cuda_graphs=cuda_graphs)
 
 
 @functools.cache
-def _compiled(kind: type[nn.Module]) -> type[nn.Module]:
+def _compiled(kind: type[nn.Module], cuda_graphs: bool) -> type[nn.Module]:
     """A subclass, of the same name (which diffusers stores with a model), that is compiled in training."""
     plain: Any = kind.forward
-    options: Any = None if issubclass(kind, Transformer2DModel | BasicTransformerBlock) else RECOMPUTE
-    compiled = torch.compile(plain, fullgraph=True, dynamic=False, options=options)
+    options = {} if issubclass(kind, Transformer2DModel | BasicTransformerBlock) else dict(RECOMPUTE)
+    if cuda_graphs:
+        options["triton.cudagraphs"] = True  # `mode="reduce-overhead"`, which torch does not take beside options.
+    compiled = torch.compile(plain, fullgraph=True, dynamic=False, options=options or None)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         is_training = self.training and torch.is_grad_enabled()
@@ -59,9 +61,28 @@ def _compiled(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
-def compile_modules(modules: list[nn.Module]) -> None:
-    """Compile the forward pass of modules in training, in place, at its first call for each shape."""
+def compile_modules(modules: list[nn.Module], *, cuda_graphs: bool = False) -> None:
+    """Compile the forward pass of modules in training, in place, at its first call for each shape.
+
+    Args:
+        modules: units of compilation.
+        cuda_graphs: record their kernels as CUDA graphs; `mark_steps` says when a step begins.
+    """
     torch._dynamo.config.recompile_limit = MAX_GRAPHS
     torch._dynamo.config.accumulated_recompile_limit = MAX_GRAPHS
+    torch._dynamo.config.optimize_ddp = False  # It would split a block at the buckets of DDP, which are larger.
     for module in modules:
-        module.__class__ = _compiled(type(module))
+        module.__class__ = _compiled(type(module), cuda_graphs)
+
+
+def mark_steps(network: nn.Module) -> None:
+    """Begin a step of the CUDA graphs at each forward pass in training: memory of the step before is used again.
+
+    Without the mark, torch takes each compiled block for a step of its own.
+    """
+
+    def mark(module: nn.Module, _: Any) -> None:
+        if module.training:
+            torch.compiler.cudagraph_mark_step_begin()
+
+    network.register_forward_pre_hook(mark)

@@ -8,9 +8,12 @@ import torch.nn.functional as F
 from composer.core import Precision
 from composer.distributed.fsdp2 import prepare_fully_shard
 from composer.distributed.fsdp2_utils import generate_composer_model_policy
+from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffusion.algorithms.averaging import full_tensor, plain_name
@@ -132,9 +135,48 @@ def test_the_backend_that_is_asked_for_computes_the_attention(monkeypatch):
     assert set(found) == {(True, False)}
 
 
-def test_a_backend_for_gpus_is_refused_on_a_cpu():
+def test_what_is_for_gpus_is_refused_on_a_cpu():
     with pytest.raises(ConfigurationError, match=r"performance\.attention=cudnn"):
         build(TOY, PerformanceConfig(attention=AttentionBackend.cudnn))
+    with pytest.raises(ConfigurationError, match=r"performance\.cuda_graphs"):
+        build(TOY, PerformanceConfig(cuda_graphs=True))
+
+
+HALF = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("capability", "attention", "dtype", "found"),
+    [
+        ((9, 0), AttentionBackend.auto, HALF, {True, False}),
+        ((10, 0), AttentionBackend.auto, HALF, {True, False}),
+        ((9, 0), AttentionBackend.auto, torch.float32, {False}),
+        ((8, 0), AttentionBackend.auto, HALF, {False}),
+        ((9, 0), AttentionBackend.flash, HALF, {False}),
+    ],
+)
+def test_self_attention_takes_cudnn_first_on_hopper(monkeypatch, traced, capability, attention, dtype, found):
+    """One block, traced as it is compiled: cuDNN for self-attention alone, whether or not a CPU has it."""
+    only_cudnn, attend = [], F.scaled_dot_product_attention
+
+    @torch._dynamo.nonstrict_trace
+    def look(query, key, value):
+        only_cudnn.append(torch.backends.cuda.cudnn_sdp_enabled() and not torch.backends.cuda.math_sdp_enabled())
+        with sdpa_kernel(SDPBackend.MATH):
+            return attend(query, key, value)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", look)
+    unet = with_seed(3, lambda: UNet2DConditionModel(**{**TOY, "attention_head_dim": (2, 4)})).to(dtype)
+    options = PerformanceConfig(attention=attention, compilation=Compilation.none, fused_norms=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        fast.apply(unet, options, Device.gpu)
+    block = unet.mid_block.attentions[0].transformer_blocks[0]
+    run = torch.compile(block, fullgraph=True)
+    run(torch.randn(2, 4, 32, dtype=dtype), encoder_hidden_states=torch.randn(2, 7, 16, dtype=dtype)).sum().backward()
+    assert set(only_cudnn) == found
+    assert num_graphs() == 1
 
 
 def test_layers_with_adapters_are_left_to_them():
@@ -321,3 +363,44 @@ def test_every_norm_is_compiled(traced, monkeypatch):
     monkeypatch.setattr(F, "group_norm", lambda *args: eager.append(args))
     loss_of(unet, batch()).backward()
     assert eager == []
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_blocks_become_cuda_graphs_where_it_is_asked_for(monkeypatch, cuda_graphs):
+    recorded, marks = [], []
+
+    def compile_(function, **options):
+        recorded.append("triton.cudagraphs" in (options["options"] or ()))
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(1))
+    compilation._compiled.cache_clear()
+    unet = with_seed(3, lambda: UNet2DConditionModel(**ONE_LEVEL)).train()
+    fast.apply(unet, PerformanceConfig(cuda_graphs=cuda_graphs, fused_norms=False), Device.gpu)
+    compilation._compiled.cache_clear()
+    assert recorded
+    assert set(recorded) == {cuda_graphs}
+    for step in range(3):
+        loss_of(unet, batch(seed=step)).backward()
+    assert len(marks) == (3 if cuda_graphs else 0), "once per forward pass"
+    with torch.no_grad():
+        loss_of(unet.eval(), batch())
+    assert len(marks) == (3 if cuda_graphs else 0)
+
+
+def test_ddp_does_not_split_a_block(process_group, monkeypatch):
+    graphs = []
+
+    def count(graph, inputs, **options):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
+    compilation._compiled.cache_clear()
+    torch._dynamo.reset()
+    block = ResnetBlock2D(in_channels=256, temb_channels=16)  # Two convolutions of 2.4 MB; DDP's first bucket is 1 MiB.
+    compilation.compile_modules([block])
+    ddp = DistributedDataParallel(block, bucket_cap_mb=1)
+    ddp(torch.randn(1, 256, 2, 2), torch.randn(1, 16)).sum().backward()
+    compilation._compiled.cache_clear()
+    torch._dynamo.reset()
+    assert len(graphs) == 1
