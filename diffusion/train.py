@@ -53,6 +53,7 @@ from diffusion.run_loggers import build_loggers
 from diffusion.sharding import correct_gradient_average, fsdp_config
 from diffusion.train_callbacks import build_callbacks, build_meters
 from diffusion.train_data import build_evaluator, build_train_data, check_identity, check_streams
+from diffusion.trainer import HostTrainer
 
 log = logging.getLogger(__name__)
 
@@ -253,7 +254,7 @@ def _build_trainer(config: Config, model: ComposerModel, folder: Path, device: D
     settings = config.trainer
     parallelism = {"fsdp": fsdp_config(settings)} if settings.parallelism == Parallelism.fsdp else None
     build = partial(
-        Trainer,
+        HostTrainer,
         model=model,
         train_dataloader=train_data,
         eval_dataloader=evaluator,

@@ -3,7 +3,7 @@
 from typing import Any
 
 from composer import Callback
-from composer.callbacks import LRMonitor, MemoryMonitor, RuntimeEstimator, SpeedMonitor
+from composer.callbacks import LRMonitor, MemoryMonitor, RuntimeEstimator
 from composer.models import ComposerModel
 
 from diffusion.algorithms.snapshots import build_averages
@@ -34,6 +34,7 @@ from diffusion.models.autoencoder import AutoencoderTraining
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.plugins import build_plugin
 from diffusion.train_data import statistics_pictures
+from diffusion.trainer import HostSpeedMonitor
 
 
 def build_callbacks(config: Config, model: ComposerModel, places: CheckpointPlaces, device: Device) -> list[Callback]:
@@ -43,7 +44,7 @@ def build_callbacks(config: Config, model: ComposerModel, places: CheckpointPlac
         StepAddress(in_turns=config.plugins.train_dataset is not None),
         DataPosition(),
         RunRecord({"config": to_public_yaml(config), "model": _model_record(model)}),
-        SpeedMonitor(window_size=20),
+        HostSpeedMonitor(window_size=20),
         LRMonitor(),
         RuntimeEstimator(),
     ]

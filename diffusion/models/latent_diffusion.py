@@ -247,8 +247,8 @@ class LatentDiffusion(ComposerModel):
         batch = _with_step(batch)
         return self._predict(batch, self._drop_captions(batch), TRAINING)
 
-    def flops_per_batch(self, batch: Mapping[str, Entry]) -> float:
-        """Operations of the U-Net for a batch, forward and backward, as SpeedMonitor asks; NaN where not known."""
+    def batch_flops(self, batch: Mapping[str, Entry]) -> float:
+        """Operations of the U-Net for a batch, forward and backward; NaN where not known."""
         has_fixed = self._has_fixed_weights
         return batch_flops(self.unet.config, batch, vae_factor=self.vae_factor, has_fixed_weights=has_fixed)
 
