@@ -1,6 +1,7 @@
 """Our Trainer against Composer's: equal numbers to the bit, on one rank and on two."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ class RecordTimestamps(Callback):
     """Appends samples, batches and tokens of the timestamp to a file of the rank."""
 
     def __init__(self, folder: str) -> None:
-        self.path = f"{folder}/rank-{dist.get_global_rank()}.json"
+        self.path = Path(folder) / f"rank-{dist.get_global_rank()}.json"
         self.rows: list[list[int]] = []
 
     def batch_end(self, state: State, logger: Logger) -> None:
@@ -27,8 +28,7 @@ class RecordTimestamps(Callback):
         self.rows.append([time.batch.value, time.sample.value, time.token.value, time.sample_in_epoch.value])
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        with open(self.path, "w") as file:
-            json.dump(self.rows, file)
+        self.path.write_text(json.dumps(self.rows))
 
 
 @pytest.fixture
