@@ -11,6 +11,7 @@ from diffusion.callbacks.accumulation import AccumulateLocally
 from diffusion.callbacks.addresses import DataPosition, StepAddress
 from diffusion.callbacks.autoencoder import SaveAutoencoder
 from diffusion.callbacks.bad_pictures import ReportBadPictures
+from diffusion.callbacks.clipping import ClipGradients
 from diffusion.callbacks.cost_meter import CostMeter
 from diffusion.callbacks.data_waiting import DataWaiting
 from diffusion.callbacks.loss_guard import LossGuard
@@ -48,6 +49,8 @@ def build_callbacks(config: Config, model: ComposerModel, places: CheckpointPlac
         LRMonitor(),
         RuntimeEstimator(),
     ]
+    if config.optimizer.max_grad_norm is not None:
+        callbacks.insert(0, ClipGradients(config.optimizer.max_grad_norm))
     if config.operations.guard is not None:
         callbacks.insert(0, LossGuard(config.operations.guard, folder))
     if device == Device.gpu:

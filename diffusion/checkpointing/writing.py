@@ -42,7 +42,7 @@ class HostCopy:
             content: nested dictionaries, lists and tuples.
 
         Returns:
-            The same with tensors on the CPU that share no memory with those of the state; the next call overwrites them.
+            The same with tensors on the CPU that share no memory with the state's; the next call overwrites them.
         """
         before, self._buffers = self._buffers, {}
         copied = self._copy(content, (), before)
