@@ -32,7 +32,7 @@ from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config, Task
 from diffusion.config.secrets import to_public_yaml
 from diffusion.config.stores import is_store
-from diffusion.config.training import Decay, Device, Parallelism
+from diffusion.config.training import Decay, Device, Parallelism, Precision
 from diffusion.datasets.streams import TextImageDataset
 from diffusion.errors import ConfigurationError, MachineError, naming
 from diffusion.health.device import computes_bf16
@@ -55,8 +55,11 @@ from diffusion.run_loggers import build_loggers
 from diffusion.sharding import correct_gradient_average, fsdp_config
 from diffusion.train_callbacks import build_callbacks, build_meters
 from diffusion.train_data import build_evaluator, build_train_data, check_identity, check_streams
+from diffusion.trainer import HostTrainer
 
 log = logging.getLogger(__name__)
+
+AUTOCAST_DTYPES = {Precision.amp_bf16: torch.bfloat16, Precision.amp_fp16: torch.float16}
 
 RUN_CONFIG = "config.yaml"
 """In the run folder: the resolved configuration of the start that trained last."""
@@ -101,7 +104,10 @@ def _train(config: Config, folder: Path, device: Device, heartbeat: Heartbeat) -
     model = agree(lambda: _build_model(config, device))
     torch.backends.cudnn.benchmark = config.performance.cudnn_benchmark and not config.trainer.deterministic
     if isinstance(model, LatentDiffusion):
+        agree(lambda: check_identity(config, model))
         move_frozen(model, device)
+        if device == Device.gpu and config.trainer.precision != Precision.fp32:
+            model.conditioner.lower_precision(AUTOCAST_DTYPES[config.trainer.precision])
     trainer = _build_trainer(config, model, folder, device, heartbeat)
     if config.trainer.parallelism == Parallelism.fsdp:
         correct_gradient_average(trainer.state.model)
@@ -236,8 +242,6 @@ def _build_algorithms(config: Config) -> list[Algorithm]:
 
 
 def _build_trainer(config: Config, model: ComposerModel, folder: Path, device: Device, heartbeat: Heartbeat) -> Trainer:
-    if isinstance(model, LatentDiffusion):
-        agree(lambda: check_identity(config, model))
     train_data = agree(lambda: build_train_data(config))
     if isinstance(dataset := getattr(train_data.dataloader, "dataset", None), TextImageDataset):
         check_caches(config, dataset)
@@ -255,7 +259,7 @@ def _build_trainer(config: Config, model: ComposerModel, folder: Path, device: D
     settings = config.trainer
     parallelism = {"fsdp": fsdp_config(settings)} if settings.parallelism == Parallelism.fsdp else None
     build = partial(
-        Trainer,
+        HostTrainer,
         model=model,
         train_dataloader=train_data,
         eval_dataloader=evaluator,

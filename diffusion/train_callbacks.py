@@ -3,7 +3,7 @@
 from typing import Any
 
 from composer import Callback
-from composer.callbacks import LRMonitor, MemoryMonitor, RuntimeEstimator, SpeedMonitor
+from composer.callbacks import LRMonitor, MemoryMonitor, RuntimeEstimator
 from composer.models import ComposerModel
 
 from diffusion.algorithms.snapshots import build_averages
@@ -11,6 +11,7 @@ from diffusion.callbacks.accumulation import AccumulateLocally
 from diffusion.callbacks.addresses import DataPosition, StepAddress
 from diffusion.callbacks.autoencoder import SaveAutoencoder
 from diffusion.callbacks.bad_pictures import ReportBadPictures
+from diffusion.callbacks.clipping import ClipGradients
 from diffusion.callbacks.collective_timeout import CollectiveTimeout
 from diffusion.callbacks.cost_meter import CostMeter
 from diffusion.callbacks.data_waiting import DataWaiting
@@ -37,6 +38,7 @@ from diffusion.models.autoencoder import AutoencoderTraining
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.plugins import build_plugin
 from diffusion.train_data import statistics_pictures
+from diffusion.trainer import HostSpeedMonitor
 
 
 def build_callbacks(config: Config, model: ComposerModel, places: CheckpointPlaces, device: Device) -> list[Callback]:
@@ -46,10 +48,12 @@ def build_callbacks(config: Config, model: ComposerModel, places: CheckpointPlac
         StepAddress(in_turns=config.plugins.train_dataset is not None),
         DataPosition(),
         RunRecord({"config": to_public_yaml(config), "model": _model_record(model)}),
-        SpeedMonitor(window_size=20),
+        HostSpeedMonitor(window_size=20),
         LRMonitor(),
         RuntimeEstimator(),
     ]
+    if config.optimizer.max_grad_norm is not None:
+        callbacks.insert(0, ClipGradients(config.optimizer.max_grad_norm))
     if config.operations.guard is not None:
         callbacks.insert(0, LossGuard(config.operations.guard, folder))
     if device == Device.gpu:

@@ -103,10 +103,6 @@ class PartClock(Callback):
         """The backward pass is done."""
         self._add("backward", self._now() - self._last)
 
-    def after_train_batch(self, state: State, logger: Logger) -> None:
-        """The gradients are there, within the optimizer's step, which Composer gives them as a closure."""
-        self._begin()
-
     def fit_end(self, state: State, logger: Logger) -> None:
         """Write the seconds of each part in a step; averages of weights are measured by more of their updates."""
         parts = {name: total / max(self.num_steps, 1) for name, total in self.seconds.items()}

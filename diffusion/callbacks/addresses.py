@@ -25,8 +25,11 @@ class StepAddress(Callback):
         batch = state.batch
         sample = batch[BatchKey.SAMPLE]
         own, rank = torch.arange(len(sample), device=sample.device), dist.get_global_rank()
-        batch[BatchKey.STEP] = torch.full_like(sample, state.timestamp.batch.value)
-        batch[BatchKey.SLOT] = own * dist.get_world_size() + rank if self.in_turns else own + rank * len(sample)
+        step = torch.full_like(sample, state.timestamp.batch.value)
+        slot = own * dist.get_world_size() + rank if self.in_turns else own + rank * len(sample)
+        if sample.is_pinned():  # What the loader has not pinned is copied to the GPU by way of a buffer of the driver.
+            step, slot = step.pin_memory(), slot.pin_memory()
+        batch[BatchKey.STEP], batch[BatchKey.SLOT] = step, slot
 
 
 class DataPosition(Callback):

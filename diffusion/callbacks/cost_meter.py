@@ -156,5 +156,5 @@ class CostMeter(Callback):
 
 def _flops(state: State) -> float:
     """Operations of this rank for its batch; NaN where they are not known."""
-    count = getattr(getattr(state.model, "module", state.model), "flops_per_batch", None)
+    count = getattr(getattr(state.model, "module", state.model), "batch_flops", None)
     return float(count(state.batch)) if count is not None else float("nan")

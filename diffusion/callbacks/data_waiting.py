@@ -21,10 +21,11 @@ QUIET_INTERVALS = 20
 class DataWaiting(Callback):
     """Log the time that each step waits for its batch, and the share of it over an interval.
 
-    - `time/data_waiting`: seconds from the request for a batch until all ranks have theirs
-    - `time/data_waiting_share`: of the time of the steps of each interval, without evaluation and checkpoints
+    - `time/data_waiting`: seconds from the request for a batch until this rank has its own
+    - `time/data_waiting_share`: of the time of the steps of each interval, without evaluation and checkpoints; of the
+      rank that waits longest, for which the others wait in the step
 
-    All ranks of a step wait for the slowest, so each measures about the same. A warning tells the cause when the share
+    A warning tells the cause when the share
     of an interval is above a tenth: not of the first, in which workers start and caches are empty.
 
     Args:
@@ -54,7 +55,7 @@ class DataWaiting(Callback):
         self._computed += time.perf_counter() - self._given
         if state.timestamp.batch.value % self.utilisation.interval:
             return
-        share = self._waited / max(self._waited + self._computed, 1e-9)
+        share = max(dist.all_gather_object(self._waited / max(self._waited + self._computed, 1e-9)))
         logger.log_metrics({"time/data_waiting_share": share})
         self._waited = self._computed = 0.0
         if self._quiet:

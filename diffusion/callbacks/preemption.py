@@ -19,6 +19,7 @@ from composer.utils import dist
 from diffusion.callbacks.cost_meter import CostMeter
 from diffusion.callbacks.saving import SaveCheckpoints
 from diffusion.checkpointing.ending import PREEMPTED
+from diffusion.host_number import HostNumber
 from diffusion.launch import PreemptedError
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -37,10 +38,9 @@ class LaggingMaximum:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._number = torch.zeros(1, dtype=torch.int32, device=device)
-        self._result = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._number = torch.zeros((), dtype=torch.int32, device=device)
+        self._result = HostNumber()
         self._work: Any = None
-        self._copied: Any = None
 
     def start(self, number: int) -> None:
         """Begin to compare the ranks' numbers."""
@@ -49,21 +49,17 @@ class LaggingMaximum:
         self._work = torch.distributed.all_reduce(self._number, torch.distributed.ReduceOp.MAX, async_op=True)
         if self._number.is_cuda:
             self._work.wait()  # On the GPU's stream, not here.
-            self._result.copy_(self._number, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._result.start(self._number)
 
     def finish(self) -> int:
         """The largest of the numbers of the last `start`; 0 if there is none that is unfinished."""
         if self._work is None:
             return 0
-        if self._copied is not None:
-            self._copied.synchronize()
-        else:
+        if not self._number.is_cuda:
             self._work.wait()
-            self._result.copy_(self._number)
-        self._work = self._copied = None
-        return int(self._result[0])
+            self._result.start(self._number)
+        self._work = None
+        return int(self._result.read())
 
 
 class SaveOnPreemption(Callback):

@@ -26,7 +26,7 @@ from diffusion.checkpointing.reading import (
     superseded,
 )
 from diffusion.checkpointing.remote import RemoteCheckpoints, remove_copy
-from diffusion.checkpointing.writing import PARTIAL_FILE, copy_to_host, write_file, write_sharded
+from diffusion.checkpointing.writing import PARTIAL_FILE, HostCopy, write_file, write_sharded
 from diffusion.errors import MachineError
 from diffusion.ranks import agree
 
@@ -83,7 +83,8 @@ class SaveCheckpoints(CheckpointSaver):
         self.newest, self.every = newest, every
         self._known_whole: set[Path] = set()
         self._group: Any = None
-        self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if background else None
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, "checkpoint", _take_device) if background else None
+        self._host_copy = HostCopy()
         self._pending: concurrent.futures.Future[None] | None = None
 
     @property
@@ -139,7 +140,7 @@ class SaveCheckpoints(CheckpointSaver):
         if self._pool is None:
             agree(lambda: self._write(path, content, is_sharded))
         else:
-            self._pending = self._pool.submit(self._write, path, copy_to_host(content), is_sharded)
+            self._pending = self._pool.submit(self._write, path, self._host_copy.update(content), is_sharded)
         logger.log_metrics({STALL: time.perf_counter() - start})
 
     def _wait(self) -> None:
@@ -279,6 +280,12 @@ class SaveCheckpoints(CheckpointSaver):
         if path not in self._known_whole and is_complete(path):
             self._known_whole.add(path)
         return path in self._known_whole
+
+
+def _take_device() -> None:
+    """Let a new thread use this rank's GPU; it would begin with the first one, and make a context there."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(dist.get_local_rank())
 
 
 def _collect(state: State, is_sharded: bool) -> dict[str, Any]:

@@ -146,6 +146,7 @@ _POSITIVE = (
     "autoencoder.discriminator_lr",
     "model.lora.alpha",
     "optimizer.eps",
+    "optimizer.max_grad_norm",
     "objective.min_snr_gamma",
     "data.download_timeout",
     "trainer.dist_timeout",

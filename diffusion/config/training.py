@@ -62,6 +62,9 @@ class OptimizerConfig:
     eps: float = 1e-8
     """Added to the root of the second moment."""
 
+    max_grad_norm: float | None = None
+    """Gradients of a step are scaled down to this norm, taken over all weights and ranks; null: no clipping."""
+
 
 @dataclass(kw_only=True)
 class ScheduleConfig:

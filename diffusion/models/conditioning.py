@@ -4,6 +4,7 @@ Shape letters: B batch, L tokens, D width of the text encoding, P width of the p
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.transforms import Placement
+from diffusion.models.norms import autocast_dtype
 
 
 class TextEncoding(NamedTuple):
@@ -107,18 +109,45 @@ class Conditioner:
 
     def __init__(self, text_encoder: TextEncoder, empty_token_ids: Tensor, *, is_extended: bool) -> None:
         self._text_encoder = text_encoder
-        self._empty_token_ids = empty_token_ids
+        self._empty_token_ids = {empty_token_ids.device: empty_token_ids}
+        self._empty_text: dict[tuple[torch.device, torch.dtype | None], TextEncoding] = {}
+        self._dtype: torch.dtype | None = None
         self._is_extended = is_extended
+
+    def lower_precision(self, dtype: torch.dtype) -> None:
+        """Encode in an autocast of this dtype from now on, with the weights cast once instead of in each call.
+
+        The encoding has the bits of one in an autocast with float32 weights. Norms and embeddings stay in float32.
+        """
+        self._dtype = dtype
+        for module in self._text_encoder.modules():
+            if isinstance(module, nn.Linear):
+                module.to(dtype)
 
     @torch.no_grad()
     def encode_text(self, token_ids: Tensor) -> TextEncoding:
         """Encode captions: int64 [B, L]."""
-        hidden, pooled = self._text_encoder(token_ids)[:2]
+        with nullcontext() if self._dtype is None else torch.autocast(token_ids.device.type, self._dtype):
+            hidden, pooled = self._text_encoder(token_ids)[:2]
         return TextEncoding(hidden, pooled)
 
     def drop(self, token_ids: Tensor, is_dropped: Tensor) -> Tensor:
         """Replace captions by the empty one: int64 [B, L] where bool [B]."""
-        return torch.where(is_dropped[:, None], self._empty_token_ids.to(token_ids.device), token_ids)
+        return torch.where(is_dropped[:, None], self._empty_ids(token_ids.device), token_ids)
+
+    def _empty_ids(self, device: torch.device) -> Tensor:
+        """The empty caption int64 [L], copied to a device once: a copy in each step would wait for the device."""
+        if device not in self._empty_token_ids:
+            self._empty_token_ids[device] = next(iter(self._empty_token_ids.values())).to(device)
+        return self._empty_token_ids[device]
+
+    def _encoded_empty(self, like: Tensor) -> TextEncoding:
+        """The encoding of the empty caption, float16 as the stored ones [1, L, D] and [1, P]; encoded once."""
+        key = like.device, self._dtype or autocast_dtype(like)
+        if key not in self._empty_text:
+            empty = self.encode_text(self._empty_ids(like.device)[None])
+            self._empty_text[key] = TextEncoding(empty.hidden.half(), empty.pooled.half())
+        return self._empty_text[key]
 
     @torch.no_grad()
     def of_batch(self, batch: dict[str, Tensor], token_ids: Tensor) -> Conditioning:
@@ -148,13 +177,12 @@ class Conditioner:
 
     def _stored_text(self, batch: dict[str, Tensor], token_ids: Tensor) -> TextEncoding:
         """The stored encoding of captions; of those that were dropped, that of the empty caption."""
-        empty_ids = self._empty_token_ids.to(token_ids.device)
-        is_empty = (token_ids == empty_ids).all(dim=1)
-        empty = self.encode_text(empty_ids[None])
+        is_empty = (token_ids == self._empty_ids(token_ids.device)).all(dim=1)
+        empty = self._encoded_empty(token_ids)
         hidden, pooled = batch[BatchKey.TEXT_EMBEDDING], batch[BatchKey.POOLED_TEXT_EMBEDDING]
-        return TextEncoding(  # Rounded as those that are stored.
-            torch.where(is_empty[:, None, None], empty.hidden.half(), hidden).float(),
-            torch.where(is_empty[:, None], empty.pooled.half(), pooled).float(),
+        return TextEncoding(
+            torch.where(is_empty[:, None, None], empty.hidden, hidden),
+            torch.where(is_empty[:, None], empty.pooled, pooled) if self._is_extended else pooled,
         )
 
 

@@ -179,12 +179,12 @@ class LatentDiffusion(ComposerModel):
     def _latents(self, batch: Batch, purposes: Purposes) -> Tensor:
         """The U-Net's latents of a batch, float32 [B, C, H, W], drawn from the VAE's posterior or its mean."""
         if BatchKey.LATENT_MEAN in batch:
-            mean, logvar = batch[BatchKey.LATENT_MEAN].float(), batch.get(BatchKey.LATENT_LOGVAR)
+            mean, logvar = batch[BatchKey.LATENT_MEAN], batch.get(BatchKey.LATENT_LOGVAR)
         else:
             with upcast(self.vae) as vae:
                 pixels = batch[BatchKey.IMAGE].to(vae.dtype) / 127.5 - 1.0
                 posterior = vae.encode(pixels).latent_dist  # pyright: ignore[reportAttributeAccessIssue]
-            mean, logvar = posterior.mean.float(), posterior.logvar
+            mean, logvar = posterior.mean, posterior.logvar
         if self.objective.posterior == Posterior.sample:
             if logvar is None:
                 raise ValueError(
@@ -194,7 +194,7 @@ class LatentDiffusion(ComposerModel):
                 self.seed, purposes.posterior, batch[BatchKey.STEP], batch[BatchKey.SAMPLE], tuple(mean.shape[1:])
             )
             mean = mean + torch.exp(0.5 * logvar.float()) * noise
-        return self.latent_scaling.normalise(mean)
+        return self.latent_scaling.normalise(mean.float())
 
     def _drop_captions(self, batch: Batch) -> Tensor:
         """Token ids [B, L] with captions replaced by the empty one, at the configured rate."""
@@ -225,10 +225,11 @@ class LatentDiffusion(ComposerModel):
         if self.observer is not None and purposes is TRAINING:
             content = batch[BatchKey.IMAGE if BatchKey.IMAGE in batch else BatchKey.LATENT_MEAN]
             self.observer(Draws(sample, step, noise, timesteps, token_ids, content, told.placement))
-        noised = self.noise_process.add_noise(latents, noise, timesteps)
+        rates = self.noise_process.signal_and_noise_rate(timesteps)
+        noised = self.noise_process.add_noise(latents, noise, rates)
         prediction_type, gamma = self.objective.prediction_type, self.objective.min_snr_gamma
-        target = self.noise_process.target(prediction_type, latents, noise, timesteps)
-        weight = None if gamma is None else self.noise_process.min_snr_weight(prediction_type, timesteps, gamma)
+        target = self.noise_process.target(prediction_type, latents, noise, rates)
+        weight = None if gamma is None else self.noise_process.min_snr_weight(prediction_type, rates, gamma)
         if autocast_dtype(noised) is None:
             dtype = next(self.unet.parameters()).dtype
             noised, told = noised.to(dtype), told.to(dtype)
@@ -247,8 +248,8 @@ class LatentDiffusion(ComposerModel):
         batch = _with_step(batch)
         return self._predict(batch, self._drop_captions(batch), TRAINING)
 
-    def flops_per_batch(self, batch: Mapping[str, Entry]) -> float:
-        """Operations of the U-Net for a batch, forward and backward, as SpeedMonitor asks; NaN where not known."""
+    def batch_flops(self, batch: Mapping[str, Entry]) -> float:
+        """Operations of the U-Net for a batch, forward and backward; NaN where not known."""
         has_fixed = self._has_fixed_weights
         return batch_flops(self.unet.config, batch, vae_factor=self.vae_factor, has_fixed_weights=has_fixed)
 

@@ -42,7 +42,8 @@ class LatentScaling:
 
     def normalise(self, latents: Tensor) -> Tensor:
         """VAE's latents [B, C, H, W] -> U-Net's."""
-        return (latents - _per_channel(self.mean, latents)) / _per_channel(self.std, latents)
+        centred = latents - _per_channel(self.mean, latents) if any(self.mean) else latents
+        return centred / _per_channel(self.std, latents)
 
     def denormalise(self, latents: Tensor) -> Tensor:
         """U-Net's latents [B, C, H, W] -> VAE's."""

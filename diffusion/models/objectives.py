@@ -12,6 +12,9 @@ from torch import Tensor
 from diffusion.config.model import ObjectiveConfig, PredictionType
 from diffusion.randomness import Purpose, normal, permutation, randint, random_words
 
+Rates = tuple[Tensor, Tensor]
+"""sqrt(abar_t) and sqrt(1 - abar_t), each float32 [B, 1, 1, 1]."""
+
 
 @dataclass
 class NoiseProcess:
@@ -20,7 +23,7 @@ class NoiseProcess:
     alphas_cumprod: Tensor
     """float64 [T]: abar_t, from nearly 1 to nearly (with zero-terminal SNR exactly) 0."""
 
-    _tables: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+    _tables: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self.alphas_cumprod = self.alphas_cumprod.double().cpu()
@@ -30,7 +33,7 @@ class NoiseProcess:
         """T."""
         return len(self.alphas_cumprod)
 
-    def signal_and_noise_rate(self, timesteps: Tensor) -> tuple[Tensor, Tensor]:
+    def signal_and_noise_rate(self, timesteps: Tensor) -> Rates:
         """sqrt(abar_t) and sqrt(1 - abar_t).
 
         Args:
@@ -41,17 +44,19 @@ class NoiseProcess:
         """
         device = timesteps.device
         if device not in self._tables:
-            rates = self.alphas_cumprod.sqrt(), (1.0 - self.alphas_cumprod).sqrt()
-            self._tables[device] = tuple(rate.float().to(device) for rate in rates)  # pyright: ignore
-        signal, noise = self._tables[device]
-        return signal[timesteps].view(-1, 1, 1, 1), noise[timesteps].view(-1, 1, 1, 1)
+            rates = torch.stack([self.alphas_cumprod.sqrt(), (1.0 - self.alphas_cumprod).sqrt()], dim=1)
+            self._tables[device] = rates.float().to(device)
+        signal, noise = self._tables[device][timesteps].view(-1, 2, 1, 1, 1).unbind(1)
+        return signal, noise
 
-    def add_noise(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
-        """x_t (Ho et al. 2020, equation 4): float [B, C, H, W] for latents and noise of that shape, timesteps [B]."""
-        signal_rate, noise_rate = self.signal_and_noise_rate(timesteps)
+    @staticmethod
+    def add_noise(latents: Tensor, noise: Tensor, rates: Rates) -> Tensor:
+        """x_t (Ho et al. 2020, equation 4): float [B, C, H, W] for latents and noise of that shape."""
+        signal_rate, noise_rate = rates
         return signal_rate * latents + noise_rate * noise
 
-    def target(self, prediction_type: PredictionType, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
+    @staticmethod
+    def target(prediction_type: PredictionType, latents: Tensor, noise: Tensor, rates: Rates) -> Tensor:
         """What the network should predict.
 
         epsilon is the noise, sample the latents, and v = sqrt(abar_t) noise - sqrt(1 - abar_t) x_0 (Salimans and Ho
@@ -64,10 +69,11 @@ class NoiseProcess:
             return noise
         if prediction_type == PredictionType.sample:
             return latents
-        signal_rate, noise_rate = self.signal_and_noise_rate(timesteps)
+        signal_rate, noise_rate = rates
         return signal_rate * noise - noise_rate * latents
 
-    def min_snr_weight(self, prediction_type: PredictionType, timesteps: Tensor, gamma: float) -> Tensor:
+    @staticmethod
+    def min_snr_weight(prediction_type: PredictionType, rates: Rates, gamma: float) -> Tensor:
         """Weight of each sample's squared error (Hang et al. 2023, section 3.4).
 
         min(SNR, gamma) weighs the error of the latents; the error of the noise is SNR times, the error of v is SNR + 1
@@ -76,7 +82,7 @@ class NoiseProcess:
         Returns:
             float32 [B].
         """
-        signal_rate, noise_rate = (rate.flatten() for rate in self.signal_and_noise_rate(timesteps))
+        signal_rate, noise_rate = (rate.flatten() for rate in rates)
         snr = (signal_rate / noise_rate) ** 2
         clipped = snr.clamp(max=gamma)
         if prediction_type == PredictionType.epsilon:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.callbacks.saving import STALL
 from diffusion.checkpointing.reading import list_checkpoints, read_all
-from diffusion.checkpointing.writing import copy_to_host
+from diffusion.checkpointing.writing import HostCopy
 from diffusion.config.loading import load_config
 from diffusion.datasets.loader import train_loader
 from diffusion.models.build import build_unet
@@ -129,7 +129,7 @@ def test_a_copy_of_the_state_does_not_follow_it(group):
         "sharded": DTensor.from_local(torch.arange(6.0).reshape(3, 2), mesh, [Shard(0)]),
         "nested": [{"steps": [1, 2]}, (torch.ones(2), "text", None)],
     }
-    copy = copy_to_host(state)
+    copy = HostCopy().update(state)
     with torch.no_grad():
         state["plain"].zero_()
         state["view"].zero_()
@@ -145,6 +145,40 @@ def test_a_copy_of_the_state_does_not_follow_it(group):
     assert copy["nested"][0] == {"steps": [1, 2]}
     assert copy["nested"][1][0].tolist() == [1.0, 1.0]
     assert copy["nested"][1][1:] == ("text", None)
+
+
+def test_the_next_copy_takes_the_same_memory(group):
+    mesh = init_device_mesh("cpu", (1,))
+    sharded = DTensor.from_local(torch.arange(6.0).reshape(3, 2), mesh, [Shard(0)])
+    state: dict[str, Any] = {"weights": [torch.ones(4), sharded], "step": torch.tensor(1.0)}
+    host = HostCopy()
+
+    def addresses(copy: dict[str, Any]) -> list[int]:
+        plain, part = copy["weights"][:2]
+        return [plain.data_ptr(), part.to_local().data_ptr(), copy["step"].data_ptr()]
+
+    before = addresses(host.update(state))
+    state["weights"][0] += 1
+    sharded.to_local().mul_(2)
+    state["weights"].append(torch.zeros(3))  # As an average that starts.
+    copy = host.update(state)
+    assert addresses(copy) == before
+    assert copy["weights"][0].tolist() == [2.0] * 4
+    assert copy["weights"][1].to_local().flatten().tolist() == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
+    assert copy["weights"][2].tolist() == [0.0] * 3
+    state["step"] = torch.tensor([1, 2])
+    assert host.update(state)["step"].tolist() == [1, 2], "memory of another shape does not serve"
+
+
+@pytest.mark.gpu
+def test_the_copy_of_a_gpu_is_in_pinned_memory():
+    weights = torch.arange(2**20, dtype=torch.float32, device="cuda")
+    host = HostCopy()
+    copy = host.update({"weights": weights})["weights"]
+    assert copy.is_pinned()
+    assert torch.equal(copy, torch.arange(2**20, dtype=torch.float32))
+    assert host.update({"weights": weights.mul_(2)})["weights"] is copy
+    assert torch.equal(copy, 2 * torch.arange(2**20, dtype=torch.float32))
 
 
 # The first batch

@@ -108,6 +108,6 @@ def test_a_batch_of_groups_of_several_shapes_and_one_of_pictures():
 
     latents = [torch.empty(2, 4, 8, 8), torch.empty(2, 4, 6, 10), torch.empty(2, 4, 8, 8)]
     groups = {BatchKey.LATENT_MEAN: latents, BatchKey.TOKEN_IDS: ids}
-    assert model.flops_per_batch(groups) == 4 * of((8, 8)) + 2 * of((6, 10))
+    assert model.batch_flops(groups) == 4 * of((8, 8)) + 2 * of((6, 10))
     pictures = {BatchKey.IMAGE: torch.empty(6, 3, 24, 40), BatchKey.TOKEN_IDS: ids}
-    assert model.flops_per_batch(pictures) == 6 * of((6, 10))
+    assert model.batch_flops(pictures) == 6 * of((6, 10))

@@ -34,31 +34,32 @@ def process(zero: bool = False) -> tuple[NoiseProcess, DDPMScheduler]:
 def test_noised_latents_and_velocities_are_those_of_diffusers(example):
     latents, noise, timesteps = example
     ours, theirs = process()
-    torch.testing.assert_close(
-        ours.add_noise(*example), theirs.add_noise(latents, noise, timesteps), rtol=1e-5, atol=1e-6
-    )
+    rates = ours.signal_and_noise_rate(timesteps)
+    noised = ours.add_noise(latents, noise, rates)
+    torch.testing.assert_close(noised, theirs.add_noise(latents, noise, timesteps), rtol=1e-5, atol=1e-6)
     velocity = theirs.get_velocity(latents, noise, timesteps)
-    target = ours.target(PredictionType.v_prediction, latents, noise, timesteps)
+    target = ours.target(PredictionType.v_prediction, latents, noise, rates)
     torch.testing.assert_close(target, velocity, rtol=1e-5, atol=1e-6)
 
 
 def test_targets_give_back_the_latents(example):
     latents, noise, timesteps = example
     ours, _ = process()
-    noised = ours.add_noise(latents, noise, timesteps)
-    signal_rate, noise_rate = ours.signal_and_noise_rate(timesteps)
-    velocity = ours.target(PredictionType.v_prediction, latents, noise, timesteps)
+    signal_rate, noise_rate = rates = ours.signal_and_noise_rate(timesteps)
+    noised = ours.add_noise(latents, noise, rates)
+    velocity = ours.target(PredictionType.v_prediction, latents, noise, rates)
     torch.testing.assert_close(signal_rate * noised - noise_rate * velocity, latents, rtol=1e-4, atol=1e-5)
-    assert ours.target(PredictionType.epsilon, latents, noise, timesteps) is noise
-    assert ours.target(PredictionType.sample, latents, noise, timesteps) is latents
+    assert ours.target(PredictionType.epsilon, latents, noise, rates) is noise
+    assert ours.target(PredictionType.sample, latents, noise, rates) is latents
 
 
 def test_min_snr_weights_are_equal_in_units_of_the_latents_error():
     ours, _ = process()
     timesteps = torch.tensor([1, 100, 500, 900])
-    signal_rate, noise_rate = (rate.flatten() for rate in ours.signal_and_noise_rate(timesteps))
+    rates = ours.signal_and_noise_rate(timesteps)
+    signal_rate, noise_rate = (rate.flatten() for rate in rates)
     snr = (signal_rate / noise_rate) ** 2
-    weights = {kind: ours.min_snr_weight(kind, timesteps, 5.0) for kind in PredictionType}
+    weights = {kind: ours.min_snr_weight(kind, rates, 5.0) for kind in PredictionType}
     torch.testing.assert_close(weights[PredictionType.sample], snr.clamp(max=5))
     torch.testing.assert_close(weights[PredictionType.epsilon] * snr, weights[PredictionType.sample])
     torch.testing.assert_close(weights[PredictionType.v_prediction] * (snr + 1), weights[PredictionType.sample])

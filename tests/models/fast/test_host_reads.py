@@ -1,8 +1,13 @@
-"""Nothing of ours reads a number from the device in a step: on a GPU each such read waits for all work before it."""
+"""Nothing of ours reads a number from the device in a step: on a GPU each such read waits for all work before it.
+
+Composer reads two numbers: the samples of the ranks, and the loss for the loggers.
+"""
 
 import traceback
+import warnings
 from pathlib import Path
 
+import pytest
 import torch
 from composer import Callback, Logger, State
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,8 +21,8 @@ TORCH = str(Path(torch.__file__).parent)
 FIRST, END = 2, 4
 """Steps that are watched: [FIRST, END)."""
 
-IN_HOST_MEMORY = f"{PACKAGE}/callbacks/preemption.py:"
-"""Reads what it had copied into host memory a step before."""
+IN_HOST_MEMORY = f"{PACKAGE}/host_number.py:"
+"""Reads what was copied into host memory before."""
 
 SIZE_FROM_VALUES = ("nonzero", "masked_select", "unique", "_local_scalar_dense", "equal", "repeat_interleave")
 """Operations whose result the host has to know."""
@@ -53,7 +58,27 @@ class WatchSteps(Callback):
             type(self).found = self.mode.places
 
 
-def test_nothing_of_ours_reads_from_the_device_in_a_step(tmp_path):
+class WatchSynchronisations(Callback):
+    """Watches some steps of a run on a GPU for what torch says to wait for it."""
+
+    found: list[str] = []
+
+    def __init__(self) -> None:
+        self.caught = warnings.catch_warnings(record=True)
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch.value == FIRST:
+            self.messages = self.caught.__enter__()
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+        if state.timestamp.batch.value == END:
+            torch.cuda.set_sync_debug_mode("default")
+            self.caught.__exit__(None, None, None)
+            synchronising = [caught for caught in self.messages or [] if "synchroniz" in str(caught.message)]
+            type(self).found = [f"{caught.filename}:{caught.lineno}" for caught in synchronising]
+
+
+def train_watched(tmp_path, callback, *settings):
     far = "1000ba"
     overrides = [
         f"output_folder={tmp_path}",
@@ -62,12 +87,26 @@ def test_nothing_of_ours_reads_from_the_device_in_a_step(tmp_path):
         f"samples.interval={far}",
         "trainer.device_train_microbatch_size=4",
         "algorithms.ema.start=1ba",
-        f"plugins.callbacks=[{{path: {__name__}.WatchSteps}}]",
+        "optimizer.max_grad_norm=1.0",
+        f"plugins.callbacks=[{{path: {__name__}.{callback.__name__}}}]",
+        *settings,
     ]
     is_first = not torch.distributed.is_initialized()
     train(load_config("tests/toy.yaml", overrides))
     if is_first:
         torch.distributed.destroy_process_group()
-    assert WatchSteps.found, "Composer reads the loss, so the watch works"
-    ours = [place for place in WatchSteps.found if place.startswith(PACKAGE)]
-    assert [place for place in ours if not place.startswith(IN_HOST_MEMORY)] == []
+
+
+def test_nothing_of_ours_reads_from_the_device_in_a_step(tmp_path):
+    train_watched(tmp_path, WatchSteps)
+    reads = [place for place in WatchSteps.found if not place.startswith(IN_HOST_MEMORY)]
+    assert [place for place in reads if place.startswith(PACKAGE)] == []
+    assert len(reads) == 2 * (END - FIRST), reads
+
+
+@pytest.mark.gpu
+def test_a_step_on_a_gpu_waits_for_it_twice(tmp_path):
+    train_watched(tmp_path, WatchSynchronisations, "trainer.device=gpu", "trainer.precision=amp_bf16")
+    places = WatchSynchronisations.found
+    assert [place for place in places if place.startswith(PACKAGE)] == []
+    assert 0 < len(places) <= 2 * (END - FIRST), places

@@ -1,0 +1,81 @@
+"""Composer's Trainer without the reads from the device that a step can do without: its private parts, in one place.
+
+A read from a GPU waits for all work before it. Composer makes eight in a step, one of them between the backward pass
+and the optimizer. Two remain: the number of samples before the first microbatch, and the loss for the loggers after the
+optimizer's step is queued.
+"""
+
+import datetime
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from composer import Event, Trainer
+from composer.callbacks import SpeedMonitor
+from composer.core import State
+from composer.loggers import Logger
+from composer.trainer.trainer import TrainerMode
+from composer.utils import dist
+from torch import Tensor
+
+
+class HostTrainer(Trainer):
+    """Trainer whose ranks have equal shares of each batch and equal numbers of batches, as drop_last makes them."""
+
+    def _use_closures(self) -> bool:
+        """Run the backward pass before the optimizer's step, not in it: a closure reads the loss in between.
+
+        Only optimizers that evaluate the loss several times in a step need one.
+        """
+        return False
+
+    def _accumulate_time_across_ranks(
+        self, num_samples: int, num_tokens: int, batch_time: datetime.timedelta
+    ) -> tuple[int, int, datetime.timedelta]:
+        """Samples and tokens of all ranks, and the time of this one."""
+        world_size = dist.get_world_size()
+        return num_samples * world_size, num_tokens * world_size, batch_time
+
+    def _iter_dataloader(self, trainer_mode: TrainerMode) -> Iterator[Any]:
+        """Batches of this rank; in training the ranks need not agree that there is another one."""
+        if trainer_mode is not TrainerMode.TRAIN:
+            yield from super()._iter_dataloader(trainer_mode)
+            return
+        assert self.state.dataloader is not None
+        num_batches = None if self.state.dataloader_len is None else int(self.state.dataloader_len)
+        batches = itertools.islice(self.state.dataloader, num_batches)
+        while True:
+            self.engine.run_event(Event.BEFORE_DATALOADER)
+            try:
+                batch = next(batches)
+            except StopIteration:
+                self.engine.run_marker_only_event(Event.AFTER_DATALOADER)
+                return
+            yield batch
+
+    def _train_microbatch(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Train on a microbatch that is not copied first, for metrics that no model here has in training."""
+        assert not self.state.train_metrics
+        self.state.batch = _Uncopied(self.state.batch)
+        return super()._train_microbatch(*args, **kwargs)
+
+
+class _Uncopied(dict[str, Any]):
+    """A batch that is its own deep copy."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Uncopied":
+        return self
+
+
+class HostSpeedMonitor(SpeedMonitor):
+    """SpeedMonitor that takes the operations of this rank for those of each, instead of adding them up on the device.
+
+    The model's `batch_flops(batch)` counts them; Composer's own name for it, `flops_per_batch`, would start its sum.
+    """
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Log throughput and utilisation over the last steps."""
+        model: Any = getattr(state.model, "module", state.model)
+        if hasattr(model, "batch_flops"):
+            self.history_flops.append(model.batch_flops(state.batch) * dist.get_world_size())
+        super().batch_end(state, logger)
