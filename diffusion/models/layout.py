@@ -216,8 +216,8 @@ def write_pipeline(
             part.save_pretrained(folder / name, state_dict=released_state_dict(part))
         elif part is not None and part is not unet:
             part.save_pretrained(folder / name)
-        if isinstance(part, CLIPTokenizer):
-            part.save_vocabulary(str(folder / name))  # transformers 5 writes one file for all, which 4 does not read.
+        if isinstance(part, CLIPTokenizer) and not (folder / name / "vocab.json").is_file():
+            part.backend_tokenizer.model.save(str(folder / name))  # What 4 reads; 5 writes tokenizer.json alone.
     unet.save_config(folder / "unet")
     write_unet(folder / "unet", weights)
 
