@@ -217,7 +217,8 @@ def write_pipeline(
         elif part is not None and part is not unet:
             part.save_pretrained(folder / name)
         if isinstance(part, CLIPTokenizer) and not (folder / name / "vocab.json").is_file():
-            part.backend_tokenizer.model.save(str(folder / name))  # What 4 reads; 5 writes tokenizer.json alone.
+            backend: Any = part.backend_tokenizer
+            backend.model.save(str(folder / name))  # For transformers 4: 5 has written tokenizer.json alone.
     unet.save_config(folder / "unet")
     write_unet(folder / "unet", weights)
 
