@@ -1,28 +1,37 @@
-# Every command runs in .venv, which is made on the first use and remade when setup.py changes.
+# Every command runs in .venv, which is made on the first use and remade when its pins change.
+# STACK=next: in .venv-next, with the newest stack.
+STACK ?=
+ifeq ($(STACK),next)
+PYTHON ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12) python3.12)
+VENV := .venv-next
+OVERRIDES := overrides-next.txt
+else
 PYTHON ?= python3.11
 VENV := .venv
+endif
 BIN := $(VENV)/bin
-PINS := $(shell cksum < setup.py | cut -d' ' -f1)
+PINS := $(shell cat setup.py $(OVERRIDES) | cksum | cut -d' ' -f1)
 INSTALLED := $(VENV)/installed-$(PINS)
 DATA ?=
 TESTS ?= tests
 JOBS ?= 2
 DEMO ?=
+OTHER ?=
 
 # Without bytecode each start compiles 5,000 modules again, which takes longer than all else about it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test lint format docs clean help
+.PHONY: install demo test test-next lint format docs clean help
 
 help:              ## list the targets
-	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*##/ -/'
+	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/ -/'
 
 install: $(INSTALLED)  ## make .venv with the pinned dependencies and this package (editable)
 
 $(INSTALLED):
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[dev]'
+	$(BIN)/uv pip install --quiet --python $(BIN)/python $(OVERRIDES:%=--override %) -e '.[dev]'
 	$(BIN)/python -W ignore -c 'import diffusion.train'
 	rm -f $(VENV)/installed-*
 	touch $(INSTALLED)
@@ -31,7 +40,11 @@ demo: install      ## from drawn shapes to a trained model, images and a report;
 	$(BIN)/python scripts/shapes_demo.py $(DEMO)
 
 test: install      ## run the tests, JOBS at a time; DATA=FOLDER adds those on real pictures, TESTS=PATH chooses some
-	$(BIN)/python -m pytest $(TESTS) -n $(JOBS) --dist loadfile --no-loadscope-reorder $(if $(DATA),--data $(DATA))
+	$(BIN)/python -m pytest $(TESTS) -n $(JOBS) --dist loadfile --no-loadscope-reorder $(if $(DATA),--data $(DATA)) \
+	  $(if $(OTHER),--other-python $(abspath $(OTHER)))
+
+test-next: install ## the same on the newest stack; what one stack writes, the other reads, too
+	$(MAKE) test STACK=next OTHER=$(BIN)/python
 
 lint: install      ## ruff (lint and format) and pyright
 	$(BIN)/ruff check .
@@ -45,6 +58,6 @@ format: install    ## format the code
 docs: install      ## write docs/configuration.md from the dataclasses
 	$(BIN)/python scripts/document.py
 
-clean:             ## remove .venv, the demo's runs and caches; other runs stay
-	rm -rf $(VENV) runs/demo runs/mine build dist *.egg-info .pytest_cache .ruff_cache
+clean:             ## remove .venv and .venv-next, the demo's runs and caches; other runs stay
+	rm -rf .venv .venv-next runs/demo runs/mine build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -24,6 +24,7 @@ REQUIREMENTS = [
     "numpy>=2,<2.2",
     "matplotlib>=3.8,<4",
     "open_clip_torch>=2.24,<4",
+    "ftfy>=6.1,<7",
     "tqdm>=4.66",
     "typing_extensions>=4.10",
     "py3langid>=0.4,<0.5",

@@ -35,6 +35,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="also the tests that take long")
     parser.addoption("--data", default=None, help="folder with real pictures: emoji/ and prompts/")
+    parser.addoption("--other-python", help="interpreter with other pins, for what goes from one stack to the other")
     parser.addoption("--kills", type=int, default=2, help="how often a preparation is killed in a test of that")
 
 

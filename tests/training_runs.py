@@ -154,12 +154,13 @@ class TrainingServer:
 
     Args:
         folder: where the ranks' output goes.
+        python: their interpreter.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, python: str = sys.executable) -> None:
         self._folder = folder
         self._count = 0
-        self._server = ForkingServer(_MODULES, environment())
+        self._server = ForkingServer(_MODULES, environment(), python)
 
     def start(self, num_ranks: int, program: Sequence[str], **variables: str) -> Job:
         """Start a Python program with arguments on so many ranks; with 0, as one process without a launcher.

@@ -127,13 +127,15 @@ def load_pretrained(
     Only safetensors are read: other formats can run code.
 
     Raises:
-        ConfigurationError: it is not there, or not in this layout.
+        ConfigurationError: it is not there, not in this layout, or lacks weights.
     """
     where = f"{place}/{subfolder}" if subfolder else place
     folder = folder_of(place)
     silence = None if folder is not None or local_files_only else silence_of_hub()
+    if issubclass(kind, nn.Module):
+        options["output_loading_info"] = True
     try:
-        return kind.from_pretrained(  # pyright: ignore[reportAttributeAccessIssue]
+        loaded: Any = kind.from_pretrained(  # pyright: ignore[reportAttributeAccessIssue]
             place if folder is None else str(folder),
             **({"subfolder": subfolder} if subfolder else {}),
             local_files_only=local_files_only or silence is not None,
@@ -146,6 +148,15 @@ def load_pretrained(
             f"{kind.__name__} could not be loaded from {where}: {reason} Give a folder in the diffusers layout with "
             f"safetensors (vae/, text_encoder/, with SDXL text_encoder_2/), or a hub name that this machine can reach."
         ) from error
+    if not issubclass(kind, nn.Module):
+        return loaded
+    module, info = loaded
+    if info["missing_keys"]:  # The libraries draw them at random and warn only.
+        raise ConfigurationError(
+            f"{where} lacks {len(info['missing_keys'])} weights of {kind.__name__}, {min(info['missing_keys'])} among "
+            f"them: if a newer version of transformers wrote it, export it with `scripts/export.py` or load it there"
+        )
+    return module
 
 
 def load_frozen_parts(config: ModelConfig) -> FrozenParts:

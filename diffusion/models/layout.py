@@ -15,11 +15,12 @@ from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from huggingface_hub import snapshot_download
 from torch import nn
-from transformers import CLIPTokenizer
+from transformers import CLIPTokenizer, PreTrainedModel
 
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.models.conditioning import DualTextEncoder
 from diffusion.models.frozen import FrozenParts, folder_of
+from diffusion.models.identity import released_state_dict
 from diffusion.models.latent_scaling import LatentScaling
 from diffusion.models.stored_weights import StoredWeights, cut_by_size, open_safetensors, write_safetensors
 
@@ -211,8 +212,13 @@ def write_pipeline(
     pipeline = build_pipeline(unet=unet, vae=vae, frozen=frozen, scheduler=scheduler)
     pipeline.save_config(folder)
     for name, part in pipeline.components.items():
-        if part is not None and part is not unet:
+        if isinstance(part, PreTrainedModel):
+            part.save_pretrained(folder / name, state_dict=released_state_dict(part))
+        elif part is not None and part is not unet:
             part.save_pretrained(folder / name)
+        if isinstance(part, CLIPTokenizer) and not (folder / name / "vocab.json").is_file():
+            backend: Any = part.backend_tokenizer
+            backend.model.save(str(folder / name))  # For transformers 4: 5 has written tokenizer.json alone.
     unet.save_config(folder / "unet")
     write_unet(folder / "unet", weights)
 

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import ftfy
 import numpy as np
 from numpy.typing import NDArray
 from transformers import CLIPTokenizer
-from transformers.models.clip.tokenization_clip import bytes_to_unicode
 
 from diffusion.config.model import Architecture
 from diffusion.errors import MachineError
@@ -27,6 +27,12 @@ END_OF_WORD = "</w>"
 START, END, PAD = "<|startoftext|>", "<|endoftext|>", "!"
 NUM_CLIP_MERGES = 48_894
 TINY_MERGES = Path(__file__).parent / "data" / "tiny_merges.txt"
+
+
+def byte_symbols() -> list[str]:
+    """One printable symbol per byte, in the order of CLIP's vocabulary (GPT-2, Radford et al. 2019, section 2.2)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    return [chr(code) for code in [*printable, *range(0x100, 0x200 - len(printable))]]
 
 
 def clip_merges() -> list[str]:
@@ -59,7 +65,7 @@ def build_clip_tokenizer(merges: Sequence[str], max_tokens: int) -> CLIPTokenize
     Returns:
         A tokenizer whose pad token is "!", id 0.
     """
-    symbols = list(bytes_to_unicode().values())
+    symbols = byte_symbols()
     entries = [*symbols, *(symbol + END_OF_WORD for symbol in symbols)]
     entries += ["".join(merge.split()) for merge in merges]
     entries += [START, END]
@@ -86,6 +92,11 @@ def build_tokenizer(architecture: Architecture) -> CLIPTokenizer:
     return build_clip_tokenizer(merges, spec.max_tokens)
 
 
+def _clean(caption: str) -> str:
+    """Repair and lower a caption as CLIP does and transformers 5 does not; `PAD` ends what is repaired at once."""
+    return PAD.join(ftfy.fix_text(part) for part in caption.split(PAD)).lower()
+
+
 def tokenize(tokenizer: Any, captions: Sequence[str]) -> NDArray[np.int32]:
     """Encode captions, padded and cut to the tokenizer's length.
 
@@ -93,7 +104,7 @@ def tokenize(tokenizer: Any, captions: Sequence[str]) -> NDArray[np.int32]:
         int32 [K, L] for K captions.
     """
     encoded = tokenizer(
-        list(captions),
+        [_clean(caption) for caption in captions],
         padding="max_length",
         truncation=True,
         max_length=tokenizer.model_max_length,
@@ -106,7 +117,7 @@ def train_merges(captions: Iterable[str], num_merges: int) -> list[str]:
     """Learn the merges of a small byte-pair encoding of CLIP's kind (lower case, words apart) from captions."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-    symbols = list(bytes_to_unicode().values())
+    symbols = byte_symbols()
     alphabet = [*symbols, *(symbol + END_OF_WORD for symbol in symbols)]
     model = Tokenizer(models.BPE(end_of_word_suffix=END_OF_WORD))
     model.normalizer = normalizers.Lowercase()  # pyright: ignore[reportAttributeAccessIssue]

@@ -110,12 +110,18 @@ class ForkingServer:
     Args:
         modules: what else it imports.
         environment: of that process.
+        python: its interpreter.
     """
 
-    def __init__(self, modules: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        modules: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        python: str = sys.executable,
+    ) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="forking-"))
         self.place = self._folder / "socket"
-        command = [sys.executable, "-m", "diffusion.verification.forking", "serve", str(self.place), *modules]
+        command = [python, "-m", "diffusion.verification.forking", "serve", str(self.place), *modules]
         self._process = subprocess.Popen(command, env=environment, start_new_session=True)
 
     def start(self, num_ranks: int, program: Sequence[str], **options: Any) -> ForkedJob:

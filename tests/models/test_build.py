@@ -12,7 +12,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 import transformers.utils.hub
-from huggingface_hub.utils._http import reset_sessions
+from safetensors.torch import load_file, save_file
 
 from diffusion.errors import ConfigurationError
 from diffusion.models import LatentDiffusion, tiny
@@ -22,6 +22,11 @@ from diffusion.models.sampling import inference_scheduler
 from diffusion.models.stored_weights import StoredWeights
 
 HUB_NAME = "someone/pipe"
+
+try:
+    from huggingface_hub import close_session as reset_sessions
+except ImportError:  # Before version 1.
+    from huggingface_hub.utils._http import reset_sessions
 
 
 def write(model: LatentDiffusion, folder: Path) -> Path:
@@ -87,7 +92,7 @@ def cache(folder, tmp_path, monkeypatch) -> Path:
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("1234")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(transformers.utils.hub, "TRANSFORMERS_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(transformers.utils.hub, "TRANSFORMERS_CACHE", str(tmp_path / "hub"), raising=False)
     return tmp_path / "hub"
 
 
@@ -149,6 +154,15 @@ def test_other_attention_heads_of_equal_shapes_are_refused(changed):
 def test_what_released_configurations_leave_empty_is_off(changed, epsilon):
     change(changed / "unet" / "config.json", upcast_attention=None, cross_attention_norm=None)
     assert are_equal(tiny(str(changed), unet=str(changed)), epsilon)
+
+
+def test_a_text_encoder_that_lacks_weights_is_refused(changed):
+    file = changed / "text_encoder" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["text_model.final_layer_norm.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ConfigurationError):
+        tiny(changed)
 
 
 def test_weights_of_another_size_are_refused(changed):

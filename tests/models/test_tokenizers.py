@@ -58,3 +58,12 @@ def test_merges_are_learned_from_the_most_frequent_pairs():
     assert len(merges) == 3
     assert merges[0] in ("u g</w>", "h u")
     assert "hug</w>" in ["".join(merge.split()) for merge in merges]
+
+
+def test_captions_are_repaired_as_clip_does(clip):
+    repaired, plain = tokenize(clip, ["“Tom &amp; Jerry\u2019s” cafÃ©", '"tom & jerry\'s" café'])
+    assert repaired.tolist() == plain.tolist()
+    # As transformers 4 encodes it with ftfy, and as data sets hold it.
+    ids = [1929, 568, 874, 257, 2583, 257, 959, 138, 123, 138, 112, 139, 227, 139, 225, 139, 225, 138, 113, 139, 227]
+    ids += [139, 480, 261, 1097, 35689, 563, 163, 234, 360, 0, 49_407]
+    assert tokenize(clip, ["Dog\u2019s ﬁrst “SNOW” … ΟΔΥΣΣΕΥΣ &amp; naïve 猫!"])[0, 1:33].tolist() == ids
