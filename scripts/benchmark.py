@@ -1,14 +1,14 @@
 """How fast it is: training steps beside what the machine can do, and the way of the data beside its limits.
 
-    python scripts/benchmark.py plan [1] [2] [3] [4] --out FOLDER               # the first 40 minutes on a GPU, in four calls
+    python scripts/benchmark.py plan [1] [2] [3] [4] --out FOLDER     # the first 40 minutes on a GPU, in four calls
     python scripts/benchmark.py step ratio parity bytes save [--out FOLDER]
     python scripts/benchmark.py prepare load encode [--out FOLDER] [--quick]
-    composer -n 8 scripts/benchmark.py step trainer.parallelism=fsdp          # the Trainer on several GPUs
-    python scripts/benchmark.py tables [FILE ...]                             # the tables of the README and docs/performance.md
+    composer -n 8 scripts/benchmark.py step trainer.parallelism=fsdp   # the Trainer on several GPUs
+    python scripts/benchmark.py tables [FILE ...]                      # the tables of README and docs/performance.md
 
 plan: 1 correctness and the rates of single operators; 2 steps at 512 px; 3 the Trainer at 256 px; 4 losses over 100
-steps beside fp32, the stall of a checkpoint, samples. A call ends within --minutes; what it did not get done is left for
-the next, after whose own rows it comes.
+steps beside fp32, the stall of a checkpoint, samples. A call ends within --minutes; rows for which time is short are
+left for the next call, which measures them after its own.
 
 step: the bare U-Net in fp32 and with each option added, a plain loop with diffusers, and the Trainer, with the parts of
 its step. ratio: the Trainer's step over the plain loop's, in turns on the same U-Net. parity: the loss with each option
@@ -17,8 +17,8 @@ loop that only decodes and copies. load: latents beside a stock StreamingDataset
 decoding and resizing. encode: beside the bare networks (the full-size VAE of SD2 with random weights). Ratios of data
 and checkpoints are rates: above 1 is faster than what is named. Run it on a machine that does nothing else.
 
-Each row is printed and written to FOLDER/rows.jsonl as soon as it is measured, an error in place of its result as well. Started
-again, rows that are there are skipped.
+Each row is printed and written to FOLDER/rows.jsonl as soon as it is measured, an error in place of its result as well.
+The same command again measures the rows that are not there.
 """
 
 import argparse

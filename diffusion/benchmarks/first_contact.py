@@ -72,7 +72,7 @@ def measure_precision(
         inputs = (latents.to(device, dtype), timesteps, text.to(device, dtype))
         is_half = name != "exact" and config.trainer.precision.value == "amp_bf16"
         with torch.autocast(device.type, torch.bfloat16, enabled=is_half):
-            output = unet.to(dtype)(*inputs, return_dict=False)[0]
+            output = torch.nn.Module.to(unet, dtype)(*inputs, return_dict=False)[0]
         F.mse_loss(output.to(dtype), target.to(device, dtype)).backward()
         gradient = torch.cat([parameter.grad.flatten().double().cpu() for parameter in unet.parameters()])
         found[name] = output.detach().double().cpu(), gradient
@@ -98,18 +98,20 @@ def measure_norm(device: torch.device, *, batch_size: int, channels: int, side: 
     """
     x = torch.randn(batch_size, channels, side, side, device=device, dtype=torch.bfloat16)
     x = x.contiguous(memory_format=torch.channels_last).requires_grad_()
-    gradient, result = torch.randn_like(x), {}
-    for name in ("ours", "stock"):
-        norm = LowPrecisionGroupNorm(32, channels, device=device)
-        if name == "ours":
-            fuse(norm, silu=True, has_kernel=True)
-        activate = F.silu if name == "stock" else torch.nn.Identity()
+    gradient = torch.randn_like(x)
+
+    def rates(activated_norm: Callable[[Tensor], Tensor]) -> tuple[float, float]:
         with torch.autocast(device.type, torch.bfloat16):
-            forward = _rate(lambda: activate(norm(x)), device)
-            y = activate(norm(x))
+            y = activated_norm(x)
+            forward = _rate(lambda: activated_norm(x), device)
         backward = _rate(lambda: torch.autograd.grad(y, x, gradient, retain_graph=True), device)
-        result[f"{name}_forward_gb_per_second"] = 2 * x.nbytes * forward / 1e9
-        result[f"{name}_backward_gb_per_second"] = 3 * x.nbytes * backward / 1e9
+        return 2 * x.nbytes * forward / 1e9, 3 * x.nbytes * backward / 1e9
+
+    stock, ours = (LowPrecisionGroupNorm(32, channels, device=device) for _ in range(2))
+    fuse(ours, silu=True, has_kernel=True)
+    result = {}
+    for name, norm in {"ours": ours, "stock": lambda x: F.silu(stock(x))}.items():
+        result[f"{name}_forward_gb_per_second"], result[f"{name}_backward_gb_per_second"] = rates(norm)
     return result
 
 

@@ -225,7 +225,7 @@ def _speed(config: Config, seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def _longest_kernels(step: Callable[[], Any], device: torch.device, number: int) -> list[list[Any]]:
-    """Profile two steps: name, calls and milliseconds per step of the kernels (operators on a CPU) that take longest."""
+    """Profile two steps: name, calls and milliseconds per step of the longest kernels (operators on a CPU)."""
     is_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU]) as profiler:
         step()
