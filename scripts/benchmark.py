@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("step", "ratio", "parity", "bytes", "save", "prepare", "load", "encode")
 CALLS = ("1", "2", "3", "4")
 FILE = "rows.jsonl"
+WEEK_MINUTES = 10080
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -103,8 +104,8 @@ def measure(options: argparse.Namespace, folder: Path) -> int:
         dist.initialize_dist("gpu" if machine["type"] == "cuda" else "cpu")
         run_here(rows, machine, folder / FILE if rank() == 0 else None)
         return 0
-    calls = len(options.parts[1:] or CALLS)
-    minutes = options.minutes * calls if options.parts[0] == "plan" else float("inf")
+    is_plan = options.parts[0] == "plan"
+    minutes = options.minutes * len(options.parts[1:] or CALLS) if is_plan else WEEK_MINUTES
     return 0 if run_rows(partial(build, options), folder / FILE, start + 60 * minutes) else 1
 
 

@@ -134,9 +134,10 @@ def measure_attention(
     """
     shapes = [(batch_size, num_heads, num, 64) for num in (num_queries, num_keys, num_keys)]
     leaves = [torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    query, key, value = leaves
     with sdpa_kernel(getattr(SDPBackend, backend)):
-        forward = _rate(lambda: F.scaled_dot_product_attention(*leaves), device)
-        attended = F.scaled_dot_product_attention(*leaves)
+        forward = _rate(lambda: F.scaled_dot_product_attention(query, key, value), device)
+        attended = F.scaled_dot_product_attention(query, key, value)
     gradient = torch.randn_like(attended)
     backward = _rate(lambda: torch.autograd.grad(attended, leaves, gradient, retain_graph=True), device)
     flops = 4 * batch_size * num_heads * num_queries * num_keys * 64

@@ -12,6 +12,7 @@ from typing import Any
 import pynvml
 import torch
 from composer.utils import dist
+from torch.version import cuda as cuda_version
 
 from diffusion.benchmarks import first_contact, steps
 from diffusion.benchmarks.encoding import measure_encoding
@@ -89,7 +90,7 @@ class Benchmark:
         toy = {"architecture": Architecture.tiny.value, "resolution": 32, "batch_size": 8}
         toy = {**toy, "overrides": self.trainer_overrides}
         rows = [
-            self._row("resumption", first_contact.measure_resumption, 120, is_alone=True, **toy),
+            dataclasses.replace(self._row("resumption", first_contact.measure_resumption, 120, **toy), is_alone=True),
             self._row("rates", first_contact.measure_rates, 15),
         ]
         eager = "performance.compilation=none"
@@ -209,16 +210,13 @@ class Benchmark:
     def _blocks(self) -> dict[str, int]:
         return {"num_blocks": 2 if self.quick else 10, "block": 5 if self.is_gpu and not self.quick else 1}
 
-    def _row(
-        self, name: str, measure: Callable[..., Any], seconds: float, *, is_alone: bool = False, **parameters: Any
-    ) -> Row:
+    def _row(self, name: str, measure: Callable[..., Any], seconds: float, /, **parameters: Any) -> Row:
         return Row(
             name=name,
             kind=name.split("/")[0],
             measure=functools.partial(_measure, measure, self.device),
             parameters=parameters,
             seconds=0 if self.quick else seconds,
-            is_alone=is_alone,
         )
 
     # The parts of the command
@@ -318,7 +316,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         return {"device": f"{os.cpu_count()} x {name}, {torch.get_num_threads()} threads", "type": "cpu", **found}
     properties = torch.cuda.get_device_properties(device)
     found |= {"device": properties.name, "type": "cuda", "memory_bytes": properties.total_memory}
-    found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "triton": _triton_version()}
+    found |= {"cuda": cuda_version, "cudnn": torch.backends.cudnn.version(), "triton": _triton_version()}
     with contextlib.suppress(pynvml.NVMLError):
         pynvml.nvmlInit()
         found["driver"] = pynvml.nvmlSystemGetDriverVersion()

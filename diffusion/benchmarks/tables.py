@@ -122,20 +122,19 @@ def _speed(line: Line, rates: dict[str, Any]) -> list[str]:
 
 def _losses(lines: list[Line]) -> list[str]:
     """The table of losses beside stock fp32; none without that."""
-    groups: dict[str, dict[str, Line]] = {}
-    for line in lines:
-        where, name = line["name"].rsplit("/", 1)
-        groups.setdefault(where, {})[name] = line
+    stock = "/fp32 stock"
+    references = {line["name"].removesuffix(stock): line for line in lines if line["name"].endswith(stock)}
     rows = []
-    for where, group in groups.items():
-        reference = group.get("fp32 stock", {}).get("result")
-        for name, line in group.items() if reference else ():
-            if "error" in line:
-                rows.append([f"{where}/{name}", _error(line), ""])
-                continue
+    for line in lines:
+        reference = references.get(line["name"].rsplit("/", 1)[0], {}).get("result")
+        if reference is None:
+            continue
+        cells = [_error(line), ""]
+        if "result" in line:
             pairs = zip(line["result"]["losses"], reference["losses"], strict=True)
             differences = [abs(found - expected) / abs(expected) for found, expected in pairs]
-            rows.append([f"{where}/{name}", f"{max(differences):.1e}", f"{differences[-1]:.1e}"])
+            cells = [f"{max(differences):.1e}", f"{differences[-1]:.1e}"]
+        rows.append([line["name"], *cells])
     head = ["loss beside stock fp32 without TF32", "largest relative difference", "at the last step"]
     return [_table(head, rows)] if rows else []
 
@@ -196,7 +195,9 @@ def _source(lines: list[Line]) -> str:
 
 
 def _error(line: Line) -> str:
-    return "out of memory" if "out of memory" in line["error"] else line["error"].splitlines()[0][:80]
+    """What went wrong, in a cell; nothing for a row with a result."""
+    error = line.get("error", "")
+    return "out of memory" if "out of memory" in error else error[:80].replace("\n", " ")
 
 
 def _share(flops: float, limit: float | None) -> str:
