@@ -6,6 +6,7 @@ Shape letters: B batch, C channels, H W height and width, N and M positions, D w
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from diffusion.algorithms.averaging import full_tensor
 from diffusion.benchmarks.step_runs import build_on, run_config, run_trainer, seconds_of, train_on_device
-from diffusion.config.model import Architecture
+from diffusion.config.model import Architecture, ModelConfig
+from diffusion.config.performance import Compilation, PerformanceConfig
+from diffusion.config.training import Device
 from diffusion.health.device import measure_machine, time_runs
+from diffusion.models import fast
 from diffusion.models.architectures import ARCHITECTURES
-from diffusion.models.fast.norms import fuse
-from diffusion.models.norms import LowPrecisionGroupNorm
+from diffusion.models.build import build_unet
+from diffusion.models.norms import use_low_precision_norms
 from diffusion.randomness import Purpose, normal
 
 REPEATS = 10
@@ -83,35 +87,41 @@ def measure_precision(
     return errors
 
 
-def measure_norm(device: torch.device, *, batch_size: int, channels: int, side: int) -> dict[str, Any]:
-    """Time GroupNorm and SiLU on channels-last bf16 activations, as training runs them and as stock diffusers does.
+def measure_norm(device: torch.device, *, architecture: str, batch_size: int, side: int) -> dict[str, Any]:
+    """Time the U-Net's first GroupNorm and SiLU on channels-last bf16 activations, as trained and as diffusers has it.
 
     Args:
-        device: Where.
+        device: Where; on a GPU ours is compiled.
+        architecture: Of the U-Net.
         batch_size: B.
-        channels: C, a multiple of 32.
         side: H and W.
 
     Returns:
         `ours_` and `stock_`: `forward_gb_per_second` and `backward_gb_per_second`, of the bytes that have to be moved:
         input and output; and input, gradient and its gradient.
     """
-    x = torch.randn(batch_size, channels, side, side, device=device, dtype=torch.bfloat16)
+    is_gpu, config = device.type == "cuda", ModelConfig(architecture=Architecture(architecture))
+    norms: list[Any] = []
+    for is_fast in (True, False):
+        with device:
+            unet: Any = build_unet(config)
+        use_low_precision_norms(unet)
+        if is_fast:
+            performance = PerformanceConfig(compilation=Compilation.none)
+            fast.apply(unet, performance, Device.gpu if is_gpu else Device.cpu)
+        norms.append(unet.down_blocks[0].resnets[0].norm1)
+    ours, stock = norms
+    x = torch.randn(batch_size, ours.num_channels, side, side, device=device, dtype=torch.bfloat16)
     x = x.contiguous(memory_format=torch.channels_last).requires_grad_()
-    gradient = torch.randn_like(x)
-
-    def rates(activated_norm: Callable[[Tensor], Tensor]) -> tuple[float, float]:
+    gradient, result = torch.randn_like(x), {}
+    ways: dict[str, Callable[[Tensor], Tensor]] = {"ours": torch.compile(ours) if is_gpu else ours}
+    for name, norm in {**ways, "stock": lambda x: F.silu(stock(x))}.items():
         with torch.autocast(device.type, torch.bfloat16):
-            y = activated_norm(x)
-            forward = _rate(lambda: activated_norm(x), device)
-        backward = _rate(lambda: torch.autograd.grad(y, x, gradient, retain_graph=True), device)
-        return 2 * x.nbytes * forward / 1e9, 3 * x.nbytes * backward / 1e9
-
-    stock, ours = (LowPrecisionGroupNorm(32, channels, device=device) for _ in range(2))
-    fuse(ours, silu=True, has_kernel=True)
-    result = {}
-    for name, norm in {"ours": ours, "stock": lambda x: F.silu(stock(x))}.items():
-        result[f"{name}_forward_gb_per_second"], result[f"{name}_backward_gb_per_second"] = rates(norm)
+            y = norm(x)
+            forward = _rate(partial(norm, x), device)
+        backward = _rate(partial(torch.autograd.grad, y, x, gradient, retain_graph=True), device)
+        result[f"{name}_forward_gb_per_second"] = 2 * x.nbytes * forward / 1e9
+        result[f"{name}_backward_gb_per_second"] = 3 * x.nbytes * backward / 1e9
     return result
 
 

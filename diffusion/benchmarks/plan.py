@@ -108,8 +108,8 @@ class Benchmark:
             settings: dict[str, Any] = {"num_samples": number, "shape": [4, side, side]}
             rows.append(self._row(f"normals/{number}", first_contact.measure_normals, 15, **settings))
         rows.append(self._row("synchronisations", first_contact.measure_synchronisations, 60, **toy))
-        norm = {"batch_size": 64 // self.scale, "channels": 320, "side": side}
-        rows.append(self._row("norm", first_contact.measure_norm, 15, **norm))
+        norm = {"architecture": self.architecture.value, "batch_size": 64 // self.scale, "side": side}
+        rows.append(self._row("norm", first_contact.measure_norm, 30, **norm))
         for backend in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION") if self.is_gpu else ("MATH",):
             for keys in (side**2, 77):
                 size = {"batch_size": 64 // self.scale, "num_heads": 5, "num_queries": side**2, "num_keys": keys}
@@ -140,7 +140,9 @@ class Benchmark:
         for name, options in kinds.items():
             rows.append(self.trainer(side, 128 // self.scale, name, options))
         if self.is_gpu and "cuda_graphs" in OPTIONS:
-            rows.append(self.trainer(side, 16, "CUDA graphs", ["performance.cuda_graphs=true"]))
+            ddp = "trainer.parallelism=ddp"
+            rows.append(self.trainer(side, 16, "ddp", [ddp]))
+            rows.append(self.trainer(side, 16, "ddp, CUDA graphs", [ddp, "performance.cuda_graphs=true"]))
         return rows
 
     def _parity(self) -> list[Row]:

@@ -24,7 +24,7 @@ from typing import Any
 MAX_ATTEMPTS = 2
 """Starts of a row; one whose process ended each time has failed."""
 
-MIN_TIMEOUT = 120
+MIN_TIMEOUT = 240
 """Seconds that a row has at least before its process is ended."""
 
 
