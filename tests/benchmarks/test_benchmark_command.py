@@ -27,7 +27,7 @@ def start(out, *arguments):
 def measured(tmp_path_factory):
     """Results by row of one call of all parts."""
     out = tmp_path_factory.mktemp("benchmark")
-    process = start(out, *PARTS, "--microbatches", "2", "trainer.parallelism=ddp")
+    process = start(out, *PARTS, "trainer.parallelism=ddp", "--microbatches", "2")
     printed, errors = process.communicate(timeout=1200)
     assert process.returncode == 0, errors[-3000:]
     lines = finished(read_rows(out / "rows.jsonl"))
