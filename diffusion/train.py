@@ -2,6 +2,7 @@
 
 import logging
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,11 +66,12 @@ RUN_CONFIG = "config.yaml"
 """In the run folder: the resolved configuration of the start that trained last."""
 
 
-def train(config: Config) -> Trainer:
+def train(config: Config, build: Callable[[Config, Device], ComposerModel] | None = None) -> Trainer:
     """Train as configured, or go on with what an earlier start of the same run has done.
 
     Args:
         config: resolved configuration.
+        build: builds the model in place of `build_training_model`.
 
     Returns:
         The Trainer, after the run.
@@ -93,15 +95,21 @@ def train(config: Config) -> Trainer:
     folder = Path(config.output_folder).expanduser()
     agree(lambda: _open_run_folder(folder, config))
     with Heartbeat(beats_folder(config, folder)) as heartbeat:
-        return _train(config, folder, device, heartbeat)
+        return _train(config, folder, device, heartbeat, build or build_training_model)
 
 
-def _train(config: Config, folder: Path, device: Device, heartbeat: Heartbeat) -> Trainer:
+def _train(
+    config: Config,
+    folder: Path,
+    device: Device,
+    heartbeat: Heartbeat,
+    build: Callable[[Config, Device], ComposerModel],
+) -> Trainer:
     """Train in a run folder that is open."""
     check_machines(config, device)
     agree(lambda: check_streams(config))
     agree(lambda: _find_initial(config))
-    model = agree(lambda: _build_model(config, device))
+    model = agree(lambda: build(config, device))
     torch.backends.cudnn.benchmark = config.performance.cudnn_benchmark and not config.trainer.deterministic
     if isinstance(model, LatentDiffusion):
         agree(lambda: check_identity(config, model))
@@ -175,7 +183,12 @@ def _find_initial(config: Config) -> None:
             resolve_checkpoint(config.init_from.checkpoint)
 
 
-def _build_model(config: Config, device: Device) -> ComposerModel:
+def build_training_model(config: Config, device: Device) -> ComposerModel:
+    """Build the model that a run trains, with its initial weights.
+
+    Raises:
+        ConfigurationError: weights are not where the configuration says, or the combination is impossible.
+    """
     if config.task == Task.autoencoder:
         if config.trainer.parallelism != Parallelism.ddp:
             raise ConfigurationError("task=autoencoder trains with trainer.parallelism=ddp: set it")

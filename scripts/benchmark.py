@@ -1,8 +1,14 @@
 """How fast it is: training steps beside what the machine can do, and the way of the data beside its limits.
 
-    python scripts/benchmark.py step ratio parity bytes save [--out benchmark.json]
-    python scripts/benchmark.py prepare load encode [--out benchmark.json] [--quick]
-    composer -n 8 scripts/benchmark.py step trainer.parallelism=fsdp          # the Trainer on several GPUs
+    python scripts/benchmark.py plan [1] [2] [3] [4] --out FOLDER     # the first 40 minutes on a GPU, in four calls
+    python scripts/benchmark.py step ratio parity bytes save [--out FOLDER]
+    python scripts/benchmark.py prepare load encode [--out FOLDER] [--quick]
+    composer -n 8 scripts/benchmark.py step trainer.parallelism=fsdp   # the Trainer on several GPUs
+    python scripts/benchmark.py tables [FILE ...]                      # the tables of README and docs/performance.md
+
+plan: 1 correctness and the rates of single operators; 2 steps at 512 px; 3 the Trainer at 256 px; 4 losses over 100
+steps beside fp32, the stall of a checkpoint, samples. A call ends within --minutes; rows for which time is short are
+left for the next call, which measures them after its own.
 
 step: the bare U-Net in fp32 and with each option added, a plain loop with diffusers, and the Trainer, with the parts of
 its step. ratio: the Trainer's step over the plain loop's, in turns on the same U-Net. parity: the loss with each option
@@ -10,28 +16,39 @@ beside fp32. bytes: what a step moves apart from matrix products. save: checkpoi
 loop that only decodes and copies. load: latents beside a stock StreamingDataset and webdataset, pictures beside bare
 decoding and resizing. encode: beside the bare networks (the full-size VAE of SD2 with random weights). Ratios of data
 and checkpoints are rates: above 1 is faster than what is named. Run it on a machine that does nothing else.
+
+Each row is printed and written to FOLDER/rows.jsonl as soon as it is measured, an error in place of its result as well.
+The same command again measures the rows that are not there.
 """
 
 import argparse
-import datetime
-import json
-import os
-import platform
-from collections.abc import Callable
+import tempfile
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from diffusion.benchmarks.rows import Row, chosen, run_here, run_rows
 from diffusion.launch import CommandParser, run_command
-from diffusion.ranks import rank
+from diffusion.ranks import local_rank, rank, world_size
 
+ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("step", "ratio", "parity", "bytes", "save", "prepare", "load", "encode")
+CALLS = ("1", "2", "3", "4")
+FILE = "rows.jsonl"
+WEEK_MINUTES = 10080
 
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("words", nargs="+", metavar="PART", help=f"{', '.join(PARTS)}; key.sub=value for the Trainer")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
+    words = f"plan, tables, {', '.join(PARTS)}; key.sub=value for the Trainer"
+    parser.add_argument("words", nargs="+", metavar="PART", help=words)
+    parser.add_argument("--out", type=Path, help="folder of rows.jsonl, created or continued")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="PATTERN", help="of names of rows, such as 'step/512/*'"
+    )
+    parser.add_argument("--minutes", type=float, default=9.5, help="of each call of the plan (default 9.5)")
     parser.add_argument("--quick", action="store_true", help="little of everything: shows that it runs, not how fast")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
     kinds = ("stable_diffusion_2", "tiny")
@@ -41,112 +58,69 @@ def parse_arguments() -> argparse.Namespace:
     options = parser.parse_intermixed_args()
     options.parts = [word for word in options.words if "=" not in word]
     options.overrides = [word for word in options.words if "=" in word]
-    for part in options.parts:
-        if part not in PARTS:
-            parser.error(f"{part} is nothing that is measured: choose from {', '.join(PARTS)}")
+    known = CALLS if options.parts[:1] == ["plan"] else PARTS
+    for part in options.parts[1:] if options.parts[:1] == ["plan"] else options.parts:
+        if part not in known and options.parts[0] != "tables":
+            parser.error(f"{part} is nothing that is measured: choose from {', '.join(known)}")
+    if options.parts[:1] == ["plan"] and options.out is None:
+        parser.error("plan needs --out FOLDER, to continue there")
     return options
 
 
-def measurements(options: argparse.Namespace) -> dict[str, Callable[[], dict[str, Any]]]:
-    """What is to be measured, by name."""
-    every = {**_of_steps(options), **_of_data(options)}
-    return {name: run for part in options.parts for name, run in every[part].items()}
-
-
-def _of_steps(options: argparse.Namespace) -> dict[str, dict[str, Callable[[], dict[str, Any]]]]:
+def build(options: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
+    """Make the rows that are asked for, and describe the machine."""
     import torch
 
-    from diffusion.benchmarks.moved_bytes import measure_moved_bytes
-    from diffusion.benchmarks.saving import measure_saving
-    from diffusion.benchmarks.steps import measure_parity, measure_ratio, measure_steps
+    from diffusion.benchmarks.plan import Benchmark, describe_machine
     from diffusion.config.model import Architecture
-    from diffusion.ranks import local_rank
 
-    quick, on_gpu = options.quick, options.device == "cuda"
-    default = Architecture.stable_diffusion_2 if on_gpu else Architecture.tiny
-    architecture = Architecture(options.architecture or default)
+    on_gpu = (options.device or ("cuda" if torch.cuda.is_available() else "cpu")) == "cuda"
     device = torch.device("cuda", local_rank()) if on_gpu else torch.device("cpu")
-    resolutions = options.resolutions or ([256, 512] if on_gpu else [32])
-    sizes = options.microbatches or ([16, 64, 128] if on_gpu else [8])
-    shared: dict[str, Any] = {"architecture": architecture, "device": device}
-    overrides = [f"trainer.device={'gpu' if on_gpu else 'cpu'}", *options.overrides]
-    one = {**shared, "resolution": resolutions[0], "batch_size": sizes[0]}
-    blocks: dict[str, Any] = {"num_blocks": 2 if quick else 10, "block": 1 if quick or not on_gpu else 5}
-    return {
-        "step": {
-            "step": lambda: measure_steps(
-                **shared, resolutions=resolutions, microbatch_sizes=sizes, trainer_overrides=overrides, **blocks
-            )
-        },
-        "ratio": {"ratio": lambda: measure_ratio(**one, trainer_overrides=overrides, num_steps=3 if quick else 30)},
-        "parity": {"parity": lambda: measure_parity(**one, num_steps=3 if quick else 100)},
-        "bytes": {"bytes": lambda: measure_moved_bytes(architecture, resolutions)},
-        "save": {"save": lambda: measure_saving(num_megabytes=16 if quick else 1024, rounds=3 if quick else 5)},
-    }
+    default = Architecture.stable_diffusion_2 if on_gpu else Architecture.tiny
+    benchmark = Benchmark(
+        device=device,
+        architecture=Architecture(options.architecture or default),
+        overrides=options.overrides,
+        quick=options.quick,
+    )
+    if options.parts[0] == "plan":
+        calls = [int(call) for call in options.parts[1:] or CALLS]
+        order = [*calls, *(call for call in range(1, calls[-1]) if call not in calls)]
+        rows = [row for call in order for row in benchmark.call(call)]
+    else:
+        resolutions = options.resolutions or ([256, 512] if on_gpu else [32])
+        sizes = options.microbatches or ([16, 64, 128] if on_gpu else [8])
+        rows = [row for part in options.parts for row in benchmark.part(part, resolutions, sizes)]
+    return chosen(rows, options.only), describe_machine(device)
 
 
-def _of_data(options: argparse.Namespace) -> dict[str, dict[str, Callable[[], dict[str, Any]]]]:
-    from diffusion.benchmarks.encoding import measure_encoding
-    from diffusion.benchmarks.loading import measure_latent_loading, measure_picture_loading
-    from diffusion.benchmarks.preparing import measure_preparing
-    from diffusion.config.model import Architecture
+def measure(options: argparse.Namespace, folder: Path) -> int:
+    """Measure the rows; the exit code."""
+    start = time.monotonic()
+    if world_size() > 1:
+        from composer.utils import dist
 
-    quick = options.quick
-    tiny: dict[str, Any] = {"architecture": Architecture.tiny, "resolution": 32, "picture_side": 40} if quick else {}
-    return {
-        "prepare": {"prepare": lambda: measure_preparing(num_pictures=50 if quick else 4000, rounds=1 if quick else 3)},
-        "load": {
-            "load latents": lambda: measure_latent_loading(num_samples=1024 if quick else 8192),
-            "load pictures": lambda: measure_picture_loading(num_samples=32 if quick else 256),
-        },
-        "encode": {"encode": lambda: measure_encoding(num_pictures=16, device=options.device, rounds=2, **tiny)},
-    }
+        rows, machine = build(options)
+        dist.initialize_dist("gpu" if machine["type"] == "cuda" else "cpu")
+        run_here(rows, machine, folder / FILE if rank() == 0 else None)
+        return 0
+    is_plan = options.parts[0] == "plan"
+    minutes = options.minutes * len(options.parts[1:] or CALLS) if is_plan else WEEK_MINUTES
+    return 0 if run_rows(partial(build, options), folder / FILE, start + 60 * minutes) else 1
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure, or make the tables."""
     options = parse_arguments()
-    options.device = options.device or _default_device()
-    results: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "machine": _machine(options.device),
-    }
-    for name, run in measurements(options).items():
-        results[name] = run()
-        if rank() == 0:
-            print(_shown(name, results[name]), flush=True)
-    if options.out is not None and rank() == 0:
-        options.out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    if options.parts[0] == "tables":
+        from diffusion.benchmarks.tables import write_tables
 
-
-def _default_device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _machine(device: str) -> str:
-    if device == "cuda":
-        import torch
-
-        return torch.cuda.get_device_name()
-    return f"{os.cpu_count()} x {platform.processor() or platform.machine()}, cpu"
-
-
-def _shown(name: str, result: dict[str, Any]) -> str:
-    from diffusion.benchmarks.step_tables import format_parity, format_steps
-
-    if name in ("step", "parity"):
-        return (format_steps if name == "step" else format_parity)(result)
-    keys = ("ratio", "per_second", "seconds", "gigabytes")
-    shown = {key: value for key, value in result.items() if any(part in key for part in keys)}
-    return f"{name}: " + ", ".join(f"{key} {_number(value)}" for key, value in shown.items())
-
-
-def _number(value: Any) -> str:
-    if isinstance(value, list):
-        return "[" + ", ".join(_number(one) for one in value) + "]"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+        files = [Path(name) for name in options.parts[1:]] or sorted((ROOT / "benchmarks").glob("*.jsonl"))
+        write_tables(files, [ROOT / "README.md", ROOT / "docs" / "performance.md"])
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        if code := measure(options, options.out or Path(temporary)):
+            raise SystemExit(code)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,12 @@
 """Callbacks that measure a run from within; each writes JSON on rank 0 when the run ends."""
 
+import contextlib
 import json
+import re
 import time
-from collections import defaultdict
+import traceback
+import warnings
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,10 +41,9 @@ class StepClock(Callback):
             self.times.append(time.perf_counter())
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Write the seconds per step of each block, and the peak of memory."""
+        """Write the seconds per step of each block."""
         steps = [(after - before) / self.block for before, after in zip(self.times, self.times[1:], strict=False)]
-        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
-        _write(self.path, {"seconds": steps, "peak_bytes": peak})
+        _write(self.path, {"seconds": steps})
 
 
 class PartClock(Callback):
@@ -181,6 +184,53 @@ class TurnsWithLoop(Callback):
         """CPU time of this process on a CPU, which others on the machine disturb little; the clock on a GPU."""
         synchronize(device)
         return time.process_time() if device.type == "cpu" else time.perf_counter()
+
+
+class SynchronisationWatch(Callback):
+    """Count the operations of some steps that stop the host until the device is done, and where they are called.
+
+    Args:
+        path: JSON file.
+        first: Number of the first step that is watched.
+        num_steps: Watched steps.
+    """
+
+    def __init__(self, path: str, first: int = 3, num_steps: int = 2) -> None:
+        self.path, self.first, self.last = Path(path), first, first + num_steps
+        self.places: Counter[str] = Counter()
+        self._watching = contextlib.ExitStack()
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        """Begin or end to watch."""
+        step = state.timestamp.batch.value
+        if step == self.first:
+            self.watch(_device(state))
+        elif step == self.last:
+            self._watching.close()
+
+    def watch(self, device: torch.device) -> None:
+        """Note each warning until the watch is closed, with the innermost line of code outside of torch."""
+        self._watching.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("always")
+        warnings.showwarning = self._note
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("warn")
+            self._watching.callback(torch.cuda.set_sync_debug_mode, "default")
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Write the number of warnings, and of each place."""
+        self._watching.close()
+        _write(self.path, {"num_warnings": self.places.total(), "places": dict(self.places.most_common())})
+
+    def _note(self, message: Warning | str, *rest: Any) -> None:
+        if "synchronizing" not in str(message):
+            return
+        stack = [frame for frame in traceback.extract_stack() if not _IGNORED.search(frame.filename)]
+        place = stack[-1] if stack else traceback.extract_stack()[0]
+        self.places[f"{'/'.join(Path(place.filename).parts[-3:])}:{place.lineno} {place.name}"] += 1
+
+
+_IGNORED = re.compile(r"/torch/|/warnings\.py$|/benchmarks/clocks\.py$")
 
 
 def _device(state: State) -> torch.device:

@@ -7,22 +7,27 @@ tokens, D text width.
 import gc
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from composer import ComposerModel, Trainer
 from composer.utils import dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from diffusion.callbacks.metrics_file import read_metrics
+from diffusion.callbacks.saving import STALL
 from diffusion.config.loading import load_config
 from diffusion.config.model import Architecture
 from diffusion.config.schema import Config
 from diffusion.config.training import Device, Precision
 from diffusion.datasets.batch import BatchKey
+from diffusion.health.device import synchronize
 from diffusion.models import fast
 from diffusion.models.architectures import ARCHITECTURES
 from diffusion.models.build import build_model
@@ -115,12 +120,12 @@ class BareStep:
     """Forward pass, loss, backward pass and AdamW of the U-Net on one batch that lies ready.
 
     Args:
-        config: of the run.
-        device: where.
+        config: Of the run.
+        device: Where.
     """
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        self.unet: Any = _model(config, device).unet.train()
+        self.unet: Any = build_on(config, device).unet.train()
         self.autocast = _autocast(config, device)
         self.optimizer = _optimizer(config, self.unet)
         batch = _batch(config, device)
@@ -147,29 +152,37 @@ class ObjectiveStep:
     """A step with the project's own draws, from other samples each time: for losses, not for speed.
 
     Args:
-        config: of the run.
-        device: where.
+        config: Of the run; `trainer.device_train_microbatch_size` splits its batches.
+        device: Where.
     """
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        self.model = _model(config, device).train()
+        self.model = build_on(config, device).train()
         self.autocast = _autocast(config, device)
         self.optimizer = _optimizer(config, self.model.unet)
         self.data = ResidentLatents(config.model.architecture.value, config.data.resolution)
         self.size, self.device, self.num_steps = config.data.global_batch_size, device, 0
+        self.microbatch_size = config.trainer.device_train_microbatch_size or self.size
 
     def __call__(self) -> Tensor:
-        """Make a step; the loss float32 []."""
-        samples = [self.data[self.num_steps * self.size + i] for i in range(self.size)]
+        """Make a step; the mean loss over its microbatches, float32 []."""
+        first = self.num_steps * self.size
+        starts = range(first, first + self.size, self.microbatch_size)
+        losses = [self._accumulate(start) / len(starts) for start in starts]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.num_steps += 1
+        return torch.stack(losses).sum()
+
+    def _accumulate(self, start: int) -> Tensor:
+        """Add the gradients of the microbatch from a sample on; its loss."""
+        samples = [self.data[start + i] for i in range(self.microbatch_size)]
         batch = {key: value.to(self.device) for key, value in default_collate(samples).items()}
         batch[BatchKey.STEP.value] = torch.full_like(batch[BatchKey.SAMPLE.value], self.num_steps)
         with self.autocast():
             outputs = self.model(batch)
         loss = self.model.loss(outputs, batch)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.num_steps += 1
+        (loss * (self.microbatch_size / self.size)).backward()
         return loss.detach()
 
 
@@ -182,7 +195,7 @@ class PlainLoop:
     """
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        model = _model(config, device)
+        model = build_on(config, device)
         self.unet: Any = model.unet.train()
         self.text_encoder, self.scheduler = model.text_encoder, model.noise_scheduler
         self.scale = ARCHITECTURES[config.model.architecture].vae["scaling_factor"]
@@ -222,22 +235,20 @@ def run_trainer(
     callback: str,
     arguments: dict[str, Any],
 ) -> Any:
-    """Train with the project's Trainer and a callback that measures it.
+    """Train with the project's Trainer, from random weights drawn on the device, and a callback that measures it.
 
     Args:
-        architecture: of the model.
-        resolution: side of the pictures.
-        batch_size: global.
-        num_steps: length of the run.
+        architecture: Of the model.
+        resolution: Side of the images in pixels.
+        batch_size: Global.
+        num_steps: Length of the run.
         overrides: `key.sub=value`.
-        callback: name of a class in `diffusion.benchmarks.clocks`.
-        arguments: of it, without `path`, the file that it writes its result to.
+        callback: Name of a class in `diffusion.benchmarks.clocks`.
+        arguments: Of it, without `path`, the file that it writes its result to.
 
     Returns:
-        What the callback wrote.
+        What the callback wrote, and `stall_seconds`: how long each checkpoint stopped training.
     """
-    from diffusion.train import train
-
     with _shared_folder() as folder:
         path = folder / "measured.json"
         config = run_config(
@@ -249,11 +260,22 @@ def run_trainer(
             overrides=overrides,
             callbacks=[(f"diffusion.benchmarks.clocks.{callback}", {**arguments, "path": str(path)})],
         )
-        train(config)
-        free_memory()
+        train_on_device(config)
         if dist.get_world_size() > 1:
             dist.barrier()
-        return json.loads(path.read_text(encoding="utf-8"))
+        stalls = [row[STALL] for row in read_metrics(folder / "run" / "metrics.jsonl") if STALL in row]
+        return {**json.loads(path.read_text(encoding="utf-8")), "stall_seconds": stalls}
+
+
+def train_on_device(config: Config) -> Trainer:
+    """Train with weights that are drawn on the device: on one core, those of SD2 take 15 s."""
+    from diffusion.train import build_training_model, train
+
+    def build(config: Config, device: Device) -> ComposerModel:
+        with torch.device("cuda" if device is Device.gpu else "cpu"):
+            return build_training_model(config, device)
+
+    return train(config, build)
 
 
 @contextmanager
@@ -268,16 +290,26 @@ def _shared_folder() -> Iterator[Path]:
             dist.barrier()
 
 
+def seconds_of(run: Callable[[], Any], device: torch.device) -> float:
+    """Measure the duration of a run, the wait for the device included."""
+    start = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
 def free_memory() -> None:
-    """Give back what is no longer used, so that the next contender begins with an empty GPU."""
+    """Give back what is no longer used, and begin a new peak of memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
 
-def _model(config: Config, device: torch.device) -> LatentDiffusion:
-    model = build_model(config.model, config.objective, resolution=config.data.resolution, seed=config.seed)
+def build_on(config: Config, device: torch.device) -> LatentDiffusion:
+    """Build a model with random weights, drawn on a device, and with the options of `performance`."""
+    with device:
+        model = build_model(config.model, config.objective, resolution=config.data.resolution, seed=config.seed)
     fast.apply(model.unet, config.performance, Device.gpu if device.type == "cuda" else Device.cpu)
     torch.backends.cudnn.benchmark = config.performance.cudnn_benchmark
     return model.to(device)

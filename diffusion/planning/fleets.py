@@ -257,10 +257,10 @@ def fleets_from_benchmark(
     global_batch_size: int,
     **options: Any,
 ) -> list[Fleet]:
-    """Fleets of the GPU that `scripts/benchmark.py step` measured, by the model of scaling.
+    """Fleets of the GPU that `scripts/benchmark.py` measured, by the model of scaling.
 
     Args:
-        path: its JSON file, with one GPU's steps of the Trainer at each resolution.
+        path: its file of rows, with one GPU's steps of the Trainer at each resolution.
         sizes: numbers of GPUs.
         links: between them.
         num_parameters: of the network that was measured.
@@ -270,18 +270,18 @@ def fleets_from_benchmark(
     Raises:
         ConfigurationError: the file holds no such measurement.
     """
+    best: dict[int, dict[str, Any]] = {}
     try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-        steps = [row for row in results["step"]["rows"] if row["name"] == "trainer" and row["num_gpus"] == 1]
-        best: dict[int, dict[str, Any]] = {}
-        for row in steps:
+        for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+            if line.get("kind") != "trainer" or line.get("result", {}).get("num_gpus") != 1:
+                continue
+            row = {**line["parameters"], **line["result"], "machine": line["machine"]["device"]}
             if row["images_per_second"] > best.get(row["resolution"], {"images_per_second": 0.0})["images_per_second"]:
                 best[row["resolution"]] = row
-        architecture = Architecture(results["step"]["architecture"])
-        machine = results["machine"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        machine, architecture = next((row["machine"], Architecture(row["architecture"])) for row in best.values())
+    except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
         raise ConfigurationError(
-            f"{path} holds no steps of the Trainer ({error}): make it with scripts/benchmark.py step --out FILE"
+            f"{path} holds no steps of the Trainer ({error}): make it with scripts/benchmark.py step --out FOLDER"
         ) from error
     models = {
         side: StepModel(

@@ -162,11 +162,15 @@ def test_fleets_from_files(tmp_path):
     with pytest.raises(ConfigurationError, match="is no list of fleets"):
         read_fleets(path)
 
-    row = {"name": "trainer", "resolution": 256, "microbatch_size": 64, "num_gpus": 1, "deviation": 0.02}
-    row |= {"images_per_second": 500.0}
-    slower = {**row, "microbatch_size": 16, "images_per_second": 300.0}
-    step = {"architecture": "stable_diffusion_2", "rows": [slower, row, {**row, "name": "loop"}]}
-    path.write_text(json.dumps({"machine": "H200", "step": step}))
+    def measured(name: str, kind: str, size: int, rate: float) -> str:
+        parameters = {"architecture": "stable_diffusion_2", "resolution": 256, "microbatch_size": size}
+        result = {"images_per_second": rate, "deviation": 0.02, "num_gpus": 1}
+        line = {"name": name, "kind": kind, "parameters": parameters, "result": result}
+        return json.dumps({**line, "machine": {"device": "H200"}}) + "\n"
+
+    failed = json.dumps({"name": "trainer/256/256", "kind": "trainer", "error": "out of memory"}) + "\n"
+    rows = [measured("trainer/256/16", "trainer", 16, 300.0), measured("trainer/256/64", "trainer", 64, 500.0)]
+    path.write_text("".join([*rows, measured("step/256/64/loop", "step", 64, 900.0), failed]))
     options = {"links": PUBLISHED_INTERCONNECT, "num_parameters": 865_910_724, "global_batch_size": 2048}
     one, many = fleets_from_benchmark(path, [1, 128], price_per_gpu_hour=4.0, **options)
     assert one.images_per_second[256] == pytest.approx(500, rel=0.01)
