@@ -1,7 +1,6 @@
 """Generate images from a checkpoint: python scripts/generate.py RUN --prompts "a red circle" --out images/."""
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +21,7 @@ def parse_arguments() -> argparse.Namespace:
         "checkpoint",
         help="checkpoint, run folder or its `checkpoints` folder (the newest is taken); or a file of averaged weights",
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder for the images, grid.png and images.jsonl")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the images, grid.png and metadata.jsonl")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompts", nargs="+", help="prompts")
     source.add_argument("--prompts-file", type=Path, help="text file, one prompt a line")
@@ -126,15 +125,16 @@ def write_images(
     Raises:
         MachineError: the folder cannot be written to.
     """
+    from diffusion.evaluation.listing import write_listing
     from diffusion.models.sampling import image_grid
 
     num_each = len(images) // len(prompts)
     try:
-        with (out / "images.jsonl").open("w", encoding="utf-8") as file:
-            for i, image in enumerate(images):
-                image.save(out / f"{i:05d}.png")
-                row = {"file": f"{i:05d}.png", "prompt": prompts[i // num_each], "seed": seeds[i]}
-                file.write(json.dumps(row) + "\n")
+        rows = []
+        for i, image in enumerate(images):
+            image.save(out / f"{i:05d}.png")
+            rows.append({"file_name": f"{i:05d}.png", "prompt": prompts[i // num_each], "seed": seeds[i]})
+        write_listing(out, rows)
         image_grid(images, num_columns).save(out / "grid.png")
     except OSError as error:
         raise MachineError(_unwritable(out, error)) from error

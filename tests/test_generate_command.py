@@ -43,10 +43,10 @@ def test_images_and_what_they_are_of_are_written(command, tmp_path):
     (tmp_path / "prompts.txt").write_text("a red circle\n\n  a blue star \n")
     options = ["--images-per-prompt", "2", "--steps", "1", "--seed", "7", "--columns", "3", "--width", "40"]
     command("--prompts-file", str(tmp_path / "prompts.txt"), *options)
-    rows = [json.loads(line) for line in (tmp_path / "out" / "images.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "out" / "metadata.jsonl").read_text().splitlines()]
     prompts = ["a red circle", "a red circle", "a blue star", "a blue star"]
-    assert rows == [{"file": f"{i:05d}.png", "prompt": prompts[i], "seed": 7 + i} for i in range(4)]
-    assert {Image.open(tmp_path / "out" / row["file"]).size for row in rows} == {(40, 32)}
+    assert rows == [{"file_name": f"{i:05d}.png", "prompt": prompts[i], "seed": 7 + i} for i in range(4)]
+    assert {Image.open(tmp_path / "out" / row["file_name"]).size for row in rows} == {(40, 32)}
     assert Image.open(tmp_path / "out" / "grid.png").size == (3 * 42 + 2, 2 * 34 + 2)
 
 

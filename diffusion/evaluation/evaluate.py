@@ -13,9 +13,10 @@ from diffusion.errors import ConfigurationError
 from diffusion.evaluation.compositional import Compositional, open_compositional
 from diffusion.evaluation.extraction import Extractor
 from diffusion.evaluation.features import Networks
-from diffusion.evaluation.generation import Task, generate_images, read_metadata
+from diffusion.evaluation.generation import Task, generate_images
 from diffusion.evaluation.held_out_loss import NAME as VALIDATION_LOSS
 from diffusion.evaluation.held_out_loss import held_out_losses
+from diffusion.evaluation.listing import read_listing
 from diffusion.evaluation.metrics import Metrics
 from diffusion.evaluation.models import Generator, Subject, find_subjects, load_generator
 from diffusion.evaluation.pictures import PictureFiles, list_pictures
@@ -87,16 +88,15 @@ class Evaluation:
         return results
 
     def evaluate_images(self, folder: Path) -> Result:
-        """Evaluate a folder of images.
+        """Evaluate a folder of images: those of its listing, or all where it has none.
 
         Raises:
             ConfigurationError: it holds too few, or no prompts.
+            DataError: the listing is wrong.
         """
-        files = list_pictures(folder)
-        prompts = agree(lambda: read_metadata(folder))
-        named = [prompts.get(str(file.relative_to(folder))) for file in files]
-        known = [prompt for prompt in named if prompt is not None]
-        texts = known if len(known) == len(files) else None
+        listed = agree(lambda: read_listing(folder))
+        files = list_pictures(folder) if listed is None else [image.path for image in listed]
+        texts = None if listed is None else [image.prompt for image in listed]
         numbers = self.metrics.compute(PictureFiles(files), texts, given_record(len(files)))
         return self._finish(Result(name=folder.resolve().name, place=str(folder), numbers=numbers))
 

@@ -3,7 +3,7 @@
 The batches are those of the numbers of the pictures, whatever the number of ranks: rank r takes every so manieth.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from diffusion.config.evaluation import ResizeFilter
 from diffusion.evaluation.features import FeatureNetwork, resized
 from diffusion.evaluation.pictures import Pictures
 from diffusion.evaluation.ranks import Ranks
-from diffusion.evaluation.statistics import Array, Moments, merge_moments
+from diffusion.evaluation.statistics import Array, Moments, merge_moments, moments_of_batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,33 +73,32 @@ class Extractor:
         Raises:
             DataError: a picture cannot be decoded.
         """
-        own = self._own_batches(network, pictures, keep, label)
-        parts = [part for parts in self.ranks.gather(own) for part in parts]
+        kept: list[tuple[int, Array]] = []
+
+        def own_features() -> Iterator[Array]:
+            for start, features in self._own_batches(network, pictures, label):
+                if keep:
+                    kept.append((start, features))
+                yield features
+
+        gathered = self.ranks.gather((moments_of_batches(own_features()), kept))
         if not self.ranks.is_first:
             return None
-        parts.sort(key=lambda part: part[0])
-        moments = merge_moments(part[1] for part in parts)
-        features = np.concatenate([part[2] for part in parts]) if keep else None
-        return FeatureSet(moments=moments, features=features)
+        moments = merge_moments(part for part, _ in gathered if part is not None)
+        if not keep:
+            return FeatureSet(moments=moments)
+        batches = sorted((batch for _, batches in gathered for batch in batches), key=lambda batch: batch[0])
+        return FeatureSet(moments=moments, features=np.concatenate([features for _, features in batches]))
 
-    def _own_batches(
-        self, network: FeatureNetwork, pictures: Pictures, keep: bool, label: str
-    ) -> list[tuple[int, Moments, Array]]:
-        """Number, moments and (if kept) features of each batch of this rank; without `keep`, of all of them at once."""
+    def _own_batches(self, network: FeatureNetwork, pictures: Pictures, label: str) -> Iterator[tuple[int, Array]]:
+        """Number of the first image and features of each batch of this rank."""
         starts = range(self.ranks.rank * self.batch_size, len(pictures), self.batch_size * self.ranks.size)
-        parts: list[tuple[int, Moments, Array]] = []
         with ThreadPoolExecutor(self.num_threads) as threads:
             for start in tqdm(starts, desc=label, disable=not self.ranks.is_first, leave=False):
                 # Sets may read one at a time only, so they are read here and resized in threads.
                 images = [pictures[i] for i in range(start, min(start + self.batch_size, len(pictures)))]
                 pixels = list(threads.map(lambda image: resized(image, network.size, self.resize_filter), images))
-                features = self._features(network, pixels)
-                moments = Moments.of(features)
-                if keep or not parts:
-                    parts.append((start, moments, features if keep else features[:0]))
-                else:
-                    parts[0] = (parts[0][0], parts[0][1].merged(moments), parts[0][2])
-        return parts
+                yield start, self._features(network, pixels)
 
     def _features(self, network: FeatureNetwork, pixels: Sequence[np.ndarray]) -> Array:
         batch = torch.from_numpy(np.stack(pixels)).to(self.device)

@@ -5,7 +5,6 @@ address (seed, prompt, image of the prompt), and the batches are those of the nu
 is the same, to the bit on one kind of machine, on any number of ranks. Another batch size changes rounding errors.
 """
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +17,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from diffusion.config.evaluation import SamplingConfig
-from diffusion.datasets.manifest import read_json, write_json_atomically, write_text_atomically
+from diffusion.datasets.manifest import read_json, write_json_atomically
 from diffusion.errors import ConfigurationError, MachineError
+from diffusion.evaluation.listing import write_listing
 from diffusion.evaluation.models import Generator
 from diffusion.evaluation.prompts import Prompt, prompts_identity
 from diffusion.evaluation.ranks import Ranks
@@ -27,9 +27,6 @@ from diffusion.randomness import Purpose, normal
 from diffusion.ranks import agree
 
 log = logging.getLogger(__name__)
-
-METADATA = "metadata.jsonl"
-"""One line per image, in the layout of an image folder of Hugging Face; written when all images are there."""
 
 GENERATION = "generation.json"
 """What the images of a folder depend on; written first."""
@@ -171,17 +168,5 @@ def _describe(folder: Path, task: Task, files: Sequence[Path]) -> None:
         number, copy = divmod(image, task.sampling.images_per_prompt)
         prompt = task.prompts[number]
         row = {"file_name": file.name, "prompt": prompt.text, "category": prompt.category}
-        rows.append(json.dumps({**row, "prompt_index": number, "image_of_prompt": copy}) + "\n")
-    write_text_atomically(folder / METADATA, "".join(rows))
-
-
-def read_metadata(folder: Path) -> dict[str, str]:
-    """Prompts by file name, from a folder's `metadata.jsonl`; empty if there is none."""
-    path = folder / METADATA
-    if not path.is_file():
-        return {}
-    try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        return {row["file_name"]: row["prompt"] for row in rows}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(f"{path} must hold lines with file_name and prompt: {error!r}") from error
+        rows.append({**row, "prompt_index": number, "image_of_prompt": copy})
+    write_listing(folder, rows)

@@ -45,8 +45,12 @@ def smallest_hashes(names: Sequence[str], num: int | None) -> list[int]:
         return list(range(len(names)))
     if num > len(names):
         raise ConfigurationError(f"{num} are asked for, but there are {len(names)}")
-    by_hash = sorted(range(len(names)), key=lambda i: hashlib.sha256(names[i].encode()).digest())
-    return sorted(by_hash[:num])
+    return sorted(by_hash(names)[:num])
+
+
+def by_hash(names: Sequence[str]) -> list[int]:
+    """The numbers of some names in the order of their SHA-256."""
+    return sorted(range(len(names)), key=lambda i: hashlib.sha256(names[i].encode()).digest())
 
 
 class PictureFiles:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from diffusion.config.evaluation import PromptsConfig
 from diffusion.errors import ConfigurationError
-from diffusion.evaluation.pictures import PreparedSamples, smallest_hashes
+from diffusion.evaluation.pictures import PreparedSamples, by_hash, smallest_hashes
 
 COLUMNS = ("Prompt", "Prompts", "prompt", "caption", "text")
 """Names that a column of prompts has, tried in this order."""
@@ -34,10 +34,10 @@ def read_prompts(config: PromptsConfig) -> list[Prompt]:
     """
     path = Path(config.path).expanduser()
     if path.is_dir():
-        prompts = _of_data_set(path)
-    elif not path.is_file():
+        return _of_data_set(path, config)
+    if not path.is_file():
         raise ConfigurationError(f"protocol.prompts.path={config.path} does not exist: give a file or a data set")
-    elif path.suffix in (".tsv", ".csv"):
+    if path.suffix in (".tsv", ".csv"):
         prompts = _of_table(path, config)
     elif path.suffix == ".txt":
         prompts = [Prompt(text=line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -82,9 +82,19 @@ def _column(asked: str | None, usual: Sequence[str], names: Sequence[str]) -> st
     return next((name for name in wanted if name in names), None)
 
 
-def _of_data_set(root: Path) -> list[Prompt]:
+def _of_data_set(root: Path, config: PromptsConfig) -> list[Prompt]:
+    """First captions of a prepared data set; with `num`, of the samples whose names have the smallest hashes."""
     samples = PreparedSamples(root)
-    found = [samples.sample(i) for i in range(len(samples))]
-    if not found or "captions" not in found[0]:
-        raise ConfigurationError(f"protocol.prompts.path={root} is no prepared data set: it holds no captions")
-    return [Prompt(text=sample["captions"][0]) for sample in found]
+    order = range(len(samples)) if config.num is None else by_hash(samples.names())
+    found: dict[int, Prompt] = {}
+    for i in order:
+        if len(found) == config.num:
+            break
+        sample = samples.sample(i)
+        if "captions" not in sample:
+            raise ConfigurationError(f"protocol.prompts.path={root} holds no captions: give a prepared data set")
+        if caption := sample["captions"][0].strip():
+            found[i] = Prompt(text=caption)
+    if len(found) < (config.num or 1):
+        raise ConfigurationError(f"protocol.prompts.path={root} holds {len(found)} captions: {config.num or 1} or more")
+    return [prompt for _, prompt in sorted(found.items())]

@@ -3,6 +3,7 @@
 Shape letters: N features of one set, M of the other, D numbers of a feature.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -56,10 +57,22 @@ class Moments:
 
 def merge_moments(parts: Iterable[Moments]) -> Moments:
     """Moments of several sets together, merged in the order given."""
-    first, *rest = parts
-    for part in rest:
-        first = first.merged(part)
-    return first
+    return functools.reduce(Moments.merged, parts)
+
+
+def moments_of_batches(batches: Iterable[Array]) -> Moments | None:
+    """Moments of features [N, D] in one pass over their batches, in memory for one block of them; None without any."""
+    total, block = None, []
+    for batch in batches:
+        block.append(batch)
+        if sum(map(len, block)) >= BLOCK_ROWS:
+            total, block = _with_block(total, block), []
+    return _with_block(total, block) if block else total
+
+
+def _with_block(total: Moments | None, block: list[Array]) -> Moments:
+    moments = Moments.of(np.concatenate(block))
+    return moments if total is None else total.merged(moments)
 
 
 def frechet_distance(a: Moments, b: Moments) -> float:

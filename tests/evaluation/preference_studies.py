@@ -35,8 +35,8 @@ def write_models(root: Path, num_models: int = 2, prompts: list[str] | None = No
             info.add_text("model", name)
             pixels = np.full((size, size, 3), generator.integers(0, 256, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(folder / f"{i:05d}.png", pnginfo=info)
-            rows.append(json.dumps({"file": f"{i:05d}.png", "prompt": prompt, "seed": i}))
-        (folder / "images.jsonl").write_text("\n".join(rows) + "\n")
+            rows.append(json.dumps({"file_name": f"{i:05d}.png", "prompt": prompt, "seed": i}))
+        (folder / "metadata.jsonl").write_text("\n".join(rows) + "\n")
     (root / "prompts.txt").write_text("\n".join(prompts) + "\n")
     return [f"{name}={root / name}" for name in MODELS[:num_models]]
 

@@ -72,10 +72,10 @@ def test_folders_that_do_not_fit_are_refused(tmp_path):
     (tmp_path / "run").mkdir()
     with pytest.raises(DataError, match="scripts/generate"):
         collect({"a": one, "b": tmp_path / "run"}, prompts, tmp_path / "prompts.txt")
-    (two / "images.jsonl").write_text((two / "images.jsonl").read_text().replace("number 3", "number x"))
+    (two / "metadata.jsonl").write_text((two / "metadata.jsonl").read_text().replace("number 3", "number x"))
     with pytest.raises(DataError, match="prompt number 3"):
         collect({"a": one, "b": two}, prompts, tmp_path / "prompts.txt")
-    (two / "images.jsonl").unlink()
+    (two / "metadata.jsonl").unlink()
     assert len(collect({"a": one, "b": two}, prompts, tmp_path / "prompts.txt").items) == 12
 
 

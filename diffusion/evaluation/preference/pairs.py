@@ -1,7 +1,6 @@
 """What raters are shown: prompts, the pictures of each model, and the draws that decide order and sides."""
 
 import csv
-import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from enum import Enum
 from pathlib import Path
 
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.evaluation.listing import read_listing
 
 _PICTURE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp"}
 _SETTLED = 5
@@ -102,7 +102,7 @@ def _table_prompts(path: Path, content: str) -> list[Prompt]:
 def collect(folders: Mapping[str, Path], prompts: Sequence[Prompt], prompts_file: Path) -> Material:
     """Find each model's pictures of each prompt.
 
-    A folder holds `images.jsonl` (as scripts/generate.py writes it: file and prompt), or only pictures, whose sorted
+    A folder has a listing (`metadata.jsonl`, as scripts/generate.py writes it), or only images, whose sorted
     names follow the prompts, the same number for each. The k-th pictures of a prompt are compared with each other.
 
     Args:
@@ -136,9 +136,11 @@ def collect(folders: Mapping[str, Path], prompts: Sequence[Prompt], prompts_file
 
 
 def _pictures_by_prompt(folder: Path, prompts: Sequence[Prompt], prompts_file: Path) -> dict[str, list[Path]]:
-    listing = folder / "images.jsonl"
-    if listing.is_file():
-        return _listed_pictures(listing)
+    if (listed := read_listing(folder)) is not None:
+        found: dict[str, list[Path]] = {}
+        for image in listed:
+            found.setdefault(image.prompt, []).append(image.path)
+        return found
     names = list(folder.iterdir()) if folder.is_dir() else []
     pictures = sorted(path for path in names if path.suffix.lower() in _PICTURE_SUFFIXES and path.stem != "grid")
     if not pictures:
@@ -146,24 +148,10 @@ def _pictures_by_prompt(folder: Path, prompts: Sequence[Prompt], prompts_file: P
     per_prompt, rest = divmod(len(pictures), len(prompts))
     if rest or not per_prompt:
         raise DataError(
-            f"{folder}: {len(pictures)} pictures without images.jsonl cannot be shared among {len(prompts)} prompts; "
+            f"{folder}: {len(pictures)} images without metadata.jsonl cannot be shared among {len(prompts)} prompts; "
             "it takes the same number for each, in the order of the prompts"
         )
     return {prompt.text: pictures[i * per_prompt : (i + 1) * per_prompt] for i, prompt in enumerate(prompts)}
-
-
-def _listed_pictures(listing: Path) -> dict[str, list[Path]]:
-    found: dict[str, list[Path]] = {}
-    for number, line in enumerate(listing.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            row = json.loads(line)
-            path, prompt = listing.parent / str(row["file"]), str(row["prompt"]).strip()
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{listing}, line {number}: no JSON object with `file` and `prompt`: {error!r}") from error
-        if not path.is_file():
-            raise DataError(f"{listing}, line {number}: there is no {path}")
-        found.setdefault(prompt, []).append(path)
-    return found
 
 
 def _how_to_generate(folder: Path, prompts_file: Path) -> str:
