@@ -18,10 +18,9 @@ from typing import Any
 
 from streaming import Stream
 from streaming.base.format import FileInfo, Reader
-from streaming.base.hashing import get_hash
 
 from diffusion.datasets.locations import StreamLocation
-from diffusion.datasets.mds import INDEX, PARTIAL
+from diffusion.datasets.mds import INDEX, PARTIAL, find_wrong_hash
 from diffusion.datasets.storage_errors import fetch_errors
 from diffusion.datasets.stores import shown
 from diffusion.datasets.tiers import TierCounts, TierMeter
@@ -55,7 +54,7 @@ class Downloads:
     """Seconds without an answer after which an attempt has failed."""
 
     validate_hash: str | None = None
-    """Hash that shards are checked against."""
+    """Hash that shards are checked against; None is one that the index gives, if it gives any."""
 
 
 class FetchedStream(Stream):
@@ -140,6 +139,17 @@ class FetchedStream(Stream):
             self.remove(shard)
             raise
 
+    def check(self, shard: Reader) -> None:
+        """Hash the file of a shard that is here; a compressed one is hashed when it is unpacked.
+
+        Raises:
+            ValueError: its hash is wrong.
+        """
+        for info in (pair[0] for pair in shard.file_pairs):
+            path = Path(self.local, self.split, info.basename)
+            if path.is_file():
+                self._check_hash(info, path, path)
+
     def remove(self, shard: Reader) -> None:
         """Remove the files of a shard from the cache."""
         assert self.remote is not None
@@ -179,13 +189,11 @@ class FetchedStream(Stream):
 
     def _check_hash(self, info: FileInfo, path: Path, target: Path) -> None:
         """Raise `ValueError` if a file, which is or is to become `target`, has not the hash that the index says."""
-        if self._hash is None:
-            return
-        if self._hash not in info.hashes:
+        if self._hash is not None and self._hash not in info.hashes:
             known = ", ".join(sorted(info.hashes)) or "none"
             raise ValueError(f"the index gives no {self._hash} of {target} ({known}): set data.validate_hash to null")
-        if get_hash(self._hash, path.read_bytes()) != info.hashes[self._hash]:
-            raise ValueError(f"Checksum failure: {target}")
+        if kind := find_wrong_hash(path, info.hashes, self._hash):
+            raise ValueError(f"{target} is damaged: its {kind} is not that of the index")
 
     def _decompress_shard_part(
         self, zip_info: FileInfo, zip_filename: str, raw_filename: str, compression: str | None

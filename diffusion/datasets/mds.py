@@ -264,6 +264,34 @@ def _hash(kind: str, content: Sequence[bytes]) -> str:
     return get_hash(kind, b"".join(content))
 
 
+def hash_file(path: Path, kind: str) -> str:
+    """Return a hash of a file, of one of Streaming's kinds; it is read in pieces, without the interpreter's lock."""
+    digest = getattr(xxhash, kind)() if hasattr(xxhash, kind) else hashlib.new(kind)
+    buffer = memoryview(bytearray(_BUFFER_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while num_bytes := file.readinto(buffer):
+            digest.update(buffer[:num_bytes])
+    return digest.hexdigest()
+
+
+def find_wrong_hash(path: Path, hashes: Mapping[str, str], kind: str | None = None) -> str | None:
+    """Compare a file with the hash that the index gives of it.
+
+    Args:
+        path: The file.
+        hashes: What the index gives; nothing is compared where that is nothing.
+        kind: The hash that is compared; None is xxh64, else the first by name.
+
+    Returns:
+        The name of a hash that differs, or None.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    kind = kind or ("xxh64" if "xxh64" in hashes else min(hashes, default=None))
+    return kind if kind is not None and hash_file(path, kind) != hashes[kind] else None
+
+
 def write_index(folder: Path, entries: Sequence[Mapping[str, Any]]) -> None:
     """Write the index of an MDS folder as Streaming does, atomically.
 
