@@ -292,6 +292,26 @@ def find_wrong_hash(path: Path, hashes: Mapping[str, str], kind: str | None = No
     return kind if kind is not None and hash_file(path, kind) != hashes[kind] else None
 
 
+def check_shard(folder: Path, entry: Mapping[str, Any]) -> None:
+    """Compare the file of a shard with the hash that the index gives of it.
+
+    Args:
+        folder: The MDS folder.
+        entry: The shard's entry in the index.
+
+    Raises:
+        DataError: The file is missing or damaged.
+    """
+    stored = entry["zip_data"] or entry["raw_data"]
+    file = folder / stored["basename"]
+    try:
+        kind = find_wrong_hash(file, stored["hashes"])
+    except OSError as error:
+        raise DataError(f"{file} cannot be read ({error.strerror}); copy or write the folder anew") from error
+    if kind:
+        raise DataError(f"{file} is damaged: its {kind} is not that of the index; copy or write the folder anew")
+
+
 def write_index(folder: Path, entries: Sequence[Mapping[str, Any]]) -> None:
     """Write the index of an MDS folder as Streaming does, atomically.
 

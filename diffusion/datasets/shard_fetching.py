@@ -23,7 +23,6 @@ from filelock import FileLock
 from streaming import StreamingDataset
 from streaming.base.constant import TICK
 from streaming.base.dataset import _Iterator, _ShardState
-from torch import distributed
 
 from diffusion.datasets.balanced import Integers
 from diffusion.datasets.fetching import GONE, FetchedStream, describe
@@ -158,9 +157,9 @@ class FetchingDataset(StreamingDataset):
         try:
             self._fetch(shard_id, blocking)
         except Exception as error:  # Whatever ends a background thread would end the epoch without an error.
-            failure = error if isinstance(error, DataError) else self._failed(shard_id, error)
+            failure = self._failed(shard_id, error)
             if blocking:
-                raise failure from (error if failure is not error else error.__cause__)
+                raise failure from error
             # In a background thread: raising would leave the other threads waiting. They stop by the event.
             self._failure = failure
             self._event.set()
@@ -216,7 +215,9 @@ class FetchingDataset(StreamingDataset):
         part = self._work(it).part(start)
         if self._work(it).is_first_look(start):
             cached = [(shard_id, num) for shard_id, num in part.shards.items() if self._remote(shard_id) is not None]
-            hits = sum(num for shard_id, num in cached if self._shard_states[shard_id] in (_ShardState.LOCAL, UNCHECKED))
+            hits = sum(
+                num for shard_id, num in cached if self._shard_states[shard_id] in (_ShardState.LOCAL, UNCHECKED)
+            )
             self.meter.add(TierCounts(samples=sum(num for _, num in cached), hits=hits))
         return part
 
@@ -303,6 +304,8 @@ class FetchingDataset(StreamingDataset):
 
     def _failed(self, shard_id: int, error: Exception) -> DataError:
         """Describe why a shard is not here."""
+        if isinstance(error, DataError):
+            return DataError(str(error))
         remote, path = self._remote(shard_id), self.shard_path(shard_id)
         return DataError(
             f"{self._shard_name(shard_id)} could not be fetched from {shown(remote) if remote else path.parent}: "
