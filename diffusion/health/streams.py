@@ -45,10 +45,10 @@ class StreamReading:
     """What each shard takes in a cache."""
 
     damaged: tuple[str, ...] = ()
-    """Files of the original that are missing or have another size (or hash, in a deep check); not those behind a URL."""
+    """Files of the original that are missing or differ in size; those behind a URL are not looked at."""
 
     is_deep: bool = False
-    """Whether the files of the original were hashed."""
+    """Whether files of the original that differ in hash count as damaged, too."""
 
     cached_sha256: str | None = None
     """Hash of the index in the cache; None where there is no cache, or none in it."""
@@ -154,10 +154,7 @@ def check_shards(reading: StreamReading) -> Verdict:
     name, num = f"stream {reading.name}", len(reading.samples_per_shard)
     if reading.damaged:
         shown = ", ".join(reading.damaged[:NUM_EXAMPLES]) + (" ..." if len(reading.damaged) > NUM_EXAMPLES else "")
-        differs = "size or hash" if reading.is_deep else "size"
-        what = (
-            f"{len(reading.damaged)} of {num} shards of {reading.source} are missing or have another {differs}: {shown}"
-        )
+        what = f"{len(reading.damaged)} of {num} shards of {reading.source} are missing or damaged: {shown}"
         return problem(name, what, "copy or write the data set again")
     looked = "all there and whole" if reading.is_deep else "all there (--deep compares their hashes)"
     if is_url(reading.source):
