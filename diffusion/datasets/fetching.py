@@ -18,6 +18,7 @@ from typing import Any
 
 from streaming import Stream
 from streaming.base.format import FileInfo, Reader
+from streaming.base.world import World
 
 from diffusion.datasets.locations import StreamLocation
 from diffusion.datasets.mds import INDEX, PARTIAL, find_wrong_hash
@@ -81,6 +82,7 @@ class FetchedStream(Stream):
         self._downloader = location.store.downloader(location.remote)
         self._hash = downloads.validate_hash  # Streaming would look at it when a file has its name.
         self._infos: dict[str, FileInfo] = {}
+        self._readers: list[Reader] | None = None
         self._meter = meter
 
     def fetch_index(self) -> None:
@@ -99,6 +101,21 @@ class FetchedStream(Stream):
                 f"{shown(self.remote)}/{INDEX} cannot be fetched: {describe(error)}. Check data.remote, and that this "
                 "machine can reach it"
             ) from error
+
+    def get_shards(self, world: World, allow_unsafe_types: bool) -> list[Reader]:
+        """Read the index, once: before the ranks wait for each other in Streaming's constructor.
+
+        Raises:
+            DataError: it is damaged.
+        """
+        if self._readers is None:
+            try:
+                self._readers = super().get_shards(world, allow_unsafe_types)
+            except (*fetch_errors(), KeyError, TypeError) as error:
+                path = Path(self.local, self.split, INDEX)
+                remedy = "copy or write the data set again" if self.remote is None else "delete it, it is fetched again"
+                raise DataError(f"{path} cannot be read ({describe(error)}): {remedy}") from error
+        return self._readers
 
     def remove_leftovers(self) -> None:
         """Remove what killed processes were fetching; no other data set of this machine may be fetching now."""

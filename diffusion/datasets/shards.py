@@ -93,6 +93,7 @@ class ShardDataset(FetchingDataset):
             try:
                 is_leader = World.detect().is_local_leader
                 agree(lambda: self._fetch_indexes(kwargs["streams"] if is_leader else []))
+                agree(lambda: [stream.get_shards(World.detect(), False) for stream in kwargs["streams"]])
                 with self._number.chosen():
                     super().__init__(stream_names=stream_names, **kwargs)
             finally:
