@@ -133,7 +133,7 @@ class FetchedStream(Stream):
         self._downloader.clean_up()
 
     def prepare_shard(self, shard: Reader) -> int:
-        """Have a shard here.
+        """Have a shard here; a file that is here already is hashed.
 
         Returns:
             By how many bytes the cache has grown.
@@ -144,6 +144,7 @@ class FetchedStream(Stream):
         for info in (info for pair in shard.file_pairs for info in pair if info is not None):
             self._infos[info.basename] = info
         try:
+            self.check(shard)
             return super().prepare_shard(shard)
         except ValueError as error:
             if self.remote is None:

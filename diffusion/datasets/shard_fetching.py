@@ -34,7 +34,7 @@ from diffusion.errors import DataError
 logger = logging.getLogger(__name__)
 
 UNCHECKED = max(_ShardState) + 1
-"""State of a shard that was on this machine before this start, and that no process of the node has hashed yet."""
+"""State of a shard that was in the cache before this start, and that no process of the node has hashed yet."""
 
 _KEPT: ContextVar[Integers | None] = ContextVar("kept", default=None)
 """Shards that must not make room for those that this thread fetches; None is any."""
@@ -103,9 +103,9 @@ class FetchingDataset(StreamingDataset):
                     elif size is not None and is_leader:
                         logger.warning("%s has %d bytes instead of %d: downloading it again", path, size, info.bytes)
                         self._drop(shard_id, path, info.bytes)
-        if is_leader:
-            states = self._shard_states.numpy()
-            states[states == _ShardState.LOCAL] = UNCHECKED
+            if is_leader:  # Originals are hashed when Streaming takes them for fetched.
+                states = self._shard_states.numpy()[begin : begin + num]
+                states[states == _ShardState.LOCAL] = _ShardState.REMOTE if stream.remote is None else UNCHECKED
 
     def _refuse_original(self, shard_id: int, path: Path, size: int | None, expected: int) -> None:
         """Raise for a damaged file without a remote, unless it is the other form of a compressed shard."""
@@ -121,30 +121,22 @@ class FetchingDataset(StreamingDataset):
             self.cache_usage -= size
 
     def _check_content(self, shard_id: int) -> None:
-        """Hash a shard that is unchecked; the node's other processes wait for that as for a download.
-
-        Raises:
-            DataError: an original is damaged; a cached copy is dropped.
-        """
+        """Hash a cached shard that is unchecked, and drop a damaged one; others wait for that as for a download."""
         if self._shard_states[shard_id] != UNCHECKED:
             return
         with FileLock(self._cache_filelock_path):
             if self._shard_states[shard_id] != UNCHECKED:
                 return
             self._shard_states[shard_id] = _ShardState.PREPARING
-        state = UNCHECKED
+        stream, shard = cast("FetchedStream", self.streams[self.stream_per_shard[shard_id]]), self.shards[shard_id]
+        state = _ShardState.REMOTE
         try:
-            stream, shard = cast("FetchedStream", self.streams[self.stream_per_shard[shard_id]]), self.shards[shard_id]
-            try:
-                stream.check(shard)
-                state = _ShardState.LOCAL
-            except ValueError as error:
-                if stream.remote is None:
-                    raise DataError(f"{error}. There is no remote to fetch it from: copy or write it again") from error
-                logger.warning("%s; fetching it again from %s", error, shown(stream.remote))
-                with FileLock(self._cache_filelock_path):
-                    self.cache_usage -= shard.evict()
-                state = _ShardState.REMOTE
+            stream.check(shard)
+            state = _ShardState.LOCAL
+        except (ValueError, OSError) as error:
+            logger.warning("%s; fetching it again from %s", error, shown(self._remote(shard_id) or ""))
+            with FileLock(self._cache_filelock_path):
+                self.cache_usage -= shard.evict()
         finally:
             self._shard_states[shard_id] = state
 
@@ -304,13 +296,15 @@ class FetchingDataset(StreamingDataset):
 
     def _failed(self, shard_id: int, error: Exception) -> DataError:
         """Describe why a shard is not here."""
-        if isinstance(error, DataError):
-            return DataError(str(error))
         remote, path = self._remote(shard_id), self.shard_path(shard_id)
         return DataError(
             f"{self._shard_name(shard_id)} could not be fetched from {shown(remote) if remote else path.parent}: "
-            f"{describe(error)}. Check that it is there and whole and that this machine can reach it, "
-            "then start the same command again"
+            f"{describe(error)}. "
+            + (
+                "Check that it is there and whole and that this machine can reach it, then start the same command again"
+                if remote
+                else "There is no remote: copy or write the data set again"
+            )
         )
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
