@@ -42,7 +42,9 @@ def has_process_group() -> bool:
 def agree(step: Callable[[], T]) -> T:
     """Run a step on every rank and fail together.
 
-    To be called by all ranks at the same place. Without a process group the step is just run.
+    To be called by all ranks at the same place. Without a process group the step is just run. A step may take steps of
+    its own, but no other collective operation before the last thing that can fail on some ranks only: a rank that has
+    failed takes part in the next `agree` of the others, of whichever step.
 
     Args:
         step: may raise a `UserError` on some ranks or on all.
@@ -59,16 +61,24 @@ def agree(step: Callable[[], T]) -> T:
         return step()
     import torch.distributed as dist
 
-    report: tuple[type[UserError] | None, str] | None = (None, "")
-    reports: list[tuple[type[UserError] | None, str] | None] = [None] * dist.get_world_size()
     result: Any = None
+    failure: BaseException | None = None
     try:
         result = step()
-        report = None
-    except UserError as error:
-        report = (type(error), str(error))
-    finally:
+    except BaseException as error:
+        if getattr(error, "is_agreed", False):  # By a step within this one: no rank gets further.
+            raise
+        failure = error
+    report = None
+    if failure is not None:
+        report = (type(failure), str(failure)) if isinstance(failure, UserError) else (None, "")
+    reports: list[tuple[type[UserError] | None, str] | None] = [None] * dist.get_world_size()
+    try:
         dist.all_gather_object(reports, report)
+    finally:
+        if failure is not None and not isinstance(failure, UserError):
+            failure.is_agreed = True  # pyright: ignore[reportAttributeAccessIssue]
+            raise failure
     failures = {number: (kind, message) for number, entry in enumerate(reports) if entry for kind, message in [entry]}
     mistakes = {number: (kind, message) for number, (kind, message) in failures.items() if kind is not None}
     if mistakes:
@@ -84,6 +94,8 @@ def agree(step: Callable[[], T]) -> T:
 
 class StepFailedElsewhereError(RuntimeError):
     """A step failed on other ranks for a reason that is not the user's mistake."""
+
+    is_agreed = True
 
 
 def _joined_message(messages: dict[int, str], num_ranks: int) -> str:

@@ -1,7 +1,7 @@
 """Check what a run needs before it starts: machine, disks, data, and with several ranks whether they fit together.
 
     python scripts/doctor.py CONFIG.yaml [key=value ...]
-    composer -n 2 scripts/doctor.py CONFIG.yaml [key=value ...] [--json FILE] [--hosts FILE [--nodes N]]
+    composer -n 2 scripts/doctor.py CONFIG.yaml [key=value ...] [--deep] [--json FILE] [--hosts FILE [--nodes N]]
 
 Ends with exit code 2 if there is a problem, with 0 if there are warnings at most. With --hosts it names
 the hosts that are fit, and a problem of the others is none.
@@ -33,6 +33,7 @@ def doctor(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--nodes", type=int, metavar="N", help="of these so many; the others are spare (all if left out)"
     )
+    parser.add_argument("--deep", action="store_true", help="read all shards and compare their hashes with the index")
     parser.add_argument(
         "--patience", type=float, default=120.0, metavar="SECONDS", help="that ranks wait for each other"
     )
@@ -45,7 +46,7 @@ def doctor(arguments: Sequence[str]) -> None:
 
     silent = None
     try:
-        verdicts = diagnose(config, options.patience)
+        verdicts = diagnose(config, options.patience, deep=options.deep)
     except NoAnswerError as error:
         silent = error
         where = ", ".join(f"node {node}" for node in error.nodes)

@@ -71,6 +71,22 @@ def test_a_killed_rank_ends_the_job_in_time_and_the_same_command_continues(serve
 
 
 @pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("file", "end"), [("shard.00000.mds", b""), ("shard.00000.mds", b"\xff" * 9), ("index.json", b"")]
+)
+def test_a_file_damaged_on_one_node_ends_all_ranks_with_one_message(server, shapes, tmp_path, file, end):
+    for node in range(2):
+        shutil.copytree(shapes / "latents-32", tmp_path / str(node))
+    damaged = tmp_path / "1" / "train" / "32-64" / file
+    damaged.write_bytes(damaged.read_bytes()[:-9] + end)
+    yaml, overrides = latents(shapes, tmp_path / "{node}", tmp_path / "run", "trainer.dist_timeout=60")
+    job = server.start(2, ["tests/ranks_as_nodes.py", yaml, *overrides]).finish(timeout=50)
+    assert job.codes == [2, 2], job.output
+    assert job.output.count("DataError") == 1
+    assert str(damaged) in job.output
+
+
+@pytest.mark.world_size(2)
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_data_that_vanishes_in_mid_run_ends_all_ranks_with_one_message(server, shapes, tmp_path, num_workers):
     data = tmp_path / "data"

@@ -170,7 +170,8 @@ class DataConfig:
     """Seconds without an answer from the store after which an attempt has failed."""
 
     validate_hash: str | None = None
-    """Hash that shards are checked against when they are downloaded, such as `xxh64`; null compares sizes only."""
+    """Hash that shards are checked against, such as `xxh64`, when they are downloaded and when they are first opened in
+    a start; null: the one that the index holds. Without any in the index sizes are compared only."""
 
     loader_timeout: float = 900.0
     """Seconds without a batch from a worker after which the run ends with an error."""

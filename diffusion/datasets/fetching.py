@@ -18,10 +18,10 @@ from typing import Any
 
 from streaming import Stream
 from streaming.base.format import FileInfo, Reader
-from streaming.base.hashing import get_hash
+from streaming.base.world import World
 
 from diffusion.datasets.locations import StreamLocation
-from diffusion.datasets.mds import INDEX, PARTIAL
+from diffusion.datasets.mds import INDEX, PARTIAL, find_wrong_hash
 from diffusion.datasets.storage_errors import fetch_errors
 from diffusion.datasets.stores import shown
 from diffusion.datasets.tiers import TierCounts, TierMeter
@@ -55,7 +55,7 @@ class Downloads:
     """Seconds without an answer after which an attempt has failed."""
 
     validate_hash: str | None = None
-    """Hash that shards are checked against."""
+    """Hash that shards are checked against; None is one that the index gives, if it gives any."""
 
 
 class FetchedStream(Stream):
@@ -82,6 +82,7 @@ class FetchedStream(Stream):
         self._downloader = location.store.downloader(location.remote)
         self._hash = downloads.validate_hash  # Streaming would look at it when a file has its name.
         self._infos: dict[str, FileInfo] = {}
+        self._readers: list[Reader] | None = None
         self._meter = meter
 
     def fetch_index(self) -> None:
@@ -101,6 +102,21 @@ class FetchedStream(Stream):
                 "machine can reach it"
             ) from error
 
+    def get_shards(self, world: World, allow_unsafe_types: bool) -> list[Reader]:
+        """Read the index, once: before the ranks wait for each other in Streaming's constructor.
+
+        Raises:
+            DataError: it is damaged.
+        """
+        if self._readers is None:
+            try:
+                self._readers = super().get_shards(world, allow_unsafe_types)
+            except (*fetch_errors(), KeyError, TypeError) as error:
+                path = Path(self.local, self.split, INDEX)
+                remedy = "copy or write the data set again" if self.remote is None else "delete it, it is fetched again"
+                raise DataError(f"{path} cannot be read ({describe(error)}): {remedy}") from error
+        return self._readers
+
     def remove_leftovers(self) -> None:
         """Remove what killed processes were fetching; no other data set of this machine may be fetching now."""
         folder = Path(self.local, self.split)
@@ -117,7 +133,7 @@ class FetchedStream(Stream):
         self._downloader.clean_up()
 
     def prepare_shard(self, shard: Reader) -> int:
-        """Have a shard here.
+        """Have a shard here; a file that is here already is hashed.
 
         Returns:
             By how many bytes the cache has grown.
@@ -128,6 +144,7 @@ class FetchedStream(Stream):
         for info in (info for pair in shard.file_pairs for info in pair if info is not None):
             self._infos[info.basename] = info
         try:
+            self.check(shard)
             return super().prepare_shard(shard)
         except ValueError as error:
             if self.remote is None:
@@ -139,6 +156,17 @@ class FetchedStream(Stream):
         except ValueError:
             self.remove(shard)
             raise
+
+    def check(self, shard: Reader) -> None:
+        """Hash the file of a shard that is here; a compressed one is hashed when it is unpacked.
+
+        Raises:
+            ValueError: its hash is wrong.
+        """
+        for info in (pair[0] for pair in shard.file_pairs):
+            path = Path(self.local, self.split, info.basename)
+            if path.is_file():
+                self._check_hash(info, path, path)
 
     def remove(self, shard: Reader) -> None:
         """Remove the files of a shard from the cache."""
@@ -179,13 +207,11 @@ class FetchedStream(Stream):
 
     def _check_hash(self, info: FileInfo, path: Path, target: Path) -> None:
         """Raise `ValueError` if a file, which is or is to become `target`, has not the hash that the index says."""
-        if self._hash is None:
-            return
-        if self._hash not in info.hashes:
+        if self._hash is not None and self._hash not in info.hashes:
             known = ", ".join(sorted(info.hashes)) or "none"
             raise ValueError(f"the index gives no {self._hash} of {target} ({known}): set data.validate_hash to null")
-        if get_hash(self._hash, path.read_bytes()) != info.hashes[self._hash]:
-            raise ValueError(f"Checksum failure: {target}")
+        if kind := find_wrong_hash(path, info.hashes, self._hash):
+            raise ValueError(f"{target} is damaged: its {kind} is not that of the index")
 
     def _decompress_shard_part(
         self, zip_info: FileInfo, zip_filename: str, raw_filename: str, compression: str | None

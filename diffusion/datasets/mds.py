@@ -264,6 +264,54 @@ def _hash(kind: str, content: Sequence[bytes]) -> str:
     return get_hash(kind, b"".join(content))
 
 
+def hash_file(path: Path, kind: str) -> str:
+    """Return a hash of a file, of one of Streaming's kinds; it is read in pieces, without the interpreter's lock."""
+    digest = getattr(xxhash, kind)() if hasattr(xxhash, kind) else hashlib.new(kind)
+    buffer = memoryview(bytearray(_BUFFER_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while num_bytes := file.readinto(buffer):
+            digest.update(buffer[:num_bytes])
+    return digest.hexdigest()
+
+
+def find_wrong_hash(path: Path, hashes: Mapping[str, str], kind: str | None = None) -> str | None:
+    """Compare a file with the hash that the index gives of it.
+
+    Args:
+        path: The file.
+        hashes: What the index gives; nothing is compared where that is nothing.
+        kind: The hash that is compared; None is xxh64, else the first by name.
+
+    Returns:
+        The name of a hash that differs, or None.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    kind = kind or ("xxh64" if "xxh64" in hashes else min(hashes, default=None))
+    return kind if kind is not None and hash_file(path, kind) != hashes[kind] else None
+
+
+def check_shard(folder: Path, entry: Mapping[str, Any]) -> None:
+    """Compare the file of a shard with the hash that the index gives of it.
+
+    Args:
+        folder: The MDS folder.
+        entry: The shard's entry in the index.
+
+    Raises:
+        DataError: The file is missing or damaged.
+    """
+    stored = entry["zip_data"] or entry["raw_data"]
+    file = folder / stored["basename"]
+    try:
+        kind = find_wrong_hash(file, stored["hashes"])
+    except OSError as error:
+        raise DataError(f"{file} cannot be read ({error.strerror}); copy or write the folder anew") from error
+    if kind:
+        raise DataError(f"{file} is damaged: its {kind} is not that of the index; copy or write the folder anew")
+
+
 def write_index(folder: Path, entries: Sequence[Mapping[str, Any]]) -> None:
     """Write the index of an MDS folder as Streaming does, atomically.
 

@@ -1,7 +1,8 @@
 """How the shards of an epoch come to this machine: whole, batch by batch, and with failures that are errors.
 
 In streaming 0.13 a shard that cannot be downloaded or fails its hash is no error: without loader workers the epoch ends
-silently, with workers it hangs. A damaged file in the cache is never looked at again. And each thread goes through the
+silently, with workers it hangs. A damaged file in the cache is never looked at again; here each shard is hashed once
+per node and start, by the process that needs it first. And each thread goes through the
 epoch sample by sample, taking a file lock for each; here they go by batches, and each batch asks once for each shard.
 When a reader has asked for the last shard of its epoch, it fetches what the next one begins with (a warm-up).
 Like `shards.py`, this file touches private parts of `StreamingDataset`; how a file comes is decided in `fetching.py`.
@@ -22,16 +23,18 @@ from filelock import FileLock
 from streaming import StreamingDataset
 from streaming.base.constant import TICK
 from streaming.base.dataset import _Iterator, _ShardState
-from torch import distributed
 
 from diffusion.datasets.balanced import Integers
-from diffusion.datasets.fetching import GONE, describe
+from diffusion.datasets.fetching import GONE, FetchedStream, describe
 from diffusion.datasets.sample_ids import Part, WorkerSamples
 from diffusion.datasets.stores import shown
 from diffusion.datasets.tiers import TierCounts, TierMeter
 from diffusion.errors import DataError
 
 logger = logging.getLogger(__name__)
+
+UNCHECKED = max(_ShardState) + 1
+"""State of a shard that was in the cache before this start, and that no process of the node has hashed yet."""
 
 _KEPT: ContextVar[Integers | None] = ContextVar("kept", default=None)
 """Shards that must not make room for those that this thread fetches; None is any."""
@@ -100,8 +103,9 @@ class FetchingDataset(StreamingDataset):
                     elif size is not None and is_leader:
                         logger.warning("%s has %d bytes instead of %d: downloading it again", path, size, info.bytes)
                         self._drop(shard_id, path, info.bytes)
-        if distributed.is_available() and distributed.is_initialized():
-            distributed.barrier()
+            if is_leader:  # Originals are hashed when Streaming takes them for fetched.
+                states = self._shard_states.numpy()[begin : begin + num]
+                states[states == _ShardState.LOCAL] = _ShardState.REMOTE if stream.remote is None else UNCHECKED
 
     def _refuse_original(self, shard_id: int, path: Path, size: int | None, expected: int) -> None:
         """Raise for a damaged file without a remote, unless it is the other form of a compressed shard."""
@@ -115,6 +119,26 @@ class FetchingDataset(StreamingDataset):
         if self._shard_states[shard_id] == _ShardState.LOCAL:
             self._shard_states[shard_id] = _ShardState.REMOTE
             self.cache_usage -= size
+
+    def _check_content(self, shard_id: int) -> None:
+        """Hash a cached shard that is unchecked, and drop a damaged one; others wait for that as for a download."""
+        if self._shard_states[shard_id] != UNCHECKED:
+            return
+        with FileLock(self._cache_filelock_path):
+            if self._shard_states[shard_id] != UNCHECKED:
+                return
+            self._shard_states[shard_id] = _ShardState.PREPARING
+        stream, shard = cast("FetchedStream", self.streams[self.stream_per_shard[shard_id]]), self.shards[shard_id]
+        state = _ShardState.REMOTE
+        try:
+            stream.check(shard)
+            state = _ShardState.LOCAL
+        except (ValueError, OSError) as error:
+            logger.warning("%s; fetching it again from %s", error, shown(self._remote(shard_id) or ""))
+            with FileLock(self._cache_filelock_path):
+                self.cache_usage -= shard.evict()
+        finally:
+            self._shard_states[shard_id] = state
 
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
         """Have a shard on this machine; a failure ends the epoch with a `DataError`."""
@@ -138,6 +162,7 @@ class FetchingDataset(StreamingDataset):
     def _fetch(self, shard_id: int, blocking: bool) -> None:
         """Let Streaming fetch a shard; a failure leaves nothing behind that blocks or misleads another process."""
         self._check_original(shard_id)
+        self._check_content(shard_id)
         try:
             super().prepare_shard(shard_id, blocking)
         except BaseException:
@@ -182,7 +207,9 @@ class FetchingDataset(StreamingDataset):
         part = self._work(it).part(start)
         if self._work(it).is_first_look(start):
             cached = [(shard_id, num) for shard_id, num in part.shards.items() if self._remote(shard_id) is not None]
-            hits = sum(num for shard_id, num in cached if self._shard_states[shard_id] == _ShardState.LOCAL)
+            hits = sum(
+                num for shard_id, num in cached if self._shard_states[shard_id] in (_ShardState.LOCAL, UNCHECKED)
+            )
             self.meter.add(TierCounts(samples=sum(num for _, num in cached), hits=hits))
         return part
 
@@ -217,13 +244,11 @@ class FetchingDataset(StreamingDataset):
 
     def _evict_coldest_shard(self) -> None:
         kept = _KEPT.get()
-        if kept is None:
-            super()._evict_coldest_shard()
-            return
-        there = np.flatnonzero(self._shard_states.numpy() == _ShardState.LOCAL)
-        free = np.setdiff1d(there, kept)
+        free = np.flatnonzero(np.isin(self._shard_states.numpy(), (_ShardState.LOCAL, UNCHECKED)))
+        if kept is not None:
+            free = np.setdiff1d(free, kept)
         if not len(free):
-            raise _NoRoomError
+            raise _NoRoomError("all shards in the cache are needed: raise data.cache_limit")
         self._evict_shard(int(free[self._shard_access_times.numpy()[free].argmin()]))
 
     def _ready_thread(self, it: _Iterator) -> None:
@@ -274,8 +299,12 @@ class FetchingDataset(StreamingDataset):
         remote, path = self._remote(shard_id), self.shard_path(shard_id)
         return DataError(
             f"{self._shard_name(shard_id)} could not be fetched from {shown(remote) if remote else path.parent}: "
-            f"{describe(error)}. Check that it is there and whole and that this machine can reach it, "
-            "then start the same command again"
+            f"{describe(error)}. "
+            + (
+                "Check that it is there and whole and that this machine can reach it, then start the same command again"
+                if remote
+                else "There is no remote: copy or write the data set again"
+            )
         )
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

@@ -63,6 +63,8 @@ class ShardFiles:
 def _read(descriptor: int, index: int) -> bytes:
     """Read a sample of a file that begins with the number of samples and the place of each."""
     begin, end = _PLACE.unpack(_whole(os.pread(descriptor, 8, 4 * (1 + index)), 8))
+    if begin > end:
+        raise ValueError(f"it begins at byte {begin} and ends at byte {end}")
     return _whole(os.pread(descriptor, end - begin, begin), end - begin)
 
 

@@ -76,7 +76,7 @@ class ShardDataset(FetchingDataset):
         **kwargs: Any,
     ) -> None:
         self._open(stream_names, **kwargs)
-        self._check_sizes()
+        agree(self._check_sizes)
         self.first_samples: list[int] = self.sample_offset_per_stream.tolist()
         self._first_of_shards: list[int] = self.spanner.shard_bounds[:-1].tolist()
         self._files = ShardFiles(0) if self.cache_limit else ShardFiles()
@@ -93,6 +93,7 @@ class ShardDataset(FetchingDataset):
             try:
                 is_leader = World.detect().is_local_leader
                 agree(lambda: self._fetch_indexes(kwargs["streams"] if is_leader else []))
+                agree(lambda: [stream.get_shards(World.detect(), False) for stream in kwargs["streams"]])
                 with self._number.chosen():
                     super().__init__(stream_names=stream_names, **kwargs)
             finally:
@@ -286,7 +287,7 @@ class ShardDataset(FetchingDataset):
             return self._decoder(shard_id)(data)
         except (ValueError, IndexError, KeyError) as error:
             remedy = (
-                "delete the file, it will be fetched again" if self._remote(shard_id) else "write the data set again"
+                "delete the file, it is fetched again" if self._remote(shard_id) else "copy or write the data set again"
             )
             raise DataError(
                 f"{self._paths[shard_id]} is damaged at its sample {index} ({describe(error)}): {remedy}"
@@ -295,11 +296,14 @@ class ShardDataset(FetchingDataset):
     def _read(self, shard_id: int, index: int, retry: int) -> bytes:
         """Read the bytes of a sample; its shard is fetched where it is not here, or was just removed to make room."""
         for _ in range(1 + retry):
-            try:
-                data = self._files.read(self._paths[shard_id], index)
-            except FileNotFoundError:
+            if shard_id not in self._prepared:
                 self.prepare_shard(shard_id)
-            else:
+            if shard_id in self._prepared:  # Otherwise another process has tried, in vain.
+                try:
+                    data = self._files.read(self._paths[shard_id], index)
+                except FileNotFoundError:
+                    self._prepared.discard(shard_id)
+                    continue
                 self._read_bytes += len(data)
                 if self.cache_limit:
                     self._shard_access_times[shard_id] = time_ns()

@@ -196,9 +196,8 @@ def claim_number(caches: Sequence[str], originals: Sequence[str] = ()) -> Memory
     numbers: list[tuple[int, int] | None] = [None] * distributed.get_world_size()
     distributed.all_gather_object(numbers, (world.node, claimed.number) if claimed else None)
     by_node = dict(pair for pair in numbers if pair is not None)
-    mine = claimed or MemoryNumber(by_node[world.node])
-    distributed.barrier()  # A leader that ends early leaves the number to those who share it.
-    return mine
+    # With all ranks: a leader that ends early leaves the number to those who share it.
+    return agree(lambda: claimed or MemoryNumber(by_node[world.node]))
 
 
 def take_away(cache: Path, to: Path) -> bool:

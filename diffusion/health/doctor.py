@@ -57,15 +57,19 @@ PATIENCE_SECONDS = 120.0
 JOINING_SECONDS = 60.0
 """What ranks have at least to find each other: some still import while others are there, however little patience."""
 
+DEEP_SECONDS = 86400.0
+"""How long ranks wait while one hashes the data of its machine."""
+
 T = TypeVar("T")
 
 
-def diagnose(config: Config, patience: float = PATIENCE_SECONDS) -> list[Verdict]:
+def diagnose(config: Config, patience: float = PATIENCE_SECONDS, *, deep: bool = False) -> list[Verdict]:
     """Check a run; to be called by all ranks of the job that is to train, or by one process.
 
     Args:
         config: the configuration.
         patience: seconds that ranks wait for each other.
+        deep: hash all shards that this machine can read in a folder.
 
     Returns:
         What was found, of all machines; the same on all ranks.
@@ -78,7 +82,7 @@ def diagnose(config: Config, patience: float = PATIENCE_SECONDS) -> list[Verdict
     check(config, world_size=dist.get_world_size(), vae_factor=factor)
     device, found = _find_device(config)
     if dist.get_world_size() > 1 and not dist.is_initialized():
-        dist.initialize_dist(device.value, timeout=max(2 * patience, JOINING_SECONDS))
+        dist.initialize_dist(device.value, timeout=DEEP_SECONDS if deep else max(2 * patience, JOINING_SECONDS))
         introduce()
     verdicts: list[Verdict] = []
     if dist.get_world_size() > 1:  # First, since this names ranks that do not answer.
@@ -87,7 +91,7 @@ def diagnose(config: Config, patience: float = PATIENCE_SECONDS) -> list[Verdict
     verdicts += _of_each_machine(lambda: [*found, *_check_this_machine(config, device)])
     readings: dict[str, list[StreamReading]] = {}
     if config.plugins.train_dataset is None:
-        verdicts += _of_each_machine(lambda: _check_streams(config, readings))
+        verdicts += _of_each_machine(lambda: _check_streams(config, readings, deep=deep))
     if dist.get_world_size() > 1:
         verdicts += _check_together(config, device, readings)
     if config.plugins.train_dataset is None and not any(verdict.level is Level.problem for verdict in verdicts):
@@ -139,14 +143,14 @@ def _speed(name: str, folder: Path, judge: Callable[[float], Verdict]) -> Verdic
         return problem(name, f"{folder} cannot be written to: {error.strerror}", "free space, or choose another folder")
 
 
-def _check_streams(config: Config, readings: dict[str, list[StreamReading]]) -> list[Verdict]:
+def _check_streams(config: Config, readings: dict[str, list[StreamReading]], *, deep: bool = False) -> list[Verdict]:
     """Check the streams as far as that needs no other rank; what was read is put into `readings`."""
     verdicts = []
     for name, section in sections(config):
         readings[name] = []
         timeout = config.data.download_timeout
         for location in _locations(section, name.strip() or "data"):
-            found = _attempt(f"{name}stream {location.name}", partial(read_stream, location, timeout))
+            found = _attempt(f"{name}stream {location.name}", partial(read_stream, location, timeout, deep=deep))
             if isinstance(found, Verdict):
                 verdicts.append(found)
                 continue

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from diffusion.config.data import Representation
 from diffusion.datasets.batching import StreamShape
 from diffusion.datasets.locations import StreamLocation, check_location, find_manifest, is_url, join
-from diffusion.datasets.mds import INDEX
+from diffusion.datasets.mds import INDEX, find_wrong_hash
 from diffusion.datasets.storage_errors import fetch_errors
 from diffusion.datasets.streams import ENCODED_COLUMNS, PREPARED_COLUMNS
 from diffusion.errors import DataError
@@ -44,7 +45,10 @@ class StreamReading:
     """What each shard takes in a cache."""
 
     damaged: tuple[str, ...] = ()
-    """Files of the original that are missing or have another size; those behind a URL are not looked at."""
+    """Files of the original that are missing or differ in size; those behind a URL are not looked at."""
+
+    is_deep: bool = False
+    """Whether files of the original that differ in hash count as damaged, too."""
 
     cached_sha256: str | None = None
     """Hash of the index in the cache; None where there is no cache, or none in it."""
@@ -61,12 +65,13 @@ class StreamReading:
         return FleetStream(shape=shape, bytes_per_shard=np.array(self.bytes_per_shard, np.int64))
 
 
-def read_stream(location: StreamLocation, timeout: float) -> StreamReading:
+def read_stream(location: StreamLocation, timeout: float, *, deep: bool = False) -> StreamReading:
     """Read a stream's index and manifest, and look at its files.
 
     Args:
         location: where it is.
         timeout: seconds that a download may take.
+        deep: hash its files, with a progress bar.
 
     Raises:
         DataError: it cannot be reached, or is not an MDS folder.
@@ -77,7 +82,7 @@ def read_stream(location: StreamLocation, timeout: float) -> StreamReading:
     try:
         shards = json.loads(text)["shards"]
         stored = [shard["zip_data"] or shard["raw_data"] for shard in shards]
-        files = {str(data["basename"]): int(data["bytes"]) for data in stored}
+        files = {str(data["basename"]): (int(data["bytes"]), dict(data["hashes"])) for data in stored}
         samples = tuple(int(shard["samples"]) for shard in shards)
         sizes = tuple(_cached_bytes(shard) for shard in shards)
         columns = dict(zip(shards[0]["column_names"], shards[0]["column_encodings"], strict=True))
@@ -86,6 +91,13 @@ def read_stream(location: StreamLocation, timeout: float) -> StreamReading:
     cached = Path(location.local, INDEX)
     is_cached = location.remote is not None and cached.is_file()
     folder = None if is_url(location.source) else Path(location.source)
+    damaged: list[str] = []
+    if folder is not None:
+        for name, (size, hashes) in tqdm(
+            files.items(), desc=f"stream {location.name}", unit=" shards", disable=not deep
+        ):
+            if _size(folder / name) != size or (deep and find_wrong_hash(folder / name, hashes)):
+                damaged.append(name)
     return StreamReading(
         name=location.name,
         source=location.source,
@@ -94,7 +106,8 @@ def read_stream(location: StreamLocation, timeout: float) -> StreamReading:
         columns=columns,
         samples_per_shard=samples,
         bytes_per_shard=sizes,
-        damaged=tuple(name for name, size in files.items() if folder and _size(folder / name) != size),
+        damaged=tuple(damaged),
+        is_deep=deep and folder is not None,
         cached_sha256=hashlib.sha256(cached.read_bytes()).hexdigest() if is_cached else None,
         newest=(folder / INDEX).stat().st_mtime if folder else None,
         manifest=find_manifest(location.source, location.store),
@@ -141,9 +154,11 @@ def check_shards(reading: StreamReading) -> Verdict:
     name, num = f"stream {reading.name}", len(reading.samples_per_shard)
     if reading.damaged:
         shown = ", ".join(reading.damaged[:NUM_EXAMPLES]) + (" ..." if len(reading.damaged) > NUM_EXAMPLES else "")
-        what = f"{len(reading.damaged)} of {num} shards of {reading.source} are missing or have another size: {shown}"
+        what = f"{len(reading.damaged)} of {num} shards of {reading.source} are missing or damaged: {shown}"
         return problem(name, what, "copy or write the data set again")
-    looked = "not looked at, behind a URL" if is_url(reading.source) else "all there"
+    looked = "all there and whole" if reading.is_deep else "all there (--deep compares their hashes)"
+    if is_url(reading.source):
+        looked = "not looked at, behind a URL"
     return ok(
         name,
         f"{sum(reading.samples_per_shard):,} samples in {num:,} shards of together "

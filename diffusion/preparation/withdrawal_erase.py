@@ -13,6 +13,7 @@ from diffusion.datasets.mds import (
     PARTIAL,
     ShardFormat,
     ShardTemplate,
+    check_shard,
     open_shard,
     read_index,
     read_shards,
@@ -65,6 +66,7 @@ def _erase_in(folder: Path, numbers: set[int]) -> int:
             hashes=tuple(entry["hashes"]),
             compression=entry["compression"],
         )
+        check_shard(folder, entry)  # The new shard's hash would be that of the damage.
         with open_shard(folder, entry) as reader:
             samples: list[bytes] = [reader.get_sample_data(j) for j in range(entry["samples"])]
             blank = {j: blanked(reader[j]) for j in sorted(chosen)}

@@ -226,7 +226,7 @@ def test_damaged_bytes_of_a_sample_name_the_file(tmp_path: Path) -> None:
     shard = root / "b" / "shard.00000.mds"
     data = shard.read_bytes()
     shard.write_bytes(data.replace(b'["0 b 0"]', b'["0 b 0" '))
-    with pytest.raises(DataError, match=r"shard.00000.mds is damaged at its sample 0 .*write the data set again"):
+    with pytest.raises(DataError, match=r"shard.00000.mds is damaged"):
         open_data(root, "b")[0]
 
 

@@ -193,7 +193,20 @@ def test_a_damaged_picture_file_is_met_by_reading(tmp_path):
     shard = root / "a" / "shard.00000.mds"
     shard.write_bytes(b"\xff" * shard.stat().st_size)
     (found,) = of_level(diagnose(toy_config(tmp_path)), Level.problem)
-    assert "shard.00000.mds is damaged at its sample" in found.what
+    assert "shard.00000.mds is damaged" in found.what
+
+
+def test_a_deep_check_finds_damage_that_leaves_a_file_its_size(tmp_path):
+    root = write_encoded(tmp_path, {"a": 40})
+    (location,) = locate_streams(None, str(root), [StreamConfig(name="a")])
+    shard = root / "a" / "shard.00001.mds"
+    content = shard.read_bytes()
+    assert read_stream(location, 5.0, deep=True).damaged == ()
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert read_stream(location, 5.0).damaged == ()
+    reading = read_stream(location, 5.0, deep=True)
+    assert reading.damaged == (shard.name,)
+    assert any(verdict.level is Level.problem for verdict in check_stream(reading, Representation.latents))
 
 
 def test_a_cache_limit_below_the_live_shards_is_a_problem_with_a_limit_that_helps(tmp_path):

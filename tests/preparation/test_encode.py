@@ -238,6 +238,18 @@ def test_too_many_damaged_pictures_are_an_error(tmp_path: Path, num_workers: int
         assert not (tmp_path / "out" / "manifest.json").exists()
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_prepared_shard_that_was_damaged_afterwards_is_not_encoded(tmp_path: Path, num_workers: int) -> None:
+    prepared = write_prepared(tmp_path / "prepared", {"32-64": 12}).parent
+    shard = sorted(prepared.glob("train/*/shard.*.mds"))[1]
+    content = bytearray(shard.read_bytes())
+    middle = content.index(b"IDAT") + 200
+    content[middle : middle + 64] = bytes(64)
+    shard.write_bytes(content)
+    with pytest.raises(DataError, match=str(shard)):
+        run(prepared, tmp_path / "out", num_workers=num_workers)
+
+
 def test_latents_that_are_not_finite_are_an_error(prepared: Path, tmp_path: Path) -> None:
     vae = build_vae()
     with torch.no_grad():

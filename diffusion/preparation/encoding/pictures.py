@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 from diffusion.config.data import PictureSize
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
 from diffusion.datasets.loader import BatchLoader
-from diffusion.datasets.mds import open_shard
+from diffusion.datasets.mds import check_shard, open_shard
 from diffusion.datasets.streams import Tokenize
 from diffusion.datasets.transforms import PictureTransform, Placement
 
@@ -132,7 +132,7 @@ class PreparedShards(Dataset):
         """Read, decode and transform a batch.
 
         Raises:
-            DataError: The shard is missing.
+            DataError: The shard is missing or damaged.
         """
         number, start, stop = index
         item, reader = self._items[number], self._reader(number)
@@ -164,12 +164,13 @@ class PreparedShards(Dataset):
         return PictureBatch(number, start, stacked, placed, token_ids, keys, damaged, withdrawn)
 
     def _reader(self, number: int) -> Any:
-        """Open a shard, or take one that is open."""
+        """Open a shard that is whole, or take one that is open."""
         if number not in self._open:
             while len(self._open) >= OPEN_SHARDS:
                 self._open.popitem(last=False)[1][1].close()
             stack = ExitStack()
             item = self._items[number]
+            check_shard(item.folder, item.entry)
             self._open[number] = (stack.enter_context(open_shard(item.folder, item.entry)), stack)
         return self._open[number][0]
 
