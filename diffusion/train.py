@@ -46,6 +46,7 @@ from diffusion.models.layout import is_pipeline
 from diffusion.models.lora import add_lora
 from diffusion.operations.beats import beats_folder
 from diffusion.operations.costs import BudgetSpentError
+from diffusion.operations.lease import leased
 from diffusion.plugins import build_plugin, check_plugins
 from diffusion.ranks import agree
 from diffusion.run_loggers import build_loggers
@@ -86,7 +87,7 @@ def train(config: Config) -> Trainer:
 
     folder = Path(config.output_folder).expanduser()
     agree(lambda: _open_run_folder(folder, config))
-    with Heartbeat(beats_folder(config, folder)) as heartbeat:
+    with leased(folder) as lease, Heartbeat(beats_folder(config, folder), lease) as heartbeat:
         return _train(config, folder, device, heartbeat)
 
 
@@ -98,8 +99,8 @@ def _train(config: Config, folder: Path, device: Device, heartbeat: Heartbeat) -
     go_back(places, keeps_all=config.trainer.keep_checkpoints == -1)
     load_path = find_resumption(config, places)
     if load_path is None:
-        agree(lambda: _find_initial(config))
-    model = agree(lambda: _build_model(config, device, is_new=load_path is None))
+        agree(lambda: _find_initial(config), takes_long=True)
+    model = agree(lambda: _build_model(config, device, is_new=load_path is None), takes_long=True)
     torch.backends.cudnn.benchmark = config.performance.cudnn_benchmark and not config.trainer.deterministic
     if isinstance(model, LatentDiffusion):
         move_frozen(model, device)
