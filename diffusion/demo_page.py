@@ -19,6 +19,9 @@ except ImportError as error:
 
 MAX_IMAGES = 16
 
+MAX_STRETCH = 2
+"""Largest height and width, in resolutions of the model: attention takes memory by the fourth power of a side."""
+
 _POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; font-src 'self' data:; frame-ancestors 'none'"
@@ -29,7 +32,8 @@ _POLICY = (
 def build_page(models: Mapping[str, LatentDiffusion], title: str) -> gr.Blocks:
     """Make the page, which is not served yet.
 
-    Each model gives a grid of images from the same prompt, seeds and settings, so that they can be compared.
+    Each model gives a grid of images from the same prompt, seeds and settings, so that they can be compared. Sizes and
+    numbers beyond the bounds of the fields are refused with a message on the page.
 
     Args:
         models: by what they are called, such as `raw` and `ema`; at least one, of one resolution.
@@ -82,8 +86,9 @@ def build_page(models: Mapping[str, LatentDiffusion], title: str) -> gr.Blocks:
             num_steps = gr.Slider(1, 200, 50, step=1, label="DDIM steps", elem_id="steps")
             guidance_scale = gr.Slider(1, 20, 3, step=0.1, label="Guidance scale (1: none)", elem_id="guidance")
         with gr.Row():
-            height = gr.Number(resolution, label="Height, pixels", precision=0, elem_id="height")
-            width = gr.Number(resolution, label="Width, pixels", precision=0, elem_id="width")
+            bounds = {"minimum": 1, "maximum": MAX_STRETCH * resolution, "precision": 0}
+            height = gr.Number(resolution, label="Height, pixels", elem_id="height", **bounds)
+            width = gr.Number(resolution, label="Width, pixels", elem_id="width", **bounds)
             num_images = gr.Slider(1, MAX_IMAGES, 4, step=1, label="Images in the grid", elem_id="images")
             chosen = gr.CheckboxGroup(names, value=names, label="Weights", elem_id="weights")
         button = gr.Button("Generate", variant="primary", elem_id="generate")

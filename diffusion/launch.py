@@ -8,7 +8,6 @@ the signal came.
 
 import argparse
 import atexit
-import ctypes
 import logging
 import os
 import signal
@@ -24,6 +23,9 @@ from diffusion.errors import ConfigurationError, MachineError, UserError
 from diffusion.ranks import has_process_group, rank, world_size
 
 USER_ERROR_EXIT_CODE = 2
+
+_PARENT_SECONDS = 1.0
+"""Between two looks at whether the parent lives."""
 
 INTERRUPTED_EXIT_CODE = 130
 """Of a command that Ctrl-C ended, as shells have it."""
@@ -116,7 +118,8 @@ def run_command(main: Callable[[], None], *, say: Callable[[str], None] = say_to
     """
     prepare_environment()
     _exit_on_termination()
-    _terminate_with_launcher()
+    if "RANK" in os.environ:  # A signal to the composer launcher, or SIGKILL to torchrun, ends it alone.
+        end_with_parent(signal.SIGTERM)
     try:
         try:
             main()
@@ -193,14 +196,24 @@ def _exit_on_termination() -> None:
         signal.signal(signal.SIGTERM, _exit_by_signal)
 
 
-def _terminate_with_launcher() -> None:
-    """Let the kernel send SIGTERM to this rank when the launcher is gone.
+def end_with_parent(number: int, parent: int | None = None) -> None:
+    """From now on, send this process a signal within a second or so of the death of its parent process.
 
-    A signal to the composer launcher (or SIGUSR1 or SIGKILL to torchrun) ends it alone, and its ranks would go on.
+    The kernel's own way (PR_SET_PDEATHSIG) goes by the thread that has started the process, which may end long before.
+
+    Args:
+        number: the signal.
+        parent: process ID of the parent; None is the present one, which may have changed since this one was started.
     """
-    if "RANK" in os.environ and sys.platform == "linux":
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h.
-        ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGTERM))
+    expected = os.getppid() if parent is None else parent
+
+    def watch() -> None:
+        pause = threading.Event()
+        while os.getppid() == expected:
+            pause.wait(_PARENT_SECONDS)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 def _exit_by_signal(number: int, frame: FrameType | None) -> None:

@@ -107,7 +107,7 @@ def open_initial(config: InitFromConfig, unet: UNet2DConditionModel) -> StoredWe
     """Open the weights of a U-Net that a run is to start from.
 
     Args:
-        config: where they are.
+        config: where they are; the checksums of a checkpoint have been compared on this node.
         unet: what they are for.
 
     Raises:
@@ -117,7 +117,7 @@ def open_initial(config: InitFromConfig, unet: UNet2DConditionModel) -> StoredWe
     if is_pipeline(config.checkpoint):
         return open_pipeline_unet(Path(config.checkpoint).expanduser(), unet)
     checkpoint = resolve_checkpoint(config.checkpoint)
-    stored = open_unet(checkpoint, config.weights)
+    stored = open_unet(checkpoint, config.weights, is_checked=True)
     return merged(stored, load_config_of(checkpoint).model.lora) if has_lora(stored) else stored
 
 

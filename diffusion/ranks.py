@@ -3,6 +3,8 @@
 Torch is imported where there is a process group only: a mistake in a YAML file ends a command within a second.
 """
 
+import datetime
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -11,6 +13,9 @@ from typing import Any, TypeVar
 from diffusion.errors import UserError
 
 T = TypeVar("T")
+
+LONG_TIMEOUT = datetime.timedelta(hours=2)
+"""How long ranks wait for a step that reads or writes whole checkpoints."""
 
 
 def rank() -> int:
@@ -39,7 +44,7 @@ def has_process_group() -> bool:
     return dist is not None and dist.is_available() and dist.is_initialized()
 
 
-def agree(step: Callable[[], T]) -> T:
+def agree(step: Callable[[], T], *, takes_long: bool = False) -> T:
     """Run a step on every rank and fail together.
 
     To be called by all ranks at the same place. Without a process group the step is just run. A step may take steps of
@@ -48,6 +53,7 @@ def agree(step: Callable[[], T]) -> T:
 
     Args:
         step: may raise a `UserError` on some ranks or on all.
+        takes_long: wait for `LONG_TIMEOUT`, over a group of its own, instead of the time-out of collectives.
 
     Returns:
         What the step gave on this rank.
@@ -61,6 +67,7 @@ def agree(step: Callable[[], T]) -> T:
         return step()
     import torch.distributed as dist
 
+    group = _long_group(dist.group.WORLD) if takes_long else None
     result: Any = None
     failure: BaseException | None = None
     try:
@@ -74,7 +81,7 @@ def agree(step: Callable[[], T]) -> T:
         report = (type(failure), str(failure)) if isinstance(failure, UserError) else (None, "")
     reports: list[tuple[type[UserError] | None, str] | None] = [None] * dist.get_world_size()
     try:
-        dist.all_gather_object(reports, report)
+        dist.all_gather_object(reports, report, group=group)
     finally:
         if failure is not None and not isinstance(failure, UserError):
             failure.is_agreed = True  # pyright: ignore[reportAttributeAccessIssue]
@@ -90,6 +97,14 @@ def agree(step: Callable[[], T]) -> T:
     if failures:
         raise StepFailedElsewhereError(f"{_ranks(list(failures), len(reports))} failed; the traceback is in its log.")
     return result
+
+
+@functools.lru_cache(maxsize=1)
+def _long_group(world: Any) -> Any:
+    """A group of all ranks of a process group; it stays, since destroying one can hang (gloo, torch 2.7)."""
+    import torch.distributed as dist
+
+    return dist.new_group(backend="gloo", timeout=LONG_TIMEOUT)
 
 
 class StepFailedElsewhereError(RuntimeError):

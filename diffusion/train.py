@@ -23,8 +23,8 @@ from diffusion.callbacks.heartbeat import Heartbeat
 from diffusion.callbacks.metrics_file import LossCurve, MetricsFile
 from diffusion.checkpointing.ending import has_ended, is_finished, make_up, mark_finished
 from diffusion.checkpointing.going_back import go_back
-from diffusion.checkpointing.reading import resolve_checkpoint
-from diffusion.checkpointing.resumption import checkpoint_places, find_resumption, remove_downloads
+from diffusion.checkpointing.reading import check_checkpoint, resolve_checkpoint
+from diffusion.checkpointing.resumption import CheckpointPlaces, checkpoint_places, find_resumption, remove_downloads
 from diffusion.checkpointing.safe_loading import as_data_error
 from diffusion.config.checks import check, num_batches
 from diffusion.config.groups import microbatch_size
@@ -32,7 +32,6 @@ from diffusion.config.machine import check_machine, resolve_device
 from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config, Task
 from diffusion.config.secrets import to_public_yaml
-from diffusion.config.stores import is_store
 from diffusion.config.training import Decay, Device, Parallelism, Precision
 from diffusion.datasets.streams import TextImageDataset
 from diffusion.errors import ConfigurationError, MachineError, naming
@@ -50,6 +49,7 @@ from diffusion.models.layout import is_pipeline
 from diffusion.models.lora import add_lora
 from diffusion.operations.beats import beats_folder
 from diffusion.operations.costs import BudgetSpentError
+from diffusion.operations.lease import leased
 from diffusion.plugins import build_plugin, check_plugins
 from diffusion.ranks import agree
 from diffusion.run_loggers import build_loggers
@@ -94,8 +94,8 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
 
     folder = Path(config.output_folder).expanduser()
     agree(lambda: _open_run_folder(folder, config))
-    with Heartbeat(beats_folder(config, folder)) as heartbeat:
-        return _train(config, folder, device, heartbeat, build or build_training_model)
+    with leased(folder) as lease, Heartbeat(beats_folder(config, folder), lease) as heartbeat:
+        return _train(config, folder, device, heartbeat, build)
 
 
 def _train(
@@ -103,20 +103,25 @@ def _train(
     folder: Path,
     device: Device,
     heartbeat: Heartbeat,
-    build: Callable[[Config, Device], ComposerModel],
+    build: Callable[[Config, Device], ComposerModel] | None,
 ) -> Trainer:
     """Train in a run folder that is open."""
     check_machines(config, device)
     agree(lambda: check_streams(config))
-    agree(lambda: _find_initial(config))
-    model = agree(lambda: build(config, device))
+    places = agree(lambda: checkpoint_places(config, folder))
+    go_back(places, keeps_all=config.trainer.keep_checkpoints == -1)
+    load_path = find_resumption(config, places)
+    if load_path is None:
+        agree(lambda: _find_initial(config), takes_long=True)
+    build = build or partial(build_training_model, is_new=load_path is None)
+    model = agree(lambda: build(config, device), takes_long=True)
     torch.backends.cudnn.benchmark = config.performance.cudnn_benchmark and not config.trainer.deterministic
     if isinstance(model, LatentDiffusion):
         agree(lambda: check_identity(config, model))
         move_frozen(model, device)
         if device == Device.gpu and config.trainer.precision != Precision.fp32:
             model.conditioner.lower_precision(AUTOCAST_DTYPES[config.trainer.precision])
-    trainer = _build_trainer(config, model, folder, device, heartbeat)
+    trainer = _build_trainer(config, model, places, load_path, device, heartbeat)
     if config.trainer.parallelism == Parallelism.fsdp:
         correct_gradient_average(trainer.state.model)
     step = trainer.state.timestamp.batch.value
@@ -175,16 +180,23 @@ def _not_writable(folder: Path, error: OSError) -> MachineError:
 
 
 def _find_initial(config: Config) -> None:
-    """Look for the checkpoint to start from; one in a store is downloaded, once per node."""
-    if config.init_from is None or is_pipeline(config.init_from.checkpoint):
+    """Look for the checkpoint to start from, and compare it with its checksums; one in a store is downloaded.
+
+    The first rank of each node does: the others read what it has seen.
+    """
+    if config.init_from is None or is_pipeline(config.init_from.checkpoint) or dist.get_local_rank() != 0:
         return
-    if not is_store(config.init_from.checkpoint) or dist.get_local_rank() == 0:
-        with naming("init_from.checkpoint"):
-            resolve_checkpoint(config.init_from.checkpoint)
+    with naming("init_from.checkpoint"):
+        check_checkpoint(resolve_checkpoint(config.init_from.checkpoint))
 
 
-def build_training_model(config: Config, device: Device) -> ComposerModel:
-    """Build the model that a run trains, with its initial weights.
+def build_training_model(config: Config, device: Device, *, is_new: bool = True) -> ComposerModel:
+    """Build the model that a run trains.
+
+    Args:
+        config: of the run.
+        device: where it will be trained.
+        is_new: read the weights to start from; a checkpoint holds its own.
 
     Raises:
         ConfigurationError: weights are not where the configuration says, or the combination is impossible.
@@ -198,7 +210,7 @@ def build_training_model(config: Config, device: Device) -> ComposerModel:
     fast.apply(model.unet, config.performance, device)
     if config.trainer.activation_checkpointing:
         model.unet.enable_gradient_checkpointing()
-    if config.init_from is not None:
+    if is_new and config.init_from is not None:
         with naming("init_from.checkpoint"):
             initial = open_initial(config.init_from, model.unet)
             load_unet(model, initial.read_all(), initial.place)
@@ -254,20 +266,24 @@ def _build_algorithms(config: Config) -> list[Algorithm]:
     return [build_plugin(plugin, f"plugins.algorithms.{i}", Algorithm) for i, plugin in enumerate(plugins)]
 
 
-def _build_trainer(config: Config, model: ComposerModel, folder: Path, device: Device, heartbeat: Heartbeat) -> Trainer:
+def _build_trainer(
+    config: Config,
+    model: ComposerModel,
+    places: CheckpointPlaces,
+    load_path: str | None,
+    device: Device,
+    heartbeat: Heartbeat,
+) -> Trainer:
     train_data = agree(lambda: build_train_data(config))
     if isinstance(dataset := getattr(train_data.dataloader, "dataset", None), TextImageDataset):
         check_caches(config, dataset)
     evaluator = agree(lambda: build_evaluator(config, model))
-    loggers = agree(lambda: build_loggers(config, folder))
-    places = agree(lambda: checkpoint_places(config, folder))
+    loggers = agree(lambda: build_loggers(config, places.run))
     callbacks = agree(lambda: build_callbacks(config, model, places, device))
     callbacks = [heartbeat, *agree(lambda: build_meters(config, dataset)), *callbacks]
-    go_back(places, keeps_all=config.trainer.keep_checkpoints == -1)
     algorithms = agree(lambda: _build_algorithms(config))
-    load_path = find_resumption(config, places)
     for metrics in [logger for logger in loggers if isinstance(logger, MetricsFile)]:
-        callbacks.append(LossCurve(metrics, folder / "loss.png", config.run_name))
+        callbacks.append(LossCurve(metrics, places.run / "loss.png", config.run_name))
 
     settings = config.trainer
     parallelism = {"fsdp": fsdp_config(settings)} if settings.parallelism == Parallelism.fsdp else None

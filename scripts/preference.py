@@ -7,10 +7,10 @@ import secrets
 import socket
 import sys
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import urlencode
 
 from diffusion.errors import ConfigurationError, MachineError
-from diffusion.launch import CommandParser, run_command
+from diffusion.launch import CommandParser, positive, run_command
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -26,6 +26,8 @@ def parse_arguments() -> argparse.Namespace:
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all")
     serve.add_argument("--port", type=int, default=8000, help="0: a free one")
     serve.add_argument("--token", help="what a link must carry; made up if the host is not loopback")
+    serve.add_argument("--raters", nargs="+", default=[], metavar="NAME", help="print a personal link for each, too")
+    serve.add_argument("--max-raters", type=positive, default=200, help="raters that the study may have")
     serve.add_argument("--seed", type=int, default=17, help="of sides, order and attention checks")
     serve.add_argument("--pairs", type=int, default=50, help="pairs per rater")
     serve.add_argument("--repeats", type=int, default=5, help="pairs that a rater is shown again, sides exchanged")
@@ -53,13 +55,15 @@ def serve(arguments: argparse.Namespace) -> None:
     if importlib.util.find_spec("flask") is None or importlib.util.find_spec("waitress") is None:
         raise MachineError("preference.py serve needs flask and waitress: pip install -e '.[evaluation]'")
     from diffusion.evaluation.preference.pairs import collect, read_prompts
-    from diffusion.evaluation.preference.server import LOOPBACK, LOOPBACK_NAMES, Site, open_server
+    from diffusion.evaluation.preference.server import LOOPBACK, LOOPBACK_NAMES, RATER, Site, open_server
     from diffusion.evaluation.preference.store import Settings, Store
 
     for option in ("pairs", "repeats", "checks"):
         value, least = getattr(arguments, option), int(option == "pairs")
         if value < least:
             raise ConfigurationError(f"--{option} {value}: must be {least} or more")
+    if wrong := [name for name in arguments.raters if not RATER.fullmatch(name)]:
+        raise ConfigurationError(f"--raters {wrong[0]}: a name has 1 to 64 letters, digits or _ . @ -")
     material = collect(_folders(arguments.models), read_prompts(arguments.prompts), arguments.prompts)
     settings = Settings(
         seed=arguments.seed,
@@ -70,13 +74,21 @@ def serve(arguments: argparse.Namespace) -> None:
     store = Store.create_or_continue(arguments.votes, material, settings)
     is_local = arguments.host in LOOPBACK
     token = arguments.token or (None if is_local else secrets.token_urlsafe(16))
-    site = Site(store=store, material=material, token=token, hosts=LOOPBACK_NAMES if token is None else None)
+    site = Site(
+        store=store,
+        material=material,
+        token=token,
+        hosts=LOOPBACK_NAMES if token is None else None,
+        max_raters=arguments.max_raters,
+    )
     server, port = open_server(site, arguments.host, arguments.port)
     host = socket.gethostname() if arguments.host in ("0.0.0.0", "::") else arguments.host
     host = f"[{host}]" if ":" in host else host
-    query = f"?token={quote(token, safe='')}" if token else ""
+    given = {"token": token} if token else {}
     print(f"{len(material.pairs)} pairs of {len(material.models)} models; {store.num_presentations} screens per rater")
-    print(f"link for raters: http://{host}:{port}/{query}", flush=True)
+    for name in arguments.raters:
+        print(f"link for {name}: http://{host}:{port}/?{urlencode(given | {'rater': site.signed(name)})}")
+    print(f"link for raters: http://{host}:{port}/{'?' * bool(given)}{urlencode(given)}", flush=True)
     server.run()
 
 

@@ -38,6 +38,17 @@ class KillServerAt(Callback):
             os.kill(self.pid, signal.SIGKILL)
 
 
+class FreezeServerAt(Callback):
+    """Freeze the server when a step begins, on rank 0 of a training that names this class."""
+
+    def __init__(self, step: int, pid: int) -> None:
+        self.step, self.pid = step, pid
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch.value == self.step and dist.get_global_rank() == 0:
+            os.kill(self.pid, signal.SIGSTOP)
+
+
 def object_file(server: S3Server, url: str) -> Path:
     """The file that holds an object's bytes."""
     return server.path(url + "._S3rver_object")

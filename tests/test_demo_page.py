@@ -6,15 +6,20 @@ import json
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import gradio
 import numpy as np
 import pytest
+from gradio_client import Client
+from gradio_client.exceptions import AppError
 from PIL import Image
 
-from diffusion.demo_page import open_page
+from diffusion.config.loading import load_config
+from diffusion.demo_page import build_page, open_page
 from diffusion.errors import MachineError
 from diffusion.loading import load_model
+from diffusion.models.build import build_model
 from diffusion.models.sampling import image_grid
 from tests.evaluation.devtools import CHROMIUM, Tab
 from tests.training_runs import ROOT
@@ -130,3 +135,22 @@ def test_the_page_shows_what_the_model_generates(tmp_path, server, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["demo.py", str(run), "--device", "cpu"])
     runpy.run_path(str(ROOT / "scripts" / "demo.py"))["main"]()
     assert len(visits) == 1
+
+
+def test_what_is_larger_than_the_fields_allow_is_refused():
+    config = load_config(YAML, [])
+    model = build_model(config.model, config.objective, resolution=config.data.resolution, seed=0).eval()
+    side = model.resolution
+    page = build_page({"raw": model}, "a model")
+    try:
+        client = Client(open_page(page, "127.0.0.1", None), verbose=False)
+
+        def ask(num_steps: int = 1, height: int = side, width: int = side, num_images: int = 1) -> Any:
+            return client.predict(PROMPT, "", 5, num_steps, 3, height, width, num_images, ["raw"], api_name="/generate")
+
+        assert ask(height=2 * side)[-1] == "5"
+        for large in ({"height": 1000 * side}, {"width": 2 * side + 8}, {"num_images": 17}, {"num_steps": 1000}):
+            with pytest.raises(AppError):
+                ask(**large)
+    finally:
+        page.close(verbose=False)

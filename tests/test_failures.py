@@ -12,6 +12,7 @@ from diffusion.callbacks.heartbeat import Heartbeat
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.config.loading import load_config
 from diffusion.errors import ConfigurationError, MachineError
+from diffusion.operations.lease import leased
 from diffusion.train_data import build_train_data
 from tests.training_runs import SMALL_UNET, launch
 
@@ -160,7 +161,10 @@ def test_a_data_set_of_the_users_own_that_is_less_than_a_step_is_refused():
     assert len(list(build_train_data(config).dataloader)) == 1
 
 
-def test_a_folder_for_signs_of_life_that_cannot_be_written_is_named():
-    folder = Path("/dev/null/beats")
-    with pytest.raises(MachineError, match=f"written to {folder}: Not a directory"), Heartbeat(folder):
+def test_a_folder_for_signs_of_life_that_cannot_be_written_is_named(tmp_path):
+    folder, not_written = (
+        Path("/dev/null/beats"),
+        pytest.raises(MachineError, match="written to /dev/null/beats: Not a"),
+    )
+    with not_written, leased(tmp_path) as lease, Heartbeat(folder, lease):
         pass

@@ -1,5 +1,6 @@
 """Errors of a command under both launchers, in real processes."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import threading
 from pathlib import Path
 from types import FrameType
 
+import psutil
 import pytest
 
 from diffusion import telling
@@ -16,7 +18,7 @@ from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.launch import run_command
 from diffusion.ranks import agree, rank, world_size
 from diffusion.verification.ports import free_port
-from tests.training_runs import launcher_environment
+from tests.training_runs import ROOT, launcher_environment
 
 SCRIPT = """\
 import os, signal, sys, threading, time
@@ -259,3 +261,35 @@ def test_a_signal_at_any_place_of_the_wait_for_it_ends_the_wait():
         signal.signal(signal.SIGALRM, previous)
         signal.signal(signal.SIGTERM, before)
     assert len(places) >= 4
+
+
+PARENT = """\
+import os, subprocess, sys, threading, time
+def spawn():
+    child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], env={**os.environ, "RANK": "0", "WORLD_SIZE": "1"})
+    print(child.pid, flush=True)
+    time.sleep(4)
+thread = threading.Thread(target=spawn)
+thread.start()
+thread.join()
+print("ended", flush=True)
+time.sleep(600)
+"""
+CHILD = "import time; from diffusion.launch import run_command; run_command(lambda: time.sleep(600))"
+
+
+def test_a_rank_ends_with_its_launcher_and_not_with_the_thread_that_started_it(tmp_path):
+    launcher = subprocess.Popen([sys.executable, "-c", PARENT, CHILD], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    child = psutil.Process(int(launcher.stdout.readline()))
+    try:
+        assert launcher.stdout.readline() == "ended\n"
+        with pytest.raises(psutil.TimeoutExpired):
+            child.wait(3)
+        launcher.kill()
+        launcher.wait()
+        child.wait(10)
+    finally:
+        launcher.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()

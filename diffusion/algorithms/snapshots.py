@@ -6,7 +6,7 @@ import torch
 from composer import Callback, Logger, State, Time
 from composer.utils import dist
 
-from diffusion.algorithms.average_files import STORED, AverageRecord, write_average
+from diffusion.algorithms.average_files import AVERAGE_SUFFIX, STORED, AverageRecord, write_average
 from diffusion.algorithms.averaging import gather_on_rank_0
 from diffusion.algorithms.ema import LateStartEMA
 from diffusion.algorithms.profiles import PowerFunction, build_profiles
@@ -25,7 +25,8 @@ DTYPES = {
 class AverageSnapshots(Callback):
     """Write the power-function averages at intervals and at the end; they are never removed.
 
-    With an object store, each is uploaded as `averages/NAME`, before the checkpoint of its step. A file holds one
+    With an object store, each is uploaded as `averages/NAME` while training goes on, and before the next checkpoint
+    there is whole, so that none is missing after a continued run. A file holds one
     average, gathered tensor by tensor on rank 0, which needs its size in memory; its content does not
     depend on the number of ranks beyond the order of sums in training. A run that continues from a checkpoint writes
     the files of the steps that it repeats again, with the same bytes. Comes after the callback that updates the
@@ -46,6 +47,10 @@ class AverageSnapshots(Callback):
         self.interval = Time.from_timestring(interval)
         self._last_step = -1
 
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Upload what an earlier start has written only."""
+        agree(self._upload_missing, takes_long=True)
+
     def batch_end(self, state: State, logger: Logger) -> None:
         """Write at the interval."""
         if state.timestamp.batch.value % self.interval.value == 0:
@@ -54,6 +59,8 @@ class AverageSnapshots(Callback):
     def fit_end(self, state: State, logger: Logger) -> None:
         """Write at the end, unless that was just done."""
         self._write(state.timestamp.batch.value)
+        if self.store is not None:
+            agree(self.store.await_uploads, takes_long=True)
 
     def _write(self, step: int) -> None:
         averages = [average for average in self.ema.averages if isinstance(average.profile, PowerFunction)]
@@ -64,6 +71,14 @@ class AverageSnapshots(Callback):
             record = AverageRecord(label=average.profile.label, step=step, time=average.time)
             tensors = gather_on_rank_0(average.averages, self.dtype)
             agree(lambda record=record, tensors=tensors: self._store(record, tensors))
+
+    def _upload_missing(self) -> None:
+        if self.store is None or dist.get_global_rank() != 0:
+            return
+        there = self.store.files()
+        for path in sorted(self.folder.glob(f"*{AVERAGE_SUFFIX}")):
+            if (name := f"{STORED}/{path.name}") not in there:
+                self.store.upload_later(path, name)
 
     def _store(self, record: AverageRecord, tensors: dict[str, torch.Tensor]) -> None:
         if dist.get_global_rank() != 0:
@@ -76,7 +91,7 @@ class AverageSnapshots(Callback):
                 "the same command again"
             ) from error
         if self.store is not None:
-            self.store.upload(path, f"{STORED}/{path.name}")
+            self.store.upload_later(path, f"{STORED}/{path.name}")
 
 
 def build_averages(

@@ -1,9 +1,11 @@
 """A sign of life of each rank at each phase of each step, and stack traces on a signal."""
 
 import faulthandler
+import logging
 import os
 import socket
 import statistics
+import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -16,8 +18,11 @@ from torch._dynamo.callback import callback_handler
 from diffusion import launch
 from diffusion.errors import MachineError, UserError
 from diffusion.operations.beats import Beat, BeatFile, Phase, stacks_file
+from diffusion.operations.lease import RENEWAL_SECONDS, Lease
 from diffusion.operations.stacks import STACKS_SIGNAL
 from diffusion.ranks import rank
+
+log = logging.getLogger(__name__)
 
 _PHASES = {
     Event.FIT_START: Phase.starting,
@@ -36,16 +41,21 @@ _NUM_STEPS = 50
 class Heartbeat(Callback):
     """Tell in a small file what this rank does; as a context, from the start of a run to its end.
 
-    A sign of life is one write of 2 KiB, without waiting for the disk. Within the context, `STACKS_SIGNAL` makes
-    the process write the stack traces of all of its threads, whatever it does, to a file beside it. It comes before
-    other callbacks, whose work then belongs to the phase that it tells.
+    A sign of life is one write of 2 KiB, without waiting for the disk. A thread waits for it, since other hosts see the
+    file of a shared file system then; it renews the lease of the run, and ends the process when another start has
+    taken it. Within the context, `STACKS_SIGNAL` makes the process write the stack traces of all of its threads,
+    whatever it does, to a file beside it. It comes before other callbacks, whose work then belongs to the phase that
+    it tells.
 
     Args:
         folder: where the files of all ranks are.
+        lease: of the run.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, lease: Lease) -> None:
+        self.folder, self._lease = folder, lease
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="heartbeat", daemon=True)
         self._rank, self._host = rank(), socket.gethostname()
         self._phase = Phase.starting
         self._count, self._step, self._num_done = 0, -1, 0
@@ -73,6 +83,7 @@ class Heartbeat(Callback):
         callback_handler.register_start_callback(self._compilation_starts)
         callback_handler.register_end_callback(self._compilation_ends)
         self._tell(Phase.starting)
+        self._thread.start()
         return self
 
     def __exit__(
@@ -80,6 +91,8 @@ class Heartbeat(Callback):
     ) -> None:
         assert self._file is not None
         assert self._stacks is not None
+        self._ended.set()
+        self._thread.join()
         message = None if error is None else f"{type(error).__name__}: {error}"
         self._tell(
             Phase.ended,
@@ -97,7 +110,13 @@ class Heartbeat(Callback):
         self._file = None
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        """Tell of a phase that begins."""
+        """Tell of a phase that begins; before a checkpoint see that the run is still this start's.
+
+        Raises:
+            MachineError: it is not.
+        """
+        if event is Event.BATCH_CHECKPOINT:
+            self._lease.check()
         phase = _PHASES.get(event)
         if phase is None or self._file is None:
             return
@@ -117,6 +136,18 @@ class Heartbeat(Callback):
     def _compilation_ends(self, *_: Any) -> None:
         if self._phase is Phase.compiling:
             self._tell(Phase.step)
+    def _keep(self) -> None:
+        """Sync the file and renew the lease; in a thread of its own."""
+        assert self._file is not None
+        while not self._ended.wait(RENEWAL_SECONDS):
+            try:
+                self._file.sync()
+                self._lease.renew()
+            except MachineError as error:
+                log.critical("%s", error)
+                os._exit(launch.USER_ERROR_EXIT_CODE)
+            except OSError as error:
+                log.warning("the sign of life in %s does not reach the disk: %s", self.folder, error.strerror)
 
     def _tell(
         self, phase: Phase, *, code: int | None = None, error: str | None = None, is_lasting: bool = False

@@ -30,7 +30,10 @@ def go_back(places: CheckpointPlaces, *, keeps_all: bool) -> None:
     if (rollback := pending[0]) is None:
         return
     agree(lambda: _remove_local(places, rollback.limit, keeps_all))
-    agree(lambda: _remove_remote(places, rollback.limit, keeps_all) if dist.get_global_rank() == 0 else None)
+    agree(
+        lambda: _remove_remote(places, rollback.limit, keeps_all) if dist.get_global_rank() == 0 else None,
+        takes_long=True,
+    )
     if dist.get_global_rank() == 0:
         mark_done(places.run, rollback)
 

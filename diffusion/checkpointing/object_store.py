@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -79,6 +80,8 @@ class ObjectStore:
             raise MachineError(f"S3_ENDPOINT_URL is '{endpoint}': {error}") from error
         self._transfer = TransferConfig(max_concurrency=4)
         self._pause = threading.Event()
+        self._uploader: ThreadPoolExecutor | None = None
+        self._uploads: list[Future[None]] = []
 
     def place(self, name: str) -> str:
         """The URL of a file."""
@@ -149,6 +152,20 @@ class ObjectStore:
                 self._client.upload_fileobj(file, self._bucket, self._prefix + name, Config=self._transfer)
 
         self._attempt(f"{self.place(name)} cannot be written", request)
+
+    def upload_later(self, path: Path, name: str) -> None:
+        """Upload a file in the background, after those before it."""
+        self._uploader = self._uploader or ThreadPoolExecutor(1, thread_name_prefix="upload")
+        self._uploads.append(self._uploader.submit(self.upload, path, name))
+
+    def await_uploads(self) -> None:
+        """Wait for the uploads in the background.
+
+        Raises:
+            MachineError: a file cannot be uploaded.
+        """
+        for upload in list(self._uploads):
+            upload.result()
 
     def download(self, name: str, path: Path) -> None:
         """Download a file; it has its name when it is whole.

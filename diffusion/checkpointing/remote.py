@@ -98,11 +98,12 @@ class RemoteCheckpoints:
                 self.store.upload(local / name, f"{local.name}/{name}")
 
     def complete(self, local: Path) -> None:
-        """Upload what makes a checkpoint whole, once all parts are there.
+        """Upload what makes a checkpoint whole, once all parts and the files that go before it are there.
 
         Raises:
             MachineError: the store cannot be written.
         """
+        self.store.await_uploads()
         if not local.is_dir():
             self.store.upload(local, local.name)
             return

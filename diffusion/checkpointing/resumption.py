@@ -85,7 +85,9 @@ def find_resumption(config: Config, places: CheckpointPlaces) -> str | None:
     """
     if places.remote is not None:
         return _find_remote(config, places, places.remote)
-    path = _broadcast(agree(lambda: _find(config, places.folder) if dist.get_global_rank() == 0 else None))
+    path = _broadcast(
+        agree(lambda: _find(config, places.folder) if dist.get_global_rank() == 0 else None, takes_long=True)
+    )
     if path is None:
         return None
     agree(lambda: check_checkpoint(Path(path), thoroughly=False) if _is_first_of_another_node() else None)
@@ -153,11 +155,11 @@ def _check_parallelism(config: Config, is_sharded: bool, place: str) -> None:
 
 
 def _find_remote(config: Config, places: CheckpointPlaces, remote: RemoteCheckpoints) -> str | None:
-    agree(lambda: remote.store.check_access() if dist.get_global_rank() == 0 else None)
+    agree(lambda: remote.store.check_access() if dist.get_global_rank() == 0 else None, takes_long=True)
     if config.trainer.autoresume:
         _finish_upload(places.folder, remote)
     found: RemoteCheckpoint | None = _broadcast(
-        agree(lambda: _fetch_newest(config, places, remote) if dist.get_global_rank() == 0 else None)
+        agree(lambda: _fetch_newest(config, places, remote) if dist.get_global_rank() == 0 else None, takes_long=True)
     )
     if found is None:
         return None
@@ -169,7 +171,7 @@ def _find_remote(config: Config, places: CheckpointPlaces, remote: RemoteCheckpo
             remote.fetch(found, places.downloads)
             check_checkpoint(path)
 
-    agree(fetch)
+    agree(fetch, takes_long=True)
     _tell(remote.place(found.name))
     return str(path)
 
@@ -201,7 +203,7 @@ def _finish_upload(folder: Path, remote: RemoteCheckpoints) -> None:
     Each node uploads the files that it has, since each rank's file may be on its own node only.
     """
     local: Path | None = _broadcast(
-        agree(lambda: _not_uploaded(folder, remote) if dist.get_global_rank() == 0 else None)
+        agree(lambda: _not_uploaded(folder, remote) if dist.get_global_rank() == 0 else None, takes_long=True)
     )
 
     def upload_parts() -> None:
@@ -216,8 +218,8 @@ def _finish_upload(folder: Path, remote: RemoteCheckpoints) -> None:
                 log.info("uploading %s, which an earlier start has written", local)
                 remote.complete(local)
 
-    agree(upload_parts)
-    agree(complete)
+    agree(upload_parts, takes_long=True)
+    agree(complete, takes_long=True)
     if dist.get_local_rank() == 0:
         for path in list_checkpoints(folder):
             remove_copy(path)

@@ -19,7 +19,7 @@ _AVERAGES = "state.callbacks.LateStartEMA."
 _LABELS = f"{_AVERAGES}labels"
 
 
-def open_unet(checkpoint: Path, weights: str) -> StoredWeights:
+def open_unet(checkpoint: Path, weights: str, *, is_checked: bool = False) -> StoredWeights:
     """Open the U-Net's weights of a checkpoint, in one process; all of it is compared with its checksums first.
 
     An average holds the weights that are trained; frozen ones come with it as they are.
@@ -27,6 +27,7 @@ def open_unet(checkpoint: Path, weights: str) -> StoredWeights:
     Args:
         checkpoint: file or folder.
         weights: "raw" for the training weights, "ema" for the first average, or an average's label: `decay-0.999`.
+        is_checked: the checksums have been compared on this node.
 
     Returns:
         Weights by the U-Net's own parameter names.
@@ -34,6 +35,8 @@ def open_unet(checkpoint: Path, weights: str) -> StoredWeights:
     Raises:
         DataError: the checkpoint is damaged, or holds no such average.
     """
+    if checkpoint.is_dir() and not is_checked:
+        check_bits(checkpoint)
     stored, labels = _open_folder(checkpoint) if checkpoint.is_dir() else _open_file(checkpoint)
     module = f"{_MODEL}module." if any(name.startswith(f"{_MODEL}module.") for name in stored.shapes) else _MODEL
     raw = stored.below(module + _UNET)
@@ -58,7 +61,6 @@ def read_unet(checkpoint: Path, weights: str) -> dict[str, Tensor]:
 
 def _open_folder(checkpoint: Path) -> tuple[StoredWeights, list[str]]:
     """The tensors of a sharded checkpoint by its keys, and the labels of the averages."""
-    check_bits(checkpoint)
     stored = SafeReader(checkpoint).read_metadata().state_dict_metadata
     labels: dict[str, Any] = {_LABELS: ""}
     if _LABELS in stored:

@@ -36,8 +36,9 @@ class GuardConfig:
 class SupervisionConfig:
     """What `scripts/supervise.py` checks and waits for, and how often it starts a run again."""
 
-    hang_floor: float = 60.0
-    """Seconds without a sign of any rank, while the slowest is in a step, after which the job hangs, at least."""
+    hang_floor: float = 120.0
+    """Seconds without a sign of any rank, while the slowest is in a step, after which the job hangs, at least. A file
+    system of several hosts may show their signs 70 s late: 10 s until they are written, 60 s for cached attributes."""
 
     hang_factor: float = 10.0
     """The same as a multiple of the median step; the longer of both counts."""

@@ -104,6 +104,10 @@ class BeatFile:
             fields["error"] = beat.error[:_MAX_MESSAGE].encode("ascii", "replace").decode()
         os.pwrite(self._descriptor, json.dumps(fields).encode().ljust(RECORD_BYTES - 1) + b"\n", 0)
 
+    def sync(self) -> None:
+        """Wait for the disk: a file system of several hosts shows them the file then."""
+        os.fsync(self._descriptor)
+
     def close(self) -> None:
         """Close the file; it stays."""
         os.close(self._descriptor)

@@ -1,6 +1,7 @@
 """Checkpoints in an object store: a real server that is killed, damaged data, other numbers of ranks."""
 
 import re
+import shutil
 import time
 from pathlib import Path
 
@@ -273,6 +274,41 @@ def test_stored_averages_follow_and_make_the_same_average_elsewhere(server, s3_s
     assert written == {path: path.stat().st_mtime_ns for path in written}
     paths = [reconstruct(tmp_path / name, 0.15)[0] for name in PLACES]
     assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+@pytest.mark.world_size(2)
+def test_a_store_slower_than_collectives_may_be_stops_neither_steps_nor_a_continued_start(
+    server, s3_server, tmp_path, url
+):
+    run, goes_on, timeout = tmp_path / "run", tmp_path / "goes-on", 12
+    settings = [f"trainer.dist_timeout={timeout}", "trainer.async_checkpoints=true", "trainer.save_interval=9ba"]
+    power = "algorithms.ema.power={relative_widths: [0.1, 0.2], snapshot_interval: 5ba}"
+    freeze = f"{{path: tests.s3_server.FreezeServerAt, arguments: {{step: 4, pid: {s3_server.pid}}}}}"
+    announce = f"{{path: tests.toys.Announce, arguments: {{step: 7, path: {goes_on}}}}}"
+    plugins = f"plugins.callbacks=[{freeze}, {announce}]"
+    try:
+        job = server.start_training(2, [options(run, "fsdp", url, *settings, power, plugins)])
+        job.wait_for(goes_on.exists)
+        time.sleep(1.5 * timeout)
+        s3_server.thaw()
+        ended = job.finish()
+        assert not any(ended.codes), ended.output[-6000:]
+        assert steps(url) == [9]
+        stored = {name for name in ObjectStore(url, patience=PATIENCE).files() if name.startswith(STORED)}
+        assert stored == {f"{STORED}/step-{step:06d}-width-{w}.safetensors" for step in (5, 9) for w in (0.1, 0.2)}
+
+        beats = run / "heartbeats"
+        shutil.rmtree(beats)
+        s3_server.freeze()
+        job = server.start_training(2, [options(run, "fsdp", url, *settings, power, "trainer.max_duration=10ba")])
+        job.wait_for(lambda: len(list(beats.glob("rank-*"))) == 2)
+        time.sleep(1.5 * timeout)
+        s3_server.thaw()
+        ended = job.finish()
+        assert not any(ended.codes), ended.output[-6000:]
+        assert steps(url) == [9, 10]
+    finally:
+        s3_server.thaw()
 
 
 # Mistakes

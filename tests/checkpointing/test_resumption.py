@@ -1,6 +1,7 @@
 """A run that is killed and continued is, to the bit, the run that was not."""
 
 import random
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,20 @@ def test_equal_to_the_bit_in_deterministic_mode(server, tmp_path, device, precis
         plugin = f"{{path: tests.toys.SignalAt, arguments: {{step: {step}, number: {how}, rank: 0}}}}"
         server.run(1, [options(run, "fsdp", *settings, f"plugins.callbacks=[{plugin}]")])
     server.train(1, [options(run, "fsdp", *settings)])
+    expected, found = final_state(alone), final_state(run)
+    assert expected.keys() == found.keys()
+    assert [key for key in expected if not is_equal(expected[key], found[key])] == []
+
+
+@pytest.mark.parametrize("lora", [[], ["model.lora={rank: 2, alpha: 4.0}"]])
+def test_a_run_that_has_a_checkpoint_needs_no_weights_to_start_from(server, tmp_path, lora):
+    first, alone, run = (tmp_path / name for name in ("first", "alone", "run"))
+    start = [f"init_from.checkpoint={first}", *lora]
+    plugin = "plugins.callbacks=[{path: tests.toys.SignalAt, arguments: {step: 5, number: 9}}]"
+    server.train(1, [options(first, "fsdp", "algorithms.ema=null"), options(alone, "fsdp", *start)])
+    assert server.run(1, [options(run, "fsdp", *start, plugin)]).codes == [-9]
+    shutil.rmtree(first)
+    server.train(1, [options(run, "fsdp", *start)])
     expected, found = final_state(alone), final_state(run)
     assert expected.keys() == found.keys()
     assert [key for key in expected if not is_equal(expected[key], found[key])] == []

@@ -89,8 +89,11 @@ def check(rater: str, chosen: int | None) -> Vote:
 
 
 @contextmanager
-def serving(root: Path, models: list[str], *options: str):
-    """The real command; yields its address and its process, which is killed at the end."""
+def serving(root: Path, models: list[str], *options: str, links: dict[str, str] | None = None):
+    """The real command; yields its address and its process, which is killed at the end.
+
+    Personal links are put into `links`, by name.
+    """
     command = [sys.executable, str(SCRIPT), "serve", *models, "--prompts", str(root / "prompts.txt")]
     command += ["--votes", str(root / "votes.sqlite"), *options]
     if "--port" not in options:
@@ -100,6 +103,8 @@ def serving(root: Path, models: list[str], *options: str):
         try:
             assert process.stdout is not None
             for line in process.stdout:
+                if (found := re.search(r"link for (\w+): (http://\S+)", line)) and links is not None:
+                    links[found[1]] = found[2]
                 if found := re.search(r"link for raters: (http://\S+)", line):
                     yield found[1], process
                     break

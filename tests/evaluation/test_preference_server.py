@@ -41,8 +41,8 @@ def test_a_killed_server_loses_no_vote_and_counts_none_twice(tmp_path):
     kills = [90, 230, 410, None]
     for kill_at in kills:
         with serving(tmp_path, models, *options) as (address, process):
-            for i, session in enumerate(raters):
-                session.get(address + f"?rater=rater{i}", timeout=300).raise_for_status()
+            for session in raters:
+                session.post(address + "begin", timeout=300).raise_for_status()
 
             def rate(session, address=address, process=process, kill_at=kill_at):
                 try:
@@ -74,7 +74,7 @@ def test_strangers_are_turned_away_and_models_stay_hidden(tmp_path):
         start = session.get(address, timeout=300)
         assert start.status_code == 200
         assert "k&y" not in start.url
-        assert session.get(root + "?rater=<b>", timeout=300).status_code == 400
+        assert session.get(root + "?rater=<b>", timeout=300).status_code == 403
         pages = [session.post(root + "begin", timeout=300)]
         for _ in range(9):
             page = session.get(root + "rate", timeout=300)
@@ -99,6 +99,30 @@ def test_strangers_are_turned_away_and_models_stay_hidden(tmp_path):
             assert b"secretmodel" not in page.content
             assert "secretmodel" not in str(page.headers) + page.url
             assert b"<script>" not in page.content
+
+
+def test_nobody_votes_as_somebody_else_or_as_more_raters_than_there_may_be(tmp_path):
+    models = write_models(tmp_path)
+    sites = {}
+    with serving(tmp_path, models, "--max-raters", "3", "--raters", "anna", "bert", links=sites) as (address, _):
+        anna, anna_again, stranger, other, one_more = (requests.Session() for _ in range(5))
+        for session in (anna, anna_again):
+            assert session.get(sites["anna"], timeout=300).status_code == 200
+            assert "presentation" in session.get(address + "rate", timeout=300).text
+        shown = re.search(r'name="presentation" value="([^"]+)"', anna.get(address + "rate", timeout=300).text)
+        assert shown
+        form = {"presentation": shown[1], "quality": "first", "alignment": "first"}
+        study = Store.open(tmp_path / "votes.sqlite").study_id
+        for name in ("anna", "anna:", "anna:" + "0" * 32, sites["bert"].rpartition("%3A")[2]):
+            assert requests.get(f"{address}?rater={name}", timeout=300).status_code == 403
+            forged = {"Cookie": f"rater-{study}={name}"}
+            assert requests.post(address + "vote", data=form, headers=forged, timeout=300).status_code == 400
+        assert anna.post(address + "vote", data=form, timeout=300).status_code == 200
+        for session, code in ((stranger, 200), (other, 200), (one_more, 403), (anna, 200)):
+            session.post(address + "begin", timeout=300)
+            assert session.get(address + "rate", timeout=300).status_code == code
+    votes = Store.open(tmp_path / "votes.sqlite").votes()
+    assert [vote.rater for vote in votes] == ["anna"]
 
 
 def test_on_loopback_other_host_names_are_refused(tmp_path):

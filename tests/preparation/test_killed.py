@@ -2,6 +2,9 @@
 
 import importlib.util
 import random
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +14,7 @@ import pytest
 
 from diffusion.preparation.prepare import prepare
 from tests.picture_files import noise, sample, tree, write_folder, write_tar
-from tests.training_runs import Job
+from tests.training_runs import ROOT, Job, environment
 
 RAY = ["--workers", "2", "--engine", "ray"]
 WORKERS = [
@@ -80,3 +83,20 @@ def test_killed_and_continued_by_other_workers(server, sources, partition_size, 
     job = start(kills).finish()
     assert job.codes == [0], job.output
     assert tree(out) == undisturbed
+
+
+def test_workers_end_with_the_preparation_that_is_killed(sources, tmp_path):
+    """What reads the output of a killed one gets its end at once."""
+    out = tmp_path / "out"
+    command = [sys.executable, "scripts/prepare.py", *sources, str(out), "--edges", "16", "--partition-size", "1"]
+    options = ["--workers", "2", "--quiet", "--no-report"]
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen([*command, *options], cwd=ROOT, env=environment(), **pipe) as parent:
+        assert parent.stdout is not None
+        while not num_finished(out):
+            assert parent.poll() is None, parent.stdout.read()
+            time.sleep(0.02)
+        parent.kill()
+        began = time.monotonic()
+        parent.stdout.read()
+        assert time.monotonic() - began < 10

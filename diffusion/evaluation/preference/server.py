@@ -17,7 +17,14 @@ from werkzeug.wrappers import Response as AnyResponse
 from diffusion.errors import MachineError
 from diffusion.evaluation.preference.pairs import Material, drawer
 from diffusion.evaluation.preference.pictures import check_picture, served_picture
-from diffusion.evaluation.preference.store import ANSWERS, QUESTIONS, Presentation, Store, UnknownPresentationError
+from diffusion.evaluation.preference.store import (
+    ANSWERS,
+    QUESTIONS,
+    Presentation,
+    Store,
+    StudyFullError,
+    UnknownPresentationError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +32,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LOOPBACK_NAMES = ["127.0.0.1", "localhost", "[::1]"]
 """What the Host header of a request to these addresses says."""
 
-_RATER = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
+RATER = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 _YEAR_SECONDS = 365 * 24 * 3600
 _SECURITY = {
     "Content-Security-Policy": "default-src 'none'; img-src 'self'; style-src 'self'; script-src 'self'; "
@@ -47,6 +54,9 @@ class Site:
     hosts: list[str] | None = None
     """Host names that a request may name; None: any."""
 
+    max_raters: int | None = None
+    """Raters that the study may have; None: any number."""
+
     _encode: Callable[[int, int], bytes] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -55,6 +65,17 @@ class Site:
     def cookie(self, what: str) -> str:
         """Name of a cookie of this study; cookies are shared by all ports of a host."""
         return f"{what}-{self.store.study_id}"
+
+    def signed(self, rater: str) -> str:
+        """A rater's name with what proves that this study has given it."""
+        key = hmac.new(self.store.secret.encode(), rater.encode(), "sha256").hexdigest()[:32]
+        return f"{rater}:{key}"
+
+    def rater(self, signed: str) -> str | None:
+        """The rater of a proof; None if it is none."""
+        rater = signed.rpartition(":")[0]
+        is_ours = hmac.compare_digest(signed.encode(), self.signed(rater).encode())
+        return rater if is_ours and RATER.fullmatch(rater) else None
 
     def picture(self, presentation: Presentation, side: int) -> bytes:
         """PNG of a presentation's first (1) or second (2) picture."""
@@ -74,7 +95,7 @@ def build_app(site: Site) -> Flask:
     """Make the web application.
 
     `/` explains, `/begin` makes a rater, `/rate` asks, `/vote` stores, `/pictures/PRESENTATION/1` and `/2` are the
-    pictures. A link may carry `?token=` and `?rater=`; both move into cookies.
+    pictures. A link may carry `?token=` and `?rater=` (`Site.signed`); both move into cookies.
     """
     app = Flask(__name__, template_folder="web", static_folder="web", static_url_path="/web")
     app.config["MAX_CONTENT_LENGTH"] = 16_384
@@ -103,8 +124,8 @@ def _admit(site: Site) -> AnyResponse | None:
     if request.method != "GET" or not ({"token", "rater"} & set(request.args)):
         return None
     rater = request.args.get("rater")
-    if rater is not None and not _RATER.fullmatch(rater):
-        abort(400, "rater: 1 to 64 letters, digits or _ . @ -")
+    if rater is not None and site.rater(rater) is None:
+        abort(403, "this is no personal link of this study")
     response = redirect("/", 303)
     if site.token is not None:
         _set_cookie(response, site.cookie("token"), site.token)
@@ -124,8 +145,7 @@ def _secured(response: Response) -> Response:
 
 
 def _rater(site: Site) -> str | None:
-    rater = request.cookies.get(site.cookie("rater"), "")
-    return rater if _RATER.fullmatch(rater) else None
+    return site.rater(request.cookies.get(site.cookie("rater"), ""))
 
 
 def _start(site: Site) -> str:
@@ -137,7 +157,7 @@ def _start(site: Site) -> str:
 def _begin(site: Site) -> AnyResponse:
     response = redirect("/rate", 303)
     if _rater(site) is None:
-        _set_cookie(response, site.cookie("rater"), secrets.token_urlsafe(16))
+        _set_cookie(response, site.cookie("rater"), site.signed(secrets.token_urlsafe(16)))
     return response
 
 
@@ -145,7 +165,10 @@ def _rate(site: Site) -> AnyResponse | str:
     rater = _rater(site)
     if rater is None:
         return redirect("/", 303)
-    presentation = site.store.next_presentation(rater)
+    try:
+        presentation = site.store.next_presentation(rater, max_raters=site.max_raters)
+    except StudyFullError:
+        abort(403, "this study has as many raters as it wants")
     total = site.store.num_presentations
     if presentation is None:
         return render_template("done.html", total=total)

@@ -103,6 +103,10 @@ class Vote:
         return {"first": self.first, "second": self.second, "neither": None}[answer]
 
 
+class StudyFullError(Exception):
+    """There are as many raters as there may be."""
+
+
 class UnknownPresentationError(Exception):
     """A vote on something that was not shown to this rater."""
 
@@ -112,6 +116,9 @@ class Store:
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
+        connection.execute("CREATE TABLE IF NOT EXISTS secret (only INTEGER PRIMARY KEY CHECK (only = 0), key TEXT)")
+        connection.execute("INSERT OR IGNORE INTO secret VALUES (0, ?)", (secrets.token_hex(32),))
+        self.secret: str = connection.execute("SELECT key FROM secret").fetchone()[0]
         self._lock = threading.Lock()
         row = connection.execute("SELECT id, models, settings FROM study").fetchone()
         self.study_id: str = row[0]
@@ -162,11 +169,18 @@ class Store:
         """Screens per rater."""
         return len(self._schedule(""))
 
-    def next_presentation(self, rater: str) -> Presentation | None:
+    def next_presentation(self, rater: str, *, max_raters: int | None = None) -> Presentation | None:
         """Give the rater's open presentation, or a new one; None when the rater has answered all.
 
         A new pair is one of those that this rater has seen the prompt of least often, and of these one of those that
         were shown least often to anybody.
+
+        Args:
+            rater: who asks.
+            max_raters: raters that the study may have; None: any number.
+
+        Raises:
+            StudyFullError: this rater would be one too many.
         """
         with self._transaction() as connection:
             opened = connection.execute(
@@ -178,6 +192,10 @@ class Store:
                 return self._presentation(rater, opened[0])
             position = self._count("presentations", rater)
             kinds = self._schedule(rater)
+            if position == 0 and max_raters is not None:
+                count = connection.execute("SELECT COUNT(DISTINCT rater) FROM presentations").fetchone()[0]
+                if count >= max_raters:
+                    raise StudyFullError
             if position >= len(kinds):
                 return None
             identifier = secrets.token_urlsafe(12)

@@ -4,13 +4,13 @@ Batches are cut from each prepared shard by itself, from its front: the batch th
 of its latent, does not depend on who encodes which shard.
 """
 
-import ctypes
+import os
 import signal
-import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from diffusion.datasets.loader import BatchLoader
 from diffusion.datasets.mds import check_shard, open_shard
 from diffusion.datasets.streams import Tokenize
 from diffusion.datasets.transforms import PictureTransform, Placement
+from diffusion.launch import end_with_parent
 
 PREFETCH_FACTOR = 4
 """Batches that each loader worker holds ready."""
@@ -194,13 +195,11 @@ def picture_loader(
         sampler=indices,  # pyright: ignore[reportArgumentType]
         num_workers=num_workers,
         pin_memory=pin_memory,
-        worker_init_fn=_end_with_parent,
+        worker_init_fn=partial(_end_with_parent, os.getpid()),
         **options,
     )
 
 
-def _end_with_parent(_worker: int) -> None:
-    """Let the kernel end a worker when its parent is killed: it holds the lock of the data set, too."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h.
-        ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL))
+def _end_with_parent(parent: int, _worker: int) -> None:
+    """End a worker when its parent is killed: it holds the lock of the data set, too."""
+    end_with_parent(signal.SIGKILL, parent)

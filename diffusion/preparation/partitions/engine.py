@@ -5,6 +5,7 @@ Items are independent, results come as they are ready, and nothing that is writt
 
 import logging
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from joblib import Parallel, delayed, parallel_config
 
 from diffusion.config.preparation import Engine
 from diffusion.errors import ConfigurationError, MachineError
+from diffusion.launch import end_with_parent
 from diffusion.preparation.ray_session import ray_session
 
 logger = logging.getLogger(__name__)
@@ -74,6 +76,8 @@ def started(workers: Workers) -> Iterator[Callable[[Callable[[Any], Any], Sequen
         pre_dispatch=f"2*{workers.number}",
         batch_size=1,  # pyright: ignore[reportArgumentType]
         max_nbytes=None,
+        initializer=end_with_parent,
+        initargs=(signal.SIGKILL, os.getpid()),
     ) as parallel:
         yield lambda function, items: _guarded(parallel(delayed(function)(item) for item in items))
 
