@@ -136,6 +136,7 @@ class Heartbeat(Callback):
     def _compilation_ends(self, *_: Any) -> None:
         if self._phase is Phase.compiling:
             self._tell(Phase.step)
+
     def _keep(self) -> None:
         """Sync the file and renew the lease; in a thread of its own."""
         assert self._file is not None

@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffusion.algorithms.averaging import full_tensor, plain_name
 from diffusion.config.performance import AttentionBackend, Compilation, PerformanceConfig
@@ -368,6 +367,8 @@ def test_every_norm_is_compiled(traced, monkeypatch):
     monkeypatch.setattr(F, "group_norm", lambda *args: eager.append(args))
     loss_of(unet, batch()).backward()
     assert eager == []
+
+
 @pytest.mark.parametrize("cuda_graphs", [False, True])
 def test_blocks_become_cuda_graphs_where_it_is_asked_for(monkeypatch, cuda_graphs):
     recorded, marks = [], []
