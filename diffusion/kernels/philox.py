@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false
 
 _COUNTERS = 256
 """Counters of a program; each gives four words."""

@@ -88,6 +88,7 @@ class _AbsentGpu:
 
 @contextmanager
 def triton_driver(arch: int) -> Iterator[None]:
+    """Let Triton compile for an architecture, whatever this machine has."""
     before = dict(vars(driver))  # `driver.active` itself would look for a GPU.
     driver.set_active(_AbsentGpu(arch))
     try:
