@@ -13,8 +13,8 @@ from typing import Any
 from composer import Event, Trainer
 from composer.callbacks import SpeedMonitor
 from composer.core import State
+from composer.core.types import TrainerMode
 from composer.loggers import Logger
-from composer.trainer.trainer import TrainerMode
 from composer.utils import dist
 from torch import Tensor
 

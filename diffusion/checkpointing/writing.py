@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from diffusion.algorithms.averaging import local_shard
 from diffusion.checkpointing.checksums import Checksum, HashingFile, checksum_of, write_checksums, write_durably
 from diffusion.checkpointing.safe_loading import INDEX
 
@@ -46,7 +46,7 @@ class HostCopy:
         """
         before, self._buffers = self._buffers, {}
         copied = self._copy(content, (), before)
-        if any(buffer.is_pinned() for buffer in map(local_shard, self._buffers.values())):
+        if any(buffer.is_pinned() for buffer in map(_local, self._buffers.values())):
             torch.cuda.current_stream().synchronize()
         return copied
 
@@ -54,9 +54,9 @@ class HostCopy:
         if isinstance(content, torch.Tensor):
             source = content.detach()
             buffer = before.get(path)
-            if type(buffer) is not type(source) or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
+            if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
                 buffer = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
-            local_shard(buffer).copy_(local_shard(source), non_blocking=True)
+            _local(buffer).copy_(_local(source), non_blocking=True)
             self._buffers[path] = buffer
             return buffer
         if isinstance(content, dict):
@@ -64,6 +64,11 @@ class HostCopy:
         if isinstance(content, (list, tuple)):
             return type(content)(self._copy(value, (*path, i), before) for i, value in enumerate(content))
         return copy.deepcopy(content)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, which shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def write_sharded(folder: Path, content: dict[str, Any], group: ProcessGroup | None) -> None:

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 WITHOUT_KERNEL = ("empty", "new_empty", "detach", "_unsafe_view", "_reshape_alias", "lift_fresh")
 """Beginnings of the names of operations that launch nothing."""
@@ -78,8 +78,7 @@ class LaunchCounter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         inputs, outputs = (
-            [value for value in torch.utils._pytree.tree_leaves(values) if isinstance(value, Tensor)]
-            for values in (args, result)
+            [value for value in tree_leaves(values) if isinstance(value, Tensor)] for values in (args, result)
         )
         if not any(value.is_meta for value in outputs) or func.is_view or name.startswith(WITHOUT_KERNEL):
             return result
