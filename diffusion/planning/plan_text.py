@@ -99,10 +99,7 @@ def largest_microbatch(plan: Plan) -> str:
     """The largest microbatch on each size of GPU."""
     if plan.largest_microbatches is None:
         return UNKNOWN
-    return ", ".join(
-        f"{size:,} on a GPU of {memory:g} GB" if size else f"none fits {memory:g} GB"
-        for memory, size in plan.largest_microbatches.items()
-    )
+    return ", ".join(f"{size or 'none'} on {memory:g} GB" for memory, size in plan.largest_microbatches.items())
 
 
 def _data(plan: Plan) -> str:

@@ -118,7 +118,7 @@ def test_activations_are_counted_and_bound_the_microbatch():
     config.plan.num_gpus, config.plan.gpu_memory_gb = 8, 24
     plan = make_plan(config, num_parameters=NUM_PARAMETERS)
     assert plan.largest_microbatches == {24: 8, 40: 16, 80: 64, 141: 64, 192: 128}
-    assert "8 on a GPU of 24 GB, 16 on a GPU of 40 GB, 64 on" in format_plan(plan)
+    assert "8 on 24 GB, 16 on 40 GB, 64 on 80 GB, 64 on 141 GB, 128 on 192 GB" in format_plan(plan)
     shard, copies = NUM_PARAMETERS // 8 * 20, NUM_PARAMETERS * 2
     assert plan.gpu_bytes == pytest.approx(1.5e9 + shard + copies + plan.reduction_bytes + 16 * 935_036_928, abs=100)
     assert plan.reduction_bytes - unit == 4 * NUM_PARAMETERS, "with one microbatch nothing is accumulated"
