@@ -29,7 +29,11 @@ OPTIONS = {field.name for field in dataclasses.fields(PerformanceConfig)}
 
 STOCK = [
     "model.low_precision_norms=false",
-    *(f"performance.{name}=false" for name in ("channels_last", "fused_norms", "fused_projections", "cudnn_benchmark")),
+    *(
+        f"performance.{name}=false"
+        for name in ("channels_last", "fused_norms", "fused_projections", "cudnn_benchmark")
+        if name in OPTIONS
+    ),
     "performance.compilation=none",
 ]
 """The U-Net as diffusers builds it."""
@@ -291,15 +295,15 @@ def _measure(
     """Measure from an empty GPU, and with TF32 as the row says; Composer's device for GPUs switches it on."""
     free_memory()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
-    result = measure(device, **parameters)
-    if device.type == "cuda":
+    result = measure(where, **parameters)
+    if where.type == "cuda":
         result |= {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
         result |= {"tf32_at_the_end": torch.backends.cuda.matmul.allow_tf32}
     return result
 
 
 def _without_device(measure: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda device, **parameters: measure(**parameters)
+    return lambda where, /, **parameters: measure(**parameters)
 
 
 def _measure_bytes(architecture: str, resolution: int) -> dict[str, Any]:
