@@ -51,6 +51,10 @@ LADDER: dict[str, tuple[list[str], bool]] = {
 """Each with those before it: overrides, and whether they are for GPUs only."""
 
 
+TRAINER_RUNS = (steps.measure_trainer, steps.measure_parts, steps.measure_stall, steps.measure_ratio)
+"""Runs of the Trainer, which leave models behind that are never freed: on a GPU each has a process of its own."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Benchmark:
     """Makes the rows for a device."""
@@ -94,7 +98,7 @@ class Benchmark:
         toy = {"architecture": Architecture.tiny.value, "resolution": 32, "batch_size": 8}
         toy = {**toy, "overrides": self.trainer_overrides}
         rows = [
-            dataclasses.replace(self._row("resumption", first_contact.measure_resumption, 120, **toy), is_alone=True),
+            self._row("resumption", first_contact.measure_resumption, 120, **toy),
             self._row("rates", first_contact.measure_rates, 15),
         ]
         eager = "performance.compilation=none"
@@ -223,6 +227,7 @@ class Benchmark:
             measure=functools.partial(_measure, measure, self.device),
             parameters=parameters,
             seconds=0 if self.quick else seconds,
+            is_alone=name == "resumption" or (self.is_gpu and measure in TRAINER_RUNS),
         )
 
     # The parts of the command
@@ -290,8 +295,8 @@ class Benchmark:
 
 
 def _measure(
-    measure: Callable[..., dict[str, Any]], device: torch.device, tf32: bool = False, **parameters: Any
-) -> Any:
+    measure: Callable[..., dict[str, Any]], where: torch.device, /, *, tf32: bool = False, **parameters: Any
+) -> dict[str, Any]:
     """Measure from an empty GPU, and with TF32 as the row says; Composer's device for GPUs switches it on."""
     free_memory()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
