@@ -29,7 +29,11 @@ OPTIONS = {field.name for field in dataclasses.fields(PerformanceConfig)}
 
 STOCK = [
     "model.low_precision_norms=false",
-    *(f"performance.{name}=false" for name in ("channels_last", "fused_norms", "fused_projections", "cudnn_benchmark")),
+    *(
+        f"performance.{name}=false"
+        for name in ("channels_last", "fused_norms", "fused_projections", "cudnn_benchmark")
+        if name in OPTIONS
+    ),
     "performance.compilation=none",
 ]
 """The U-Net as diffusers builds it."""
@@ -45,6 +49,10 @@ LADDER: dict[str, tuple[list[str], bool]] = {
     "+ compiled as a whole": (["performance.compilation=unet"], True),
 }
 """Each with those before it: overrides, and whether they are for GPUs only."""
+
+
+TRAINER_RUNS = (steps.measure_trainer, steps.measure_parts, steps.measure_stall, steps.measure_ratio)
+"""Runs of the Trainer, which leave models behind that are never freed: on a GPU each has a process of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +98,7 @@ class Benchmark:
         toy = {"architecture": Architecture.tiny.value, "resolution": 32, "batch_size": 8}
         toy = {**toy, "overrides": self.trainer_overrides}
         rows = [
-            dataclasses.replace(self._row("resumption", first_contact.measure_resumption, 120, **toy), is_alone=True),
+            self._row("resumption", first_contact.measure_resumption, 120, **toy),
             self._row("rates", first_contact.measure_rates, 15),
         ]
         eager = "performance.compilation=none"
@@ -219,6 +227,7 @@ class Benchmark:
             measure=functools.partial(_measure, measure, self.device),
             parameters=parameters,
             seconds=0 if self.quick else seconds,
+            is_alone=name == "resumption" or (self.is_gpu and measure in TRAINER_RUNS),
         )
 
     # The parts of the command
@@ -286,20 +295,20 @@ class Benchmark:
 
 
 def _measure(
-    measure: Callable[..., dict[str, Any]], device: torch.device, tf32: bool = False, **parameters: Any
-) -> Any:
+    measure: Callable[..., dict[str, Any]], where: torch.device, /, *, tf32: bool = False, **parameters: Any
+) -> dict[str, Any]:
     """Measure from an empty GPU, and with TF32 as the row says; Composer's device for GPUs switches it on."""
     free_memory()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
-    result = measure(device, **parameters)
-    if device.type == "cuda":
+    result = measure(where, **parameters)
+    if where.type == "cuda":
         result |= {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
         result |= {"tf32_at_the_end": torch.backends.cuda.matmul.allow_tf32}
     return result
 
 
 def _without_device(measure: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda device, **parameters: measure(**parameters)
+    return lambda where, /, **parameters: measure(**parameters)
 
 
 def _measure_bytes(architecture: str, resolution: int) -> dict[str, Any]:
