@@ -86,7 +86,7 @@ def build_page(models: Mapping[str, LatentDiffusion], title: str) -> gr.Blocks:
             num_steps = gr.Slider(1, 200, 50, step=1, label="DDIM steps", elem_id="steps")
             guidance_scale = gr.Slider(1, 20, 3, step=0.1, label="Guidance scale (1: none)", elem_id="guidance")
         with gr.Row():
-            bounds = {"minimum": 1, "maximum": MAX_STRETCH * resolution, "precision": 0}
+            bounds: dict[str, Any] = {"minimum": 1, "maximum": MAX_STRETCH * resolution, "precision": 0}
             height = gr.Number(resolution, label="Height, pixels", elem_id="height", **bounds)
             width = gr.Number(resolution, label="Width, pixels", elem_id="width", **bounds)
             num_images = gr.Slider(1, MAX_IMAGES, 4, step=1, label="Images in the grid", elem_id="images")

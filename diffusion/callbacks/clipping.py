@@ -51,7 +51,7 @@ class ClipGradients(Callback):
             return
         norm = global_norm(gradients)
         coefficient = (self.max_norm / (norm + EPSILON)).clamp(max=1.0)
-        torch._foreach_mul_([local_shard(gradient) for gradient in gradients], coefficient)
+        torch._foreach_mul_([local_shard(gradient) for gradient in gradients], coefficient)  # pyright: ignore[reportPrivateImportUsage]
         self._norm.start(norm)
 
     def batch_end(self, state: State, logger: Logger) -> None:

@@ -49,7 +49,7 @@ def compile_blocks(network: nn.Module, *, cuda_graphs: bool = False) -> None:
 def _compiled(kind: type[nn.Module], cuda_graphs: bool) -> type[nn.Module]:
     """A subclass, of the same name (which diffusers stores with a model), that is compiled in training."""
     plain: Any = kind.forward
-    options = {} if issubclass(kind, Transformer2DModel | BasicTransformerBlock) else dict(RECOMPUTE)
+    options: dict[str, Any] = {} if issubclass(kind, Transformer2DModel | BasicTransformerBlock) else dict(RECOMPUTE)
     if cuda_graphs:
         options["triton.cudagraphs"] = True  # `mode="reduce-overhead"`, which torch does not take beside options.
     compiled = torch.compile(plain, fullgraph=True, dynamic=False, options=options or None)
@@ -58,7 +58,7 @@ def _compiled(kind: type[nn.Module], cuda_graphs: bool) -> type[nn.Module]:
         is_training = self.training and torch.is_grad_enabled()
         return (compiled if is_training else plain)(self, *args, **kwargs)
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})  # pyright: ignore[reportReturnType]
 
 
 def compile_modules(modules: list[nn.Module], *, cuda_graphs: bool = False) -> None:
