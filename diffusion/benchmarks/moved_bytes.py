@@ -105,7 +105,7 @@ def count_moved_bytes(architecture: Architecture, resolution: int, is_fast: bool
         fast.apply(unet, PerformanceConfig(compilation=Compilation.none), Device.gpu)
         for norm in unet.modules():
             if isinstance(norm, FusedGroupNorm):
-                norm.forward = lambda x, shift=None: _FusedNorm.apply(x, counter)
+                norm.forward = lambda x, shift=None: _FusedNorm.apply(x, counter)  # pyright: ignore[reportAttributeAccessIssue]
     unet.set_attn_processor(FlashAttentionShapes())
     with counter:
         prediction = unet(latents, timesteps, text, return_dict=False)[0]

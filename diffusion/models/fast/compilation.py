@@ -58,7 +58,8 @@ def _compiled(kind: type[nn.Module], cuda_graphs: bool) -> type[nn.Module]:
         is_training = self.training and torch.is_grad_enabled()
         return (compiled if is_training else plain)(self, *args, **kwargs)
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})  # pyright: ignore[reportReturnType]
+    members = {"forward": forward, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), members)  # pyright: ignore[reportReturnType]
 
 
 def compile_modules(modules: list[nn.Module], *, cuda_graphs: bool = False) -> None:

@@ -61,13 +61,11 @@ def group_norm(x: Tensor, weight: Tensor, bias: Tensor, num_groups: int, eps: fl
     groups = (num_groups, -1)
     x = x.float()
     within, mean = (moment.unflatten(1, groups) for moment in torch.var_mean(x, dim=(2, 3), correction=0))
-    if shift is not None:
-        shift = shift.unflatten(1, groups)
-        mean = mean + shift
-    between, centre = torch.var_mean(mean, dim=2, correction=0, keepdim=True)
+    added = torch.zeros_like(mean) if shift is None else shift.unflatten(1, groups)
+    between, centre = torch.var_mean(mean + added, dim=2, correction=0, keepdim=True)
     rstd = torch.rsqrt(within.mean(2, keepdim=True) + between + eps)
     scale = rstd * weight.unflatten(0, groups)
-    offset = bias.unflatten(0, groups) - (centre if shift is None else centre - shift) * scale
+    offset = bias.unflatten(0, groups) + (added - centre) * scale
     return x * scale.flatten(1)[:, :, None, None] + offset.flatten(1)[:, :, None, None]
 
 

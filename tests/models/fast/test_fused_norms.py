@@ -36,7 +36,8 @@ def largest_error(shape, dtype, weight_dtype, silu, has_shift, offset=0.0):
     ours, exact = (
         [leaf.clone().to(kind or leaf.dtype).requires_grad_() for leaf in leaves] for kind in (None, torch.float64)
     )
-    y = group_norm(*ours[:3], num_groups, 1e-5, ours[3] if has_shift else None)
+    x, weight, bias = ours[:3]
+    y = group_norm(x, weight, bias, num_groups, 1e-5, ours[3] if has_shift else None)
     assert y.is_contiguous(memory_format=torch.channels_last)
     shifted = exact[0] + exact[3][:, :, None, None] if has_shift else exact[0]
     expected = F.group_norm(shifted, num_groups, exact[1], exact[2], 1e-5)
