@@ -156,7 +156,11 @@ class Clip:
         """Texts, cut to the model's length -> float32 [B, D], projected, not normalised."""
         length = self._model.config.text_config.max_position_embeddings
         tokens = self._tokenizer(
-            [repair(text) for text in texts], padding="max_length", truncation=True, max_length=length, return_tensors="pt"
+            [repair(text) for text in texts],
+            padding="max_length",
+            truncation=True,
+            max_length=length,
+            return_tensors="pt",
         )
         return self._model.text_projection(self._model.text_model(**tokens.to(self._model.device)).pooler_output)
 
