@@ -20,6 +20,7 @@ from diffusion.config.evaluation import Metric, NetworksConfig, ResizeFilter
 from diffusion.errors import ConfigurationError
 from diffusion.models.frozen import freeze, load_pretrained, with_seed
 from diffusion.models.identity import module_identity
+from diffusion.models.tokenizers import repair
 from diffusion.plugins import build_plugin
 
 INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
@@ -146,16 +147,22 @@ class Clip:
     @torch.no_grad()
     def image_features(self, pixels: Tensor) -> Tensor:
         """Pixels uint8 [B, 3, S, S] -> float32 [B, D], projected, not normalised."""
-        return self._model.get_image_features(pixel_values=(pixels / 255.0 - self._mean) / self._std)
+        # get_image_features returns the tensor in transformers 4 only.
+        encoded = self._model.vision_model(pixel_values=(pixels / 255.0 - self._mean) / self._std)
+        return self._model.visual_projection(encoded.pooler_output)
 
     @torch.no_grad()
     def text_features(self, texts: Sequence[str]) -> Tensor:
         """Texts, cut to the model's length -> float32 [B, D], projected, not normalised."""
         length = self._model.config.text_config.max_position_embeddings
         tokens = self._tokenizer(
-            list(texts), padding="max_length", truncation=True, max_length=length, return_tensors="pt"
+            [repair(text) for text in texts],
+            padding="max_length",
+            truncation=True,
+            max_length=length,
+            return_tensors="pt",
         )
-        return self._model.get_text_features(**tokens.to(self._model.device))
+        return self._model.text_projection(self._model.text_model(**tokens.to(self._model.device)).pooler_output)
 
 
 class RandomFeatures:

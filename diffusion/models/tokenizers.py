@@ -92,7 +92,7 @@ def build_tokenizer(architecture: Architecture) -> CLIPTokenizer:
     return build_clip_tokenizer(merges, spec.max_tokens)
 
 
-def _clean(caption: str) -> str:
+def repair(caption: str) -> str:
     """Repair and lower a caption as CLIP does and transformers 5 does not; `PAD` ends what is repaired at once."""
     return PAD.join(ftfy.fix_text(part) for part in caption.split(PAD)).lower()
 
@@ -104,7 +104,7 @@ def tokenize(tokenizer: Any, captions: Sequence[str]) -> NDArray[np.int32]:
         int32 [K, L] for K captions.
     """
     encoded = tokenizer(
-        [_clean(caption) for caption in captions],
+        [repair(caption) for caption in captions],
         padding="max_length",
         truncation=True,
         max_length=tokenizer.model_max_length,

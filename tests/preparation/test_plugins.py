@@ -233,7 +233,8 @@ def test_the_score_is_the_head_on_the_normalised_embedding(clip, tmp_path):
     noise = Image.frombytes("RGB", (50, 40), bytes(range(240)) * 25)
     pictures = [RED, noise, GREEN]
     with torch.no_grad():
-        features = model.get_image_features(**processor(pictures, return_tensors="pt"))
+        encoded = model.vision_model(**processor(pictures, return_tensors="pt"))
+        features = model.visual_projection(encoded.pooler_output)
     expected = (features / features.norm(dim=-1, keepdim=True)) @ weight[0] + 5
     score = aesthetic(clip, tmp_path / "head.safetensors")
     assert score(pictures, [["a"]] * 3) == pytest.approx(expected.tolist(), abs=6e-4)
