@@ -187,8 +187,8 @@ def _download_json(url: str, store: Store) -> Any:
         except PermissionError as error:
             raise DataError(
                 f"access to {shown(url)} is denied ({error}), so whether it names images to leave out is unknown. "
-                "Allow s3:GetObject on it, and s3:ListBucket on its bucket: without that, access to a file that does not "
-                "exist is denied, too"
+                "Allow s3:GetObject on it, and s3:ListBucket on its bucket: without that, access to a file that does "
+                "not exist is denied, too"
             ) from error
         except fetch_errors() as error:
             raise DataError(
