@@ -33,6 +33,7 @@ def main() -> None:
     """Count, look up, write."""
     options = parse_arguments()
     from diffusion.checkpointing.reading import read_position, resolve_checkpoint
+    from diffusion.datasets.bad_pictures import FILE, read_bad_pictures
     from diffusion.loading import load_config_of
     from diffusion.planning.provenance import (
         apply_substitutes,
@@ -50,7 +51,9 @@ def main() -> None:
     position = read_position(checkpoint)
     check_order(order, position.order)
     counts = times_seen(order, position.num_steps, progress=not options.quiet)
-    apply_substitutes(config, folders, counts)
+    runs = (checkpoint.parent.parent, Path(config.output_folder).expanduser())  # Of a run in a store: the second.
+    bad = next((found for run in runs if (found := read_bad_pictures(run / FILE))), [])
+    apply_substitutes(config, folders, counts, bad)
     columns = (options.licence_column,) if options.licence_column else LICENCE_COLUMNS
     by_source: Counter[str] = Counter()
     by_licence: Counter[str] = Counter()

@@ -41,6 +41,18 @@ class RemoveAt(Callback):
             dist.barrier()
 
 
+class AskAlone(Callback):
+    """Ask all callbacks for their state when a step begins, on rank 1 only."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch.value == self.step and dist.get_global_rank() == 1:
+            for callback in state.callbacks:
+                callback.state_dict()
+
+
 def latents(shapes: Path, data: Path, folder: Path, *overrides: str) -> tuple[str, list[str]]:
     places = [f"output_folder={folder}", f"data.local={data}/train", f"model.vae={shapes}/vae"]
     return "yamls/tiny/phase1.yaml", [*SMALL, *places, *overrides]
@@ -85,6 +97,15 @@ def test_a_file_damaged_on_one_node_ends_all_ranks_with_one_message(server, shap
     assert job.codes == [2, 2], job.output
     assert job.output.count("DataError") == 1
     assert str(damaged) in job.output
+
+
+@pytest.mark.world_size(2)
+def test_one_rank_alone_may_ask_for_the_state_of_callbacks(server, shapes, tmp_path):
+    ask = "plugins.callbacks=[{path: tests.test_failures.AskAlone, arguments: {step: 3}}]"
+    ema = "algorithms.ema={start: 1ba, decays: [0.9]}"
+    options = [ask, ema, "trainer.max_duration=5ba", "trainer.dist_timeout=60"]
+    server.train(2, [latents(shapes, shapes / "latents-32", tmp_path / "run", *options)])
+    assert len(losses(tmp_path / "run")) == 5
 
 
 @pytest.mark.world_size(2)

@@ -1,6 +1,7 @@
 """No training on a loss that is no number: the run goes back to a checkpoint before it."""
 
 import json
+import logging
 import time
 from collections import deque
 from pathlib import Path
@@ -12,7 +13,16 @@ from composer.utils import dist
 from diffusion.callbacks.metrics_file import TRAIN_LOSS
 from diffusion.checkpointing.rollbacks import Rollback, decide, is_wrong, order, read_record
 from diffusion.config.operations import GuardConfig
+from diffusion.datasets.streams import TextImageDataset
 from diffusion.launch import PreemptedError
+
+log = logging.getLogger(__name__)
+
+SAMPLES = "wrong_losses.jsonl"
+"""In the run folder: the samples of the steps whose loss was wrong."""
+
+MAX_SHOWN = 16
+"""Shards that a log line names."""
 
 SKIPPED = "guard/skipped"
 """Metric: 1 for a step whose update was left out."""
@@ -70,6 +80,8 @@ class LossGuard(Callback):
         if not is_wrong(loss, self._before, self.guard):
             self._before.append(loss)
             return
+        if dist.get_global_rank() == 0:
+            self._list_samples(state, step, loss)
         rollback = decide(step, loss, self._record, self.guard, time.time())
         if dist.get_global_rank() == 0:
             order(self.run, rollback)
@@ -78,6 +90,25 @@ class LossGuard(Callback):
             f"the loss of step {step} is {loss:g}. Start the same command again: it goes back to a checkpoint of at "
             f"most {rollback.limit} steps{skipped}"
         )
+
+    def _list_samples(self, state: State, step: int, loss: float) -> None:
+        """List the samples of a step, and log their shards: the data may be the reason."""
+        dataset = getattr(state.train_dataloader, "dataset", None)
+        if not isinstance(dataset, TextImageDataset):
+            return
+        samples = dataset.samples_of_step(step)
+        rows = [
+            {"step": step, "loss": f"{loss:g}", "stream": stream, "index": index, "shard": shard}
+            for stream, index, shard in samples
+        ]
+        with (self.run / SAMPLES).open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
+        shards = sorted({f"{stream}/{shard}" for stream, _, shard in samples})
+        shown = ", ".join(shards[:MAX_SHOWN]) + (" ..." if len(shards) > MAX_SHOWN else "")
+        log.warning(
+            "the loss of step %d is %g; its samples are listed in %s, they are of the %d shards %s",
+            step, loss, self.run / SAMPLES, len(shards), shown,
+        )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
         """The steps that are skipped, and the losses that the next ones are compared with, as text."""

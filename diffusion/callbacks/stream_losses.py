@@ -16,8 +16,8 @@ from diffusion.models.latent_diffusion import Batch, LatentDiffusion
 class StreamLosses(Callback):
     """Log `loss/train/stream/NAME`: the mean loss of the samples of each stream since it was logged before.
 
-    Sums and counts stay on the device, and are added up over the ranks only when they are logged or saved. Checkpoints
-    hold them, so that a resumed run logs the same numbers on any number of ranks.
+    Sums and counts stay on the device, where those of all ranks are added up at the end of each step. Checkpoints hold
+    them, so that a resumed run logs the same numbers on any number of ranks.
 
     Args:
         model: whose losses are observed.
@@ -28,11 +28,16 @@ class StreamLosses(Callback):
     def __init__(self, model: LatentDiffusion, streams: Sequence[str], interval: int) -> None:
         self.streams, self.interval = list(streams), interval
         self._sums = torch.zeros(2, len(streams), dtype=torch.float64)
+        """Of this rank in this step."""
+
+        self._totals = torch.zeros_like(self._sums)
+        """Of all ranks in the steps before."""
+
         model.loss_observer = self._add
 
     def init(self, state: State, logger: Logger) -> None:
         """Keep the sums where the model is."""
-        self._sums = state.device.tensor_to_device(self._sums)
+        self._sums, self._totals = map(state.device.tensor_to_device, (self._sums, self._totals))
 
     def _add(self, errors: Tensor, batch: Batch) -> None:
         """Add the errors [B] of a microbatch, and their number, to the sums [2, streams]."""
@@ -40,27 +45,27 @@ class StreamLosses(Callback):
         self._sums[0] += (of_stream * errors.double()).sum(dim=1)
         self._sums[1] += of_stream.sum(dim=1)
 
-    def _of_all_ranks(self) -> dict[str, list[float]]:
-        """Sum and count by stream; to be called on all ranks."""
-        total = self._sums.clone()
-        dist.all_reduce(total)
-        return dict(zip(self.streams, total.T.tolist(), strict=True))
+    def _by_stream(self) -> dict[str, list[float]]:
+        """Sum and count of all ranks."""
+        return dict(zip(self.streams, self._totals.T.tolist(), strict=True))
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Log at the end of each interval."""
+        """Add up, and log at the end of each interval."""
+        dist.all_reduce(self._sums)
+        self._totals += self._sums
+        self._sums.zero_()
         if state.timestamp.batch.value % self.interval:
             return
-        totals = self._of_all_ranks()
-        self._sums.zero_()
-        means = {f"loss/train/stream/{name}": total / count for name, (total, count) in totals.items() if count}
+        means = {f"loss/train/stream/{name}": total / num for name, (total, num) in self._by_stream().items() if num}
+        self._totals.zero_()
         logger.log_metrics(means)
 
     def state_dict(self) -> dict[str, Any]:
-        """Sums and counts of all ranks, as text: one entry, whatever the streams are."""
-        return {"sums": json.dumps(self._of_all_ranks())}
+        """Sums and counts as text: one entry, whatever the streams are; any rank may ask alone."""
+        return {"sums": json.dumps(self._by_stream())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the sums; one rank holds them."""
-        totals = json.loads(state.get("sums", "{}")) if dist.get_global_rank() == 0 else {}
+        """Go on with the sums."""
+        totals = json.loads(state.get("sums", "{}"))
         sums = [totals.get(name, [0.0, 0.0]) for name in self.streams]
-        self._sums = torch.tensor(sums, dtype=torch.float64, device=self._sums.device).T.contiguous()
+        self._totals = torch.tensor(sums, dtype=torch.float64, device=self._sums.device).T.contiguous()

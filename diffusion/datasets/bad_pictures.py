@@ -6,10 +6,14 @@ import multiprocessing
 import os
 import tempfile
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from diffusion.errors import UnfitDataError
 
 logger = logging.getLogger(__name__)
+
+FILE = "bad_pictures.jsonl"
+"""In the run folder: the pictures that a run could not decode, each once."""
 
 MAX_BAD_PICTURES = 10
 MAX_BAD_FRACTION = 0.001
@@ -31,11 +35,19 @@ class BadPicture:
         return f"stream '{self.stream}', key '{self.key}': {self.error}"
 
 
+def read_bad_pictures(path: Path) -> list[BadPicture]:
+    """Read the list of a run; nothing where there is none. A line that a killed process left cut off is no entry."""
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [BadPicture(**json.loads(line)) for line in lines if line.endswith("}")]
+
+
 def check_bad_pictures(num_bad: int, num_read: int, last: str) -> None:
     """Refuse to go on with too many bad pictures.
 
     Args:
-        num_bad: pictures that could not be decoded.
+        num_bad: pictures that could not be decoded, each counted once.
         num_read: samples read.
         last: the last of the bad ones.
 
@@ -63,14 +75,17 @@ class BadPictures:
     def __init__(self, num_ranks: int = 1) -> None:
         self._num_ranks = num_ranks
         self._num_read = multiprocessing.Value("q", 0)
-        self._num_bad = multiprocessing.Value("q", 0)
+        self._lock = multiprocessing.Lock()
         self._records = tempfile.TemporaryFile("ab+", buffering=0)  # noqa: SIM115 - open as long as this object
-        self._taken = 0
+        self._taken = self._looked = 0
+        self._known: set[tuple[str, int]] = set()
 
     @property
     def num_bad(self) -> int:
-        """How many were met; one that is met in each epoch counts each time."""
-        return self._num_bad.value
+        """How many were met."""
+        records, self._looked = self._read(self._looked)
+        self._known.update((picture.stream, picture.index) for picture in records)
+        return len(self._known)
 
     @property
     def num_read(self) -> int:
@@ -83,14 +98,15 @@ class BadPictures:
             self._num_read.value += 1
 
     def count_bad(self, picture: BadPicture) -> None:
-        """Count, log and keep a picture that could not be decoded.
+        """Count, log and keep a picture that could not be decoded, unless it was met before.
 
         Raises:
             UnfitDataError: there are too many.
         """
-        with self._num_bad.get_lock():
-            self._num_bad.value += 1
-            num_bad = self._num_bad.value
+        with self._lock:
+            num_bad = self.num_bad + 1
+            if (picture.stream, picture.index) in self._known:
+                return
             os.write(self._records.fileno(), json.dumps(asdict(picture)).encode() + b"\n")
         num_read = self.num_read
         logger.warning("%s; another picture takes its place (%d of %d so far)", picture, num_bad, num_read)
@@ -99,7 +115,11 @@ class BadPictures:
 
     def take(self) -> list[BadPicture]:
         """The pictures that were met since the last call; to be called in the process that made this object."""
-        data = os.pread(self._records.fileno(), os.fstat(self._records.fileno()).st_size - self._taken, self._taken)
+        pictures, self._taken = self._read(self._taken)
+        return pictures
+
+    def _read(self, start: int) -> tuple[list[BadPicture], int]:
+        """The records from a place on, and the place behind them."""
+        data = os.pread(self._records.fileno(), os.fstat(self._records.fileno()).st_size - start, start)
         whole = data[: data.rfind(b"\n") + 1]
-        self._taken += len(whole)
-        return [BadPicture(**json.loads(line)) for line in whole.splitlines()]
+        return [BadPicture(**json.loads(line)) for line in whole.splitlines()], start + len(whole)

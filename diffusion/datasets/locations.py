@@ -181,9 +181,15 @@ def _download_json(url: str, store: Store) -> Any:
         path = Path(folder, "content.json")
         try:
             store.fetch(url, str(path), MANIFEST_TIMEOUT)
-        except (FileNotFoundError, PermissionError) as error:
+        except FileNotFoundError as error:
             logger.debug("%s: %s", shown(url), error)
             return None
+        except PermissionError as error:
+            raise DataError(
+                f"access to {shown(url)} is denied ({error}), so whether it names images to leave out is unknown. "
+                "Allow s3:GetObject on it, and s3:ListBucket on its bucket: without that, access to a file that does "
+                "not exist is denied, too"
+            ) from error
         except fetch_errors() as error:
             raise DataError(
                 f"{shown(url)} cannot be fetched: {type(error).__name__}: {error}. Check data.remote, and that this "

@@ -115,6 +115,18 @@ class TextImageDataset(ShardDataset):
         """Number of the sample of a stream that is read for a number: itself unless it is withdrawn."""
         return self.substitutes[stream].substitute_of(index)
 
+    def samples_of_step(self, step: int) -> list[tuple[str, int, str]]:
+        """The samples of all ranks in a step of training, from 0: stream, number in it, and name of the shard."""
+        assert self.order is not None, "data without an order has no steps"
+        epoch, inside = divmod(step, self.order.num_steps)
+        slots = self.order.epoch(epoch).slots(inside, inside + 1)
+        samples = []
+        for stream, drawn in zip(slots.stream[0].tolist(), slots.index[0].tolist(), strict=True):
+            index = self.substitute_of(stream, drawn)
+            shard = bisect_right(self._first_of_shards, self.first_samples[stream] + index) - 1
+            samples.append((self.stream_names[stream], index, self.shard_path(shard).name))
+        return samples
+
     def _check_columns(self, stream: int, location: StreamLocation) -> None:
         """Compare a stream's columns with the representation that was asked for."""
         shard = self.shards[self.shard_offset_per_stream[stream]]

@@ -1,6 +1,6 @@
 """What a run has seen: which samples, how often, worked out from the order instead of being logged."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from diffusion.config.schema import Config
+from diffusion.datasets.bad_pictures import BadPicture
 from diffusion.datasets.batching import GlobalOrder, StreamShape, describe_changes, draws_per_stream
 from diffusion.datasets.loader import order_settings
 from diffusion.datasets.locations import StreamLocation, locate_streams
 from diffusion.datasets.mds import INDEX, open_shard, read_shards
-from diffusion.datasets.substitutes import find_substitutes
+from diffusion.datasets.substitutes import Substitutes, find_substitutes
 from diffusion.errors import DataError
 
 CHUNK = 2**18
@@ -108,22 +109,29 @@ def times_seen(order: GlobalOrder, num_steps: int, *, progress: bool = False) ->
     return counts
 
 
-def apply_substitutes(config: Config, folders: list[Path], counts: list[NDArray[np.int32]]) -> None:
-    """Count at their substitutes the samples that are withdrawn or damaged, in place.
+def apply_substitutes(
+    config: Config, folders: list[Path], counts: list[NDArray[np.int32]], bad: Sequence[BadPicture] = ()
+) -> None:
+    """Count at their substitutes the samples that are removed or damaged, in place.
 
-    Withdrawals count as if they had been there from the beginning of the run.
+    Removals count as if they had been there from the beginning of the run. Marks count wherever they are: beside the
+    streams of the run (images that could not be encoded) and beside the folders.
 
     Args:
         config: the run's configuration.
         folders: as for `build_order`.
         counts: made by `times_seen`.
+        bad: images that the run could not decode.
 
     Raises:
-        DataError: the marks of a data set are damaged.
+        DataError: the marks of a data set are damaged, or cannot be reached.
     """
-    for stream, folder, count in zip(config.data.streams, folders, counts, strict=True):
-        location = StreamLocation(name=stream.name, remote=None, local=str(folder))
-        substitutes = find_substitutes(location, len(count))
+    locations = locate_streams(config.data.remote, config.data.local, config.data.streams)
+    for location, folder, count in zip(locations, folders, counts, strict=True):
+        beside_folder = StreamLocation(name=location.name, remote=None, local=str(folder))
+        marked = [find_substitutes(place, len(count)).absent for place in (location, beside_folder)]
+        undecodable = [image.index for image in bad if image.stream == location.name]
+        substitutes = Substitutes(len(count), [*marked[0], *marked[1], *undecodable], location.name)
         for index in substitutes.absent:
             times, count[index] = int(count[index]), 0
             count[substitutes.substitute_of(index)] += times

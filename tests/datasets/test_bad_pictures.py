@@ -1,4 +1,6 @@
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +10,8 @@ from diffusion.config.data import Representation, Shuffling, StreamConfig
 from diffusion.datasets.bad_pictures import BadPicture, BadPictures, check_bad_pictures
 from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.loader import train_loader
-from diffusion.datasets.locations import locate_streams
+from diffusion.datasets.locations import StreamLocation, find_manifest, locate_streams
+from diffusion.datasets.stores import Store
 from diffusion.datasets.streams import TextImageDataset
 from diffusion.datasets.substitutes import Substitutes, find_substitutes
 from diffusion.errors import DataError
@@ -125,7 +128,7 @@ def test_workers_count_together(tmp_path: Path) -> None:
     dataset = loader.dataset
     assert isinstance(dataset, TextImageDataset)
     assert dataset.bad_pictures.num_read == 48
-    assert sorted(picture.index for picture in dataset.bad_pictures.take()) == [5, 6, 6, 20]  # 6 also instead of 5
+    assert sorted(picture.index for picture in dataset.bad_pictures.take()) == [5, 6, 20]
 
 
 def runs(root: Path, folder: Path, steps: int) -> list[tuple[str, list[str]]]:
@@ -159,3 +162,49 @@ def test_ranks_count_list_and_end_together(server, tmp_path: Path) -> None:
     assert job.codes == [2, 2], job.output[-3000:]
     assert job.output.count("pictures cannot be decoded") == 1
     assert len((tmp_path / "ended" / "bad_pictures.jsonl").read_text().splitlines()) >= 11
+
+
+def test_each_bad_picture_counts_once_in_a_run(server, tmp_path: Path) -> None:
+    few = write_prepared(tmp_path / "few", {"b": 64}, bad=tuple(range(10)))
+    folder = tmp_path / "run"
+    for steps in (24, 48):  # Three epochs in each of two starts: 60 encounters.
+        server.train(1, runs(few, folder, steps))
+    assert len((folder / "bad_pictures.jsonl").read_text().splitlines()) == 10
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_run_that_a_loader_worker_ends_lists_what_it_met(server, tmp_path: Path, num_ranks: int) -> None:
+    root = write_prepared(tmp_path / "many", {"b": 64}, bad=tuple(range(0, 64, 2)))
+    ((yaml, overrides),) = runs(root, tmp_path / "run", 8)
+    job = server.run(num_ranks, [(yaml, [*overrides, "loggers.utilisation_interval=1000"])])
+    assert set(job.codes) == {2}, job.output[-3000:]
+    lines = (tmp_path / "run" / "bad_pictures.jsonl").read_text().splitlines()
+    assert len({json.loads(line)["index"] for line in lines}) >= 11
+
+
+class Forbidding(BaseHTTPRequestHandler):
+    """Answers as S3 does to who may read but not list: 403 for `withdrawn.json`, 404 for the rest."""
+
+    def do_HEAD(self) -> None:
+        self.send_response(403 if self.path.endswith("withdrawn.json") else 404)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_marks_that_may_not_be_read_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Forbidding) as http:
+        thread = threading.Thread(target=http.serve_forever)
+        thread.start()
+        store = Store(endpoint_url=f"http://127.0.0.1:{http.server_port}")
+        location = StreamLocation(name="a", remote="s3://bucket/data/train/a", local=str(tmp_path), store=store)
+        try:
+            assert find_manifest(location.source, store) is None
+            with pytest.raises(DataError, match="s3:ListBucket"):
+                find_substitutes(location, 20)
+        finally:
+            http.shutdown()
+            thread.join()

@@ -17,6 +17,8 @@ from diffusion.checkpointing.reading import read_all
 from diffusion.checkpointing.rollbacks import read_pending, read_record
 from diffusion.config.operations import GuardConfig
 from diffusion.operations.beats import Phase, read_beats
+from diffusion.randomness import sample_address
+from tests.test_failures import latents
 
 COMMON = ["samples.prompts=[]", "data.global_batch_size=8", "trainer.save_interval=2ba"]
 
@@ -64,7 +66,9 @@ def are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -
 def test_a_spike_is_noticed_in_the_same_step_by_a_run_that_was_continued(tmp_path):
     def at(step: int, loss: float) -> State:
         timestamp = SimpleNamespace(batch=SimpleNamespace(value=step + 1))
-        return cast("State", SimpleNamespace(timestamp=timestamp, total_loss_dict={TRAIN_LOSS: loss}))
+        return cast(
+            "State", SimpleNamespace(timestamp=timestamp, total_loss_dict={TRAIN_LOSS: loss}, train_dataloader=None)
+        )
 
     guard = GuardConfig(spike_factor=3.0, spike_window=3)
     whole, continued, logger = LossGuard(guard, tmp_path), LossGuard(guard, tmp_path), cast("Logger", None)
@@ -120,3 +124,20 @@ def test_a_nan_that_comes_again_ends_the_run_until_its_steps_are_skipped_on_any_
     assert are_equal(weights(one, 4), weights(one, 6)), "a skipped step has changed the weights"
     assert not are_equal(weights(one, 6), weights(one, 8))
     assert are_equal(weights(one, 8), weights(anew, 8))
+
+
+@pytest.mark.world_size(2)
+def test_the_samples_of_a_wrong_loss_are_named(server, shapes, tmp_path):
+    batches = f"{{path: tests.toys.RecordBatches, arguments: {{folder: {tmp_path}/seen}}}}"
+    wrong = "{path: tests.operations.test_loss_guard.PoisonAt, arguments: {step: 3}}"
+    options = [f"plugins.callbacks=[{batches}, {wrong}]", "trainer.max_duration=8ba"]
+    job = server.run(2, [latents(shapes, shapes / "latents-32", tmp_path / "run", *options)])
+    assert set(job.codes) == {75}, job.output
+    rows = [json.loads(line) for line in (tmp_path / "run" / "wrong_losses.jsonl").read_text().splitlines()]
+    streams = {"32-64": 0, "64-up": 1}
+    named = sorted(int(sample_address(streams[row["stream"]], row["index"])) for row in rows)
+    lines = [line.split() for rank in range(2) for line in (tmp_path / "seen" / f"rank-{rank}.txt").open()]
+    assert named == sorted(int(number) for step, *numbers in lines if step == "3" for number in numbers)
+    assert {row["step"] for row in rows} == {3}
+    assert all((shapes / "latents-32" / "train" / row["stream"] / row["shard"]).is_file() for row in rows)
+    assert "64-up/shard.00000.mds" in job.output
