@@ -85,16 +85,24 @@ def test_killed_and_continued_by_other_workers(server, sources, partition_size, 
     assert tree(out) == undisturbed
 
 
-def test_workers_end_with_the_preparation_that_is_killed(sources, tmp_path):
-    """What reads the output of a killed one gets its end at once."""
-    out = tmp_path / "out"
-    command = [sys.executable, "scripts/prepare.py", *sources, str(out), "--edges", "16", "--partition-size", "1"]
-    options = ["--workers", "2", "--quiet", "--no-report"]
-    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen([*command, *options], cwd=ROOT, env=environment(), **pipe) as parent:
+def work_long(mark: Path) -> None:
+    mark.touch()
+    time.sleep(120)
+
+
+def test_workers_end_with_the_preparation_that_is_killed(tmp_path):
+    """In the middle of their work: what reads the output of a killed one gets its end soon."""
+    program = (
+        "import sys; from pathlib import Path; from diffusion.preparation.partitions.engine import Workers, started\n"
+        "from tests.preparation.test_killed import work_long\n"
+        "with started(Workers(number=2)) as run: list(run(work_long, [Path(mark) for mark in sys.argv[1:]]))"
+    )
+    marks = [tmp_path / "one", tmp_path / "two"]
+    command = [sys.executable, "-c", program, *map(str, marks)]
+    with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
-        while not num_finished(out):
-            assert parent.poll() is None, parent.stdout.read()
+        while not all(mark.exists() for mark in marks):
+            assert parent.poll() is None
             time.sleep(0.02)
         parent.kill()
         began = time.monotonic()
