@@ -1,7 +1,6 @@
 """Which rows there are: the plan for the first 40 minutes on a GPU, and the parts of `scripts/benchmark.py`."""
 
 import contextlib
-import dataclasses
 import functools
 import os
 import platform
@@ -23,17 +22,10 @@ from diffusion.benchmarks.rows import Row
 from diffusion.benchmarks.saving import measure_saving
 from diffusion.benchmarks.step_runs import free_memory
 from diffusion.config.model import Architecture
-from diffusion.config.performance import PerformanceConfig
-
-OPTIONS = {field.name for field in dataclasses.fields(PerformanceConfig)}
 
 STOCK = [
     "model.low_precision_norms=false",
-    *(
-        f"performance.{name}=false"
-        for name in ("channels_last", "fused_norms", "fused_projections", "cudnn_benchmark")
-        if name in OPTIONS
-    ),
+    *(f"performance.{name}=false" for name in ("channels_last", "fused_norms", "fused_projections", "cudnn_benchmark")),
     "performance.compilation=none",
 ]
 """The U-Net as diffusers builds it."""
@@ -43,9 +35,9 @@ LADDER: dict[str, tuple[list[str], bool]] = {
     "+ cuDNN's benchmark": (["performance.cudnn_benchmark=true"], True),
     "+ low-precision norms": (["model.low_precision_norms=true"], False),
     "+ channels last": (["performance.channels_last=true"], False),
-    "+ fused norms": (["performance.fused_norms=true"], True),
     "+ fused projections": (["performance.fused_projections=true"], False),
     "+ compiled blocks": (["performance.compilation=blocks"], True),
+    "+ fused norms": (["performance.fused_norms=true"], True),
     "+ compiled as a whole": (["performance.compilation=unet"], True),
 }
 """Each with those before it: overrides, and whether they are for GPUs only."""
@@ -140,14 +132,12 @@ class Benchmark:
     def _small(self) -> list[Row]:
         side, _ = self._resolutions()
         rows = [self.trainer(side, number // self.scale) for number in (128, 16, 64, 256)]
-        kinds: dict[str, list[str]] = {}
-        if "fused_norms" in OPTIONS:
-            kinds["norms not fused"] = ["performance.fused_norms=false"]
+        kinds = {"norms not fused": ["performance.fused_norms=false"]}
         if self.is_gpu:
             kinds |= {f"{name} attention": [f"performance.attention={name}"] for name in ("flash", "cudnn")}
         for name, options in kinds.items():
             rows.append(self.trainer(side, 128 // self.scale, name, options))
-        if self.is_gpu and "cuda_graphs" in OPTIONS:
+        if self.is_gpu:
             ddp = "trainer.parallelism=ddp"
             rows.append(self.trainer(side, 16, "ddp", [ddp]))
             rows.append(self.trainer(side, 16, "ddp, CUDA graphs", [ddp, "performance.cuda_graphs=true"]))

@@ -17,7 +17,7 @@ from diffusion.config.training import Device
 from diffusion.datasets.batch import BatchKey, num_samples, split_batch
 from diffusion.models import fast, latent_diffusion, objectives
 from diffusion.models.build import build_model
-from diffusion.models.fast.compilation import is_block
+from diffusion.models.fast.compilation import find_blocks
 from diffusion.trainer import HostTrainer
 from tests.tools.launches import LaunchCounter, pinned_memory
 
@@ -44,11 +44,13 @@ class Block(torch.autograd.Function):
 def stand_in(block: nn.Module) -> None:
     plain = block.forward
 
-    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
-            shape = plain(x, *args, **kwargs).shape
+            result = plain(x, *args, **kwargs)
+        is_tuple = isinstance(result, tuple)
         others = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        return Block.apply(shape, x, *others, *block.parameters())
+        output = Block.apply((result[0] if is_tuple else result).shape, x, *others, *block.parameters())
+        return (output,) if is_tuple else output
 
     block.forward = forward
 
@@ -76,7 +78,7 @@ def count_second_microbatch(monkeypatch, architecture=Architecture.tiny, **optio
     model.to("meta")
     for network in (model.unet, model.text_encoder):  # As FSDP2 and `lower_precision` have their weights.
         network.to(torch.bfloat16)
-    for block in [module for module in model.unet.modules() if is_block(module)]:
+    for block in find_blocks(model.unet):
         stand_in(block)
     batch = make_batch(model, 4, **options)
     state: Any = SimpleNamespace(model=model, auto_microbatching=False, train_metrics=None, precision_config=None)
