@@ -21,9 +21,6 @@ DAMAGED = "damaged.json"
 """File of an encoded data set: for each `<split>/<bucket>` the numbers of the samples whose pictures could not be
 decoded, ascending. Their latents are zeros, which keep the place; training puts other samples in their stead."""
 
-EMPTY_EMBEDDING = "empty_embedding.npy"
-"""File of an encoded data set with text embeddings: that of the empty caption, float16 [L, D]."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedManifest:

@@ -13,11 +13,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from diffusion.datasets.encoded import EncodedManifest
 from diffusion.errors import ConfigurationError
-from diffusion.preparation.encoding.models import Encoder, EncodingModels
+from diffusion.preparation.encoding.models import EncodingModels
 from diffusion.preparation.encoding.output import OutputState, look_at
 from diffusion.preparation.encoding.pictures import Item
 from diffusion.preparation.encoding.plan import Output, plan_outputs, shard_identity
@@ -123,7 +122,7 @@ def encode(
             counters = shared_counters(work.name)
             shown = progress and rank() == 0
             agree(lambda: encode_items(work, models, counters, progress=shown, **options))
-        on_first_rank(lambda: _finish(prepared, states, models, device if ray is None else "cpu", precision))
+        on_first_rank(lambda: _finish(prepared, states))
     return [state.output.manifest for state in states]
 
 
@@ -163,11 +162,8 @@ def _withdrawn_keys(outputs: Sequence[Output]) -> frozenset[str]:
     return frozenset().union(*(read_keys(file) for file in files if file.is_file()))
 
 
-def _finish(prepared: Path, states: list[OutputState], models: EncodingModels, device: str, precision: str) -> None:
+def _finish(prepared: Path, states: list[OutputState]) -> None:
     """Finish the data sets."""
-    empty = None
-    if models.text_encoder is not None:
-        empty = Encoder(models, device, precision).embed(torch.tensor([models.empty_ids]))[0].numpy()
     withdrawn = read_marks(prepared)
     for state in states:
-        state.finish(withdrawn, empty)
+        state.finish(withdrawn)

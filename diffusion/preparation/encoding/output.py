@@ -10,10 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from diffusion.datasets.encoded import DAMAGED, EMPTY_EMBEDDING, EncodedManifest
+from diffusion.datasets.encoded import DAMAGED, EncodedManifest
 from diffusion.datasets.manifest import MANIFEST, read_json, sync, write_json_atomically
 from diffusion.datasets.mds import INDEX, PARTIAL, read_shards, write_index
 from diffusion.errors import ConfigurationError, DataError
@@ -106,12 +103,11 @@ class OutputState:
         """Count the damaged pictures of the shards that an unfinished run left."""
         return sum(len(Mark.read(path).damaged) for path in (self._work / MARK_FOLDER).glob("*.json"))
 
-    def finish(self, withdrawn: dict[str, list[int]], empty_embedding: NDArray[np.float16] | None) -> None:
+    def finish(self, withdrawn: dict[str, list[int]]) -> None:
         """Write the indexes, what is marked, and the manifest last.
 
         Args:
             withdrawn: Numbers of the withdrawn samples of the prepared data, by place.
-            empty_embedding: Text embedding of the empty caption; None where none are stored.
 
         Raises:
             DataError: The number of samples is not that of the prepared data.
@@ -133,11 +129,6 @@ class OutputState:
                 hidden.setdefault(name, set()).update(i for i in withdrawn.get(name, []) if i < place.num_samples)
             _write_numbers(folder / DAMAGED, damaged)
             _write_numbers(folder / MARKS, hidden)
-            if empty_embedding is not None and not (folder / EMPTY_EMBEDDING).exists():
-                partial = self._work / EMPTY_EMBEDDING
-                np.save(partial, empty_embedding)
-                sync(partial)
-                partial.rename(folder / EMPTY_EMBEDDING)
             if not (folder / SHARDS).is_file() or read_json(folder / SHARDS) != shards:
                 write_json_atomically(folder / SHARDS, shards)
             if not (folder / MANIFEST).is_file() or read_json(folder / MANIFEST) != manifest.to_json():
