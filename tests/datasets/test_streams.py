@@ -114,12 +114,13 @@ def test_an_undecodable_picture_is_replaced_by_the_next_of_its_stream(
 
 
 def test_too_many_undecodable_pictures_end_the_run(tmp_path: Path) -> None:
-    root = write_prepared(tmp_path, {"b": 20}, bad=(3,))
+    root = write_prepared(tmp_path, {"b": 30}, bad=tuple(range(0, 22, 2)))
     dataset = open_data(root, "b")
-    for _ in range(MAX_BAD_PICTURES):
-        assert dataset[3][BatchKey.SAMPLE] == 3
-    with pytest.raises(DataError, match=r"11 of 11 pictures cannot be decoded .* key 'b/3'.*scripts/prepare"):
-        dataset[3]
+    for _ in range(2):  # Each counts once.
+        for number in range(MAX_BAD_PICTURES):
+            assert dataset[2 * number][BatchKey.SAMPLE] == 2 * number
+    with pytest.raises(DataError, match="key 'b/20'"):
+        dataset[20]
 
 
 def test_a_stream_without_any_decodable_picture(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ captioner:
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,7 +55,10 @@ class ImageToText:
             )
         dtype = choose_dtype(precision)
         self.device = choose_device(device)
-        path = check_model_folder(folder, "folder", "an image-to-text model", "preprocessor_config.json")
+        # transformers 5 writes one file for the whole processor.
+        whole = "processor_config.json"
+        processor = whole if Path(folder, whole).is_file() else "preprocessor_config.json"
+        path = check_model_folder(folder, "folder", "an image-to-text model", processor)
         self._processor: Any = AutoProcessor.from_pretrained(path, local_files_only=True)
         model: Any = AutoModelForImageTextToText.from_pretrained(
             path, local_files_only=True, use_safetensors=True, dtype=dtype
