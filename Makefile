@@ -4,37 +4,45 @@ STACK ?=
 ifeq ($(STACK),next)
 PYTHON ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12) python3.12)
 VENV := .venv-next
-OVERRIDES := overrides-next.txt
+LOCK := requirements-next.txt
 else
 PYTHON ?= python3.11
 VENV := .venv
+LOCK := requirements.txt
 endif
 BIN := $(VENV)/bin
-PINS := $(shell cat setup.py $(OVERRIDES) | cksum | cut -d' ' -f1)
+PINS := $(shell cksum < $(LOCK) | cut -d' ' -f1)
 INSTALLED := $(VENV)/installed-$(PINS)
 DATA ?=
 TESTS ?= tests
 JOBS ?= 2
 DEMO ?=
 OTHER ?=
+UPGRADE ?=
+COMPILE := $(BIN)/uv pip compile setup.py --quiet --all-extras --no-annotate --no-header --no-emit-index-url $(UPGRADE)
 
 # Without bytecode each start compiles 5,000 modules again, which takes longer than all else about it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-next lint format docs clean help
+.PHONY: install lock demo test test-next lint format docs clean help
 
 help:              ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/ -/'
 
-install: $(INSTALLED)  ## make .venv with the pinned dependencies and this package (editable)
+install: $(INSTALLED)  ## make .venv with the locked dependencies and this package (editable)
 
 $(INSTALLED):
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python $(OVERRIDES:%=--override %) -e '.[dev]'
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -r $(LOCK)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -e .
 	$(BIN)/python -W ignore -c 'import diffusion.train'
 	rm -f $(VENV)/installed-*
 	touch $(INSTALLED)
+
+lock: install      ## pin what setup.py asks for, with all extras, for both stacks; UPGRADE=--upgrade: the newest that fits
+	$(COMPILE) --python-version 3.11 --output-file requirements.txt
+	$(COMPILE) --python-version 3.12 --override overrides-next.txt --output-file requirements-next.txt
 
 demo: install      ## from drawn shapes to a trained model, images and a report; DEMO="--quick" for a short one
 	$(BIN)/python scripts/shapes_demo.py $(DEMO)
