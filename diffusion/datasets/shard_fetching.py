@@ -207,9 +207,8 @@ class FetchingDataset(StreamingDataset):
         part = self._work(it).part(start)
         if self._work(it).is_first_look(start):
             cached = [(shard_id, num) for shard_id, num in part.shards.items() if self._remote(shard_id) is not None]
-            hits = sum(
-                num for shard_id, num in cached if self._shard_states[shard_id] in (_ShardState.LOCAL, UNCHECKED)
-            )
+            # A shard that is hashed just now counts: its state is that of one on its way, but its file is there.
+            hits = sum(num for shard_id, num in cached if os.access(self._paths[shard_id], os.F_OK))
             self.meter.add(TierCounts(samples=sum(num for _, num in cached), hits=hits))
         return part
 

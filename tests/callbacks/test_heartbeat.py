@@ -6,6 +6,7 @@ from composer import Event
 
 from diffusion.callbacks.heartbeat import Heartbeat
 from diffusion.operations.beats import Phase, read_beats
+from diffusion.operations.lease import leased
 
 
 def test_compilation_within_a_step_is_a_phase_of_its_own(tmp_path):
@@ -22,7 +23,7 @@ def test_compilation_within_a_step_is_a_phase_of_its_own(tmp_path):
     state: Any = SimpleNamespace(timestamp=SimpleNamespace(batch=SimpleNamespace(value=3)))
     logger: Any = None
     torch._dynamo.reset()
-    with Heartbeat(tmp_path) as heartbeat:
+    with leased(tmp_path) as lease, Heartbeat(tmp_path, lease) as heartbeat:
         run = torch.compile(lambda x: x + 1, backend=look, dynamic=False)
         heartbeat.run_event(Event.AFTER_DATALOADER, state, logger)
         for size in (1, 2, 3, 3):

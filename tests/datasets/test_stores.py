@@ -111,7 +111,7 @@ def test_several_stores_in_one_run(tmp_path, original, remote, expected, monkeyp
 
         for name, a in (("s3", f"{remote}/a"), ("disk", str(original / "a"))):
             assert read(open_loader(tmp_path / name, streams=streams("other", a))) == expected
-        with pytest.raises(DataError, match=r"s3://elsewhere/b/index.json cannot be fetched: PermissionError"):
+        with pytest.raises(DataError, match=r"s3://elsewhere/.*s3:GetObject"):
             open_loader(tmp_path / "refused", streams=streams("wrong", f"{remote}/a"))
     finally:
         other.kill()

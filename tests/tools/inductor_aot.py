@@ -25,6 +25,7 @@ from torch._inductor.ir import IRNode
 from torch._inductor.runtime import triton_helpers
 from torch._inductor.runtime.hints import DeviceProperties
 from torch.utils._pytree import tree_map_only
+from torch.utils._triton import has_triton
 
 from tests.tools.triton_aot import Kernel, measure, triton_driver
 
@@ -156,6 +157,7 @@ def _gpu(arch: int) -> Iterator[None]:
         stack.enter_context(triton_driver(arch))
         for target, name, value in replacements:
             stack.enter_context(mock.patch.object(target, name, value))
-        stack.callback(DeviceProperties.create.cache_clear)  # Entered last: cleared first.
-        DeviceProperties.create.cache_clear()
+        for cached in (DeviceProperties.create, has_triton):  # Of the GPU that is there, or is not.
+            stack.callback(cached.cache_clear)  # Entered last: cleared first.
+            cached.cache_clear()
         yield

@@ -38,4 +38,4 @@ def test_synchronisations_are_counted_where_they_are_called(tmp_path):
     assert found["num_warnings"] == 3
     [(place, number)] = found["places"].items()
     assert number == 3
-    assert "benchmarks/test_plan.py" in place
+    assert "benchmarks/test_benchmark_plan.py" in place
