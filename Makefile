@@ -18,6 +18,7 @@ TESTS ?= tests
 JOBS ?= 2
 DEMO ?=
 OTHER ?=
+THOROUGH ?=
 UPGRADE ?=
 COMPILE := $(BIN)/uv pip compile setup.py --quiet --all-extras --no-annotate --no-header --no-emit-index-url $(UPGRADE)
 
@@ -47,9 +48,9 @@ lock: install      ## pin what setup.py asks for, with all extras, for both stac
 demo: install      ## from drawn shapes to a trained model, images and a report; DEMO="--quick" for a short one
 	$(BIN)/python scripts/shapes_demo.py $(DEMO)
 
-test: install      ## run the tests, JOBS at a time; DATA=FOLDER adds those on real pictures, TESTS=PATH chooses some
+test: install      ## run the tests, JOBS at a time; DATA=FOLDER adds those on real images, THOROUGH=1 long ones, TESTS=PATH chooses some
 	$(BIN)/python -m pytest $(TESTS) -n $(JOBS) --dist loadfile --no-loadscope-reorder $(if $(DATA),--data $(DATA)) \
-	  $(if $(OTHER),--other-python $(abspath $(OTHER)))
+	  $(if $(OTHER),--other-python $(abspath $(OTHER))) $(if $(THOROUGH),--thorough)
 
 test-next: install ## the same on the newest stack; what one stack writes, the other reads, too
 	$(MAKE) test STACK=next OTHER=$(BIN)/python

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import nn
 
 from diffusion.config.model import Architecture, ModelConfig
@@ -52,8 +53,10 @@ def lower(module: nn.Module, inputs: dict[str, torch.Tensor], dtype: torch.dtype
     module.to_empty(device="cpu").train()
     inputs = {name: value.to(dtype).requires_grad_(name != "encoder_hidden_states") for name, value in inputs.items()}
     with lowering_for_gpu() as graphs, torch.autocast("cpu", dtype):
-        output = module(**inputs)
-        output = output if isinstance(output, torch.Tensor) else output.sample
+        if isinstance(module, Transformer2DModel):
+            (output,) = module(**inputs, return_dict=False)
+        else:
+            output = module(**inputs)
         output.backward(torch.empty_like(output))
     return graphs
 
