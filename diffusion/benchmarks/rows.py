@@ -159,7 +159,7 @@ def _work(build: Callable[[], tuple[list[Row], dict[str, Any]]], path: Path, dea
 
 
 def _attempt(row: Row, machine: dict[str, Any], path: Path) -> None:
-    """Measure a row and write what came of it; an exception of the row ends the process afterwards."""
+    """Measure a row and write its result; an exception of the row ends the process afterwards."""
     append(path, {"name": row.name, "started": _now()})
     signal.alarm(max(MIN_TIMEOUT, int(3 * row.seconds)))
     try:

@@ -41,7 +41,7 @@ _NUM_STEPS = 50
 class Heartbeat(Callback):
     """Tell in a small file what this rank does; as a context, from the start of a run to its end.
 
-    A sign of life is one write of 2 KiB, without waiting for the disk. A thread waits for it, since other hosts see the
+    A heartbeat is one write of 2 KiB, without waiting for the disk. A thread waits for it, since other hosts see the
     file of a shared file system then; it renews the lease of the run, and ends the process when another start has
     taken it. Within the context, `STACKS_SIGNAL` makes the process write the stack traces of all of its threads,
     whatever it does, to a file beside it. It comes before other callbacks, whose work then belongs to the phase that
@@ -148,7 +148,7 @@ class Heartbeat(Callback):
                 log.critical("%s", error)
                 os._exit(launch.USER_ERROR_EXIT_CODE)
             except OSError as error:
-                log.warning("the sign of life in %s does not reach the disk: %s", self.folder, error.strerror)
+                log.warning("the heartbeat in %s does not reach the disk: %s", self.folder, error.strerror)
 
     def _tell(
         self, phase: Phase, *, code: int | None = None, error: str | None = None, is_lasting: bool = False

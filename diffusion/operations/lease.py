@@ -25,7 +25,7 @@ from diffusion.ranks import agree, has_process_group, rank
 log = logging.getLogger(__name__)
 
 LEASE = "lease.json"
-"""In the run folder while a start of the run is at work."""
+"""In the run folder while a start of the run is active."""
 
 RENEWAL_SECONDS = 10.0
 """Between two renewals."""
@@ -120,7 +120,7 @@ def leased(folder: Path) -> Iterator[Lease]:
     The lease of a process of this host that is dead is taken over at once; another one when it has run out.
 
     Raises:
-        MachineError: another start of the run is at work, or the folder cannot be written.
+        MachineError: another start of the run is active, or the folder cannot be written.
     """
     path, descriptor = folder / LEASE, None
     holders = [Holder(host=_HOST, namespace=_NAMESPACE, pid=os.getpid(), time=time.time(), token=secrets.token_hex(8))]
@@ -160,7 +160,7 @@ def _take(path: Path, own: Holder) -> int:
                 raise _at_work(path, holder)
             seen, since = content, time.monotonic()
             if holder is not None:
-                what = "process %d on %s had %s: waiting for up to %.0f s to see whether it is still at work"
+                what = "process %d on %s had %s: waiting for up to %.0f s for a sign that it is still running"
                 log.warning(what, holder.pid, holder.host, path, LEASE_SECONDS)
         if time.monotonic() - since > LEASE_SECONDS:
             if is_here and holder is not None:
@@ -173,7 +173,7 @@ def _take(path: Path, own: Holder) -> int:
 def _at_work(path: Path, holder: Holder) -> MachineError:
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.time))
     return MachineError(
-        f"the run {path.parent} is at work already: process {holder.pid} on {holder.host}, since {began}. End that one "
+        f"the run {path.parent} is running already: process {holder.pid} on {holder.host}, since {began}. End that one "
         "(SIGTERM saves it) or wait for its end; or set another run_name or output_folder"
     )
 
