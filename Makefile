@@ -35,8 +35,7 @@ install: $(INSTALLED)  ## make .venv with the locked dependencies and this packa
 $(INSTALLED):
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python -r $(LOCK)
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -e .
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -r $(LOCK) -e .
 	$(BIN)/python -W ignore -c 'import diffusion.train'
 	rm -f $(VENV)/installed-*
 	touch $(INSTALLED)
