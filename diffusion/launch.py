@@ -8,6 +8,7 @@ the signal came.
 
 import argparse
 import atexit
+import ctypes
 import logging
 import os
 import signal
@@ -206,6 +207,9 @@ def end_with_parent(number: int, parent: int | None = None) -> None:
         parent: process ID of the parent; None is the present one, which may have changed since this one was started.
     """
     expected = os.getppid() if parent is None else parent
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h.
+        ctypes.CDLL(None).prctl(set_parent_death_signal, 0)  # torch.multiprocessing sets SIGINT, which saves nothing.
 
     def watch() -> None:
         pause = threading.Event()
