@@ -83,6 +83,9 @@ def use(page: gradio.Blocks, run: Path) -> None:
         tab.open(page.local_url, until="document.querySelector('#generate')")
         for selector, text in FIELDS.items():
             fill(tab, selector, text)
+        for selector, text in FIELDS.items():  # A page that is still being built forgets what is typed.
+            if tab.value(f"document.querySelector({json.dumps(selector)}).value") != text:
+                fill(tab, selector, text)
         tab.click("#generate")
         tab.wait("document.querySelector('#grid-raw img') && document.querySelector('#grid-ema img')")
         raw, ema = shown(tab, "raw"), shown(tab, "ema")
