@@ -45,7 +45,7 @@ lock: install      ## pin what setup.py asks for, with all extras, for both stac
 	$(COMPILE) --python-version 3.12 --override overrides-next.txt --output-file requirements-next.txt
 
 demo: install      ## from drawn shapes to a trained model, images and a report; DEMO="--quick" for a short one
-	$(BIN)/python scripts/shapes_demo.py $(DEMO)
+	$(BIN)/python -m demo $(DEMO)
 
 test: install      ## run the tests, JOBS at a time; DATA=FOLDER adds those on real images, THOROUGH=1 long ones, TESTS=PATH chooses some
 	$(BIN)/python -m pytest $(TESTS) -n $(JOBS) --dist loadfile --no-loadscope-reorder $(if $(DATA),--data $(DATA)) \

@@ -33,17 +33,23 @@ REQUIREMENTS = [
     "requests>=2.31",
     "fsspec>=2024.2",
     "psutil>=5.9",
+    "jinja2>=3.1",
+    "pandas>=2.2",
+    "scipy>=1.11",
     "nvidia-ml-py>=12.535",
 ]
 
 EXTRAS = {
     "ray": ["ray>=2.40,<3"],
     "huggingface": ["datasets>=4,<6"],
-    "evaluation": ["flask>=3.1,<4", "scipy>=1.11", "torch-fidelity>=0.4,<0.5", "waitress>=3,<4"],
+    "evaluation": ["choix>=0.4,<1", "flask>=3.1,<4", "krippendorff>=0.8,<1", "statsmodels>=0.14,<1", "torch-fidelity>=0.4,<0.5", "waitress>=3,<4"],
     "lora": ["peft>=0.17,<1"],
     "notebooks": ["ipykernel>=6", "nbclient>=0.10", "nbformat>=5"],
     "page": ["gradio>=6,<7"],
     "dev": [
+        "choix>=0.4,<1",
+        "krippendorff>=0.8,<1",
+        "statsmodels>=0.14,<1",
         "pytest>=8,<9",
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.6,<4",
@@ -59,7 +65,6 @@ EXTRAS = {
         "nbclient>=0.10",
         "nbformat>=5",
         "peft>=0.17,<1",
-        "scipy>=1.11",
         "torch-fidelity>=0.4,<0.5",
         "waitress>=3,<4",
         "websockets>=11",

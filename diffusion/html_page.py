@@ -1,4 +1,4 @@
-"""One self-contained HTML page: pictures are embedded, nothing is fetched."""
+"""One self-contained HTML page: images are embedded, nothing is fetched."""
 
 import base64
 import html
@@ -83,31 +83,31 @@ class Page:
             f"<thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>"
         )
 
-    def picture(
-        self, picture: Image.Image | Path, caption: str, width: int | None = None, *, jpeg_quality: int | None = None
+    def image(
+        self, image: Image.Image | Path, caption: str, width: int | None = None, *, jpeg_quality: int | None = None
     ) -> None:
-        """Add a picture with a caption.
+        """Add an image with a caption.
 
         Args:
-            picture: in memory, or a PNG file.
+            image: in memory, or a PNG file.
             caption: below it.
             width: CSS pixels that it is shown at, at most the window's.
-            jpeg_quality: of a picture in memory that may lose a little, from 1 to 95; None keeps every pixel.
+            jpeg_quality: of an image in memory that may lose a little, from 1 to 95; None keeps every pixel.
         """
-        if isinstance(picture, Path):
-            self._figure(picture.read_bytes(), "png", caption, width)
+        if isinstance(image, Path):
+            self._figure(image.read_bytes(), "png", caption, width)
             return
         kind = "png" if jpeg_quality is None else "jpeg"
         buffer = io.BytesIO()
         options = {} if jpeg_quality is None else {"quality": jpeg_quality}
-        picture.save(buffer, format=kind, **options)
+        image.save(buffer, format=kind, **options)
         self._figure(buffer.getvalue(), kind, caption, width)
 
     def drawing(self, svg: bytes, caption: str, width: int | None = None) -> None:
         """Add a drawing, sharp at any size; on a phone it is wider than the window, and moved."""
         self._figure(svg, "svg+xml", caption, width, "drawing")
 
-    def _figure(self, content: bytes, kind: str, caption: str, width: int | None, style: str = "picture") -> None:
+    def _figure(self, content: bytes, kind: str, caption: str, width: int | None, style: str = "image") -> None:
         data = base64.b64encode(content).decode("ascii")
         size = f' width="{width}"' if width else ""
         self._parts.append(

@@ -28,7 +28,7 @@ class Licences:
     """Identifier of the Hugging Face hub, such as `apache-2.0`."""
 
     data: str = "unknown"
-    """Of the pictures and captions, in words."""
+    """Of the images and captions, in words."""
 
 
 def write_card(
@@ -68,9 +68,7 @@ def write_card(
 def _origin(config: Config, place: Path, weights: str) -> str:
     which = {"raw": "the training weights", "ema": "the average of the weights"}.get(weights, weights)
     steps = batch_of(place)
-    length = (
-        f"after {steps:,} steps of {config.data.global_batch_size} pictures" if steps >= 0 else f"from {place.name}"
-    )
+    length = f"after {steps:,} steps of {config.data.global_batch_size} images" if steps >= 0 else f"from {place.name}"
     begun = f", begun from `{config.init_from.checkpoint}`" if config.init_from is not None else ""
     objective = config.objective
     zero = " with zero-terminal SNR" if objective.zero_terminal_snr else ""
@@ -101,7 +99,7 @@ def _data(config: Config, prepared: Path | None) -> str:
     what = f"`{own.path}`" if own else f"`{data.remote or data.local}`: {', '.join(s.name for s in data.streams)}"
     lines = [f"## Data\n\n{what}\n"]
     if manifest := _manifest(config, prepared):
-        lines.append(f"\n{manifest.kept:,} of {manifest.seen:,} pictures were kept.\n\n| source | kind | pictures |\n")
+        lines.append(f"\n{manifest.kept:,} of {manifest.seen:,} images were kept.\n\n| source | kind | images |\n")
         lines.append("|---|---|---:|\n")
         lines += [f"| {source.name} | {source.kind} | {source.kept:,} |\n" for source in manifest.sources]
     return "".join(lines)

@@ -1,4 +1,4 @@
-"""Where a run's numbers and pictures go, from the configuration."""
+"""Where a run's numbers and images go, from the configuration."""
 
 import hashlib
 from pathlib import Path

@@ -35,8 +35,6 @@ from diffusion.config.secrets import to_public_yaml
 from diffusion.config.training import Decay, Device, Parallelism, Precision
 from diffusion.datasets.streams import TextImageDataset
 from diffusion.errors import ConfigurationError, MachineError, naming
-from diffusion.health.device import computes_bf16
-from diffusion.health.startup import check_caches, check_machines
 from diffusion.launch import PreemptedError
 from diffusion.loading import open_initial
 from diffusion.models import fast
@@ -48,6 +46,8 @@ from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.layout import is_pipeline
 from diffusion.models.lora import add_lora
 from diffusion.operations.beats import beats_folder
+from diffusion.operations.checks.device import computes_bf16
+from diffusion.operations.checks.startup import check_caches, check_machines
 from diffusion.operations.costs import BudgetSpentError
 from diffusion.operations.lease import leased
 from diffusion.plugins import build_plugin, check_plugins

@@ -6,11 +6,10 @@ from composer import Callback
 from composer.callbacks import LRMonitor, MemoryMonitor, RuntimeEstimator
 from composer.models import ComposerModel
 
-from diffusion.algorithms.snapshots import build_averages
 from diffusion.callbacks.accumulation import AccumulateLocally
 from diffusion.callbacks.addresses import DataPosition, StepAddress
 from diffusion.callbacks.autoencoder import SaveAutoencoder
-from diffusion.callbacks.bad_pictures import ReportBadPictures
+from diffusion.callbacks.bad_images import ReportBadImages
 from diffusion.callbacks.clipping import ClipGradients
 from diffusion.callbacks.collective_timeout import CollectiveTimeout
 from diffusion.callbacks.cost_meter import CostMeter
@@ -31,13 +30,14 @@ from diffusion.config.schema import Config
 from diffusion.config.secrets import to_public_yaml
 from diffusion.config.training import Device, Parallelism
 from diffusion.datasets.streams import TextImageDataset
-from diffusion.health.readings import num_cores
-from diffusion.health.waiting import LoaderSettings
+from diffusion.ema.snapshots import build_averages
 from diffusion.models import fast
 from diffusion.models.autoencoder import AutoencoderTraining
 from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.operations.checks.readings import num_cores
+from diffusion.operations.checks.waiting import LoaderSettings
 from diffusion.plugins import build_plugin
-from diffusion.train_data import statistics_pictures
+from diffusion.train_data import statistics_images
 from diffusion.trainer import HostSpeedMonitor
 
 
@@ -71,8 +71,8 @@ def build_callbacks(config: Config, model: ComposerModel, places: CheckpointPlac
             callbacks.append(StreamLosses(model, names, config.loggers.stream_loss_interval))
         callbacks.append(SampleGrids(model, config.samples, folder / "samples", ema))
     if isinstance(model, AutoencoderTraining):
-        callbacks.append(SaveAutoencoder(model, statistics_pictures(config), folder, ema))
-    callbacks.append(ReportBadPictures(folder, config.loggers.utilisation_interval))
+        callbacks.append(SaveAutoencoder(model, statistics_images(config), folder, ema))
+    callbacks.append(ReportBadImages(folder, config.loggers.utilisation_interval))
     plugins = config.plugins.callbacks
     callbacks += [build_plugin(plugin, f"plugins.callbacks.{i}", Callback) for i, plugin in enumerate(plugins)]
     saver = _build_saver(config, places)

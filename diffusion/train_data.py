@@ -12,7 +12,7 @@ from composer.utils import dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from diffusion.config.data import PictureSize, Representation, Shuffling, picture_sizes
+from diffusion.config.data import ImageSize, Representation, Shuffling, image_sizes
 from diffusion.config.model import Posterior
 from diffusion.config.schema import Config
 from diffusion.datasets.batch import BatchKey, num_samples, split_batch
@@ -32,8 +32,8 @@ from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.tokenizers import build_tokenizer, tokenize
 from diffusion.plugins import build_plugin
 
-NUM_STATISTICS_PICTURES = 2048
-"""Pictures of the training set over which a VAE's latent statistics are measured."""
+NUM_STATISTICS_IMAGES = 2048
+"""Images of the training set over which a VAE's latent statistics are measured."""
 
 
 @runtime_checkable
@@ -87,7 +87,7 @@ def _reads_encoded(config: Config) -> bool:
     return config.data.representation == Representation.latents and config.plugins.train_dataset is None
 
 
-def _encoded_streams(config: Config) -> Iterator[tuple[StreamLocation, PictureSize, EncodedManifest]]:
+def _encoded_streams(config: Config) -> Iterator[tuple[StreamLocation, ImageSize, EncodedManifest]]:
     """Streams of latents, for training and held out, with their sizes and manifests.
 
     Raises:
@@ -100,7 +100,7 @@ def _encoded_streams(config: Config) -> Iterator[tuple[StreamLocation, PictureSi
         streams = held_out_streams(config.validation, config.data)
         roots.append((config.validation.remote, config.validation.local, streams))
     for remote, local, streams in roots:
-        sizes = picture_sizes(streams, config.data.resolution)
+        sizes = image_sizes(streams, config.data.resolution)
         for location, size in zip(locate_streams(remote, local, streams), sizes, strict=True):
             manifest = read_encoded_manifest(location.source, location.store)
             if manifest is None:
@@ -164,15 +164,15 @@ def build_evaluator(config: Config, model: ComposerModel) -> Evaluator | None:
     )
 
 
-def statistics_pictures(config: Config) -> Iterator[Tensor]:
-    """This rank's share of the first pictures of the training set, each picture on one rank only."""
+def statistics_images(config: Config) -> Iterator[Tensor]:
+    """This rank's share of the first images of the training set, each image on one rank only."""
     from diffusion.config.data import ValidationConfig
 
     everything = ValidationConfig(
         remote=config.data.remote,
         local=config.data.local,
         streams=config.data.streams,
-        num_samples=NUM_STATISTICS_PICTURES,
+        num_samples=NUM_STATISTICS_IMAGES,
     )
     dataset = validation_dataset(everything, config.data, tokenize=_tokenize(config))
     indices = range(dist.get_global_rank(), len(dataset), dist.get_world_size())

@@ -20,7 +20,7 @@ from diffusion.ranks import agree, local_world_size, rank
 
 if TYPE_CHECKING:
     from diffusion.config.data import DataConfig
-    from diffusion.health.verdicts import Verdict
+    from diffusion.operations.checks.verdicts import Verdict
 
 
 def doctor(arguments: Sequence[str]) -> None:
@@ -40,9 +40,9 @@ def doctor(arguments: Sequence[str]) -> None:
     options = parser.parse_intermixed_args(list(arguments))
     config = load_config(options.config, options.overrides)
 
-    from diffusion.health.doctor import diagnose
-    from diffusion.health.node_measures import NoAnswerError
-    from diffusion.health.verdicts import Level, Verdict, format_table, to_json
+    from diffusion.operations.checks.doctor import diagnose
+    from diffusion.operations.checks.node_measures import NoAnswerError
+    from diffusion.operations.checks.verdicts import Level, Verdict, format_table, to_json
 
     silent = None
     try:
@@ -67,9 +67,9 @@ def doctor(arguments: Sequence[str]) -> None:
 
 def write_hosts(file: Path, data: "DataConfig", num_nodes: int | None, verdicts: "Sequence[Verdict]") -> None:
     """Write the hosts that are to train, on one line, and say which are left out."""
-    from diffusion.health.hosts import choose_hosts
-    from diffusion.health.node_measures import hosts_of_nodes
-    from diffusion.health.nodes import unfit_nodes
+    from diffusion.operations.checks.hosts import choose_hosts
+    from diffusion.operations.checks.node_measures import hosts_of_nodes
+    from diffusion.operations.checks.nodes import unfit_nodes
 
     hosts = hosts_of_nodes()
     names = [f"node {number}" for number in range(len(hosts))]

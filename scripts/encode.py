@@ -53,8 +53,8 @@ def parse() -> CommandParser:
                         "bytes per caption, 158 kB with stable_diffusion_2")  # fmt: skip
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of the forward passes, and so "
                         "part of the data: bf16 gives what a run with trainer.precision=amp_bf16 computes from "
-                        "pictures, fp32 what one with fp32 does")  # fmt: skip
-    parser.add_argument("--batch-size", type=int, default=32, help="pictures per forward pass")
+                        "images, fp32 what one with fp32 does")  # fmt: skip
+    parser.add_argument("--batch-size", type=int, default=32, help="images per forward pass")
     parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda (each process its own) if there is one")
     parser.add_argument("--workers", type=int, help="decoding processes for each process that encodes; default: "
                         "one for each core it has, at most 4")  # fmt: skip

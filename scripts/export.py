@@ -24,7 +24,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--lora", action="store_true", help="LoRA alone, for load_lora_weights; default: merged")
     parser.add_argument("--license", default="unknown", help="of the model, as the Hugging Face hub calls it")
-    parser.add_argument("--data-license", default="unknown", help="of pictures and captions, in words")
+    parser.add_argument("--data-license", default="unknown", help="of images and captions, in words")
     parser.add_argument("--data", type=Path, help="prepared data, whose sources the model card lists")
     return parser.parse_args()
 

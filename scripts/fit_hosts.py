@@ -25,8 +25,8 @@ def fit_hosts(arguments: Sequence[str]) -> None:
     parser.add_argument("--ranks-per-host", type=positive, metavar="N", help="one for each GPU if left out")
     options = parser.parse_intermixed_args(list(arguments))
     config = load_config(options.config, options.overrides)
-    from diffusion.health.hosts import choose_fit_hosts, command_over_ssh, host_names, survey
-    from diffusion.health.verdicts import Level, format_table
+    from diffusion.operations.checks.hosts import choose_fit_hosts, command_over_ssh, host_names, survey
+    from diffusion.operations.checks.verdicts import Level, format_table
 
     hosts = host_names(options.hosts, f"'{options.hosts}'")
     patience = config.operations.supervision.check_patience

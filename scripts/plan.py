@@ -5,7 +5,7 @@
     python scripts/plan.py yamls/phase1.yaml --measured rows.jsonl --gpus 8 32 128 --price 3.5 --network-gb 100
 
 The YAMLs are runs that follow one another. A fleet is one of the published table, an object of a JSON list, or as many
-of the GPU that scripts/benchmark.py measured. Prints tables; --out writes plan.json and plan.png as well. Days do
+of the GPU that benchmarks/__main__.py measured. Prints tables; --out writes plan.json and plan.png as well. Days do
 not count failures; a column says what those add at the recommended interval between checkpoints.
 """
 
@@ -28,7 +28,7 @@ def build_parser() -> CommandParser:
     parser = CommandParser(prog="plan.py", description=description)
     parser.add_argument("configs", nargs="+", metavar="RUN.yaml", help="runs, and key.sub=value for all")
     parser.add_argument("--fleets", type=Path, metavar="FILE", help="JSON list of fleets; default: the published ones")
-    parser.add_argument("--measured", type=Path, metavar="FILE", help="rows.jsonl of scripts/benchmark.py for a GPU")
+    parser.add_argument("--measured", type=Path, metavar="FILE", help="rows.jsonl of benchmarks/__main__.py for a GPU")
     parser.add_argument("--gpus", type=int, nargs="+", default=[8, 16, 32, 64, 128], help="with --measured: of it")
     parser.add_argument("--price", type=float, help="with --measured: dollars per GPU-hour")
     parser.add_argument("--gpu-memory-gb", type=float, help="with --measured: memory of a GPU")

@@ -17,8 +17,8 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = CommandParser(description="Ask people which of two or more models they prefer, blind.")
     commands = parser.add_subparsers(dest="command", required=True)
-    serve = commands.add_parser("serve", help="show raters pairs of pictures on a web page and store their votes")
-    serve.add_argument("models", nargs="+", metavar="NAME=FOLDER", help="pictures as scripts/generate.py writes them")
+    serve = commands.add_parser("serve", help="show raters pairs of images on a web page and store their votes")
+    serve.add_argument("models", nargs="+", metavar="NAME=FOLDER", help="images as scripts/generate.py writes them")
     serve.add_argument("--prompts", type=Path, required=True, help=".txt, one a line; or .tsv with Prompt and Category")
     serve.add_argument(
         "--votes", type=Path, required=True, help="SQLite file on a local disk; continued if it is there"

@@ -1,9 +1,9 @@
-"""Write pictures and captions of many kinds of sources as one prepared data set.
+"""Write images and captions of many kinds of sources as one prepared data set.
 
     python scripts/prepare.py SOURCE [SOURCE ...] OUT --edges 256 512 768 1024 --validation-fraction 0.01 --seed 17
     python scripts/prepare.py --config yamls/prepare.yaml [key=value ...] [--dry-run]
 
-A SOURCE is a folder of pictures (captions in .txt files beside them, or metadata.jsonl or captions.csv in the folder),
+A SOURCE is a folder of images (captions in .txt files beside them, or metadata.jsonl or captions.csv in the folder),
 a tar or parquet file, a folder or quoted pattern of such files, or one of the other kinds of
 diffusion/preparation/sources/opening.py. OUT gets one MDS folder per split and bucket, and manifest.json, written
 last. Run again, it goes on where it was interrupted, adds what the sources hold in addition, and does nothing if that
@@ -28,7 +28,7 @@ from diffusion.preparation.prepare import prepare_from, preview_of
 from diffusion.tables import align
 
 NUM_DRY_RUN = 100
-"""Pictures of each source that a dry run looks at unless it is told otherwise."""
+"""Images of each source that a dry run looks at unless it is told otherwise."""
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -39,20 +39,20 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
                         "quoted patterns, and the folder to write; with --config: keys and values")  # fmt: skip
     parser.add_argument("--config", type=Path, default=None, metavar="YAML", help="read the settings from a file; the "
                         "options below that are settings are then given as key=value")  # fmt: skip
-    parser.add_argument("--dry-run", nargs="?", type=int, const=NUM_DRY_RUN, default=None, metavar="PICTURES",
-                        help="look at so many pictures of each source (default: 100), tell what would be kept and "
+    parser.add_argument("--dry-run", nargs="?", type=int, const=NUM_DRY_RUN, default=None, metavar="IMAGES",
+                        help="look at so many images of each source (default: 100), tell what would be kept and "
                         "refused, and write nothing")  # fmt: skip
     edges_help = "lowest shorter side of each bucket (default: 256 512 768 1024); give it after OUT"
     settings = parser.add_argument_group("settings, without --config")
     settings.add_argument("--edges", nargs="+", default=None, metavar="PIXELS", help=edges_help)
     settings.add_argument("--validation-fraction", type=float, default=None, help="share that is held out (default: 0)")
-    settings.add_argument("--seed", type=int, default=None, help="of the order and the held-out pictures (default: 17)")
+    settings.add_argument("--seed", type=int, default=None, help="of the order and the held-out images (default: 17)")
     settings.add_argument("--shard-mb", type=int, default=None, metavar="MIB",
                           help=f"size of a shard in MiB (default: {DEFAULT_SHARD_BYTES // 2**20})")  # fmt: skip
     settings.add_argument("--compression", default=None, help="of the shards, such as zstd:3 (default: none)")
     settings.add_argument("--workers", type=int, default=None, help="workers (default: one per core)")
     settings.add_argument("--engine", default=None, help="processes (default) or ray")
-    settings.add_argument("--partition-size", type=int, default=None, help="pictures that a worker takes at a time, "
+    settings.add_argument("--partition-size", type=int, default=None, help="images that a worker takes at a time, "
                           "where the source does not say (default: 1024)")  # fmt: skip
     settings.add_argument("--image-column", default=None, help="column of the images in parquet files")
     settings.add_argument("--caption-column", default=None, help="column of the captions in parquet files")
@@ -71,7 +71,7 @@ def configuration(options: argparse.Namespace) -> PrepareConfig:
         ConfigurationError: Something is missing, wrong or given in two ways.
     """
     if options.dry_run is not None and options.dry_run < 1:
-        raise ConfigurationError(f"--dry-run {options.dry_run}: it must look at 1 picture or more")
+        raise ConfigurationError(f"--dry-run {options.dry_run}: it must look at 1 image or more")
     names = ("validation_fraction", "seed", "shard_mb", "compression", "workers", "partition_size", "image_column",
              "caption_column")  # fmt: skip
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
@@ -102,7 +102,7 @@ def configuration(options: argparse.Namespace) -> PrepareConfig:
 
 def dry_run_text(previews: Sequence[Preview]) -> str:
     """Return what a dry run found as a table, with an example of each reason."""
-    rows: list[tuple[str, ...]] = [("source", "pictures", "kept", "refused as", "of them")]
+    rows: list[tuple[str, ...]] = [("source", "images", "kept", "refused as", "of them")]
     examples = []
     for one in previews:
         reasons = sorted(one.refused.items()) or [("", 0)]
@@ -119,14 +119,14 @@ def summary(manifest: PreparedManifest) -> str:
     rows += [(one.name, str(one.seen), str(one.kept), str(one.seen - one.kept)) for one in manifest.sources]
     rows.append(("all", str(manifest.seen), str(manifest.kept), str(manifest.seen - manifest.kept)))
     lines = align(rows)
-    rows = [("split / bucket", "pictures", "shards", "MiB")]
+    rows = [("split / bucket", "images", "shards", "MiB")]
     for split, buckets in manifest.splits.items():
         for bucket, entry in buckets.items():
             megabytes = f"{entry.num_bytes / 2**20:.1f}"
             rows.append((f"{split}/{bucket}", str(entry.num_samples), str(entry.num_shards), megabytes))
     lines += ["", *align(rows)]
     if manifest.refused:
-        lines += ["", *align([("refused as", "pictures"), *((k, str(v.count)) for k, v in manifest.refused.items())])]
+        lines += ["", *align([("refused as", "images"), *((k, str(v.count)) for k, v in manifest.refused.items())])]
         lines += [
             f"  {reason}: {example.key}" + (f" ({example.detail})" if example.detail else "")
             for reason, entry in manifest.refused.items()

@@ -1,4 +1,4 @@
-"""List which pictures a run has seen up to a checkpoint, how often, and with which sources and licences.
+"""List which images a run has seen up to a checkpoint, how often, and with which sources and licences.
 
     python scripts/provenance.py CHECKPOINT --data PREPARED/train --out seen.csv
 
@@ -33,7 +33,7 @@ def main() -> None:
     """Count, look up, write."""
     options = parse_arguments()
     from diffusion.checkpointing.reading import read_position, resolve_checkpoint
-    from diffusion.datasets.bad_pictures import FILE, read_bad_pictures
+    from diffusion.datasets.bad_images import FILE, read_bad_images
     from diffusion.loading import load_config_of
     from diffusion.planning.provenance import (
         apply_substitutes,
@@ -52,7 +52,7 @@ def main() -> None:
     check_order(order, position.order)
     counts = times_seen(order, position.num_steps, progress=not options.quiet)
     runs = (checkpoint.parent.parent, Path(config.output_folder).expanduser())  # Of a run in a store: the second.
-    bad = next((found for run in runs if (found := read_bad_pictures(run / FILE))), [])
+    bad = next((found for run in runs if (found := read_bad_images(run / FILE))), [])
     apply_substitutes(config, folders, counts, bad)
     columns = (options.licence_column,) if options.licence_column else LICENCE_COLUMNS
     by_source: Counter[str] = Counter()
@@ -70,7 +70,7 @@ def main() -> None:
             num_seen += 1
     partial.replace(options.out)
     print(f"{checkpoint}: {position.num_steps} steps of {config.data.global_batch_size} samples")
-    print(f"{num_seen} pictures were seen, {sum(by_source.values())} times together; each is listed in {options.out}")
+    print(f"{num_seen} images were seen, {sum(by_source.values())} times together; each is listed in {options.out}")
     for title, counter in (("source", by_source), ("licence", by_licence)):
         print(f"\n{title:<40} samples")
         for name, count in counter.most_common():

@@ -23,7 +23,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Reconstruct, write and say how well."""
     arguments = parse_arguments()
-    from diffusion.algorithms.posthoc import fetch_averages, reconstruct
+    from diffusion.ema.posthoc import fetch_averages, reconstruct
 
     if arguments.store is not None:
         fetch_averages(arguments.store, arguments.run)

@@ -89,7 +89,7 @@ def resume(run: Path, overrides: list[str]) -> None:
 
 def prune(folders: list[Path], keep: int | None, *, is_dry: bool) -> None:
     """Remove what no run needs."""
-    from diffusion.health.verdicts import size_text
+    from diffusion.operations.checks.verdicts import size_text
     from diffusion.operations.pruning import find_dead_memory, find_removable, remove_all
     from diffusion.operations.runs import find_runs, read_config
 

@@ -49,7 +49,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def read_fleet(options: argparse.Namespace) -> "Fleet | None":
     """The hosts that may be used; None for a job of this machine."""
-    from diffusion.health.hosts import host_names
+    from diffusion.operations.checks.hosts import host_names
     from diffusion.operations.machines import PLACE_OF_HOSTS, Fleet
 
     if options.hosts is None:

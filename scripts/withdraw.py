@@ -4,7 +4,7 @@
 
 FILE holds one key per line, as `key` in the samples, spaces and all; a key that holds a line break or begins with a
 quotation mark is written as a JSON string. The order of all other samples stays what it is. With --erase the shards
-that hold withdrawn samples, of this time and before, are written anew without their pictures and captions.
+that hold withdrawn samples, of this time and before, are written anew without their images and captions.
 """
 
 import argparse

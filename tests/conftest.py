@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training_runs import TrainingServer
+from tests.tools.training_runs import TrainingServer
 
 LONGEST = (
     "test_elastic_launch.py",
@@ -34,17 +34,17 @@ os.environ.setdefault("WANDB_MODE", "offline")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="also the tests that take long")
-    parser.addoption("--data", default=None, help="folder with real pictures: emoji/ and prompts/")
+    parser.addoption("--data", default=None, help="folder with real images: emoji/ and prompts/")
     parser.addoption("--other-python", help="interpreter with other pins, for what goes from one stack to the other")
     parser.addoption("--kills", type=int, default=2, help="how often a preparation is killed in a test of that")
 
 
 @pytest.fixture(scope="session")
 def data_folder(request: pytest.FixtureRequest) -> Path:
-    """Folder of real pictures, given by --data."""
+    """Folder of real images, given by --data."""
     place = request.config.getoption("--data")
     if not place or not Path(place, "emoji").is_dir():
-        pytest.skip("needs real pictures: pytest --data FOLDER, where FOLDER/emoji has the three layouts")
+        pytest.skip("needs real images: pytest --data FOLDER, where FOLDER/emoji has the three layouts")
     return Path(place).resolve()
 
 
@@ -80,15 +80,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingServer]
 @pytest.fixture(scope="session")
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Drawn shapes with captions: prepared/, a random VAE in vae/, and latents-32/ and latents-64/ made with it."""
+    from demo.shapes import write_data_set
     from diffusion.config.model import Architecture, ModelConfig
-    from diffusion.demo.shapes import write_data_set
     from diffusion.models import load_frozen_parts
     from diffusion.preparation.prepare import prepare
-    from diffusion.verification.data import encode_prepared
+    from verification.data import encode_prepared
 
     root = tmp_path_factory.mktemp("shapes")
     write_data_set(root / "source", 150, seed=3)
-    sources = [root / "source" / layout for layout in ("pictures", "webdataset", "parquet")]
+    sources = [root / "source" / layout for layout in ("images", "webdataset", "parquet")]
     prepare(sources, root / "prepared", edges=[32, 64], validation_fraction=0.2, num_workers=1)
     parts = load_frozen_parts(ModelConfig(architecture=Architecture.tiny))
     parts.vae.save_pretrained(root / "vae")

@@ -1,4 +1,4 @@
-"""What the training of a VAE leaves behind: the VAE with its latent statistics, and a picture of reconstructions."""
+"""What the training of a VAE leaves behind: the VAE with its latent statistics, and an image of reconstructions."""
 
 import contextlib
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from composer import Callback, Logger, State
 from composer.utils import dist
 from torch import Tensor
 
-from diffusion.algorithms.ema import LateStartEMA
+from diffusion.ema.ema import LateStartEMA
 from diffusion.models.autoencoder import AutoencoderTraining, latent_statistics, save_autoencoder, to_pixels
 from diffusion.models.sampling import image_grid, to_pil
 
@@ -19,7 +19,7 @@ class SaveAutoencoder(Callback):
 
     Args:
         model: what is trained.
-        pictures: this rank's share of the pictures that the statistics are over, uint8 [B, 3, height, width] a batch.
+        images: this rank's share of the images that the statistics are over, uint8 [B, 3, height, width] a batch.
         folder: the run folder; the VAE goes to `vae/`, a grid (above originals, below reconstructions) beside it.
         ema: the average that is saved, if there is one.
     """

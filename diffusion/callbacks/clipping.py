@@ -6,7 +6,7 @@ from composer import Callback, Logger, State
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from diffusion.algorithms.averaging import local_shard
+from diffusion.ema.averaging import local_shard
 from diffusion.host_number import HostNumber
 
 GRADIENT_NORM = "grad_norm/total"

@@ -3,7 +3,7 @@
 A killed run has logged points after its last checkpoint, which the continued run comes by again, and with the same
 values. A point that is in the files already is not logged again. What was not written yet when the run was killed is
 lost with it: TensorBoard's file is therefore flushed with each checkpoint; wandb writes blocks of 32 KiB at its own
-pace, and what is missing there is taken from the metrics file. Pictures that wandb had not written are not logged
+pace, and what is missing there is taken from the metrics file. Images that wandb had not written are not logged
 again; the run folder has them.
 """
 
@@ -205,7 +205,7 @@ def read_wandb(path: Path) -> Iterator[dict[str, Any]]:
     """Rows of an offline file of wandb, with their `_step`; a last one that was cut off is left out.
 
     Yields:
-        Numbers by name; under the name of pictures, one of their properties.
+        Numbers by name; under the name of images, one of their properties.
     """
     for row in wandb_history(path):
         yield {item.key or item.nested_key[0]: json.loads(item.value_json) for item in row.item}

@@ -13,7 +13,7 @@ from diffusion.config.secrets import redact, redact_arguments
 
 
 class DescribedWandB(ContinuedWandB):
-    """`ContinuedWandB` with the configuration of the run, captions under pictures, and a kind of job.
+    """`ContinuedWandB` with the configuration of the run, captions under images, and a kind of job.
 
     Args:
         folder: the run folder, below which wandb writes.
@@ -21,7 +21,7 @@ class DescribedWandB(ContinuedWandB):
         metrics: the run's metrics file, as for `ContinuedWandB`.
         offline: write to files only.
         config: plain containers; secrets are hidden here.
-        captions: of the pictures that are logged under a name.
+        captions: of the images that are logged under a name.
         job_type: what tells this run from others of its group.
         options: further arguments of `WandBLogger`.
     """
@@ -56,7 +56,7 @@ class DescribedWandB(ContinuedWandB):
         *more: Any,
         **named: Any,
     ) -> None:
-        """Log pictures, with captions where there is one for each."""
+        """Log images, with captions where there is one for each."""
         captions = self.captions.get(name, ())
         if not channels_last or not isinstance(images, Sequence) or len(captions) != len(images):
             super().log_images(images, name, channels_last, step, *more, **named)

@@ -10,14 +10,14 @@ from composer import Callback, Event, Logger, State
 from composer.utils import create_interval_scheduler, dist
 from PIL.PngImagePlugin import PngInfo
 
-from diffusion.algorithms.averaging import reshard
-from diffusion.algorithms.ema import LateStartEMA
 from diffusion.config.training import SamplesConfig
+from diffusion.ema.averaging import reshard
+from diffusion.ema.ema import LateStartEMA
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.sampling import image_grid, to_pil
 
 GRID_COLUMNS = 8
-"""Pictures in a row of a grid."""
+"""Images in a row of a grid."""
 
 
 class SampleGrids(Callback):
@@ -67,12 +67,12 @@ class SampleGrids(Callback):
         self.folder.mkdir(parents=True, exist_ok=True)
         grid = image_grid(pictures, min(len(pictures), GRID_COLUMNS))
         grid.save(self.folder / f"step-{step:06d}.png", pnginfo=self._description(step, is_average))
-        arrays = [np.asarray(picture) for picture in pictures]
+        arrays = [np.asarray(image) for image in pictures]
         # As a table, wandb would ask its server for its version, and without a network hang.
         logger.log_images(arrays, name="samples", channels_last=True, step=step, use_table=False)
 
     def _description(self, step: int, is_average: bool) -> PngInfo:
-        """What the picture shows, stored in it: under `samples`, a dictionary as JSON."""
+        """What the image shows, stored in it: under `samples`, a dictionary as JSON."""
         config = self.config
         text = PngInfo()
         description = {

@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from diffusion.config.averages import average_problems
-from diffusion.config.data import picture_sizes
+from diffusion.config.data import image_sizes
 from diffusion.config.data_problems import data_problems
 from diffusion.config.groups import group_problems, group_size, legal_world_sizes, microbatch_size
 from diffusion.config.loading import missing_keys
@@ -50,7 +50,7 @@ def check(config: Config, *, world_size: int, vae_factor: int | None = None) -> 
     Args:
         config: the configuration.
         world_size: ranks that it is to run on.
-        vae_factor: side of a picture over side of its latent; None where it is not known yet.
+        vae_factor: side of an image over side of its latent; None where it is not known yet.
 
     Raises:
         ConfigurationError: with everything that is wrong.
@@ -306,7 +306,7 @@ def _cuda_graphs(config: Config, world_size: int) -> Iterator[str]:
             "or set performance.cuda_graphs=false."
         )
     streams = config.data.streams if isinstance(config.data.streams, list) else []
-    if len(set(picture_sizes(streams, config.data.resolution))) > 1:
+    if len(set(image_sizes(streams, config.data.resolution))) > 1:
         yield (
             "performance.cuda_graphs is true with streams of several sizes, of which each would be recorded as graphs "
             "of its own. Set performance.cuda_graphs=false."
@@ -318,7 +318,7 @@ def _model(config: Config) -> Iterator[str]:
     if objective.zero_terminal_snr and objective.prediction_type is PredictionType.epsilon:
         yield (
             "objective.zero_terminal_snr is true with objective.prediction_type epsilon: at the last step the input is "
-            "pure noise, from which the noise says nothing about the picture (Lin et al. 2023). Set "
+            "pure noise, from which the noise says nothing about the image (Lin et al. 2023). Set "
             "objective.prediction_type=v_prediction."
         )
     if config.trainer.reshard_after_forward and config.trainer.parallelism is Parallelism.ddp:
@@ -383,7 +383,7 @@ def _places(config: Config) -> Iterator[str]:
         )
     if "://" in config.output_folder:
         yield (
-            f"output_folder is '{config.output_folder}', but the record, metrics and pictures of a run go to a folder. "
+            f"output_folder is '{config.output_folder}', but the record, metrics and images of a run go to a folder. "
             "Give one, and trainer.checkpoint_folder=s3://bucket/prefix to keep its checkpoints in an object store."
         )
     if "://" in (config.operations.heartbeat_folder or ""):

@@ -17,7 +17,7 @@ class Representation(str, Enum):
 
 
 class Crop(str, Enum):
-    """Which part of a picture is kept where its aspect ratio is not that of the size trained at."""
+    """Which part of an image is kept where its aspect ratio is not that of the size trained at."""
 
     centre = "centre"
     random = "random"
@@ -39,8 +39,8 @@ class Shuffling(str, Enum):
     none = "none"
 
 
-class PictureSize(NamedTuple):
-    """Size of a picture in pixels."""
+class ImageSize(NamedTuple):
+    """Size of an image in pixels."""
 
     height: int
     width: int
@@ -75,27 +75,26 @@ class StreamConfig:
     """How often each sample comes in an epoch; not together with `proportion`."""
 
     resolution: list[int] | None = None
-    """Height and width of its pictures in pixels; null is that of its name (896x1152), or where the name says none, a
+    """Height and width of its images in pixels; null is that of its name (896x1152), or where the name says none, a
     square of `data.resolution`."""
 
 
-def named_size(name: str) -> PictureSize | None:
+def named_size(name: str) -> ImageSize | None:
     """Height and width in pixels that a bucket's name says (`896x1152`); None for any other name."""
     match = re.fullmatch(r"([1-9][0-9]*)x([1-9][0-9]*)", name)
-    return PictureSize(int(match[1]), int(match[2])) if match else None
+    return ImageSize(int(match[1]), int(match[2])) if match else None
 
 
-def picture_sizes(streams: Sequence[StreamConfig], resolution: int) -> list[PictureSize]:
-    """Size of the pictures of each stream.
+def image_sizes(streams: Sequence[StreamConfig], resolution: int) -> list[ImageSize]:
+    """Size of the images of each stream.
 
     Args:
         streams: the streams; `diffusion.config.checks` has checked that a `resolution` is two numbers.
         resolution: `data.resolution`.
     """
-    square = PictureSize(resolution, resolution)
+    square = ImageSize(resolution, resolution)
     return [
-        PictureSize(*stream.resolution) if stream.resolution else named_size(stream.name) or square
-        for stream in streams
+        ImageSize(*stream.resolution) if stream.resolution else named_size(stream.name) or square for stream in streams
     ]
 
 
@@ -113,26 +112,26 @@ class DataConfig:
     """The folders that are mixed."""
 
     representation: Representation = Representation.images
-    """`images`: pictures are decoded and encoded while training. `latents`: `scripts/encode.py` did that."""
+    """`images`: images are decoded and encoded while training. `latents`: `scripts/encode.py` did that."""
 
     text_embeddings: bool = False
     """Take the text encoder's output from the data instead of running it; only with `representation: latents` that were
     encoded with `--text-embeddings` (158 kB per caption of SD2)."""
 
     resolution: int = MISSING
-    """Side of the square pictures, in pixels; streams may have a `resolution` of their own."""
+    """Side of the square images, in pixels; streams may have a `resolution` of their own."""
 
     crop: Crop = Crop.centre
-    """What is cut from a picture that was resized to cover its size; `random` only with `representation: images`."""
+    """What is cut from an image that was resized to cover its size; `random` only with `representation: images`."""
 
     horizontal_flip: float = 0.0
-    """Probability of mirroring a picture; only with `representation: images`."""
+    """Probability of mirroring an image; only with `representation: images`."""
 
     global_batch_size: int = MISSING
     """Samples of one optimizer step over all ranks."""
 
     mixing: Mixing = Mixing.mixed
-    """`mixed`: any streams in one batch, all pictures of one size. `bucket`: one stream per global batch. `groups`:
+    """`mixed`: any streams in one batch, all images of one size. `bucket`: one stream per global batch. `groups`:
     several streams in one batch, cut into groups of one stream. Part of what determines the order."""
 
     group_size: int | None = None

@@ -33,17 +33,17 @@ def data_problems(config: Config) -> Iterator[str]:
             "data.representation=latents, or data.text_embeddings=false."
         )
     if data.representation is Representation.latents:
-        remedy = "Set data.representation=images, or encode the pictures as they are to be."
+        remedy = "Set data.representation=images, or encode the images as they are to be."
         if data.crop is Crop.random:
             yield f"data.crop is random with data.representation latents, whose crop was fixed by encoding. {remedy}"
         if data.horizontal_flip > 0:
             yield (
                 f"data.horizontal_flip is {data.horizontal_flip} with data.representation latents: a mirrored latent "
-                f"is not the latent of the mirrored picture. {remedy}"
+                f"is not the latent of the mirrored image. {remedy}"
             )
         if config.task is Task.autoencoder:
             yield (
-                "task is autoencoder with data.representation latents: the VAE is trained on pictures. "
+                "task is autoencoder with data.representation latents: the VAE is trained on images. "
                 "Set data.representation=images."
             )
     if data.validate_hash is not None and data.validate_hash not in HASHES:

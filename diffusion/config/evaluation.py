@@ -54,7 +54,7 @@ class ReferenceConfig:
     """Real images that generated ones are compared with."""
 
     path: str = MISSING
-    """Folder of pictures, or of a prepared data set (or one split or bucket of it)."""
+    """Folder of images, or of a prepared data set (or one split or bucket of it)."""
 
     num: int | None = None
     """So many of them, chosen by the hash of their names; null is all."""

@@ -17,14 +17,14 @@ class Engine(str, Enum):
 
 
 class Missing(str, Enum):
-    """What a filter does with a picture that lacks the value it looks at."""
+    """What a filter does with an image that lacks the value it looks at."""
 
     keep = "keep"
     refuse = "refuse"
 
 
 class CaptionMode(str, Enum):
-    """Which pictures are captioned, and what becomes of the captions that they came with."""
+    """Which images are captioned, and what becomes of the captions that they came with."""
 
     missing = "missing"
     beside = "beside"
@@ -47,7 +47,7 @@ class AreaConfig:
 
 @dataclass(kw_only=True)
 class BucketsConfig:
-    """How pictures are divided; one of `preset`, `edges`, `sizes` and `area`."""
+    """How images are divided; one of `preset`, `edges`, `sizes` and `area`."""
 
     preset: str | None = None
     """`sd2`: edges 256, 512, 768, 1024. `sdxl`: the aspect ratios of SDXL at 1024 px. Null and nothing else: `sd2`."""
@@ -62,15 +62,15 @@ class BucketsConfig:
     """Aspect-ratio buckets of one area, made up."""
 
     upscale: bool = False
-    """With aspect-ratio buckets: take pictures that are smaller than every bucket, too."""
+    """With aspect-ratio buckets: take images that are smaller than every bucket, too."""
 
     min_samples: int | None = None
-    """With aspect-ratio buckets: fewest training pictures of a bucket. Pictures of one that would hold fewer go to the
+    """With aspect-ratio buckets: fewest training images of a bucket. Images of one that would hold fewer go to the
     nearest other bucket that they cover. Give `data.group_size` of training, or `data.global_batch_size` with
     `data.mixing: bucket`."""
 
     refuse_small: bool = False
-    """Refuse the pictures of a bucket that is too small, for the reason `small_bucket`."""
+    """Refuse the images of a bucket that is too small, for the reason `small_bucket`."""
 
 
 @dataclass(kw_only=True)
@@ -125,7 +125,7 @@ class FiltersConfig:
     """Of each caption; words are separated by white space."""
 
     keywords: list[str] = field(default_factory=list)
-    """Pictures are refused if a caption holds one of these words or phrases, whole and in either case."""
+    """Images are refused if a caption holds one of these words or phrases, whole and in either case."""
 
     keyword_columns: list[str] = field(default_factory=list)
     """Keys of the source's metadata in which keywords are looked for, too."""
@@ -143,7 +143,7 @@ class FiltersConfig:
     """Filters of your own: objects that are called with a `SampleFacts` and return why it is refused, or None."""
 
     missing: Missing = Missing.refuse
-    """A picture without the value that a filter looks at: refused for the reason `missing_COLUMN`, or kept."""
+    """An image without the value that a filter looks at: refused for the reason `missing_COLUMN`, or kept."""
 
 
 @dataclass(kw_only=True)
@@ -154,7 +154,7 @@ class ScorerConfig(Plugin):
     """Where its values go: a key of the sample's metadata."""
 
     batch_size: int = 32
-    """Pictures of one call. Part of what determines the values, as far as rounding goes."""
+    """Images of one call. Part of what determines the values, as far as rounding goes."""
 
 
 @dataclass(kw_only=True)
@@ -162,16 +162,16 @@ class CaptionerConfig(Plugin):
     """A captioner, loaded once per worker."""
 
     mode: CaptionMode = CaptionMode.beside
-    """`missing`: caption the pictures that come without. `beside`: caption all, beside what they have. `instead`:
+    """`missing`: caption the images that come without. `beside`: caption all, beside what they have. `instead`:
     caption all, and drop what they have."""
 
     batch_size: int = 8
-    """Pictures of one call. Part of what determines the captions, as far as rounding goes."""
+    """Images of one call. Part of what determines the captions, as far as rounding goes."""
 
 
 @dataclass(kw_only=True)
 class DuplicatesConfig:
-    """Which pictures count as the same over all sources; the largest of them is kept."""
+    """Which images count as the same over all sources; the largest of them is kept."""
 
     exact: bool = True
     """The same bytes."""
@@ -200,7 +200,7 @@ class PrepareConfig:
     """Workers; null: one per core. Not part of what determines the data."""
 
     partition_size: int = 1024
-    """Pictures that one worker takes at a time, where the source does not say. Not part of what determines the data."""
+    """Images that one worker takes at a time, where the source does not say. Not part of what determines the data."""
 
     buckets: BucketsConfig = field(default_factory=BucketsConfig)
 
@@ -208,13 +208,13 @@ class PrepareConfig:
     """Share that is held out."""
 
     seed: int = 17
-    """Of the order and of the choice of held-out pictures."""
+    """Of the order and of the choice of held-out images."""
 
     shard_mb: int = 256
     """Size of a shard in MiB."""
 
     compression: str | None = None
-    """Compression of the shards, such as `zstd`; null: none, which suits pictures."""
+    """Compression of the shards, such as `zstd`; null: none, which suits images."""
 
     hashes: list[str] = field(default_factory=lambda: ["xxh64"])
     """Hashes of the shards in their index."""

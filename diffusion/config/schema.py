@@ -45,7 +45,7 @@ class Config:
     """Runs that belong together (phases, sweeps) share a group."""
 
     output_folder: str = "runs/${run_name}"
-    """Checkpoints, logs, pictures and the resolved configuration."""
+    """Checkpoints, logs, images and the resolved configuration."""
 
     task: Task = Task.diffusion
     """Train the diffusion model, or the VAE."""

@@ -1,8 +1,8 @@
-"""Sizes of pictures: what has to fit when streams have a `resolution` of their own."""
+"""Sizes of images: what has to fit when streams have a `resolution` of their own."""
 
 from collections.abc import Iterator, Sequence
 
-from diffusion.config.data import DataConfig, Mixing, StreamConfig, ValidationConfig, named_size, picture_sizes
+from diffusion.config.data import DataConfig, Mixing, StreamConfig, ValidationConfig, image_sizes, named_size
 
 
 def size_problems(data: DataConfig, validation: ValidationConfig | None, vae_factor: int | None) -> Iterator[str]:
@@ -11,24 +11,24 @@ def size_problems(data: DataConfig, validation: ValidationConfig | None, vae_fac
     Args:
         data: the configuration's section `data`.
         validation: the configuration's section `validation`.
-        vae_factor: side of a picture over side of its latent; None where it is not known yet.
+        vae_factor: side of an image over side of its latent; None where it is not known yet.
     """
     resolution = data.resolution
     if vae_factor is not None and resolution >= 1 and resolution % vae_factor:
         below = resolution // vae_factor * vae_factor
         yield (
             f"data.resolution is {resolution}, which is not a multiple of {vae_factor}, the factor by which the VAE "
-            f"shrinks a picture. Use {' or '.join(str(n) for n in (below, below + vae_factor) if n > 0)}."
+            f"shrinks an image. Use {' or '.join(str(n) for n in (below, below + vae_factor) if n > 0)}."
         )
     streams = data.streams if isinstance(data.streams, list) else []
     problems = list(_of_streams(streams, "data.streams", vae_factor))
     if validation is not None and isinstance(validation.streams, list):
         problems += _of_streams(validation.streams, "validation.streams", vae_factor)
     yield from problems
-    sizes = [] if problems or data.mixing is not Mixing.mixed else sorted(set(picture_sizes(streams, resolution)))
+    sizes = [] if problems or data.mixing is not Mixing.mixed else sorted(set(image_sizes(streams, resolution)))
     if len(sizes) > 1:
         yield (
-            f"data.streams hold pictures of {', '.join(map(str, sizes))} pixels, and data.mixing is mixed, which puts "
+            f"data.streams hold images of {', '.join(map(str, sizes))} pixels, and data.mixing is mixed, which puts "
             "any streams into one batch: a batch has one size. Set data.mixing=bucket, or data.mixing=groups with "
             "data.group_size."
         )
@@ -44,5 +44,5 @@ def _of_streams(streams: Sequence[StreamConfig], key: str, vae_factor: int | Non
         elif vae_factor is not None and any(side % vae_factor for side in given or named or ()):
             yield (
                 f"{where} is {given or list(named or ())}, but both must be multiples of {vae_factor}, the factor by "
-                "which the VAE shrinks a picture."
+                "which the VAE shrinks an image."
             )

@@ -239,7 +239,7 @@ class WandbConfig:
 
 @dataclass(kw_only=True)
 class LoggersConfig:
-    """Where numbers and pictures go."""
+    """Where numbers and images go."""
 
     file: bool = True
     """`metrics.jsonl` in the run folder."""
@@ -308,4 +308,4 @@ class PlanConfig:
     """Samples of the data set, where its index cannot be read."""
 
     image_kb: float | None = None
-    """Size of a picture's file on average, where training reads pictures."""
+    """Size of an image's file on average, where training reads images."""

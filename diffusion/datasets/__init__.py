@@ -1,1 +1,1 @@
-"""From pictures with captions to batches."""
+"""From images with captions to batches."""

@@ -1,7 +1,7 @@
 """Names of the entries of a training batch, and how it is cut into microbatches.
 
 Entries are tensors with the samples along the first dimension. Where groups of several shapes meet in one step
-(`data.mixing: groups`), the entries that have a shape of their own (pictures, latents) are lists instead: one tensor
+(`data.mixing: groups`), the entries that have a shape of their own (images, latents) are lists instead: one tensor
 for each group, in the order of the samples.
 
 Shape letters: B batch, G samples of a group.
@@ -24,7 +24,7 @@ class BatchKey(str, Enum):
     """
 
     IMAGE = "image"
-    """uint8 [B, 3, 8H, 8W]: RGB pictures, when training from images."""
+    """uint8 [B, 3, 8H, 8W]: RGB images, when training from images."""
 
     LATENT_MEAN = "latent_mean"
     """float16 [B, C, H, W]: mean of the VAE's posterior, not scaled, when training from latents."""
@@ -42,7 +42,7 @@ class BatchKey(str, Enum):
     """float16 [B, P]: the text encoder's vector for the whole caption, beside TEXT_EMBEDDING."""
 
     PLACEMENT = "placement"
-    """int64 [B, 6]: size of the original picture and what was cut off, see `datasets.transforms.Placement`; absent in
+    """int64 [B, 6]: size of the original image and what was cut off, see `datasets.transforms.Placement`; absent in
     data that does not hold it."""
 
     SAMPLE = "sample"

@@ -1,7 +1,7 @@
-"""Buckets: pictures grouped by the length of their shorter side, or by a height and width that they are cut to.
+"""Buckets: images grouped by the length of their shorter side, or by a height and width that they are cut to.
 
-A bucket is a folder. `256-512` holds pictures with 256 <= shorter side < 512, `1024-up` is open above; `896x1152` holds
-pictures that are to be 896 px high and 1152 px wide. Heights come first everywhere, as in tensors.
+A bucket is a folder. `256-512` holds images with 256 <= shorter side < 512, `1024-up` is open above; `896x1152` holds
+images that are to be 896 px high and 1152 px wide. Heights come first everywhere, as in tensors.
 """
 
 import bisect
@@ -23,7 +23,7 @@ _LOOKS = "they look like 256-512 or 1024-up, or 896x1152 (height x width)"
 
 
 class Buckets(Protocol):
-    """A division of pictures."""
+    """A division of images."""
 
     @property
     def names(self) -> list[str]:
@@ -31,7 +31,7 @@ class Buckets(Protocol):
         ...
 
     def of(self, width: int, height: int) -> str | None:
-        """Return the name of the bucket of an upright picture in pixels, or None if it is too small for each."""
+        """Return the name of the bucket of an upright image in pixels, or None if it is too small for each."""
         ...
 
 
@@ -51,7 +51,7 @@ class EdgeBuckets:
         return bucket_names(self.edges)
 
     def of(self, width: int, height: int) -> str | None:
-        """Return the name of the bucket of a picture, or None below the lowest edge."""
+        """Return the name of the bucket of an image, or None below the lowest edge."""
         return bucket_of(min(width, height), self.edges)
 
 
@@ -59,14 +59,14 @@ class EdgeBuckets:
 class SizeBuckets:
     """Buckets by aspect ratio.
 
-    A picture goes to the bucket with the nearest aspect ratio (the least |log| of the quotient of the ratios) among
+    An image goes to the bucket with the nearest aspect ratio (the least |log| of the quotient of the ratios) among
     those that it covers: at least as high and as wide. Of equally near ones it goes to the larger.
 
     Attributes:
         sizes: Height and width of each bucket in pixels, as `parse_sizes` returns them.
-        upscale: Take a picture that covers none, too: to the nearest ratio of all, of equally near ones to the smaller.
-        min_samples: Fewest training pictures of a bucket.
-        refuse_small: Whether the pictures of a bucket with fewer are refused; otherwise they go to others.
+        upscale: Take an image that covers none, too: to the nearest ratio of all, of equally near ones to the smaller.
+        min_samples: Fewest training images of a bucket.
+        refuse_small: Whether the images of a bucket with fewer are refused; otherwise they go to others.
     """
 
     sizes: tuple[tuple[int, int], ...]
@@ -80,7 +80,7 @@ class SizeBuckets:
         return [size_name(height, width) for height, width in self.sizes]
 
     def of(self, width: int, height: int) -> str | None:
-        """Return the name of the bucket of a picture, or None if it covers no bucket and is not to be upscaled."""
+        """Return the name of the bucket of an image, or None if it covers no bucket and is not to be upscaled."""
         shape = math.log(width / height)
         covered = [entry for entry in self._entries if entry[1] <= height and entry[2] <= width]
         if not covered and not self.upscale:
@@ -159,7 +159,7 @@ def bucket_names(edges: Sequence[int]) -> list[str]:
 
 
 def bucket_of(shorter_side: int, edges: Sequence[int]) -> str | None:
-    """Return the name of the bucket of a picture.
+    """Return the name of the bucket of an image.
 
     Args:
         shorter_side: Pixels.
@@ -190,9 +190,9 @@ def bucket_range(name: str) -> tuple[int, int | None]:
 
 
 def lowest_side(name: str) -> int:
-    """Return the lowest shorter side in pixels of the pictures of a bucket of either kind from its folder name.
+    """Return the lowest shorter side in pixels of the images of a bucket of either kind from its folder name.
 
-    Of an aspect-ratio bucket it is that of its size; pictures that are to be upscaled are smaller.
+    Of an aspect-ratio bucket it is that of its size; images that are to be upscaled are smaller.
 
     Raises:
         ConfigurationError: It is not the name of a bucket.

@@ -11,7 +11,7 @@ from diffusion.datasets.streams import Sample
 from diffusion.errors import DataError
 
 SHAPED = frozenset({BatchKey.IMAGE, BatchKey.LATENT_MEAN, BatchKey.LATENT_LOGVAR})
-"""Entries whose shape is that of the picture."""
+"""Entries whose shape is that of the image."""
 
 
 def collate(samples: list[Sample]) -> dict[BatchKey, Tensor]:

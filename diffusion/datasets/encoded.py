@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
-from diffusion.config.data import PictureSize
+from diffusion.config.data import ImageSize
 from diffusion.datasets.locations import find_manifest
 from diffusion.datasets.stores import Store
-from diffusion.datasets.transforms import PictureTransform
+from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
 
 VERSION = 1
@@ -18,7 +18,7 @@ CODE = "float16-moments-v2"
 """Identity of what is computed and stored besides VAE, tokenizer and transform; raised whenever that changes."""
 
 DAMAGED = "damaged.json"
-"""File of an encoded data set: for each `<split>/<bucket>` the numbers of the samples whose pictures could not be
+"""File of an encoded data set: for each `<split>/<bucket>` the numbers of the samples whose images could not be
 decoded, ascending. Their latents are zeros, which keep the place; training puts other samples in their stead."""
 
 
@@ -33,7 +33,7 @@ class EncodedManifest:
     """Identity (hash) of the tokenizer."""
 
     transform: str
-    """Identity of the transform from a picture to the VAE's input."""
+    """Identity of the transform from an image to the VAE's input."""
 
     resolution: int
     """Side of the encoded squares, in pixels; of buckets with a size of their own, the side of as large a square."""
@@ -54,13 +54,13 @@ class EncodedManifest:
     """Samples by split and bucket, those that are withdrawn or damaged among them."""
 
     sizes: dict[str, list[int]] = field(default_factory=dict)
-    """Height and width of the pictures of each bucket that does not hold squares of `resolution`; may be absent."""
+    """Height and width of the images of each bucket that does not hold squares of `resolution`; may be absent."""
 
     text_encoder: str | None = None
     """Identity (hash) of the text encoder whose embeddings are stored; None where there are none."""
 
     batch_size: int = 32
-    """Pictures of a forward pass, cut from each prepared shard: part of what the bytes depend on, through rounding."""
+    """Images of a forward pass, cut from each prepared shard: part of what the bytes depend on, through rounding."""
 
     code: str = CODE
     """What was computed and stored, as a version of its own."""
@@ -68,9 +68,9 @@ class EncodedManifest:
     version: int = VERSION
     kind: str = ENCODED
 
-    def size_of(self, bucket: str) -> PictureSize:
-        """Size of the encoded pictures of a bucket."""
-        return PictureSize(*self.sizes.get(bucket, [self.resolution, self.resolution]))
+    def size_of(self, bucket: str) -> ImageSize:
+        """Size of the encoded images of a bucket."""
+        return ImageSize(*self.sizes.get(bucket, [self.resolution, self.resolution]))
 
     def to_json(self) -> dict[str, Any]:
         """As plain containers."""
@@ -109,7 +109,7 @@ def check_encoded(
     manifest: EncodedManifest,
     *,
     where: str,
-    size: PictureSize,
+    size: ImageSize,
     needs_logvar: bool,
     vae_identity: str | None = None,
     tokenizer_identity: str | None = None,
@@ -121,7 +121,7 @@ def check_encoded(
     Args:
         manifest: manifest of the data.
         where: folder or URL of the stream, which ends with the name of its bucket.
-        size: what the run takes the pictures' size for.
+        size: what the run takes the images' size for.
         needs_logvar: whether draws from the posterior are wanted.
         vae_identity: `module_identity` of the run's VAE; None is not checked.
         tokenizer_identity: identity of the run's tokenizer; None is not checked.
@@ -134,7 +134,7 @@ def check_encoded(
     """
     expected = {
         "resolution": (_shown(manifest.size_of(where.rstrip("/").rpartition("/")[2])), _shown(size)),
-        "transform": (manifest.transform, PictureTransform.square(manifest.resolution).identity()),
+        "transform": (manifest.transform, ImageTransform.square(manifest.resolution).identity()),
         "code": (manifest.code, CODE),
         "VAE": (manifest.vae, vae_identity),
         "tokenizer": (manifest.tokenizer, tokenizer_identity),
@@ -156,5 +156,5 @@ def check_encoded(
         )
 
 
-def _shown(size: PictureSize) -> str:
+def _shown(size: ImageSize) -> str:
     return str(size.height) if size.height == size.width else str(size)

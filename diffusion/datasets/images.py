@@ -1,6 +1,6 @@
-"""Bytes of an image file to an RGB picture: the one way in which preparation, encoding and training decode.
+"""Bytes of an image file to an RGB image: the one way in which preparation, encoding and training decode.
 
-The picture is what a viewer shows on a white page: upright by its EXIF orientation, transparency composited on white,
+The image is what a viewer shows on a white page: upright by its EXIF orientation, transparency composited on white,
 16-bit samples scaled to 8 bits, the first frame of an animation. Colour profiles are not applied. Pillow's limit
 against decompression bombs stays on: what it warns about or refuses is refused here.
 """
@@ -25,13 +25,13 @@ EXTENSIONS = frozenset(
         *("jp2", "j2k", "jpx", "avif", "ppm", "pgm", "pbm", "pnm"),
     )
 )
-"""File name extensions, lower case, that are taken for a picture; the content decides how it is decoded."""
+"""File name extensions, lower case, that are taken for an image; the content decides how it is decoded."""
 
 MAX_BYTES = 512 * 2**20
 """Largest image file, in bytes."""
 
 LARGEST_REDUCTION = 8
-"""What JPEG decoders can reduce a picture by at most, per side."""
+"""What JPEG decoders can reduce an image by at most, per side."""
 
 _ORIENTATION = 0x0112
 _TRANSPOSE = {
@@ -73,13 +73,13 @@ class UndecodableImageError(ValueError):
 
 
 class Reduced(NamedTuple):
-    """A picture that was decoded at a fraction of its size, upright."""
+    """An image that was decoded at a fraction of its size, upright."""
 
-    picture: Image.Image
+    image: Image.Image
     """Mode RGB."""
 
     width: int
-    """Pixels of the picture at its full size."""
+    """Pixels of the image at its full size."""
 
     height: int
     """Likewise."""
@@ -92,12 +92,12 @@ def decode_rgb(data: bytes) -> Image.Image:
         data: The whole file.
 
     Returns:
-        A fully loaded picture of mode RGB, 8 bits per channel.
+        A fully loaded image of mode RGB, 8 bits per channel.
 
     Raises:
         UndecodableImageError: The data is empty, truncated, damaged, of an unknown format or mode, or too large.
     """
-    return _decode(data, None).picture
+    return _decode(data, None).image
 
 
 def decode_reduced(data: bytes, side: int) -> Reduced:
@@ -151,7 +151,7 @@ def _decode(data: bytes, side: int | None) -> Reduced:
 
 
 def _reduction(longer: int, side: int) -> int:
-    """Return by how much a picture is reduced."""
+    """Return by how much an image is reduced."""
     reduction = 1
     while reduction < LARGEST_REDUCTION and longer >= 2 * reduction * side:
         reduction *= 2

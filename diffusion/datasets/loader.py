@@ -10,13 +10,13 @@ from torch.utils.data import DataLoader
 
 from diffusion.config.data import (
     DataConfig,
+    ImageSize,
     Mixing,
-    PictureSize,
     Representation,
     Shuffling,
     StreamConfig,
     ValidationConfig,
-    picture_sizes,
+    image_sizes,
 )
 from diffusion.datasets.batching import OrderSettings
 from diffusion.datasets.collation import CollateGroups, collate
@@ -25,7 +25,7 @@ from diffusion.datasets.fetching import Downloads
 from diffusion.datasets.held_out import HeldOutBatches, HeldOutData
 from diffusion.datasets.locations import StreamLocation, check_location, find_manifest, locate_streams
 from diffusion.datasets.streams import TextImageDataset, Tokenize
-from diffusion.datasets.transforms import PictureTransform
+from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def train_loader(
 
     Returns:
         Batches of `rank_batch_size`; its length is the number of whole global batches in an epoch. With `mixing:
-        groups` a batch holds whole groups one after the other; where the streams have several sizes, pictures and
+        groups` a batch holds whole groups one after the other; where the streams have several sizes, images and
         latents are lists with a tensor for each group.
 
     Raises:
@@ -86,12 +86,12 @@ def train_loader(
         rank_batch_size,
         num_ranks,
     )
-    sizes = picture_sizes(config.streams, config.resolution)
+    sizes = image_sizes(config.streams, config.resolution)
     dataset = TextImageDataset(
         locations=check_training_streams(config, with_logvar=with_logvar),
         representation=config.representation,
         transforms=[
-            PictureTransform(size=size, crop=config.crop, horizontal_flip=config.horizontal_flip, seed=seed)
+            ImageTransform(size=size, crop=config.crop, horizontal_flip=config.horizontal_flip, seed=seed)
             for size in sizes
         ],
         tokenize=tokenize if config.representation == Representation.images else None,
@@ -144,9 +144,7 @@ def validation_dataset(
     samples = TextImageDataset(
         locations=check_validation_streams(config, data, with_logvar=with_logvar),
         representation=data.representation,
-        transforms=[
-            PictureTransform(size=size) for size in picture_sizes(held_out_streams(config, data), data.resolution)
-        ],
+        transforms=[ImageTransform(size=size) for size in image_sizes(held_out_streams(config, data), data.resolution)],
         tokenize=tokenize if data.representation == Representation.images else None,
         seed=0,
         with_logvar=with_logvar,
@@ -191,7 +189,7 @@ def check_training_streams(config: DataConfig, *, with_logvar: bool) -> list[Str
         DataError: streams that are missing, half-written, or encoded otherwise than the configuration says.
     """
     locations = locate_streams(config.remote, config.local, config.streams)
-    _check_locations(locations, picture_sizes(config.streams, config.resolution), config, with_logvar)
+    _check_locations(locations, image_sizes(config.streams, config.resolution), config, with_logvar)
     return locations
 
 
@@ -199,7 +197,7 @@ def check_validation_streams(config: ValidationConfig, data: DataConfig, *, with
     """Check the held-out streams as `check_training_streams` does those of training."""
     streams = held_out_streams(config, data)
     locations = locate_streams(config.remote, config.local, streams, "validation")
-    _check_locations(locations, picture_sizes(streams, data.resolution), data, with_logvar)
+    _check_locations(locations, image_sizes(streams, data.resolution), data, with_logvar)
     return locations
 
 
@@ -209,12 +207,12 @@ def held_out_streams(config: ValidationConfig, data: DataConfig) -> list[StreamC
 
 
 def _check_locations(
-    locations: list[StreamLocation], sizes: list[PictureSize], config: DataConfig, with_logvar: bool
+    locations: list[StreamLocation], sizes: list[ImageSize], config: DataConfig, with_logvar: bool
 ) -> None:
     for location, size in zip(locations, sizes, strict=True):
         check_location(location)
         manifest = find_manifest(location.source, location.store)
-        # Data without a manifest, or with one of pictures, is judged by its columns when it is opened.
+        # Data without a manifest, or with one of images, is judged by its columns when it is opened.
         if config.representation == Representation.latents and manifest and manifest.get("kind") == ENCODED:
             encoded = EncodedManifest.from_json(manifest, location.source)
             check_encoded(encoded, where=location.source, size=size, needs_logvar=with_logvar)

@@ -125,7 +125,7 @@ def _what_is_there(folder: Path, section: str) -> str:
         streams = ", ".join(f"{{name: {name}}}" for name in neighbours)
         return (
             f". Streams there: {', '.join(neighbours)}. To read these, set {section}.streams='[{streams}]' (a bucket "
-            "without pictures has no folder)"
+            "without images has no folder)"
         )
     return (
         f": run scripts/prepare.py (and scripts/encode.py for latents), or correct {section}.local, {section}.remote "

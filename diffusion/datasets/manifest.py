@@ -70,7 +70,7 @@ def sync(path: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceEntry:
-    """One source of a prepared data set and what became of its pictures."""
+    """One source of a prepared data set and what became of its images."""
 
     name: str
     """First part of the keys."""
@@ -79,14 +79,14 @@ class SourceEntry:
     path: str
     """Where it was."""
     seen: int
-    """Pictures that it held."""
+    """Images that it held."""
     kept: int
-    """Pictures that came into the data set."""
+    """Images that came into the data set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One refused picture."""
+    """One refused image."""
 
     key: str
     detail: str
@@ -94,7 +94,7 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class RefusedEntry:
-    """The pictures that were refused for one reason."""
+    """The images that were refused for one reason."""
 
     count: int
     """How many."""
@@ -128,11 +128,11 @@ class PrepareSettings:
     sizes: list[str] = field(default_factory=list)
     """Aspect-ratio buckets, HEIGHTxWIDTH."""
     upscale: bool = False
-    """Pictures that are smaller than every aspect-ratio bucket were taken, too."""
+    """Images that are smaller than every aspect-ratio bucket were taken, too."""
     min_samples: int = 0
-    """Fewest training pictures of an aspect-ratio bucket."""
+    """Fewest training images of an aspect-ratio bucket."""
     refuse_small: bool = False
-    """Pictures of buckets with fewer were refused; otherwise they went to others."""
+    """Images of buckets with fewer were refused; otherwise they went to others."""
     compression: str | None = None
     """Of the shards."""
     hashes: list[str] = field(default_factory=lambda: ["xxh64"])
@@ -152,9 +152,9 @@ class Generation:
     partitions: int
     """Parts of the sources that were read."""
     seen: int
-    """Pictures in them."""
+    """Images in them."""
     kept: int
-    """Pictures that came into the data set; they lie behind those of the generations before."""
+    """Images that came into the data set; they lie behind those of the generations before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +169,7 @@ class PreparedManifest:
     columns: dict[str, str]
     """MDS type of each column."""
     seen: int
-    """Pictures that the sources held: kept and refused together."""
+    """Images that the sources held: kept and refused together."""
     kept: int
     refused: dict[str, RefusedEntry] = field(default_factory=dict)
     """By reason, sorted."""

@@ -1,4 +1,4 @@
-"""The training data: several streams of prepared pictures or encoded latents, mixed, as samples of a batch."""
+"""The training data: several streams of prepared images or encoded latents, mixed, as samples of a batch."""
 
 import logging
 from bisect import bisect_right
@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from streaming.base.world import World
 
-from diffusion.config.data import PictureSize, Representation
-from diffusion.datasets.bad_pictures import BadPicture, BadPictures
+from diffusion.config.data import ImageSize, Representation
+from diffusion.datasets.bad_images import BadImage, BadImages
 from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.fetching import Downloads, FetchedStream
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
@@ -20,7 +20,7 @@ from diffusion.datasets.sample_ids import SampleId
 from diffusion.datasets.shards import ShardDataset
 from diffusion.datasets.substitutes import Substitutes, find_substitutes
 from diffusion.datasets.tiers import TierMeter
-from diffusion.datasets.transforms import PictureTransform
+from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
 from diffusion.randomness import Purpose, random_word, sample_address
 
@@ -43,8 +43,8 @@ class TextImageDataset(ShardDataset):
 
     Args:
         locations: the streams, checked; their order is the stream index in a sample's address.
-        representation: whether the streams hold pictures or latents.
-        transforms: what is done with the pictures of each stream; for latents, only their sizes are used.
+        representation: whether the streams hold images or latents.
+        transforms: what is done with the images of each stream; for latents, only their sizes are used.
         tokenize: encodes captions; None with latents, whose token ids are stored.
         seed: seed of the run: order, crops, flips and choices of captions.
         with_logvar: whether the log-variance of latents is wanted.
@@ -62,7 +62,7 @@ class TextImageDataset(ShardDataset):
         *,
         locations: Sequence[StreamLocation],
         representation: Representation,
-        transforms: Sequence[PictureTransform],
+        transforms: Sequence[ImageTransform],
         tokenize: Tokenize | None,
         seed: int,
         with_logvar: bool,
@@ -79,7 +79,7 @@ class TextImageDataset(ShardDataset):
         self.with_logvar = with_logvar
         self.choose_caption = choose_caption
         self.with_text_embeddings = with_text_embeddings
-        self.bad_pictures = BadPictures(World.detect().num_ranks if "order" in options else 1)
+        self.bad_images = BadImages(World.detect().num_ranks if "order" in options else 1)
         meter = TierMeter()
         streams = [FetchedStream(location, downloads or Downloads(), meter) for location in locations]
         wanted = ["latent_mean", "token_ids"] if tokenize is None else ["image", "captions", "key"]
@@ -147,7 +147,7 @@ class TextImageDataset(ShardDataset):
         if self.representation == Representation.latents:
             if not is_encoded:
                 raise DataError(
-                    f"{where} holds pictures, and data.representation is latents: encode them with "
+                    f"{where} holds images, and data.representation is latents: encode them with "
                     "`python scripts/encode.py PREPARED OUT --resolution "
                     f"{self.transforms[stream].size.height}` and point data.local (data.remote) at OUT, or set "
                     "data.representation=images"
@@ -167,7 +167,7 @@ class TextImageDataset(ShardDataset):
         factor = self.transforms[0].size.height // first.height
         if size.height % latent.height or size != (latent.height * factor, latent.width * factor):
             raise DataError(
-                f"{where} holds latents of {latent}, which do not fit pictures of {size} (data.resolution, or the "
+                f"{where} holds latents of {latent}, which do not fit images of {size} (data.resolution, or the "
                 "resolution of the stream): set the size they were encoded with, or run scripts/encode.py again"
             )
         if self.with_text_embeddings and not {"text_embeddings", "pooled_text_embeddings"} <= columns.keys():
@@ -212,11 +212,11 @@ class TextImageDataset(ShardDataset):
                 sample[BatchKey.POOLED_TEXT_EMBEDDING] = columns["pooled_text_embeddings"][caption]
         else:
             assert self.tokenize is not None
-            columns, picture = self._decodable(sample_id, stream, retry)
+            columns, image = self._decodable(sample_id, stream, retry)
             captions = columns["captions"]
             transform, place = self.transforms[stream], {"epoch": self.epoch, "sample": address}
-            sample[BatchKey.IMAGE] = transform(picture, **place)
-            sample[BatchKey.PLACEMENT] = np.array(transform.placement(picture.size, **place), np.int64)
+            sample[BatchKey.IMAGE] = transform(image, **place)
+            sample[BatchKey.PLACEMENT] = np.array(transform.placement(image.size, **place), np.int64)
             token_ids = self.tokenize([captions[self._caption(len(captions), address)]])[0]
         sample[BatchKey.TOKEN_IDS] = token_ids.astype(np.int64)
         return sample
@@ -228,8 +228,8 @@ class TextImageDataset(ShardDataset):
         return (random_word(self.seed, Purpose.CAPTION_CHOICE, self.epoch, address) * num_captions) >> 32
 
     def _decodable(self, sample_id: int, stream: int, retry: int) -> tuple[dict[str, Any], Image.Image]:
-        """Read a sample's columns and picture; in place of an undecodable one, the next decodable one of its stream."""
-        self.bad_pictures.count_read()
+        """Read a sample's columns and image; in place of an undecodable one, the next decodable one of its stream."""
+        self.bad_images.count_read()
         first, substitutes = self.first_samples[stream], self.substitutes[stream]
         index = start = substitutes.substitute_of(sample_id - first)
         while True:
@@ -237,21 +237,21 @@ class TextImageDataset(ShardDataset):
             try:
                 return columns, decode_rgb(columns["image"])
             except UndecodableImageError as error:
-                picture = BadPicture(
+                image = BadImage(
                     stream=self.stream_names[stream],
                     index=index,
                     key=columns.get("key", str(index)),
                     epoch=self.epoch,
                     error=str(error),
                 )
-                self.bad_pictures.count_bad(picture)
+                self.bad_images.count_bad(image)
             index = substitutes.substitute_of((index + 1) % substitutes.num_samples)
             if index == start:
                 name = self.stream_names[stream]
-                raise DataError(f"no picture of the stream '{name}' can be decoded: prepare it again")
+                raise DataError(f"no image of the stream '{name}' can be decoded: prepare it again")
 
 
-def _latent_type(encoding: str) -> tuple[str, PictureSize]:
+def _latent_type(encoding: str) -> tuple[str, ImageSize]:
     """Split `ndarray:float16:C,H,W` into dtype and channels, and height and width of the latent."""
     kind, height, width = encoding.rsplit(",", 2)
-    return kind, PictureSize(int(height), int(width))
+    return kind, ImageSize(int(height), int(width))

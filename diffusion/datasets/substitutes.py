@@ -1,8 +1,8 @@
 """Which sample takes the place of one that is not to be used.
 
-A sample that was withdrawn, or whose picture could not be encoded, keeps its number, so that the order of the others
+A sample that was withdrawn, or whose image could not be encoded, keeps its number, so that the order of the others
 does not change; when its turn comes, the next usable sample of its stream is read. That is a function of the marks
-beside the data set alone: the same for pictures and for their latents, and for any number of machines.
+beside the data set alone: the same for images and for their latents, and for any number of machines.
 """
 
 from array import array

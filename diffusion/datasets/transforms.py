@@ -1,8 +1,8 @@
-"""From a decoded picture to the pixels that are trained on.
+"""From a decoded image to the pixels that are trained on.
 
-The picture is resized to cover the size and the rest is cut off, in one step: the part that is kept is chosen in the
-picture's own coordinates and resampled with Lanczos (Pillow, antialiased, no prior reduction), which gives the same
-pixels as resizing the whole picture first and costs less. A random crop or flip is addressed by (seed, epoch, sample).
+The image is resized to cover the size and the rest is cut off, in one step: the part that is kept is chosen in the
+image's own coordinates and resampled with Lanczos (Pillow, antialiased, no prior reduction), which gives the same
+pixels as resizing the whole image first and costs less. A random crop or flip is addressed by (seed, epoch, sample).
 
 Shape letters: H, W height and width in pixels.
 """
@@ -14,15 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from diffusion.config.data import Crop, PictureSize
+from diffusion.config.data import Crop, ImageSize
 from diffusion.randomness import Purpose, random_word
 
 _VERSION = 1
-"""Raised whenever the same picture would give other pixels: encoded data of another version are refused."""
+"""Raised whenever the same image would give other pixels: encoded data of another version are refused."""
 
 
 class Placement(NamedTuple):
-    """What SDXL is told of a picture (Podell et al. 2023, section 2.2), in pixels and in its order."""
+    """What SDXL is told of an image (Podell et al. 2023, section 2.2), in pixels and in its order."""
 
     original_height: int
     original_width: int
@@ -35,10 +35,10 @@ class Placement(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PictureTransform:
-    """Resize a picture to cover a size, cut off what is beyond it, perhaps mirror it."""
+class ImageTransform:
+    """Resize an image to cover a size, cut off what is beyond it, perhaps mirror it."""
 
-    size: PictureSize
+    size: ImageSize
     """Height and width of the result."""
 
     crop: Crop = Crop.centre
@@ -51,13 +51,13 @@ class PictureTransform:
     """Seed of the run; unused by a deterministic transform."""
 
     @classmethod
-    def square(cls, resolution: int, **options: Any) -> "PictureTransform":
+    def square(cls, resolution: int, **options: Any) -> "ImageTransform":
         """The transform to a square: the shorter side is resized to the resolution."""
-        return cls(size=PictureSize(resolution, resolution), **options)
+        return cls(size=ImageSize(resolution, resolution), **options)
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether the pixels are a function of the picture alone."""
+        """Whether the pixels are a function of the image alone."""
         return self.crop == Crop.centre and self.horizontal_flip == 0
 
     def identity(self) -> str:
@@ -66,27 +66,27 @@ class PictureTransform:
         height, width = self.size
         return f"lanczos-centre-crop-{height if height == width else f'{height}x{width}'}-v{_VERSION}"
 
-    def __call__(self, picture: Image.Image, *, epoch: int = 0, sample: int = 0) -> NDArray[np.uint8]:
-        """Transform one picture.
+    def __call__(self, image: Image.Image, *, epoch: int = 0, sample: int = 0) -> NDArray[np.uint8]:
+        """Transform one image.
 
         Args:
-            picture: RGB.
+            image: RGB.
             epoch: epoch that the random numbers are addressed by.
             sample: address of the sample (`diffusion.randomness.sample_address`).
 
         Returns:
             uint8 [3, H, W].
         """
-        left, top, width, height = self._part(picture.size, epoch, sample)
-        box = (left, top, min(left + width, picture.width), min(top + height, picture.height))
-        resized = picture.resize((self.size.width, self.size.height), Image.Resampling.LANCZOS, box=box)
+        left, top, width, height = self._part(image.size, epoch, sample)
+        box = (left, top, min(left + width, image.width), min(top + height, image.height))
+        resized = image.resize((self.size.width, self.size.height), Image.Resampling.LANCZOS, box=box)
         pixels = np.asarray(resized)
         if self._is_mirrored(epoch, sample):
             pixels = pixels[:, ::-1]
         return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
     def placement(self, size: tuple[int, int], *, epoch: int = 0, sample: int = 0) -> Placement:
-        """What a picture of a width and height in pixels is made of when it is transformed."""
+        """What an image of a width and height in pixels is made of when it is transformed."""
         left, top, width, height = self._part(size, epoch, sample)
         if self._is_mirrored(epoch, sample):
             left = size[0] - width - left
@@ -94,7 +94,7 @@ class PictureTransform:
         return Placement(size[1], size[0], top, left, *self.size)
 
     def _part(self, size: tuple[int, int], epoch: int, sample: int) -> tuple[float, float, float, float]:
-        """Left, top, width and height of the part of a picture that is kept, in its own coordinates."""
+        """Left, top, width and height of the part of an image that is kept, in its own coordinates."""
         width, height = _covered(size, self.size)
         offset = self._offset(epoch, sample)
         return (size[0] - width) * offset, (size[1] - height) * offset, width, height
@@ -110,9 +110,9 @@ class PictureTransform:
         return threshold > 0 and random_word(self.seed, Purpose.FLIP, epoch, sample) < threshold
 
 
-def _covered(picture: tuple[int, int], size: PictureSize) -> tuple[float, float]:
-    """Width and height of the largest part of a picture of a width and height that has the size's aspect ratio."""
-    width, height = picture
+def _covered(image: tuple[int, int], size: ImageSize) -> tuple[float, float]:
+    """Width and height of the largest part of an image of a width and height that has the size's aspect ratio."""
+    width, height = image
     if width * size.height <= height * size.width:
         return width, width * size.height / size.width
     return height * size.width / size.height, height

@@ -18,10 +18,10 @@ import torch
 from PIL import Image
 from tqdm.auto import tqdm
 
+from demo.shapes import COLOURS, Scene, caption
+from demo.shapes import SHAPES as SHAPE_NAMES
+from demo.shapes import prompts as shape_scenes
 from diffusion.config.evaluation import CompositionalConfig
-from diffusion.demo.shapes import COLOURS, Scene, caption
-from diffusion.demo.shapes import SHAPES as SHAPE_NAMES
-from diffusion.demo.shapes import prompts as shape_scenes
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.detectors import Detection, Detector, ShapesOracle, ZeroShotDetector
 from diffusion.evaluation.prompts import Prompt

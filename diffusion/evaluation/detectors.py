@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from diffusion.demo.oracle import describe
+from demo.oracle import describe
 from diffusion.errors import ConfigurationError
 from diffusion.models.frozen import freeze
 from diffusion.models.identity import module_identity

@@ -16,10 +16,10 @@ from diffusion.evaluation.features import Networks
 from diffusion.evaluation.generation import Task, generate_images
 from diffusion.evaluation.held_out_loss import NAME as VALIDATION_LOSS
 from diffusion.evaluation.held_out_loss import held_out_losses
+from diffusion.evaluation.images import ImageFiles, list_images
 from diffusion.evaluation.listing import read_listing
 from diffusion.evaluation.metrics import Metrics
 from diffusion.evaluation.models import Generator, Subject, find_subjects, load_generator
-from diffusion.evaluation.pictures import PictureFiles, list_pictures
 from diffusion.evaluation.prompts import Prompt, read_prompts
 from diffusion.evaluation.protocol import Protocol, difference, generated_record, given_record
 from diffusion.evaluation.ranks import Ranks, choose_device
@@ -95,9 +95,9 @@ class Evaluation:
             DataError: the listing is wrong.
         """
         listed = agree(lambda: read_listing(folder))
-        files = list_pictures(folder) if listed is None else [image.path for image in listed]
+        files = list_images(folder) if listed is None else [image.path for image in listed]
         texts = None if listed is None else [image.prompt for image in listed]
-        numbers = self.metrics.compute(PictureFiles(files), texts, given_record(len(files)))
+        numbers = self.metrics.compute(ImageFiles(files), texts, given_record(len(files)))
         return self._finish(Result(name=folder.resolve().name, place=str(folder), numbers=numbers))
 
     def _at_scale(self, subject: Subject, generator: Generator, scale: float) -> Result | None:
@@ -116,7 +116,7 @@ class Evaluation:
             files = generate_images(generator, task, place / kind, self.ranks, f"{subject.name} cfg {scale:g} {kind}")
             if kind == "prompts":
                 texts = [self.prompts[task.prompt_of(image)].text for image in range(task.num_images)]
-                result.numbers |= self.metrics.compute(PictureFiles(files), texts, records[kind])
+                result.numbers |= self.metrics.compute(ImageFiles(files), texts, records[kind])
             else:
                 assert self.compositional is not None
                 result.numbers |= self.compositional.judge(files, records[kind], self.ranks)

@@ -1,6 +1,6 @@
-"""Features of a set of pictures, computed by all ranks.
+"""Features of a set of images, computed by all ranks.
 
-The batches are those of the numbers of the pictures, whatever the number of ranks: rank r takes every so manieth.
+The batches are those of the numbers of the images, whatever the number of ranks: rank r takes every so manieth.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from diffusion.config.evaluation import ResizeFilter
 from diffusion.evaluation.features import FeatureNetwork, resized
-from diffusion.evaluation.pictures import Pictures
+from diffusion.evaluation.images import Images
 from diffusion.evaluation.ranks import Ranks
 from diffusion.evaluation.statistics import Array, Moments, merge_moments, moments_of_batches
 
@@ -27,7 +27,7 @@ class FeatureSet:
     """Number, mean and scatter, accumulated in float64."""
 
     features: Array | None = None
-    """float32 [N, D], in the order of the pictures, if they are kept."""
+    """float32 [N, D], in the order of the images, if they are kept."""
 
     def save(self, path: Path) -> None:
         """Write atomically as .npz."""
@@ -58,12 +58,12 @@ class Extractor:
     batch_size: int
     num_threads: int
 
-    def extract(self, network: FeatureNetwork, pictures: Pictures, *, keep: bool, label: str) -> FeatureSet | None:
-        """Compute the features of all pictures; to be called by all ranks.
+    def extract(self, network: FeatureNetwork, image_set: Images, *, keep: bool, label: str) -> FeatureSet | None:
+        """Compute the features of all images; to be called by all ranks.
 
         Args:
             network: on the device of this rank.
-            pictures: the set.
+            image_set: the set.
             keep: keep each feature, not their moments only.
             label: of the progress bar.
 
@@ -71,12 +71,12 @@ class Extractor:
             On the first rank; None on others.
 
         Raises:
-            DataError: a picture cannot be decoded.
+            DataError: an image cannot be decoded.
         """
         kept: list[tuple[int, Array]] = []
 
         def own_features() -> Iterator[Array]:
-            for start, features in self._own_batches(network, pictures, label):
+            for start, features in self._own_batches(network, image_set, label):
                 if keep:
                     kept.append((start, features))
                 yield features
@@ -90,13 +90,13 @@ class Extractor:
         batches = sorted((batch for _, batches in gathered for batch in batches), key=lambda batch: batch[0])
         return FeatureSet(moments=moments, features=np.concatenate([features for _, features in batches]))
 
-    def _own_batches(self, network: FeatureNetwork, pictures: Pictures, label: str) -> Iterator[tuple[int, Array]]:
+    def _own_batches(self, network: FeatureNetwork, image_set: Images, label: str) -> Iterator[tuple[int, Array]]:
         """Number of the first image and features of each batch of this rank."""
-        starts = range(self.ranks.rank * self.batch_size, len(pictures), self.batch_size * self.ranks.size)
+        starts = range(self.ranks.rank * self.batch_size, len(image_set), self.batch_size * self.ranks.size)
         with ThreadPoolExecutor(self.num_threads) as threads:
             for start in tqdm(starts, desc=label, disable=not self.ranks.is_first, leave=False):
                 # Sets may read one at a time only, so they are read here and resized in threads.
-                images = [pictures[i] for i in range(start, min(start + self.batch_size, len(pictures)))]
+                images = [image_set[i] for i in range(start, min(start + self.batch_size, len(image_set)))]
                 pixels = list(threads.map(lambda image: resized(image, network.size, self.resize_filter), images))
                 yield start, self._features(network, pixels)
 

@@ -166,9 +166,9 @@ class Clip:
 
 
 class RandomFeatures:
-    """A small convolutional network with random weights: for demonstrations and tests, and pictures unlike photographs.
+    """A small convolutional network with random weights: for demonstrations and tests, and images unlike photographs.
 
-    Naeem et al. (2020, section 3.3) find random embeddings useful where pretrained ones do not know the pictures.
+    Naeem et al. (2020, section 3.3) find random embeddings useful where pretrained ones do not know the images.
 
     Args:
         seed: of the weights.

@@ -13,7 +13,7 @@ from diffusion.config.evaluation import OF_REFERENCE, Metric, ProtocolConfig, Re
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.evaluation.extraction import Extractor, FeatureSet
 from diffusion.evaluation.features import FeatureNetwork, Networks
-from diffusion.evaluation.pictures import Pictures, open_reference
+from diffusion.evaluation.images import Images, open_reference
 from diffusion.evaluation.protocol import Protocol, metric_protocol, protocol_hash, reference_record
 from diffusion.evaluation.results import Number
 from diffusion.evaluation.statistics import clip_scores, cmmd, frechet_distance, kernel_distance
@@ -40,7 +40,7 @@ class Metrics:
     networks: Networks
     extractor: Extractor
     cache: Path
-    _reference: tuple[Pictures, str] | None = field(default=None, init=False)
+    _reference: tuple[Images, str] | None = field(default=None, init=False)
     _loaded: dict[Path, FeatureSet | None] = field(default_factory=dict, init=False)
     """By their files; on other ranks than the first None, so that all know what was read."""
 
@@ -71,13 +71,11 @@ class Metrics:
         """
         return {self.name(metric): self._protocol(metric, images) for metric in self.config.metrics}
 
-    def compute(
-        self, pictures: Pictures, prompts: Sequence[str] | None, images: Mapping[str, Any]
-    ) -> dict[str, Number]:
+    def compute(self, image_set: Images, prompts: Sequence[str] | None, images: Mapping[str, Any]) -> dict[str, Number]:
         """Compute all numbers; to be called by all ranks.
 
         Args:
-            pictures: the images.
+            image_set: the images.
             prompts: of each image, for the CLIP score.
             images: how they were made.
 
@@ -87,8 +85,8 @@ class Metrics:
         Raises:
             ConfigurationError: there are too few images, or no prompts for the CLIP score.
         """
-        if len(pictures) < 2:
-            raise ConfigurationError(f"{len(pictures)} images: metrics need 2 or more")
+        if len(image_set) < 2:
+            raise ConfigurationError(f"{len(image_set)} images: metrics need 2 or more")
         if prompts is None and Metric.clip_score in self.config.metrics:
             raise ConfigurationError(
                 "clip_score needs the prompts of the images: put metadata.jsonl (file_name, prompt) into their folder, "
@@ -98,7 +96,7 @@ class Metrics:
         for group in self._by_network():
             network = self.networks.of(group[0])
             keep = any(metric in _NEED_ALL for metric in group)
-            features = self.extractor.extract(network, pictures, keep=keep, label=f"features {network.name}")
+            features = self.extractor.extract(network, image_set, keep=keep, label=f"features {network.name}")
             for metric in group:
                 reference = self._reference_features(network, keep) if metric in OF_REFERENCE else None
                 if features is not None:
@@ -118,10 +116,10 @@ class Metrics:
         return metric_protocol(metric, self.config, self.networks.of(metric), reference=reference, images=images)
 
     def _reference_record(self) -> dict[str, Any]:
-        pictures, identity, settings = self._opened()
-        return reference_record(identity, len(pictures), settings.size)
+        image_set, identity, settings = self._opened()
+        return reference_record(identity, len(image_set), settings.size)
 
-    def _opened(self) -> tuple[Pictures, str, ReferenceConfig]:
+    def _opened(self) -> tuple[Images, str, ReferenceConfig]:
         assert self._reference is not None, "open comes before"
         assert self.config.reference is not None
         return *self._reference, self.config.reference
@@ -141,8 +139,8 @@ class Metrics:
         if is_there:
             found = agree(lambda: _load(path) if ranks.is_first else None)
         else:
-            pictures = self._opened()[0]
-            found = self.extractor.extract(network, pictures, keep=keep, label=f"reference {network.name}")
+            image_set = self._opened()[0]
+            found = self.extractor.extract(network, image_set, keep=keep, label=f"reference {network.name}")
             if found is not None:
                 found.save(path)
         self._loaded[path] = found

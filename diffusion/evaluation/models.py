@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from diffusion.algorithms.average_files import AVERAGE_SUFFIX
 from diffusion.checkpointing.reading import batch_of, resolve_checkpoint
+from diffusion.ema.average_files import AVERAGE_SUFFIX
 from diffusion.errors import ConfigurationError
 from diffusion.loading import load_model
 from diffusion.models.conditioning import DualTextEncoder

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from diffusion.config.evaluation import PromptsConfig
 from diffusion.errors import ConfigurationError
-from diffusion.evaluation.pictures import PreparedSamples, by_hash, smallest_hashes
+from diffusion.evaluation.images import PreparedSamples, by_hash, smallest_hashes
 
 COLUMNS = ("Prompt", "Prompts", "prompt", "caption", "text")
 """Names that a column of prompts has, tried in this order."""

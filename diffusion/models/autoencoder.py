@@ -134,11 +134,11 @@ class AutoencoderTraining(ComposerModel):
         return outputs if outputs is not None else self._reconstruct(batch, draw=False)
 
     def get_metrics(self, is_train: bool = False) -> dict[str, Metric]:
-        """Peak signal-to-noise ratio of each picture, averaged, in dB."""
+        """Peak signal-to-noise ratio of each image, averaged, in dB."""
         return {} if is_train else held_out_means("psnr")
 
     def update_metric(self, batch: Any, outputs: Reconstruction, metric: Metric) -> None:
-        """Add the pictures of an evaluation batch."""
+        """Add the images of an evaluation batch."""
         assert isinstance(metric, HeldOutMean)
         metric.add(psnr(outputs.decoded, outputs.pixels), batch)
 
@@ -152,7 +152,7 @@ def initialise_logvar(vae: AutoencoderKL, logvar: float) -> None:
 
 
 def psnr(decoded: Tensor, pixels: Tensor) -> Tensor:
-    """Peak signal-to-noise ratio in dB, [B], of pictures in [-1, 1]; the decoded ones are clamped."""
+    """Peak signal-to-noise ratio in dB, [B], of images in [-1, 1]; the decoded ones are clamped."""
     error = (decoded.clamp(-1, 1) - pixels).square().mean(dim=(1, 2, 3))
     return 10.0 * torch.log10(4.0 / error.clamp(min=1e-12))
 
@@ -161,11 +161,11 @@ def psnr(decoded: Tensor, pixels: Tensor) -> Tensor:
 def latent_statistics(
     vae: AutoencoderKL, batches: Iterable[Tensor], device: torch.device
 ) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of each channel of the posterior's mean, over all ranks' pictures.
+    """Mean and standard deviation of each channel of the posterior's mean, over all ranks' images.
 
     Args:
         vae: the encoder.
-        batches: this rank's pictures, uint8 [B, 3, height, width].
+        batches: this rank's images, uint8 [B, 3, height, width].
         device: where the VAE is.
 
     Returns:

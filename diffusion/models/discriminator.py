@@ -14,7 +14,7 @@ from torch.func import functional_call
 class PatchDiscriminator(nn.Sequential):
     """Judges overlapping patches of 70 x 70 pixels (PatchGAN; Isola et al. 2017, section 3.2.2).
 
-    Its norms are of groups of channels, not of the batch: what it says of a picture must not depend on which others are
+    Its norms are of groups of channels, not of the batch: what it says of an image must not depend on which others are
     in the same microbatch.
     """
 
@@ -34,7 +34,7 @@ class AdversarialLosses(NamedTuple):
     """What the two sides minimise, float32 [] each."""
 
     generator: Tensor
-    """Has gradients with respect to the decoded pictures only."""
+    """Has gradients with respect to the decoded images only."""
 
     discriminator: Tensor
     """Has gradients with respect to the discriminator only."""

@@ -77,7 +77,7 @@ class Draws(NamedTuple):
     """int64 [B, L], after captions were dropped."""
 
     content: Tensor
-    """Pictures as they were cropped and flipped, uint8 [B, 3, 8H, 8W]; or the means of latents, [B, C, H, W]."""
+    """Images as they were cropped and flipped, uint8 [B, 3, 8H, 8W]; or the means of latents, [B, C, H, W]."""
 
     placement: Tensor | None
     """int64 [B, 6], sizes and crops; None where the U-Net is not told them."""
@@ -94,7 +94,7 @@ class LatentDiffusion(ComposerModel):
         frozen: VAE, text encoder, tokenizer and latent scaling.
         noise_scheduler: holds the noise schedule and the prediction type.
         objective: the training objective; its prediction type must be the scheduler's.
-        resolution: side of the pictures trained at, in pixels; the default size of generated images.
+        resolution: side of the images trained at, in pixels; the default size of generated images.
         seed: seed of noise, timesteps, posterior and dropped captions, 0 <= seed < 2^32.
         low_precision_norms: run the U-Net's GroupNorm and LayerNorm in the autocast precision.
 
@@ -322,7 +322,7 @@ class LatentDiffusion(ComposerModel):
                 training.
             height: in pixels, a multiple of the VAE's factor; the resolution trained at by default.
             width: likewise.
-            original_size: height and width of the picture that the image is to look as if it were made from, with SDXL;
+            original_size: height and width of the image that the image is to look as if it were made from, with SDXL;
                 its own by default.
             crop: rows above it and columns left of it that it is to look as if they were cut off, with SDXL.
             num_inference_steps: DDIM steps, at most those of the noise schedule.

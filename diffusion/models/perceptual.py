@@ -1,4 +1,4 @@
-"""Perceptual distance of pictures: LPIPS (Zhang et al. 2018) on the features of torchvision's VGG16, from a file.
+"""Perceptual distance of images: LPIPS (Zhang et al. 2018) on the features of torchvision's VGG16, from a file.
 
 torchmetrics brings the distance and its learned weights; VGG16's, which it would download, are read from a file.
 """
@@ -22,7 +22,7 @@ def build_perceptual() -> _LPIPS:
 
 
 def load_perceptual(path: str | None, key: str) -> nn.Module:
-    """Build LPIPS, frozen: from two batches of pictures, float32 [B, 3, height, width] in [-1, 1], to [B, 1, 1, 1].
+    """Build LPIPS, frozen: from two batches of images, float32 [B, 3, height, width] in [-1, 1], to [B, 1, 1, 1].
 
     Args:
         path: torchvision's weights of VGG16, a state dict with `features.0.weight` and so on.

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 
 from diffusion.config.data import DataConfig
-from diffusion.health.hosts import choose_fit_hosts, command_over_ssh, survey
-from diffusion.health.nodes import unfit_nodes
-from diffusion.health.verdicts import Level, warnings_of
+from diffusion.operations.checks.hosts import choose_fit_hosts, command_over_ssh, survey
+from diffusion.operations.checks.nodes import unfit_nodes
+from diffusion.operations.checks.verdicts import Level, warnings_of
 from diffusion.operations.events import EventKind, EventLog, log
 from diffusion.operations.jobs import Command
 
@@ -56,7 +56,7 @@ class Machines:
         self._command, self._fleet, self._data = tuple(command), fleet, data
         self._patience, self._events = patience, events
         self.hosts = fleet.hosts[: fleet.wanted] if fleet is not None else ()
-        here = [sys.executable, "-m", "diffusion.health.this_machine", *arguments]
+        here = [sys.executable, "-m", "diffusion.operations.checks.this_machine", *arguments]
         ssh = shlex.split(os.environ.get("SSH", "ssh"))
         self._check = (lambda host: here) if fleet is None else command_over_ssh(ssh, arguments)
 

@@ -14,8 +14,8 @@ from diffusion.config.stores import is_store
 from diffusion.datasets.locations import StreamLocation, is_url, locate_streams
 from diffusion.datasets.shared_memory import remove_unused, take_away
 from diffusion.errors import MachineError
-from diffusion.health.opening import sections
-from diffusion.health.readings import SHARED_MEMORY, find_leftovers
+from diffusion.operations.checks.opening import sections
+from diffusion.operations.checks.readings import SHARED_MEMORY, find_leftovers
 from diffusion.operations.runs import is_live, read_supervision
 
 REMOVED = ".removed"

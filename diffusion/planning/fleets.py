@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from diffusion.config.data import PictureSize
+from diffusion.config.data import ImageSize
 from diffusion.config.model import Architecture, ModelConfig
 from diffusion.config.schema import Config, Task
 from diffusion.errors import ConfigurationError
@@ -117,12 +117,12 @@ def rate_for(fleet: Fleet, config: Config) -> float:
         raise ConfigurationError(f"fleet {fleet.name} has no images_per_second: give it for one resolution at least")
     nearest = min(fleet.images_per_second, key=lambda side: abs(side - resolution))
     reference = Config(model=ModelConfig(architecture=fleet.architecture))
-    known = training_flops(reference, PictureSize(nearest, nearest))
-    asked = training_flops(config, PictureSize(resolution, resolution))
+    known = training_flops(reference, ImageSize(nearest, nearest))
+    asked = training_flops(config, ImageSize(resolution, resolution))
     if known is None or asked is None:
         raise ConfigurationError(
             f"fleet {fleet.name} has no images_per_second at {resolution} px, and model.unet has blocks whose "
-            "operations are not known: measure it with scripts/benchmark.py step"
+            "operations are not known: measure it with benchmarks/__main__.py step"
         )
     return fleet.images_per_second[nearest] * known / asked
 
@@ -257,7 +257,7 @@ def fleets_from_benchmark(
     global_batch_size: int,
     **options: Any,
 ) -> list[Fleet]:
-    """Fleets of the GPU that `scripts/benchmark.py` measured, by the model of scaling.
+    """Fleets of the GPU that `benchmarks/__main__.py` measured, by the model of scaling.
 
     Args:
         path: its file of rows, with one GPU's steps of the Trainer at each resolution.
@@ -281,7 +281,7 @@ def fleets_from_benchmark(
         machine, architecture = next((row["machine"], Architecture(row["architecture"])) for row in best.values())
     except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
         raise ConfigurationError(
-            f"{path} holds no steps of the Trainer ({error}): make it with scripts/benchmark.py step --out FOLDER"
+            f"{path} holds no steps of the Trainer ({error}): make it with benchmarks/__main__.py step --out FOLDER"
         ) from error
     models = {
         side: StepModel(

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from diffusion.algorithms.averaging import WeightAverage, local_shard, trainable_parameters
-from diffusion.algorithms.profiles import Exponential
 from diffusion.config.schema import Config
+from diffusion.ema.averaging import WeightAverage, local_shard, trainable_parameters
+from diffusion.ema.profiles import Exponential
 from diffusion.planning.network import meta_unet
 from diffusion.planning.state_bytes import StateBytes
 from diffusion.sharding import fsdp_config

@@ -11,7 +11,7 @@ from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from diffusion.config.data import PictureSize
+from diffusion.config.data import ImageSize
 from diffusion.config.model import Architecture, AutoencoderConfig, LoraConfig, ModelConfig
 from diffusion.config.performance import Compilation
 from diffusion.config.schema import Config, Task
@@ -52,7 +52,7 @@ def parameter_counts(config: Config) -> ParameterCounts:
     return _unet_counts(_key(config.model))
 
 
-def training_flops(config: Config, size: PictureSize) -> int | None:
+def training_flops(config: Config, size: ImageSize) -> int | None:
     """Operations of the U-Net for one image of a size in pixels, forward and backward; None where not known."""
     if config.task is not Task.diffusion:
         return None
@@ -61,7 +61,7 @@ def training_flops(config: Config, size: PictureSize) -> int | None:
     return _training_flops(_key(config.model), height, width, spec.max_tokens)
 
 
-def activation_bytes(config: Config, size: PictureSize) -> int | None:
+def activation_bytes(config: Config, size: ImageSize) -> int | None:
     """Bytes that the U-Net keeps for the backward pass of one image; None where that is not known."""
     if config.task is not Task.diffusion or config.trainer.activation_checkpointing:
         return None

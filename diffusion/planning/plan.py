@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from diffusion.checkpointing.retention import kept_steps
 from diffusion.config.checks import num_batches
-from diffusion.config.data import PictureSize, Representation, picture_sizes
+from diffusion.config.data import ImageSize, Representation, image_sizes
 from diffusion.config.groups import microbatch_size
 from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config, Task
@@ -285,13 +285,11 @@ def _largest_microbatches(config: Config, num_ranks: int, gpu_bytes: Callable[[i
     }
 
 
-def _largest_size(config: Config) -> PictureSize:
-    """Of the pictures of all streams the one with the largest area."""
+def _largest_size(config: Config) -> ImageSize:
+    """Of the images of all streams the one with the largest area."""
     streams = config.data.streams if isinstance(config.data.streams, list) else []
-    square = PictureSize(config.data.resolution, config.data.resolution)
-    return max(
-        picture_sizes(streams, config.data.resolution), key=lambda size: size.height * size.width, default=square
-    )
+    square = ImageSize(config.data.resolution, config.data.resolution)
+    return max(image_sizes(streams, config.data.resolution), key=lambda size: size.height * size.width, default=square)
 
 
 def _num_samples(config: Config, epoch: EpochPlan) -> int | None:
@@ -337,7 +335,7 @@ def _assumptions(config: Config, throughput: float | None, activations: float | 
             f"microbatch: with {CUDA_BYTES / 1e9:g} GB for CUDA it takes at most {USABLE_MEMORY:.0%} of the memory."
         )
     if config.data.representation is Representation.latents:
-        assumptions.append("Data: one caption per picture, without keys and what MDS adds; no held-out data.")
+        assumptions.append("Data: one caption per image, without keys and what MDS adds; no held-out data.")
     if config.data.global_batch_size % num_ranks:
         assumptions.append(
             f"data.global_batch_size={config.data.global_batch_size} cannot be divided among {num_ranks} GPUs: this "

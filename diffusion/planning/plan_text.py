@@ -66,7 +66,7 @@ def _not_known(what: str) -> str:
     keys = {
         "throughput": "plan.images_per_second",
         "cost": "plan.images_per_second and plan.price_per_gpu_hour",
-        "pictures": "plan.image_kb",
+        "images": "plan.image_kb",
         "samples": "plan.num_samples",
     }
     return f"{UNKNOWN} (give {keys[what]})"
@@ -104,7 +104,7 @@ def largest_microbatch(plan: Plan) -> str:
 
 def _data(plan: Plan) -> str:
     if plan.sample_bytes is None:
-        return _not_known("pictures")
+        return _not_known("images")
     total = size_text(plan.data_bytes) if plan.data_bytes is not None else _not_known("samples")
     return f"{plan.sample_bytes:,} bytes per sample, together {total}"
 
@@ -112,7 +112,7 @@ def _data(plan: Plan) -> str:
 def _store(plan: Plan) -> str:
     tiers = plan.tiers
     if tiers.first_epoch_bytes is None or tiers.fetched_bytes is None:
-        return _not_known("samples" if plan.sample_bytes is not None else "pictures")
+        return _not_known("samples" if plan.sample_bytes is not None else "images")
     if not tiers.first_epoch_bytes:
         return "none: without data.remote nothing is fetched, and data.local holds everything on each node"
     again = "again" if tiers.epoch_bytes else "nothing"

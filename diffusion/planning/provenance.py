@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from diffusion.config.schema import Config
-from diffusion.datasets.bad_pictures import BadPicture
+from diffusion.datasets.bad_images import BadImage
 from diffusion.datasets.batching import GlobalOrder, StreamShape, describe_changes, draws_per_stream
 from diffusion.datasets.loader import order_settings
 from diffusion.datasets.locations import StreamLocation, locate_streams
@@ -110,7 +110,7 @@ def times_seen(order: GlobalOrder, num_steps: int, *, progress: bool = False) ->
 
 
 def apply_substitutes(
-    config: Config, folders: list[Path], counts: list[NDArray[np.int32]], bad: Sequence[BadPicture] = ()
+    config: Config, folders: list[Path], counts: list[NDArray[np.int32]], bad: Sequence[BadImage] = ()
 ) -> None:
     """Count at their substitutes the samples that are removed or damaged, in place.
 

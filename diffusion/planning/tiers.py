@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from diffusion.config.data import DataConfig, PictureSize, Representation, picture_sizes
+from diffusion.config.data import DataConfig, ImageSize, Representation, image_sizes
 from diffusion.config.model import Posterior
 from diffusion.config.quantities import parse_size
 from diffusion.config.schema import Config
@@ -69,7 +69,7 @@ def plan_tiers(
         num_images: of the run.
         num_samples: of the data set.
         sample_bytes: of a stored sample.
-        num_shards: of the data set; None takes shards of pictures of the size that `scripts/prepare.py` writes.
+        num_shards: of the data set; None takes shards of images of the size that `scripts/prepare.py` writes.
     """
     data = config.data
     num_nodes = math.ceil(num_ranks / config.plan.gpus_per_node)
@@ -111,8 +111,8 @@ def _has_remote(data: DataConfig) -> bool:
     return data.remote is not None or any(stream.remote is not None for stream in streams)
 
 
-def stored_bytes(config: Config, size: PictureSize) -> int | None:
-    """Of a stored sample with one caption; None where pictures are read and `plan.image_kb` is not given."""
+def stored_bytes(config: Config, size: ImageSize) -> int | None:
+    """Of a stored sample with one caption; None where images are read and `plan.image_kb` is not given."""
     if config.data.representation is Representation.images:
         return round(config.plan.image_kb * 1000) if config.plan.image_kb is not None else None
     numbers = ARCHITECTURES[config.model.architecture].max_tokens + PLACEMENT_NUMBERS
@@ -127,17 +127,17 @@ def waiting_bytes(config: Config, rank_batch_size: int) -> int:
 
 
 def _batch_bytes(config: Config) -> int:
-    """Bytes of the largest sample in a batch: picture or latent, token ids, placement, address and stream."""
+    """Bytes of the largest sample in a batch: image or latent, token ids, placement, address and stream."""
     streams = config.data.streams if isinstance(config.data.streams, list) else []  # Missing beside a plug-in.
-    sizes = picture_sizes(streams, config.data.resolution)
+    sizes = image_sizes(streams, config.data.resolution)
     pixels = max([size.height * size.width for size in sizes], default=config.data.resolution**2)
-    is_picture = config.data.representation is Representation.images
-    content = 3 * pixels if is_picture else _latent_bytes(config, pixels) + _embedding_bytes(config)
+    is_image = config.data.representation is Representation.images
+    content = 3 * pixels if is_image else _latent_bytes(config, pixels) + _embedding_bytes(config)
     return content + 8 * (ARCHITECTURES[config.model.architecture].max_tokens + PLACEMENT_NUMBERS + 2)
 
 
 def _latent_bytes(config: Config, pixels: int) -> int:
-    """Of the moments of a picture's latent."""
+    """Of the moments of an image's latent."""
     spec = ARCHITECTURES[config.model.architecture]
     moments = 2 if config.objective.posterior is Posterior.sample else 1
     return moments * (pixels // spec.vae_factor**2) * spec.vae["latent_channels"] * STORED_BYTES[NumberFormat.fp16]

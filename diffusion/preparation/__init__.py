@@ -1,1 +1,1 @@
-"""Pictures and captions to prepared data, and prepared to encoded data."""
+"""Images and captions to prepared data, and prepared to encoded data."""

@@ -20,7 +20,7 @@ FACTS = "facts"
 """Folder of a data set: a table of facts per partition."""
 
 REFUSED = "refused"
-"""Folder of a data set: some refused pictures of each partition."""
+"""Folder of a data set: some refused images of each partition."""
 
 WORK = "work" + PARTIAL
 DONE = "partitions"
@@ -124,7 +124,7 @@ def writing(out: Path) -> Iterator[None]:
     except OSError as error:
         remedy = "choose a folder that can be written to"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            remedy = f"about twice the size of the pictures is needed; {_free_space(out)}"
+            remedy = f"about twice the size of the images is needed; {_free_space(out)}"
         raise MachineError(f"cannot write to {out}: {error.strerror or error}; {remedy}") from error
 
 

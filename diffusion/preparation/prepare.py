@@ -1,9 +1,9 @@
-"""Sources to prepared data: every picture decoded once, sorted into buckets, shuffled, written as MDS.
+"""Sources to prepared data: every image decoded once, sorted into buckets, shuffled, written as MDS.
 
 Two passes, each made of independent items that any worker takes and that are finished whole or not at all. The first
 works on the partitions of the sources (`partition_work`). Then duplicates and the order are decided over all of them
 (`merge`), and the second pass writes the shards (`merge_shards`). A run that was stopped at any moment continues with
-the items that are missing. The files between need as much disk as the pictures, and are removed at the end.
+the items that are missing. The files between need as much disk as the images, and are removed at the end.
 """
 
 import logging
@@ -97,31 +97,31 @@ def prepare(
     """Write a prepared data set; the layout and the columns are those of docs/architecture.md.
 
     The samples written are a function of the content of the sources, of those that were there at each run before, and
-    of the settings; not of workers, engine, size of partitions or interruptions. (Plug-ins take pictures in batches
+    of the settings; not of workers, engine, size of partitions or interruptions. (Plug-ins take images in batches
     within a partition: the size of partitions matters as far as their rounding goes.)
 
     Args:
-        sources: Folders of pictures, WebDataset tars, parquet files and others; see
+        sources: Folders of images, WebDataset tars, parquet files and others; see
             `diffusion.preparation.sources.opening`.
         out: The folder to write: new, empty, left half-written by an earlier run, which is continued, or finished: then
             what the sources hold in addition is added behind what is there, as a generation of its own.
-        edges: Lowest shorter side of each bucket in pixels, ascending; smaller pictures are refused.
+        edges: Lowest shorter side of each bucket in pixels, ascending; smaller images are refused.
         buckets: The division into buckets, in place of `edges`.
         validation_fraction: Share of the keys that is held out, 0 <= fraction < 1; whether a key is, depends on it and
             on the seed only.
-        seed: Seed of the order and of the choice of held-out pictures, 0 <= seed < 2^32.
+        seed: Seed of the order and of the choice of held-out images, 0 <= seed < 2^32.
         shard_bytes: Size above which a new shard is begun.
         compression: Of the shards, such as `zstd:3`.
         hashes: Hashes of each shard in the index.
         num_workers: Workers; None for one per available core.
         engine: `processes` of this machine, or `ray`.
-        partition_size: Pictures that a worker takes at a time, where the source does not say.
+        partition_size: Images that a worker takes at a time, where the source does not say.
         image_column: Column of the images in parquet files; None for the usual names.
         caption_column: Column of the captions in parquet files; None for the usual names.
         captioner: Writes captions.
         scorers: Write columns of the metadata.
         filters: What is kept.
-        duplicates: Which pictures count as the same; None keeps all.
+        duplicates: Which images count as the same; None keeps all.
         withdrawn: File of keys, one per line, that are never to be in the data set; those that are there already are
             marked as in `diffusion.preparation.withdrawal`.
         overwrite: Replace a finished data set in `out`; what was withdrawn from it stays out.
@@ -133,7 +133,7 @@ def prepare(
 
     Raises:
         ConfigurationError: A setting is out of range.
-        DataError: A source is missing, unknown, or has changed in what was read before; no picture was kept, or `out`
+        DataError: A source is missing, unknown, or has changed in what was read before; no image was kept, or `out`
             holds something else.
         MachineError: `out` cannot be written to, the disk is full, or a worker died.
     """
@@ -229,11 +229,11 @@ def prepare_from(
 
 
 def preview_of(config: PrepareConfig, number: int) -> list[Preview]:
-    """Try a configuration on a few pictures of each source; nothing is written.
+    """Try a configuration on a few images of each source; nothing is written.
 
     Args:
         config: The configuration; `out` is not looked at.
-        number: Pictures of each source, at most.
+        number: Images of each source, at most.
 
     Raises:
         ConfigurationError: A setting is out of range.

@@ -16,7 +16,7 @@ from diffusion.errors import MachineError
 
 
 class Reason(str, Enum):
-    """Why a picture was refused; the value is the key in the manifest."""
+    """Why an image was refused; the value is the key in the manifest."""
 
     MISSING_CAPTION = "missing_caption"
     EMPTY_CAPTION = "empty_caption"
@@ -43,7 +43,7 @@ def reason_text(reason: Reason | str) -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """One picture with its captions.
+    """One image with its captions.
 
     Attributes:
         key: Unique over all sources: the name of the source, a slash, and the place in the source.
@@ -60,7 +60,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Refused:
-    """One picture that a source could not make a record of.
+    """One image that a source could not make a record of.
 
     Attributes:
         key: As the record's would have been.
@@ -84,7 +84,7 @@ class Partition:
             the source grows. Short and made of what the partition holds (a tar's name, a file and its first row).
         items: What `Source.read` needs to find it again in another process: names of files below the source, numbers
             as text. It is stored as JSON with the data set, so no secret may be in it.
-        fingerprint: Changes when what it holds changes, and is found without reading the pictures: names, sizes and
+        fingerprint: Changes when what it holds changes, and is found without reading the images: names, sizes and
             times of modification (`file_state`), or the version that a store gives. Where it differs from the one of
             the last run, the partition is read again and compared in full, so it may change needlessly.
         num_records: How many records and refusals it will yield; None if that is not known beforehand.
@@ -125,12 +125,12 @@ class Source(Protocol):
         ...
 
     def partitions(self, size: int, known: Sequence[Partition] = ()) -> list[Partition]:
-        """Cut the source into partitions that hold every picture exactly once.
+        """Cut the source into partitions that hold every image exactly once.
 
         The cut is a function of the content of the source and of the arguments.
 
         Args:
-            size: Pictures that a partition should hold where the source can be cut freely (the files of a folder, the
+            size: Images that a partition should hold where the source can be cut freely (the files of a folder, the
                 rows of a table); a tar is one partition whatever it holds.
             known: Partitions of an earlier run, when the source held less. They are returned as they are now: with the
                 same id and items, and a fingerprint of what is there today. One whose files are gone is left out. What
@@ -154,7 +154,7 @@ class Source(Protocol):
         ...
 
     def read(self, partition: Partition | None = None) -> Iterator[Record | Refused]:
-        """Yield each picture of a partition once, either way, in the same order each time; None: of all of them.
+        """Yield each image of a partition once, either way, in the same order each time; None: of all of them.
 
         Raises:
             MachineError: The disk or the network fails. A damaged file is no error: it is a refusal.
@@ -165,7 +165,7 @@ class Source(Protocol):
 def file_state(path: str | Path) -> str:
     """Return size and time of modification of a file, for fingerprints; `gone` where there is none."""
     try:
-        status = os.stat(path)  # noqa: PTH116 - three times per picture; making a Path takes ten times as long
+        status = os.stat(path)  # noqa: PTH116 - three times per image; making a Path takes ten times as long
     except OSError:
         return "gone"
     return f"{status.st_size} {status.st_mtime_ns}"

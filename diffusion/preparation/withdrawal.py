@@ -1,4 +1,4 @@
-"""Pictures taken back out of a finished data set: marked, so that training passes over them, or erased.
+"""Images taken back out of a finished data set: marked, so that training passes over them, or erased.
 
 Nothing else changes its place: `withdrawn.json` names the samples by their number, and training puts other samples in
 their stead. `withdrawn.txt` holds all keys that were ever withdrawn; a later preparation refuses them.

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def erase(dataset: Path) -> int:
-    """Erase what is withdrawn: pictures, captions and metadata, or latents and token ids; keys stay.
+    """Erase what is withdrawn: images, captions and metadata, or latents and token ids; keys stay.
 
     A shard is written under a new name, then the index names it, then the old file is removed: stopped at any moment,
     the data set can be read, and the same call continues. (Between the index and the manifest of prepared data, which
@@ -90,7 +90,7 @@ def _erase_in(folder: Path, numbers: set[int]) -> int:
 
 
 def blanked(sample: dict[str, Any]) -> dict[str, Any]:
-    """Return a sample of which the key, and the size of the picture, are left."""
+    """Return a sample of which the key, and the size of the image, are left."""
     blank: dict[str, Any] = {"image": b"", "captions": ["withdrawn"], "metadata": {}}
     return {
         name: np.zeros_like(value) if isinstance(value, np.ndarray) else blank.get(name, value)

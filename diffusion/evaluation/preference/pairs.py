@@ -1,4 +1,4 @@
-"""What raters are shown: prompts, the pictures of each model, and the draws that decide order and sides."""
+"""What raters are shown: prompts, the images of each model, and the draws that decide order and sides."""
 
 import csv
 import random
@@ -10,7 +10,7 @@ from pathlib import Path
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.evaluation.listing import read_listing
 
-_PICTURE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp"}
+_IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp"}
 _SETTLED = 5
 """A repeat lies at least about so many pairs after the first showing, where there are enough pairs."""
 
@@ -23,7 +23,7 @@ class Kind(str, Enum):
     """A pair that the same rater has answered, with its sides exchanged."""
 
     check = "check"
-    """A picture beside noise or a blank one: whoever looks chooses the picture twice."""
+    """An image beside noise or a blank one: whoever looks chooses the image twice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +36,10 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """One picture of each model for one prompt."""
+    """One image of each model for one prompt."""
 
     prompt: Prompt
-    pictures: tuple[Path, ...]
+    images: tuple[Path, ...]
     """In the order of the models."""
 
 
@@ -100,58 +100,58 @@ def _table_prompts(path: Path, content: str) -> list[Prompt]:
 
 
 def collect(folders: Mapping[str, Path], prompts: Sequence[Prompt], prompts_file: Path) -> Material:
-    """Find each model's pictures of each prompt.
+    """Find each model's images of each prompt.
 
     A folder has a listing (`metadata.jsonl`, as scripts/generate.py writes it), or only images, whose sorted
-    names follow the prompts, the same number for each. The k-th pictures of a prompt are compared with each other.
+    names follow the prompts, the same number for each. The k-th images of a prompt are compared with each other.
 
     Args:
-        folders: name of a model to folder of pictures; at least two.
+        folders: name of a model to folder of images; at least two.
         prompts: what was asked of the models.
         prompts_file: where the prompts are from, for messages.
 
     Raises:
         ConfigurationError: fewer than two models.
-        DataError: a folder has no pictures, lacks a prompt, or has another number for a prompt than the first folder.
+        DataError: a folder has no images, lacks a prompt, or has another number for a prompt than the first folder.
     """
     if len(folders) < 2:
         raise ConfigurationError("a comparison takes two models or more: A=FOLDER B=FOLDER")
-    found = {name: _pictures_by_prompt(folder, prompts, prompts_file) for name, folder in folders.items()}
+    found = {name: _images_by_prompt(folder, prompts, prompts_file) for name, folder in folders.items()}
     first = next(iter(folders))
     items = []
     for prompt in prompts:
         of_first = found[first].get(prompt.text, [])
         for name, folder in folders.items():
-            pictures = found[name].get(prompt.text, [])
-            if not pictures:
-                raise DataError(f"{folder}: no picture of the prompt {prompt.text!r} of {prompts_file}")
-            if len(pictures) != len(of_first):
+            images = found[name].get(prompt.text, [])
+            if not images:
+                raise DataError(f"{folder}: no image of the prompt {prompt.text!r} of {prompts_file}")
+            if len(images) != len(of_first):
                 raise DataError(
-                    f"{folder}: {len(pictures)} pictures of the prompt {prompt.text!r}, where {folders[first]} has "
+                    f"{folder}: {len(images)} images of the prompt {prompt.text!r}, where {folders[first]} has "
                     f"{len(of_first)}; generate the same number with each model"
                 )
         for i in range(len(of_first)):
-            items.append(Item(prompt=prompt, pictures=tuple(found[name][prompt.text][i] for name in folders)))
+            items.append(Item(prompt=prompt, images=tuple(found[name][prompt.text][i] for name in folders)))
     return Material(models=tuple(folders), items=tuple(items))
 
 
-def _pictures_by_prompt(folder: Path, prompts: Sequence[Prompt], prompts_file: Path) -> dict[str, list[Path]]:
+def _images_by_prompt(folder: Path, prompts: Sequence[Prompt], prompts_file: Path) -> dict[str, list[Path]]:
     if (listed := read_listing(folder)) is not None:
         found: dict[str, list[Path]] = {}
         for image in listed:
             found.setdefault(image.prompt, []).append(image.path)
         return found
     names = list(folder.iterdir()) if folder.is_dir() else []
-    pictures = sorted(path for path in names if path.suffix.lower() in _PICTURE_SUFFIXES and path.stem != "grid")
-    if not pictures:
+    images = sorted(path for path in names if path.suffix.lower() in _IMAGE_SUFFIXES and path.stem != "grid")
+    if not images:
         raise DataError(_how_to_generate(folder, prompts_file))
-    per_prompt, rest = divmod(len(pictures), len(prompts))
+    per_prompt, rest = divmod(len(images), len(prompts))
     if rest or not per_prompt:
         raise DataError(
-            f"{folder}: {len(pictures)} images without metadata.jsonl cannot be shared among {len(prompts)} prompts; "
+            f"{folder}: {len(images)} images without metadata.jsonl cannot be shared among {len(prompts)} prompts; "
             "it takes the same number for each, in the order of the prompts"
         )
-    return {prompt.text: pictures[i * per_prompt : (i + 1) * per_prompt] for i, prompt in enumerate(prompts)}
+    return {prompt.text: images[i * per_prompt : (i + 1) * per_prompt] for i, prompt in enumerate(prompts)}
 
 
 def _how_to_generate(folder: Path, prompts_file: Path) -> str:
@@ -162,8 +162,8 @@ def _how_to_generate(folder: Path, prompts_file: Path) -> str:
         texts = prompts_file.with_suffix(".txt")
         preparation = f" (with the prompts of {prompts_file} in {texts}, one a line)"
     return (
-        f"{folder}: no pictures are in it. If it is a run or a checkpoint, generate them first{preparation}: "
-        f"python scripts/generate.py {folder} --prompts-file {texts} --seed 17 --out {folder.name}-pictures"
+        f"{folder}: no images are in it. If it is a run or a checkpoint, generate them first{preparation}: "
+        f"python scripts/generate.py {folder} --prompts-file {texts} --seed 17 --out {folder.name}-images"
     )
 
 
@@ -194,7 +194,7 @@ def repeated_pairs(seed: int, rater: str, num_pairs: int, num_repeats: int) -> l
 
 
 def are_sides_exchanged(seed: int, rater: str, pair: int) -> bool:
-    """Whether a rater sees the second model's picture of a pair first: a fair coin."""
+    """Whether a rater sees the second model's image of a pair first: a fair coin."""
     return drawer(seed, rater, pair, "sides").random() < 0.5
 
 

@@ -8,8 +8,8 @@ from itertools import combinations
 
 import numpy as np
 
+from diffusion.evaluation.preference.images import BLANK, NOISE
 from diffusion.evaluation.preference.pairs import Kind
-from diffusion.evaluation.preference.pictures import BLANK, NOISE
 from diffusion.evaluation.preference.statistics import (
     Array,
     Interval,
@@ -120,7 +120,7 @@ class Report:
     """Repeats on which the rater's answer was the first one, per question."""
 
     first_side: dict[str, Share]
-    """Votes for the picture shown first, among those that prefer one, per question."""
+    """Votes for the image shown first, among those that prefer one, per question."""
 
     @property
     def num_raters(self) -> int:
@@ -253,7 +253,7 @@ def _raters(votes: Sequence[Vote], max_failed: float) -> list[RaterRow]:
 
 
 def _passed(check: Vote) -> bool:
-    """Whether the picture of a model was chosen on both questions."""
+    """Whether the image of a model was chosen on both questions."""
     chosen = [check.preferred(question) for question in QUESTIONS]
     return all(model is not None and model >= 0 for model in chosen)
 

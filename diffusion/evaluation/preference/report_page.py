@@ -36,13 +36,13 @@ def write_report(report: Report, folder: Path) -> None:
 def _figures(page: Page, report: Report, folder: Path) -> None:
     pairs = list(dict.fromkeys((c.a, c.b) for c in report.comparisons))
     for i, (a, b) in enumerate(pairs):
-        picture = rates_figure([c for c in report.comparisons if (c.a, c.b) == (a, b)])
-        picture.save(folder / ("preference.png" if len(pairs) == 1 else f"preference-{i}.png"))
-        page.picture(picture, f"{a} against {b}. Whiskers: 95 %, the outer ends of both intervals below.", width=640)
+        image = rates_figure([c for c in report.comparisons if (c.a, c.b) == (a, b)])
+        image.save(folder / ("preference.png" if len(pairs) == 1 else f"preference-{i}.png"))
+        page.image(image, f"{a} against {b}. Whiskers: 95 %, the outer ends of both intervals below.", width=640)
     if report.strengths:
-        picture = strengths_figure(report.strengths)
-        picture.save(folder / "strengths.png")
-        page.picture(picture, "Bradley-Terry strengths. Lines: 95 %, prompts drawn anew.", width=800)
+        image = strengths_figure(report.strengths)
+        image.save(folder / "strengths.png")
+        page.image(image, "Bradley-Terry strengths. Lines: 95 %, prompts drawn anew.", width=800)
 
 
 def _rates(page: Page, report: Report) -> None:
@@ -85,7 +85,7 @@ def _trust(page: Page, report: Report) -> None:
     rows: list[Sequence[object]] = [
         (f"Krippendorff's alpha, {report.num_shared_pairs} pairs with several raters", *_numbers(report.agreement)),
         ("same answer on a repeat, sides exchanged", *(_share(report.consistency[q]) for q in QUESTIONS)),
-        ("chose the picture shown first", *(_share(report.first_side[q]) for q in QUESTIONS)),
+        ("chose the image shown first", *(_share(report.first_side[q]) for q in QUESTIONS)),
     ]
     page.table("Agreement, consistency, sides", ("", *QUESTIONS), rows)
     page.text("Alpha is nominal (first model, second model, no difference): 1 is full agreement, 0 what chance gives.")

@@ -1,4 +1,4 @@
-"""The page that asks raters: two pictures for one prompt, and which of them is better."""
+"""The page that asks raters: two images for one prompt, and which of them is better."""
 
 import functools
 import hmac
@@ -15,8 +15,8 @@ from waitress.server import create_server
 from werkzeug.wrappers import Response as AnyResponse
 
 from diffusion.errors import MachineError
+from diffusion.evaluation.preference.images import check_image, served_image
 from diffusion.evaluation.preference.pairs import Material, drawer
-from diffusion.evaluation.preference.pictures import check_picture, served_picture
 from diffusion.evaluation.preference.store import (
     ANSWERS,
     QUESTIONS,
@@ -77,25 +77,25 @@ class Site:
         is_ours = hmac.compare_digest(signed.encode(), self.signed(rater).encode())
         return rater if is_ours and RATER.fullmatch(rater) else None
 
-    def picture(self, presentation: Presentation, side: int) -> bytes:
-        """PNG of a presentation's first (1) or second (2) picture."""
+    def image(self, presentation: Presentation, side: int) -> bytes:
+        """PNG of a presentation's first (1) or second (2) image."""
         model, other = presentation.first, presentation.second
         if side == 2:
             model, other = other, model
         if model >= 0:
             return self._encode(presentation.item, model)
-        path = self.material.items[presentation.item].pictures[other]
-        return check_picture(model, path, drawer(0, presentation.id).getrandbits(32))
+        path = self.material.items[presentation.item].images[other]
+        return check_image(model, path, drawer(0, presentation.id).getrandbits(32))
 
     def _encoded(self, item: int, model: int) -> bytes:
-        return served_picture(self.material.items[item].pictures[model])
+        return served_image(self.material.items[item].images[model])
 
 
 def build_app(site: Site) -> Flask:
     """Make the web application.
 
-    `/` explains, `/begin` makes a rater, `/rate` asks, `/vote` stores, `/pictures/PRESENTATION/1` and `/2` are the
-    pictures. A link may carry `?token=` and `?rater=` (`Site.signed`); both move into cookies.
+    `/` explains, `/begin` makes a rater, `/rate` asks, `/vote` stores, `/images/PRESENTATION/1` and `/2` are the
+    images. A link may carry `?token=` and `?rater=` (`Site.signed`); both move into cookies.
     """
     app = Flask(__name__, template_folder="web", static_folder="web", static_url_path="/web")
     app.config["MAX_CONTENT_LENGTH"] = 16_384
@@ -108,9 +108,7 @@ def build_app(site: Site) -> Flask:
     app.add_url_rule("/begin", view_func=functools.partial(_begin, site), endpoint="begin", methods=["POST"])
     app.add_url_rule("/rate", view_func=functools.partial(_rate, site), endpoint="rate")
     app.add_url_rule("/vote", view_func=functools.partial(_vote, site), endpoint="vote", methods=["POST"])
-    app.add_url_rule(
-        "/pictures/<identifier>/<int:side>", view_func=functools.partial(_picture, site), endpoint="picture"
-    )
+    app.add_url_rule("/images/<identifier>/<int:side>", view_func=functools.partial(_image, site), endpoint="image")
     return app
 
 
@@ -190,7 +188,7 @@ def _vote(site: Site) -> AnyResponse:
     return redirect("/rate", 303)
 
 
-def _picture(site: Site, identifier: str, side: int) -> AnyResponse:
+def _image(site: Site, identifier: str, side: int) -> AnyResponse:
     rater = _rater(site)
     if rater is None or side not in (1, 2):
         abort(404)
@@ -198,7 +196,7 @@ def _picture(site: Site, identifier: str, side: int) -> AnyResponse:
         presentation = site.store.presentation(rater, identifier)
     except UnknownPresentationError:
         abort(404)
-    response = make_response(site.picture(presentation, side))
+    response = make_response(site.image(presentation, side))
     response.headers["Content-Type"] = "image/png"
     response.headers["Cache-Control"] = "private, max-age=3600"
     return response

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.evaluation.preference.images import BLANK, NOISE, checksum
 from diffusion.evaluation.preference.pairs import Kind, Material, are_sides_exchanged, drawer, repeated_pairs, schedule
-from diffusion.evaluation.preference.pictures import BLANK, NOISE, checksum
 
 _FORMAT = 1
 _TABLES = """
@@ -69,7 +69,7 @@ class Presentation:
     item: int
     prompt: str
     first: int
-    """Number of the model whose picture comes first, or NOISE or BLANK."""
+    """Number of the model whose image comes first, or NOISE or BLANK."""
 
     second: int
 
@@ -150,9 +150,9 @@ class Store:
 
         Raises:
             ConfigurationError: the file is of another study: models, prompts, or settings differ.
-            DataError: a picture is not the one that the study began with.
+            DataError: an image is not the one that the study began with.
         """
-        checksums = [[checksum(picture) for picture in item.pictures] for item in material.items]
+        checksums = [[checksum(image) for image in item.images] for item in material.items]
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             _create(path, material, settings, checksums)
@@ -268,9 +268,9 @@ class Store:
                     f"{path}: its study has other {what}; give those it began with, or another file with --votes"
                 )
         for item, row, given in zip(material.items, rows, checksums, strict=True):
-            for picture, old, new in zip(item.pictures, json.loads(row[2]), given, strict=True):
+            for image, old, new in zip(item.images, json.loads(row[2]), given, strict=True):
                 if old != new:
-                    raise DataError(f"{picture}: is not the picture that the study of {path} began with")
+                    raise DataError(f"{image}: is not the image that the study of {path} began with")
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:

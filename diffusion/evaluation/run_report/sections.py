@@ -124,7 +124,7 @@ def _timestep_metrics(run: Run) -> dict[str, re.Match[str]]:
 
 
 def add_samples(page: Page, runs: Sequence[Run]) -> None:
-    """Add grids of pictures for the same prompts and seeds over time."""
+    """Add grids of images for the same prompts and seeds over time."""
     page.heading("Samples over time")
     if not any(run.samples for run in runs):
         page.note("No sample grids: give prompts with samples.prompts, drawn each samples.interval.")
@@ -138,18 +138,18 @@ def add_samples(page: Page, runs: Sequence[Run]) -> None:
             weights = {"ema": ", average of the weights (EMA)", "raw": ", weights of that step"}
             more = weights.get(str(shown.get("weights")), "")
             guidance = f", guidance {shown['guidance_scale']:g}" if "guidance_scale" in shown else ""
-            page.picture(grid, f"{run.name}, step {steps[i]:,}{more}{guidance}", jpeg_quality=88)
+            page.image(grid, f"{run.name}, step {steps[i]:,}{more}{guidance}", jpeg_quality=88)
         if prompts:
-            page.note("Prompts, in the order of the pictures: " + "; ".join(prompts) + ".")
+            page.note("Prompts, in the order of the images: " + "; ".join(prompts) + ".")
         if len(steps) > GRIDS_SHOWN:
             page.note(f"{GRIDS_SHOWN} of {len(steps)} grids; all are in {run.folder / 'samples'}.")
 
 
 def read_grid(path: Path) -> tuple[Image.Image, dict[str, Any]]:
     """A sample grid, reduced to the page, and what it says of itself."""
-    with Image.open(path) as picture:
-        text = getattr(picture, "text", {}).get("samples", "{}")
-        grid = picture.convert("RGB")
+    with Image.open(path) as image:
+        text = getattr(image, "text", {}).get("samples", "{}")
+        grid = image.convert("RGB")
     if grid.width > GRID_WIDTH:
         grid = grid.resize((GRID_WIDTH, round(grid.height * GRID_WIDTH / grid.width)), Image.Resampling.LANCZOS)
     elif grid.width < GRID_WIDTH // 2:

@@ -17,7 +17,7 @@ from torch import nn
 from diffusion.models.fast.norms import FusedGroupNorm
 
 MAX_GRAPHS = 256
-"""Graphs of one function: one for each shape of the blocks, times the sizes of pictures that are trained at."""
+"""Graphs of one function: one for each shape of the blocks, times the sizes of images that are trained at."""
 
 RECOMPUTE = {"realize_reads_threshold": 16, "realize_acc_reads_threshold": 32, "realize_opcount_threshold": 100}
 """Inductor's options: in the backward pass each kernel works out the normalised values again. By default, as they

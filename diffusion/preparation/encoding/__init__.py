@@ -1,1 +1,1 @@
-"""Prepared pictures to latents and token ids."""
+"""Prepared images to latents and token ids."""

@@ -1,4 +1,4 @@
-"""Encode prepared pictures once: the VAE's posterior, the captions' token ids and, if wanted, their text embeddings.
+"""Encode prepared images once: the VAE's posterior, the captions' token ids and, if wanted, their text embeddings.
 
 The work is cut by prepared shard. Several processes take shards as they can; each is encoded in batches of its own and
 written whole, so that neither the number of processes nor an interruption changes a byte. On a CPU each process
@@ -16,9 +16,9 @@ import numpy as np
 
 from diffusion.datasets.encoded import EncodedManifest
 from diffusion.errors import ConfigurationError
+from diffusion.preparation.encoding.images import Item
 from diffusion.preparation.encoding.models import EncodingModels
 from diffusion.preparation.encoding.output import OutputState, look_at
-from diffusion.preparation.encoding.pictures import Item
 from diffusion.preparation.encoding.plan import Output, plan_outputs, shard_identity
 from diffusion.preparation.encoding.ranks import RayWorkers, on_first_rank, shared_counters
 from diffusion.preparation.encoding.work import Work, encode_items
@@ -50,15 +50,15 @@ def encode(
     All ranks of a launcher call it, if there is one (`encode_ranks.start_group`); prepared and encoded data lie on a
     file system that all of them see. The same call again continues one that was stopped, encodes what the prepared data
     grew by, and marks what was withdrawn since. Shards hold the samples that the prepared ones hold, unless one would
-    be too large: the global order of training goes by shards, and so it is the same for pictures and latents.
+    be too large: the global order of training goes by shards, and so it is the same for images and latents.
 
     Args:
         prepared: Output of `prepare`.
         out: Folder to write: one data set, or for several resolutions one in a folder of its name each.
         models: What encodes.
-        resolutions: Sides of the squares in pixels, multiples of the VAE's factor; each picture is decoded once for
+        resolutions: Sides of the squares in pixels, multiples of the VAE's factor; each image is decoded once for
             all. May be empty where all buckets have sizes of their own.
-        batch_size: Pictures of a forward pass; it changes the result by rounding, and so is part of the manifest.
+        batch_size: Images of a forward pass; it changes the result by rounding, and so is part of the manifest.
         device: Torch device of the networks.
         precision: `fp32`, or `bf16` for autocast.
         mean_only: Leave the log-variance out.
@@ -72,7 +72,7 @@ def encode(
 
     Raises:
         ConfigurationError: A resolution does not fit the VAE, or `out` is `prepared`.
-        DataError: `prepared` is not prepared data or is damaged; `out` holds something else; too many pictures cannot
+        DataError: `prepared` is not prepared data or is damaged; `out` holds something else; too many images cannot
             be decoded.
         MachineError: `out` cannot be written to, or another process writes there.
     """

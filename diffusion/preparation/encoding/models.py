@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from diffusion.config.data import PictureSize
+from diffusion.config.data import ImageSize
 from diffusion.datasets.streams import Tokenize
 from diffusion.errors import ConfigurationError
 from diffusion.models.conditioning import TextEncoding
 from diffusion.models.frozen import FrozenParts
 from diffusion.models.identity import module_identity, tokenizer_identity
 from diffusion.models.tokenizers import tokenize
-from diffusion.preparation.encoding.pictures import PictureBatch
+from diffusion.preparation.encoding.images import ImageBatch
 
 Frozen = TypeVar("Frozen", bound=nn.Module)
 
@@ -60,8 +60,8 @@ class EncodingModels:
             text_encoder_identity=None if text_encoder is None else module_identity(text_encoder),
         )
 
-    def latent_shape(self, size: PictureSize) -> tuple[int, int, int]:
-        """Return C, H, W of the latent of a picture.
+    def latent_shape(self, size: ImageSize) -> tuple[int, int, int]:
+        """Return C, H, W of the latent of an image.
 
         Raises:
             ConfigurationError: The size is not a multiple of the VAE's factor.
@@ -80,14 +80,14 @@ class Encoded:
 
     Attributes:
         batch: The batch.
-        moments: For each size of its pictures mean and log-variance, float16 [B, C, H, W] each.
+        moments: For each size of its images mean and log-variance, float16 [B, C, H, W] each.
         embeddings: Of the captions of all samples, hidden states float16 [K, L, D] and pooled text float16 [K, P];
             None where there are none.
         copied: Recorded when everything is on the host; None where it is from the start.
     """
 
-    batch: PictureBatch
-    moments: dict[PictureSize, tuple[Tensor, Tensor]]
+    batch: ImageBatch
+    moments: dict[ImageSize, tuple[Tensor, Tensor]]
     embeddings: TextEncoding | None
     copied: torch.cuda.Event | None
 
@@ -116,7 +116,7 @@ class Encoder:
         self._precision = precision
 
     @torch.inference_mode()
-    def start(self, batch: PictureBatch) -> Encoded:
+    def start(self, batch: ImageBatch) -> Encoded:
         """Encode a batch."""
         embeddings = None
         with _one_thread(self.device):

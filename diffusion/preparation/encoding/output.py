@@ -14,7 +14,7 @@ from diffusion.datasets.encoded import DAMAGED, EncodedManifest
 from diffusion.datasets.manifest import MANIFEST, read_json, sync, write_json_atomically
 from diffusion.datasets.mds import INDEX, PARTIAL, read_shards, write_index
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.preparation.encoding.pictures import Target
+from diffusion.preparation.encoding.images import Target
 from diffusion.preparation.encoding.plan import Output, PreparedPlace, shard_identity
 from diffusion.preparation.encoding.writer import Mark
 from diffusion.preparation.output_folder import WORK, remove_tree, writing
@@ -100,7 +100,7 @@ class OutputState:
         return Target(output=number, size=size, folder=self._folder(place.name), mark=path)
 
     def num_damaged(self) -> int:
-        """Count the damaged pictures of the shards that an unfinished run left."""
+        """Count the damaged images of the shards that an unfinished run left."""
         return sum(len(Mark.read(path).damaged) for path in (self._work / MARK_FOLDER).glob("*.json"))
 
     def finish(self, withdrawn: dict[str, list[int]]) -> None:

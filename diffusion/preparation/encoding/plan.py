@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffusion.config.data import PictureSize, named_size
+from diffusion.config.data import ImageSize, named_size
 from diffusion.datasets.buckets import lowest_side
 from diffusion.datasets.encoded import EncodedManifest
 from diffusion.datasets.manifest import MANIFEST, PreparedManifest
 from diffusion.datasets.mds import read_index, read_shards
-from diffusion.datasets.transforms import PictureTransform
+from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.preparation.encoding.models import EncodingModels
 
@@ -45,7 +45,7 @@ class PreparedPlace:
         return sum(entry["samples"] for entry in self.shards)
 
     def holds(self, resolution: int | None) -> bool:
-        """Return whether it is encoded for a resolution: its pictures are large enough, or it has a size of its own."""
+        """Return whether it is encoded for a resolution: its images are large enough, or it has a size of its own."""
         return bool(named_size(self.bucket)) or (resolution is not None and lowest_side(self.bucket) >= resolution)
 
 
@@ -108,44 +108,44 @@ def plan_outputs(
         out: The folder.
         models: What encodes.
         resolutions: Sides of the squares in pixels; may be empty where all buckets have sizes of their own.
-        batch_size: Pictures of a forward pass.
+        batch_size: Images of a forward pass.
         precision: `fp32` or `bf16`.
         mean_only: Leave the log-variance out.
 
     Raises:
         ConfigurationError: A resolution is missing, given twice, or does not fit the VAE.
-        DataError: `prepared` is not prepared data or is damaged; it has no pictures that are large enough.
+        DataError: `prepared` is not prepared data or is damaged; it has no images that are large enough.
     """
     if len(set(resolutions)) != len(resolutions):
         raise ConfigurationError(f"--resolution {' '.join(map(str, resolutions))}: give each once")
     for resolution in resolutions:
-        models.latent_shape(PictureSize(resolution, resolution))
+        models.latent_shape(ImageSize(resolution, resolution))
     places = read_prepared(prepared)
     source = hashlib.sha256((prepared / MANIFEST).read_bytes()).hexdigest()
     squares = [place.bucket for place in places if not named_size(place.bucket)]
     if squares and not resolutions:
-        raise ConfigurationError(f"--resolution is missing: the pictures of {squares[0]} are cut to squares of it")
+        raise ConfigurationError(f"--resolution is missing: the images of {squares[0]} are cut to squares of it")
     outputs = []
     for resolution in resolutions or [None]:
         chosen = [place for place in places if place.holds(resolution)]
         if not chosen:
             names = sorted({place.bucket for place in places})
             raise DataError(
-                f"{prepared} has no bucket of pictures whose shorter side is {resolution} or more (there are: "
-                f"{', '.join(names) or 'none'}): lower --resolution, or prepare larger pictures"
+                f"{prepared} has no bucket of images whose shorter side is {resolution} or more (there are: "
+                f"{', '.join(names) or 'none'}): lower --resolution, or prepare larger images"
             )
         sizes = {place.bucket: list(size) for place in chosen if (size := named_size(place.bucket))}
         side = resolution or round(math.sqrt(max(height * width for height, width in sizes.values())))
         counts: dict[str, dict[str, int]] = {}
         for place in chosen:
             if place.bucket in sizes:
-                models.latent_shape(PictureSize(*sizes[place.bucket]))
+                models.latent_shape(ImageSize(*sizes[place.bucket]))
             counts.setdefault(place.split, {})[place.bucket] = place.num_samples
         manifest = EncodedManifest(
             vae=models.vae_identity,
             tokenizer=models.tokenizer_identity,
             text_encoder=models.text_encoder_identity,
-            transform=PictureTransform.square(side).identity(),
+            transform=ImageTransform.square(side).identity(),
             resolution=side,
             mean_only=mean_only,
             precision=precision,

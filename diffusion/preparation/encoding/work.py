@@ -12,8 +12,8 @@ from typing import Protocol
 from tqdm import tqdm
 
 from diffusion.errors import DataError
+from diffusion.preparation.encoding.images import ImageBatch, Item, PreparedShards, batches_of, image_loader
 from diffusion.preparation.encoding.models import Encoder, EncodingModels
-from diffusion.preparation.encoding.pictures import Item, PictureBatch, PreparedShards, batches_of, picture_loader
 from diffusion.preparation.encoding.writer import Columns, ShardWriter
 
 logger = logging.getLogger(__name__)
@@ -54,9 +54,9 @@ class Work:
         items: The shards that are missing.
         outs: The data sets, for messages.
         num_samples: Samples of all shards, those that are not missing among them.
-        num_damaged: Damaged pictures that are marked already.
+        num_damaged: Damaged images that are marked already.
         withdrawn_keys: Keys that are withdrawn wherever they are met.
-        batch_size: Pictures of a forward pass.
+        batch_size: Images of a forward pass.
         mean_only: Leave the log-variance out.
         precision: `fp32` or `bf16`.
         max_shard_bytes: Size above which another shard is begun.
@@ -88,13 +88,13 @@ def encode_items(
         progress: Show a bar of what all processes do.
 
     Raises:
-        DataError: A shard is missing, too many pictures are damaged, or latents are not finite.
+        DataError: A shard is missing, too many images are damaged, or latents are not finite.
         MachineError: A shard cannot be written.
     """
     encoder = Encoder(models, device, work.precision)
     columns = Columns(models=models, mean_only=work.mean_only, max_shard_bytes=work.max_shard_bytes)
     shards = PreparedShards(work.items, models.tokenize, work.withdrawn_keys)
-    loader = picture_loader(
+    loader = image_loader(
         shards,
         batches_of(work.items, _taken(work, counters), work.batch_size),
         num_workers=num_workers,
@@ -104,7 +104,7 @@ def encode_items(
     total = sum(item.num_samples for item in work.items)
     interval = 0.2 if sys.stderr.isatty() else 30.0
     try:
-        with tqdm(total=total, desc="encoding", unit=" pictures", mininterval=interval, disable=not progress) as bar:
+        with tqdm(total=total, desc="encoding", unit=" images", mininterval=interval, disable=not progress) as bar:
             waiting: deque = deque()
             for batch in loader:
                 _count_damaged(work, batch, counters)
@@ -112,7 +112,7 @@ def encode_items(
                 if len(waiting) >= UNDER_WAY:
                     waiting[0].wait()
                     writer.put(waiting.popleft())
-                bar.update(counters.add("pictures", len(batch.keys)) - bar.n)
+                bar.update(counters.add("images", len(batch.keys)) - bar.n)
             for encoded in waiting:
                 encoded.wait()
                 writer.put(encoded)
@@ -127,7 +127,7 @@ def encode_items(
 
 
 def max_damaged(num_samples: int) -> float:
-    """Return how many pictures may be damaged before an encoding ends."""
+    """Return how many images may be damaged before an encoding ends."""
     return max(MAX_DAMAGED, MAX_DAMAGED_FRACTION * num_samples)
 
 
@@ -137,8 +137,8 @@ def _taken(work: Work, counters: Counters) -> Iterator[int]:
         yield number
 
 
-def _count_damaged(work: Work, batch: PictureBatch, counters: Counters) -> None:
-    """Report the damaged pictures of a batch.
+def _count_damaged(work: Work, batch: ImageBatch, counters: Counters) -> None:
+    """Report the damaged images of a batch.
 
     Raises:
         DataError: There are too many.
@@ -150,7 +150,7 @@ def _count_damaged(work: Work, batch: PictureBatch, counters: Counters) -> None:
         logger.warning("%s; it is marked as damaged (%d of %d so far)", what, total, work.num_samples)
         if total > max_damaged(work.num_samples):
             raise DataError(
-                f"{total} of {work.num_samples} pictures are damaged (at most {MAX_DAMAGED} or "
+                f"{total} of {work.num_samples} images are damaged (at most {MAX_DAMAGED} or "
                 f"{MAX_DAMAGED_FRACTION:.1%} may be), the last: {what}. Check the disk, and copy or prepare the data "
                 "set again"
             )

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from streaming.base.format.mds.encodings import get_mds_encoded_size, mds_encode
 
-from diffusion.config.data import PictureSize
+from diffusion.config.data import ImageSize
 from diffusion.datasets.manifest import read_json, write_json_atomically
 from diffusion.datasets.mds import ShardFormat, ShardTemplate, write_shard
 from diffusion.errors import DataError
+from diffusion.preparation.encoding.images import Item
 from diffusion.preparation.encoding.models import Encoded, EncodingModels
-from diffusion.preparation.encoding.pictures import Item
 from diffusion.preparation.output_folder import writing
 from diffusion.preparation.partitions.output import unique_partial
 
@@ -72,8 +72,8 @@ class Columns:
     mean_only: bool
     max_shard_bytes: int = MAX_SHARD_BYTES
 
-    def types(self, size: PictureSize) -> dict[str, str]:
-        """Return the MDS type of each column for pictures of a size."""
+    def types(self, size: ImageSize) -> dict[str, str]:
+        """Return the MDS type of each column for images of a size."""
         latent = f"ndarray:float16:{','.join(map(str, self.models.latent_shape(size)))}"
         columns = {"latent_mean": latent, "latent_logvar": latent, "token_ids": "ndarray:int32", "key": "str"}
         columns["placement"] = "ndarray:int32:6"
@@ -98,8 +98,8 @@ class ShardWriter:
         self._columns = columns
         self._outs = outs
         self._open: dict[int, _Shard] = {}
-        self._types: dict[PictureSize, dict[str, str]] = {}
-        self._templates: dict[PictureSize, ShardTemplate] = {}
+        self._types: dict[ImageSize, dict[str, str]] = {}
+        self._templates: dict[ImageSize, ShardTemplate] = {}
         self._queue: queue.Queue[Encoded | None] = queue.Queue(WAITING_BATCHES)
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="shard writer", daemon=True)
@@ -210,12 +210,12 @@ class ShardWriter:
                 )
                 write_json_atomically(target.mark, vars(mark))
 
-    def _types_of(self, size: PictureSize) -> dict[str, str]:
+    def _types_of(self, size: ImageSize) -> dict[str, str]:
         if size not in self._types:
             self._types[size] = self._columns.types(size)
         return self._types[size]
 
-    def _template(self, size: PictureSize) -> ShardTemplate:
+    def _template(self, size: ImageSize) -> ShardTemplate:
         if size not in self._templates:
             shards = ShardFormat(columns=self._types_of(size), shard_bytes=self._columns.max_shard_bytes)
             self._templates[size] = ShardTemplate.of(shards)
@@ -228,7 +228,7 @@ class _Shard:
     def __init__(self, item: Item) -> None:
         self.item = item
         self.num_samples = 0
-        self.samples: dict[PictureSize, list[bytes]] = {size: [] for size in item.sizes}
+        self.samples: dict[ImageSize, list[bytes]] = {size: [] for size in item.sizes}
         self.damaged: list[int] = []
         self.withdrawn: list[int] = []
 

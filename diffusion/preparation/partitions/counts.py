@@ -1,4 +1,4 @@
-"""Counts of refused pictures over partitions and generations."""
+"""Counts of refused images over partitions and generations."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ LeftOutExamples = Sequence[tuple[str, str, str]]
 
 
 class Refusals:
-    """Refused pictures by reason, with the first few of each in the order in which partitions are added."""
+    """Refused images by reason, with the first few of each in the order in which partitions are added."""
 
     def __init__(self, earlier: Mapping[str, RefusedEntry] | None = None) -> None:
         earlier = earlier or {}

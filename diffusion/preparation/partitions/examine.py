@@ -1,4 +1,4 @@
-"""Records decoded, measured, captioned, scored and filtered, a bounded number of pictures in memory at a time."""
+"""Records decoded, measured, captioned, scored and filtered, a bounded number of images in memory at a time."""
 
 import functools
 import json
@@ -18,14 +18,14 @@ from diffusion.preparation.selection.filters import Filter, SampleFacts, build_f
 from diffusion.preparation.selection.measures import REDUCED_SIDE, measure
 from diffusion.preparation.selection.plugins import Plugins, load_plugins
 
-_BATCH_PICTURES = 64
+_BATCH_IMAGES = 64
 _BATCH_PIXELS = 2**26
-"""About 200 MB of decoded pictures wait for the plug-ins."""
+"""About 200 MB of decoded images wait for the plug-ins."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """What is done with each picture.
+    """What is done with each image.
 
     Attributes:
         buckets: The division into buckets.
@@ -51,7 +51,7 @@ class Examination:
 
 @dataclass
 class Examined:
-    """One picture and what became of it.
+    """One image and what became of it.
 
     Attributes:
         record: The record, with the captions and the metadata that will be stored; None if the source had none.
@@ -67,8 +67,8 @@ class Examined:
 def examine_records(records: Iterable[Record | Refused], examination: Examination) -> Iterator[Examined]:
     """Examine what a source yields.
 
-    Pictures wait for each other only where plug-ins take them in batches: at most 64, or 64 million pixels and one
-    picture more.
+    Images wait for each other only where plug-ins take them in batches: at most 64, or 64 million pixels and one
+    image more.
 
     Args:
         records: Records, and refusals, which are passed on.
@@ -92,7 +92,7 @@ def examine_records(records: Iterable[Record | Refused], examination: Examinatio
             continue
         waiting.append((one, picture))
         num_pixels += picture.width * picture.height if picture else 0
-        if len(waiting) >= _BATCH_PICTURES or num_pixels >= _BATCH_PIXELS:
+        if len(waiting) >= _BATCH_IMAGES or num_pixels >= _BATCH_PIXELS:
             yield from _annotate(waiting, plugins, filters)
             waiting, num_pixels = [], 0
     yield from _annotate(waiting, plugins, filters)
@@ -113,7 +113,7 @@ def _load(config: str) -> tuple[Plugins, list[Filter]]:
 def _decode(
     record: Record | Refused, buckets: Buckets, takes_missing_captions: bool, full: bool
 ) -> tuple[Examined, Image.Image | None]:
-    """Decode and measure a picture and find its bucket; `full` returns it, too, at its full size if it has a bucket."""
+    """Decode and measure an image and find its bucket; `full` returns it, too, at its full size if it has a bucket."""
     refused = None
     if isinstance(record, Refused):
         if record.record is None:
@@ -154,7 +154,7 @@ def _annotate(
 
 
 def _filter(one: Examined, filters: list[Filter]) -> Examined:
-    """Apply the filters to a picture that is not refused yet; the first that refuses it gives the reason."""
+    """Apply the filters to an image that is not refused yet; the first that refuses it gives the reason."""
     if one.refused is not None:
         return one
     assert one.record is not None, "what is not refused has a record"

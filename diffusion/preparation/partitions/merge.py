@@ -1,7 +1,7 @@
 """Finished partitions to an order of samples, and the order to shards: decided by the parent from a few bytes of each.
 
 Within a split and bucket samples are sorted by a hash of seed and key, a full shuffle that knows neither partitions nor
-workers, and cut into shards by size. Memory: 22 bytes per kept picture, and 17 for its place in the sorted order and in
+workers, and cut into shards by size. Memory: 22 bytes per kept image, and 17 for its place in the sorted order and in
 its folder; where duplicates are looked for, 28 and what `duplicates` needs for that time.
 """
 
@@ -181,7 +181,7 @@ _HASHES = np.dtype([("exact", "<u8", (2,)), ("phash", "<u8"), ("pixels", "<u4")]
 
 
 def _hashes(tables: Sequence[Path]) -> tuple[NDArray[np.void], list[int]]:
-    """Read the hashes of the kept pictures: _HASHES [N], and how many each table has."""
+    """Read the hashes of the kept images: _HASHES [N], and how many each table has."""
     parts = []
     for path in tables:
         table = read_kept_rows(path, ["width", "height", "xxh128", "phash"])
@@ -196,7 +196,7 @@ def _hashes(tables: Sequence[Path]) -> tuple[NDArray[np.void], list[int]]:
 
 
 def _orders(tables: Sequence[Path], seed: int) -> NDArray[np.uint64]:
-    """Return the place in the shuffled order of the kept pictures of earlier generations."""
+    """Return the place in the shuffled order of the kept images of earlier generations."""
     parts = [
         np.array([order_of(key, seed) for key in read_kept_rows(path, ["key"])["key"].to_pylist()], np.uint64)
         for path in tables
@@ -205,7 +205,7 @@ def _orders(tables: Sequence[Path], seed: int) -> NDArray[np.uint64]:
 
 
 def _keys_of(tables: Sequence[Path], starts: NDArray[np.int64], samples: NDArray[np.int64]) -> dict[int, str]:
-    """Look up the keys of some kept pictures."""
+    """Look up the keys of some kept images."""
     keys: dict[int, str] = {}
     which = np.searchsorted(starts, samples, side="right") - 1
     for table in np.unique(which).tolist():
@@ -216,7 +216,7 @@ def _keys_of(tables: Sequence[Path], starts: NDArray[np.int64], samples: NDArray
 
 
 def read_kept_rows(path: Path, columns: list[str]):
-    """Read columns of the facts of the pictures that are kept, in their order."""
+    """Read columns of the facts of the images that are kept, in their order."""
     present = set(pq.read_schema(path).names)
     table = pq.read_table(path, columns=[name for name in ["reason", *columns] if name in present])
     return table.filter(pc.equal(table["reason"], ""))  # pyright: ignore

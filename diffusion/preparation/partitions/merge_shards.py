@@ -102,7 +102,7 @@ def read_entry(mark: Path) -> dict[str, Any]:
 
 
 def write_facts(task: FactsTask) -> tuple[str, list[tuple[str, str, str]]]:
-    """Write the facts and the refused pictures of a partition beside the data.
+    """Write the facts and the refused images of a partition beside the data.
 
     Returns:
         Name of the partition; reason, key and detail of each of its samples that are left out.
@@ -142,7 +142,7 @@ def _samples(task: ShardTask) -> list[bytes]:
 
 
 def _shown(task: FactsTask) -> pa.Table:
-    """Return the first samples that are left out for each reason as refused pictures."""
+    """Return the first samples that are left out for each reason as refused images."""
     chosen: list[LeftOut] = []
     for reason in sorted({one.reason for one in task.left_out}):
         chosen += [one for one in task.left_out if one.reason is reason][:NUM_REFUSED]

@@ -2,8 +2,8 @@
 
 samples.bin: the samples that are kept as they will be in a shard, one after the other, in the order of the source.
 index.npy: for each of them where it lies, and its place in the order of the data set.
-facts.parquet: a row per picture, kept or refused.
-refused.parquet: the first refused pictures of each reason.
+facts.parquet: a row per image, kept or refused.
+refused.parquet: the first refused images of each reason.
 summary.json: counts.
 """
 
@@ -34,13 +34,13 @@ INDEX_TYPE = np.dtype([("order", "<u8"), ("offset", "<u8"), ("size", "<u4"), ("p
 bucket."""
 
 NUM_EXAMPLES = 5
-"""Refused pictures of each reason that the manifest names."""
+"""Refused images of each reason that the manifest names."""
 
 NUM_REFUSED = 12
-"""Refused pictures of each reason and partition that are kept to be looked at."""
+"""Refused images of each reason and partition that are kept to be looked at."""
 
 MAX_REFUSED_BYTES = 4 * 2**20
-"""Larger refused pictures are not kept."""
+"""Larger refused images are not kept."""
 
 COLUMNS: dict[str, pa.DataType] = {
     "key": pa.string(),
@@ -56,7 +56,7 @@ COLUMNS: dict[str, pa.DataType] = {
     "caption_length": pa.int32(),
 }
 """Type of each column that the facts of all partitions have. `index` is the sample's number in its MDS folder, -1 for
-refused pictures; `reason` is empty for those that are kept; `caption_length` is the mean number of characters. Measures
+refused images; `reason` is empty for those that are kept; `caption_length` is the mean number of characters. Measures
 and scores are columns behind these."""
 
 _BUFFER_BYTES = 2**20
@@ -64,7 +64,7 @@ _BUFFER_BYTES = 2**20
 
 @dataclass
 class Facts:
-    """What is known of one picture; a row of facts.parquet."""
+    """What is known of one image; a row of facts.parquet."""
 
     key: str
     width: int = 0
@@ -84,11 +84,11 @@ class Summary:
     """Counts of a partition.
 
     Attributes:
-        seen: Pictures, kept and refused.
-        kept: Pictures that are kept.
+        seen: Images, kept and refused.
+        kept: Images that are kept.
         refused: Number by reason.
         examples: Keys and details of the first few of each reason.
-        content: Hash of all that the source yielded: keys, pictures, captions, metadata, refusals.
+        content: Hash of all that the source yielded: keys, images, captions, metadata, refusals.
     """
 
     seen: int
@@ -101,7 +101,7 @@ class Summary:
 class PartitionWriter:
     """Writes the folder of a partition; use `writing_partition`.
 
-    Memory holds the facts of the pictures, not the pictures.
+    Memory holds the facts of the images, not the images.
     """
 
     def __init__(self, folder: Path, source: str) -> None:
@@ -133,7 +133,7 @@ class PartitionWriter:
         self._facts.append(facts)
 
     def refuse(self, refused: Refused, facts: Facts | None = None, image: bytes = b"") -> None:
-        """Count a refused picture.
+        """Count a refused image.
 
         Args:
             refused: Why.
@@ -246,12 +246,10 @@ def facts_table(facts: Sequence[Facts], source: str) -> pa.Table:
     return pa.table(columns)
 
 
-def refused_table(pictures: Sequence[tuple[str, str, bytes]]) -> pa.Table:
-    """Make a table of refused pictures: key, reason, image."""
+def refused_table(images: Sequence[tuple[str, str, bytes]]) -> pa.Table:
+    """Make a table of refused images: key, reason, image."""
     kinds = {"key": pa.string(), "reason": pa.string(), "image": pa.binary()}
-    return pa.table(
-        {name: pa.array([row[i] for row in pictures], kind) for i, (name, kind) in enumerate(kinds.items())}
-    )
+    return pa.table({name: pa.array([row[i] for row in images], kind) for i, (name, kind) in enumerate(kinds.items())})
 
 
 def write_table(path: Path, table: pa.Table) -> None:

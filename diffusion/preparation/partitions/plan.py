@@ -27,8 +27,8 @@ class Part:
         generation: The run that read it, from 0.
         partition: What the source reads.
         content: `Summary.content`, once it is done.
-        seen: Pictures in it.
-        kept: Pictures that came into the data set.
+        seen: Images in it.
+        kept: Images that came into the data set.
     """
 
     number: int
@@ -106,7 +106,7 @@ def survey(sources: Sequence[Source], size: int, known: Sequence[Part]) -> tuple
 
     Args:
         sources: The sources.
-        size: Pictures of a new partition.
+        size: Images of a new partition.
         known: Partitions of earlier runs.
 
     Returns:
@@ -164,7 +164,7 @@ def check_unchanged(
             first, last = part.partition.items[0], part.partition.items[-1]
             among = f" (from '{first}' to '{last}')" if len(part.partition.items) > 1 else ""
             raise DataError(
-                f"source {part.source}: '{part.partition.id}'{among} has changed; {remedy} (mending a picture that was "
+                f"source {part.source}: '{part.partition.id}'{among} has changed; {remedy} (mending an image that was "
                 "refused is a change, too; a mended copy under another name is new and is added)"
             )
 

@@ -1,4 +1,4 @@
-"""A preparation tried on a few pictures of each source: what would be kept, and what each filter would refuse."""
+"""A preparation tried on a few images of each source: what would be kept, and what each filter would refuse."""
 
 import itertools
 from collections import Counter
@@ -9,30 +9,30 @@ from diffusion.preparation.partitions.examine import Examination, examine_record
 from diffusion.preparation.records import Record, Refused, Source, reason_text
 
 _PARTITIONS = 16
-"""Partitions of a source, spread over it, from which the pictures are taken."""
+"""Partitions of a source, spread over it, from which the images are taken."""
 
 
 @dataclass
 class Preview:
-    """What would become of some pictures of one source."""
+    """What would become of some images of one source."""
 
     source: str
     seen: int = 0
     buckets: Counter[str] = field(default_factory=Counter)
-    """Kept pictures by bucket."""
+    """Kept images by bucket."""
     refused: Counter[str] = field(default_factory=Counter)
-    """Refused pictures by reason."""
+    """Refused images by reason."""
     examples: dict[str, str] = field(default_factory=dict)
     """For each reason the first key, with the detail."""
 
 
 def preview(sources: Sequence[Source], examination: Examination, number: int, partition_size: int) -> list[Preview]:
-    """Examine the first pictures of partitions spread over each source; nothing is written.
+    """Examine the first images of partitions spread over each source; nothing is written.
 
     Args:
         sources: The sources.
-        examination: What is done with each picture.
-        number: Pictures of each source, at most.
+        examination: What is done with each image.
+        number: Images of each source, at most.
         partition_size: As for `prepare`.
 
     Returns:

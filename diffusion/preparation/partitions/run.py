@@ -26,6 +26,7 @@ from diffusion.errors import DataError
 from diffusion.preparation.output_folder import DONE, FACTS, REFUSED, start_over, writing
 from diffusion.preparation.partitions.counts import LeftOutExamples, Refusals
 from diffusion.preparation.partitions.examine import Examination
+from diffusion.preparation.partitions.images import ImageReader
 from diffusion.preparation.partitions.merge import (
     BucketOrder,
     KeptIndex,
@@ -44,7 +45,6 @@ from diffusion.preparation.partitions.merge_shards import (
     write_one_shard,
 )
 from diffusion.preparation.partitions.output import Summary, read_summary
-from diffusion.preparation.partitions.pictures import PictureReader
 from diffusion.preparation.partitions.plan import Part, Plan, write_parts
 from diffusion.preparation.partitions.small_buckets import leave_small_buckets
 from diffusion.preparation.partitions.work import COLUMNS, PartitionTask, places, work_on
@@ -66,8 +66,8 @@ class Run:
         plan: What it does.
         settings: Settings that determine the data.
         sources: The opened sources.
-        examination: What is done with each picture.
-        duplicates: Which pictures count as the same; None keeps all.
+        examination: What is done with each image.
+        duplicates: Which images count as the same; None keeps all.
         manifest: Of the data set that is added to; None for a new one.
         earlier: Partitions of that data set.
         out: The data set.
@@ -92,14 +92,14 @@ class Run:
         """Do what is left to do.
 
         Raises:
-            DataError: No picture was kept.
+            DataError: No image was kept.
             MachineError: A source cannot be read, the disk is full, or a worker died.
         """
         summaries = self._examine(call)
         folders = [self._folder(part) for part in self.plan.parts]
         kept = KeptIndex.read(folders)
         if self.manifest is None and not len(kept.rows):
-            message = f"no picture was kept; {Refusals.of(summaries).in_words()}"
+            message = f"no image was kept; {Refusals.of(summaries).in_words()}"
             start_over(self.out, self.work.parent)
             raise DataError(message)
         left_out = self._left_out(kept, folders)
@@ -274,7 +274,7 @@ class Run:
         from diffusion.preparation.report.writing import write_report  # brings plotting along
 
         facts = [self.out / FACTS / f"{part.name}.parquet" for part in parts]
-        reader = PictureReader(self.out, facts, [self.out / REFUSED / f"{part.name}.parquet" for part in parts])
+        reader = ImageReader(self.out, facts, [self.out / REFUSED / f"{part.name}.parquet" for part in parts])
         write_report(self.out, facts, reader, readable=reader.readable_refused, title=self.out.name)
 
     def _publish(self, place: int, num_new: int) -> None:
@@ -335,4 +335,4 @@ class Run:
 def _bar(what: str, total: int | None, done: int, progress: bool) -> tqdm:
     """Return a progress bar; where stderr is a file it adds a line now and then only."""
     interval = 0.2 if sys.stderr.isatty() else 30.0
-    return tqdm(desc=what, total=total, initial=done, unit=" pictures", mininterval=interval, disable=not progress)
+    return tqdm(desc=what, total=total, initial=done, unit=" images", mininterval=interval, disable=not progress)

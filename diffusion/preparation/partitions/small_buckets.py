@@ -1,7 +1,7 @@
-"""Aspect-ratio buckets that would hold too few pictures: theirs go to other buckets, or are refused.
+"""Aspect-ratio buckets that would hold too few images: theirs go to other buckets, or are refused.
 
-Decided when all pictures are counted, so that it depends on workers and partitions as little as the order does. A
-bucket that the data set holds already stays one, however few pictures it has.
+Decided when all images are counted, so that it depends on workers and partitions as little as the order does. A
+bucket that the data set holds already stays one, however few images it has.
 """
 
 from collections.abc import Collection, Sequence
@@ -26,7 +26,7 @@ def leave_small_buckets(
     buckets: SizeBuckets,
     existing: Collection[str],
 ) -> list[list[LeftOut]]:
-    """Take the pictures out of the buckets that are too small.
+    """Take the images out of the buckets that are too small.
 
     Args:
         kept: The samples; the places of those that move are changed.
@@ -54,8 +54,8 @@ def leave_small_buckets(
         return left
     if not is_large.any():
         raise DataError(
-            f"no bucket has {buckets.min_samples} pictures (buckets.min_samples), the largest has {max(counts)}: lower "
-            "it, or divide the pictures into fewer buckets"
+            f"no bucket has {buckets.min_samples} images (buckets.min_samples), the largest has {max(counts)}: lower "
+            "it, or divide the images into fewer buckets"
         )
     large = [name for name, stays in zip(names, is_large, strict=True) if stays]
     others = replace(buckets, sizes=tuple(size for name in large if (size := named_size(name))))
@@ -67,7 +67,7 @@ def leave_small_buckets(
             row, bucket = sample - int(kept.starts[number]), int(bucket_of[sample])
             name = None if buckets.refuse_small else others.of(widths[row], heights[row])
             if name is None:
-                why = f"{names[bucket]} would hold {counts[bucket]} pictures, fewer than {buckets.min_samples}"
+                why = f"{names[bucket]} would hold {counts[bucket]} images, fewer than {buckets.min_samples}"
                 left[number].append(LeftOut(row, Reason.SMALL_BUCKET, why))
             else:
                 kept.rows["place"][sample] = int(kept.rows["place"][sample]) - bucket + names.index(name)

@@ -40,9 +40,9 @@ class PartitionTask:
         part: The partition.
         folder: The folder to write.
         out: The data set, for messages.
-        examination: What is done with each picture.
+        examination: What is done with each image.
         validation_fraction: Share of the keys that is held out.
-        seed: Of the order and of the choice of held-out pictures.
+        seed: Of the order and of the choice of held-out images.
         withdrawn: File of keys that are refused; it need not exist.
     """
 
@@ -74,7 +74,7 @@ def places(bucket_names: list[str]) -> list[tuple[str, str]]:
 def work_on(task: PartitionTask) -> tuple[int, Summary]:
     """Process a partition, unless that was done before.
 
-    Memory holds one picture, those that wait for plug-ins, and the facts of the partition.
+    Memory holds one image, those that wait for plug-ins, and the facts of the partition.
 
     Returns:
         The number of the partition, and its counts.

@@ -1,6 +1,6 @@
 """The numbers of a preparation's report, counted from the facts of its partitions.
 
-The facts are parquet files with a row for each picture: `key`, `source`, `split`, `bucket`, `width`, `height` (0 where
+The facts are parquet files with a row for each image: `key`, `source`, `split`, `bucket`, `width`, `height` (0 where
 it could not be decoded), `bytes`, `reason` (empty if it was kept), `detail`, `caption_length`, and measures and scores
 as columns of numbers or texts. They are read in batches, twice: ranges first, then the histograms.
 """
@@ -23,7 +23,7 @@ from diffusion.errors import DataError
 from diffusion.preparation.records import Reason
 
 NUM_SHOWN = 12
-"""Pictures of each bucket and of each reason on the page, and pairs of duplicates."""
+"""Images of each bucket and of each reason on the page, and pairs of duplicates."""
 
 NUM_BINS = 32
 MAX_VALUES = 1000
@@ -36,12 +36,12 @@ _DUPLICATES = (Reason.DUPLICATE.value, Reason.NEAR_DUPLICATE.value)
 _BATCH_ROWS = 65536
 
 OF = "of "
-"""What the detail of a duplicate begins with; the key of the picture that stands for it follows."""
+"""What the detail of a duplicate begins with; the key of the image that stands for it follows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """A picture on the page."""
+    """An image on the page."""
 
     key: str
     width: int
@@ -51,7 +51,7 @@ class Shown:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """A duplicate and the picture that stands for it."""
+    """A duplicate and the image that stands for it."""
 
     key: str
     of: str
@@ -67,13 +67,13 @@ class Histogram:
     kept: list[int]
     refused: list[int]
     missing: int = 0
-    """Pictures without a number."""
+    """Images without a number."""
     logarithmic: bool = False
 
 
 @dataclass(kw_only=True)
 class Counts:
-    """Pictures and bytes."""
+    """Images and bytes."""
 
     pictures: int = 0
     bytes: int = 0
@@ -86,14 +86,14 @@ class Report:
     kept: Counts = field(default_factory=Counts)
     refused: Counts = field(default_factory=Counts)
     reasons: dict[str, int] = field(default_factory=dict)
-    """Refused pictures, the most frequent reason first."""
+    """Refused images, the most frequent reason first."""
     sources: dict[str, dict[str, int]] = field(default_factory=dict)
-    """For each source the pictures by reason; those that were kept by the empty text."""
+    """For each source the images by reason; those that were kept by the empty text."""
     buckets: dict[str, Counts] = field(default_factory=dict)
-    """Kept pictures by `<split>/<bucket>`."""
+    """Kept images by `<split>/<bucket>`."""
     histograms: dict[str, Histogram] = field(default_factory=dict)
     values: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
-    """For each column of texts and each text the pictures `kept` and `refused`."""
+    """For each column of texts and each text the images `kept` and `refused`."""
     shown_kept: dict[str, list[Shown]] = field(default_factory=dict)
     """By `<split>/<bucket>`: those with the smallest hash of their key."""
     shown_refused: dict[str, list[Shown]] = field(default_factory=dict)
@@ -107,7 +107,7 @@ def summarize(facts: Sequence[Path], readable: Collection[str] | None = None) ->
 
     Args:
         facts: Parquet files.
-        readable: Keys of the refused pictures that can be shown; None: all.
+        readable: Keys of the refused images that can be shown; None: all.
 
     Raises:
         DataError: A file is missing, damaged, or lacks a column.
@@ -134,7 +134,7 @@ class _Tally:
 
     def __init__(self, readable: Collection[str] | None) -> None:
         self._readable = readable
-        self._pictures: Counter[tuple[str, str]] = Counter()
+        self._images: Counter[tuple[str, str]] = Counter()
         self._bytes: Counter[str] = Counter()
         self._buckets: dict[str, Counts] = {}
         self._values: dict[str, Counter[tuple[str, bool]]] = {}
@@ -147,7 +147,7 @@ class _Tally:
         rows = {name: batch.column(name).to_pylist() for name in _COLUMNS}
         for i, (key, source, reason) in enumerate(zip(rows["key"], rows["source"], rows["reason"], strict=True)):
             num_bytes = rows["bytes"][i] or 0
-            self._pictures[source, reason] += 1
+            self._images[source, reason] += 1
             self._bytes[reason] += num_bytes
             group = reason
             if not reason:
@@ -184,7 +184,7 @@ class _Tally:
         """Return the counts, sorted."""
         report = Report(buckets={name: self._buckets[name] for name in sorted(self._buckets, key=_bucket_order)})
         reasons: Counter[str] = Counter()
-        for (source, reason), number in sorted(self._pictures.items()):
+        for (source, reason), number in sorted(self._images.items()):
             report.sources.setdefault(source, {})[reason] = number
             reasons[reason] += number
         report.kept = Counts(pictures=reasons.pop("", 0), bytes=self._bytes.pop("", 0))

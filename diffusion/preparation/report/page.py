@@ -1,4 +1,4 @@
-"""The page of a preparation's report: tables, histograms, sheets of pictures."""
+"""The page of a preparation's report: tables, histograms, sheets of images."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,10 +14,10 @@ from diffusion.html_page import Page
 from diffusion.preparation.report.numbers import Histogram, Report
 
 THUMBNAIL = 128
-"""Longer side of a small picture, in pixels."""
+"""Longer side of a small image, in pixels."""
 
 COLUMNS = 6
-"""Small pictures in a row."""
+"""Small images in a row."""
 
 VALUES_SHOWN = 20
 _GAP, _LABEL = 6, 14
@@ -25,16 +25,16 @@ _KEPT, _REFUSED = "#2f6fb2", "#d98a29"
 _UNITS = {"shorter_side": "shorter side (px)", "aspect_ratio": "width / height", "bytes": "bytes of the file",
           "caption_length": "characters of the caption (mean)"}  # fmt: skip
 
-ReadPicture = Callable[[str], bytes | None]
+ReadImage = Callable[[str], bytes | None]
 
 
-def write_page(path: Path, report: Report, read_picture: ReadPicture, title: str) -> None:
+def write_page(path: Path, report: Report, read_image: ReadImage, title: str) -> None:
     """Write the page.
 
     Args:
         path: The HTML file.
         report: The numbers.
-        read_picture: Returns the file of the picture of a key, or None.
+        read_image: Returns the file of the image of a key, or None.
         title: Heading.
 
     Raises:
@@ -43,18 +43,18 @@ def write_page(path: Path, report: Report, read_picture: ReadPicture, title: str
     page = Page(title)
     seen = report.kept.pictures + report.refused.pictures
     page.text(
-        f"Kept {report.kept.pictures:,} of {seen:,} pictures ({_share(report.kept.pictures, seen)}), "
+        f"Kept {report.kept.pictures:,} of {seen:,} images ({_share(report.kept.pictures, seen)}), "
         f"{_size(report.kept.bytes)} of {_size(report.kept.bytes + report.refused.bytes)}."
     )
     _counts(page, report, seen)
     if report.histograms:
         page.heading("Distributions")
-        page.picture(histograms(report.histograms), "Blue: kept. Orange: refused, on top of it.")
+        page.image(histograms(report.histograms), "Blue: kept. Orange: refused, on top of it.")
     for column, texts in report.values.items():
         rows = [(text, f"{n['kept']:,}", f"{n['refused']:,}") for text, n in list(texts.items())[:VALUES_SHOWN]]
         more = f", the {VALUES_SHOWN} most frequent of {len(texts)}" if len(texts) > VALUES_SHOWN else ""
         page.table(f"{column}{more}", [column, "kept", "refused"], rows)
-    _sheets(page, report, read_picture)
+    _sheets(page, report, read_image)
     page.write(path)
 
 
@@ -79,41 +79,41 @@ def histograms(columns: dict[str, Histogram]) -> Image.Image:
 
 
 def sheet(pictures: Sequence[Image.Image | None]) -> Image.Image:
-    """Lay small pictures out in rows, each above its number; a grey square stands for one that is not there."""
+    """Lay small images out in rows, each above its number; a grey square stands for one that is not there."""
     cell_width, cell_height = THUMBNAIL + _GAP, THUMBNAIL + _LABEL + _GAP
     num_rows = math.ceil(len(pictures) / COLUMNS)
     result = Image.new("RGB", (cell_width * min(COLUMNS, len(pictures)), cell_height * num_rows), "white")
     pen = ImageDraw.Draw(result)
-    for i, picture in enumerate(pictures):
+    for i, image in enumerate(pictures):
         left, top = i % COLUMNS * cell_width, i // COLUMNS * cell_height
-        if picture is None:
+        if image is None:
             pen.rectangle((left, top, left + THUMBNAIL - 1, top + THUMBNAIL - 1), fill="#d0d7de")
-            pen.text((left + 8, top + THUMBNAIL // 2 - 6), "no picture", fill="#57606a")
+            pen.text((left + 8, top + THUMBNAIL // 2 - 6), "no image", fill="#57606a")
         else:
-            result.paste(picture, (left + (THUMBNAIL - picture.width) // 2, top + (THUMBNAIL - picture.height) // 2))
+            result.paste(image, (left + (THUMBNAIL - image.width) // 2, top + (THUMBNAIL - image.height) // 2))
         pen.text((left + 2, top + THUMBNAIL + 1), str(i + 1), fill="black")
     return result
 
 
 def thumbnail(data: bytes | None) -> Image.Image | None:
-    """Decode a picture and reduce it; None where there is none or it cannot be decoded."""
+    """Decode an image and reduce it; None where there is none or it cannot be decoded."""
     if data is None:
         return None
     try:
-        picture = decode_rgb(data)
+        image = decode_rgb(data)
     except UndecodableImageError:
         return None
-    picture.thumbnail((THUMBNAIL, THUMBNAIL), Image.Resampling.BOX)
-    return picture
+    image.thumbnail((THUMBNAIL, THUMBNAIL), Image.Resampling.BOX)
+    return image
 
 
 def _counts(page: Page, report: Report, seen: int) -> None:
     """Add the tables of reasons, sources and buckets."""
     page.heading("What was kept")
     rows = [(name, f"{c.pictures:,}", _size(c.bytes)) for name, c in report.buckets.items()]
-    page.table("Kept, by split and bucket", ["split / bucket", "pictures", "bytes"], rows)
+    page.table("Kept, by split and bucket", ["split / bucket", "images", "bytes"], rows)
     rows = [(reason, f"{n:,}", _share(n, seen)) for reason, n in report.reasons.items()]
-    page.table("Refused, by reason", ["reason", "pictures", "of all"], rows)
+    page.table("Refused, by reason", ["reason", "images", "of all"], rows)
     reasons = list(report.reasons)
     rows = [
         (source, f"{counts.get('', 0):,}", *(f"{counts.get(reason, 0):,}" for reason in reasons))
@@ -122,15 +122,15 @@ def _counts(page: Page, report: Report, seen: int) -> None:
     page.table("By source", ["source", "kept", *reasons], rows)
 
 
-def _sheets(page: Page, report: Report, read_picture: ReadPicture) -> None:
-    """Add sheets of kept and refused pictures, and pairs of duplicates."""
-    for heading, groups in (("Kept pictures", report.shown_kept), ("Refused pictures", report.shown_refused)):
+def _sheets(page: Page, report: Report, read_image: ReadImage) -> None:
+    """Add sheets of kept and refused images, and pairs of duplicates."""
+    for heading, groups in (("Kept images", report.shown_kept), ("Refused images", report.shown_refused)):
         if groups:
             page.heading(heading)
         for group, shown in groups.items():
-            pictures = [thumbnail(read_picture(one.key)) for one in shown]
+            pictures = [thumbnail(read_image(one.key)) for one in shown]
             if any(pictures):
-                page.picture(_lossy(sheet(pictures)), f"{group}: a sample", width=COLUMNS * (THUMBNAIL + _GAP))
+                page.image(_lossy(sheet(pictures)), f"{group}: a sample", width=COLUMNS * (THUMBNAIL + _GAP))
             rows = [
                 (i, one.key, f"{one.width} x {one.height}" if one.width else "", one.detail)
                 for i, one in enumerate(shown, start=1)
@@ -139,8 +139,8 @@ def _sheets(page: Page, report: Report, read_picture: ReadPicture) -> None:
     if report.duplicates:
         page.heading("Duplicates")
         pairs = [(pair.key, pair.of) for pair in report.duplicates]
-        pictures = [thumbnail(read_picture(key)) for pair in pairs for key in pair]
-        page.picture(
+        pictures = [thumbnail(read_image(key)) for pair in pairs for key in pair]
+        page.image(
             _lossy(sheet(pictures)), "Pairs: odd numbers were refused, the even ones after them stand for them",
             width=COLUMNS * (THUMBNAIL + _GAP),
         )  # fmt: skip
@@ -150,9 +150,9 @@ def _sheets(page: Page, report: Report, read_picture: ReadPicture) -> None:
         page.table("Duplicates: a sample", ["", "reason", "refused", "stands for it"], rows)
 
 
-def _lossy(picture: Image.Image) -> Image.Image:
+def _lossy(image: Image.Image) -> Image.Image:
     """Reduce a sheet to 256 colours, for a third of the bytes."""
-    return picture.quantize(256, dither=Image.Dither.NONE)
+    return image.quantize(256, dither=Image.Dither.NONE)
 
 
 def _share(part: int, whole: int) -> str:

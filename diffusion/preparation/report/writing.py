@@ -17,7 +17,7 @@ PAGE, NUMBERS = "report.html", "report.json"
 def write_report(
     folder: Path,
     facts: Sequence[Path],
-    read_picture: Callable[[str], bytes | None],
+    read_image: Callable[[str], bytes | None],
     *,
     readable: Collection[str] | None = None,
     title: str = "Prepared data",
@@ -27,8 +27,8 @@ def write_report(
     Args:
         folder: Where to write them.
         facts: Parquet files, as `diffusion.preparation.report.numbers` describes them.
-        read_picture: Returns the file of the picture of a key, or None where it is not there any more.
-        readable: Keys of the refused pictures that can be read; None: of any. Only those are shown.
+        read_image: Returns the file of the image of a key, or None where it is not there any more.
+        readable: Keys of the refused images that can be read; None: of any. Only those are shown.
         title: Heading of the page.
 
     Returns:
@@ -40,6 +40,6 @@ def write_report(
     """
     report = summarize(facts, readable)
     write_json_atomically(folder / NUMBERS, asdict(report))
-    write_page(folder / PAGE, report, read_picture, title)
+    write_page(folder / PAGE, report, read_image, title)
     logger.info("wrote %s and %s", folder / PAGE, NUMBERS)
     return report

@@ -1,1 +1,1 @@
-"""Which pictures are kept: measures, scores, captions, filters, duplicates, buckets."""
+"""Which images are kept: measures, scores, captions, filters, duplicates, buckets."""

@@ -19,7 +19,7 @@ from diffusion.preparation.selection.model_folders import check_model_folder, ch
 
 
 class ImageToText:
-    """Captions by greedy decoding or beam search: the same picture gets the same caption.
+    """Captions by greedy decoding or beam search: the same image gets the same caption.
 
     Attributes:
         device: Where the model is.
@@ -70,7 +70,7 @@ class ImageToText:
 
     @torch.inference_mode()
     def __call__(self, pictures: Sequence[Image.Image], captions: Sequence[list[str]]) -> list[str]:
-        """Return a caption for each picture; those that it came with are not looked at."""
+        """Return a caption for each image; those that it came with are not looked at."""
         texts = {} if self._prompt is None else {"text": [self._prompt] * len(pictures)}
         inputs = self._processor(images=list(pictures), return_tensors="pt", **texts).to(self.device)
         inputs["pixel_values"] = inputs["pixel_values"].to(self._dtype)

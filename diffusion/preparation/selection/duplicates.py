@@ -1,15 +1,15 @@
-"""Which pictures are copies of others, decided over all partitions from hashes: same bytes, or nearly the same look.
+"""Which images are copies of others, decided over all partitions from hashes: same bytes, or nearly the same look.
 
-Pictures are taken in an order of preference: the largest first, of equally large ones the one that comes first in the
+Images are taken in an order of preference: the largest first, of equally large ones the one that comes first in the
 order of the data set. Each is a duplicate if one that was *kept before it* has the same bytes, or a perceptual hash
-that differs in at most `max_distance` of 64 bits; otherwise it is kept. So every duplicate looks like the picture that
-stands for it, and a chain of pictures that resemble their neighbours only is not taken for one (which the transitive
+that differs in at most `max_distance` of 64 bits; otherwise it is kept. So every duplicate looks like the image that
+stands for it, and a chain of images that resemble their neighbours only is not taken for one (which the transitive
 closure would). The result depends on the arguments alone.
 
 Near hashes are found without comparing all with all: the 64 bits are cut into blocks, and of two hashes within the
 distance at least (blocks - distance) blocks are equal (the pigeonhole principle). For each choice of so many blocks the
 hashes are sorted by them, and those that agree there are compared. The number of blocks follows from the number of
-pictures. Time grows about linearly, except where very many distinct hashes agree in most bits.
+images. Time grows about linearly, except where very many distinct hashes agree in most bits.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from diffusion.errors import ConfigurationError
 
 HASH_BITS = 64
 LARGEST_DISTANCE = 16
-"""Beyond it most pairs of unrelated pictures of one kind would be near."""
+"""Beyond it most pairs of unrelated images of one kind would be near."""
 
 _SORT_COST = 60
 """Comparisons that cost as much as sorting one hash: for the choice of the number of blocks."""
@@ -36,19 +36,19 @@ def find_duplicates(
     max_distance: int | None,
     settled: NDArray[np.bool_] | None = None,
 ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """Decide which pictures are duplicates, and of which.
+    """Decide which images are duplicates, and of which.
 
     Args:
-        order: uint64 [N], place of each picture in the order of the data set; all different.
+        order: uint64 [N], place of each image in the order of the data set; all different.
         exact: uint64 [N] or [N, words], hash of its bytes.
         phash: uint64 [N], perceptual hash.
         pixels: integer [N], width times height.
         max_distance: Largest number of differing bits of near duplicates; None looks at the bytes only.
-        settled: bool [N], pictures that an earlier run kept by the same rule: they are preferred to all others, so that
+        settled: bool [N], images that an earlier run kept by the same rule: they are preferred to all others, so that
             none of them becomes a duplicate of one that came later. None: there are none.
 
     Returns:
-        bool [N], whether it is a duplicate; int64 [N], the index of the kept picture that stands for it: its own where
+        bool [N], whether it is a duplicate; int64 [N], the index of the kept image that stands for it: its own where
         it is kept.
 
     Raises:
@@ -100,7 +100,7 @@ def _first_equal(values: NDArray[np.uint64]) -> NDArray[np.int64]:
 
 
 def _stand_ins(hashes: NDArray[np.uint64], distance: int) -> NDArray[np.int64]:
-    """Return for each picture, in order of preference, the index of the one that it looks like: int64 [N]."""
+    """Return for each image, in order of preference, the index of the one that it looks like: int64 [N]."""
     first = _first_equal(hashes)
     unique = np.flatnonzero(first == np.arange(len(hashes)))
     stands = np.empty(len(hashes), np.int64)
@@ -127,7 +127,7 @@ def _near_pairs(hashes: NDArray[np.uint64], distance: int) -> tuple[NDArray[np.i
         key, ordered = key[by_key], hashes[by_key]
         places = np.arange(num - 1)
         for step in range(1, num):
-            places = places[key[places] == key[places + step]]  # the pictures that have one with the same key so far on
+            places = places[key[places] == key[places + step]]  # the images that have one with the same key so far on
             if not len(places):
                 break
             difference = ordered[places] ^ ordered[places + step]
@@ -158,15 +158,15 @@ def _block_masks(num: int, distance: int) -> list[np.uint64]:
 
 
 def _greedy(low: NDArray[np.int64], high: NDArray[np.int64], num: int) -> NDArray[np.int64]:
-    """Keep each picture unless a kept one before it is near, in rounds over all pairs that are still open.
+    """Keep each image unless a kept one before it is near, in rounds over all pairs that are still open.
 
     Args:
-        low: int64 [pairs], the earlier picture of each pair.
+        low: int64 [pairs], the earlier image of each pair.
         high: int64 [pairs], the later one; pairs are sorted by `high`, then `low`.
-        num: Pictures.
+        num: Images.
 
     Returns:
-        int64 [N]: for each picture the first kept one that is near, its own index where it is kept.
+        int64 [N]: for each image the first kept one that is near, its own index where it is kept.
     """
     of = np.full(num, num, np.int64)
     all_low, all_high = low, high

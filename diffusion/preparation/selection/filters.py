@@ -1,6 +1,6 @@
-"""Filters: what is kept of the pictures that could be decoded, and in which words the others are refused.
+"""Filters: what is kept of the images that could be decoded, and in which words the others are refused.
 
-A filter that looks at a column which a picture may lack comes in two: with `missing: refuse` one named `missing_COLUMN`
+A filter that looks at a column which an image may lack comes in two: with `missing: refuse` one named `missing_COLUMN`
 goes before it, so that a score that nobody computed is a line of its own in the manifest.
 """
 
@@ -21,7 +21,7 @@ SHOWN = 60
 
 @dataclass(frozen=True, kw_only=True)
 class SampleFacts:
-    """What filters know of a picture."""
+    """What filters know of an image."""
 
     key: str
     width: int
@@ -41,7 +41,7 @@ class SampleFacts:
 
 
 class Filter(Protocol):
-    """One reason to refuse pictures."""
+    """One reason to refuse images."""
 
     @property
     def name(self) -> str:
@@ -49,7 +49,7 @@ class Filter(Protocol):
         ...
 
     def refuse(self, sample: SampleFacts) -> str | None:
-        """Return why a picture is refused, in a few words, or None if it is not."""
+        """Return why an image is refused, in a few words, or None if it is not."""
         ...
 
 
@@ -61,7 +61,7 @@ class Rule:
     decide: Callable[[SampleFacts], str | None]
 
     def refuse(self, sample: SampleFacts) -> str | None:
-        """Return why a picture is refused, or None."""
+        """Return why an image is refused, or None."""
         return self.decide(sample)
 
 
@@ -172,7 +172,7 @@ def _predicate(index: int, plugin: Plugin) -> Rule:
         detail = decide(sample)
         if detail is not None and not isinstance(detail, str):
             raise ConfigurationError(
-                f"{key}.path={plugin.path} returned {detail!r} for '{sample.key}'; it must return why the picture is "
+                f"{key}.path={plugin.path} returned {detail!r} for '{sample.key}'; it must return why the image is "
                 "refused, as text, or None"
             )
         return detail
@@ -196,7 +196,7 @@ def _with_names_of_their_own(filters: Sequence[Filter]) -> list[Filter]:
 def _each_caption(
     length: Callable[[str], int], low: int | None, high: int | None, unit: str
 ) -> Callable[[SampleFacts], str | None]:
-    """Refuse a picture if any of its captions is too short or too long."""
+    """Refuse an image if any of its captions is too short or too long."""
 
     def refuse(sample: SampleFacts) -> str | None:
         lengths = [length(caption) for caption in sample.captions]
@@ -206,7 +206,7 @@ def _each_caption(
 
 
 def _between(column: str, low: float | None, high: float | None) -> Callable[[SampleFacts], str | None]:
-    """Refuse a picture whose value in a column is no number, or is out of limits; not one without a value."""
+    """Refuse an image whose value in a column is no number, or is out of limits; not one without a value."""
 
     def refuse(sample: SampleFacts) -> str | None:
         value = sample.value(column)
@@ -221,9 +221,9 @@ def _between(column: str, low: float | None, high: float | None) -> Callable[[Sa
 
 
 def _allowed(name: str, key: str, column: str, values: list[str]) -> Rule:
-    """Refuse a picture whose text in a column is none of these, in either case; not one without a value."""
+    """Refuse an image whose text in a column is none of these, in either case; not one without a value."""
     if not values:
-        raise ConfigurationError(f"{key} is an empty list, which no picture passes; give some, or null")
+        raise ConfigurationError(f"{key} is an empty list, which no image passes; give some, or null")
     allowed = {_folded(value) for value in values}
     return Rule(name, lambda sample: _outside(sample.value(column), allowed, _folded))
 
@@ -287,4 +287,4 @@ def _check_limits(
         if value is not None:
             _check_range(key, value, least)
     if low is not None and high is not None and low > high:
-        raise ConfigurationError(f"{low_key} is {low} and {high_key} is {high}: no picture passes both")
+        raise ConfigurationError(f"{low_key} is {low} and {high_key} is {high}: no image passes both")

@@ -23,11 +23,11 @@ COMMON = (
 """Languages that are told apart unless others are asked for: ISO 639-1."""
 
 SEVERAL = "mul"
-"""Code of ISO 639-2 for a picture whose captions are in several languages."""
+"""Code of ISO 639-2 for an image whose captions are in several languages."""
 
 
 class CaptionLanguage:
-    """The language of a picture's captions.
+    """The language of an image's captions.
 
     Attributes:
         expected: The language that most captions are in.
@@ -62,8 +62,8 @@ class CaptionLanguage:
         self.prior = prior
         self.languages = tuple(languages)
 
-    def __call__(self, pictures: Sequence[Image.Image], captions: Sequence[list[str]]) -> list[str | None]:
-        """Return for each picture the language of its captions; `mul` for several, None where none has a letter."""
+    def __call__(self, images: Sequence[Image.Image], captions: Sequence[list[str]]) -> list[str | None]:
+        """Return for each image the language of its captions; `mul` for several, None where none has a letter."""
         return [self._of_all(texts) for texts in captions]
 
     def of(self, caption: str) -> str | None:

@@ -1,6 +1,6 @@
-"""What is measured of every picture while it is decoded: hashes that tell copies, sharpness, sizes.
+"""What is measured of every image while it is decoded: hashes that tell copies, sharpness, sizes.
 
-Everything but the hash of the file is computed from a picture that was decoded at a fraction of its size, at a tenth of
+Everything but the hash of the file is computed from an image that was decoded at a fraction of its size, at a tenth of
 what decoding costs.
 """
 
@@ -19,13 +19,13 @@ MEASURES = ("format", "bytes", "xxh128", "phash", "sharpness", "aspect_ratio")
 """The keys of what `measure` returns."""
 
 REDUCED_SIDE = 96
-"""Longer side in pixels of the grey picture that sharpness is measured on; smaller ones are not enlarged."""
+"""Longer side in pixels of the grey image that sharpness is measured on; smaller ones are not enlarged."""
 
 HASH_SIDE = 32
-"""Side in pixels of the picture that the perceptual hash is made of."""
+"""Side in pixels of the image that the perceptual hash is made of."""
 
 _GREY_LEVEL = HASH_SIDE**2 * 2**24
-"""One level of 256 over the whole picture, in the units of the transform."""
+"""One level of 256 over the whole image, in the units of the transform."""
 
 _BRIGHTNESS_TOLERANCE = _GREY_LEVEL // 8
 _COLOUR_TOLERANCE = _GREY_LEVEL
@@ -45,7 +45,7 @@ _SIGNATURES = (
 
 
 def measure(record: Record, reduced: Reduced) -> dict[str, Any]:
-    """Measure one picture.
+    """Measure one image.
 
     Args:
         record: Its record, with the bytes of the file.
@@ -60,8 +60,8 @@ def measure(record: Record, reduced: Reduced) -> dict[str, Any]:
         "format": file_format(record.image),
         "bytes": len(record.image),
         "xxh128": xxhash.xxh3_128_hexdigest(record.image),
-        "phash": f"{perceptual_hash(reduced.picture):016x}",
-        "sharpness": round(sharpness(reduced.picture), 3),
+        "phash": f"{perceptual_hash(reduced.image):016x}",
+        "sharpness": round(sharpness(reduced.image), 3),
         "aspect_ratio": round(reduced.width / reduced.height, 4),
     }
 
@@ -77,8 +77,8 @@ def file_format(data: bytes) -> str:
     return next((name for signature, name in _SIGNATURES if data.startswith(signature)), "other")
 
 
-def perceptual_hash(picture: Image.Image) -> int:
-    """Hash what a picture looks like: copies that were resized or recompressed differ in a few of 64 bits.
+def perceptual_hash(rgb: Image.Image) -> int:
+    """Hash what an image looks like: copies that were resized or recompressed differ in a few of 64 bits.
 
     Brightness makes 48 bits: of the discrete cosine transform of 32 x 32 values, the lowest frequencies are compared
     with their median (pHash: Zauner 2010). Colour makes 16, so that a green heart is not a brown one:
@@ -86,13 +86,13 @@ def perceptual_hash(picture: Image.Image) -> int:
     the same on every machine.
 
     Args:
-        picture: Mode RGB, any size.
+        rgb: Mode RGB, any size.
 
     Returns:
         The hash, below 2^64; the bits of the brightness are the high ones.
     """
     transform, bright, coloured = _frequencies()
-    small = picture.resize((HASH_SIDE, HASH_SIDE), Image.Resampling.BOX).convert("YCbCr")
+    small = rgb.resize((HASH_SIDE, HASH_SIDE), Image.Resampling.BOX).convert("YCbCr")
     values = np.frombuffer(small.tobytes(), np.uint8).reshape(HASH_SIDE, HASH_SIDE, 3)
     values = values.transpose(2, 0, 1).astype(np.float64)
     spectrum = transform @ values @ transform.T
@@ -103,15 +103,15 @@ def perceptual_hash(picture: Image.Image) -> int:
     return int.from_bytes(np.packbits(np.concatenate(bits)).tobytes(), "big")
 
 
-def sharpness(picture: Image.Image) -> float:
+def sharpness(rgb: Image.Image) -> float:
     """Return the variance of the Laplacian (four neighbours) in squared grey values of 256, at `REDUCED_SIDE`.
 
-    Pictures below 3 px have 0.
+    Images below 3 px have 0.
 
     Args:
-        picture: Mode RGB, any size.
+        rgb: Mode RGB, any size.
     """
-    grey = _reduced_grey(picture)
+    grey = _reduced_grey(rgb)
     pixels = np.frombuffer(grey.tobytes(), np.uint8).reshape(grey.height, grey.width).astype(np.int16)
     if min(pixels.shape) < 3:
         return 0.0
@@ -123,11 +123,11 @@ def sharpness(picture: Image.Image) -> float:
     return float(wide @ wide) / wide.size - (float(wide.sum()) / wide.size) ** 2
 
 
-def _reduced_grey(picture: Image.Image) -> Image.Image:
-    """Return a picture in grey whose longer side is at most `REDUCED_SIDE`."""
-    width, height = picture.size
+def _reduced_grey(rgb: Image.Image) -> Image.Image:
+    """Return an image in grey whose longer side is at most `REDUCED_SIDE`."""
+    width, height = rgb.size
     shrink = max(width, height) / REDUCED_SIDE
-    grey = picture.convert("L")
+    grey = rgb.convert("L")
     if shrink <= 1:
         return grey
     return grey.resize((max(round(width / shrink), 1), max(round(height / shrink), 1)), Image.Resampling.BOX)

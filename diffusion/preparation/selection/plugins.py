@@ -1,4 +1,4 @@
-"""Captioners and scorers: models that look at decoded pictures while they are prepared, loaded once per worker."""
+"""Captioners and scorers: models that look at decoded images while they are prepared, loaded once per worker."""
 
 import json
 import logging
@@ -27,34 +27,34 @@ RESERVED = (*MEASURES, GENERATED, "key", "width", "height", "captions", "source"
 
 
 class Scorer(Protocol):
-    """Computes one value for each picture."""
+    """Computes one value for each image."""
 
-    def __call__(self, pictures: Sequence[Image.Image], captions: Sequence[list[str]]) -> Sequence[Any]:
+    def __call__(self, images: Sequence[Image.Image], captions: Sequence[list[str]]) -> Sequence[Any]:
         """Score a batch.
 
         Args:
-            pictures: Decoded, upright, mode RGB, of any sizes.
-            captions: Of each picture, the generated ones among them.
+            images: Decoded, upright, mode RGB, of any sizes.
+            captions: Of each image, the generated ones among them.
 
         Returns:
-            For each picture a number, a text, or None where it has no score. It must not depend on the other pictures
+            For each image a number, a text, or None where it has no score. It must not depend on the other images
             of the batch.
         """
         ...
 
 
 class Captioner(Protocol):
-    """Writes a caption for each picture."""
+    """Writes a caption for each image."""
 
-    def __call__(self, pictures: Sequence[Image.Image], captions: Sequence[list[str]]) -> Sequence[str]:
+    def __call__(self, images: Sequence[Image.Image], captions: Sequence[list[str]]) -> Sequence[str]:
         """Caption a batch.
 
         Args:
-            pictures: Decoded, upright, mode RGB, of any sizes.
-            captions: What each picture came with; may be empty.
+            images: Decoded, upright, mode RGB, of any sizes.
+            captions: What each image came with; may be empty.
 
         Returns:
-            A caption for each picture; a blank one counts as none. It must not depend on the other pictures of the
+            A caption for each image; a blank one counts as none. It must not depend on the other images of the
             batch.
         """
         ...
@@ -62,7 +62,7 @@ class Captioner(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Annotation:
-    """What the plug-ins say about a picture."""
+    """What the plug-ins say about an image."""
 
     captions: list[str]
     """The captions that it has from now on; empty if it came without and none was written."""
@@ -80,28 +80,28 @@ class Plugins:
 
     @property
     def takes_missing_captions(self) -> bool:
-        """Whether pictures that came without a caption are to be passed on: a captioner writes one in each mode."""
+        """Whether images that came without a caption are to be passed on: a captioner writes one in each mode."""
         return self.captioner is not None
 
-    def annotate(self, pictures: Sequence[Image.Image], captions: Sequence[list[str]]) -> list[Annotation]:
-        """Caption and score pictures, in batches of the configured sizes.
+    def annotate(self, images: Sequence[Image.Image], captions: Sequence[list[str]]) -> list[Annotation]:
+        """Caption and score images, in batches of the configured sizes.
 
         Args:
-            pictures: Decoded, upright, mode RGB.
-            captions: Of each picture; empty lists where a captioner is to write one.
+            images: Decoded, upright, mode RGB.
+            captions: Of each image; empty lists where a captioner is to write one.
 
         Returns:
-            For each picture its captions and what goes into its metadata.
+            For each image its captions and what goes into its metadata.
 
         Raises:
             ConfigurationError: A plug-in returned something else than it should.
         """
         results = [Annotation(captions=list(texts)) for texts in captions]
         if self.captioner is not None and self.captioner_config is not None:
-            results = self._caption(pictures, captions, self.captioner, self.captioner_config)
+            results = self._caption(images, captions, self.captioner, self.captioner_config)
         for config, scorer in self.scorers:
             described = [result.captions for result in results]
-            values = _in_batches(scorer, config, f"scorer of '{config.column}'", pictures, described)
+            values = _in_batches(scorer, config, f"scorer of '{config.column}'", images, described)
             for result, value in zip(results, values, strict=True):
                 if value is not None and not isinstance(value, str | int | float):
                     value = value.item() if callable(getattr(value, "item", None)) else str(value)
@@ -110,14 +110,14 @@ class Plugins:
 
     @staticmethod
     def _caption(
-        pictures: Sequence[Image.Image],
+        images: Sequence[Image.Image],
         captions: Sequence[list[str]],
         captioner: Captioner,
         config: CaptionerConfig,
     ) -> list[Annotation]:
-        """Write captions for the pictures that the mode asks for."""
+        """Write captions for the images that the mode asks for."""
         asked = [i for i, texts in enumerate(captions) if config.mode is not CaptionMode.missing or not texts]
-        chosen, known = [pictures[i] for i in asked], [captions[i] for i in asked]
+        chosen, known = [images[i] for i in asked], [captions[i] for i in asked]
         written = dict(zip(asked, _in_batches(captioner, config, "captioner", chosen, known), strict=True))
         results = []
         for i, texts in enumerate(captions):
@@ -184,7 +184,7 @@ def _callable(plugin: Plugin, key: str) -> Any:
     logger.debug("loading %s", plugin.path)
     built = build_plugin(Plugin(path=plugin.path, arguments=plugin.arguments), key)
     if not callable(built):
-        raise ConfigurationError(f"{key}.path={plugin.path}: what it makes cannot be called with pictures and captions")
+        raise ConfigurationError(f"{key}.path={plugin.path}: what it makes cannot be called with images and captions")
     return built
 
 
@@ -192,18 +192,18 @@ def _in_batches(
     plugin: Callable[..., Sequence[Any]],
     config: ScorerConfig | CaptionerConfig,
     what: str,
-    pictures: Sequence[Image.Image],
+    images: Sequence[Image.Image],
     captions: Sequence[list[str]],
 ) -> list[Any]:
-    """Call a plug-in batch by batch and check that it answers for each picture."""
+    """Call a plug-in batch by batch and check that it answers for each image."""
     results: list[Any] = []
-    for start in range(0, len(pictures), config.batch_size):
+    for start in range(0, len(images), config.batch_size):
         end = start + config.batch_size
-        batch = pictures[start:end]
+        batch = images[start:end]
         answers = list(plugin(batch, captions[start:end]))
         if len(answers) != len(batch):
             raise ConfigurationError(
-                f"{what}, {config.path}: {len(answers)} results for {len(batch)} pictures; return one for each"
+                f"{what}, {config.path}: {len(answers)} results for {len(batch)} images; return one for each"
             )
         results += answers
     return results

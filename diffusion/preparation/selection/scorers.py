@@ -34,7 +34,7 @@ _LAYER = re.compile(r"(?:.*?(\d+)\.)?(weight|bias)")
 
 
 class AestheticScore:
-    """A score of each picture, for LAION's heads between about 1 and 10; the published recipe keeps 4.5 and more.
+    """A score of each image, for LAION's heads between about 1 and 10; the published recipe keeps 4.5 and more.
 
     Attributes:
         device: Where the model is.
@@ -65,9 +65,9 @@ class AestheticScore:
         self._head = load_head(Path(head), model.config.projection_dim).to(self.device)
 
     @torch.inference_mode()
-    def __call__(self, pictures: Sequence[Image.Image], captions: Sequence[list[str]]) -> list[float]:
-        """Return the score of each picture; captions are not looked at."""
-        pixels = self._processor(list(pictures), return_tensors="pt")["pixel_values"]
+    def __call__(self, images: Sequence[Image.Image], captions: Sequence[list[str]]) -> list[float]:
+        """Return the score of each image; captions are not looked at."""
+        pixels = self._processor(list(images), return_tensors="pt")["pixel_values"]
         embeddings = self._clip(pixels.to(self.device, self._dtype)).image_embeds.float()
         scores = self._head(nn.functional.normalize(embeddings, dim=-1)).squeeze(-1)
         return [round(score, DIGITS) for score in scores.double().tolist()]
@@ -120,5 +120,5 @@ def load_head(path: Path, num_features: int) -> nn.Sequential:
         modules.append(linear)
         width = weight.shape[0]
     if not modules or width != 1:
-        raise DataError(f"head: {path} gives {width} numbers for a picture, not one score")
+        raise DataError(f"head: {path} gives {width} numbers for an image, not one score")
     return nn.Sequential(*modules).requires_grad_(False)

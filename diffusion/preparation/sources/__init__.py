@@ -1,1 +1,1 @@
-"""What pictures come from, and how it is read."""
+"""What images come from, and how it is read."""

@@ -21,7 +21,7 @@ class ArrowSource(FileSource):
     """Arrow files, such as `Dataset.save_to_disk` writes; each file is a partition.
 
     Images are read undecoded; columns are as in parquet files (`diffusion.preparation.sources.columns`), so a column of
-    lists gives a picture several captions. A local file is mapped into memory, of a remote one a batch of rows (1,000
+    lists gives an image several captions. A local file is mapped into memory, of a remote one a batch of rows (1,000
     by default of `datasets`) is held. A file that is damaged counts as one refusal more.
 
     The rest of a key is the file's path below `path`, `#` and the number of the row.

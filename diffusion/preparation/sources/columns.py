@@ -7,7 +7,7 @@ import pyarrow as pa
 
 from diffusion.errors import DataError, MachineError
 from diffusion.preparation.records import Reason, Record, Refused, make_record
-from diffusion.preparation.sources.remote_files import is_url, join, parent_of, read_picture, shown
+from diffusion.preparation.sources.remote_files import is_url, join, parent_of, read_image, shown
 
 IMAGE_COLUMNS = ("image", "jpg", "png", "webp", "image_bytes", "image_path", "file_name", "path")
 CAPTION_COLUMNS = ("caption", "captions", "text")
@@ -33,7 +33,7 @@ def find_columns(place: str, schema: pa.Schema, image: str | None, caption: str 
     Args:
         place: The file, for messages.
         schema: Its columns.
-        image: Column of the images: bytes, a struct with `bytes` or `path`, or the path or URL of a picture; None for
+        image: Column of the images: bytes, a struct with `bytes` or `path`, or the path or URL of an image; None for
             the first of IMAGE_COLUMNS that is there.
         caption: Column of the captions: text or a list of texts; None for the first of CAPTION_COLUMNS that is there.
 
@@ -95,7 +95,7 @@ def records_of_rows(place: str, prefix: str, first: int, rows: Iterator[Row]) ->
 
 
 def record_of_row(key: str, row: Row, folder: str) -> Record | Refused:
-    """Make the record of a row; it reads the picture's file where the row holds a path.
+    """Make the record of a row; it reads the image's file where the row holds a path.
 
     Args:
         key: Key of the record.
@@ -117,7 +117,7 @@ def record_of_row(key: str, row: Row, folder: str) -> Record | Refused:
     if not isinstance(content, bytes):
         if not path:
             return Refused(key, Reason.MISSING_IMAGE, "the row holds neither bytes nor a path")
-        content = read_picture(path if is_url(path) else join(folder, path), key)
+        content = read_image(path if is_url(path) else join(folder, path), key)
         if isinstance(content, Refused):
             return content
     return make_record(key, content, value_of(batch.column(caption)[at]), metadata)

@@ -34,7 +34,7 @@ from diffusion.preparation.sources.remote_files import (
     list_files,
     open_file,
     read_file,
-    read_picture,
+    read_image,
     shown,
     state_of,
 )
@@ -50,11 +50,11 @@ CAPTION_COLUMNS = ("captions", "caption", "text")
 
 _PRESENT, _MISSING, _UNKNOWN = "+", "-", "?"
 """First letter of a partition's item: a file that is there, one that the table names and that is not, or one that has
-captions but is no picture by its extension."""
+captions but is no image by its extension."""
 
 _SUFFIXES = (".txt", ".json")
 _REQUESTS = 16
-"""Pictures of a remote folder that are fetched at the same time."""
+"""Images of a remote folder that are fetched at the same time."""
 
 
 @dataclass
@@ -74,16 +74,16 @@ class TableEntry:
 class FolderSource:
     """Image files below a folder; hidden ones are passed over.
 
-    The caption of a picture is what the table in the root says: several lines of a file, or a list in `captions`, give
-    it several. Where the table names it without a caption, that is in the .txt of the same name. A picture that the
+    The caption of an image is what the table in the root says: several lines of a file, or a list in `captions`, give
+    it several. Where the table names it without a caption, that is in the .txt of the same name. An image that the
     table does not name has the files of the same name: .txt, whose whole text is one caption, and .json, as img2dataset
-    writes it, which is read as in a tar. Refused are pictures that the table names and that do not exist, and files
-    that have a .txt or .json but neither a known extension nor a picture of the same name beside them.
+    writes it, which is read as in a tar. Refused are images that the table names and that do not exist, and files
+    that have a .txt or .json but neither a known extension nor an image of the same name beside them.
 
     Attributes:
         name: First part of the keys; the rest is the path below the folder.
         path: The folder, a path or a URL.
-        num_records: Pictures with a known extension below the folder.
+        num_records: Images with a known extension below the folder.
     """
 
     name: str
@@ -116,7 +116,7 @@ class FolderSource:
         return self
 
     def read(self, partition: Partition | None = None) -> Iterator[Record | Refused]:
-        """Yield the pictures, folder by folder, sorted by name; then the missing ones that the table names."""
+        """Yield the images, folder by folder, sorted by name; then the missing ones that the table names."""
         table = read_table(self.path)
         for one in self.partitions(sys.maxsize) if partition is None else [partition]:
             if is_url(self.path):
@@ -125,7 +125,7 @@ class FolderSource:
                 yield from (self._record(item, table) for item in one.items)
 
     def _record(self, item: str, table: Mapping[str, TableEntry]) -> Record | Refused:
-        """Read one picture and its captions."""
+        """Read one image and its captions."""
         sign, file = item[0], item[1:]
         key = f"{self.name}/{key_of(file)}"
         if sign == _MISSING:
@@ -135,7 +135,7 @@ class FolderSource:
             detail = f"extension {ascii(extension)[1:-1]} is not read" if extension else "it has no extension"
             return Refused(key, Reason.MISSING_IMAGE, detail)
         place, entry = join(self.path, file), table.get(file)
-        image = read_picture(place, key)
+        image = read_image(place, key)
         if isinstance(image, Refused):
             return image
         if entry is not None and entry.has_caption:
@@ -178,7 +178,7 @@ def _stem(place: str) -> str:
 
 
 def _unknown_files(files: Sequence[str], table: Container[str]) -> set[str]:
-    """Return the files that have captions of their name, but neither they nor others of that name are pictures."""
+    """Return the files that have captions of their name, but neither they nor others of that name are images."""
     others = [
         file
         for file in files
@@ -263,7 +263,7 @@ def _cannot_list(error: OSError) -> None:
 
 
 def is_image_name(file: str) -> bool:
-    """Return whether the file's extension is that of a picture."""
+    """Return whether the file's extension is that of an image."""
     return posixpath.splitext(file)[1].lower() in EXTENSIONS
 
 
@@ -305,7 +305,7 @@ def _parse_table(place: str, _state: str) -> dict[str, TableEntry]:
 
 
 def tell_overruled(root: str, names: Sequence[str], table: Mapping[str, TableEntry]) -> None:
-    """Say of how many pictures the .txt is passed over because the table has a caption.
+    """Say of how many images the .txt is passed over because the table has a caption.
 
     Args:
         root: Path or URL of the folder.
@@ -317,7 +317,7 @@ def tell_overruled(root: str, names: Sequence[str], table: Mapping[str, TableEnt
     if number:
         name = next(name for name in TABLES if name in names)
         logger.warning(
-            "%s: %d pictures have a .txt and a caption in %s; that of %s is taken", shown(root), number, name, name
+            "%s: %d images have a .txt and a caption in %s; that of %s is taken", shown(root), number, name, name
         )
 
 

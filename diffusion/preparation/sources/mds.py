@@ -130,7 +130,7 @@ class MDSSource(FileSource):
         if encodings[image] in _AS_THEY_CAME:
             return make_record(key, values[image], captions, metadata)
         try:
-            content = _picture_file(_decode("pil", values[image]))
+            content = _image_file(_decode("pil", values[image]))
         except (ValueError, OSError) as error:
             return Refused(key, Reason.UNDECODABLE, ascii(str(error)[:80]))
         return make_record(key, content, captions, metadata)
@@ -167,7 +167,7 @@ def prepared_root(folder: str) -> str | None:
     """Return the folder, this one or up to two above, that holds the manifest of `prepare`; None if there is none.
 
     Raises:
-        DataError: The manifest is one of encoded data, which holds no pictures.
+        DataError: The manifest is one of encoded data, which holds no images.
     """
     place = folder.rstrip("/")
     for _ in range(3):
@@ -175,7 +175,7 @@ def prepared_root(folder: str) -> str | None:
         if manifest.get("kind") == "prepared":
             return place
         if manifest.get("kind") == "encoded":
-            raise DataError(f"{shown(folder)} holds latents, no pictures; name the prepared data that it was made from")
+            raise DataError(f"{shown(folder)} holds latents, no images; name the prepared data that it was made from")
         place, slash, _ = place.rpartition("/")
         if not slash or place.endswith(":/"):
             break
@@ -332,8 +332,8 @@ def _decode(encoding: str, data: bytes) -> Any:
     return value.item() if hasattr(value, "item") else value
 
 
-def _picture_file(picture: Any) -> bytes:
-    """Return a picture as a lossless file: PNG, or TIFF where PNG does not know its mode."""
+def _image_file(picture: Any) -> bytes:
+    """Return an image as a lossless file: PNG, or TIFF where PNG does not know its mode."""
     content = io.BytesIO()
     picture.save(content, "PNG" if picture.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16") else "TIFF")
     return content.getvalue()

@@ -1,11 +1,11 @@
-"""Where pictures come from: which reader a place needs, and names that keep the keys of several sources apart.
+"""Where images come from: which reader a place needs, and names that keep the keys of several sources apart.
 
 A place is a path, a pattern, a URL (see `remote_files`) or `hf-dataset:NAME` (see `source_huggingface`). Keys are
-unique by construction. The key of a picture is the name of its source, a slash, and its place in the source; the name
+unique by construction. The key of an image is the name of its source, a slash, and its place in the source; the name
 is the last part of the path, and of sources that share it the second gets `~2`, the third `~3`, in the order given. A
 source that is given twice, or that lies inside another, is refused.
 
-Several captions per picture come from: several lines of a table or a list in its `captions` (folder), `captions` in the
+Several captions per image come from: several lines of a table or a list in its `captions` (folder), `captions` in the
 .json beside the .txt (folder and tar), a column of lists (parquet, Arrow, `datasets`), a JSON list (MDS).
 """
 
@@ -34,7 +34,7 @@ __all__ = ["Reason", "Record", "Refused", "Source", "open_source", "open_sources
 logger = logging.getLogger(__name__)
 
 KINDS = (
-    "a folder of pictures, a .tar file, a .parquet file, or a folder or quoted pattern of one of these, an MDS folder, "
+    "a folder of images, a .tar file, a .parquet file, or a folder or quoted pattern of one of these, an MDS folder, "
     f"a folder that `datasets` saved, a URL of one of these, or {SPELLING}"
 )
 
@@ -123,7 +123,7 @@ def open_sources(
         raise DataError(f"no source was given; a source is {KINDS}")
     for option, column in (("image-column", image_column), ("caption-column", caption_column)):
         if column and all(isinstance(source, FolderSource | WebDatasetSource) for source in sources):
-            logger.warning("--%s %s has no effect: folders of pictures and tars have no columns", option, column)
+            logger.warning("--%s %s has no effect: folders of images and tars have no columns", option, column)
     return sources
 
 
@@ -215,7 +215,7 @@ def _open_folder(
     arrows, mds = arrow_files(folder, names), mds_folders(names)
     num_images = sum(map(is_image_name, names))
     kinds = {
-        "pictures": num_images,
+        "images": num_images,
         "tar files": len(tars),
         "parquet files": len(parquets),
         "Arrow files": len(arrows),
@@ -235,7 +235,7 @@ def _open_folder(
     table = read_table(folder)  # a damaged table is reported before any work
     if not num_images and not table:
         raise DataError(
-            f"{path} holds no picture, no tar and no parquet file; a source is {KINDS}; a picture is a file that ends "
+            f"{path} holds no image, no tar and no parquet file; a source is {KINDS}; an image is a file that ends "
             f"in {', '.join(sorted(EXTENSIONS))}"
         )
     tell_overruled(folder, names, table)

@@ -22,7 +22,7 @@ class ParquetSource(FileSource):
     """One parquet file or several, streamed a few rows at a time.
 
     A column of text as image column holds paths, relative to the folder of the parquet file or absolute, or URLs; so
-    does the `path` of an image struct without `bytes`. Pictures of the web are read once more in each preparation, and
+    does the `path` of an image struct without `bytes`. Images of the web are read once more in each preparation, and
     whatever the server then gives: fetch them with img2dataset first where a run is to be repeated. The path comes into
     the metadata as `image_path`. Other columns of text, lists of texts, numbers, truth values and times are metadata.
     Rows whose `status` is other than `success` are refused. A file that is damaged counts as one refusal more.

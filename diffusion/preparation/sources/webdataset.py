@@ -32,11 +32,11 @@ class Sample:
 
     Attributes:
         stem: Path and name up to the first dot.
-        image: Content of the first member whose extension is that of a picture.
+        image: Content of the first member whose extension is that of an image.
         text: Content of the .txt member.
         json: Content of the .json member.
         others: Extensions of the members that are none of these.
-        more_images: Extensions of the pictures behind the first.
+        more_images: Extensions of the images behind the first.
         too_large: Extension and size of a member that was not read because of its size; empty if there is none.
     """
 
@@ -56,7 +56,7 @@ class WebDatasetSource(FileSource):
     The caption is the .txt member; without one, `caption` or `text` of the .json member. All entries of a list
     `captions` in the .json come with it. The other entries of the .json are metadata, unchanged. Samples whose .json
     has a `status` other than `success` are refused. Of two samples with the same stem in one tar the first is taken and
-    the second refused; of a sample's pictures the first is taken and each of the others refused. A tar that is damaged
+    the second refused; of a sample's images the first is taken and each of the others refused. A tar that is damaged
     counts as one refusal more: one that ends early, without its end mark (a block of zeros), or with something else
     than zeros behind it, as tars do that were joined by `cat`. What lies before the damage is read. A remote tar is
     read as a stream. The rest of a key is the tar's path below `path` and the stem.
@@ -85,7 +85,7 @@ class WebDatasetSource(FileSource):
                     seen.add(sample.stem)
                     yield record_of(key, sample)
                     for extension in sample.more_images:
-                        yield Refused(f"{key}.{extension}", Reason.DUPLICATE_KEY, "another picture of its sample")
+                        yield Refused(f"{key}.{extension}", Reason.DUPLICATE_KEY, "another image of its sample")
             except _DAMAGE as error:
                 yield Refused(prefix, Reason.DAMAGED_FILE, f"{error}; what came before was read")
             except OSError as error:

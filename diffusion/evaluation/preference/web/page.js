@@ -5,14 +5,14 @@ const form = document.querySelector("form");
 const button = form.querySelector("button");
 const message = document.getElementById("message");
 const questions = [...form.querySelectorAll("fieldset")];
-const pictures = [...document.querySelectorAll(".pictures img")];
+const images = [...document.querySelectorAll(".images img")];
 const KEYS = {
   1: "first", ArrowLeft: "first", 2: "second", ArrowRight: "second", 0: "neither", ArrowDown: "neither",
 };
 let sending = false;
 
 const chosen = (question) => question.querySelector("input:checked");
-const loaded = () => pictures.every((picture) => picture.complete && picture.naturalWidth > 0);
+const loaded = () => images.every((image) => image.complete && image.naturalWidth > 0);
 
 function show() {
   const open = questions.find((question) => !chosen(question));
@@ -65,10 +65,10 @@ document.addEventListener("keydown", (event) => {
   else return;
   event.preventDefault();
 });
-for (const picture of pictures) {
-  picture.addEventListener("load", show);
-  picture.addEventListener("error", () => {
-    message.textContent = "A picture did not load. Reload the page; your earlier answers are saved.";
+for (const image of images) {
+  image.addEventListener("load", show);
+  image.addEventListener("error", () => {
+    message.textContent = "A image did not load. Reload the page; your earlier answers are saved.";
   });
 }
 window.addEventListener("pageshow", (event) => {

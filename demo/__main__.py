@@ -1,0 +1,132 @@
+"""The main job, end to end, on shapes drawn here: prepare, train the VAE, encode, two phases, generate, score, report.
+
+Each step is a command that also works on your own images; steps that are done are not done again. The whole demo ends
+with an error where fewer generated images than expected are right.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from diffusion.errors import UserError
+from diffusion.launch import CommandParser, run_command
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+COMPOSER = [str(BIN / "composer"), "-n", "1"]
+GUIDANCE_SCALE, NUM_INFERENCE_STEPS = 2.0, 25
+NUM_IMAGES = 6000
+LEAST_RIGHT = {"colour": 0.9, "shape": 0.7}
+"""Shares of the images of one object, after training on `NUM_IMAGES` images."""
+LOGGERS = ["loggers.tensorboard=true", "loggers.wandb={offline: true}"]
+QUICK = [
+    "trainer.max_duration=6ba",
+    "trainer.eval_interval=3ba",
+    "schedule.warmup=2ba",
+    "validation.num_samples=32",
+]
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = CommandParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="everything goes here")
+    parser.add_argument("--num-images", type=int, help=f"images of the data set (default {NUM_IMAGES}; quick: 300)")
+    parser.add_argument("--quick", action="store_true", help="a few steps of each, to see that everything works")
+    return parser.parse_args()
+
+
+class Demo:
+    """Runs commands one after the other and remembers how long they took."""
+
+    def __init__(self, out: Path, quick: bool) -> None:
+        self.out = out
+        self.quick = quick
+        self.log = out / "steps.json"
+        self.done: dict[str, dict] = json.loads(self.log.read_text()) if self.log.is_file() else {}
+
+    def run(self, name: str, command: list[str]) -> None:
+        """Run a command from the repository's root, unless it was done.
+
+        Raises:
+            UserError: it fails, or another command has done this step here.
+        """
+        shown = shlex.join(Path(word).name if word.startswith(str(BIN)) else word for word in command)
+        if name in self.done:
+            if self.done[name]["command"] != shown:
+                raise UserError(
+                    f"{self.out}: step '{name}' was done by another command ({self.done[name]['command']}): remove the "
+                    "folder, or give another one with --out"
+                )
+            print(f"[{name}] done before", flush=True)
+            return
+        print(f"\n[{name}] {shown}", flush=True)
+        start = time.monotonic()
+        environment = {**os.environ, "TQDM_MININTERVAL": "2"}
+        if code := subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode:
+            raise UserError(f"step '{name}' ended with exit code {code}; mend what it says and run the demo again")
+        self.done[name] = {"command": shown, "seconds": time.monotonic() - start}
+        self.log.write_text(json.dumps(self.done, indent=2))
+
+    def train(self, name: str, overrides: list[str]) -> None:
+        """Train one of yamls/tiny."""
+        quick = QUICK if self.quick else []
+        self.run(name, [*COMPOSER, "run.py", f"yamls/tiny/{name}.yaml", *overrides, *LOGGERS, *quick])
+
+    def check_scores(self) -> None:
+        """Compare the shares of images that are right with `LEAST_RIGHT`.
+
+        Raises:
+            UserError: one is too low.
+        """
+        shares = json.loads((self.out / "scores.json").read_text())["single"]
+        low = [f"{name} {shares[name]:.3f}, not {least}" for name, least in LEAST_RIGHT.items() if shares[name] < least]
+        if low:
+            raise UserError(f"too few of the generated images are right: {', '.join(low)}; see {self.out}/report.html")
+
+
+def main() -> None:
+    """Run the demo."""
+    arguments = parse_arguments()
+    out = arguments.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    demo = Demo(out, arguments.quick)
+    num_images = arguments.num_images or (300 if arguments.quick else NUM_IMAGES)
+    python = [sys.executable]
+    source, prepared = out / "source", out / "prepared"
+    runs = {name: out / name for name in ("autoencoder", "phase1", "phase2")}
+    start = time.monotonic()
+
+    demo.run("draw", [*python, "-m", "demo.draw", str(source), "--num-images", str(num_images)])
+    layouts = [str(source / layout) for layout in ("images", "webdataset", "parquet")]
+    options = ["--edges", "32", "64", "--validation-fraction", "0.05", "--workers", "2"]
+    demo.run("prepare", [*python, "scripts/prepare.py", *layouts, str(prepared), *options])
+
+    def data(place: Path) -> list[str]:
+        return [f"data.local={place}/train", f"validation.local={place}/validation"]
+
+    demo.train("autoencoder", [f"output_folder={runs['autoencoder']}", *data(prepared)])
+    vae = runs["autoencoder"] / "vae"
+    for resolution in (32, 64):
+        encode = ["scripts/encode.py", str(prepared), str(out / f"latents-{resolution}")]
+        options = ["--resolution", str(resolution), "--architecture", "tiny", "--vae", str(vae), "--mean-only"]
+        demo.run(f"encode-{resolution}", [*python, *encode, *options])
+    demo.train("phase1", [f"output_folder={runs['phase1']}", f"model.vae={vae}", *data(out / "latents-32")])
+    init = f"init_from.checkpoint={runs['phase1']}"
+    demo.train("phase2", [f"output_folder={runs['phase2']}", f"model.vae={vae}", init, *data(out / "latents-64")])
+
+    report = ["-m", "demo.score", str(out), "--guidance-scale", str(GUIDANCE_SCALE)]
+    options = ["--steps", str(2 if demo.quick else NUM_INFERENCE_STEPS), *(["--seeds", "1"] if demo.quick else [])]
+    demo.run("score", [*python, *report, *options])
+    print(f"\nreport: {out / 'report.html'}   ({time.monotonic() - start:.0f} s)")
+    if not arguments.quick and num_images >= NUM_IMAGES:
+        demo.check_scores()
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_command(main))

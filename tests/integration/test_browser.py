@@ -1,0 +1,43 @@
+"""Pages as a browser shows them."""
+
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from diffusion.html_page import Page
+
+CHROMIUM = shutil.which("chromium")
+OPTIONS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--hide-scrollbars"]
+OPTIONS += ["--disable-checker-imaging", "--run-all-compositor-stages-before-draw"]  # Images are decoded before.
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: apt-get install chromium"),
+]
+
+
+def screenshot(page, folder, size: tuple[int, int]) -> np.ndarray:
+    """What the browser shows of a page, uint8 [height, width, 3]."""
+    image = folder / "screenshot.png"
+    command = [str(CHROMIUM), *OPTIONS, f"--user-data-dir={folder / 'profile'}", f"--screenshot={image}"]
+    command += [f"--window-size={size[0]},{size[1]}", page.as_uri()]
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
+    return np.asarray(Image.open(image).convert("RGB"))
+
+
+@pytest.mark.parametrize("width", [1000, 500])
+def test_a_page_shows_its_images_and_fits_the_window(tmp_path, width):
+    page = Page("Report")
+    page.text("Some words.")
+    page.image(Image.new("RGB", (1600, 400), (255, 0, 0)), "wider than the window")
+    page.write(tmp_path / "page.html")
+    shown = screenshot(tmp_path / "page.html", tmp_path, (width, 700)).astype(int)
+    red = (np.abs(shown - (255, 0, 0)).max(axis=-1) < 8).any(axis=0)
+    columns = np.flatnonzero(red)
+    assert len(columns) > 0.8 * width or len(columns) > 800
+    assert columns[0] > 2
+    assert columns[-1] < width - 2
+    assert (shown.max(axis=-1) < 60).sum() > 100, "no dark text"

@@ -1,0 +1,274 @@
+"""Pre-emption, restarts and lost hosts under the launchers, in real processes."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+
+from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
+from diffusion.checkpointing.reading import batch_of, resolve_checkpoint
+from tests.tools.hosts import ADDRESSES, Agent, Agents, Cable, wait_until
+from tests.tools.training_runs import BIN, ROOT, Run, TrainingServer, launcher_environment
+from verification.ports import free_port
+from verification.trace import step_hashes
+
+NUM_STEPS = 8
+ENDLESS = 100000
+"""Steps of runs that are ended by a signal, however late it comes."""
+
+DIST_TIMEOUT = 25
+GRACE = 60
+"""Seconds after `trainer.dist_timeout` in which a job must have ended."""
+
+LAST_CALL = 8
+"""Seconds that the first host waits for the second at a rendezvous before it begins alone."""
+
+KEEP_ALIVE = (2, 5)
+"""Seconds between two signs of life of an agent, and how many may be missing: other tests keep the cores busy."""
+
+
+@pytest.fixture(scope="module")
+def cable() -> Iterator[Cable | None]:
+    """The hosts' cable; None where this machine cannot have any."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        yield None
+        return
+    cable = Cable(f"d{os.getpid()}")
+    try:
+        yield cable
+    finally:
+        cable.remove()
+
+
+@pytest.fixture(scope="module")
+def agents(cable: Cable | None, server: TrainingServer) -> Iterator[Agents]:
+    """What starts agents, on the hosts where there are any."""
+    agents = Agents(server, cable.hosts if cable else {})
+    yield agents
+    agents.close()
+
+
+class Undisturbed(NamedTuple):
+    hashes: dict[int, str]
+    losses: list[float]
+
+
+def recipe(folder: Path, *callbacks: str, steps: int = NUM_STEPS, dist_timeout: int = 60) -> Run:
+    trace = f"{{path: verification.trace.DrawTrace, arguments: {{folder: {folder}/trace}}}}"
+    return "tests/tools/toy.yaml", [
+        f"output_folder={folder}",
+        "samples.prompts=[]",
+        f"trainer.max_duration={steps}ba",
+        f"trainer.dist_timeout={dist_timeout}",
+        f"plugins.callbacks=[{', '.join([trace, *callbacks])}]",
+    ]
+
+
+def disturbed(what: str, host: str, number: int = signal.SIGKILL) -> str:
+    arguments = f"{{step: 3, host: {host}, what: {what}, number: {int(number)}}}"
+    return f"{{path: tests.tools.toys.DisturbHost, arguments: {arguments}}}"
+
+
+def alone(num_ranks: int) -> list[str]:
+    """Arguments of torchrun for one host, whose ranks are started again."""
+    rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--rdzv-id=job", "--local-addr=127.0.0.1"]
+    return [f"--nproc-per-node={num_ranks}", "--nnodes=1:1", "--max-restarts=1", *rendezvous]
+
+
+def elastic(host: str, port: int, cable: Cable | None) -> list[str]:
+    """Arguments of torchrun for one of two hosts, of which one suffices; the first keeps the rendezvous."""
+    alive = f"keep_alive_interval={KEEP_ALIVE[0]},keep_alive_max_attempt={KEEP_ALIVE[1]}"
+    settings = f"last_call_timeout={LAST_CALL},{alive},is_host={int(host == 'first')}"
+    address = [f"--local-addr={ADDRESSES[host]}"] if cable else []
+    endpoint = f"{ADDRESSES['first'] if cable else '127.0.0.1'}:{port}"
+    return [
+        *("--nnodes=1:2", "--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=job"),
+        *(f"--rdzv-conf={settings}", *address),
+    ]
+
+
+def fixed(host: str, port: int, cable: Cable | None) -> list[str]:
+    """Arguments of torchrun for one of two hosts that need each other."""
+    address = ADDRESSES["first"] if cable else "127.0.0.1"
+    return ["--nnodes=2", f"--node-rank={int(host == 'second')}", f"--master-addr={address}", f"--master-port={port}"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(agents: Agents, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    run = tmp_path_factory.mktemp("undisturbed")
+    agent = agents.start("first", alone(1), [recipe(run)])
+    assert agent.wait(300) == 0, agent.output
+    assert starts(run) == [1]
+    return Undisturbed(step_hashes(run / "trace"), series(read_metrics(run / "metrics.jsonl"), TRAIN_LOSS)[1])
+
+
+def starts(run: Path) -> list[int]:
+    """World sizes of the starts of a run."""
+    rows = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
+    return [row["world_size"] for row in rows if row["event"] == "start"]
+
+
+def assert_equal(run: Path, undisturbed: Undisturbed) -> None:
+    """No step is missing or doubled, all that was drawn is equal, and so are losses, up to rounding."""
+    steps, losses = series(read_metrics(run / "metrics.jsonl"), TRAIN_LOSS)
+    assert steps == list(range(NUM_STEPS))
+    assert step_hashes(run / "trace") == undisturbed.hashes
+    assert losses == pytest.approx(undisturbed.losses, rel=1e-5)
+    assert not (run / "preempted.json").exists()
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_torchrun_starts_ranks_again_and_no_step_is_lost_or_doubled(agents, undisturbed, tmp_path, number):
+    agent = agents.start("first", alone(2), [recipe(tmp_path, disturbed("rank", "first", number))])
+    assert agent.wait(300) == 0, agent.output
+    assert starts(tmp_path) == [2, 2]
+    assert agent.output.count(f"{number.name} after step 5: saved") == (number != signal.SIGKILL)
+    assert_equal(tmp_path, undisturbed)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_torchrun_alone_saves_the_run(agents, tmp_path, number):
+    """SIGTERM is passed on to the ranks; SIGUSR1 ends torchrun, and they notice that it is gone."""
+    run = recipe(tmp_path, disturbed("agent", "first", number), steps=ENDLESS)
+    agent = agents.start("first", alone(2), [run])
+    assert agent.wait(300) != 0
+    wait_until(lambda: not agent.ranks, "ranks go on")
+    assert_saved(tmp_path)
+
+
+@pytest.mark.world_size(2)
+def test_a_host_whose_agent_is_killed_is_left_behind(agents, cable, undisturbed, tmp_path):
+    """Its ranks notice that the agent is gone, and say so to all; so not even a step is done twice."""
+    both = start_both(agents, elastic, cable, tmp_path, disturbed("agent", "second"))
+    assert both["second"].wait(300) == -signal.SIGKILL, both["second"].output
+    assert both["first"].wait(300) == 0, both["first"].output
+    assert starts(tmp_path) == [2, 1]
+    assert_equal(tmp_path, undisturbed)
+
+
+@pytest.mark.world_size(2)
+def test_a_lost_host_ends_the_others_and_both_continue(agents, cable, undisturbed, tmp_path):
+    both = start_both(agents, fixed, cable, tmp_path, disturbed("all", "second"))
+    assert both["second"].wait(300) == -signal.SIGKILL, both["second"].output
+    assert both["first"].wait(60 + GRACE) != 0
+    assert_continues(agents, cable, undisturbed, tmp_path)
+
+
+@pytest.mark.world_size(2)
+def test_hosts_that_are_cut_off_from_each_other_end_and_both_continue(agents, cable, undisturbed, tmp_path):
+    skip_without(cable)
+    both = start_both(agents, fixed, cable, tmp_path, disturbed("cable", "second"), dist_timeout=DIST_TIMEOUT)
+    cut = wait_for_cut(cable, both)
+    assert both["first"].wait(DIST_TIMEOUT + GRACE) != 0
+    assert both["second"].wait(DIST_TIMEOUT + GRACE) != 0
+    assert time.monotonic() - cut < DIST_TIMEOUT + GRACE
+    cable.plug_in()
+    assert_continues(agents, cable, undisturbed, tmp_path)
+
+
+@pytest.mark.world_size(2)
+def test_of_hosts_that_are_cut_off_from_each_other_one_goes_on(agents, cable, undisturbed, tmp_path):
+    skip_without(cable)
+    both = start_both(agents, elastic, cable, tmp_path, disturbed("cable", "second"), dist_timeout=DIST_TIMEOUT)
+    cut = wait_for_cut(cable, both)
+    wait_until(lambda: not both["second"].ranks, "the ranks that were cut off go on")
+    assert time.monotonic() - cut < DIST_TIMEOUT + GRACE
+    assert both["first"].wait(300) == 0, both["first"].output
+    assert both["second"].wait(300) != 0
+    cable.plug_in()
+    assert starts(tmp_path) == [2, 1]
+    assert_equal(tmp_path, undisturbed)
+
+
+def skip_without(cable: Cable | None) -> None:
+    if cable is None:
+        pytest.skip("needs network namespaces: root and iproute2")
+
+
+def start_both(
+    agents: Agents, arguments, cable: Cable | None, folder: Path, *callbacks: str, dist_timeout: int = 60
+) -> Mapping[str, Agent]:
+    """Start the run of a folder on both hosts at the same time."""
+    port, meet = free_port(), Path(tempfile.mkdtemp(dir=folder, prefix="meet-"))
+    torchrun = {host: arguments(host, port, cable) for host in ADDRESSES}
+    return agents.start_together(torchrun, [recipe(folder, *callbacks, dist_timeout=dist_timeout)], meet)
+
+
+def assert_continues(agents: Agents, cable: Cable | None, undisturbed: Undisturbed, run: Path) -> None:
+    """The same command on both hosts continues."""
+    for host, agent in start_both(agents, fixed, cable, run).items():
+        assert agent.wait(300) == 0, f"{host}: {agent.output}"
+    assert starts(run) == [2, 2]
+    assert_equal(run, undisturbed)
+
+
+def wait_for_cut(cable: Cable, both: Mapping[str, Agent]) -> float:
+    """Return when the cable was pulled."""
+
+    def is_cut_or_over() -> bool:
+        return not cable.is_plugged_in() or all(agent.has_ended() for agent in both.values())
+
+    wait_until(is_cut_or_over, "the run does not begin", 300)
+    assert not cable.is_plugged_in(), "\n".join(f"{host} has ended:\n{both[host].output}" for host in both)
+    return time.monotonic()
+
+
+def assert_saved(run: Path) -> None:
+    """A run has ended by SIGTERM, and the metrics of all steps before its last checkpoint are there."""
+    marker = json.loads((run / "preempted.json").read_text())
+    assert marker["signal"] == "SIGTERM"
+    assert marker["checkpoint"] == str(resolve_checkpoint(str(run)))
+    steps, _ = series(read_metrics(run / "metrics.jsonl"), TRAIN_LOSS)
+    assert steps == list(range(batch_of(resolve_checkpoint(str(run)))))
+
+
+@pytest.mark.world_size(2)
+def test_a_signal_to_the_composer_launcher_alone_saves_the_run(tmp_path):
+    """It ends at once, and its ranks notice that it is gone."""
+    run, reached, output = tmp_path / "run", tmp_path / "reached", tmp_path / "output"
+    announce = f"plugins.callbacks=[{{path: tests.tools.toys.Announce, arguments: {{step: 3, path: {reached}}}}}]"
+    overrides = [f"output_folder={run}", "samples.prompts=[]", announce, f"trainer.max_duration={ENDLESS}ba"]
+    command = [str(BIN / "composer"), "-n", "2", "run.py", "tests/tools/toy.yaml", *overrides]
+    with output.open("w") as file:
+        process = subprocess.Popen(command, cwd=ROOT, env=launcher_environment(), stdout=file, stderr=file)
+    below: list[int] = []
+    try:
+        wait_until(lambda: reached.exists() or process.poll() is not None, "the run does not begin", 300)
+        assert process.poll() is None, output.read_text()[-4000:]
+        below = descendants(process.pid)
+        assert len(below) >= 2
+        process.terminate()
+        wait_until(lambda: process.poll() is not None and not alive(below), "processes go on")
+    finally:
+        for number in alive([process.pid, *below]):
+            os.kill(number, signal.SIGKILL)
+    assert process.wait() != 0
+    assert_saved(run)
+
+
+def descendants(process: int) -> list[int]:
+    """Process ids below a process."""
+    return [child.pid for child in psutil.Process(process).children(recursive=True)]
+
+
+def alive(processes: list[int]) -> list[int]:
+    """Those that have not ended."""
+    return [number for number in processes if psutil.pid_exists(number) and not is_zombie(number)]
+
+
+def is_zombie(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

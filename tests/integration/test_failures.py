@@ -1,0 +1,193 @@
+"""What breaks around a run: ranks that are killed, data that vanishes, jobs side by side."""
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from composer import Callback, Logger, State
+from composer.utils import dist
+
+from diffusion.callbacks.heartbeat import Heartbeat
+from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
+from diffusion.config.loading import load_config
+from diffusion.errors import ConfigurationError, MachineError
+from diffusion.operations.lease import leased
+from diffusion.train_data import build_train_data
+from tests.tools.training_runs import SMALL_UNET, launch
+
+SMALL = [
+    SMALL_UNET,
+    "trainer.save_interval=100ba",
+    "trainer.progress_bar=false",
+    "schedule.warmup=2ba",
+    "samples.prompts=[]",
+    "data.global_batch_size=16",
+    "data.streams=[{name: 32-64}, {name: 64-up}]",
+    "validation=null",
+]
+
+
+class RemoveAt(Callback):
+    """Remove a folder when a step begins, on rank 0; the others go on when that is done."""
+
+    def __init__(self, step: int, folder: str) -> None:
+        self.step, self.folder = step, folder
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch.value == self.step:
+            if dist.get_global_rank() == 0:
+                shutil.rmtree(self.folder)
+            dist.barrier()
+
+
+class AskAlone(Callback):
+    """Ask all callbacks for their state when a step begins, on rank 1 only."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch.value == self.step and dist.get_global_rank() == 1:
+            for callback in state.callbacks:
+                callback.state_dict()
+
+
+def latents(shapes: Path, data: Path, folder: Path, *overrides: str) -> tuple[str, list[str]]:
+    places = [f"output_folder={folder}", f"data.local={data}/train", f"model.vae={shapes}/vae"]
+    return "yamls/tiny/phase1.yaml", [*SMALL, *places, *overrides]
+
+
+def losses(folder: Path) -> list[float]:
+    steps, values = series(read_metrics(folder / "metrics.jsonl"), TRAIN_LOSS)
+    assert steps == list(range(len(steps))), "a step is missing or doubled"
+    return values
+
+
+def kill_at(step: int, rank: int) -> str:
+    return (
+        f"plugins.callbacks=[{{path: tests.tools.toys.SignalAt, arguments: {{step: {step}, number: 9, rank: {rank}}}}}]"
+    )
+
+
+@pytest.mark.world_size(2)
+def test_a_killed_rank_ends_the_job_in_time_and_the_same_command_continues(server, tmp_path):
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    common = ["run.py", "tests/tools/toy.yaml", f"output_folder={run}", "samples.prompts=[]"]
+    began = time.monotonic()
+    job = launch(2, [*common, kill_at(5, 1)])
+    seconds = time.time() - (run / "metrics.jsonl").stat().st_mtime
+    assert job.returncode != 0
+    assert seconds < 100 < 300 > time.monotonic() - began, job.stdout[-3000:]
+    job = server.train(2, [("tests/tools/toy.yaml", [f"output_folder={run}", "samples.prompts=[]"])])
+    server.train(2, [("tests/tools/toy.yaml", [f"output_folder={whole}", "samples.prompts=[]"])])
+    assert losses(run) == losses(whole)
+    assert len(losses(run)) == 8
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("file", "end"), [("shard.00000.mds", b""), ("shard.00000.mds", b"\xff" * 9), ("index.json", b"")]
+)
+def test_a_file_damaged_on_one_node_ends_all_ranks_with_one_message(server, shapes, tmp_path, file, end):
+    for node in range(2):
+        shutil.copytree(shapes / "latents-32", tmp_path / str(node))
+    damaged = tmp_path / "1" / "train" / "32-64" / file
+    damaged.write_bytes(damaged.read_bytes()[:-9] + end)
+    yaml, overrides = latents(shapes, tmp_path / "{node}", tmp_path / "run", "trainer.dist_timeout=60")
+    job = server.start(2, ["tests/ranks_as_nodes.py", yaml, *overrides]).finish(timeout=50)
+    assert job.codes == [2, 2], job.output
+    assert job.output.count("DataError") == 1
+    assert str(damaged) in job.output
+
+
+@pytest.mark.world_size(2)
+def test_one_rank_alone_may_ask_for_the_state_of_callbacks(server, shapes, tmp_path):
+    ask = "plugins.callbacks=[{path: tests.integration.test_failures.AskAlone, arguments: {step: 3}}]"
+    ema = "algorithms.ema={start: 1ba, decays: [0.9]}"
+    options = [ask, ema, "trainer.max_duration=5ba", "trainer.dist_timeout=60"]
+    server.train(2, [latents(shapes, shapes / "latents-32", tmp_path / "run", *options)])
+    assert len(losses(tmp_path / "run")) == 5
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_data_that_vanishes_in_mid_run_ends_all_ranks_with_one_message(server, shapes, tmp_path, num_workers):
+    data = tmp_path / "data"
+    shutil.copytree(shapes / "latents-32", data)
+    arguments = f"{{step: 2, folder: {data}/train/32-64}}"
+    remove = f"plugins.callbacks=[{{path: tests.integration.test_failures.RemoveAt, arguments: {arguments}}}]"
+    options = [remove, f"data.num_workers={num_workers}", "trainer.max_duration=100ba"]
+    job = server.run(2, [latents(shapes, data, tmp_path / "run", *options)])
+    assert job.codes == [2, 2], job.output[-4000:]
+    assert job.output.count("DataError: ") == 1, job.output[-4000:]
+    assert str(data / "train" / "32-64") in job.output
+    assert "Traceback" not in job.output
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.local={folder}/nowhere/train"], "{folder}/nowhere/train"),
+        (["data.streams=[{name: 32-64}, {name: 64-128}]"], "set data.streams='[{name: 32-64}, {name: 64-up}]'"),
+        (["validation={local: {folder}/nowhere}"], "correct validation.local"),
+        (["data.remote=file://{folder}/nowhere"], "nowhere/manifest.json cannot be fetched"),
+    ],
+)
+def test_data_that_is_not_there_ends_all_ranks_with_one_message(server, shapes, tmp_path, overrides, message):
+    """Before networks are built: the VAE is not there, either, and nobody has looked."""
+    places = [override.replace("{folder}", str(tmp_path)) for override in overrides]
+    run = latents(shapes, shapes / "latents-32", tmp_path / "run", *places, f"model.vae={tmp_path}/no-vae")
+    job = server.run(2, [run])
+    assert job.codes == [2, 2]
+    assert job.output.count("DataError: ") == 1
+    assert message.replace("{folder}", str(tmp_path)) in job.output
+    assert "Traceback" not in job.output
+    assert "no-vae" not in job.output
+
+
+@pytest.mark.parametrize("place", ["empty", "nowhere"])
+def test_a_start_that_is_not_there_is_told_with_its_key_before_networks_are_built(server, tmp_path, place):
+    (tmp_path / "empty").mkdir()
+    places = [f"init_from.checkpoint={tmp_path / place}", f"model.vae={tmp_path}/no-vae"]
+    job = server.run(1, [("tests/tools/toy.yaml", [f"output_folder={tmp_path}/run", *places])])
+    assert job.codes == [2]
+    what = "holds no complete checkpoint" if place == "empty" else "does not exist"
+    assert f"ConfigurationError: init_from.checkpoint: {tmp_path / place} {what}" in job.output
+
+
+@pytest.mark.world_size(2)
+def test_two_jobs_on_one_machine_train_as_if_alone(server, shapes, tmp_path):
+    """Both at once, and each beginning anew while the other may still be running."""
+    data, num_steps = shapes / "latents-32", 8
+
+    def job(name: str, seed: int) -> tuple[str, list[str]]:
+        options = [f"seed={seed}", f"trainer.max_duration={num_steps}ba", "data.num_workers=1"]
+        return latents(shapes, data, tmp_path / name, *options)
+
+    server.train(2, [job("alone-1", 1), job("alone-2", 2)])
+    both = [server.start_training(2, [job(f"beside-{seed}", seed), job(f"again-{seed}", seed)]) for seed in (1, 2)]
+    for ended in [one.finish() for one in both]:
+        assert ended.codes == [0, 0], ended.output[-4000:]
+    for seed in (1, 2):
+        assert losses(tmp_path / f"beside-{seed}") == losses(tmp_path / f"alone-{seed}")
+        assert losses(tmp_path / f"again-{seed}") == losses(tmp_path / f"alone-{seed}")
+        assert len(losses(tmp_path / f"alone-{seed}")) == num_steps
+
+
+def test_a_data_set_of_the_users_own_that_is_less_than_a_step_is_refused():
+    config = load_config("tests/tools/toy.yaml", ["plugins.train_dataset.arguments={num_samples: 7}"])
+    with pytest.raises(ConfigurationError, match=r"ToyLatents\) holds 7 samples, fewer than the 8 of a step"):
+        build_train_data(config)
+    config = load_config("tests/tools/toy.yaml", ["plugins.train_dataset.arguments={num_samples: 8}"])
+    assert len(list(build_train_data(config).dataloader)) == 1
+
+
+def test_a_folder_for_signs_of_life_that_cannot_be_written_is_named(tmp_path):
+    folder, not_written = (
+        Path("/dev/null/beats"),
+        pytest.raises(MachineError, match="written to /dev/null/beats: Not a"),
+    )
+    with not_written, leased(tmp_path) as lease, Heartbeat(folder, lease):
+        pass

@@ -1,0 +1,263 @@
+"""Export, import, fine-tuning and LoRA, on runs of real processes."""
+
+import hashlib
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from safetensors import safe_open
+from torch import Tensor
+
+import diffusion.export
+from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
+from diffusion.checkpointing.reading import find_checkpoints, read_all, resolve_checkpoint
+from diffusion.checkpointing.unet_weights import open_unet, read_unet
+from diffusion.config.loading import load_config
+from diffusion.config.model import Weights
+from diffusion.errors import ConfigurationError, MachineError
+from diffusion.evaluation.results import Number, Result
+from diffusion.export import export
+from diffusion.loading import load_model
+from diffusion.model_card import Licences
+from diffusion.models.architectures import TINY
+from diffusion.models.autoencoder import save_autoencoder
+from diffusion.models.frozen import build_vae
+from diffusion.models.sampling import initial_latents
+from diffusion.planning.plan import plan_run
+from tests.tools.training_runs import Run
+
+TOY = "tests/tools/toy.yaml"
+PROMPTS = ["a red circle", "a blue star"]
+LORA = ["model.lora={rank: 4, alpha: 8.0}", "optimizer.lr=0.2", "trainer.max_duration=4ba", "algorithms.ema.start=1ba"]
+STILL = ["optimizer.lr=0", "trainer.max_duration=1ba", "schedule.warmup=1ba", "algorithms.ema=null"]
+STILL += ["samples.prompts=[]"]
+
+
+def newest(run: Path) -> Path:
+    return resolve_checkpoint(str(run))
+
+
+def losses(run: Path) -> list[float]:
+    return series(read_metrics(run / "metrics.jsonl"), TRAIN_LOSS)[1]
+
+
+def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+def is_lora(name: str) -> bool:
+    return ".lora_" in name
+
+
+@pytest.fixture(scope="module")
+def vae(tmp_path_factory) -> Path:
+    """A VAE with statistics per channel, as those that are trained here."""
+    folder = tmp_path_factory.mktemp("autoencoder") / "vae"
+    torch.manual_seed(1)
+    save_autoencoder(build_vae(TINY), [0.3, -1.2, 0.1, 2.0], [0.5, 1.7, 0.9, 3.0], folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(server, vae, tmp_path_factory) -> dict[str, Path]:
+    """A run, and LoRA on top of it: on one rank and on two, sharded and not, interrupted."""
+    root = tmp_path_factory.mktemp("runs")
+    folders = {name: root / name for name in ("base", "base-ddp", "lora-fsdp-1", "lora-fsdp-2", "lora-ddp-2")}
+
+    def run(name: str, *overrides: str) -> Run:
+        parallelism = "ddp" if "ddp" in name else "fsdp"
+        common = [f"output_folder={folders[name]}", f"trainer.parallelism={parallelism}", f"model.vae={vae}"]
+        return TOY, [*common, "samples.prompts=[]", *overrides]
+
+    short = ["trainer.max_duration=4ba", "algorithms.ema.start=2ba"]
+    server.train(1, [run("base", *short), run("base-ddp", *short)])
+    lora = [f"init_from={{checkpoint: {folders['base']}, weights: ema}}", *LORA]
+    half = [*lora, "trainer.max_duration=2ba"]
+    server.train(2, [run("lora-fsdp-2", *half), run("lora-ddp-2", *lora)])
+    server.train(1, [run("lora-fsdp-2", *lora), run("lora-fsdp-1", *lora)])
+    return folders
+
+
+@pytest.fixture(scope="module")
+def folder(runs) -> Path:
+    """The base's average, exported."""
+    out = runs["base"].parent / "exported"
+    export(str(runs["base"]), out, weights="ema")
+    return out
+
+
+def images(pipeline: StableDiffusionPipeline, latents: Tensor) -> Tensor:
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline(PROMPTS, latents=latents, num_inference_steps=3, guidance_scale=3.0, output_type="pt").images
+
+
+def our_images(place: Path, latents: Tensor, weights: str = "raw") -> Tensor:
+    model = load_model(place, weights=weights)
+    found = model.generate(
+        PROMPTS, latents=latents, num_inference_steps=3, guidance_scale=3.0, output="tensor", progress=False
+    )
+    assert isinstance(found, Tensor)
+    return found
+
+
+@pytest.fixture(scope="module")
+def latents() -> Tensor:
+    return initial_latents([1, 2], (4, 8, 8), torch.device("cpu"))
+
+
+# Export and import
+
+
+def test_an_exported_run_gives_the_images_of_generate(runs, folder, latents, tmp_path):
+    expected = our_images(runs["base"], latents, "ema")
+    assert (images(StableDiffusionPipeline.from_pretrained(folder), latents) - expected).abs().max() < 1e-4
+    assert (our_images(runs["base"], latents) - expected).abs().max() > 1e-3, "the average is something else"
+    export(str(runs["base-ddp"]), tmp_path / "from a file", weights="ema")
+    found = UNet2DConditionModel.from_pretrained(tmp_path / "from a file" / "unet").state_dict()
+    assert difference(found, read_unet(newest(runs["base-ddp"]), Weights.ema)) == 0
+    assert {path.suffix for path in folder.rglob("*") if path.is_file()} == {".json", ".txt", ".safetensors", ".md"}
+
+
+def test_from_checkpoint_to_pipeline_to_checkpoint_nothing_changes(runs, folder, server, tmp_path):
+    pipeline = StableDiffusionPipeline.from_pretrained(folder)
+    pipeline.save_pretrained(tmp_path / "saved")
+    run = tmp_path / "run"
+    start = [f"init_from.checkpoint={tmp_path / 'saved'}", f"model.pretrained={tmp_path / 'saved'}"]
+    server.train(1, [(TOY, [f"output_folder={run}", *start, *STILL])])
+    assert difference(read_unet(newest(run), "raw"), read_unet(newest(runs["base"]), "ema")) == 0
+    model = load_model(run)
+    for part in ("vae", "text_encoder"):
+        assert difference(getattr(model, part).state_dict(), getattr(pipeline, part).state_dict()) == 0
+
+    other = [f"output_folder={tmp_path / 'other'}", *start, "model.unet.norm_num_groups=8"]
+    job = server.run(1, [(TOY, other)])
+    assert job.codes == [2]
+    assert "norm_num_groups is 4 there and 8 here" in job.output and "Traceback" not in job.output
+
+
+def test_one_file_has_the_weights_and_says_what_they_are(runs, folder, tmp_path):
+    file = tmp_path / "model.safetensors"
+    export(str(runs["base"]), file, weights="ema", licences=Licences(model="mit", data="CC0"))
+    unet = UNet2DConditionModel.from_single_file(str(file), config=str(folder / "unet"), local_files_only=True)
+    assert difference(unet.state_dict(), read_unet(newest(runs["base"]), Weights.ema)) == 0
+    with safe_open(file, framework="pt") as opened:
+        metadata = opened.metadata()
+    assert (metadata["title"], metadata["checkpoint"], metadata["license"]) == ("toy", "ep0-ba4", "mit")
+    assert "prediction_type: v_prediction" in metadata["config"]
+
+
+def test_the_card_says_what_it_is_and_how_good(runs, tmp_path):
+    run = shutil.copytree(runs["base"], tmp_path / "base")
+    protocol = {"metric": "fid", "sampling": {"num_inference_steps": 20}}
+    for step, value in (("ep0-ba2", 99.5), ("ep0-ba4", 12.25)):
+        result = Result(name=f"{step}-raw", place=f"elsewhere/base/checkpoints/{step}", weights="raw")
+        result.numbers["fid"] = Number(value=value, protocol=protocol)
+        result.write(run / "evaluation")
+    export(str(run), tmp_path / "out", licences=Licences(model="apache-2.0", data="own drawings"))
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.startswith("---\nlicense: apache-2.0\nlibrary_name: diffusers\n")
+    for text in ("- data: own drawings", "the training weights after 4 steps of 8 images", "num_inference_steps"):
+        assert text in card, text
+    assert "12.25" in card and "99.5" not in card, "the numbers are those of the checkpoint"
+
+
+def test_what_cannot_be_exported_is_said_and_leaves_nothing(runs, tmp_path, monkeypatch):
+    with pytest.raises(ConfigurationError, match="is there already"):
+        export(str(runs["base"]), tmp_path)
+    with pytest.raises(ConfigurationError, match=r"trained without model\.lora"):
+        export(str(runs["base"]), tmp_path / "out", lora_only=True)
+
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(diffusion.export, "write_pipeline", fail)
+    with pytest.raises(MachineError, match="out cannot be written: No space left on device"):
+        export(str(runs["base"]), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+# LoRA
+
+
+@pytest.mark.world_size(2)
+def test_lora_does_not_depend_on_ranks_parallelism_or_interruptions(runs):
+    expected = losses(runs["lora-fsdp-1"])
+    assert len(expected) == 4
+    for name in ("lora-fsdp-2", "lora-ddp-2"):
+        assert losses(runs[name]) == pytest.approx(expected, rel=1e-5)
+        for weights in Weights:
+            found = read_unet(newest(runs[name]), weights)
+            assert difference(found, read_unet(newest(runs["lora-fsdp-1"]), weights)) < 1e-5
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("name", ["lora-fsdp-2", "lora-ddp-2"])
+def test_the_weights_that_lora_is_put_on_stay_as_they_are(runs, name):
+    def hashed(tensors: dict[str, Tensor]) -> dict[str, str]:
+        return {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in tensors.items()}
+
+    base = hashed(read_unet(newest(runs["base"]), "ema"))
+    first, last = (read_unet(path, "raw") for path in find_checkpoints(runs[name] / "checkpoints")[-2:])
+    for weights in (first, last, read_unet(newest(runs[name]), "ema")):
+        kept = {key.replace(".base_layer", ""): tensor for key, tensor in weights.items() if not is_lora(key)}
+        assert hashed(kept) == base
+    moved = {key for key in first if not torch.equal(first[key], last[key])}
+    assert moved == {key for key in first if is_lora(key)}
+    average = read_unet(newest(runs[name]), "ema")
+    assert all(not torch.equal(average[key], last[key]) for key in moved)
+
+
+def test_a_checkpoint_of_lora_holds_moments_of_lora_only(runs):
+    checkpoint = newest(runs["lora-fsdp-1"])
+    state = read_all(checkpoint)
+    moments = {re.sub(r".*\.unet\.(.*)\.exp_avg$", r"\1", key) for key in state if key.endswith(".exp_avg")}
+    assert moments == {name for name in open_unet(checkpoint, "raw").shapes if is_lora(name)}
+
+
+@pytest.mark.parametrize("name", ["base", "base-ddp", "lora-fsdp-1", "lora-ddp-2"])
+def test_a_checkpoint_is_as_large_as_was_planned(runs, name):
+    tensors = [
+        entry
+        for entry in read_all(newest(runs[name])).values()
+        if isinstance(entry, Tensor) and entry.ndim and entry.is_floating_point()
+    ]
+    found = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    assert found == plan_run(load_config(str(runs[name] / "config.yaml"), [])).checkpoint_bytes
+
+
+@pytest.mark.parametrize("weights", ["raw", "ema"])
+def test_lora_gives_the_same_images_in_diffusers(runs, folder, latents, tmp_path, weights):
+    run = runs["lora-fsdp-1"]
+    expected = our_images(run, latents, weights)
+    base = images(StableDiffusionPipeline.from_pretrained(folder), latents)
+    assert (expected - base).abs().max() > 1e-2, "LoRA has changed something"
+
+    export(str(run), tmp_path / "lora", weights=weights, lora_only=True)
+    assert {path.name for path in (tmp_path / "lora").iterdir()} == {"README.md", "pytorch_lora_weights.safetensors"}
+    pipeline = StableDiffusionPipeline.from_pretrained(folder)
+    pipeline.load_lora_weights(tmp_path / "lora", weight_name="pytorch_lora_weights.safetensors")
+    assert (images(pipeline, latents) - expected).abs().max() < 1e-4
+
+    export(str(run), tmp_path / "merged", weights=weights)
+    merged = StableDiffusionPipeline.from_pretrained(tmp_path / "merged")
+    assert not any(is_lora(name) for name in merged.unet.state_dict())
+    assert (images(merged, latents) - expected).abs().max() < 1e-4
+
+
+def test_a_run_starts_from_a_run_with_lora(runs, server, tmp_path):
+    run = tmp_path / "run"
+    server.train(1, [(TOY, [f"output_folder={run}", f"init_from.checkpoint={runs['lora-fsdp-1']}", *STILL])])
+    assert difference(read_unet(newest(run), "raw"), load_model(runs["lora-fsdp-1"]).unet.state_dict()) == 0
+
+
+def test_weights_of_other_shapes_are_refused(runs, server, tmp_path):
+    start = [f"init_from.checkpoint={runs['base']}", "model.unet.block_out_channels=[32]"]
+    job = server.run(1, [(TOY, [f"output_folder={tmp_path / 'run'}", *start])])
+    assert job.codes == [2]
+    assert "ep0-ba4 does not fit the U-Net of this configuration: " in job.output
+    assert "Traceback" not in job.output

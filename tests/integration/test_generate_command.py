@@ -1,0 +1,110 @@
+"""scripts/generate.py: what it writes, and that a mistake is told before anything is loaded or generated."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from diffusion.errors import ConfigurationError, MachineError
+from diffusion.launch import check_device, named_device
+from diffusion.models import LatentDiffusion, tiny
+from tests.tools.training_runs import ROOT
+
+
+@pytest.fixture(scope="module")
+def model() -> LatentDiffusion:
+    return tiny()
+
+
+@pytest.fixture
+def command(model, tmp_path, monkeypatch):
+    """Runs the command with a model that needs no checkpoint; the folder is `tmp_path / "out"` unless given."""
+
+    def run(*options: str, is_loaded: bool = True, out: Path = tmp_path / "out") -> None:
+        def load_model(place: str, *, weights: str) -> LatentDiffusion:
+            assert is_loaded, "it was loaded before the mistake was told"
+            return model
+
+        prompts = [] if "--prompts-file" in options or "--prompts" in options else ["--prompts", "a red circle"]
+        monkeypatch.setattr("diffusion.loading.load_model", load_model)
+        monkeypatch.setattr(
+            sys, "argv", ["generate.py", "RUN", "--out", str(out), "--device", "cpu", *prompts, *options]
+        )
+        runpy.run_path(str(ROOT / "scripts" / "generate.py"))["main"]()
+
+    return run
+
+
+def test_images_and_what_they_are_of_are_written(command, tmp_path):
+    (tmp_path / "prompts.txt").write_text("a red circle\n\n  a blue star \n")
+    options = ["--images-per-prompt", "2", "--steps", "1", "--seed", "7", "--columns", "3", "--width", "40"]
+    command("--prompts-file", str(tmp_path / "prompts.txt"), *options)
+    rows = [json.loads(line) for line in (tmp_path / "out" / "metadata.jsonl").read_text().splitlines()]
+    prompts = ["a red circle", "a red circle", "a blue star", "a blue star"]
+    assert rows == [{"file_name": f"{i:05d}.png", "prompt": prompts[i], "seed": 7 + i} for i in range(4)]
+    assert {Image.open(tmp_path / "out" / row["file_name"]).size for row in rows} == {(40, 32)}
+    assert Image.open(tmp_path / "out" / "grid.png").size == (3 * 42 + 2, 2 * 34 + 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prompts", " ", ""], "--prompts holds no prompt"),
+        (["--prompts-file", "/no/where"], "--prompts-file /no/where cannot be read: .*No such file"),
+        (["--prompts-file", "/dev/null"], "--prompts-file /dev/null holds no prompt"),
+        (["--steps", "0"], "--steps 0: give a whole number of 1 or more"),
+        (["--height", "0"], "--height 0"),
+        (["--width", "-32"], "--width -32"),
+        (["--seed", "-1"], "--seed -1: give a whole number in 0"),
+        (["--images-per-prompt", "0"], "--images-per-prompt 0"),
+        (["--batch-size", "0"], "--batch-size 0"),
+        (["--columns", "0"], "--columns 0"),
+        (["--guidance-scale", "nan"], "--guidance-scale nan: give a finite number"),
+        (["--device", "foo"], "--device foo is no device: give cpu, cuda"),
+    ],
+)
+def test_a_mistake_is_told_before_the_model_is_loaded(options, message, command):
+    with pytest.raises(ConfigurationError, match=message):
+        command(*options, is_loaded=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--height", "30"], "size 30 x 32: both must be multiples of 4"),
+        (["--steps", "1001"], r"--steps 1001: give a whole number in 1 \.\. 1000"),
+    ],
+)
+def test_what_the_model_cannot_make_is_told_before_it_generates(options, message, command, model, monkeypatch):
+    monkeypatch.setattr(model, "generate", None)
+    with pytest.raises(ConfigurationError, match=message):
+        command(*options)
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_before_the_model_is_loaded(command, tmp_path):
+    (tmp_path / "file").write_text("")
+    for out in (Path("/proc/zzz"), tmp_path / "file"):
+        with pytest.raises(MachineError, match=f"--out {out} cannot be written to: .*Choose a folder that can be"):
+            command(is_loaded=False, out=out)
+
+
+def test_a_disk_that_is_full_is_told(command, monkeypatch):
+    def save(self, *arguments, **options) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Image.Image, "save", save)
+    with pytest.raises(MachineError, match="No space left on device"):
+        command("--steps", "1")
+
+
+def test_devices():
+    assert named_device("cuda:1") == "cuda:1"
+    assert named_device(None) == ("cuda" if torch.cuda.is_available() else "cpu")
+    check_device("cpu")
+    for missing in ("mps", "cuda:77", "meta"):
+        with pytest.raises(MachineError, match=f"--device {missing} cannot be used on this machine .*--device cpu"):
+            check_device(named_device(missing))

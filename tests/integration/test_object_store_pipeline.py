@@ -1,0 +1,92 @@
+"""From images in an object store to checkpoints in one, on a real server."""
+
+import os
+from pathlib import Path
+
+import boto3
+import pytest
+
+from demo.shapes import write_data_set
+from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
+from diffusion.config.model import Architecture, ModelConfig
+from diffusion.datasets.mds import read_index
+from diffusion.models import load_frozen_parts
+from diffusion.preparation.prepare import prepare
+from tests.tools.image_files import tree
+from tests.tools.s3_server import S3Server, s3_process, s3_server
+from tests.tools.training_runs import SMALL_UNET, Run
+from verification.data import encode_prepared
+
+__all__ = ["s3_process", "s3_server"]
+
+STEPS = 4
+OPTIONS = [
+    SMALL_UNET,
+    f"trainer.max_duration={STEPS}ba",
+    "trainer.save_interval=2ba",
+    "trainer.parallelism=fsdp",
+    f"trainer.eval_interval={STEPS}ba",
+    "trainer.progress_bar=false",
+    "schedule.warmup=2ba",
+    "samples.prompts=[]",
+    "loggers.utilisation_interval=2",
+    "data.global_batch_size=8",
+    "data.num_workers=0",
+    "data.streams=[{name: 32-64}, {name: 64-up}]",
+    "validation.num_samples=8",
+]
+SECTIONS = [("data", "train"), ("validation", "validation")]
+KILL = "plugins.callbacks=[{path: tests.tools.toys.SignalAt, arguments: {step: 3, number: 9}}]"
+
+
+def upload(folder: Path, url: str) -> None:
+    client = boto3.client("s3", endpoint_url=os.environ["S3_ENDPOINT_URL"])
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    for name, content in tree(folder).items():
+        client.put_object(Bucket=bucket, Key=f"{prefix}/{name}", Body=content)
+
+
+def losses(run: Path) -> tuple[list[int], list[float]]:
+    return series(read_metrics(run / "metrics.jsonl"), TRAIN_LOSS)
+
+
+@pytest.mark.s3
+def test_from_images_in_a_store_to_checkpoints_in_one(server, s3_server: S3Server, tmp_path: Path) -> None:
+    write_data_set(tmp_path / "drawn", 120, seed=5)
+    layouts = ("images", "webdataset", "parquet")
+    upload(tmp_path / "drawn", "s3://tests/drawn")
+    places = {"local": str(tmp_path / "drawn"), "remote": "s3://tests/drawn"}
+    for name, place in places.items():
+        sources = [f"{place}/{layout}" for layout in layouts]
+        prepare(sources, tmp_path / name, edges=[32, 64], validation_fraction=0.2, num_workers=1)
+    for bucket in ("train/32-64", "train/64-up", "validation/32-64"):
+        assert read_index(tmp_path / "remote" / bucket) == read_index(tmp_path / "local" / bucket)
+
+    parts = load_frozen_parts(ModelConfig(architecture=Architecture.tiny))
+    parts.vae.save_pretrained(tmp_path / "vae")
+    encode_prepared(tmp_path / "remote", tmp_path / "latents", parts, 32)
+    upload(tmp_path / "latents", "s3://tests/latents")
+
+    def run(name: str, *more: str) -> Run:
+        vae = f"model.vae={tmp_path / 'vae'}"
+        return "yamls/tiny/phase1.yaml", [*OPTIONS, f"output_folder={tmp_path / name}", vae, *more]
+
+    def in_store(name: str, *more: str) -> Run:
+        remotes = [f"{section}.remote=s3://tests/latents/{split}" for section, split in SECTIONS]
+        caches = [f"{section}.local={tmp_path / name}-cache/{split}" for section, split in SECTIONS]
+        return run(name, *remotes, *caches, "trainer.checkpoint_folder=s3://tests/checkpoints", *more)
+
+    from_disk = [f"{section}.local={tmp_path / 'latents' / split}" for section, split in SECTIONS]
+    server.train(1, [run("disk", *from_disk)])
+    assert server.run(1, [in_store("killed", KILL)]).codes == [-9]
+    server.train(1, [in_store("continued")])
+    steps, expected = losses(tmp_path / "disk")
+    assert steps == list(range(STEPS))
+    assert losses(tmp_path / "killed")[1] == expected[:3]
+    assert losses(tmp_path / "continued") == ([2, 3], expected[2:]), "another machine, with nothing on its disk"
+    shards = [*(tmp_path / "continued-cache" / "train").glob("*/*.mds")]
+    row = [row for row in read_metrics(tmp_path / "continued" / "metrics.jsonl") if "storage/read_bytes" in row][-1]
+    assert row["storage/total_fetched_shards"] == len(shards)
+    assert row["storage/total_fetched_bytes"] == sum(path.stat().st_size for path in shards)
+    assert row["storage/read_bytes"] > 0
+    assert not any("storage/fetched_bytes" in row for row in read_metrics(tmp_path / "disk" / "metrics.jsonl"))

@@ -1,0 +1,66 @@
+"""Our Trainer against Composer's: equal numbers to the bit, on one rank and on two."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from composer import Callback, Logger, State, Trainer
+from composer.utils import dist
+
+from diffusion import train as training
+from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
+from diffusion.config.loading import load_config
+from diffusion.trainer import HostTrainer
+
+OVERRIDES = ["trainer.device_train_microbatch_size=2", "trainer.max_duration=4ba", "algorithms.ema.start=1ba"]
+
+
+class RecordTimestamps(Callback):
+    """Appends samples, batches and tokens of the timestamp to a file of the rank."""
+
+    def __init__(self, folder: str) -> None:
+        self.path = Path(folder) / f"rank-{dist.get_global_rank()}.json"
+        self.rows: list[list[int]] = []
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        time = state.timestamp
+        self.rows.append([time.batch.value, time.sample.value, time.token.value, time.sample_in_epoch.value])
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        self.path.write_text(json.dumps(self.rows))
+
+
+@pytest.fixture
+def process_group():
+    is_first = not torch.distributed.is_initialized()
+    yield
+    if is_first:
+        torch.distributed.destroy_process_group()
+
+
+def run(folder, kind, parallelism, monkeypatch):
+    monkeypatch.setattr(training, "HostTrainer", kind)
+    config = load_config(
+        "tests/tools/toy.yaml", [*OVERRIDES, f"output_folder={folder}", f"trainer.parallelism={parallelism}"]
+    )
+    trainer = training.train(config)
+    return trainer, series(read_metrics(folder / "metrics.jsonl"), TRAIN_LOSS)
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])
+def test_trains_as_composers_trainer_does(tmp_path, monkeypatch, parallelism):
+    theirs, losses = run(tmp_path / "theirs", Trainer, parallelism, monkeypatch)
+    ours, same_losses = run(tmp_path / "ours", HostTrainer, parallelism, monkeypatch)
+    assert same_losses == losses
+    weights = theirs.state.model.state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in ours.state.model.state_dict().items())
+    assert ours.state.timestamp.sample == theirs.state.timestamp.sample == 32
+
+
+def test_two_ranks_count_the_same_samples(server, tmp_path):
+    plugin = f"plugins.callbacks=[{{path: {__name__}.RecordTimestamps, arguments: {{folder: {tmp_path}}}}}]"
+    server.train(2, [("tests/tools/toy.yaml", [*OVERRIDES, f"output_folder={tmp_path / 'run'}", plugin])])
+    rows = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    assert rows[0] == rows[1] == [[step, 8 * step, 0, 8 * step] for step in range(1, 5)]

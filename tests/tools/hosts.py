@@ -1,0 +1,253 @@
+"""Two hosts on one machine, and agents of torchrun on them.
+
+The hosts are network namespaces, joined by a cable that can be pulled. As a program this file is an agent that forks
+its ranks, which makes a start quicker. Everything else about it is torchrun's own: arguments, rendezvous, restarts, and
+each host's agent as the parent of the ranks there.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from tests.tools.training_runs import Job, Run, TrainingServer, train_runs
+
+ADDRESSES = {"first": "10.77.0.1", "second": "10.77.0.2"}
+"""Of the hosts."""
+
+TCP_RETRIES = 6
+"""How often the hosts send again what nobody confirms: for some 25 seconds, instead of 15 minutes."""
+
+_NEW_NETWORK = 0x40000000
+"""CLONE_NEWNET of linux/sched.h."""
+
+
+class Cable:
+    """Two network namespaces, `NAME-first` and `NAME-second`, and the link between them.
+
+    Args:
+        name: a beginning of the namespaces' names that nobody else has.
+
+    Raises:
+        subprocess.CalledProcessError: the kernel does not allow it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.hosts = {host: f"{name}-{host}" for host in ADDRESSES}
+        first, second = self.hosts.values()
+        _ip("netns", "add", first)
+        _ip("netns", "add", second)
+        _ip("link", "add", "eth0", "netns", first, "type", "veth", "peer", "name", "eth0", "netns", second)
+        for host, namespace in self.hosts.items():
+            _ip("-n", namespace, "address", "add", f"{ADDRESSES[host]}/24", "dev", "eth0")
+            _ip("-n", namespace, "link", "set", "lo", "up")
+            _ip("-n", namespace, "link", "set", "eth0", "up")
+            _ip("netns", "exec", namespace, "sh", "-c", f"echo {TCP_RETRIES} > /proc/sys/net/ipv4/tcp_retries2")
+
+    def plug_in(self) -> None:
+        """Join the hosts again."""
+        _ip("-n", self.hosts["second"], "link", "set", "eth0", "up")
+
+    def is_plugged_in(self) -> bool:
+        """Whether it joins the hosts."""
+        return "LOWER_UP" in _ip("-n", self.hosts["first"], "link", "show", "eth0")
+
+    def remove(self) -> None:
+        """Remove the namespaces."""
+        for namespace in self.hosts.values():
+            subprocess.run(["ip", "netns", "delete", namespace], check=False, capture_output=True)
+
+
+def _ip(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
+
+
+class Switch:
+    """Network namespaces as hosts, numbered from 0, each with a cable to a switch.
+
+    Args:
+        name: a beginning of the namespaces' names that nobody else has.
+        num_hosts: how many.
+
+    Raises:
+        subprocess.CalledProcessError: the kernel does not allow it.
+    """
+
+    def __init__(self, name: str, num_hosts: int) -> None:
+        self.name, self.num_hosts = name, num_hosts
+        _ip("netns", "add", name)
+        _ip("-n", name, "link", "add", "switch", "type", "bridge")
+        _ip("-n", name, "link", "set", "switch", "up")
+        for number in range(num_hosts):
+            host = self.namespace(name, number)
+            _ip("netns", "add", host)
+            _ip("link", "add", "eth0", "netns", host, "type", "veth", "peer", "name", f"port{number}", "netns", name)
+            _ip("-n", name, "link", "set", f"port{number}", "master", "switch", "up")
+            _ip("-n", host, "address", "add", f"{self.address(number)}/24", "dev", "eth0")
+            _ip("-n", host, "link", "set", "lo", "up")
+            _ip("-n", host, "link", "set", "eth0", "up")
+
+    @staticmethod
+    def namespace(name: str, number: int) -> str:
+        """Of a host."""
+        return f"{name}-{number}"
+
+    @staticmethod
+    def address(number: int) -> str:
+        """Of a host."""
+        return f"10.78.0.{number + 1}"
+
+    def slow_down(self, number: int, rate: str) -> None:
+        """Let a host send no faster than at a rate, such as `100mbit`; what it misses while it waits for a core it may
+        catch up, up to 256 KB."""
+        limit = ["tbf", "rate", rate, "burst", "2mbit", "latency", "50ms"]
+        command = ["tc", "-n", self.namespace(self.name, number), "qdisc", "add", "dev", "eth0", "root", *limit]
+        subprocess.run(command, check=True, capture_output=True)
+
+    def remove(self) -> None:
+        """Remove the namespaces."""
+        for namespace in (self.name, *(self.namespace(self.name, number) for number in range(self.num_hosts))):
+            subprocess.run(["ip", "netns", "delete", namespace], check=False, capture_output=True)
+
+
+class Agents:
+    """Starts agents of torchrun.
+
+    Args:
+        server: forks them.
+        namespaces: the network namespace of each host; without one a host is only a name.
+    """
+
+    def __init__(self, server: TrainingServer, namespaces: dict[str, str] | None = None) -> None:
+        self._server, self._namespaces = server, namespaces or {}
+        self._agents: list[Agent] = []
+
+    def start(self, host: str, torchrun: Sequence[str], runs: Sequence[Run], meet: str = "") -> "Agent":
+        """Start an agent, with arguments of torchrun, whose ranks train the configurations one after the other.
+
+        Args:
+            host: its name.
+            torchrun: the arguments.
+            runs: the configurations.
+            meet: a folder; the agent begins when those of all `ADDRESSES` have come there.
+        """
+        request = {"namespace": self._namespaces.get(host), "torchrun": torchrun, "runs": runs, "meet": meet}
+        variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "HOST": host}
+        self._agents.append(Agent(self._server.start(0, ["tests/hosts.py", json.dumps(request)], **variables)))
+        return self._agents[-1]
+
+    def start_together(
+        self, torchrun: Mapping[str, Sequence[str]], runs: Sequence[Run], meet: Path
+    ) -> "dict[str, Agent]":
+        """Start the agents of all hosts, each with its arguments, which begin at the same time.
+
+        Args:
+            torchrun: arguments for each of `ADDRESSES`.
+            runs: the configurations.
+            meet: an empty folder.
+        """
+        return {host: self.start(host, arguments, runs, str(meet)) for host, arguments in torchrun.items()}
+
+    def close(self) -> None:
+        """End the agents that are left."""
+        for agent in self._agents:
+            agent.kill()
+
+
+class Agent:
+    """An agent of torchrun that was started."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        (self.process,) = job.pids
+
+    def has_ended(self) -> bool:
+        """Whether it has ended."""
+        return self._job.poll() is not None
+
+    def wait(self, timeout: float) -> int:
+        """Return its exit code when it has ended, negative for a signal."""
+        return self._job.finish(timeout).codes[0]
+
+    def kill(self) -> None:
+        """End it, and its ranks."""
+        self._job.kill()
+
+    @property
+    def ranks(self) -> list[int]:
+        """Processes that it or its ranks have started, and that have not ended."""
+        return [
+            process.pid
+            for process in psutil.process_iter(["status"])
+            if process.info["status"] != psutil.STATUS_ZOMBIE and process.pid != self.process and self._has(process.pid)
+        ]
+
+    def _has(self, process: int) -> bool:
+        try:
+            return os.getsid(process) == self.process
+        except ProcessLookupError:
+            return False
+
+    @property
+    def output(self) -> str:
+        """What the agent and its ranks have printed."""
+        return self._job.output
+
+
+def wait_until(condition: Callable[[], object], what: str, timeout: float = 180) -> None:
+    """Wait for something, and fail with `what` when it does not come."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
+
+
+def enter(namespace: str) -> None:
+    """Use the network of a namespace from now on."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{namespace}") as file:  # noqa: PTH123
+        if libc.setns(file.fileno(), _NEW_NETWORK):
+            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+
+
+def _torchrun(arguments: list[str], runs: list[Run]) -> None:
+    """Do what torchrun does with its arguments, but with a function for a program."""
+    from torch.distributed import run
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+    from torch.distributed.launcher.api import elastic_launch
+
+    # It asks for the names of its methods by `inspect.stack`, which looks through all modules: here 6,000 that came
+    # with the fork, for up to a second each time where other tests keep the cores busy. A host then comes too late.
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
+    config, _, _ = run.config_from_args(run.parse_args([*arguments, "program"]))
+    config.start_method = "fork"
+    elastic_launch(config, _rank)(runs)
+
+
+def _rank(runs: list[Run]) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # The agent's handlers come along with a fork.
+    if code := train_runs(runs):
+        sys.exit(code)
+
+
+def _meet(place: Path) -> None:
+    """Wait until the agents of all hosts are here: who comes to a rendezvous much earlier begins alone."""
+    (place / os.environ["HOST"]).touch()
+    wait_until(lambda: len(list(place.iterdir())) == len(ADDRESSES), "the other host's agent has not come")
+
+
+if __name__ == "__main__":
+    request = json.loads(sys.argv[1])
+    if request["namespace"]:
+        enter(request["namespace"])
+    if request["meet"]:
+        _meet(Path(request["meet"]))
+    _torchrun(request["torchrun"], request["runs"])

@@ -1,0 +1,155 @@
+"""Data sets and callbacks that the training tests name by import path."""
+
+import os
+import resource
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import torch
+from composer import Callback, Logger, State
+from composer.utils import dist
+from torch import Tensor
+
+from diffusion.ema.averaging import full_tensor, trainable_parameters
+
+NUM_SAMPLES = 64
+
+
+class ToyLatents(torch.utils.data.Dataset):
+    """Random latents with learnable structure: each caption has a latent of its own."""
+
+    def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index % 8)
+        token_ids = torch.zeros(24, dtype=torch.int64)
+        token_ids[1] = 1 + index % 8
+        return {
+            "latent_mean": torch.randn(4, 8, 8, generator=generator).half(),
+            "latent_logvar": torch.full((4, 8, 8), -8.0).half(),
+            "token_ids": token_ids,
+            "sample": torch.tensor(index),
+        }
+
+
+class RecordWeights(Callback):
+    """Write the weights after each step to `folder/step-N.pt`, on rank 0."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        weights = {name: full_tensor(p.detach()).clone() for name, p in trainable_parameters(state.model).items()}
+        if dist.get_global_rank() == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            torch.save(weights, self.folder / f"step-{state.timestamp.batch.value:03d}.pt")
+
+
+class RecordBatches(Callback):
+    """Write sample addresses and steps of each global batch to `folder/rank-R.txt`."""
+
+    def __init__(self, folder: str) -> None:
+        self.path = Path(folder) / f"rank-{dist.get_global_rank()}.txt"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        samples = state.batch["sample"].tolist()
+        with self.path.open("a") as file:
+            file.write(f"{state.timestamp.batch.value} {' '.join(map(str, samples))}\n")
+
+
+class SignalAt(Callback):
+    """Send a signal to a rank at the beginning of a step: 9 kills it."""
+
+    def __init__(self, step: int, number: int, rank: int = 0) -> None:
+        self.step, self.number, self.rank = step, number, rank
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch.value == self.step and dist.get_global_rank() == self.rank:
+            os.kill(os.getpid(), self.number)
+
+
+class DisturbHost(Callback):
+    """Let something happen to a host when a step begins, once.
+
+    Args:
+        step: number of the step.
+        host: name of the host.
+        what: `rank`: its last rank gets a signal; `agent`: torchrun's agent does, and its ranks do not; `all`: both do;
+            `cable`: nothing comes or goes any more, and no connection is closed.
+        number: the signal.
+    """
+
+    def __init__(self, step: int, host: str, what: str, number: int = signal.SIGKILL) -> None:
+        self.step, self.host, self.what, self.number = step, host, what, number
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        is_last = int(os.environ["LOCAL_RANK"]) == int(os.environ["LOCAL_WORLD_SIZE"]) - 1
+        is_first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        is_time = state.timestamp.batch.value == self.step and os.environ["HOST"] == self.host
+        if not (is_time and is_last and is_first_start):
+            return
+        if self.what == "cable":
+            subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+        elif self.what == "all":
+            os.killpg(0, self.number)
+        elif self.what == "rank":
+            os.kill(os.getpid(), self.number)
+        else:
+            agent = psutil.Process(os.getppid())
+            agent.send_signal(self.number)
+            if self.number == signal.SIGKILL:
+                agent.wait()
+
+
+class LimitFileSize(Callback):
+    """Let every write beyond so many bytes of a file fail from a step on, as on a full disk."""
+
+    def __init__(self, step: int, num_bytes: int, rank: int = 0) -> None:
+        self.step, self.num_bytes, self.rank = step, num_bytes, rank
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch.value == self.step and dist.get_global_rank() == self.rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.num_bytes, resource.RLIM_INFINITY))
+
+
+class Announce(Callback):
+    """Create a file when a step begins, so that a test knows where a run is."""
+
+    def __init__(self, step: int, path: str) -> None:
+        self.step, self.path = step, Path(path)
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch.value == self.step and dist.get_global_rank() == 0:
+            self.path.touch()
+
+
+class FailAt(Callback):
+    """Raise in the middle of a run."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch.value == self.step:
+            raise RuntimeError("interrupted on purpose")
+
+
+class RecordGradients(Callback):
+    """Write the gradients of the first step to a file, on rank 0."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch.value == 0:
+            named = trainable_parameters(state.model).items()
+            gradients = {name: full_tensor(p.grad).clone() for name, p in named if p.grad is not None}
+            if dist.get_global_rank() == 0:
+                torch.save(gradients, self.path)

@@ -1,0 +1,235 @@
+"""Start real processes for tests, without paying for imports at each start.
+
+`TrainingServer` imports everything once and forks ranks from there: a start takes a second instead of ten. Tests have
+it as the fixture `server`, one for all. `launch` is for tests of launchers. As a program, this file trains.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from verification.forking import ForkedJob, ForkingServer
+from verification.ports import free_port
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+BIN = Path(sys.executable).parent
+
+LIMIT = 900.0
+"""Seconds after which a job that should have ended is a failure."""
+
+SMALL_UNET = (
+    "model.unet={block_out_channels: [16], down_block_types: [DownBlock2D], up_block_types: [UpBlock2D], "
+    "attention_head_dim: [2], norm_num_groups: 4}"
+)
+"""The U-Net of toy.yaml as an override. It has attention to the caption between down and up."""
+
+Run = tuple[str, list[str]]
+"""A YAML file and overrides."""
+
+_MODULES = [
+    "diffusion.cli",
+    "diffusion.evaluation.watch",
+    "diffusion.preparation.encoding.encode",
+    "diffusion.preparation.prepare",
+    "torch.distributed.run",
+    "torch.utils.tensorboard.writer",
+]
+"""What the server imports beside what training needs."""
+
+
+OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_PORT")
+
+FORKING_PROGRAM = """#!/bin/sh
+case "$1" in
+  *.py) exec {launch} "$@" ;;
+  *) exec {others} "$@" ;;
+esac
+"""
+
+
+def environment() -> dict[str, str]:
+    """For a child: offline, one thread per rank, the repository importable, and nothing of a launcher.
+
+    Composer writes what a launcher says into the environment of a process that has none, such as this one.
+    """
+    return {
+        **{name: value for name, value in os.environ.items() if name not in OF_A_LAUNCHER},
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "ignore",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+
+
+def launcher_environment() -> dict[str, str]:
+    """As `environment`, for the composer launcher, whose own choice of a port any other process can be given, too."""
+    return environment() | {"MASTER_PORT": str(free_port())}
+
+
+def launch(num_ranks: int, program: list[str], timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """Run a program on so many ranks with the composer launcher, and return what it printed."""
+    command = [str(BIN / "composer"), "-n", str(num_ranks), *program]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=launcher_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise AssertionError(f"still running after {timeout} s:\n{output[-4000:]}") from None
+    return subprocess.CompletedProcess(command, process.returncode, output)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended."""
+
+    codes: list[int]
+    """Exit code of each rank; negative for a signal."""
+
+    output: str
+    """What all ranks printed."""
+
+
+class Job:
+    """A job of the server.
+
+    Args:
+        job: its ranks.
+        log: file that takes what they print.
+    """
+
+    def __init__(self, job: ForkedJob, log: Path) -> None:
+        self._job, self._log = job, log
+        self.pids = job.pids
+
+    @property
+    def output(self) -> str:
+        """What the ranks have printed."""
+        return self._log.read_text(errors="replace")
+
+    def poll(self) -> list[int] | None:
+        """Exit codes of the ranks, when they have ended."""
+        return self._job.wait(0)
+
+    def finish(self, timeout: float = LIMIT) -> Ended:
+        """Wait until the ranks have ended by themselves; it is a failure if they do not."""
+        codes = self._job.wait(timeout)
+        if codes is None:
+            self._job.kill()
+            raise AssertionError(f"still running after {timeout} s:\n{self.output[-6000:]}")
+        return Ended(codes, self.output)
+
+    def wait_for(self, ready: Callable[[], bool]) -> None:
+        """Wait until something is so, which must be before the ranks have ended."""
+        deadline = time.monotonic() + LIMIT
+        while not ready():
+            assert self._job.wait(0.01) is None or ready(), f"they have ended:\n{self.output[-6000:]}"
+            assert time.monotonic() < deadline, self.output[-6000:]
+
+    def kill(self) -> None:
+        """End the ranks, and what they have started, with SIGKILL."""
+        self._job.kill()
+        self._job.wait()
+
+
+class TrainingServer:
+    """A process that has imported everything and forks the ranks of jobs.
+
+    Like the launchers it ends all ranks when one has failed.
+
+    Args:
+        folder: where the ranks' output goes.
+        python: their interpreter.
+    """
+
+    def __init__(self, folder: Path, python: str = sys.executable) -> None:
+        self._folder = folder
+        self._count = 0
+        self._server = ForkingServer(_MODULES, environment(), python)
+
+    def start(self, num_ranks: int, program: Sequence[str], **variables: str) -> Job:
+        """Start a Python program with arguments on so many ranks; with 0, as one process without a launcher.
+
+        Args:
+            num_ranks: how many.
+            program: file and arguments.
+            variables: of the environment.
+        """
+        self._count += 1
+        log = self._folder / f"job-{self._count}.txt"
+        file, *arguments = program
+        with log.open("ab") as output:
+            options = {"environment": environment() | variables, "output": output.fileno()}
+            return Job(self._server.start(num_ranks, [str(ROOT / file), *arguments], **options), log)
+
+    def start_training(self, num_ranks: int, runs: Sequence[Run], **variables: str) -> Job:
+        """Start ranks that train the configurations one after the other."""
+        return self.start(num_ranks, ["tests/tools/training_runs.py", json.dumps(runs)], **variables)
+
+    def run(self, num_ranks: int, runs: Sequence[Run]) -> Ended:
+        """Train the configurations one after the other."""
+        return self.start_training(num_ranks, runs).finish()
+
+    def train(self, num_ranks: int, runs: Sequence[Run]) -> Ended:
+        """Like `run`, and all must succeed."""
+        return _successful(self.run(num_ranks, runs))
+
+    def command(self, num_ranks: int, program: Sequence[str]) -> Ended:
+        """Run a Python program with arguments on so many ranks; it must succeed."""
+        return _successful(self.start(num_ranks, program).finish())
+
+    def programs(self, folder: Path) -> Path:
+        """A folder with a `python` that has programs forked here, and a `composer` that does so for one rank."""
+        self._server.await_start()
+        folder.mkdir()
+        launch = " ".join(self._server.launcher(0)[:-1])
+        for name, num_ranks, others in (("python", 0, sys.executable), ("composer", 1, str(BIN / "composer"))):
+            program = folder / name
+            program.write_text(FORKING_PROGRAM.format(launch=f"{launch} {num_ranks}", others=others))
+            program.chmod(0o755)
+        return folder
+
+    def close(self) -> None:
+        """End the process."""
+        self._server.close()
+
+
+def _successful(job: Ended) -> Ended:
+    assert not any(job.codes), job.output[-6000:]
+    return job
+
+
+def train_runs(runs: Sequence[Run]) -> int:
+    """Train configurations one after the other as a rank; return the exit code."""
+    import logging
+
+    from diffusion.config.loading import load_config
+    from diffusion.launch import run_command
+    from diffusion.train import train
+
+    logging.basicConfig(level=logging.WARNING, force=True)
+
+    def main() -> None:
+        for yaml, overrides in runs:
+            train(load_config(yaml, overrides))
+
+    return run_command(main)
+
+
+if __name__ == "__main__":
+    sys.exit(train_runs(json.loads(sys.argv[1])))

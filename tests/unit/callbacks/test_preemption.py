@@ -1,0 +1,140 @@
+"""SIGTERM and SIGUSR1 in real processes: saved in time, left with an exit code of its own, continued."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
+from diffusion.checkpointing.reading import batch_of, find_checkpoints, resolve_checkpoint
+from diffusion.launch import PREEMPTED_EXIT_CODE, PreemptedError, run_command
+from tests.tools.training_runs import BIN, ROOT, environment, launcher_environment
+
+COMMON = ["trainer.save_interval=100ba", "samples.prompts=[]"]
+
+
+def options(run: Path, *more: str) -> list[str]:
+    return [f"output_folder={run}", *COMMON, *more]
+
+
+def signal_at(step: int, number: int, rank: int) -> str:
+    arguments = f"{{step: {step}, number: {int(number)}, rank: {rank}}}"
+    return f"plugins.callbacks=[{{path: tests.tools.toys.SignalAt, arguments: {arguments}}}]"
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("parallelism", "number", "rank"), [("fsdp", signal.SIGTERM, 1), ("fsdp", signal.SIGUSR1, 0), ("ddp", 15, 1)]
+)
+def test_a_signal_to_one_rank_saves_the_step_on_all_and_the_run_continues(server, tmp_path, parallelism, number, rank):
+    run, name = tmp_path / "run", signal.Signals(number).name
+    chosen = f"trainer.parallelism={parallelism}"
+    job = server.run(2, [("tests/tools/toy.yaml", options(run, chosen, signal_at(3, number, rank)))])
+    assert job.codes == [PREEMPTED_EXIT_CODE] * 2, job.output[-4000:]
+    (checkpoint,) = find_checkpoints(run / "checkpoints")
+    assert 4 <= batch_of(checkpoint) <= 5
+    assert json.loads((run / "preempted.json").read_text()) == {
+        "step": batch_of(checkpoint),
+        "signal": name,
+        "checkpoint": str(checkpoint),
+    }
+    assert f"{name} after step {batch_of(checkpoint)}: saved {checkpoint}" in job.output
+    assert job.output.count("Start the same command again to continue") == 1
+    assert "Traceback" not in job.output
+    rows = read_metrics(run / "metrics.jsonl")
+    assert series(rows, TRAIN_LOSS)[0] == list(range(batch_of(checkpoint))), "the last row was not written"
+    assert not (run / "loss.png").exists(), "the run ended as if it were done"
+
+    server.train(2, [("tests/tools/toy.yaml", options(run, chosen))])
+    assert not (run / "preempted.json").exists()
+    assert series(read_metrics(run / "metrics.jsonl"), TRAIN_LOSS)[0] == list(range(8))
+
+
+def test_a_signal_in_the_last_step_lets_the_run_end(server, tmp_path):
+    run = tmp_path / "run"
+    server.train(1, [("tests/tools/toy.yaml", options(run, signal_at(7, signal.SIGTERM, 0)))])
+    assert not (run / "preempted.json").exists()
+    assert batch_of(resolve_checkpoint(str(run))) == 8
+
+
+@pytest.mark.world_size(2)
+def test_under_the_launcher_all_ranks_are_told_and_the_code_passes(tmp_path):
+    """As a scheduler does it: SIGTERM to every rank and every data worker, from outside, while they train."""
+    run = tmp_path / "run"
+    reached = tmp_path / "reached"
+    plugin = f"plugins.callbacks=[{{path: tests.tools.toys.Announce, arguments: {{step: 3, path: {reached}}}}}]"
+    command = [str(BIN / "composer"), "-n", "2", "run.py", "tests/tools/toy.yaml"]
+    endless = "plugins.train_dataset.arguments.num_samples=1000000"  # With each epoch the workers end and others begin.
+    command += options(run, plugin, endless, "trainer.max_duration=100000ba", "data.num_workers=1")
+    with (tmp_path / "output").open("w+") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=launcher_environment(), stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            wait_for(reached, process)
+            processes = descendants(process.pid)
+            assert len(processes) >= 4, "two ranks with a data worker each"
+            for number in reversed(processes):
+                os.kill(number, signal.SIGTERM)
+            code = process.wait(timeout=600)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        output.seek(0)
+        text = output.read()
+    assert code == PREEMPTED_EXIT_CODE, text[-4000:]
+    marker = json.loads((run / "preempted.json").read_text())
+    assert marker["signal"] == "SIGTERM"
+    assert marker["checkpoint"] == str(resolve_checkpoint(str(run)))
+    assert "Traceback" not in text
+
+
+WORKING = """
+import atexit, time
+from torch.utils.data import DataLoader
+from diffusion.callbacks.preemption import end_workers
+atexit.register(time.sleep, 1.0)  # As others have things to do at the end, after that.
+atexit.register(end_workers)
+batches = iter(DataLoader(range(8), num_workers=2))
+next(batches)
+print("done")
+"""
+
+
+def test_loader_workers_end_with_the_process_and_nothing_is_told():
+    done = subprocess.run([sys.executable, "-c", WORKING], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+def descendants(process: int) -> list[int]:
+    """Process ids below a process, parents first."""
+    children = [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    return children + [below for child in children for below in descendants(child)]
+
+
+def wait_for(path: Path, process: subprocess.Popen, timeout: float = 600) -> None:
+    deadline = time.monotonic() + timeout
+    while not path.exists():
+        assert process.poll() is None, "the run has ended early"
+        assert time.monotonic() < deadline, f"{path} does not come"
+        time.sleep(0.1)
+
+
+def test_the_exit_code_without_a_process_group(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    before = signal.getsignal(signal.SIGTERM)
+    said: list[str] = []
+
+    def main() -> None:
+        raise PreemptedError("SIGTERM after step 3: saved x")
+
+    try:
+        assert run_command(main, say=said.append) == PREEMPTED_EXIT_CODE == os.EX_TEMPFAIL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert said == ["SIGTERM after step 3: saved x"]

@@ -1,0 +1,441 @@
+import json
+import os
+import subprocess
+import sys
+import time
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from diffusion.config.data import Crop, ImageSize, Mixing, Representation, Shuffling, StreamConfig, ValidationConfig
+from diffusion.datasets.batch import BatchKey, split_batch
+from diffusion.datasets.collation import CollateGroups, collate
+from diffusion.datasets.held_out import share_of
+from diffusion.datasets.loader import BatchLoader, train_loader, validation_dataset, validation_loader
+from diffusion.datasets.transforms import ImageTransform
+from diffusion.errors import ConfigurationError, DataError
+from tests.tools.written_data import data_config, smooth_image, tokenize, write_encoded, write_prepared
+
+LATENTS = {"representation": Representation.latents}
+
+
+def open_loader(local: Path, *names: str, tokenize: Any = tokenize, **options: Any) -> BatchLoader:
+    config = data_config(local, *names, **options)
+    return train_loader(config, seed=3, tokenize=tokenize, rank_batch_size=config.global_batch_size)
+
+
+def addresses(loader: BatchLoader) -> list[list[int]]:
+    return [batch[BatchKey.SAMPLE].tolist() for batch in loader]
+
+
+def test_a_batch_of_images_is_a_dictionary_of_tensors(tmp_path: Path) -> None:
+    root = write_prepared(tmp_path, {"a": 12, "b": 12})
+    batch = next(iter(open_loader(root, "a", "b")))
+    assert {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in batch.items()} == {
+        BatchKey.IMAGE: (torch.uint8, (8, 3, 16, 16)),
+        BatchKey.PLACEMENT: (torch.int64, (8, 6)),
+        BatchKey.TOKEN_IDS: (torch.int64, (8, 5)),
+        BatchKey.SAMPLE: (torch.int64, (8,)),
+        BatchKey.STREAM: (torch.int64, (8,)),
+    }
+    index = int(batch[BatchKey.SAMPLE][2]) % 2**40
+    np.testing.assert_array_equal(batch[BatchKey.IMAGE][2], ImageTransform.square(16)(smooth_image(index)))
+    assert batch[BatchKey.SAMPLE][2] >> 53 == batch[BatchKey.STREAM][2]
+
+
+def test_a_batch_of_latents_is_a_dictionary_of_tensors(tmp_path: Path) -> None:
+    batch = next(iter(open_loader(write_encoded(tmp_path, {"a": 12}), "a", **LATENTS)))
+    assert {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in batch.items()} == {
+        BatchKey.LATENT_MEAN: (torch.float16, (8, 4, 4, 4)),
+        BatchKey.LATENT_LOGVAR: (torch.float16, (8, 4, 4, 4)),
+        BatchKey.TOKEN_IDS: (torch.int64, (8, 5)),
+        BatchKey.SAMPLE: (torch.int64, (8,)),
+        BatchKey.STREAM: (torch.int64, (8,)),
+    }
+    torch.testing.assert_close(batch[BatchKey.LATENT_MEAN][:, 0, 0, 0].long(), batch[BatchKey.SAMPLE])
+
+
+def test_batches_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
+    root = write_prepared(tmp_path, {"a": 30, "b": 40}, num_captions=2, bad=(7,))
+    options = {"crop": Crop.random, "horizontal_flip": 0.5}
+    loaders = [open_loader(root, "a", "b", num_workers=num, **options) for num in (0, 2)]
+    epochs = [[list(loader) for loader in loaders] for _ in range(2)]
+    for alone, with_workers in epochs:
+        assert len(alone) == len(with_workers) == len(loaders[0]) == 8  # 70 samples, cut to 64
+        for one, other in zip(alone, with_workers, strict=True):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[key], other[key]) for key in one)
+    assert not torch.equal(epochs[0][0][0][BatchKey.SAMPLE], epochs[1][0][0][BatchKey.SAMPLE])
+
+
+RANK_PROGRAM = """
+import atexit, json, os, sys
+from pathlib import Path
+import torch.distributed as dist
+rank, world, root, work = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+dist.init_process_group("gloo", init_method=f"file://{work}/store", rank=rank, world_size=world)
+from tests.tools.written_data import data_config
+from diffusion.config.data import Representation
+from diffusion.datasets.batch import BatchKey
+from diffusion.datasets.loader import train_loader
+runs = []
+size = int(sys.argv[5])
+for start, num_workers in [(3 * size, 0), (0, 2)]:
+    config = data_config(
+        root, "a", "b", representation=Representation.latents, num_workers=num_workers, global_batch_size=size
+    )
+    loader = train_loader(config, seed=3, tokenize=None, rank_batch_size=size // world)
+    if start:
+        state = loader.dataset.state_dict(0, from_beginning=True)
+        dist.barrier()  # the shared state is not to be read while another rank creates it
+        loader.dataset.load_state_dict(state | {"epoch": 0, "sample_in_epoch": start})
+    runs.append([len(loader), [[batch[BatchKey.SAMPLE].tolist() for batch in loader] for _ in range(2)]])
+Path(work, f"rank{rank}.json").write_text(json.dumps(runs))
+dist.barrier()
+atexit._run_exitfuncs()
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(0)  # The interpreter's exit can abort while a gloo group is there.
+"""
+
+
+def run_world(world: int, root: Path, work: Path, size: int) -> list[tuple[int, list[list[list[int]]]]]:
+    """Read two epochs in real processes: once from the fourth batch of the first epoch on, once from the beginning.
+
+    Returns:
+        For both: batches that the loader announces; the samples of each global batch, sorted, by epoch.
+    """
+    work.mkdir()
+    processes = []
+    for rank in range(world):
+        environment = os.environ | {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
+            "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        command = [sys.executable, "-c", RANK_PROGRAM, str(rank), str(world), str(root), str(work), str(size)]
+        with (work / f"log{rank}").open("w") as log:
+            processes.append(subprocess.Popen(command, env=environment, stderr=log))
+    began = time.monotonic()
+    while any(process.poll() is None for process in processes) and time.monotonic() - began < 600:
+        if any(process.poll() for process in processes):
+            break
+        time.sleep(0.1)
+    codes = [process.poll() for process in processes]
+    for process in processes:
+        process.kill()
+        process.wait()
+    assert codes == [0] * world, "\n".join((work / f"log{rank}").read_text() for rank in range(world))
+    ranks = [json.loads((work / f"rank{rank}.json").read_text()) for rank in range(world)]
+    merged = []
+    for runs in zip(*ranks, strict=True):
+        assert len({length for length, _ in runs}) == 1
+        epochs = [
+            [sorted(chain.from_iterable(batches)) for batches in zip(*epoch, strict=True)]
+            for epoch in zip(*(epochs for _, epochs in runs), strict=True)
+        ]
+        merged.append((runs[0][0], epochs))
+    return merged
+
+
+@pytest.mark.world_size(3)
+@pytest.mark.parametrize(("world", "size"), [(2, 8), (3, 12)])  # of four canonical nodes
+def test_global_batches_do_not_depend_on_the_world_size_or_a_resumption(tmp_path: Path, world: int, size: int) -> None:
+    root = write_encoded(tmp_path, {"a": 30, "b": 40})
+    loader = open_loader(root, "a", "b", global_batch_size=size, **LATENTS)
+    alone = [[sorted(batch) for batch in addresses(loader)] for _ in range(2)]
+    (_, resumed), (length, together) = run_world(world, root, tmp_path / "ranks", size)
+    assert length == len(loader) == len(alone[0])
+    assert together == alone
+    assert resumed == [alone[0][3:], alone[1]]
+
+
+def test_less_than_a_global_batch_is_refused(tmp_path: Path) -> None:
+    root = write_encoded(tmp_path, {"a": 6})
+    with pytest.raises(ConfigurationError, match=r"6 samples an epoch, less than data.global_batch_size 8"):
+        open_loader(root, "a", **LATENTS)
+    assert len(open_loader(root, "a", global_batch_size=4, num_canonical_nodes=16, **LATENTS)) == 1
+
+
+def test_a_batch_of_one_bucket_and_a_batch_of_groups(tmp_path: Path) -> None:
+    root = write_encoded(tmp_path, {"a": 40, "b": 24})
+    buckets = [batch[BatchKey.STREAM] for batch in open_loader(root, "a", "b", mixing=Mixing.bucket, **LATENTS)]
+    assert all(len(set(streams.tolist())) == 1 for streams in buckets)
+    assert sorted(int(streams[0]) for streams in buckets) == [0] * 5 + [1] * 3
+    groups = list(open_loader(root, "a", "b", mixing=Mixing.groups, group_size=2, **LATENTS))
+    assert len(groups) == 8
+    for batch in groups:
+        streams = batch[BatchKey.STREAM].view(4, 2)
+        assert torch.equal(streams[:, 0], streams[:, 1])
+    assert any(len(set(batch[BatchKey.STREAM].tolist())) == 2 for batch in groups)
+
+
+def test_streams_that_do_not_give_a_batch_or_a_group(tmp_path: Path) -> None:
+    root = write_encoded(tmp_path, {"a": 40, "b": 6})
+    with pytest.raises(ConfigurationError, match=r"stream 'b' \(6 samples\) .* less than one global batch of 8"):
+        open_loader(root, "a", "b", mixing=Mixing.bucket, **LATENTS)
+    with pytest.raises(ConfigurationError, match=r"stream 'b' \(6 samples\) .* less than one group of 8"):
+        open_loader(root, "a", "b", mixing=Mixing.groups, group_size=8, **LATENTS)
+    with pytest.raises(ConfigurationError, match=r"data.group_size is 3, which does not divide"):
+        open_loader(root, "a", "b", mixing=Mixing.groups, group_size=3, **LATENTS)
+
+
+@pytest.mark.parametrize("mixing", [Mixing.mixed, Mixing.bucket, Mixing.groups])
+def test_an_empty_stream_is_refused(tmp_path: Path, mixing: Mixing) -> None:
+    root = write_encoded(tmp_path, {"a": 40, "b": 0})
+    group_size = 2 if mixing is Mixing.groups else None
+    with pytest.raises(DataError, match=r"streams a, b cannot be opened: Stream contains no samples: .*train/b/index"):
+        open_loader(root, "a", "b", mixing=mixing, group_size=group_size, **LATENTS)
+
+
+def test_samples_of_several_shapes_in_one_batch_or_group_are_refused() -> None:
+    samples = [{BatchKey.IMAGE: np.zeros((3, 8, size), np.uint8)} for size in (8, 16)]
+    for collate_fn in (collate, CollateGroups(2)):
+        with pytest.raises(DataError, match=r"image of the shapes \(3, 8, 8\), \(3, 8, 16\)"):
+            collate_fn(samples)
+
+
+LATENT_SIZES = {"a": (4, 4), "b": (2, 6), "c": (6, 2)}
+SIZED_STREAMS = [
+    StreamConfig(name=name, resolution=[4 * height, 4 * width]) for name, (height, width) in LATENT_SIZES.items()
+]
+
+
+@pytest.mark.parametrize("representation", list(Representation))
+@pytest.mark.parametrize("mixing", [Mixing.bucket, Mixing.groups])
+def test_streams_of_several_sizes(tmp_path: Path, representation: Representation, mixing: Mixing) -> None:
+    counts = {"a": 40, "b": 26, "c": 19}
+    if representation == Representation.images:
+        root, key, factor = write_prepared(tmp_path, counts), BatchKey.IMAGE, 4
+    else:
+        root, key, factor = write_encoded(tmp_path, counts, latents=LATENT_SIZES), BatchKey.LATENT_MEAN, 1
+    group_size = 2 if mixing is Mixing.groups else None
+    options = {"representation": representation, "mixing": mixing, "group_size": group_size, "streams": SIZED_STREAMS}
+    loader = open_loader(root, **options)
+    shapes = [(factor * height, factor * width) for height, width in LATENT_SIZES.values()]
+    drawn = np.zeros(3, int)
+    meetings = 0
+    for batch in loader:
+        assert isinstance(batch[key], list) == (mixing is Mixing.groups)
+        meetings += len(set(batch[BatchKey.STREAM].tolist()))
+        for part in split_batch(batch, 2):
+            streams, pictures = part[BatchKey.STREAM], part[key]
+            assert streams[0] == streams[1]
+            drawn[int(streams[0])] += 2
+            assert tuple(pictures.shape[2:]) == shapes[int(streams[0])]
+            for address, pixels in zip(part[BatchKey.SAMPLE].tolist(), pictures, strict=True):
+                number = address % 2**40
+                if representation == Representation.images:
+                    size = SIZED_STREAMS[int(streams[0])].resolution
+                    assert size is not None
+                    expected = ImageTransform(size=ImageSize(*size))(smooth_image(number))
+                    np.testing.assert_array_equal(pixels, expected)
+                else:
+                    assert pixels.unique().tolist() == [number]
+    assert meetings == len(loader) if mixing is Mixing.bucket else meetings > 2 * len(loader)
+    expected = [5 * 8, 3 * 8, 2 * 8] if mixing is Mixing.bucket else counts.values()
+    assert all(num <= most for num, most in zip(drawn, expected, strict=True))
+    assert drawn.sum() == 8 * len(loader) == {Mixing.bucket: 80, Mixing.groups: 80}[mixing]
+    workers = [batch[BatchKey.SAMPLE].tolist() for batch in open_loader(root, **options, num_workers=2)]
+    assert workers == addresses(open_loader(root, **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "dropped"),
+    [
+        ({"mixing": Mixing.bucket}, "9 global batches of 8; dropped: 2 of 42 of 'a', 1 of 33 of 'b'"),
+        ({"mixing": Mixing.groups, "group_size": 4}, "9 global batches of 8; dropped: 2 of 42 of 'a', 1 of 33 of 'b'"),
+        ({"mixing": Mixing.mixed}, "9 global batches of 8; dropped: "),
+    ],
+    ids=["bucket", "groups", "mixed"],
+)
+def test_what_an_epoch_drops_is_told_by_stream(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], dropped: str
+) -> None:
+    root = write_encoded(tmp_path, {"a": 42, "b": 33})
+    with caplog.at_level("INFO"):
+        open_loader(root, "a", "b", **LATENTS, **options)
+    assert f"an epoch has {dropped}" in caplog.text
+
+
+def test_a_repeated_sample_has_another_address_each_time(tmp_path: Path) -> None:
+    root = write_encoded(tmp_path, {"a": 40, "b": 24})
+    streams = [StreamConfig(name="a"), StreamConfig(name="b", repeat=2.5)]
+    loader = open_loader(root, streams=streams, num_workers=2, **LATENTS)
+    for _ in range(2):
+        read = list(chain.from_iterable(addresses(loader)))
+        assert len(set(read)) == len(read) == 96  # 40 + 60, cut
+        occurrences = [(address >> 40) % 2**13 for address in read if address >> 53 == 1]
+        assert occurrences.count(0) == occurrences.count(1) == 24
+        assert set(occurrences) == {0, 1, 2}
+
+
+def test_a_resumption_in_another_order_is_refused(tmp_path: Path) -> None:
+    root = write_encoded(tmp_path, {"a": 40, "b": 24})
+    streams = [StreamConfig(name="a"), StreamConfig(name="b")]
+    loader = open_loader(root, streams=streams, **LATENTS)
+    state = loader.dataset.state_dict(16, from_beginning=True)  # pyright: ignore[reportAttributeAccessIssue]
+    expected = addresses(loader)
+
+    def resumed(**options: Any) -> list[list[int]]:
+        other = open_loader(root, **({"streams": streams} | LATENTS | options))
+        other.dataset.load_state_dict(state | {"epoch": 0})  # pyright: ignore[reportAttributeAccessIssue]
+        return addresses(other)
+
+    assert resumed() == resumed(num_workers=2) == expected[2:]
+    for options, message in [
+        ({"global_batch_size": 16}, r"data.global_batch_size \(was 8, is 16\)"),
+        ({"num_canonical_nodes": 8}, r"data.num_canonical_nodes \(was 4, is 8\)"),
+        ({"shuffle": Shuffling.block}, r"data.shuffle \(was shard, is block of 262144\)"),
+        ({"shuffle": Shuffling.none}, r"data.shuffle \(was shard, is none\)"),
+        ({"mixing": Mixing.bucket}, r"data.mixing \(was mixed, is bucket\)"),
+        ({"streams": [streams[0], StreamConfig(name="b", repeat=2.0)]}, r"proportion and repeat of data.streams"),
+        ({"streams": streams[:1]}, r"number of data.streams \(was 2, is 1\)"),
+        ({"streams": streams[::-1]}, r"shards of data.streams"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            resumed(**options)
+    state["sample_in_epoch"] = 12
+    with pytest.raises(DataError, match="continued at sample 12 of an epoch, which is not the beginning"):
+        resumed()
+    del state["order"]
+    with pytest.raises(DataError, match="does not say in which order"):
+        resumed()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_shard_that_cannot_be_fetched_ends_the_run(tmp_path: Path, num_workers: int) -> None:
+    root = write_encoded(tmp_path / "remote", {"a": 80})
+    shards = sorted((root / "a").glob("*.mds"))
+    assert len(shards) > 3
+    shards[2].unlink()
+    loader = open_loader(tmp_path / "cache", "a", remote=str(root), num_workers=num_workers, **LATENTS)
+    began = time.monotonic()
+    with pytest.raises(DataError) as caught:
+        addresses(loader)
+    assert time.monotonic() - began < 20
+    message = str(caught.value)
+    assert message.startswith(f"stream 'a', shard {shards[2].name} could not be fetched from {root}/a: FileNotFound")
+    assert message.endswith("then start the same command again")
+    assert "Traceback" not in message
+
+
+def test_workers_that_wait_for_another_ones_failed_download_fail_too(tmp_path: Path) -> None:
+    root = write_encoded(tmp_path / "remote", {"a": 16})
+    loader = open_loader(tmp_path / "cache", "a", remote=str(root), num_workers=2, shuffle=Shuffling.none, **LATENTS)
+
+    def fail_slowly(remote: str, local: str, timeout: float) -> None:
+        time.sleep(1)
+        raise TimeoutError("no answer")
+
+    loader.dataset.streams[0]._downloader.download = fail_slowly  # pyright: ignore[reportAttributeAccessIssue]
+    began = time.monotonic()
+    with pytest.raises(DataError, match="TimeoutError: no answer"):
+        addresses(loader)
+    assert time.monotonic() - began < 30  # and not the 60 s of the time-out
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_shard_with_a_wrong_hash_ends_the_run_and_leaves_the_cache_clean(tmp_path: Path, num_workers: int) -> None:
+    root = write_encoded(tmp_path / "remote", {"a": 40})
+    shard = root / "a" / "shard.00000.mds"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    options = {"remote": str(root), "num_workers": num_workers, "validate_hash": "xxh64"} | LATENTS
+    with pytest.raises(DataError, match=r"shard.00000.mds could not be fetched .*is damaged"):
+        addresses(open_loader(tmp_path / "cache", "a", **options))
+    assert not (tmp_path / "cache" / "a" / shard.name).exists()
+
+
+def test_an_error_in_a_worker_arrives_without_its_traceback(tmp_path: Path) -> None:
+    root = write_prepared(tmp_path, {"a": 40}, bad=tuple(range(0, 40, 2)))
+    with pytest.raises(DataError) as caught:
+        addresses(open_loader(root, "a", num_workers=1))
+    assert "images cannot be decoded" in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+
+
+def test_a_worker_that_gives_nothing_ends_the_run(tmp_path: Path) -> None:
+    def never(captions: list[str]) -> np.ndarray:
+        time.sleep(8)
+        return tokenize(captions)
+
+    root = write_prepared(tmp_path, {"a": 8})
+    loader = open_loader(root, "a", tokenize=never, num_workers=1, loader_timeout=1.0)
+    with pytest.raises(DataError, match=r"no batch came from a loader worker within 1 s.* data.loader_timeout"):
+        addresses(loader)
+
+
+def test_held_out_data_is_read_in_order_without_dropping_or_drawing(tmp_path: Path) -> None:
+    root = write_prepared(tmp_path, {"a": 7, "b": 6}, num_captions=3)
+    data = data_config(root, "a", "b", crop=Crop.random, horizontal_flip=1.0)
+    config = ValidationConfig(local=str(root), device_batch_size=4)
+    dataset = validation_dataset(config, data, tokenize=tokenize)
+    assert len(dataset) == 13
+    batches = list(validation_loader(dataset, config, data))
+    assert [len(batch[BatchKey.SAMPLE]) for batch in batches] == [4, 3, 4, 2]
+    assert all(batch[BatchKey.IS_COUNTED].all() for batch in batches)
+    samples = torch.cat([batch[BatchKey.SAMPLE] for batch in batches]).tolist()
+    assert samples == [*range(7), *((1 << 53) + i for i in range(6))]
+    images = torch.cat([batch[BatchKey.IMAGE] for batch in batches])
+    expected = np.stack([ImageTransform.square(16)(smooth_image(i)) for i in [*range(7), *range(6)]])
+    np.testing.assert_array_equal(images, expected)
+    ids = torch.cat([batch[BatchKey.TOKEN_IDS] for batch in batches])
+    np.testing.assert_array_equal(ids, tokenize([f"{i} a 0" for i in range(7)] + [f"{i} b 0" for i in range(6)]))
+
+
+def test_held_out_data_of_each_rank_with_workers_and_a_remote(tmp_path: Path) -> None:
+    root = write_encoded(tmp_path / "remote", {"a": 30, "b": 9})
+    data = data_config(root, "a", num_workers=2, **LATENTS)
+    config = ValidationConfig(
+        remote=str(root), local=str(tmp_path / "cache"), streams=[StreamConfig(name="b"), StreamConfig(name="a")],
+        num_samples=20, device_batch_size=4,
+    )  # fmt: skip
+    dataset = validation_dataset(config, data, tokenize=None)
+    assert len(dataset) == 20
+    assert dataset.parts == [range(5), range(5, 20)]  # in proportion to 9 and 30
+    read = []
+    sizes = []
+    for rank in range(2):
+        loader = validation_loader(dataset, config, data, rank=rank, num_ranks=2)
+        batches = [*loader, *loader]
+        sizes.append([len(batch[BatchKey.SAMPLE]) for batch in batches])
+        for batch in batches:
+            assert torch.equal(batch[BatchKey.LATENT_MEAN][:, 0, 0, 0].long(), batch[BatchKey.SAMPLE] % 2**40)
+            assert len(batch[BatchKey.STREAM].unique()) == 1
+            read += batch[BatchKey.SAMPLE][batch[BatchKey.IS_COUNTED]].tolist()
+    assert sizes == [[3, 4, 4] * 2] * 2
+    assert sorted(read) == sorted(2 * [*range(5), *((1 << 53) + i for i in range(15))])
+    with pytest.raises(IndexError, match="20 of 20"):
+        dataset[20]
+
+
+@pytest.mark.parametrize("num", range(1, 9))
+def test_ranks_get_equal_shares_of_held_out_data(num: int) -> None:
+    for num_ranks in (1, 2, 3, 5):
+        shares = [share_of(range(100, 100 + num), num_ranks, rank) for rank in range(num_ranks)]
+        assert len({len(share) for share in shares}) == 1
+        counted = [index for share in shares for index in share if index >= 0]
+        assert sorted(counted) == list(range(100, 100 + num))
+        assert {index for share in shares for index in share if index < 0} <= {~(100 + num - 1)}
+
+
+def test_held_out_data_of_several_sizes(tmp_path: Path) -> None:
+    root = write_prepared(tmp_path, {"a": 7, "b": 5, "c": 6})
+    data = data_config(root, streams=SIZED_STREAMS, mixing=Mixing.bucket)
+    config = ValidationConfig(local=str(root), device_batch_size=4)
+    dataset = validation_dataset(config, data, tokenize=tokenize)
+    batches = list(validation_loader(dataset, config, data))
+    assert [tuple(batch[BatchKey.IMAGE].shape) for batch in batches] == [
+        (4, 3, 16, 16), (3, 3, 16, 16), (4, 3, 8, 24), (1, 3, 8, 24), (4, 3, 24, 8), (2, 3, 24, 8),
+    ]  # fmt: skip
+
+
+def test_held_out_data_that_is_missing(tmp_path: Path) -> None:
+    root = write_prepared(tmp_path, {"a": 8})
+    config = ValidationConfig(local=str(tmp_path / "validation"))
+    with pytest.raises(DataError, match=r"validation/a \(stream 'a'\) does not exist"):
+        validation_dataset(config, data_config(root, "a"), tokenize=tokenize)

@@ -1,0 +1,128 @@
+"""Averages of any width from files, against the same average tracked directly, on a trajectory of weights."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from diffusion.ema.average_files import STORED, AverageRecord, list_averages, read_combination, write_average
+from diffusion.ema.averaging import WeightAverage
+from diffusion.ema.posthoc import reconstruct
+from diffusion.ema.profiles import PowerFunction
+from diffusion.errors import ConfigurationError, DataError, MachineError
+
+ROOT = Path(__file__).resolve().parents[3]
+NUM_STEPS, INTERVAL = 2000, 100
+TRACKED = (0.05, 0.10)
+WANTED = (0.05, 0.06, 0.08, 0.10, 0.12)
+
+
+def follow(dtype: torch.dtype, run: Path) -> dict[float, Tensor]:
+    """Weights of a size of 0.05 drift and diffuse; store two averages, and return all that were tracked, at the end."""
+    generator = torch.Generator().manual_seed(5)
+    parameters = {"unet.w": nn.Parameter(0.05 * torch.randn(1000, generator=generator))}
+    drift = 1e-5 * torch.randn(1000, generator=generator)
+    averages = {width: WeightAverage(parameters, PowerFunction(width)) for width in (*TRACKED, *WANTED)}
+    for step in range(2, NUM_STEPS + 1):
+        with torch.no_grad():
+            parameters["unet.w"].add_(drift + 3e-4 * torch.randn(1000, generator=generator))
+        for average in averages.values():
+            average.update()
+        if step % INTERVAL == 0:
+            for width in TRACKED:
+                record = AverageRecord(label=PowerFunction(width).label, step=step, time=averages[width].time)
+                write_average(run / STORED, record, {"unet.w": averages[width].averages["unet.w"].to(dtype)})
+    return {width: average.averages["unet.w"] for width, average in averages.items()}
+
+
+@pytest.fixture(scope="module")
+def trajectories(tmp_path_factory) -> dict[str, tuple[Path, dict[float, Tensor]]]:
+    root = tmp_path_factory.mktemp("trajectories")
+    types = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    return {name: (root / name, follow(dtype, root / name)) for name, dtype in types.items()}
+
+
+def deviation(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("width", WANTED)
+@pytest.mark.parametrize(("precision", "limit"), [("fp32", 3e-5), ("fp16", 3e-4), ("bf16", 2.5e-3)])
+def test_a_reconstructed_average_is_the_tracked_one(trajectories, precision, limit, width):
+    run, tracked = trajectories[precision]
+    path, combination = reconstruct(run, width)
+    found = load_file(path)["unet.w"]
+    assert found.dtype == torch.float32
+    assert deviation(found, tracked[width]) < limit
+    others = [deviation(tracked[other], tracked[width]) for other in TRACKED if other != width]
+    assert precision == "bf16" or deviation(found, tracked[width]) < 0.1 * min(others)
+    assert len(combination.coefficients) == 2 * NUM_STEPS // INTERVAL
+
+
+def test_an_average_can_end_at_any_stored_step(trajectories):
+    run, _ = trajectories["fp32"]
+    path, combination = reconstruct(run, 0.1, step=700)
+    assert path.name == "step-000700-width-0.1.safetensors"
+    assert len(combination.coefficients) == 14
+    stored = load_file(run / STORED / path.name)["unet.w"]
+    assert deviation(load_file(path)["unet.w"], stored) < 1e-6
+
+
+def test_the_command(trajectories):
+    run, _ = trajectories["fp32"]
+    command = [sys.executable, "scripts/reconstruct_ema.py", str(run), "--width", "0.09", "0.07"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        str(run / "reconstructed" / f"step-002000-width-{width}.safetensors") for width in (0.09, 0.07)
+    ]
+    assert "from 40 averages; the profile differs by 0." in lines[0]
+    command[-2:] = ["0.3"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 2
+    assert "ConfigurationError: the relative width of an average is 0.3" in done.stderr
+
+
+def test_what_cannot_be_reconstructed_is_told(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"holds no averages: give the folder .* algorithms.ema.power"):
+        reconstruct(tmp_path, 0.08)
+    record = AverageRecord(label="width-0.1", step=10, time=7)
+    path = write_average(tmp_path / STORED, record, {"unet.w": torch.ones(8)})
+    (tmp_path / STORED / f".{path.name}.partial").write_bytes(b"left behind")
+    assert list_averages(tmp_path) == [(path, record)]
+    write_average(tmp_path / STORED, AverageRecord(label="width-0.1", step=20, time=17), {"unet.w": torch.ones(9)})
+    with pytest.raises(DataError, match=r"unet.w does not fit"):
+        reconstruct(tmp_path, 0.08)
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(DataError, match=r"step-000010-width-0.1.safetensors is not an average of weights, or damaged"):
+        reconstruct(tmp_path, 0.08)
+    save_file({"unet.w": torch.ones(8)}, path)
+    with pytest.raises(DataError, match="does not say what it is an average of"):
+        reconstruct(tmp_path, 0.08)
+
+
+def test_a_file_that_cannot_be_written_is_told(tmp_path):
+    record = AverageRecord(label="width-0.1", step=10, time=7)
+    write_average(tmp_path / STORED, record, {"unet.w": torch.ones(8)})
+    (tmp_path / "reconstructed").write_text("in the way")
+    with pytest.raises(MachineError, match="reconstructed cannot be written"):
+        reconstruct(tmp_path, 0.08)
+
+
+def test_equal_averages_give_equal_bytes(tmp_path):
+    record = AverageRecord(label="width-0.1", step=10, time=7)
+    tensors = {f"unet.{name}": torch.arange(6.0).reshape(2, 3).T for name in "abcdef"}
+    paths = [
+        write_average(tmp_path / str(i), record, dict(list(tensors.items())[::step])) for i, step in ((0, 1), (1, -1))
+    ]
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    found = dict(read_combination(paths, [0.75, 0.25]))
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())

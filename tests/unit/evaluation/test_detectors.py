@@ -1,0 +1,126 @@
+"""The zero-shot detectors, with small random models of transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.ops import box_iou
+
+from diffusion.config.evaluation import CompositionalConfig
+from diffusion.config.model import Architecture
+from diffusion.errors import ConfigurationError
+from diffusion.evaluation.compositional import open_compositional
+from diffusion.evaluation.detectors import MAX_OVERLAP, Detection, ZeroShotDetector
+from diffusion.models.frozen import with_seed
+from diffusion.models.tokenizers import build_tokenizer
+
+CPU = torch.device("cpu")
+LABELS, COLOURS = ["dog", "cat"], ["red", "green", "blue"]
+SIDE = 64
+
+
+def write_detector(folder: Path, kind: str) -> str:
+    """Save a random model with its processor, in the layout of transformers."""
+    import transformers
+
+    name = {"owlvit": "OwlViT", "owlv2": "Owlv2"}[kind]
+    tokenizer = build_tokenizer(Architecture.tiny)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    text = {**sizes, **special, "vocab_size": len(tokenizer), "max_position_embeddings": tokenizer.model_max_length}
+    vision = {**sizes, "image_size": SIDE, "patch_size": 16}
+    configuration = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision, projection_dim=16)
+    model = with_seed(0, lambda: getattr(transformers, f"{name}ForObjectDetection")(configuration))
+    with torch.no_grad():
+        model.box_head.dense2.weight *= 0.1 / model.box_head.dense2.weight.std()  # Depends on the library's version.
+        model.box_head.dense2.bias[2:] += 4.0  # Boxes that are large enough to overlap.
+    model.save_pretrained(folder)
+    images = getattr(transformers, f"{name}ImageProcessor")(size={"height": SIDE, "width": SIDE})
+    getattr(transformers, f"{name}Processor")(image_processor=images, tokenizer=tokenizer).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module", params=["owlvit", "owlv2"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    if request.param == "owlv2":
+        pytest.importorskip("scipy", reason="transformers' OWLv2 needs scipy")
+    return write_detector(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def image() -> Image.Image:
+    """Twice as wide as high."""
+    coarse = np.random.default_rng(0).integers(0, 256, (3, 6, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize((120, 60))
+
+
+def scored_boxes(folder: str, image: Image.Image, query: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores [N] of all boxes for one query, and their corners [N, 4] in pixels, as transformers' processor tells."""
+    from transformers import AutoModelForZeroShotObjectDetection, AutoProcessor
+
+    processor: Any = AutoProcessor.from_pretrained(folder)
+    model: Any = AutoModelForZeroShotObjectDetection.from_pretrained(folder).eval()
+    with torch.no_grad():
+        outputs = model(**processor(text=[[query]], images=image, return_tensors="pt"))
+    sizes = [(image.height, image.width)]
+    (found,) = processor.image_processor.post_process_object_detection(outputs, threshold=-1.0, target_sizes=sizes)
+    return found["scores"], found["boxes"]
+
+
+def corners(found: list[Detection], image: Image.Image) -> torch.Tensor:
+    half = [
+        (one.x - one.width / 2, one.y - one.height / 2, one.x + one.width / 2, one.y + one.height / 2) for one in found
+    ]
+    return torch.tensor(half) * torch.tensor([*image.size, *image.size])
+
+
+def test_boxes_are_those_of_transformers_and_overlapping_ones_count_once(folder: str, image: Image.Image) -> None:
+    expected = {label: scored_boxes(folder, image, f"a photo of a {label}") for label in LABELS}
+    ordered = torch.cat([scores for scores, _ in expected.values()]).sort().values
+    threshold = float(ordered[len(ordered) // 2 - 1 :][:2].mean())  # No score, which another order of sums may lower.
+    found = ZeroShotDetector(folder, threshold, CPU).find(image, LABELS, [])
+    assert [one.confidence for one in found] == sorted((one.confidence for one in found), reverse=True)
+    assert {one.colour for one in found} == {None}
+    for label, (scores, boxes) in expected.items():
+        own = [one for one in found if one.label == label]
+        places = corners(own, image)
+        confident = boxes[scores >= threshold]
+        assert 0 < len(own) < len(confident), "none of the boxes overlap"
+        nearest = (boxes[:, None] - places[None]).abs().amax(dim=2).min(dim=0)
+        assert nearest.values.max() < 1e-3
+        assert [one.confidence for one in own] == pytest.approx(scores[nearest.indices].tolist(), rel=1e-5)
+        assert (box_iou(places, places) - torch.eye(len(own))).max() <= MAX_OVERLAP
+        covered = box_iou(confident, places).amax(dim=1)
+        assert covered.min() > MAX_OVERLAP, "a box that overlaps none of those found is missing"
+
+
+def test_the_colour_is_that_whose_query_a_box_answers_to_best(folder: str, image: Image.Image) -> None:
+    by_colour = {colour: scored_boxes(folder, image, f"a photo of a {colour} cat") for colour in COLOURS}
+    scores = torch.stack([scores for scores, _ in by_colour.values()])
+    boxes = by_colour["red"][1]
+    found = ZeroShotDetector(folder, 0.0, CPU).find(image, ["dog", "cat"], COLOURS)
+    cats = [one for one in found if one.label == "cat"]
+    numbers = (boxes[:, None] - corners(cats, image)[None]).abs().amax(dim=2).argmin(dim=0)
+    assert [one.colour for one in cats] == [COLOURS[int(best)] for best in scores[:, numbers].argmax(dim=0)]
+
+
+def test_nothing_is_found_above_the_greatest_confidence(folder: str, image: Image.Image) -> None:
+    assert ZeroShotDetector(folder, 1.1, CPU).find(image, LABELS, COLOURS) == []
+
+
+def test_a_suite_is_judged_by_a_detector_whose_weights_are_in_the_protocol(folder: str, tmp_path: Path) -> None:
+    suite = tmp_path / "suite.jsonl"
+    suite.write_text('{"tag": "single", "prompt": "a cat", "include": [{"class": "cat", "count": 1}]}\n')
+    judge = open_compositional(CompositionalConfig(suite=str(suite), detector=folder, threshold=0.0), CPU)
+    kind, weights = judge.detector.identity.split()
+    assert kind == Path(folder).name.rstrip("0")
+    assert len(weights) == 16
+    assert judge.protocols({})["compositional/single"]["detector"] == judge.detector.identity
+
+
+def test_a_folder_without_a_detector_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"protocol\.compositional\.detector=.*OWLv2"):
+        ZeroShotDetector(str(tmp_path), 0.3, CPU)

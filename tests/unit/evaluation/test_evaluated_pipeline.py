@@ -1,0 +1,90 @@
+"""A pipeline in the diffusers layout makes the images of the model that it was made from."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from diffusion.config.evaluation import SamplingConfig
+from diffusion.config.model import Architecture
+from diffusion.errors import ConfigurationError
+from diffusion.evaluation.generation import Task, generate_images
+from diffusion.evaluation.images import ImageFiles
+from diffusion.evaluation.models import (
+    CheckpointGenerator,
+    Generator,
+    PipelineGenerator,
+    Subject,
+    find_subjects,
+    load_generator,
+)
+from diffusion.evaluation.prompts import Prompt
+from diffusion.evaluation.ranks import Ranks
+from diffusion.models.latent_diffusion import LatentDiffusion
+from tests.unit.models.test_layout import build, write
+
+CPU = torch.device("cpu")
+
+
+CASES = {
+    "zero-terminal": (Architecture.tiny, True),
+    "not-zero-terminal": (Architecture.tiny, False),
+    "xl": (Architecture.tiny_xl, False),
+}
+
+
+@pytest.fixture(scope="module", params=CASES.values(), ids=list(CASES))
+def model(request: pytest.FixtureRequest) -> LatentDiffusion:
+    architecture, is_zero_terminal = request.param
+    return build(architecture, zero_terminal_snr=is_zero_terminal)
+
+
+@pytest.fixture(scope="module")
+def folder(model: LatentDiffusion, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(model, tmp_path_factory.mktemp("exported") / "pipeline")
+
+
+def generated(generator: Generator, folder: Path, scale: float) -> np.ndarray:
+    prompts = [Prompt(text=text) for text in ("a red circle", "a blue star on a white background", "")]
+    sampling = SamplingConfig(num_inference_steps=3, seed=5, images_per_prompt=2)
+    task = Task(prompts=prompts, sampling=sampling, guidance_scale=scale, batch_size=4)
+    pictures = ImageFiles(generate_images(generator, task, folder / f"cfg{scale:g}", Ranks(), "test"))
+    return np.stack([np.asarray(pictures[i]).astype(int) for i in range(len(pictures))])
+
+
+def test_its_images_are_those_of_the_model(model: LatentDiffusion, folder: Path, tmp_path: Path) -> None:
+    (subject,) = find_subjects(str(folder), ["raw", "ema"])
+    assert subject == Subject(name="pipeline", place=str(folder), step=None, weights="")
+    pipeline, checkpoint = load_generator(subject, CPU), CheckpointGenerator(model, CPU)
+    assert isinstance(pipeline, PipelineGenerator)
+    assert (pipeline.resolution, pipeline.identity) == (32, checkpoint.identity)
+    for scale in (1.0, 3.0):
+        images = {
+            name: generated(generator, tmp_path / name, scale)
+            for name, generator in (("pipeline", pipeline), ("checkpoint", checkpoint))
+        }
+        assert images["pipeline"].shape == (6, 32, 32, 3)
+        assert np.abs(images["pipeline"] - images["checkpoint"]).max() <= 1
+        assert np.abs(images["pipeline"][0] - images["pipeline"][1]).max() > 10, "two noises, one image"
+
+
+def test_a_size_that_the_vae_cannot_make_is_an_error(folder: Path) -> None:
+    with pytest.raises(ConfigurationError, match="multiples of 4"):
+        PipelineGenerator(folder, CPU).latent_shape(34, 32)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        '{"_class_name": "StableDiffusionPipeline", "unet": ["diffusers", "UNet2DConditionModel"]}',
+        '{"_class_name": "FluxPipeline"}',
+        '{"_class_name": ["pipeline", "Mine"]}',
+        "{}",
+        "no json",
+    ],
+)
+def test_a_folder_that_is_no_such_pipeline_or_lacks_a_part_is_an_error(tmp_path: Path, index: str) -> None:
+    (tmp_path / "model_index.json").write_text(index)
+    with pytest.raises(ConfigurationError, match="is no StableDiffusionPipeline or StableDiffusionXLPipeline: "):
+        load_generator(Subject(name="p", place=str(tmp_path), step=None, weights=""), CPU)

@@ -1,0 +1,68 @@
+"""The listing of a folder's images, and prompts of a prepared data set."""
+
+import json
+
+import pytest
+from PIL import Image
+
+from diffusion.config.evaluation import PromptsConfig
+from diffusion.datasets.mds import write_mds
+from diffusion.errors import DataError
+from diffusion.evaluation.listing import LISTING, OLD_LISTING, read_listing, write_listing
+from diffusion.evaluation.preference.pairs import Prompt, collect
+from diffusion.evaluation.prompts import read_prompts
+
+
+def folder_of_images(root, num: int):
+    root.mkdir()
+    for i in range(num):
+        Image.new("RGB", (4, 4), (i, 0, 0)).save(root / f"{i:05d}.png")
+    return root
+
+
+def test_what_generate_writes_is_what_evaluation_and_preference_read(tmp_path):
+    folders = {name: folder_of_images(tmp_path / name, 3) for name in ("a", "b")}
+    prompts = ["one", "two", "two"]
+    for folder in folders.values():
+        write_listing(folder, [{"file_name": f"{i:05d}.png", "prompt": prompts[i], "seed": i} for i in range(3)])
+        Image.new("RGB", (4, 4)).save(folder / "grid.png")
+        assert [(image.path.name, image.prompt) for image in read_listing(folder)] == [
+            ("00000.png", "one"),
+            ("00001.png", "two"),
+            ("00002.png", "two"),
+        ]
+    items = collect(folders, [Prompt(text="one"), Prompt(text="two")], tmp_path / "prompts.txt").items
+    assert [[path.name for path in item.images] for item in items] == [[f"{i:05d}.png"] * 2 for i in range(3)]
+
+
+def test_the_former_listing_is_read(tmp_path):
+    folder = folder_of_images(tmp_path / "a", 1)
+    (folder / OLD_LISTING).write_text(json.dumps({"file": "00000.png", "prompt": " one "}))
+    assert read_listing(folder) == [(folder / "00000.png", "one")]
+
+
+def test_a_wrong_line_is_named(tmp_path):
+    folder = folder_of_images(tmp_path / "a", 1)
+    assert read_listing(folder) is None
+    for line in ('{"file_name": "gone.png", "prompt": "x"}', '{"file_name": "00000.png"}', "["):
+        (folder / LISTING).write_text('{"file_name": "00000.png", "prompt": "x"}\n' + line)
+        with pytest.raises(DataError, match=f"{LISTING}, line 2"):
+            read_listing(folder)
+
+
+def test_prompts_of_a_data_set_are_read_without_its_other_shards(tmp_path):
+    columns = {"image": "bytes", "captions": "json"}
+    with write_mds(tmp_path / "set", columns, shard_bytes=2000) as writer:
+        for i in range(30):
+            writer.write({"image": bytes(1000), "captions": ["" if i % 3 == 0 else f"caption {i}"]})
+    every = read_prompts(PromptsConfig(path=str(tmp_path / "set")))
+    assert [prompt.text for prompt in every] == [f"caption {i}" for i in range(30) if i % 3]
+    chosen = read_prompts(PromptsConfig(path=str(tmp_path / "set"), num=3))
+    assert len({prompt.text for prompt in chosen}) == 3
+    shards = sorted((tmp_path / "set").glob("*.mds"))
+    held = [shard for shard in shards if any(prompt.text.encode() in shard.read_bytes() for prompt in chosen)]
+    removed = [shard for shard in shards if shard not in held and b"caption " in shard.read_bytes()]
+    assert len(removed) > len(held)
+    for shard in removed:
+        shard.unlink()
+    assert read_prompts(PromptsConfig(path=str(tmp_path / "set"), num=3)) == chosen

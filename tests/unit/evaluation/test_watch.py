@@ -1,0 +1,140 @@
+"""A watcher that is started before, during and after a run, and killed once: each checkpoint is evaluated once.
+
+On one rank from a folder of checkpoints, and on two ranks from an object store.
+"""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from diffusion.callbacks.continued_loggers import _event_points, read_wandb, wandb_history
+from diffusion.evaluation.protocol import protocol_hash
+from diffusion.evaluation.results import Number, Result
+from diffusion.evaluation.watch_writers import COLUMNS, table_of
+from tests.tools.s3_server import s3_process
+from tests.tools.training_runs import Job, TrainingServer
+from tests.unit.evaluation.evaluation_toys import write_images, write_prompts
+
+__all__ = ["s3_process"]
+
+STEPS = [2, 4, 6, 8]
+
+
+def state_of(folder: Path) -> dict[str, int]:
+    kinds = ("results/*.json", "images/*/prompts/*.png")
+    return {str(path): path.stat().st_mtime_ns for kind in kinds for path in folder.glob(kind)}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[1, pytest.param(2, marks=[pytest.mark.world_size(2), pytest.mark.s3])],
+    ids=["folder", "store-2-ranks"],
+)
+def watched(
+    request: pytest.FixtureRequest, server: TrainingServer, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path, str, dict[str, int]]:
+    """Output folder, run folder and place after three watchers, the first of them killed; what the third found done."""
+    root = tmp_path_factory.mktemp("watch")
+    write_images(root / "reference", 5)
+    write_prompts(root / "prompts.txt", ["a red star", "a blue star"])
+    run, output = root / "run", root / "evaluation"
+    num_ranks: int = request.param
+    url, of_store = None, {}
+    if num_ranks > 1:
+        url, of_store = "s3://tests/watched", request.getfixturevalue("s3_process").environment
+    place = url or str(run)
+    overrides = [
+        f"model={place}",
+        f"output_folder={output}",
+        f"protocol.prompts.path={root / 'prompts.txt'}",
+        f"protocol.reference.path={root / 'reference'}",
+        "protocol.metrics=[fid]",
+        "protocol.sampling.num_inference_steps=1",
+        "guidance_scales=[1.0]",
+        "weights=[raw, ema]",
+        "poll_seconds=0.2",
+        "loggers={tensorboard: true, wandb: {offline: true}}",
+    ]
+
+    def start_watcher() -> Job:
+        command = ["evaluate.py", "tests/evaluation/toy_evaluation.yaml", "watch=true", *overrides]
+        return server.start(num_ranks, command, WANDB_SILENT="true", **of_store)
+
+    first = start_watcher()
+    of_run = [f"output_folder={run}", f"trainer.checkpoint_folder={url or 'null'}", "loggers.tensorboard=true"]
+    training = server.start_training(1, [("tests/tools/toy.yaml", of_run)], **of_store)
+    first.wait_for((output / "ledger.json").is_file)
+    first.kill()
+    second = start_watcher()
+    for job in (training, second):
+        ended = job.finish()
+        assert not any(ended.codes), ended.output[-3000:]
+    before = state_of(output)
+    assert not any(start_watcher().finish().codes)
+    return output, run, place, before
+
+
+def test_each_checkpoint_is_evaluated_once(watched):
+    output, _, _, before = watched
+    ledger = json.loads((output / "ledger.json").read_text())["checkpoints"]
+    assert ledger == {f"ep0-ba{step}": {"step": step, "skipped": None, "is_last": step == STEPS[-1]} for step in STEPS}
+    # The average starts after 3 steps, so the first checkpoint has none.
+    names = {f"ep0-ba{step}-{weights}-cfg1.json" for step in STEPS for weights in ("raw", "ema")} - {
+        "ep0-ba2-ema-cfg1.json"
+    }
+    assert {path.name for path in (output / "results").iterdir()} == names
+    assert state_of(output) == before
+    assert not list((output / "held").iterdir())
+
+
+def test_numbers_stand_at_the_steps_of_training(watched):
+    output, _, place, _ = watched
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == STEPS
+    name = "evaluation/raw/cfg1/frechet_random-4"
+    result = json.loads((output / "results" / "ep0-ba4-raw-cfg1.json").read_text())
+    assert rows[1][name] == result["numbers"]["frechet_random-4"]["value"]
+    assert result["place"] == f"{place}/ep0-ba4"
+
+
+def test_writers_never_meet_and_write_no_point_twice(watched):
+    output, run, _, _ = watched
+    files = list((run / "tensorboard" / "toy").glob("events.out.tfevents.*"))
+    own = [path for path in files if path.name.endswith(".evaluation")]
+    assert own
+    assert len(own) < len(files)
+    points = Counter(point for path in own for point in _event_points(path))
+    assert set(points.values()) == {1}
+    assert {step for name, step in points if "/raw/" in name} == set(STEPS)
+    rows = [row for path in output.glob("wandb/offline-run-*/*.wandb") for row in read_wandb(path)]
+    assert sorted(row["_step"] for row in rows) == STEPS
+    assert all(row["trainer/step"] == row["_step"] for row in rows)
+
+
+def test_wandb_has_a_table_of_each_step_without_a_network(watched):
+    output, _, _, _ = watched
+    results = [json.loads(path.read_text()) for path in (output / "results").iterdir()]
+    expected = sorted(
+        [result["step"], result["name"], result["weights"], 1.0, name, "", number["value"], number["protocol"]]
+        for result in results
+        for name, number in result["numbers"].items()
+    )
+    found = []
+    for file in output.glob("wandb/offline-run-*/*.wandb"):
+        for record in wandb_history(file):
+            values = {tuple(item.nested_key): json.loads(item.value_json) for item in record.item}
+            table = json.loads((file.parent / "files" / values["evaluation/numbers", "path"]).read_text())
+            assert table["columns"] == list(COLUMNS)
+            found += [[record.step.num, *row] for row in table["data"]]
+    assert sorted(found) == expected
+
+
+def test_compositional_numbers_stand_in_the_table_by_category():
+    protocol = {"metric": "compositional"}
+    numbers = {name: Number(value=0.5, protocol=protocol) for name in ("compositional", "compositional/two_objects")}
+    results = [Result(name=f"ba{step}", place="", step=step, guidance_scale=3.0, numbers=numbers) for step in (1, 2)]
+    of_model = ["ba2", "raw", 3.0, "compositional"]
+    key = protocol_hash(protocol)
+    assert table_of(results, 2) == [[*of_model, "", 0.5, key], [*of_model, "two_objects", 0.5, key]]

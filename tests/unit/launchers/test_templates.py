@@ -1,0 +1,199 @@
+"""What lies in launchers/: scripts and the Dockerfile are linted, and what they start is something that can be run."""
+
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubeflow.training import models
+from kubernetes.client import models as kubernetes
+from torch.distributed.run import config_from_args, parse_args
+
+from diffusion.config.loading import load_config
+from diffusion.config.schema import Config
+from diffusion.launch import USER_ERROR_EXIT_CODE
+from launchers.sagemaker import command
+from tests.tools.training_runs import BIN, ROOT, environment
+
+LAUNCHERS = ROOT / "launchers"
+JOBSET = {
+    "JobSet": {"apiVersion": "str", "kind": "str", "metadata": "V1ObjectMeta", "spec": "JobSetSpec"},
+    "JobSetSpec": {
+        "failurePolicy": "JobSetFailurePolicy",
+        "managedBy": "str",
+        "replicatedJobs": "list[JobSetReplicatedJob]",
+        "suspend": "bool",
+        "ttlSecondsAfterFinished": "int",
+    },
+    "JobSetFailurePolicy": {"maxRestarts": "int", "restartStrategy": "str", "rules": "list[JobSetFailureRule]"},
+    "JobSetFailureRule": {
+        "action": "str",
+        "name": "str",
+        "onJobFailureMessagePatterns": "list[str]",
+        "onJobFailureReasons": "list[str]",
+        "targetReplicatedJobs": "list[str]",
+    },
+    "JobSetReplicatedJob": {"groupName": "str", "name": "str", "replicas": "int", "template": "V1JobTemplateSpec"},
+}
+"""Keys of a JobSet's own types: jobset.x-k8s.io/v1alpha2 (kubernetes-sigs/jobset, hack/python-sdk/swagger.json)."""
+
+SCRIPTS = [*sorted(LAUNCHERS.glob("*.sh")), LAUNCHERS / "slurm.sbatch"]
+
+
+@pytest.mark.parametrize(("linter", "files"), [("shellcheck", SCRIPTS), ("hadolint", [LAUNCHERS / "Dockerfile"])])
+def test_linters_have_no_complaints(linter, files):
+    done = subprocess.run([BIN / linter, *files], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_image_has_all_that_the_package_is_made_from():
+    text = (LAUNCHERS / "Dockerfile").read_text()
+    copied = {name for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE) for name in line.split()[:-1]}
+    assert {name for name in copied if not (ROOT / name).exists()} == set()
+    assert {"setup.py", "diffusion", "launchers", "run.py", "evaluate.py", "scripts", "yamls"} <= copied
+
+
+def fields_of(kind: str) -> dict[str, str] | None:
+    """Keys of a type and their types; None where it is not known."""
+    if kind in JOBSET:
+        return JOBSET[kind]
+    model = getattr(models, kind, None) or getattr(kubernetes, kind, None)
+    return model and {model.attribute_map[name]: entry for name, entry in model.openapi_types.items()}
+
+
+def mistakes(value: Any, kind: str, place: str) -> list[str]:
+    """Where a document differs from a type of Kubernetes or Kubeflow: unknown keys and values of another type."""
+    if match := re.fullmatch(r"(list|dict)(?:\[|\(str, )(.*)[\])]", kind):
+        if not isinstance(value, list if match[1] == "list" else dict):
+            return [f"{place} is no {match[1]}"]
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        return [text for name, entry in entries for text in mistakes(entry, match[2], f"{place}.{name}")]
+    if kind in ("str", "int", "bool"):
+        return [] if type(value).__name__ == kind else [f"{place} is no {kind}"]
+    if (types := fields_of(kind)) is None:
+        return []
+    if not isinstance(value, dict):
+        return [f"{place} is no {kind}"]
+    unknown = [f"{place} has no {name}" for name in value.keys() - types.keys()]
+    return unknown + [
+        text for name in value.keys() & types.keys() for text in mistakes(value[name], types[name], f"{place}.{name}")
+    ]
+
+
+def test_the_job_for_kubernetes_is_what_the_operator_understands():
+    job = yaml.safe_load((LAUNCHERS / "pytorchjob.yaml").read_text())
+    assert mistakes(job, "KubeflowOrgV1PyTorchJob", "job") == []
+    worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
+    [container] = worker["template"]["spec"]["containers"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in worker["template"]["spec"]["volumes"]
+    }
+    assert int(container["resources"]["limits"]["nvidia.com/gpu"]) == job["spec"]["elasticPolicy"]["nProcPerNode"]
+    assert job["spec"]["elasticPolicy"]["maxReplicas"] == worker["replicas"]
+
+
+def test_the_jobset_is_what_its_controller_and_kubernetes_understand():
+    job = yaml.safe_load((LAUNCHERS / "jobset.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert mistakes(job, "JobSet", "job") == []
+    [replicated] = job["spec"]["replicatedJobs"]
+    spec = replicated["template"]["spec"]
+    pod = spec["template"]["spec"]
+    [container] = pod["containers"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert (pod["restartPolicy"], spec["completionMode"]) == ("Never", "Indexed"), "else it may have no failure policy"
+    [rule] = spec["podFailurePolicy"]["rules"]
+    assert rule["onExitCodes"]["containerName"] == container["name"]
+    assert rule["onExitCodes"]["values"] == [USER_ERROR_EXIT_CODE]
+    launch = container["command"][2].partition("launchers/torchrun.py ")[2].replace("$JOB_COMPLETION_INDEX", "3")
+    parsed = parse_args(shlex.split(launch))
+    assert int(parsed.nnodes) == spec["completions"] == spec["parallelism"]
+    assert parsed.nproc_per_node == container["resources"]["limits"]["nvidia.com/gpu"]
+    name = job["metadata"]["name"]
+    assert parsed.master_addr == f"{name}-{replicated['name']}-0-0.{name}"
+    assert resolved(container["args"]).trainer.async_checkpoints
+
+
+def test_mistakes_in_a_jobset_are_found():
+    job = yaml.safe_load((LAUNCHERS / "jobset.yaml").read_text())
+    job["spec"]["failurePolicy"]["rules"][0]["onJobFailureReason"] = "PodFailurePolicy"
+    [replicated] = job["spec"]["replicatedJobs"]
+    replicated["replicas"] = "1"
+    replicated["template"]["spec"]["podFailurePolicy"]["rules"][0]["onExitCode"] = {}
+    replicated["template"]["spec"]["template"]["spec"]["containers"][0]["volumeMounts"][0]["mountpath"] = "/x"
+    assert len(mistakes(job, "JobSet", "job")) == 4
+
+
+def test_mistakes_in_a_job_are_found():
+    job = yaml.safe_load((LAUNCHERS / "pytorchjob.yaml").read_text())
+    worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
+    worker["restartpolicy"] = worker.pop("restartPolicy")
+    worker["template"]["spec"]["containers"][0]["volumeMounts"][0]["mountpath"] = "/x"
+    job["spec"]["elasticPolicy"]["maxRestarts"] = "100"
+    assert len(mistakes(job, "KubeflowOrgV1PyTorchJob", "job")) == 3
+
+
+def resolved(arguments: list[str]) -> Config:
+    """What run.py makes of its arguments."""
+    return load_config(ROOT / arguments[0], arguments[1:], may_miss=lambda key: True)
+
+
+def test_the_arguments_in_the_job_are_those_of_a_run():
+    job = yaml.safe_load((LAUNCHERS / "pytorchjob.yaml").read_text())
+    [container] = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    config = resolved(container["args"])
+    assert config.trainer.async_checkpoints
+    assert config.data.local == "/cache/phase1"
+
+
+def opt_ml(root: Path, hyperparameters: dict[str, str], host: str) -> Path:
+    """The folders that SageMaker makes, on one of two hosts."""
+    config = root / "input" / "config"
+    config.mkdir(parents=True)
+    (root / "input" / "data" / "train").mkdir(parents=True)
+    resources = {"current_host": host, "hosts": ["algo-1", "algo-2"], "network_interface_name": "eth0"}
+    (config / "resourceconfig.json").write_text(json.dumps(resources))
+    (config / "hyperparameters.json").write_text(json.dumps(hyperparameters))
+    return root
+
+
+def test_sagemakers_description_becomes_a_command(tmp_path):
+    parameters = {"yaml": '"yamls/phase1.yaml"', "trainer.max_duration": "200000ba", "optimizer.lr": "2e-4"}
+    arguments, variables = command(opt_ml(tmp_path, parameters, "algo-2"), "8")
+    assert arguments[0] == "torchrun"
+    assert variables == {"NETWORK_INTERFACE": "eth0"}
+    parsed = parse_args(arguments[1:])
+    launch, _, program = config_from_args(parsed)
+    assert (launch.min_nodes, launch.max_nodes, launch.nproc_per_node) == (2, 2, 8)
+    assert (launch.rdzv_configs["rank"], launch.rdzv_endpoint) == (1, "algo-1:29500")
+    assert Path(parsed.training_script) == ROOT / "run.py"
+    config = resolved(parsed.training_script_args)
+    assert config.output_folder == f"{tmp_path}/checkpoints"
+    assert config.data.local == f"{tmp_path}/input/data/train"
+    assert (config.trainer.max_duration, config.optimizer.lr) == ("200000ba", 2e-4)
+    assert program[-len(parsed.training_script_args) :] == parsed.training_script_args
+
+
+def test_torchrun_ends_with_the_code_of_the_rank_that_failed():
+    program = 'if [ "$RANK" = 1 ]; then exit 2; else exec sleep 600; fi'
+    command = [BIN / "python", LAUNCHERS / "torchrun.py", "--nproc-per-node=2", "--no-python", "bash", "-c", program]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 2, done.stderr
+
+
+def test_variables_that_are_set_stay_and_the_network_is_named_once():
+    script = "source launchers/environment.sh; env"
+    variables = {
+        "PATH": "/usr/bin:/bin",
+        "NETWORK_INTERFACE": "ens5",
+        "NCCL_SOCKET_IFNAME": "ens",
+        "NCCL_DEBUG": "INFO",
+    }
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, env=variables, capture_output=True, text=True, check=True)
+    shown = dict(line.split("=", 1) for line in done.stdout.splitlines())
+    assert (shown["NCCL_SOCKET_IFNAME"], shown["GLOO_SOCKET_IFNAME"], shown["NCCL_DEBUG"]) == ("ens", "ens5", "INFO")
+    assert shown["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"

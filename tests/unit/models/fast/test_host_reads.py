@@ -1,0 +1,112 @@
+"""Nothing of ours reads a number from the device in a step: on a GPU each such read waits for all work before it.
+
+Composer reads two numbers: the samples of the ranks, and the loss for the loggers.
+"""
+
+import traceback
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from composer import Callback, Logger, State
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import diffusion
+from diffusion.config.loading import load_config
+from diffusion.train import train
+
+PACKAGE = str(Path(diffusion.__file__).parent)
+TORCH = str(Path(torch.__file__).parent)
+FIRST, END = 2, 4
+"""Steps that are watched: [FIRST, END)."""
+
+IN_HOST_MEMORY = f"{PACKAGE}/host_number.py:"
+"""Reads what was copied into host memory before."""
+
+SIZE_FROM_VALUES = ("nonzero", "masked_select", "unique", "_local_scalar_dense", "equal", "repeat_interleave")
+"""Operations whose result the host has to know."""
+
+
+class WatchReads(TorchDispatchMode):
+    """Notes who asks for a tensor's value: the innermost place that is not torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__.startswith(SIZE_FROM_VALUES):
+            frames = [frame for frame in traceback.extract_stack()[:-1] if not frame.filename.startswith(TORCH)]
+            self.places.append(f"{frames[-1].filename}:{frames[-1].lineno}")
+        return func(*args, **(kwargs or {}))
+
+
+class WatchSteps(Callback):
+    """Watches some steps of a run, everything between the beginnings of two steps."""
+
+    found: list[str] = []
+
+    def __init__(self) -> None:
+        self.mode = WatchReads()
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch.value == FIRST:
+            self.mode.__enter__()
+        if state.timestamp.batch.value == END:
+            self.mode.__exit__(None, None, None)
+            type(self).found = self.mode.places
+
+
+class WatchSynchronisations(Callback):
+    """Watches some steps of a run on a GPU for what torch says to wait for it."""
+
+    found: list[str] = []
+
+    def __init__(self) -> None:
+        self.caught = warnings.catch_warnings(record=True)
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch.value == FIRST:
+            self.messages = self.caught.__enter__()
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+        if state.timestamp.batch.value == END:
+            torch.cuda.set_sync_debug_mode("default")
+            self.caught.__exit__(None, None, None)
+            synchronising = [caught for caught in self.messages or [] if "synchroniz" in str(caught.message)]
+            type(self).found = [f"{caught.filename}:{caught.lineno}" for caught in synchronising]
+
+
+def train_watched(tmp_path, callback, *settings):
+    far = "1000ba"
+    overrides = [
+        f"output_folder={tmp_path}",
+        "trainer.max_duration=5ba",
+        f"trainer.save_interval={far}",
+        f"samples.interval={far}",
+        "trainer.device_train_microbatch_size=4",
+        "algorithms.ema.start=1ba",
+        "optimizer.max_grad_norm=1.0",
+        f"plugins.callbacks=[{{path: {__name__}.{callback.__name__}}}]",
+        *settings,
+    ]
+    is_first = not torch.distributed.is_initialized()
+    train(load_config("tests/tools/toy.yaml", overrides))
+    if is_first:
+        torch.distributed.destroy_process_group()
+
+
+def test_nothing_of_ours_reads_from_the_device_in_a_step(tmp_path):
+    train_watched(tmp_path, WatchSteps)
+    reads = [place for place in WatchSteps.found if not place.startswith(IN_HOST_MEMORY)]
+    assert [place for place in reads if place.startswith(PACKAGE)] == []
+    assert len(reads) == 2 * (END - FIRST), reads
+
+
+@pytest.mark.gpu
+def test_a_step_on_a_gpu_waits_for_it_twice(tmp_path):
+    train_watched(tmp_path, WatchSynchronisations, "trainer.device=gpu", "trainer.precision=amp_bf16")
+    places = WatchSynchronisations.found
+    assert [place for place in places if place.startswith(PACKAGE)] == []
+    assert 0 < len(places) <= 2 * (END - FIRST), places

@@ -1,0 +1,193 @@
+"""Training of the VAE: its losses, and that a run which was killed ends as one that was not."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from composer import Callback, Logger, State
+from torch import Tensor, nn
+
+from diffusion.checkpointing.reading import find_checkpoints, flatten
+from diffusion.checkpointing.safe_loading import load_safely
+from diffusion.config.model import AutoencoderConfig
+from diffusion.datasets.batch import BatchKey
+from diffusion.errors import ConfigurationError
+from diffusion.models.architectures import ARCHITECTURES, Architecture
+from diffusion.models.autoencoder import AutoencoderTraining
+from diffusion.models.discriminator import PatchDiscriminator, adversarial_losses
+from diffusion.models.frozen import build_vae, with_seed
+from diffusion.models.perceptual import load_perceptual
+from tests.tools.vgg import write_vgg
+
+KEY = "autoencoder.vgg_weights"
+START = 7
+
+
+@pytest.fixture(scope="module")
+def model() -> AutoencoderTraining:
+    config = AutoencoderConfig(adversarial_weight=0.5, discriminator_lr=3e-4)
+    vae = with_seed(0, lambda: build_vae(ARCHITECTURES[Architecture.tiny]))
+    return with_seed(1, lambda: AutoencoderTraining(vae, config, seed=0, adversarial_start=START))
+
+
+def pictures(*shape: int, seed: int = 0) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+
+
+def gradients(module: nn.Module | None) -> list[Tensor]:
+    """Of all parameters, each of which must have one."""
+    assert module is not None
+    found = [parameter.grad for parameter in module.parameters()]
+    assert found and None not in found
+    return [gradient for gradient in found if gradient is not None]
+
+
+def batch_at(step: int) -> dict[str, Tensor]:
+    images = ((pictures(2, 3, 32, 32) + 1) * 127).to(torch.uint8)
+    return {
+        BatchKey.IMAGE: images,
+        BatchKey.SAMPLE: torch.arange(2),
+        BatchKey.STEP: torch.full((2,), step),
+    }
+
+
+def test_one_backward_pass_gives_each_side_the_gradients_of_its_own_loss():
+    discriminator = with_seed(0, PatchDiscriminator)
+    pixels, decoded = pictures(2, 3, 32, 32), pictures(2, 3, 32, 32, seed=1).requires_grad_()
+    losses = adversarial_losses(discriminator, pixels, decoded)
+    (losses.generator + losses.discriminator).backward()
+    both = gradients(discriminator)
+    assert decoded.grad is not None
+
+    (of_decoded,) = torch.autograd.grad(-discriminator(decoded).mean(), decoded)
+    assert torch.allclose(decoded.grad, of_decoded, rtol=1e-5, atol=1e-8)
+    real, fake = discriminator(pixels), discriminator(decoded.detach())
+    hinge = 0.5 * ((1 - real).clamp(min=0).mean() + (1 + fake).clamp(min=0).mean())
+    assert losses.discriminator.item() == pytest.approx(hinge.item(), rel=1e-6)
+    assert losses.generator.item() == pytest.approx(-fake.mean().item(), rel=1e-6)
+    for gradient, expected in zip(both, torch.autograd.grad(hinge, list(discriminator.parameters())), strict=True):
+        assert torch.allclose(gradient, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_an_image_is_judged_by_itself():
+    discriminator = with_seed(0, PatchDiscriminator)
+    images = pictures(3, 3, 40, 32)
+    alone = torch.cat([discriminator(image[None]) for image in images])
+    assert torch.allclose(discriminator(images), alone, rtol=1e-5, atol=1e-6)
+
+
+def test_the_discriminator_starts_late_and_has_gradients_of_zero_before(model):
+    for step, has_begun in ((START - 1, False), (START, True)):
+        model.zero_grad(set_to_none=True)
+        batch = batch_at(step)
+        terms = model.loss(model(batch), batch)
+        torch.stack(list(terms.values())).sum().backward()
+        assert (terms["adversarial"].item() != 0) == has_begun
+        assert {bool(gradient.any()) for gradient in gradients(model.discriminator)} == {has_begun}
+
+
+def test_absolute_and_squared_errors_are_weighted():
+    vae = with_seed(0, lambda: build_vae(ARCHITECTURES[Architecture.tiny]))
+    model = AutoencoderTraining(vae, AutoencoderConfig(l1_weight=0.5, l2_weight=3.0), seed=0)
+    batch = batch_at(0)
+    outputs = model(batch)
+    terms = model.loss(outputs, batch)
+    error = (outputs.decoded - (batch[BatchKey.IMAGE] / 127.5 - 1)).double()
+    assert terms["l1"].item() == pytest.approx(0.5 * error.abs().mean().item(), rel=1e-5)
+    assert terms["l2"].item() == pytest.approx(3.0 * error.pow(2).mean().item(), rel=1e-5)
+    assert set(AutoencoderTraining(vae, AutoencoderConfig(), seed=0).loss(outputs, batch)) == {"l1", "kl"}
+
+
+def test_the_optimizer_has_a_group_for_each_side(model):
+    vae, discriminator = model.parameter_groups()
+    assert sum(map(len, (vae["params"], discriminator["params"]))) == len(list(model.parameters()))
+    assert (discriminator["lr"], discriminator["weight_decay"]) == (3e-4, 0.0)
+    assert "lr" not in vae
+
+
+def test_the_perceptual_distance_is_lpips_on_the_weights_of_the_file(tmp_path):
+    features = write_vgg(tmp_path / "vgg.pth")
+    lpips = load_perceptual(str(tmp_path / "vgg.pth"), KEY)
+    images, others = pictures(2, 3, 32, 32), pictures(2, 3, 32, 32, seed=1)
+    shift, scale = torch.tensor([-0.030, -0.088, -0.188]), torch.tensor([0.458, 0.448, 0.450])
+    maps = [(x - shift[:, None, None]) / scale[:, None, None] for x in (images, others)]
+    expected = torch.zeros(2)
+    for head, (first, last) in enumerate([(0, 4), (4, 9), (9, 16), (16, 23), (23, 30)]):
+        maps = [features[first:last](x.clone()) for x in maps]
+        a, b = (x / x.norm(dim=1, keepdim=True) for x in maps)
+        weights = lpips.state_dict()[f"lin{head}.model.1.weight"][0]
+        assert weights.min() >= 0
+        expected += ((a - b).square() * weights).sum(1).mean((1, 2)).detach()
+    assert lpips(images, others).flatten() == pytest.approx(expected, rel=1e-3)
+    assert lpips(images, images).abs().max() == 0
+
+
+@pytest.mark.parametrize("content", [None, b"no weights", {"features.0.weight": torch.zeros(1)}])
+def test_without_the_weights_of_vgg_the_error_names_the_file(tmp_path, content):
+    file = tmp_path / "vgg.pth"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    elif content is not None:
+        torch.save(content, file)
+    with pytest.raises(ConfigurationError, match=f"{KEY}={file}.*vgg16-397923af.pth"):
+        AutoencoderTraining(
+            build_vae(ARCHITECTURES[Architecture.tiny]),
+            AutoencoderConfig(perceptual_weight=1, vgg_weights=str(file)),
+            0,
+        )
+
+
+class KillAt(Callback):
+    """Kill the process when a step begins."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch.value == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def weights_and_moments(run: Path) -> dict[str, Tensor]:
+    """All tensors of model and optimizer in the newest checkpoint."""
+    newest = max(find_checkpoints(run / "checkpoints"), key=lambda path: path.stat().st_mtime_ns)
+    content = dict(flatten(load_safely(newest, str(newest))))
+    parts = ("state.model.", "state.optimizers.")
+    return {name: value for name, value in content.items() if name.startswith(parts) and isinstance(value, Tensor)}
+
+
+@pytest.mark.world_size(2)
+def test_killed_and_resumed_it_has_the_same_weights_and_moments_to_the_bit(server, shapes, tmp_path):
+    common = [
+        f"data.local={shapes / 'prepared' / 'train'}",
+        f"validation.local={shapes / 'prepared' / 'validation'}",
+        "validation.num_samples=8",
+        "autoencoder.adversarial_weight=0.1",
+        "autoencoder.adversarial_start=1ba",
+        "trainer.max_duration=5ba",
+        "trainer.save_interval=3ba",
+        "trainer.device_train_microbatch_size=4",
+        "schedule.warmup=1ba",
+        "data.num_workers=0",
+    ]
+    runs = {name: tmp_path / name for name in ("whole", "killed")}
+    yaml = "yamls/tiny/autoencoder.yaml"
+    plan = {name: [*common, f"output_folder={run}"] for name, run in runs.items()}
+    server.train(2, [(yaml, plan["whole"])])
+    kill = "plugins.callbacks=[{path: tests.unit.models.test_autoencoder.KillAt, arguments: {step: 4}}]"
+    assert -signal.SIGKILL in server.run(2, [(yaml, [*plan["killed"], kill])]).codes
+    at_3 = weights_and_moments(runs["killed"])
+    server.train(2, [(yaml, plan["killed"])])
+
+    whole, killed = (weights_and_moments(run) for run in runs.values())
+    assert whole.keys() == killed.keys() == at_3.keys()
+    assert all(torch.equal(whole[name], killed[name]) for name in whole)
+    judging = [
+        name for name in whole if "discriminator" in name and name.endswith(("0.weight", "exp_avg", "exp_avg_sq"))
+    ]
+    assert {name.split(".")[1] for name in judging} == {"model", "optimizers"}
+    assert not any(torch.equal(whole[name], at_3[name]) for name in judging)
+    vaes = [{file.name: file.read_bytes() for file in (run / "vae").iterdir()} for run in runs.values()]
+    assert vaes[0] == vaes[1]

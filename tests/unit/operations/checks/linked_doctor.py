@@ -1,0 +1,23 @@
+"""`scripts/doctor.py` on nodes of a rank each, joined by a switch: `linked_doctor.py SWITCH doctor.py ARGUMENTS`."""
+
+import os
+import runpy
+import socket
+import sys
+
+from diffusion.operations.checks import node_measures
+from diffusion.operations.checks.device import Machine
+from tests.tools.hosts import Switch, enter
+
+RANK = os.environ["RANK"]
+SWITCH = sys.argv[1]
+
+enter(Switch.namespace(SWITCH, int(RANK)))
+os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", NODE_RANK=RANK, MASTER_ADDR=Switch.address(0))
+socket.gethostname = lambda: f"n{RANK}"
+node_measures.LINK_BYTES = 2**22  # The cables are slow, for which busy cores matter less.
+node_measures.measure_machine = lambda device: Machine(
+    name="", datasheet_flops=None, matmul_flops=1e12, copy_bytes_per_second=1e12
+)
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,94 @@
+"""Two starts of one run: which of them goes on, and what the other says."""
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from diffusion.checkpointing.reading import batch_of, find_checkpoints
+from diffusion.errors import MachineError
+from diffusion.operations import lease
+from diffusion.operations.lease import LEASE, leased
+from tests.tools.training_runs import Job, Run
+
+
+def endless(run: Path) -> Run:
+    return "tests/tools/toy.yaml", [
+        f"output_folder={run}",
+        "trainer.max_duration=100000ba",
+        "trainer.save_interval=2ba",
+        "samples.prompts=[]",
+    ]
+
+
+def begun(server, run: Path, num_ranks: int = 1) -> Job:
+    """A start that has written a checkpoint and goes on."""
+    step = newest_step(run)
+    job = server.start_training(num_ranks, [endless(run)])
+    job.wait_for(lambda: newest_step(run) > step)
+    return job
+
+
+def newest_step(run: Path) -> int:
+    return max((batch_of(path) for path in find_checkpoints(run / "checkpoints")), default=-1)
+
+
+def test_a_second_start_is_refused_and_a_killed_one_is_followed_at_once(server, tmp_path):
+    run = tmp_path / "run"
+    first = begun(server, run)
+    second = server.run(1, [endless(run)])
+    assert second.codes == [2]
+    assert f"process {first.pids[0]} on {socket.gethostname()}" in second.output
+    assert first.poll() is None
+    step = newest_step(run)
+    first.wait_for(lambda: newest_step(run) > step)
+    first.kill()
+    follower = begun(server, run)
+    os.kill(follower.pids[0], signal.SIGTERM)
+    assert follower.finish().codes == [75]
+    assert "waiting for" not in follower.output
+    assert not (run / LEASE).exists()
+
+
+@pytest.mark.world_size(2)
+def test_all_ranks_end_when_another_start_has_taken_the_run_over(server, tmp_path):
+    run = tmp_path / "run"
+    job = begun(server, run, num_ranks=2)
+    time.sleep(1.5 * lease.RENEWAL_SECONDS)  # Both ranks have seen their own.
+    taken = json.loads((run / LEASE).read_text()) | {"host": "elsewhere", "token": "another"}
+    (run / "new").write_text(json.dumps(taken))
+    (run / "new").replace(run / LEASE)
+    codes = job.finish(timeout=120).codes
+    assert 2 in codes
+    assert all(codes)
+    assert json.loads((run / LEASE).read_text()) == taken, "it stays the other start's"
+
+
+def held_elsewhere(folder: Path, count: int) -> None:
+    holder = {"host": "elsewhere", "namespace": "", "pid": 7, "time": 0.0, "token": "other", "count": count}
+    (folder / LEASE).write_text(json.dumps(holder))
+
+
+def test_a_lease_of_another_host_is_taken_over_when_it_has_run_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 2.0)
+    held_elsewhere(tmp_path, 1)
+    began = time.monotonic()
+    with leased(tmp_path):
+        assert time.monotonic() - began > 2
+        assert json.loads((tmp_path / LEASE).read_text())["pid"] == os.getpid()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lease_of_another_host_that_is_renewed_is_respected(tmp_path):
+    held_elsewhere(tmp_path, 1)
+    renewal = threading.Timer(2, held_elsewhere, [tmp_path, 2])
+    renewal.start()
+    with pytest.raises(MachineError, match="process 7 on elsewhere"), leased(tmp_path):
+        pass
+    renewal.join()
+    assert json.loads((tmp_path / LEASE).read_text())["token"] == "other"

@@ -1,0 +1,143 @@
+"""A loss that is no number, in real training: gone back from, and skipped where it comes again."""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from composer import Callback, Logger, State
+from composer.utils import dist
+
+from diffusion.callbacks.loss_guard import SKIPPED, LossGuard, RolledBackError
+from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
+from diffusion.checkpointing.reading import read_all
+from diffusion.checkpointing.rollbacks import read_pending, read_record
+from diffusion.config.operations import GuardConfig
+from diffusion.operations.beats import Phase, read_beats
+from diffusion.randomness import sample_address
+from tests.integration.test_failures import latents
+
+COMMON = ["samples.prompts=[]", "data.global_batch_size=8", "trainer.save_interval=2ba"]
+
+
+class PoisonAt(Callback):
+    """Make the latents of the last rank's batch NaN in a step: always, or once, which a file remembers."""
+
+    def __init__(self, step: int, once: str | None = None) -> None:
+        self.step, self.once = step, Path(once) if once else None
+
+    def after_dataloader(self, state: State, logger: Logger) -> None:
+        is_last = dist.get_global_rank() == dist.get_world_size() - 1
+        if state.timestamp.batch.value != self.step or not is_last or (self.once is not None and self.once.exists()):
+            return
+        if self.once is not None:
+            self.once.touch()
+        state.batch["latent_mean"] = torch.full_like(state.batch["latent_mean"], torch.nan)
+
+
+def poison(step: int, once: Path | None = None) -> str:
+    arguments = f"{{step: {step}" + (f", once: {once}}}" if once else "}")
+    return f"plugins.callbacks=[{{path: tests.unit.operations.test_loss_guard.PoisonAt, arguments: {arguments}}}]"
+
+
+def run(folder: Path, *overrides: str) -> tuple[str, list[str]]:
+    return "tests/tools/toy.yaml", [*COMMON, f"output_folder={folder}", *overrides]
+
+
+def losses(folder: Path) -> list[float]:
+    steps, values = series(read_metrics(folder / "metrics.jsonl"), TRAIN_LOSS)
+    assert steps == list(range(8)), "a step is missing or doubled"
+    return values
+
+
+def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    (checkpoint,) = folder.glob(f"checkpoints/ep*-ba{step}")
+    tensors = {name: value for name, value in read_all(checkpoint).items() if isinstance(value, torch.Tensor)}
+    return {name: value for name, value in tensors.items() if name.startswith("state.model.")}
+
+
+def are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_spike_is_noticed_in_the_same_step_by_a_run_that_was_continued(tmp_path):
+    def at(step: int, loss: float) -> State:
+        timestamp = SimpleNamespace(batch=SimpleNamespace(value=step + 1))
+        return cast(
+            "State", SimpleNamespace(timestamp=timestamp, total_loss_dict={TRAIN_LOSS: loss}, train_dataloader=None)
+        )
+
+    guard = GuardConfig(spike_factor=3.0, spike_window=3)
+    whole, continued, logger = LossGuard(guard, tmp_path), LossGuard(guard, tmp_path), cast("Logger", None)
+    for step, loss in enumerate([9.0, 1.0, 1.0, 1.1]):
+        whole.batch_end(at(step, loss), logger)
+    continued.load_state_dict(whole.state_dict())
+    for each in (whole, continued):
+        each.batch_end(at(4, 2.9), logger)
+        with pytest.raises(RolledBackError, match="the loss of step 5 is"):
+            each.batch_end(at(5, 3.4), logger)
+    assert read_pending(tmp_path) is not None
+
+
+@pytest.mark.world_size(2)
+def test_a_nan_that_passes_leaves_no_trace_in_the_run(server, tmp_path):
+    whole, hit = tmp_path / "whole", tmp_path / "hit"
+    server.train(2, [run(whole)])
+    job = server.run(2, [run(hit, poison(4, tmp_path / "done"))])
+    assert job.codes == [75, 75], job.output[-3000:]
+    assert job.output.count("the loss of step 4 is nan. Start the same command again") == 1
+    assert [(beat.phase, beat.code) for beat in read_beats(hit / "heartbeats")] == [(Phase.ended, 75)] * 2
+    pending = read_pending(hit)
+    assert pending is not None
+    assert (pending.step, pending.limit, pending.skipped) == (4, 3, ())
+    assert list(hit.glob("checkpoints/*-ba4")), "saved before its weights were known to be good"
+    server.train(2, [run(hit, poison(4, tmp_path / "done"))])
+    starts = [json.loads(line) for line in (hit / "starts.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in starts if row["event"] == "start"] == [0, 2]
+    assert read_record(hit) == [pending]
+    assert losses(hit) == losses(whole)
+    assert are_equal(weights(hit, 8), weights(whole, 8))
+
+
+@pytest.mark.world_size(2)
+def test_a_nan_that_comes_again_ends_the_run_until_its_steps_are_skipped_on_any_number_of_ranks(server, tmp_path):
+    one, two, anew = tmp_path / "one", tmp_path / "two", tmp_path / "anew"
+    skip = "operations.guard.skip=2"
+    assert server.run(1, [run(one, poison(5))]).codes == [75]
+    job = server.run(1, [run(one, poison(5))])
+    assert job.codes == [2]
+    assert "DivergenceError: the loss of step 5 is nan for the second time" in job.output
+    assert read_beats(one / "heartbeats")[0].is_lasting
+    assert server.run(1, [run(one, poison(5), skip)]).codes == [75]
+    server.train(1, [run(one, poison(5), skip), run(anew, poison(5), "operations.guard.skip_steps=[4, 5]")])
+    assert [server.run(ranks, [run(two, poison(5), skip)]).codes[0] for ranks in (2, 1, 2)] == [75, 75, 0]
+    assert [row.skipped for row in read_record(one)] == [row.skipped for row in read_record(two)] == [(), (4, 5)]
+
+    assert math.isnan(losses(one)[5])
+    assert losses(one)[:5] + losses(one)[6:] == losses(anew)[:5] + losses(anew)[6:]
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5, nan_ok=True)
+    skipped = series(read_metrics(anew / "metrics.jsonl"), SKIPPED)
+    assert dict(zip(*skipped, strict=True)) == {step: float(step in (4, 5)) for step in range(8)}
+    assert are_equal(weights(one, 4), weights(one, 6)), "a skipped step has changed the weights"
+    assert not are_equal(weights(one, 6), weights(one, 8))
+    assert are_equal(weights(one, 8), weights(anew, 8))
+
+
+@pytest.mark.world_size(2)
+def test_the_samples_of_a_wrong_loss_are_named(server, shapes, tmp_path):
+    batches = f"{{path: tests.tools.toys.RecordBatches, arguments: {{folder: {tmp_path}/seen}}}}"
+    wrong = "{path: tests.unit.operations.test_loss_guard.PoisonAt, arguments: {step: 3}}"
+    options = [f"plugins.callbacks=[{batches}, {wrong}]", "trainer.max_duration=8ba"]
+    job = server.run(2, [latents(shapes, shapes / "latents-32", tmp_path / "run", *options)])
+    assert set(job.codes) == {75}, job.output
+    rows = [json.loads(line) for line in (tmp_path / "run" / "wrong_losses.jsonl").read_text().splitlines()]
+    streams = {"32-64": 0, "64-up": 1}
+    named = sorted(int(sample_address(streams[row["stream"]], row["index"])) for row in rows)
+    lines = [line.split() for rank in range(2) for line in (tmp_path / "seen" / f"rank-{rank}.txt").open()]
+    assert named == sorted(int(number) for step, *numbers in lines if step == "3" for number in numbers)
+    assert {row["step"] for row in rows} == {3}
+    assert all((shapes / "latents-32" / "train" / row["stream"] / row["shard"]).is_file() for row in rows)
+    assert "64-up/shard.00000.mds" in job.output

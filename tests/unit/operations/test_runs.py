@@ -1,0 +1,247 @@
+"""Runs are listed, stopped, continued and tidied up; nothing of a run that is at work is touched."""
+
+import fcntl
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from diffusion.checkpointing.ending import FINISHED
+from diffusion.checkpointing.reading import list_checkpoints
+from diffusion.checkpointing.writing import write_file
+from diffusion.config.loading import load_config
+from diffusion.config.schema import Config
+from diffusion.config.secrets import to_public_yaml
+from diffusion.datasets import shared_memory
+from diffusion.errors import ConfigurationError, MachineError
+from diffusion.operations import pruning
+from diffusion.operations.beats import Beat, BeatFile, Phase
+from diffusion.operations.costs import BUDGET, CostsFile, Kind, StartCosts
+from diffusion.operations.pruning import find_removable, remove_all
+from diffusion.operations.runs import find_runs, is_live, read_overview, stop
+from diffusion.operations.supervision import SUPERVISED
+from tests.tools.training_runs import ROOT
+
+
+def write_run(folder: Path, *overrides: str) -> Config:
+    config = load_config("tests/tools/toy.yaml", [f"output_folder={folder}", *overrides])
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(to_public_yaml(config))
+    return config
+
+
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("runs_script", ROOT / "scripts/runs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def beat(config: Config, *, host: str, pid: int, phase: Phase = Phase.step, age: float = 0.0) -> None:
+    file = BeatFile(Path(config.output_folder) / "heartbeats", 0)
+    now = time.time() - age
+    file.write(Beat(rank=0, pid=pid, host=host, count=1, phase=phase, step=3, num_done=3, time=now))
+    file.close()
+
+
+def supervise(folder: Path, pid: int, arguments: list[str], *, host: str | None = None, age: float = 0.0) -> int:
+    """Hold a run's lock, as a supervisor does."""
+    lock = os.open(folder / SUPERVISED, os.O_RDWR | os.O_CREAT)
+    fields = {"pid": pid, "host": host or socket.gethostname(), "time": time.time() - age, "folder": str(folder)}
+    os.ftruncate(lock, 0)
+    os.write(lock, json.dumps(fields | {"arguments": arguments}).encode())
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
+def test_runs_are_found_and_each_says_how_it_stands(tmp_path, capsys):
+    configs = {name: write_run(tmp_path / place) for name, place in (("a", "a"), ("b", "sweep/b"), ("c", "c"))}
+    (tmp_path / "a" / FINISHED).write_text("{}")
+    (tmp_path / "sweep/b" / BUDGET).write_text("{}")
+    file = CostsFile(tmp_path / "a")
+    seconds = {kind.value: 0.0 for kind in Kind} | {"training": 3600.0, "data": 1800.0}
+    row = StartCosts(began=0, ended=5400, num_devices=8, price=2.0, step=0, reached=1234, seconds=seconds)
+    file.write(row)
+    file.close()
+    beat(configs["c"], host=socket.gethostname(), pid=os.getpid())
+    assert find_runs([tmp_path]) == [tmp_path / "a", tmp_path / "c", tmp_path / "sweep/b"]
+    script().show_list([tmp_path])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == [str(tmp_path / "a"), "finished", "1,234", "1", "12.00", "24.00"]
+    assert "running" in lines[2]
+    assert "budget spent" in lines[3]
+    script().show(tmp_path / "a")
+    shown = capsys.readouterr().out
+    assert "66.7%" in shown
+    assert "33.3%" in shown
+    with pytest.raises(ConfigurationError, match="no folder"):
+        find_runs([tmp_path / "absent"])
+
+
+def test_a_run_of_another_machine_is_at_work_until_it_is_silent_or_has_ended(tmp_path):
+    config = write_run(tmp_path / "run")
+    beat(config, host="elsewhere", pid=1)
+    assert is_live(tmp_path / "run", config)
+    with pytest.raises(MachineError, match="on elsewhere"):
+        stop(tmp_path / "run", config)
+    beat(config, host="elsewhere", pid=1, age=2 * config.operations.supervision.pause_patience)
+    assert not is_live(tmp_path / "run", config)
+    beat(config, host="elsewhere", pid=1, phase=Phase.ended)
+    assert not is_live(tmp_path / "run", config)
+    assert read_overview(tmp_path / "run", config).status == "interrupted"
+
+
+def test_a_run_with_a_relative_folder_is_at_work_wherever_it_is_looked_at_from(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load_config(ROOT / "tests/tools/toy.yaml", ["output_folder=runs/a"])
+    beat(config, host=socket.gethostname(), pid=os.getpid())
+    monkeypatch.chdir("/")
+    assert is_live(tmp_path / "runs/a", config)
+
+
+def test_the_supervisor_is_asked_to_stop_and_without_one_the_ranks(tmp_path):
+    config = write_run(tmp_path / "run")
+    supervisor, rank = (subprocess.Popen(["sleep", "600"]) for _ in range(2))
+    beat(config, host=socket.gethostname(), pid=rank.pid)
+    lock = supervise(tmp_path / "run", supervisor.pid, [])
+    try:
+        assert stop(tmp_path / "run", config) == [supervisor.pid]
+        assert supervisor.wait(60) == -signal.SIGTERM
+        assert rank.poll() is None
+        os.close(lock)
+        assert stop(tmp_path / "run", config) == [rank.pid]
+        assert rank.wait(60) == -signal.SIGTERM
+    finally:
+        supervisor.kill()
+        rank.kill()
+    with pytest.raises(MachineError, match="not at work"):
+        stop(tmp_path / "run", config)
+
+
+def test_a_process_with_the_number_of_a_supervisor_that_is_gone_or_elsewhere_is_left_alone(tmp_path):
+    config = write_run(tmp_path / "run")
+    stranger, rank = (subprocess.Popen(["sleep", "600"]) for _ in range(2))
+    beat(config, host=socket.gethostname(), pid=rank.pid)
+    try:
+        lock = supervise(tmp_path / "run", stranger.pid, [], host="elsewhere")
+        with pytest.raises(MachineError, match="is supervised on elsewhere: give the command there"):
+            stop(tmp_path / "run", config)
+        os.close(lock)
+        lock = supervise(tmp_path / "run", stranger.pid, [], age=100)
+        assert stop(tmp_path / "run", config) == [rank.pid]
+        os.close(lock)
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        rank.kill()
+
+
+def test_a_run_goes_on_with_the_command_of_its_supervisor(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    write_run(run)
+    with pytest.raises(ConfigurationError, match="never started by"):
+        script().resume(run, [])
+    lock = supervise(run, os.getpid(), ["--hosts", "file", "--", "composer", "run.py", "a.yaml"])
+    with pytest.raises(MachineError, match="at work"):
+        script().resume(run, [])
+    os.close(lock)
+    called: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda program, arguments: called.append(arguments))
+    monkeypatch.chdir(tmp_path)
+    script().resume(run, ["operations.max_dollars=9"])
+    arguments = ["--hosts", "file", "--", "composer", "run.py", "a.yaml", "operations.max_dollars=9"]
+    assert called == [[sys.executable, str(ROOT / "scripts/supervise.py"), *arguments]]
+    assert Path.cwd() == run, "paths in the command are relative to where it was given"
+
+
+def test_old_checkpoints_go_and_those_of_a_run_at_work_stay(tmp_path):
+    run = tmp_path / "run"
+    config = write_run(run, "trainer.keep_every=4ba")
+    (run / "checkpoints").mkdir()
+    for step in (2, 4, 6, 8):
+        write_file(run / f"checkpoints/ep0-ba{step}.pt", {"state": {"x": torch.zeros(8)}})
+    (run / "checkpoints/ep0-ba10.pt").write_bytes(b"damaged")
+
+    beat(config, host=socket.gethostname(), pid=os.getpid())
+    assert list(find_removable(run, config, newest=1)) == []
+    shutil.rmtree(run / "heartbeats")
+    removable = list(find_removable(run, config, newest=1))
+    assert [one.path.name for one in removable] == ["ep0-ba2.pt", "ep0-ba6.pt"]
+    assert removable[0].num_bytes == (run / "checkpoints/ep0-ba2.pt").stat().st_size
+    assert remove_all(removable) == []
+    assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["ep0-ba4.pt", "ep0-ba8.pt", "ep0-ba10.pt"]
+
+
+def test_the_cache_of_a_finished_run_goes_unless_a_job_uses_it(tmp_path, monkeypatch):
+    place = tmp_path / "shm"
+    place.mkdir()
+    monkeypatch.setattr(shared_memory, "PLACE", place)
+    cache, remote = tmp_path / "cache" / "a", tmp_path / "remote"
+    streams = f"data.streams=[{{name: a}}, {{name: own, remote: null, local: {tmp_path}/own}}]"
+    overrides = ["plugins.train_dataset=null", f"data.remote={remote}", f"data.local={tmp_path}/cache", streams]
+    config = write_run(tmp_path / "run", *overrides)
+    cache.mkdir(parents=True)
+    (cache / "shard.mds").write_bytes(b"x" * 1000)
+    rest = cache.with_name(f"a{pruning.REMOVED}")
+    rest.mkdir()
+    (rest / "shard.mds").write_bytes(b"of a prune that was killed")
+    assert list(find_removable(tmp_path / "run", config, None)) == [], "a run that may go on needs its cache"
+
+    (tmp_path / "run" / FINISHED).write_text("{}")
+    found = {one.path: one for one in find_removable(tmp_path / "run", config, None)}
+    assert found[cache].num_bytes == 1000
+    for places in (([str(cache)], []), ([], [str(cache)])):
+        number = shared_memory.claim_number(*places)
+        (failure,) = remove_all([found[cache]])
+        assert "in use" in failure
+        assert cache.exists()
+        number.release()
+    assert remove_all(list(found.values())) == []
+    assert not cache.exists()
+    assert not list(cache.parent.glob(f"*{pruning.REMOVED}"))
+    assert list(find_removable(tmp_path / "run", config, None)) == []
+
+
+def test_relative_caches_and_checkpoints_are_those_of_the_folder_in_which_the_run_was_started(tmp_path, monkeypatch):
+    places = ["data.remote=remote", "data.local=cache", "trainer.checkpoint_folder=kept", "data.streams=[{name: a}]"]
+    config = write_run(tmp_path / "run", "plugins.train_dataset=null", *places)
+    (tmp_path / "run" / FINISHED).write_text("{}")
+    for folder in (tmp_path, tmp_path / "other"):
+        (folder / "cache/a").mkdir(parents=True)
+        (folder / "kept").mkdir()
+        for step in (2, 4):
+            write_file(folder / f"kept/ep0-ba{step}.pt", {"state": {"x": torch.zeros(8)}})
+    monkeypatch.chdir(tmp_path / "other")
+    assert list(find_removable(tmp_path / "run", config, newest=1)) == []
+    os.close(supervise(tmp_path, os.getpid(), []))
+    (tmp_path / SUPERVISED).rename(tmp_path / "run" / SUPERVISED)
+    found = [one.path for one in find_removable(tmp_path / "run", config, newest=1)]
+    assert found == [tmp_path / "kept/ep0-ba2.pt", tmp_path / "cache/a"]
+    config.data.remote = str(tmp_path / "cache")
+    found = [one.path for one in find_removable(tmp_path / "run", config, newest=1)]
+    assert found == [tmp_path / "kept/ep0-ba2.pt"], "the original stays"
+
+
+def test_a_run_that_cannot_be_read_is_told_and_the_others_are_tidied_up(tmp_path, capsys):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/config.yaml").write_text("a_key_of_another_version: 1\n")
+    write_run(tmp_path / "b")
+    (tmp_path / "b/checkpoints").mkdir()
+    for step in (2, 4):
+        write_file(tmp_path / f"b/checkpoints/ep0-ba{step}.pt", {"state": {"x": torch.zeros(8)}})
+    script().prune([tmp_path], 1, is_dry=True)
+    told = capsys.readouterr().out
+    assert f"{tmp_path}/a  stays as it is: " in told
+    assert f"{tmp_path}/b/checkpoints/ep0-ba2.pt  " in told

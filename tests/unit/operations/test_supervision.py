@@ -1,0 +1,254 @@
+"""The supervisor over jobs that act like training: when it starts again, ends a hang, and ends itself."""
+
+import fcntl
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+import psutil
+import pytest
+
+from diffusion.config.operations import SupervisionConfig
+from diffusion.errors import ConfigurationError, MachineError
+from diffusion.operations import supervision
+from diffusion.operations.beats import Beat, BeatFile, Phase, read_beats
+from diffusion.operations.command import read_command
+from diffusion.operations.events import EventLog, read_events
+from diffusion.operations.jobs import Command, kill, tree
+from diffusion.operations.supervision import SUPERVISED, Places, Supervisor
+from tests.tools.training_runs import ROOT, environment
+
+WAITS = {"phase": "step", "step": 7, "waits": True, "code": 0}
+FINISHES = {"phase": "ending", "step": 9, "code": 0}
+
+
+def failing(code: int, error: str, step: int = 7, **more) -> dict:
+    return {"phase": "step", "step": step, "code": code, "error": error, **more}
+
+
+def supervisor_of(
+    run: Path, acts: list[dict], prepare: Callable[[], None] = lambda: None, launcher: Sequence[str] = (), **settings
+) -> Supervisor:
+    script = run / "acts.json"
+    run.mkdir(exist_ok=True)
+    script.write_text(json.dumps(acts))
+    places = Places(run=run, beats=run / "beats")
+    places.beats.mkdir(exist_ok=True)
+    command = [*launcher, sys.executable, str(ROOT / "tests/operations/acting_rank.py"), str(places.beats), str(script)]
+    return Supervisor(
+        lambda lock: Command(command, keep_open=lock, environment=environment()),
+        places,
+        SupervisionConfig(first_pause=0.01, **settings),
+        EventLog(run),
+        prepare=prepare,
+    )
+
+
+def names(run: Path) -> list[str]:
+    return [event["event"] for event in read_events(run)]
+
+
+def test_jobs_are_started_again_until_one_finishes(tmp_path):
+    acts = [failing(1, "RuntimeError: lost a peer"), failing(75, "PreemptedError: saved"), FINISHES]
+    assert supervisor_of(tmp_path, acts).run() == 0
+    assert names(tmp_path) == ["started", "ended", "started", "ended", "started", "finished"]
+    ended = [event for event in read_events(tmp_path) if event["event"] == "ended"]
+    assert [(event["code"], event["pause"], event["step"]) for event in ended] == [(1, 0.01, 7), (75, 0, 7)]
+    assert ended[0]["reason"] == "RuntimeError: lost a peer"
+
+
+def test_an_error_that_lasts_stops_the_supervisor_which_says_why(tmp_path):
+    acts = [failing(1, "RuntimeError: lost a peer"), failing(2, "UnfitDataError: 11 images", 8, is_lasting=True)]
+    assert supervisor_of(tmp_path, acts).run() == 2
+    last = read_events(tmp_path)[-1]
+    assert (last["event"], last["code"]) == ("stopped", 2)
+    assert last["reason"] == "UnfitDataError: 11 images; starting again does not mend it"
+
+
+def test_a_hang_is_ended_with_the_stack_traces_of_all_ranks(tmp_path):
+    began = time.monotonic()
+    assert supervisor_of(tmp_path, [WAITS, FINISHES], hang_floor=1.5).run() == 0
+    assert time.monotonic() - began < 60
+    assert names(tmp_path) == ["started", "hang", "ended", "started", "finished"]
+    hang = read_events(tmp_path)[1]
+    assert "ranks 0, 1 of 2 in phase step of step 7" in hang["reason"]
+    stacks = (tmp_path / hang["stacks"]).read_text()
+    assert stacks.count("in wait_in_a_collective") == 2
+
+
+def test_a_launcher_has_time_to_end_the_ranks_of_other_machines_when_those_of_this_one_hang(tmp_path):
+    ends_others = f"sleep 1; touch {tmp_path}/ended; exit 1"
+    launcher = ["bash", "-c", f'trap "{ends_others}" TERM; "$@" && exit; while :; do sleep 0.1; done', "launcher"]
+    assert supervisor_of(tmp_path, [{**WAITS, "code": 1}, FINISHES], launcher=launcher, hang_floor=1.5).run() == 0
+    assert (tmp_path / "ended").exists()
+
+
+def test_slow_data_is_told_and_waited_for(tmp_path):
+    supervisor = supervisor_of(tmp_path, [{**WAITS, "phase": "data"}, FINISHES], hang_floor=2, data_patience=12)
+    assert supervisor.run() == 0
+    assert names(tmp_path) == ["started", "slow_data", "hang", "ended", "started", "finished"]
+
+
+@pytest.fixture
+def own_handlers():
+    """The signal handlers that were there before come back."""
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    yield
+    for each, handler in before.items():
+        signal.signal(each, handler)
+
+
+@pytest.mark.usefixtures("own_handlers")
+def test_a_signal_is_passed_on_and_the_supervisor_ends_with_the_job(tmp_path):
+    supervisor = supervisor_of(tmp_path, [WAITS])
+    supervisor.listen()
+
+    def tell() -> None:
+        while len(read_beats(tmp_path / "beats")) < 2:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=tell).start()
+    assert supervisor.run() == 75
+    assert names(tmp_path) == ["started", "told", "stopped"]
+
+
+@pytest.mark.usefixtures("own_handlers")
+def test_a_signal_is_received_wherever_the_supervisor_is(tmp_path):
+    """Also within what it waits by: one comes at each line of it."""
+    supervisor = supervisor_of(tmp_path, [WAITS])
+    supervisor.listen()
+    files, is_begun = {supervision.__file__, threading.__file__, queue.__file__}, False
+
+    def interrupt(frame: FrameType, event: str, argument: object):
+        nonlocal is_begun
+        if frame.f_code.co_filename not in files:
+            return None
+        is_begun = is_begun or len(read_beats(tmp_path / "beats")) == 2
+        if is_begun and event == "line":
+            signal.raise_signal(signal.SIGTERM)
+        return interrupt
+
+    def give_up(number: int, frame: FrameType | None) -> None:
+        raise AssertionError("it waits for itself")
+
+    before, previous = sys.gettrace(), signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(120)
+    sys.settrace(interrupt)
+    try:
+        assert supervisor.run() == 75
+    finally:
+        sys.settrace(before)
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+        kill(tree([beat.pid for beat in read_beats(tmp_path / "beats")]))
+    assert names(tmp_path) == ["started", "told", "stopped"]
+
+
+@pytest.mark.usefixtures("own_handlers")
+def test_nothing_is_started_after_a_signal_that_came_during_the_check(tmp_path):
+    supervisor = supervisor_of(tmp_path, [WAITS], lambda: os.kill(os.getpid(), signal.SIGTERM))
+    supervisor.listen()
+    assert supervisor.run() == 75
+    assert names(tmp_path) == ["stopped"]
+
+
+def test_a_mistake_before_the_first_step_stops_the_supervisor_until_it_is_mended(tmp_path):
+    assert supervisor_of(tmp_path, [failing(2, "MachineError: no space left", -1)]).run() == 2
+    assert "MachineError: no space left; the run has not come to a step yet" in read_events(tmp_path)[-1]["reason"]
+    assert supervisor_of(tmp_path, [FINISHES]).run() == 0
+
+
+def test_a_run_that_is_at_work_is_refused_also_when_its_supervisor_is_gone_until_its_job_is_ended(tmp_path):
+    program = (
+        "import sys; from pathlib import Path; from tests.unit.operations.test_supervision import *; "
+        "supervisor_of(Path(sys.argv[1]), [WAITS]).run()"
+    )
+    first = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, env=environment())
+    while len(beats := read_beats(tmp_path / "beats")) < 2 or names(tmp_path) != ["started"]:
+        assert first.poll() is None
+        time.sleep(0.05)
+    ranks = [psutil.Process(beat.pid) for beat in beats]
+    try:
+        for is_gone in (False, True):
+            if is_gone:
+                first.kill()
+                first.wait()
+            with pytest.raises(MachineError, match="is at work, supervised or not"):
+                supervisor_of(tmp_path, [FINISHES]).run()
+        for rank in ranks:
+            rank.terminate()
+        psutil.wait_procs(ranks, timeout=600)
+        assert supervisor_of(tmp_path, [FINISHES]).run() == 0
+    finally:
+        kill(ranks)
+    assert names(tmp_path) == ["started", "started", "finished"]
+
+
+def test_who_looks_whether_a_run_is_supervised_keeps_no_supervisor_away(tmp_path, monkeypatch):
+    looking = [os.open(tmp_path / SUPERVISED, os.O_RDONLY | os.O_CREAT)]
+    fcntl.flock(looking[0], fcntl.LOCK_SH)
+    lock = fcntl.flock
+
+    def lock_while_somebody_looks(file: int, operation: int) -> None:
+        try:
+            lock(file, operation)
+        finally:
+            while looking:
+                os.close(looking.pop())
+
+    monkeypatch.setattr(fcntl, "flock", lock_while_somebody_looks)
+    assert supervisor_of(tmp_path, [FINISHES]).run() == 0
+
+
+def test_a_sign_of_life_that_is_being_overwritten_is_read_again(tmp_path, monkeypatch):
+    for rank in (0, 1):
+        file = BeatFile(tmp_path, rank)
+        file.write(Beat(rank=rank, pid=1, host="h", count=1, phase=Phase.step, step=3, num_done=3, time=0.0))
+        file.close()
+    read, times = Path.read_bytes, {"rank-0.json": 0, "rank-1.json": 0}
+
+    def read_while_it_is_written(path: Path) -> bytes:
+        times[path.name] += 1
+        return read(path)[: 40 if path.name == "rank-1.json" and times[path.name] < 3 else None]
+
+    monkeypatch.setattr(Path, "read_bytes", read_while_it_is_written)
+    assert [beat.rank for beat in read_beats(tmp_path)] == [0, 1]
+    assert times == {"rank-0.json": 1, "rank-1.json": 3}
+    (tmp_path / "rank-0.json").write_text("{")
+    assert [beat.rank for beat in read_beats(tmp_path)] == [1], "one that stays so is left out"
+
+
+def test_a_run_folder_that_cannot_be_written_is_refused(tmp_path):
+    supervisor = supervisor_of(tmp_path, [FINISHES])
+    supervisor.places = replace(supervisor.places, run=Path("/dev/null/run"))
+    with pytest.raises(MachineError, match="cannot be written to: Not a directory"):
+        supervisor.run()
+
+
+def test_a_program_that_is_not_there_ends_the_supervisor_with_its_name(tmp_path):
+    supervisor = supervisor_of(tmp_path, [FINISHES], launcher=["composr"])
+    with pytest.raises(ConfigurationError, match="the command cannot be started: composr: No such file"):
+        supervisor.run()
+
+
+def test_the_command_says_what_is_supervised(tmp_path):
+    command = ["torchrun", "--nnodes=2", "run.py", "tests/tools/toy.yaml", f"output_folder={tmp_path}"]
+    supervised = read_command([*command, "operations.supervision.hang_floor=90"], {})
+    assert supervised.places == Places(run=tmp_path, beats=tmp_path / "heartbeats")
+    assert (supervised.config.operations.supervision.hang_floor, supervised.webhook) == (90, None)
+    named = "operations.supervision.webhook_variable=ALARMS"
+    assert read_command([*command, named], {"ALARMS": "http://x/SECRET"}).webhook == "http://x/SECRET"
+    with pytest.raises(ConfigurationError, match="no such environment variable"):
+        read_command([*command, named], {})
+    with pytest.raises(ConfigurationError, match="names no YAML file"):
+        read_command(["composer", "run.py"], {})

@@ -1,0 +1,182 @@
+"""Budgets of the published fleets are the published figures, and those of others follow from them."""
+
+import importlib.util
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from diffusion.config.checks import is_location
+from diffusion.config.loading import load_config
+from diffusion.config.model import Architecture, ModelConfig
+from diffusion.errors import ConfigurationError
+from diffusion.planning.fleets import (
+    Breakdowns,
+    Fleet,
+    Prices,
+    fleets_from_benchmark,
+    make_budget,
+    rate_for,
+    read_fleets,
+)
+from diffusion.planning.published import (
+    A100_FLEETS,
+    LATENTS_A100_HOURS,
+    PRICE_PER_A100_HOUR,
+    TRAINING_A100_HOURS,
+)
+from diffusion.planning.scaling import PUBLISHED_INTERCONNECT
+from tests.tools.training_runs import ROOT
+
+BREAKDOWNS = Breakdowns(gpu_hours_between_failures=10_000)
+PUBLISHED = {8: (81.33, 31_230), 16: (40.42, 31_043), 32: (20.06, 30_805), 64: (10.14, 31_146), 128: (5.51, 33_874)}
+
+
+def recipe(*overrides):
+    return [load_config(f"yamls/phase{phase}.yaml", list(overrides), may_miss=is_location) for phase in (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def budgets():
+    return {
+        fleet.num_gpus: make_budget(recipe(), fleet, prices=Prices(), breakdowns=BREAKDOWNS) for fleet in A100_FLEETS
+    }
+
+
+def test_days_and_cost_of_every_published_fleet(budgets):
+    for num_gpus, (days, cost) in PUBLISHED.items():
+        assert budgets[num_gpus].days == pytest.approx(days, abs=0.005)
+        assert budgets[num_gpus].cost == pytest.approx(cost, rel=1e-4)
+
+
+def test_the_published_run_and_the_bound_of_another():
+    """$47.7k; and of 1.8 steps of 2,048 images a second for two weeks only what multiplication says."""
+    cost = (TRAINING_A100_HOURS + LATENTS_A100_HOURS) * PRICE_PER_A100_HOUR
+    assert cost == pytest.approx(47_700, abs=50)
+    config = load_config("yamls/phase1.yaml", ["trainer.max_duration=2177280ba"], may_miss=is_location)
+    fleet = Fleet(name="128 A100", num_gpus=128, images_per_second={256: 1.8 * 2048})
+    budget = make_budget([config], fleet, prices=Prices(), breakdowns=BREAKDOWNS)
+    assert budget.plans[0].images_per_second == pytest.approx(3_686.4)
+    assert budget.days == pytest.approx(14)
+    assert budget.cost is None
+
+
+def test_other_resolutions_and_networks_go_by_operations():
+    fleet = A100_FLEETS[0]
+    first = recipe()[0]
+    assert rate_for(fleet, replace(first, data=replace(first.data, resolution=384))) == pytest.approx(
+        1_100 * 539.31 / 1263, rel=0.01
+    )
+    small = replace(first, model=ModelConfig(architecture=Architecture.tiny))
+    small.data.resolution = 32
+    assert rate_for(fleet, small) == pytest.approx(1_100 * 539_310_899_200 / 606_404_608)
+    unknown: dict[str, Any] = {"down_block_types": ["AttnDownBlock2D", "CrossAttnDownBlock2D"]}
+    with pytest.raises(ConfigurationError, match="operations are not known"):
+        rate_for(fleet, replace(first, model=ModelConfig(architecture=Architecture.tiny, unet=unknown)))
+
+
+def test_storage_egress_and_failures_add_to_it(budgets):
+    configs = recipe("plan.num_samples=790000000", "data.remote=???")
+    prices = Prices(storage_per_tb_month=23.0, egress_per_tb=90.0)
+    often = Breakdowns(gpu_hours_between_failures=500, restart_seconds=1800)
+    budget = make_budget(configs, A100_FLEETS[-1], prices=prices, breakdowns=often)
+    first, second = budget.plans
+    assert first.sample_bytes == 2 * 2 * 4 * 32 * 32 + 4 * (77 + 6)
+    assert first.data_bytes == pytest.approx(13.2e12, rel=0.01)
+    months = [(plan.days or 0) / 30.4375 for plan in (first, second)]
+    held = [((plan.data_bytes or 0) + (plan.storage_bytes or 0)) / 1e12 for plan in (first, second)]
+    assert budget.storage_cost == pytest.approx(23 * sum(a * b for a, b in zip(months, held, strict=True)))
+    assert budget.egress_cost == pytest.approx(90 * 790e6 * (first.sample_bytes + (second.sample_bytes or 0)) / 1e12)
+    assert budget.cost == pytest.approx(
+        (budgets[128].cost or 0) + (budget.storage_cost or 0) + (budget.egress_cost or 0)
+    )
+    assert budget.days < budgets[128].days_with_failures < budget.days_with_failures < 2 * budget.days
+
+
+def test_requests_and_disks_are_paid():
+    prices = Prices(per_million_requests=0.4, disk_per_tb_month=10.0)
+    runs = recipe("plan.num_samples=790000000", "plan.image_kb=50", "data.remote=s3://bucket")
+    budget = make_budget(runs, A100_FLEETS[-1], prices=prices, breakdowns=BREAKDOWNS)
+    first, second = (plan.tiers for plan in budget.plans)
+    num_shards = math.ceil(790e6 * 50_000 / 2**28)
+    assert budget.request_cost == pytest.approx(0.4 * 2 * 2 * num_shards / 1e6), "once in each run"
+    months = [(plan.days or 0) / (365.25 / 12) for plan in budget.plans]
+    held = [16 * (tiers.disk_bytes or 0) / 1e12 for tiers in (first, second)]
+    assert budget.disk_cost == pytest.approx(10 * (held[0] * months[0] + held[1] * months[1]))
+    assert budget.cost == pytest.approx(
+        sum(part or 0 for part in (budget.gpu_cost, budget.request_cost, budget.disk_cost))
+    )
+    runs = recipe("plan.num_samples=790000000", "data.remote=s3://bucket")
+    unknown = make_budget(runs, A100_FLEETS[-1], prices=prices, breakdowns=BREAKDOWNS)
+    assert unknown.request_cost is None, "the number of shards is not known"
+    runs = recipe("plan.num_samples=790000000")
+    local = make_budget(runs, A100_FLEETS[-1], prices=replace(prices, egress_per_tb=90), breakdowns=BREAKDOWNS)
+    assert (local.egress_cost, local.request_cost) == (0, 0), "nothing is fetched without a remote"
+
+
+def test_memory_and_the_largest_microbatch(budgets):
+    first, second = budgets[8].plans
+    assert (first.activation_bytes, second.activation_bytes) == (256 * 236_814_720, 64 * 935_036_928)
+    assert first.frozen_bytes == 4 * (83_653_863 + 340_387_840)
+    assert first.largest_microbatches == {40: 64, 80: 256, 141: 256, 192: 256}
+    assert second.largest_microbatches == {40: 16, 80: 64, 141: 64, 192: 128}
+    small = replace(A100_FLEETS[0], gpu_memory_bytes=8e9)
+    sizes = make_budget(recipe()[:1], small, prices=Prices(), breakdowns=BREAKDOWNS).plans[0].largest_microbatches
+    assert sizes is not None
+    assert sizes[8] == 0
+
+
+def test_the_command(capsys, tmp_path):
+    """Two runs on the published fleets, and on one of the user's own."""
+    spec = importlib.util.spec_from_file_location("plan", ROOT / "scripts" / "plan.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    runs = [str(ROOT / "yamls" / f"phase{phase}.yaml") for phase in (1, 2)]
+    runs.append("data.remote=s3://bucket")
+    script.main([*runs, "--samples", "790e6", "300e6", "--storage-price", "23", "--out", str(tmp_path)])
+    printed = capsys.readouterr().out
+    for part in ("1,126,400,000 images (phase1)", "81.33", "$33,875", "3.79 GB", "16,716", "1.43", "GPU-hours"):
+        assert part in printed
+    assert "825.35 GB" in printed, "that a node reads"
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert [budget["fleet"]["num_gpus"] for budget in written] == [8, 16, 32, 64, 128]
+    assert written[-1]["days"] == pytest.approx(5.51, abs=0.005)
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+    path = tmp_path / "fleets.json"
+    path.write_text(json.dumps([{"name": "ours", "num_gpus": 64, "images_per_second": {"256": 23_200}}]))
+    script.main([runs[0], "trainer.max_duration=275000ba", "--fleets", str(path)])
+    assert "0.28" in capsys.readouterr().out
+    with pytest.raises(ConfigurationError, match="2 runs: give one for each"):
+        script.main([*runs, "--samples", "1"])
+
+
+def test_fleets_from_files(tmp_path):
+    path = tmp_path / "fleets.json"
+    path.write_text(json.dumps([{"name": "ours", "num_gpus": 64, "images_per_second": {"256": 30_000}}]))
+    assert read_fleets(path) == [Fleet(name="ours", num_gpus=64, images_per_second={256: 30_000.0})]
+    path.write_text('[{"name": "ours"}]')
+    with pytest.raises(ConfigurationError, match="is no list of fleets"):
+        read_fleets(path)
+
+    def measured(name: str, kind: str, size: int, rate: float) -> str:
+        parameters = {"architecture": "stable_diffusion_2", "resolution": 256, "microbatch_size": size}
+        result = {"images_per_second": rate, "deviation": 0.02, "num_gpus": 1}
+        line = {"name": name, "kind": kind, "parameters": parameters, "result": result}
+        return json.dumps({**line, "machine": {"device": "H200"}}) + "\n"
+
+    failed = json.dumps({"name": "trainer/256/256", "kind": "trainer", "error": "out of memory"}) + "\n"
+    rows = [measured("trainer/256/16", "trainer", 16, 300.0), measured("trainer/256/64", "trainer", 64, 500.0)]
+    path.write_text("".join([*rows, measured("step/256/64/loop", "step", 64, 900.0), failed]))
+    options = {"links": PUBLISHED_INTERCONNECT, "num_parameters": 865_910_724, "global_batch_size": 2048}
+    one, many = fleets_from_benchmark(path, [1, 128], price_per_gpu_hour=4.0, **options)
+    assert one.images_per_second[256] == pytest.approx(500, rel=0.01)
+    assert 64 * 500 * 0.3 < many.images_per_second[256] < 128 * 500
+    budget = make_budget(recipe()[:1], one, prices=Prices(), breakdowns=BREAKDOWNS)
+    assert budget.days_range == (pytest.approx(0.98 * budget.days), pytest.approx(1.02 * budget.days))
+    path.write_text("{}")
+    with pytest.raises(ConfigurationError, match="holds no steps of the Trainer"):
+        fleets_from_benchmark(path, [1], **options)

@@ -1,0 +1,118 @@
+"""What is counted of a configured network is what the network that is built has and does."""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from diffusion.config.data import ImageSize
+from diffusion.config.loading import load_config
+from diffusion.config.model import AutoencoderConfig
+from diffusion.errors import ConfigurationError
+from diffusion.models import build_model
+from diffusion.models.architectures import TINY
+from diffusion.models.autoencoder import AutoencoderTraining
+from diffusion.models.frozen import build_vae
+from diffusion.models.lora import add_lora
+from diffusion.planning.fleets import Fleet, rate_for
+from diffusion.planning.network import (
+    ParameterCounts,
+    activation_bytes,
+    largest_unit,
+    parameter_counts,
+    training_flops,
+)
+from diffusion.planning.plan import make_plan, plan_run
+from tests.tools.vgg import write_vgg
+
+LORA = ["model.lora={rank: 3, targets: [to_q, conv1]}", "init_from.checkpoint=somewhere"]
+SIZE = ImageSize(32, 32)
+
+
+def toy(*overrides):
+    return load_config("tests/tools/toy.yaml", list(overrides))
+
+
+def num_parameters(module, *, trained=None):
+    parameters = module.parameters()
+    return sum(p.numel() for p in parameters if trained is None or p.requires_grad is trained)
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = toy(*LORA)
+    assert config.model.lora is not None
+    model = build_model(config.model, config.objective, resolution=32, seed=17)
+    add_lora(model.unet, config.model.lora, seed=17)
+    return model
+
+
+def test_of_lora_the_matrices_are_trained_and_the_weights_are_not(model):
+    assert parameter_counts(toy(*LORA)) == ParameterCounts(
+        trained=num_parameters(model.unet, trained=True),
+        fixed=num_parameters(model.unet, trained=False),
+        frozen=num_parameters(model.vae) + num_parameters(model.text_encoder),
+    )
+    everything = parameter_counts(toy())
+    assert (everything.trained, everything.fixed) == (num_parameters(model.unet, trained=False), 0)
+
+
+def test_operations_of_lora_are_those_that_torch_counts(model):
+    inputs = torch.randn(1, 4, 8, 8), torch.tensor([3]), torch.randn(1, 24, 64)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model.unet(*inputs, return_dict=False)[0].sum().backward()
+    assert training_flops(toy(*LORA), SIZE) == counter.get_total_flops()
+    every, few = training_flops(toy(), SIZE), training_flops(toy(*LORA), SIZE)
+    assert every is not None and few is not None
+    assert 0.6 < few / every < 0.8, "no gradients of most weights"
+    fleet = Fleet(name="measured", num_gpus=1, images_per_second={32: 100.0}, architecture=toy().model.architecture)
+    whole, lora = toy(), toy(*LORA)
+    whole.model.unet = lora.model.unet = {}
+    assert rate_for(fleet, whole) == 100.0
+    assert 120 < rate_for(fleet, lora) < 170
+
+
+def test_gradients_of_matrices_are_reduced_and_less_is_kept(model):
+    resnets = [module for module in model.unet.modules() if type(module).__name__ == "ResnetBlock2D"]
+    assert largest_unit(toy(*LORA)) == max(num_parameters(resnet, trained=True) for resnet in resnets)
+    few, every = activation_bytes(toy(*LORA), SIZE), activation_bytes(toy(), SIZE)
+    assert few is not None and every is not None
+    assert few < 1.2 * every
+
+
+@pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])
+def test_memory_and_checkpoints_of_lora(parallelism):
+    counts = parameter_counts(toy(*LORA))
+    plan = plan_run(toy(*LORA, f"trainer.parallelism={parallelism}", "algorithms.ema.decays=[0.9,0.99]"))
+    (memory,) = [one for one in plan.memory if one.is_chosen]
+    copy = counts.trained + counts.fixed if parallelism == "fsdp" else 0
+    assert memory.weights == 4 * (counts.trained + counts.fixed + copy)
+    assert (memory.gradients, memory.optimizer, memory.ema) == tuple(n * counts.trained for n in (4, 8, 8))
+    assert plan.checkpoint_bytes == 4 * counts.fixed + 20 * counts.trained
+    assert (plan.num_parameters, plan.frozen_bytes) == (counts.trained, 4 * counts.frozen)
+    unit = counts.trained if parallelism == "ddp" else 2 * largest_unit(toy(*LORA))
+    assert plan.reduction_bytes == 4 * unit
+
+
+def test_shards_are_rounded_up_in_whole_numbers():
+    config = toy("plan.num_gpus=8", "trainer.num_replicas=8")
+    config.plan.num_gpus = 49 * 8
+    memory = make_plan(config, num_parameters=49, fixed_parameters=50).memory[1]
+    assert (memory.weights, memory.gradients) == (4 * (1 + 2), 4)
+
+
+def test_a_vae_with_a_discriminator_and_a_perceptual_loss(tmp_path):
+    write_vgg(tmp_path / "vgg.pth")
+    changes = {"block_out_channels": [16, 32, 32], "norm_num_groups": 4}
+    weights = {"adversarial_weight": 0.5, "perceptual_weight": 1.0, "vgg_weights": str(tmp_path / "vgg.pth")}
+    built = AutoencoderTraining(build_vae(TINY, changes), AutoencoderConfig(**weights, vae=changes), seed=0)
+    config = toy("task=autoencoder")
+    config.autoencoder = AutoencoderConfig(**weights, vae=changes)
+    counts = parameter_counts(config)
+    assert (counts.trained, counts.fixed) == (num_parameters(built, trained=True), 0)
+    assert counts.trained > num_parameters(built.vae)
+    assert counts.frozen == num_parameters(built._frozen["perceptual"])
+    config.autoencoder = AutoencoderConfig(vae=changes)
+    assert parameter_counts(config) == (num_parameters(built.vae), 0, 0)
+    with pytest.raises(ConfigurationError, match="trains a VAE, but the rates of a fleet are of U-Nets"):
+        rate_for(Fleet(name="measured", num_gpus=1, images_per_second={32: 100.0}), config)

@@ -1,0 +1,138 @@
+import numpy as np
+import pytest
+
+from diffusion.errors import ConfigurationError
+from diffusion.preparation.selection.duplicates import _block_masks, find_duplicates, hash_words
+
+BITS = np.uint64(1) << np.arange(64, dtype=np.uint64)
+
+
+def one_by_one(order, exact, phash, pixels, max_distance, settled) -> list[int]:
+    """The definition: in the order of preference, each image against those that were kept before it."""
+    kept, of = [], [0] * len(order)
+    for i in sorted(range(len(order)), key=lambda i: (not settled[i], -int(pixels[i]), int(order[i]))):
+        near = [
+            k for k in kept
+            if exact[k] == exact[i]
+            or (max_distance is not None and (int(phash[k]) ^ int(phash[i])).bit_count() <= max_distance)
+        ]  # fmt: skip
+        of[i] = near[0] if near else i
+        if not near:
+            kept.append(i)
+    return of
+
+
+def find(phash, pixels=None, exact=None, max_distance=4, order=None, settled=None):
+    num = len(phash)
+    is_duplicate, of = find_duplicates(
+        np.arange(num, dtype=np.uint64) if order is None else np.array(order, np.uint64),
+        np.arange(num, dtype=np.uint64) if exact is None else np.array(exact, np.uint64),
+        np.array(phash, np.uint64),
+        np.ones(num, np.int64) if pixels is None else np.array(pixels),
+        max_distance,
+        None if settled is None else np.array(settled, bool),
+    )
+    assert (is_duplicate == (of != np.arange(num))).all()
+    return of.tolist()
+
+
+@pytest.mark.parametrize("max_distance", [None, 0, 1, 2, 4, 7, 12, 16])
+def test_equal_to_the_definition_on_crowded_hashes(max_distance):
+    random = np.random.default_rng(max_distance or 99)
+    for num in (1, 2, 3, 30, 150, 400):
+        phash = random.integers(0, 2**64, 6, dtype=np.uint64)[random.integers(0, 6, num)]
+        for _ in range(random.integers(0, 9)):
+            phash = phash ^ (BITS[random.integers(0, 64, num)] * (random.random(num) < 0.4).astype(np.uint64))
+        content = random.integers(0, 2 * num, num)  # equal bytes have equal hashes and sizes
+        first = np.unique(content, return_index=True, return_inverse=True)
+        phash = phash[first[1]][first[2]]
+        pixels = random.integers(1, 4, num)[first[1]][first[2]]
+        order = random.permutation(num).astype(np.uint64)
+        settled = np.zeros(num, bool)
+        arguments = (order, content.astype(np.uint64), phash, pixels, max_distance)
+        assert find_duplicates(*arguments)[1].tolist() == one_by_one(*arguments, settled)
+
+
+@pytest.mark.parametrize("num", [2, 10_000, 1_000_000, 100_000_000])
+@pytest.mark.parametrize("distance", [0, 1, 4, 10, 16])
+def test_two_near_hashes_agree_in_one_of_the_masks(num, distance):
+    masks = np.array(_block_masks(num, distance))
+    random = np.random.default_rng(1)
+    for _ in range(300):
+        difference = np.bitwise_or.reduce(BITS[random.choice(64, distance, replace=False)], initial=np.uint64(0))
+        assert ((masks & difference) == 0).any()
+
+
+def test_the_largest_stays_then_the_first_in_the_order():
+    same = [7, 7, 7]
+    assert find(same, pixels=[10, 30, 20]) == [1, 1, 1]
+    assert find(same, pixels=[30, 30, 10], order=[5, 2, 0]) == [1, 1, 1]
+
+
+def test_same_bytes_are_found_without_the_look_and_by_all_words():
+    exact = [[1, 1], [1, 2], [1, 1], [2, 1]]
+    phash = [0, 0, 0, 2**63]
+    assert find(phash, exact=exact, max_distance=None) == [0, 1, 0, 3]
+    assert find(phash, exact=exact, max_distance=0) == [0, 0, 0, 3]
+
+
+def test_a_chain_is_not_taken_for_one_image():
+    chain = [0, 0b111, 0b111111, 0b111111111]
+    assert find(chain, max_distance=4) == [0, 0, 2, 2]
+    assert find(chain, max_distance=4, pixels=[1, 9, 1, 1]) == [1, 1, 1, 3]
+
+
+def test_a_duplicate_of_a_dropped_image_only_stays():
+    # b is near a and dropped; c is near b only
+    assert find([0, 0b1111, 0b11111111], order=[0, 1, 2]) == [0, 0, 2]
+
+
+def test_what_an_earlier_run_kept_stays_whatever_comes_later():
+    assert find([0, 1], pixels=[1, 100]) == [1, 1]
+    assert find([0, 1], pixels=[1, 100], settled=[True, False]) == [0, 0]
+
+
+def test_the_order_of_the_arrays_does_not_matter():
+    random = np.random.default_rng(5)
+    num = 3000
+    phash = random.integers(0, 2**64, 1000, dtype=np.uint64)[random.integers(0, 1000, num)]
+    phash ^= BITS[random.integers(0, 64, num)]
+    order, exact = random.permutation(num).astype(np.uint64), random.integers(0, 2**64, num, dtype=np.uint64)
+    pixels = random.integers(1, 5, num)
+    of = find_duplicates(order, exact, phash, pixels, 4)[1]
+    mixed = random.permutation(num)
+    again = find_duplicates(order[mixed], exact[mixed], phash[mixed], pixels[mixed], 4)[1]
+    assert (mixed[again] == of[mixed]).all()
+    assert 1000 < (of != np.arange(num)).sum() < 2500
+
+
+def test_the_number_of_comparisons_grows_about_linearly(monkeypatch):
+    compared, bitwise_count = [0], np.bitwise_count
+
+    def counting(values):
+        compared[0] += len(values)
+        return bitwise_count(values)
+
+    monkeypatch.setattr(np, "bitwise_count", counting)
+    for num in (50_000, 200_000):
+        compared[0] = 0
+        random = np.random.default_rng(num)
+        phash, exact = random.integers(0, 2**64, (2, num), dtype=np.uint64)
+        is_duplicate, _ = find_duplicates(np.arange(num, dtype=np.uint64), exact, phash, np.ones(num, np.int64), 4)
+        assert not is_duplicate.any()
+        assert 0 < compared[0] < 100 * num
+
+
+def test_nothing():
+    assert find([]) == []
+    assert find([], max_distance=None) == []
+
+
+@pytest.mark.parametrize("distance", [-1, 17])
+def test_wrong_distance(distance):
+    with pytest.raises(ConfigurationError, match=f"duplicates.max_distance is {distance}"):
+        find([1, 2], max_distance=distance)
+
+
+def test_words_of_a_hash():
+    assert hash_words("00000000000000010000000000000002") == [1, 2]

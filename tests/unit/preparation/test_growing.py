@@ -1,0 +1,158 @@
+import os
+import shutil
+
+import pytest
+from streaming import LocalDataset
+
+from diffusion.config.preparation import DuplicatesConfig
+from diffusion.datasets.manifest import PreparedManifest
+from diffusion.errors import DataError
+from diffusion.preparation.partitions import merge_shards
+from diffusion.preparation.prepare import prepare
+from tests.tools.image_files import noise, sample, tree, write_folder, write_tar
+
+OPTIONS = {"edges": [16, 34], "num_workers": 1, "shard_bytes": 8000, "partition_size": 6, "validation_fraction": 0.2}
+
+
+def grow(folder):
+    """Add images before, between and behind those that are there."""
+    write_folder(folder, 20, start=100)
+    for number, name in ((200, "0000a"), (201, "0011b")):
+        (folder / f"{name}.png").write_bytes(noise(37, 33, number))
+        (folder / f"{name}.txt").write_text(f"image {number}")
+
+
+def keys(out):
+    """Keys of all samples by split and bucket, in their order."""
+    found = {}
+    for split, buckets in PreparedManifest.read(out).splits.items():
+        for bucket in buckets:
+            dataset = LocalDataset(str(out / split / bucket))
+            found[split, bucket] = [dataset[i]["key"] for i in range(len(dataset))]
+    return found
+
+
+def test_what_a_source_gained_is_added_behind(tmp_path):
+    source, out = tmp_path / "set", tmp_path / "out"
+    write_folder(source, 30)
+    first = prepare([source], out, **OPTIONS)
+    before, old_keys = tree(out), keys(out)
+    grow(source)
+    second = prepare([source], out, **OPTIONS)
+    assert [one.kept for one in second.generations] == [30, 22]
+    assert (first.kept, second.kept, second.seen) == (30, 52, 52)
+    now = tree(out)
+    assert {name: now[name] for name in before if name.endswith(".mds")} == {
+        name: data for name, data in before.items() if name.endswith(".mds")
+    }
+    new_keys = keys(out)
+    for place, listed in old_keys.items():
+        assert new_keys[place][: len(listed)] == listed
+    alone = prepare([source], tmp_path / "at once", **OPTIONS)
+    at_once = keys(tmp_path / "at once")
+    assert {place: sorted(listed) for place, listed in new_keys.items()} == {
+        place: sorted(listed) for place, listed in at_once.items()
+    }, "split and bucket of an image do not depend on when it came"
+    assert len(alone.generations) == 1
+    assert prepare([source], out, **OPTIONS) == second
+    assert tree(out) == now
+
+
+def test_a_source_more(tmp_path):
+    write_folder(tmp_path / "a", 10)
+    members = [member for i in range(6) for member in sample(f"{i}", noise(40, 35, 50 + i), b"x")]
+    write_tar(tmp_path / "b.tar", members)
+    prepare([tmp_path / "a"], tmp_path / "out", **OPTIONS)
+    manifest = prepare([tmp_path / "a", tmp_path / "b.tar"], tmp_path / "out", **OPTIONS)
+    assert [(one.name, one.kept) for one in manifest.sources] == [("a", 10), ("b.tar", 6)]
+    with pytest.raises(DataError, match="from other sources"):
+        prepare([tmp_path / "a"], tmp_path / "out", **OPTIONS)
+
+
+@pytest.mark.parametrize("moment", ["shard", "facts", "manifest"])
+def test_stopped_while_growing(tmp_path, monkeypatch, moment):
+    source = tmp_path / "set"
+    write_folder(source, 30)
+    for name in ("out", "undisturbed"):
+        prepare([source], tmp_path / name, **OPTIONS)
+    grow(source)
+    prepare([source], tmp_path / "undisturbed", **OPTIONS)
+    place = {
+        "shard": (merge_shards, "write_shard"),
+        "facts": (merge_shards, "write_table"),
+        "manifest": (PreparedManifest, "write"),
+    }[moment]
+    function, count = getattr(*place), iter(range(100))
+
+    def stop_once(*arguments, **options):
+        if next(count) == (0 if moment == "manifest" else 2):
+            raise KeyboardInterrupt
+        return function(*arguments, **options)
+
+    monkeypatch.setattr(*place, stop_once)
+    with pytest.raises(KeyboardInterrupt):
+        prepare([source], tmp_path / "out", **OPTIONS)
+    assert PreparedManifest.read(tmp_path / "out").kept == 30, "until the end it is what it was"
+    prepare([source], tmp_path / "out", **OPTIONS)
+    assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
+
+
+def test_duplicates_of_earlier_images_are_left_out(tmp_path):
+    source, out = tmp_path / "set", tmp_path / "out"
+    write_folder(source, 12)
+    options = {**OPTIONS, "duplicates": DuplicatesConfig(max_distance=0)}
+    prepare([source], out, **options)
+    for i in range(4):
+        shutil.copy(source / f"{i:04}.png", source / f"copy{i}.png")
+        (source / f"copy{i}.txt").write_text("again")
+    write_folder(source, 2, start=50)
+    manifest = prepare([source], out, **options)
+    assert manifest.kept == 14
+    assert manifest.refused["duplicate"].count == 4
+    assert {one.key: one.detail for one in manifest.refused["duplicate"].examples} == {
+        f"set/copy{i}.png": f"of set/{i:04}.png" for i in range(4)
+    }
+
+
+def test_a_source_that_changed_is_refused(tmp_path):
+    source, out = tmp_path / "set", tmp_path / "out"
+    write_folder(source, 12)
+    prepare([source], out, **OPTIONS)
+    before = tree(out)
+    (source / "0003.txt").write_text("image 4\n")
+    with pytest.raises(DataError, match=r"source set: '0000.png' \(from .* has changed; .*--overwrite"):
+        prepare([source], out, **OPTIONS)
+    (source / "0003.txt").write_text("image 3\n")
+    (source / "0004.png").rename(source / "renamed.png")
+    with pytest.raises(DataError, match=r"has changed; .*--overwrite"):
+        prepare([source], out, **OPTIONS)
+    (source / "renamed.png").rename(source / "0004.png")
+    assert tree(out) == before
+    prepare([source], out, **OPTIONS)
+    os.utime(source / "0001.png", ns=(0, 0))
+    assert prepare([source], out, **OPTIONS).kept == 12, "another time, the same content"
+
+
+def test_a_refused_image_that_is_mended(tmp_path):
+    source, out = tmp_path / "set", tmp_path / "out"
+    write_folder(source, 4)
+    caption = (source / "0001.txt").read_text()
+    (source / "0001.txt").unlink()
+    assert prepare([source], out, **OPTIONS).kept == 3
+    (source / "0001.txt").write_text(caption)
+    with pytest.raises(DataError, match=r"has changed; .*a mended copy under another name is new"):
+        prepare([source], out, **OPTIONS)
+    (source / "0001.txt").rename(source / "0001 mended.txt")
+    shutil.copy(source / "0001.png", source / "0001 mended.png")
+    grown = prepare([source], out, **OPTIONS)
+    assert ([one.kept for one in grown.generations], grown.refused["missing_caption"].count) == ([3, 1], 1)
+
+
+def test_a_tar_that_is_gone_is_refused(tmp_path):
+    for part in range(2):
+        members = [member for i in range(4) for member in sample(f"{i}", noise(40, 35, part * 10 + i), b"x")]
+        write_tar(tmp_path / f"{part}.tar", members)
+    prepare([tmp_path / "*.tar"], tmp_path / "out", **OPTIONS)
+    (tmp_path / "1.tar").unlink()
+    with pytest.raises(DataError, match=r"'1.tar' is gone; .*--overwrite"):
+        prepare([tmp_path / "*.tar"], tmp_path / "out", **OPTIONS)

@@ -1,0 +1,367 @@
+import json
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from diffusion.config.loading import from_dict
+from diffusion.config.preparation import PrepareConfig
+from diffusion.errors import ConfigurationError, DataError, MachineError
+from diffusion.preparation.selection.plugins import Plugins, load_plugins
+
+HERE = "tests.unit.preparation.test_plugins"
+RED, GREEN, WHITE = (
+    Image.new("RGB", size, colour) for size, colour in (((9, 4), "red"), ((4, 9), "green"), ((5, 5), "white"))
+)
+
+
+class Redness:
+    """A scorer: the mean of the red channel; counts how often it is made and called."""
+
+    made = 0
+
+    def __init__(self, scale: float = 1.0) -> None:
+        type(self).made += 1
+        self.scale = scale
+        self.batches: list[int] = []
+
+    def __call__(self, images, captions):
+        self.batches.append(len(images))
+        return [self.scale * image.resize((1, 1)).getpixel((0, 0))[0] for image in images]
+
+
+class NumCaptions:
+    def __call__(self, images, captions):
+        return torch.tensor([len(texts) for texts in captions])
+
+
+class ColourCaptioner:
+    """A captioner; has no words for white."""
+
+    def __call__(self, images, captions):
+        names = {(255, 0, 0): " a red image\n", (0, 128, 0): "a green image"}
+        return [names.get(image.getpixel((0, 0)), " ") for image in images]
+
+
+class Constant:
+    def __init__(self, values) -> None:
+        self.values = values
+
+    def __call__(self, images, captions):
+        return self.values
+
+
+def plugins(**values) -> Plugins:
+    return load_plugins(from_dict(PrepareConfig, {"sources": ["a"], "out": "b", **values}, "test"))
+
+
+def scorer(name: str, column: str, **values) -> dict:
+    return {"path": f"{HERE}.{name}", "column": column, **values}
+
+
+def test_without_plugins_nothing_changes():
+    [one] = plugins().annotate([RED], [["a"]])
+    assert (one.captions, one.metadata) == (["a"], {})
+
+
+def test_scores_are_columns_and_batches_keep_to_their_size():
+    loaded = plugins(scorers=[scorer("Redness", "redness", batch_size=2), scorer("NumCaptions", "captions_seen")])
+    results = loaded.annotate([RED, GREEN, WHITE], [["a"], ["b", "c"], ["d"]])
+    assert [one.metadata for one in results] == [
+        {"redness": 255.0, "captions_seen": 1},
+        {"redness": 0.0, "captions_seen": 2},
+        {"redness": 255.0, "captions_seen": 1},
+    ]
+    assert loaded.scorers[0][1].batches == [2, 1]  # pyright: ignore
+    json.dumps([one.metadata for one in results])
+
+
+def test_loaded_once_per_process():
+    loaded = [plugins(scorers=[scorer("Redness", "once", arguments={"scale": 3.0})]) for _ in range(3)]
+    [(_, first)] = loaded[0].scorers
+    made = type(first).made  # pyright: ignore
+    assert all(one.scorers[0][1] is first for one in loaded)
+    assert plugins(scorers=[scorer("Redness", "once", arguments={"scale": 4.0})]).scorers[0][1] is not first
+    assert type(first).made == made + 1  # pyright: ignore
+
+
+def test_what_is_no_number_becomes_none():
+    loaded = plugins(scorers=[{**scorer("Constant", "x"), "arguments": {"values": [float("nan"), None, "en"]}}])
+    assert [one.metadata["x"] for one in loaded.annotate([RED] * 3, [["a"]] * 3)] == [None, None, "en"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "captions", "generated"),
+    [
+        ("missing", [["r"], ["a green image"], []], [None, [0], None]),
+        ("beside", [["r", "a red image"], ["a green image"], []], [[1], [0], None]),
+        ("instead", [["a red image"], ["a green image"], []], [[0], [0], None]),
+    ],
+)
+def test_captions_that_are_written_are_marked(mode, captions, generated):
+    loaded = plugins(captioner={"path": f"{HERE}.ColourCaptioner", "mode": mode}, scorers=[scorer("NumCaptions", "n")])
+    assert loaded.takes_missing_captions
+    given = [["r"], [], []]
+    results = loaded.annotate([RED, GREEN, WHITE], given)
+    assert [one.captions for one in results] == captions
+    assert [one.metadata.get("generated_captions") for one in results] == generated
+    assert [one.metadata["n"] for one in results] == [len(texts) for texts in captions]  # scored with what was written
+    assert given == [["r"], [], []]
+
+
+def test_an_image_without_a_written_caption_keeps_its_own():
+    loaded = plugins(captioner={"path": f"{HERE}.ColourCaptioner", "mode": "instead"})
+    assert loaded.annotate([WHITE], [["w"]])[0].captions == ["w"]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"scorers": [{"path": "tests.absent.Thing", "column": "x"}]}, r"scorers\.0\.path=tests\.absent\.Thing"),
+        ({"scorers": [scorer("Redness", "x", arguments={"absent": 1})]}, r"scorers\.0\.arguments"),
+        ({"scorers": [scorer("Redness", "bytes")]}, r"scorers\.0\.column is 'bytes'"),
+        ({"scorers": [{"path": f"{HERE}.Redness"}]}, r"scorers\.0\.column"),
+        ({"scorers": [scorer("Redness", "x"), scorer("NumCaptions", "x")]}, r"scorers\.1\.column is 'x'"),
+        ({"scorers": [scorer("Redness", "x", batch_size=0)]}, r"scorers\.0\.batch_size is 0"),
+        ({"captioner": {"path": f"{HERE}.ColourCaptioner", "batch_size": 0}}, r"captioner\.batch_size is 0"),
+        ({"captioner": {"path": f"{HERE}.dict_of"}}, r"captioner\.path"),
+        ({"captioner": {"path": "builtins.dict"}}, "cannot be called"),
+    ],
+)
+def test_mistakes_are_told_when_loading(values, message):
+    with pytest.raises(ConfigurationError, match=message):
+        plugins(**values)
+
+
+def test_wrong_answers_are_told():
+    wrong = {**scorer("Constant", "x"), "arguments": {"values": [1, 2]}}
+    with pytest.raises(ConfigurationError, match=r"scorer of 'x', .*Constant: 2 results for 3 images"):
+        plugins(scorers=[wrong]).annotate([RED] * 3, [["a"]] * 3)
+    captioner = {"path": f"{HERE}.Constant", "arguments": {"values": [7]}}
+    with pytest.raises(ConfigurationError, match="returned 7; it must return texts"):
+        plugins(captioner=captioner).annotate([RED], [["a"]])
+
+
+# languages
+
+ENGLISH = ["a red dog on a green meadow", "wedding cake with white roses", "an emoji of tomato", "radio", "SALE"]
+OTHERS = {
+    "de": ["ein roter Hund auf einer grünen Wiese", "Foto einer alten Brücke bei Nacht", "zwei Kinder im Schnee"],
+    "fr": ["un chien rouge dans un pré vert", "photo d'un vieux pont la nuit", "gâteau de mariage aux roses blanches"],
+    "es": ["un perro rojo en un prado verde", "foto de un puente viejo de noche", "dos niños juegan en la nieve"],
+    "nl": ["een rode hond op een groen weiland", "twee kinderen spelen in de sneeuw"],
+    "ru": ["красная собака на зеленом лугу"],
+    "ja": ["緑の野原にいる赤い犬"],
+    "zh": ["夜晚的古桥照片"],
+}
+
+
+@pytest.fixture(scope="module")
+def language():
+    from diffusion.preparation.selection.languages import CaptionLanguage
+
+    return CaptionLanguage()
+
+
+def test_languages_of_captions(language):
+    assert [language.of(caption) for caption in ENGLISH] == ["en"] * len(ENGLISH)
+    for code, captions in OTHERS.items():
+        assert [language.of(caption) for caption in captions] == [code] * len(captions)
+
+
+def test_languages_of_images(language):
+    captions = [
+        ["a red dog", "a dog in the grass"],
+        ["a red dog in the grass", OTHERS["ru"][0]],
+        ["123 !!"],
+        ["42", "a black cat"],
+    ]
+    assert language([RED] * 4, captions) == ["en", "mul", None, "en"]
+
+
+def test_the_expected_language_can_be_another_or_none():
+    from diffusion.preparation.selection.languages import CaptionLanguage
+
+    assert CaptionLanguage(prior=1).of("an emoji of tomato") != "en"
+    assert CaptionLanguage(expected="nl").of("een film") == "nl"
+    for arguments in ({"languages": ["en", "xx"]}, {"expected": "de", "languages": ["en"]}, {"prior": 0}):
+        with pytest.raises(ConfigurationError):
+            CaptionLanguage(**arguments)
+
+
+@pytest.mark.emoji
+def test_real_english_captions_are_english(language, data_folder):
+    lines = (data_folder / "prompts/PartiPrompts.tsv").read_text(encoding="utf-8").splitlines()[1:]
+    captions = [line.split("\t")[0] for line in lines]
+    captions = [caption for caption in captions if len(caption.split()) >= 4]
+    found = [language.of(caption) for caption in captions]
+    assert found.count("en") > 0.99 * len(found)
+
+
+# CLIP with a linear head
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory):
+    """A tiny random CLIP in a folder."""
+    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel
+
+    torch.manual_seed(0)
+    size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text, vision = {"vocab_size": 50}, {"image_size": 32, "patch_size": 8, "projection_dim": 8}
+    config = CLIPConfig(text_config=size | text, vision_config=size | vision, projection_dim=8)
+    folder = tmp_path_factory.mktemp("clip")
+    CLIPModel(config).save_pretrained(folder)
+    processor = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    processor.save_pretrained(folder)
+    return folder
+
+
+def aesthetic(clip, head, **options):
+    from diffusion.preparation.selection.scorers import AestheticScore
+
+    return AestheticScore(str(clip), str(head), device="cpu", **options)
+
+
+def test_the_score_is_the_head_on_the_normalised_embedding(clip, tmp_path):
+    from transformers import CLIPImageProcessor, CLIPModel
+
+    weight, bias = torch.arange(8.0).reshape(1, 8), torch.tensor([5.0])
+    save_file({"weight": weight, "bias": bias}, tmp_path / "head.safetensors")
+    model, processor = CLIPModel.from_pretrained(clip), CLIPImageProcessor.from_pretrained(clip)
+    noise = Image.frombytes("RGB", (50, 40), bytes(range(240)) * 25)
+    images = [RED, noise, GREEN]
+    with torch.no_grad():
+        encoded = model.vision_model(**processor(images, return_tensors="pt"))
+        features = model.visual_projection(encoded.pooler_output)
+    expected = (features / features.norm(dim=-1, keepdim=True)) @ weight[0] + 5
+    score = aesthetic(clip, tmp_path / "head.safetensors")
+    assert score(images, [["a"]] * 3) == pytest.approx(expected.tolist(), abs=6e-4)
+    assert [score([one], [["a"]])[0] for one in images] == pytest.approx(score(images, []), abs=1.1e-3)
+
+
+def test_a_head_of_several_layers(clip, tmp_path):
+    torch.manual_seed(1)
+    tensors = {"layers.0.weight": torch.randn(4, 8), "layers.0.bias": torch.randn(4),
+               "layers.2.weight": torch.randn(3, 4), "layers.10.weight": torch.randn(1, 3)}  # fmt: skip
+    save_file(tensors, tmp_path / "chain.safetensors")
+    product = tensors["layers.10.weight"] @ tensors["layers.2.weight"]
+    merged = {"weight": product @ tensors["layers.0.weight"], "bias": product @ tensors["layers.0.bias"]}
+    save_file(merged, tmp_path / "one.safetensors")
+    scores = [aesthetic(clip, tmp_path / f"{name}.safetensors")([RED, GREEN], []) for name in ("chain", "one")]
+    assert scores[0] == pytest.approx(scores[1], abs=1.1e-3)
+    assert scores[0][0] != scores[0][1]
+
+
+def test_scores_through_the_configuration(clip, tmp_path):
+    save_file({"weight": torch.zeros(1, 8), "bias": torch.tensor([4.5])}, tmp_path / "head.safetensors")
+    arguments = {"clip": str(clip), "head": str(tmp_path / "head.safetensors"), "device": "cpu", "precision": "bf16"}
+    config = {
+        "path": "diffusion.preparation.selection.scorers.AestheticScore",
+        "column": "aesthetic",
+        "arguments": arguments,
+    }
+    assert plugins(scorers=[config]).annotate([RED], [["a"]])[0].metadata == {"aesthetic": 4.5}
+
+
+def test_absent_and_wrong_weights_say_what_to_put_where(clip, tmp_path):
+    with pytest.raises(
+        DataError, match=r"clip: .*has no config.json and no .* and no model.safetensors; put CLIP there"
+    ):
+        aesthetic(tmp_path, tmp_path / "head.safetensors")
+    with pytest.raises(DataError, match=r"head.safetensors is not a safetensors file; put .* weight \[1, 8\]"):
+        aesthetic(clip, tmp_path / "head.safetensors")
+    (tmp_path / "head.safetensors").write_bytes(b"garbage")
+    with pytest.raises(DataError, match="is damaged"):
+        aesthetic(clip, tmp_path / "head.safetensors")
+    torch.save({"weight": torch.zeros(1, 8)}, tmp_path / "head.pth")
+    with pytest.raises(DataError, match="not a safetensors file"):
+        aesthetic(clip, tmp_path / "head.pth")
+    for tensors, message in (
+        ({"weight": torch.zeros(1, 768)}, "8 features come in"),
+        ({"weight": torch.zeros(2, 8)}, "gives 2 numbers"),
+        ({"bias": torch.zeros(1)}, "8 features come in"),
+        ({"norm.scale": torch.zeros(1)}, "no weight and no bias"),
+    ):
+        save_file(tensors, tmp_path / "head.safetensors")
+        with pytest.raises(DataError, match=message):
+            aesthetic(clip, tmp_path / "head.safetensors")
+
+
+def test_wrong_devices_and_precisions(clip, tmp_path):
+    from diffusion.preparation.selection.scorers import AestheticScore
+
+    with pytest.raises(ConfigurationError, match="precision: 'fp8'"):
+        AestheticScore(str(clip), "head", precision="fp8")
+    with pytest.raises(ConfigurationError, match="'gpu!' is not a device"):
+        AestheticScore(str(clip), "head", device="gpu!")
+    with pytest.raises(MachineError, match="cuda:99"):
+        AestheticScore(str(clip), "head", device="cuda:99")
+
+
+# image to text
+
+
+@pytest.fixture(scope="module")
+def blip(tmp_path_factory):
+    """A tiny random BLIP in a folder, with a tokenizer of single words."""
+    from transformers import BertTokenizer, BlipConfig, BlipForConditionalGeneration, BlipImageProcessor, BlipProcessor
+
+    folder = tmp_path_factory.mktemp("blip")
+    words = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        "[DEC]",
+        "[ENC]",
+        *["a", "photograph", "of", "red", "green", "dog", "cat"],
+    ]
+    (folder / "vocab.txt").write_text("\n".join(words))
+    torch.manual_seed(3)
+    size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {**size, "vocab_size": len(words), "encoder_hidden_size": 16, "bos_token_id": 5, "eos_token_id": 3,
+            "sep_token_id": 3, "pad_token_id": 0}  # fmt: skip
+    config = BlipConfig(text_config=text, vision_config={**size, "image_size": 32, "patch_size": 8})
+    model = BlipForConditionalGeneration(config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.5)  # so that images matter
+    model.save_pretrained(folder)
+    processor = BlipImageProcessor(size={"height": 32, "width": 32})
+    tokenizer = BertTokenizer(str(folder / "vocab.txt"), bos_token="[DEC]", additional_special_tokens=["[ENC]"])
+    BlipProcessor(processor, tokenizer).save_pretrained(folder)
+    return folder
+
+
+def test_captions_of_a_model_are_repeatable_and_do_not_depend_on_the_batch(blip):
+    from diffusion.preparation.selection.captioners import ImageToText
+
+    noise = [Image.effect_noise((40, 30), 90 * i).convert("RGB") for i in range(1, 4)]
+    images = [RED, *noise, GREEN]
+    captioner = ImageToText(str(blip), max_new_tokens=6, device="cpu")
+    captions = captioner(images, [[]] * 5)
+    assert captions == captioner(images, [[]] * 5)
+    assert captions == [captioner([image], [[]])[0] for image in images]
+    assert len(set(captions)) > 1
+    assert all("[" not in caption for caption in captions)
+
+
+def test_a_prompt_begins_each_caption(blip):
+    captioner = {"path": "diffusion.preparation.selection.captioners.ImageToText", "mode": "missing",
+                 "arguments": {"folder": str(blip), "prompt": "a photograph of", "max_new_tokens": 3, "num_beams": 2,
+                               "device": "cpu"}}  # fmt: skip
+    results = plugins(captioner=captioner).annotate([RED, GREEN], [[], ["grass"]])
+    assert results[0].captions[0].startswith("a photograph of")
+    assert (results[1].captions, results[0].metadata) == (["grass"], {"generated_captions": [0]})
+
+
+def test_an_absent_captioner_is_told(tmp_path, blip):
+    from diffusion.preparation.selection.captioners import ImageToText
+
+    with pytest.raises(DataError, match="put an image-to-text model there"):
+        ImageToText(str(tmp_path))
+    with pytest.raises(ConfigurationError, match="max_new_tokens is 0"):
+        ImageToText(str(blip), max_new_tokens=0)

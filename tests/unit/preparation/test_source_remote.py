@@ -1,0 +1,375 @@
+import base64
+import io
+import os
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import boto3
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from streaming import MDSWriter
+
+from diffusion.errors import DataError, MachineError, UserError
+from diffusion.preparation.sources import remote_files, remote_stores
+from diffusion.preparation.sources.opening import Reason, Record, Refused, open_source, open_sources
+from diffusion.preparation.sources.remote_files import list_files, open_file, shown
+from tests.tools.image_files import noise, sample, tree, write_folder, write_tar
+from tests.tools.s3_server import S3Server, find_s3rver, s3_process, s3_server
+
+__all__ = ["s3_process", "s3_server"]
+
+SECRET = "hunter2"
+
+
+def read(place, **options) -> list[Record | Refused]:
+    return list(open_source(place, **options).read())
+
+
+@pytest.fixture
+def layouts(tmp_path) -> Path:
+    """One data set in every layout, below `data`."""
+    root = tmp_path / "data"
+    write_folder(root / "images", 5)
+    write_folder(root / "images" / "a", 3)
+    write_folder(root / "images" / "ab", 2)
+    (root / "images" / "metadata.jsonl").write_text(
+        '{"file_name": "0003.png", "text": "table"}\n{"file_name": "z.png"}'
+    )
+    (root / "images" / ".hidden.png").write_bytes(b"x")
+    (root / "tars").mkdir()
+    for number in range(3):
+        members = [one for at in range(12) for one in sample(f"{at}", noise(30, 30, at), b"x", number=number)]
+        write_tar(root / "tars" / f"{number}.tar", members)
+        (root / "tars" / f"{number}.parquet").write_bytes(b"a log")
+    (root / "parquet").mkdir()
+    columns = {
+        "image": [noise(30, 30, number) for number in range(100)],
+        "caption": [f"{number}" for number in range(100)],
+    }
+    pq.write_table(pa.table(columns), root / "parquet" / "0.parquet", row_group_size=6)
+    (root / "paths").mkdir()
+    paths = pa.table({"file_name": ["../images/a/0001.png", "gone.png"], "caption": ["one", "two"]})
+    pq.write_table(paths, root / "paths" / "x.parquet")
+    with MDSWriter(
+        out=str(root / "mds"), columns={"image": "bytes", "caption": "str"}, hashes=["xxh64"], size_limit=9000
+    ) as mds:
+        for number in range(6):
+            mds.write({"image": noise(30, 30, number), "caption": f"{number}"})
+    (root / "arrow").mkdir()
+    with pa.ipc.new_stream(root / "arrow" / "0.arrow", pa.table(columns).schema) as writer:
+        writer.write_table(pa.table(columns), max_chunksize=7)
+    return root
+
+
+def upload(folder: Path, url: str) -> None:
+    client = boto3.client("s3", endpoint_url=os.environ["S3_ENDPOINT_URL"])
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    for name, content in tree(folder).items():
+        client.put_object(Bucket=bucket, Key=f"{prefix}/{name}", Body=content)
+
+
+@pytest.fixture
+def paged_server(tmp_path, monkeypatch) -> Iterator[S3Server]:
+    """A server that lists in pages: its tokens need a cipher that Node's OpenSSL 3 has in the legacy provider only."""
+    program = find_s3rver()
+    if program is None:
+        pytest.skip("needs s3rver: npm install --global s3rver")
+    monkeypatch.setenv("NODE_OPTIONS", "--openssl-legacy-provider")
+    server = S3Server(tmp_path / "server", program)
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    server.start("tests")
+    yield server
+    server.kill()
+
+
+@pytest.mark.s3
+class TestS3:
+    def test_every_layout_is_read_as_from_the_disk(self, layouts, paged_server: S3Server, monkeypatch):
+        monkeypatch.setattr(remote_stores, "_PAGE_KEYS", 3)
+        monkeypatch.setattr(remote_files, "BLOCK_BYTES", 8000)
+        upload(layouts, "s3://tests/data")
+        for name in ("images", "tars", "tars/*.tar", "tars/1.tar", "parquet", "parquet/0.parquet", "paths/x.parquet",
+                     "mds", "arrow", "images/a"):  # fmt: skip
+            local, remote = open_source(layouts / name), open_source(f"s3://tests/data/{name}")
+            items = list(local.read())
+            assert items and list(remote.read()) == items, name
+            assert (remote.kind, remote.name) == (local.kind, local.name)
+            assert remote.path == f"s3://tests/data/{name}"
+            partitions = remote.partitions(2)
+            assert [(one.id, one.items) for one in partitions] == [
+                (one.id, one.items) for one in local.partitions(2)
+            ], name
+            assert [item for one in partitions for item in remote.only(one).read(one)] == items, name
+        assert list(list_files("s3://tests/data/images"))[-6:] == [
+            *(f"a/{number:04d}.{suffix}" for number in (1, 2) for suffix in ("png", "txt"))
+        ][2:] + [f"ab/{number:04d}.{suffix}" for number in (0, 1) for suffix in ("png", "txt")]
+
+    def test_a_changed_object_changes_its_partition_only(self, layouts, s3_server: S3Server):
+        upload(layouts / "tars", "s3://tests/changing")
+        before = open_source("s3://tests/changing").partitions(1)
+        boto3.client("s3", endpoint_url=s3_server.endpoint).put_object(
+            Bucket="tests", Key="changing/1.tar", Body=b"new"
+        )
+        after = open_source("s3://tests/changing").partitions(1, before)
+        assert [one.fingerprint == two.fingerprint for one, two in zip(before, after, strict=True)] == [
+            True,
+            False,
+            True,
+        ]
+
+    def test_changed_while_it_is_read(self, layouts, s3_server: S3Server):
+        upload(layouts / "tars", "s3://tests/racing")
+        with open_file("s3://tests/racing/0.tar", buffer_bytes=512) as file:
+            assert len(file.read(512)) == 512
+            size = (layouts / "tars" / "0.tar").stat().st_size
+            client = boto3.client("s3", endpoint_url=s3_server.endpoint)
+            client.put_object(Bucket="tests", Key="racing/0.tar", Body=bytes(size))
+            with pytest.raises(DataError, match=r"s3://tests/racing/0.tar was changed while it was read"):
+                file.read(512)
+
+    def test_messages(self, layouts, s3_server: S3Server, monkeypatch):
+        upload(layouts / "arrow", "s3://tests/some")
+        for url, message in (
+            ("s3://nowhere/x", rf"s3://nowhere/x: there is no such bucket at {s3_server.endpoint}"),
+            ("s3://nowhere/x.tar", "there is no such bucket"),
+            ("s3://tests/nothing", "s3://tests/nothing: there is nothing"),
+            ("s3://tests/gone.tar", "there is nothing"),
+            ("s3://tests/some/*.tar", "no file matches"),
+            ("s3:///x", "names no bucket"),
+            ("s4://x/y", "s4:// is not known"),
+        ):
+            with pytest.raises(DataError, match=message):
+                open_source(url)
+        for twice in (["s3://tests/some", "s3://tests/some/"], ["s3://tests/some/0.arrow", "s3://tests/some"]):
+            with pytest.raises(DataError, match="hold the same files"):
+                open_sources(twice)
+
+    def test_credentials_come_from_the_environment_and_are_never_told(self, s3_server: S3Server, monkeypatch, tmp_path):
+        for name in ("HOME", "AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+            monkeypatch.setenv(name, str(tmp_path / "nothing"))
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "unknown")
+        said = []
+        for url, message in (("s3://tests/data", "refuses the credentials"), ("s3://tests/x.tar", "access denied")):
+            remote_stores._s3_client.cache_clear()
+            with pytest.raises(MachineError, match=message) as refused:
+                open_source(url)
+            said.append(str(refused.value))
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.delenv(name)
+        remote_stores._s3_client.cache_clear()
+        with pytest.raises(MachineError, match="no credentials were found; set AWS_ACCESS_KEY_ID"):
+            open_source("s3://tests/data")
+        remote_stores._s3_client.cache_clear()
+        with pytest.raises(DataError, match=r"s3://tests/x: the URL holds a user or password") as refused:
+            open_source(f"s3://user:{SECRET}@tests/x")
+        assert SECRET not in "".join([*said, str(refused.value)])
+
+    def test_an_outage_in_mid_read_is_bridged(self, layouts, s3_server: S3Server, monkeypatch):
+        monkeypatch.setattr(remote_files, "BLOCK_BYTES", 8000)
+        upload(layouts / "parquet", "s3://tests/outage")
+        expected = read(layouts / "parquet" / "0.parquet")
+        items = open_source("s3://tests/outage/0.parquet").read()
+        found = [next(items)]
+        s3_server.kill()
+        restart = threading.Timer(1.0, s3_server.start)
+        restart.start()
+        found += items
+        restart.join()
+        assert found == expected
+
+    def test_an_outage_for_good_is_one_message(self, layouts, s3_server: S3Server, monkeypatch):
+        monkeypatch.setattr(remote_files, "BLOCK_BYTES", 8000)
+        monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
+        remote_stores._s3_client.cache_clear()
+        write_folder(layouts / "images", 50, start=100)
+        upload(layouts, "s3://tests/dead")
+        for name in ("tars/0.tar", "parquet/0.parquet", "images", "mds", "arrow/0.arrow"):
+            items = open_source(f"s3://tests/dead/{name}").read()
+            first = next(items)
+            assert isinstance(first, Record)
+            s3_server.kill()
+            with pytest.raises(MachineError, match=r"does not answer \(\w+\) after several attempts; see whether"):
+                list(items)
+            s3_server.start()
+        remote_stores._s3_client.cache_clear()
+
+
+class WebServer:
+    """Serves a folder with ranges; some answers fail, one needs a password.
+
+    Attributes:
+        failures: For each path how many answers are an error 503, a body that breaks off, or none at all.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.failures, self.asked = folder, Counter[tuple[str, str]](), Counter[str]()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                outer.answer(self)
+
+            def log_message(self, *_) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def fails(self, path: str, how: str) -> bool:
+        if self.failures[path, how] > 0:
+            self.failures[path, how] -= 1
+            return True
+        return False
+
+    def answer(self, handler: BaseHTTPRequestHandler) -> None:
+        path = handler.path.partition("?")[0]
+        self.asked[path] += 1
+        file = self.folder / path.lstrip("/")
+        password = base64.b64encode(f"user:{SECRET}".encode()).decode()
+        if path.startswith("/private") and handler.headers.get("Authorization") != f"Basic {password}":
+            return self.send(handler, 401, b"")
+        if self.fails(path, "busy"):
+            return self.send(handler, 503, b"busy")
+        if not file.is_file():
+            return self.send(handler, 404, b"")
+        content, wanted = file.read_bytes(), handler.headers.get("Range")
+        headers = {"ETag": f'"{hash(content)}"'}
+        status = 200
+        if wanted and not path.startswith("/plain"):
+            start, stop = map(int, wanted.removeprefix("bytes=").split("-"))
+            headers["Content-Range"] = f"bytes {start}-{stop}/{len(content)}"
+            content, status = content[start : stop + 1], 206
+        self.send(handler, status, content, headers, broken=self.fails(path, "broken"))
+        return None
+
+    def send(self, handler, status: int, body: bytes, headers: dict[str, str] | None = None, *, broken=False) -> None:
+        handler.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            handler.send_header(name, value)
+        handler.end_headers()
+        handler.wfile.write(body[: len(body) // 2] if broken else body)
+        handler.close_connection = handler.close_connection or broken
+
+
+@pytest.fixture
+def web(layouts, monkeypatch) -> Iterator[WebServer]:
+    for name in ("plain", "private"):
+        shutil.copytree(layouts / "tars", layouts / name)
+    server = WebServer(layouts)
+    remote_stores._web_session.cache_clear()
+    yield server
+    server.server.shutdown()
+    server.server.server_close()
+
+
+class TestWeb:
+    @pytest.mark.parametrize("how", ["busy", "broken"])
+    def test_files_and_failures_that_pass(self, layouts, web: WebServer, monkeypatch, how):
+        monkeypatch.setattr(remote_files, "BLOCK_BYTES", 4000)
+        for path in ("/tars/0.tar", "/parquet/0.parquet"):
+            web.failures[path, how] = 2
+            assert read(web.url + path) == read(layouts / path.lstrip("/"))
+            assert web.failures[path, how] == 0
+            assert web.asked[path] > 5, "by ranges"
+
+    def test_failures_that_stay(self, web: WebServer):
+        web.failures["/tars/0.tar", "broken"] = 1000
+        with pytest.raises(MachineError, match=r"/tars/0.tar: the transfer broke off 5 times"):
+            read(web.url + "/tars/0.tar")
+
+    def test_messages_hide_passwords(self, web: WebServer, tmp_path, monkeypatch):
+        host = web.url.removeprefix("http://")
+        for url, message in (
+            (f"http://user:{SECRET}@{host}/private/0.tar", "the URL holds a user or password"),
+            (f"{web.url}/private/0.tar?token={SECRET}", "access denied"),
+            (f"{web.url}/gone.tar?token={SECRET}", "a web server does not list folders"),
+            (f"{web.url}/plain/0.tar?token={SECRET}", "serves no ranges; download the file"),
+        ):
+            with pytest.raises(UserError, match=message) as refused:
+                open_source(url).partitions(1)
+            assert SECRET not in str(refused.value)
+        assert shown(f"https://u:{SECRET}@h/x?y={SECRET}#z") == "https://h/x"
+        (tmp_path / "netrc").write_text(f"machine 127.0.0.1 login user password {SECRET}\n")
+        monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+        source = open_source(f"{web.url}/private/0.tar?token={SECRET}")
+        assert len(list(source.read())) == 12
+        assert source.path == f"{web.url}/private/0.tar"
+
+    def test_images_that_a_table_names_by_url(self, web: WebServer, tmp_path):
+        urls = [
+            f"{web.url}/images/0001.png?token={SECRET}",
+            f"{web.url}/images/gone.png",
+            f"{web.url}/private/0.tar",
+            f"http://user:{SECRET}@127.0.0.1/x.png",
+            "http://[broken/x.png",
+        ]
+        pq.write_table(pa.table({"url": urls, "caption": ["x"] * 5}), tmp_path / "urls.parquet")
+        items = read(tmp_path / "urls.parquet", image_column="url")
+        assert isinstance(items[0], Record)
+        assert items[0].image == (web.folder / "images" / "0001.png").read_bytes()
+        assert items[0].metadata == {"image_path": f"{web.url}/images/0001.png"}
+        assert [item.reason for item in items if isinstance(item, Refused)] == [
+            *(Reason.MISSING_IMAGE, Reason.UNREADABLE, Reason.UNREADABLE, Reason.MISSING_IMAGE)
+        ]
+        assert SECRET not in repr(items)
+
+
+def test_a_body_of_s3_that_breaks_off_is_read_again(layouts, monkeypatch):
+    (layouts / "bucket").mkdir()
+    (layouts / "bucket" / "x.tar").write_bytes((layouts / "tars" / "0.tar").read_bytes())
+    server = WebServer(layouts)
+    monkeypatch.setattr(server, "answer", lambda handler, answer=server.answer: answer(handler))
+    for name, value in {"S3_ENDPOINT_URL": server.url, "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}.items():
+        monkeypatch.setenv(name, value)
+    server.failures["/bucket/x.tar", "broken"] = 3
+    store = remote_stores.S3Store()
+    try:
+        assert store.read_whole("s3://bucket/x.tar", 10**9) == (layouts / "bucket" / "x.tar").read_bytes()
+        monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
+        server.failures["/bucket/x.tar", "broken"] = 1000
+        with pytest.raises(MachineError, match=r"s3://bucket/x.tar"):
+            store.read_whole("s3://bucket/x.tar", 10**9)
+    finally:
+        server.server.shutdown()
+        server.server.server_close()
+
+
+def test_what_fsspec_reaches(layouts):
+    memory = fsspec.filesystem("memory")
+    (layouts / "joined.tar").write_bytes((layouts / "tars" / "1.tar").read_bytes() * 2)
+    for name, content in tree(layouts).items():
+        memory.pipe_file(f"/bucket/data/{name}", content)
+    try:
+        for name in ("images", "tars", "tars/1.tar", "joined.tar", "parquet", "mds", "arrow"):
+            assert read(f"memory://bucket/data/{name}") == read(layouts / name), name
+        damaged = read("memory://bucket/data/joined.tar")[-1]
+        assert isinstance(damaged, Refused) and damaged.reason is Reason.DAMAGED_FILE
+        with pytest.raises(DataError, match="there is nothing"):
+            open_source("memory://bucket/none")
+    finally:
+        memory.rm("/bucket", recursive=True)
+
+
+def test_a_remote_file_seeks_and_ends_like_a_local_one(layouts, monkeypatch):
+    monkeypatch.setattr(remote_files, "BLOCK_BYTES", 7)
+    content = os.urandom(100)
+    memory = fsspec.filesystem("memory")
+    memory.pipe_file("/bucket/x", content)
+    with open_file("memory://bucket/x", buffer_bytes=0) as remote, io.BytesIO(content) as local:
+        for offset, whence, size in ((3, 0, 20), (-5, 1, 30), (-10, 2, 20), (200, 0, 5), (0, 0, -1), (99, 0, 1)):
+            assert remote.seek(offset, whence) == local.seek(offset, whence)
+            assert remote.read(size) == local.read(size)
+            assert remote.tell() == local.tell()
+    memory.rm("/bucket", recursive=True)

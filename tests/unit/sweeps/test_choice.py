@@ -1,0 +1,114 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from diffusion.config.loading import load_config
+from diffusion.errors import ConfigurationError
+from diffusion.sweeps.choice import choose_values
+from diffusion.sweeps.definition import Distribution, Method, Parameter, SweepConfig, read_sweep
+from diffusion.sweeps.points import make_points
+
+SHIPPED = sorted(Path("yamls/sweeps").glob("*.yaml"))
+DATA = ["data.local=data/train", "validation.local=data/validation"]
+COMMAND = "command: ['${interpreter}', '${program}', tests/tools/toy.yaml, '${args_no_hyphens}']\n"
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "sweep.yaml"
+    path.write_text(text + COMMAND)
+    return path
+
+
+def points(path: Path, *overrides: str, seed: int = 17):
+    return make_points(read_sweep(path), Path("runs"), interpreter=["python"], overrides=overrides, seed=seed)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_wandb_takes_what_is_shipped_and_passes_on_the_same(path):
+    from wandb.sdk.internal.internal_api import Api
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command_args, load_sweep_config
+
+    theirs = load_sweep_config(str(path))
+    assert theirs is not None
+    filled = Api._validate_config_and_fill_distribution(theirs)
+    assert filled["parameters"].keys() == read_sweep(path).settings.parameters.keys()
+    ours = points(path, *DATA)
+    for point in ours:
+        given = create_sweep_command_args({"args": {key: {"value": value} for key, value in point.values.items()}})
+        yaml_file = next(word for word in theirs["command"] if word.endswith(".yaml"))
+        own = [word for word in point.command if word.startswith(("run_name=", "group=", "output_folder="))][-3:]
+        fixed = [word for word in theirs["command"] if "=" in word]
+        assert load_config(yaml_file, [*fixed, *given["args_no_hyphens"], *DATA, *own]) == load_config(
+            yaml_file, [word for word in point.command if "=" in word]
+        )
+    by_wandb = [
+        load_config(
+            yaml_file, [*fixed, *(f"{key}={value}" for key, value in point.values.items()), *DATA]
+        ).output_folder
+        for point in ours
+    ]
+    assert len(set(by_wandb)) == len(ours), "wandb's agent would train two points in one folder"
+
+
+def test_a_list_varies_keys_together(tmp_path):
+    path = write(
+        tmp_path,
+        "parameters: {overrides: {values: [{seed: 1, optimizer.lr: 1.0e-4}, {seed: 2, algorithms.ema: null}]}}\n",
+    )
+    first, second = [load_config("tests/tools/toy.yaml", [w for w in p.command if "=" in w]) for p in points(path)]
+    assert (first.seed, first.optimizer.lr, second.seed, second.algorithms.ema) == (1, 1e-4, 2, None)
+
+
+def test_random_points_depend_on_seed_and_number_only():
+    parameters = {
+        "a": Parameter(distribution=Distribution.log_uniform_values, min=1e-4, max=1e-2),
+        "b": Parameter(min=2, max=4),
+        "c": Parameter(distribution=Distribution.q_uniform, min=0, max=100, q=10),
+        "d": Parameter(values=["x", "y"], probabilities=[0.9, 0.1]),
+        "e": Parameter(distribution=Distribution.normal, mu=5, sigma=2),
+    }
+    drawn = choose_values(SweepConfig(method=Method.random, run_cap=2000, parameters=parameters), 1)
+    column = {key: [values[key] for values in drawn] for key in parameters}
+    assert sum(value < 1e-3 for value in column["a"]) / 2000 == pytest.approx(0.5, abs=0.05)
+    assert min(column["a"]) >= 1e-4 and max(column["a"]) <= 1e-2
+    assert set(column["b"]) == {2, 3, 4} and {type(value) for value in column["b"]} == {int}
+    assert {value % 10 for value in column["c"]} == {0}
+    assert column["d"].count("x") / 2000 == pytest.approx(0.9, abs=0.03)
+    assert sum(column["e"]) / 2000 == pytest.approx(5, abs=0.2)
+    fewer = SweepConfig(method=Method.random, run_cap=5, parameters={"b": parameters["b"]})
+    assert [values["b"] for values in choose_values(fewer, 1)] == column["b"][:5]
+    assert [values["b"] for values in choose_values(fewer, 2)] != column["b"][:5]
+
+
+def test_a_point_has_the_same_name_wherever_it_comes(tmp_path):
+    few = points(write(tmp_path, "parameters: {seed: {values: [1, 2]}}\n"))
+    many = points(write(tmp_path, "parameters: {seed: {values: [3, 2, 1]}}\n"))
+    other = points(write(tmp_path, "parameters: {seed: {values: [1, 2]}}\n"), "optimizer.lr=1e-4")
+    assert {point.name for point in few} < {point.name for point in many}
+    assert not {point.name for point in few} & {point.name for point in other}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("method: bayes\nparameters: {seed: {values: [1]}}\n", "wandb's server"),
+        ("parameters: {seed: {values: [1, 1]}}\n", "the same run"),
+        ("parameters: {seed: {min: 1, max: 3}}\n", "no `values`, which a grid needs"),
+        ("method: random\nparameters: {seed: {min: 1, max: 3}}\n", "run_cap is None"),
+        ("method: random\nrun_cap: 2\nparameters: {seed: {min: 3, max: 1}}\n", "no smaller"),
+        ("parameters: {optimizer.lrr: {values: [1]}}\n", "did you mean optimizer.lr"),
+        ("parameters: {seed: {vales: [1]}}\n", "values"),
+        ("parameters: {overrides: {values: [3]}}\n", "not of the form overrides="),
+    ],
+)
+def test_mistakes_are_found_before_anything_runs(tmp_path, text, message):
+    with pytest.raises(ConfigurationError, match=message):
+        points(write(tmp_path, text))
+
+
+def test_a_command_must_pass_the_parameters_on(tmp_path):
+    path = tmp_path / "sweep.yaml"
+    path.write_text(yaml.safe_dump({"parameters": {"seed": {"values": [1]}}, "command": ["run.py"]}))
+    with pytest.raises(ConfigurationError, match="args_no_hyphens"):
+        read_sweep(path)
