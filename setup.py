@@ -42,7 +42,14 @@ REQUIREMENTS = [
 EXTRAS = {
     "ray": ["ray>=2.40,<3"],
     "huggingface": ["datasets>=4,<6"],
-    "evaluation": ["choix>=0.4,<1", "flask>=3.1,<4", "krippendorff>=0.8,<1", "statsmodels>=0.14,<1", "torch-fidelity>=0.4,<0.5", "waitress>=3,<4"],
+    "evaluation": [
+        "choix>=0.4,<1",
+        "flask>=3.1,<4",
+        "krippendorff>=0.8,<1",
+        "statsmodels>=0.14,<1",
+        "torch-fidelity>=0.4,<0.5",
+        "waitress>=3,<4",
+    ],
     "lora": ["peft>=0.17,<1"],
     "notebooks": ["ipykernel>=6", "nbclient>=0.10", "nbformat>=5"],
     "page": ["gradio>=6,<7"],
