@@ -325,7 +325,7 @@ def draw(table: pd.DataFrame, keys: Sequence[str], metric: Metric, path: Path) -
         axes.grid(alpha=0.3)
         if not {name, metric.name} <= set(table):
             continue
-        known: pd.DataFrame = table[[name, metric.name]].dropna()
+        known = pd.DataFrame(table, columns=[name, metric.name]).dropna()
         if pd.api.types.is_numeric_dtype(known[name]):
             axes.plot(known[name], known[metric.name], "o")
             if not known.empty and 0 < 10 * known[name].min() <= known[name].max():
