@@ -4,12 +4,12 @@
 `result_table` collects the metrics. Only methods without a server are here: `grid` and `random`.
 """
 
-import fcntl
 import hashlib
 import itertools
 import json
 import logging
 import math
+import os
 import random
 import signal
 import subprocess
@@ -32,6 +32,7 @@ from diffusion.errors import ConfigurationError
 from diffusion.evaluation.run_report.evaluations import find_results, read_points
 from diffusion.evaluation.run_report.run_folder import read_run
 from diffusion.evaluation.run_report.summary import gpu_hours
+from diffusion.files import open_lock
 from diffusion.operations.command import split_command
 
 log = logging.getLogger(__name__)
@@ -261,21 +262,24 @@ def run_points(points: Sequence[Point], *, num_jobs: int) -> dict[str, str]:
         if point.name in failed or point.is_finished:
             return
         point.folder.mkdir(parents=True, exist_ok=True)
-        with (point.folder / _LOCK).open("a") as lock, (point.folder / LOG).open("ab") as output:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except BlockingIOError:
-                log.info("point %s runs already", point.name)
-                return
+        try:
+            lock = open_lock(point.folder / _LOCK, timeout=None if wait else 0.0)
+        except TimeoutError:
+            log.info("point %s runs already", point.name)
+            return
+        try:
             if point.is_finished:
                 return
             log.info("point %s begins: %s", point.name, dict(point.values))
-            process = subprocess.Popen(
-                point.command, stdout=output, stderr=output, start_new_session=True, pass_fds=[lock.fileno()]
-            )
+            with (point.folder / LOG).open("ab") as output:
+                process = subprocess.Popen(
+                    point.command, stdout=output, stderr=output, start_new_session=True, pass_fds=[lock]
+                )
             running.add(process)
             code = process.wait()
             running.discard(process)
+        finally:
+            os.close(lock)
         if code or not point.is_finished:
             failed[point.name] = f"exit code {code}" if code else "not finished at the end of its command"
         log.info("point %s: %s", point.name, failed.get(point.name, "finished"))
