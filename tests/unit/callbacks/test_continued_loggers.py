@@ -12,7 +12,7 @@ from wandb.sdk.internal.datastore import DataStore
 from diffusion.callbacks.continued_loggers import LoggedPoints, read_wandb, tensorboard_points, wandb_points
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.reading import batch_of, resolve_checkpoint
-from diffusion.launch import PREEMPTED_EXIT_CODE
+from diffusion.distributed import PREEMPTED_EXIT_CODE
 
 NUM_STEPS = 16
 
