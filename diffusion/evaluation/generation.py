@@ -16,9 +16,9 @@ from PIL import Image
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from diffusion.config.evaluation import SamplingConfig
 from diffusion.datasets.manifest import read_json, write_json_atomically
 from diffusion.errors import ConfigurationError, MachineError
+from diffusion.evaluation.config import SamplingConfig
 from diffusion.evaluation.listing import write_listing
 from diffusion.evaluation.models import Generator
 from diffusion.evaluation.prompts import Prompt, prompts_identity

@@ -7,8 +7,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from diffusion.config.loading import from_dict
-from diffusion.config.tree import read_file
+from diffusion.config.loading import from_dict, read_yaml
 from diffusion.errors import ConfigurationError
 
 
@@ -129,7 +128,7 @@ def read_sweep(path: Path) -> Sweep:
     Raises:
         ConfigurationError: it says something that is not known here.
     """
-    values = read_file(path).plain()
+    values = read_yaml(path)
     command = values.pop("command", None)  # Its ${...} are filled in for each point, and are no references.
     if values.get("method") == "bayes" or "early_terminate" in values:
         raise ConfigurationError(
