@@ -11,9 +11,8 @@ from typing import Any
 
 import xxhash
 
+from diffusion.checkpointing.layout import CHECKSUMS
 from diffusion.errors import DataError
-
-CHECKSUMS = "checksums.json"
 
 _BLOCK = 1 << 22
 _NUM_THREADS = 8

@@ -15,7 +15,7 @@ from composer import Callback, Logger, State, Time, TimeUnit
 from composer.utils.misc import partial_format
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from diffusion.checkpointing.safe_loading import SafeLoadPlanner, SafeReader, load_sharded
+from diffusion.checkpointing.read import SafeLoadPlanner, SafeReader, load_sharded
 from diffusion.ema.averaging import WeightAverage, check_names, gather_on_rank_0, reshard, trainable_parameters
 from diffusion.ema.profiles import Profile
 from diffusion.errors import DataError

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from diffusion.checkpointing.object_store import ObjectStore
-from diffusion.checkpointing.reading import READ_PATIENCE
+from diffusion.checkpointing.remote import READ_PATIENCE
 from diffusion.ema.average_files import (
     RECONSTRUCTED,
     STORED,

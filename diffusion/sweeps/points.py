@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffusion.checkpointing.ending import FINISHED
+from diffusion.checkpointing.resume import FINISHED
 from diffusion.config.loading import load_config, to_yaml
 from diffusion.errors import ConfigurationError
 from diffusion.operations.command import split_command
