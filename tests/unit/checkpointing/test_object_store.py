@@ -17,8 +17,7 @@ from diffusion.checkpointing.read import read_all
 from diffusion.checkpointing.remote import RemoteCheckpoints
 from diffusion.config.checks import check
 from diffusion.config.loading import load_config
-from diffusion.ema.average_files import STORED
-from diffusion.ema.posthoc import fetch_averages, reconstruct
+from diffusion.ema.posthoc import STORED, fetch_averages, reconstruct
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.loading import load_config_of, load_model
 from tests.tools.s3_server import S3Server, object_file, s3_process, s3_server

@@ -15,8 +15,7 @@ from diffusion.checkpointing.find import find_checkpoints, resolve_checkpoint
 from diffusion.checkpointing.layout import batch_of
 from diffusion.checkpointing.read import read_unet
 from diffusion.config.model import Weights
-from diffusion.ema.average_files import STORED, list_averages, read_combination
-from diffusion.ema.posthoc import reconstruct
+from diffusion.ema.posthoc import STORED, list_averages, read_combination, reconstruct
 from diffusion.ema.profiles import Exponential, PowerFunction, Profile, build_profiles
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.loading import load_model
