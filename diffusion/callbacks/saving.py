@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from diffusion.checkpointing.find import find_damage, is_complete
 from diffusion.checkpointing.layout import (
-    PARTIAL_FILE,
     batch_of,
     list_checkpoints,
     remove_checkpoint,
@@ -28,8 +27,8 @@ from diffusion.checkpointing.layout import (
 )
 from diffusion.checkpointing.remote import RemoteCheckpoints
 from diffusion.checkpointing.save import HostCopy, write_file, write_sharded
+from diffusion.distributed import agree
 from diffusion.errors import MachineError
-from diffusion.ranks import agree
 
 log = logging.getLogger(__name__)
 
@@ -307,7 +306,6 @@ def _remove(path: Path) -> None:
     try:
         if path.exists():
             remove_checkpoint(path)
-        path.with_name(path.stem + PARTIAL_FILE).unlink(missing_ok=True)
     except OSError as error:
         log.warning("%s cannot be removed: %s", path, error.strerror)
 

@@ -13,13 +13,12 @@ import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from diffusion.files import PARTIAL
+
 log = logging.getLogger(__name__)
 
 INDEX = ".metadata"
 CHECKSUMS = "checksums.json"
-
-PARTIAL_FILE = ".pt.partial"
-"""Ending of the name of a `.pt` checkpoint that is being written."""
 
 _NAME = re.compile(r"ep(\d+)-ba(\d+)(\.pt)?")
 
@@ -60,7 +59,7 @@ def remove_half_written(folder: Path) -> None:
         if is_half_written(path):
             log.warning("removing %s, which is incomplete", path)
             remove_checkpoint(path)
-    for path in folder.glob(f"ep*{PARTIAL_FILE}"):
+    for path in folder.glob(f"*ep*.pt{PARTIAL}"):
         path.unlink(missing_ok=True)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from diffusion.checkpointing.layout import CHECKSUMS, INDEX, batch_of
 from diffusion.checkpointing.object_store import ObjectStore, StoredFile
+from diffusion.files import PARTIAL
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class RemoteCheckpoints:
             return
         names = sorted(path.name for path in local.iterdir()) if files is None else files
         for name in names:
-            if name not in _LAST and not name.endswith(".tmp"):
+            if name not in _LAST and not name.endswith(PARTIAL):
                 self.store.upload(local / name, f"{local.name}/{name}")
 
     def finish_upload(self, local: Path) -> None:

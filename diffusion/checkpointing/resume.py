@@ -22,8 +22,9 @@ from diffusion.config.loading import to_yaml
 from diffusion.config.schema import Config, Task
 from diffusion.config.secrets import to_public_yaml
 from diffusion.config.training import Parallelism
+from diffusion.distributed import agree, local_rank, rank
 from diffusion.errors import ConfigurationError, DataError, MachineError
-from diffusion.ranks import agree, local_rank, rank
+from diffusion.files import write_json
 
 log = logging.getLogger(__name__)
 
@@ -351,10 +352,8 @@ def mark_finished(run: Path, step: int) -> None:
     """
     if rank() != 0:
         return
-    partial = run / f"{FINISHED}.partial"
     try:
-        partial.write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
-        partial.replace(run / FINISHED)
+        write_json(run / FINISHED, {"step": step})
     except OSError as error:
         raise MachineError(f"{run / FINISHED} cannot be written: {error.strerror}") from error
 

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 
 from diffusion.checkpointing.layout import batch_of, list_checkpoints, remove_checkpoint
 from diffusion.config.operations import GuardConfig
+from diffusion.distributed import agree, local_rank, rank
 from diffusion.errors import MachineError, UserError
-from diffusion.ranks import agree, local_rank, rank
+from diffusion.files import write_json
 
 if TYPE_CHECKING:  # A supervisor reads requests without torch and Composer.
     from diffusion.checkpointing.remote import RemoteCheckpoints
@@ -106,9 +107,7 @@ def decide(step: int, loss: float, record: Sequence[Rollback], guard: GuardConfi
 
 def request_rollback(run: Path, rollback: Rollback) -> None:
     """Let the next start of a run roll back."""
-    partial = run / f"{REQUEST}.partial"
-    partial.write_text(json.dumps(asdict(rollback)) + "\n", encoding="utf-8")
-    partial.replace(run / REQUEST)
+    write_json(run / REQUEST, asdict(rollback))
 
 
 def read_request(run: Path) -> Rollback | None:

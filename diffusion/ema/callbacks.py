@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from diffusion.checkpointing.object_store import ObjectStore
 from diffusion.checkpointing.read import SafeLoadPlanner, SafeReader, open_state
 from diffusion.config.training import EMAConfig, NumberFormat
+from diffusion.distributed import agree, rank
 from diffusion.ema.averaging import WeightAverage, check_names, gather_on_rank_0, reshard, trainable_parameters
 from diffusion.ema.posthoc import AVERAGE_SUFFIX, STORED, AverageRecord, write_average
 from diffusion.ema.profiles import PowerFunction, Profile, build_profiles
 from diffusion.errors import DataError
-from diffusion.ranks import agree, rank
 
 DTYPES = {
     NumberFormat.fp32: torch.float32,

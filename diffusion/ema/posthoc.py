@@ -14,7 +14,6 @@ Averages are safetensors files, whose tensors have the names of the model's para
 import contextlib
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -31,6 +30,7 @@ from diffusion.checkpointing.object_store import ObjectStore
 from diffusion.checkpointing.remote import READ_PATIENCE
 from diffusion.ema.profiles import PowerFunction
 from diffusion.errors import ConfigurationError, DataError, MachineError
+from diffusion.files import atomic_path
 
 STORED, RECONSTRUCTED = "averages", "reconstructed"
 """Folders of a run."""
@@ -140,15 +140,12 @@ def write_average(folder: Path, record: AverageRecord, tensors: dict[str, Tensor
         MachineError: it cannot be written.
     """
     path = folder / record.file_name
-    partial = path.with_name(f".{path.name}.partial")
     # One entry only: the order of several is not defined.
     metadata = {_RECORD: json.dumps(asdict(record), sort_keys=True)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, metadata)
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        partial.replace(path)
+        with atomic_path(path) as partial:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, metadata)
     except (SafetensorError, OSError) as error:
         reason = getattr(error, "strerror", None) or error
         raise MachineError(f"{path} cannot be written: {reason}. Make room and start the same command again") from error
