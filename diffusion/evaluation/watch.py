@@ -9,7 +9,7 @@ import logging
 import threading
 from pathlib import Path
 
-from diffusion.checkpointing.remote import remove_copy
+from diffusion.checkpointing.layout import remove_copy
 from diffusion.config.stores import is_store
 from diffusion.distributed import agree
 from diffusion.errors import DataError
