@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
-from diffusion.checkpointing.reading import batch_of, find_checkpoints, resolve_checkpoint
+from diffusion.checkpointing.find import find_checkpoints, resolve_checkpoint
+from diffusion.checkpointing.layout import batch_of
 from diffusion.distributed import PREEMPTED_EXIT_CODE
 from diffusion.errors import PreemptedError
 from diffusion.launch import run_command
