@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diffusion.checkpointing.layout import CHECKSUMS, INDEX, batch_of
-from diffusion.checkpointing.object_store import ObjectStore, StoredFile
+from diffusion.checkpointing.object_store import ObjectStore
 from diffusion.files import PARTIAL
+from diffusion.storage import StoredFile
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class RemoteCheckpoint:
     @property
     def identity(self) -> str:
         """A hash that changes with any of its files."""
-        versions = sorted((name, file.num_bytes, file.version) for name, file in self.files.items())
+        versions = sorted((name, file.size, file.version) for name, file in self.files.items())
         return hashlib.sha256(repr(versions).encode()).hexdigest()[:32]
 
     @property
@@ -69,7 +70,7 @@ class RemoteCheckpoints:
 
     def uri_of(self, name: str) -> str:
         """The URI of a checkpoint."""
-        return self.store.place(name)
+        return self.store.uri_of(name)
 
     def present(self) -> list[RemoteCheckpoint]:
         """List all of them, complete or not, oldest first.
@@ -158,6 +159,6 @@ class RemoteCheckpoints:
         """
         for file in sorted(checkpoint.files, key=lambda file: file.endswith(f"/{INDEX}")):
             local = folder / file
-            if not local.is_file() or local.stat().st_size != checkpoint.files[file].num_bytes:
+            if not local.is_file() or local.stat().st_size != checkpoint.files[file].size:
                 self.store.download(file, local)
         return folder / checkpoint.name

@@ -204,7 +204,7 @@ def fetch_averages(uri: str, run: Path) -> None:
     store = ObjectStore(uri, patience=READ_PATIENCE)
     for name, stored in store.files().items():
         local = run / name
-        is_here = local.is_file() and local.stat().st_size == stored.num_bytes
+        is_here = local.is_file() and local.stat().st_size == stored.size
         if name.startswith(f"{STORED}/") and not is_here:
             store.download(name, local)
 

@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 
 from diffusion.datasets.encoded import EncodedManifest
-from diffusion.distributed import agree, rank
+from diffusion.distributed import agree, on_first_rank, rank
 from diffusion.errors import ConfigurationError
 from diffusion.preparation.encoding.images import Item
 from diffusion.preparation.encoding.models import EncodingModels
 from diffusion.preparation.encoding.output import OutputState, look_at
 from diffusion.preparation.encoding.plan import Output, plan_outputs, shard_identity
-from diffusion.preparation.encoding.ranks import RayWorkers, on_first_rank, shared_counters
+from diffusion.preparation.encoding.ranks import RayWorkers, shared_counters
 from diffusion.preparation.encoding.work import Work, encode_items
 from diffusion.preparation.encoding.writer import MAX_SHARD_BYTES
 from diffusion.preparation.output_folder import locked, writing

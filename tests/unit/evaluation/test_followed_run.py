@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from diffusion import storage
 from diffusion.checkpointing.object_store import ObjectStore
 from diffusion.evaluation.followed_run import LocalRun, RemoteRun, follow
 from diffusion.files import write_json
@@ -56,7 +57,7 @@ def test_checkpoints_in_a_store_are_downloaded_and_gone_ones_left_out(tmp_path, 
     url = "s3://tests/followed/checkpoints"
     store = ObjectStore(url, patience=10)
     store.upload(write_checkpoint(tmp_path / "ep0-ba2.pt"), "ep0-ba2.pt")
-    store.write("ep0-ba4/__0_0.distcp", b"half")
+    storage.write(f"{url}/ep0-ba4/__0_0.distcp", b"half")
     run = follow(url)
     assert isinstance(run, RemoteRun)
     assert run.present() == ["ep0-ba2.pt"]
