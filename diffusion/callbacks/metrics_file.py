@@ -9,7 +9,7 @@ from composer import Callback, Logger, State
 from composer.loggers import LoggerDestination
 from composer.utils import dist
 
-from diffusion.curves import Curve
+from diffusion.reports.curves import Curve
 
 TRAIN_LOSS = "loss/train/total"
 

@@ -12,12 +12,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS
-from diffusion.evaluation.run_report.evaluations import find_results, read_points
-from diffusion.evaluation.run_report.run_folder import Run, read_run
-from diffusion.evaluation.run_report.summary import gpu_hours
+from diffusion.reports.run import Run, find_results, read_points, read_run
+from diffusion.reports.tables import text_table
 from diffusion.sweeps.definition import Goal, Metric
 from diffusion.sweeps.points import Point
-from diffusion.tables import align
 
 TABLE, PLOT = "points.csv", "points.png"
 
@@ -58,7 +56,7 @@ def write_table(rows: Sequence[Row], path: Path) -> None:
 def format_table(rows: Sequence[Row], keys: Sequence[str], metric: Metric) -> str:
     """A table for the terminal: values, training loss, the metric, GPU-hours and cost."""
     names = list(dict.fromkeys(["point", *keys, TRAIN_LOSS, metric.name, "gpu_hours", "cost", "status"]))
-    return "\n".join(align([names, *([_short(row.get(name)) for name in names] for row in rows)]))
+    return "\n".join(text_table([names, *([_short(row.get(name)) for name in names] for row in rows)]))
 
 
 def draw(rows: Sequence[Row], keys: Sequence[str], metric: Metric, path: Path) -> None:
@@ -95,7 +93,7 @@ def _evaluations(point: Point) -> Row:
 
 def _costs(run: Run) -> Row:
     price = run.config.plan.price_per_gpu_hour if run.config is not None else None
-    return {"gpu_hours": gpu_hours(run), **({"cost": gpu_hours(run) * price} if price is not None else {})}
+    return {"gpu_hours": run.gpu_hours, **({"cost": run.gpu_hours * price} if price is not None else {})}
 
 
 def _cell(value: Any) -> Any:
