@@ -47,7 +47,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: names the option.
     """
-    from diffusion.models.arguments import finite_number, whole_number
+    from diffusion.models.sampling import finite_number, whole_number
     from diffusion.randomness import MAX_SEED
 
     try:
@@ -67,7 +67,7 @@ def check_model(arguments: argparse.Namespace, model: "LatentDiffusion") -> None
     Raises:
         ConfigurationError: names the option.
     """
-    from diffusion.models.arguments import image_size, whole_number
+    from diffusion.models.sampling import image_size, whole_number
 
     try:
         whole_number("--steps", arguments.steps, least=1, most=model.noise_process.num_timesteps)

@@ -77,7 +77,7 @@ def _open_folder(checkpoint: Path) -> tuple[StoredWeights, list[str]]:
             load_sharded(content, checkpoint)
         return content
 
-    return StoredWeights(place=f"checkpoint {checkpoint}", shapes=shapes, read=read), labels[_LABELS].split()
+    return StoredWeights(source=f"checkpoint {checkpoint}", shapes=shapes, read=read), labels[_LABELS].split()
 
 
 def _open_file(checkpoint: Path) -> tuple[StoredWeights, list[str]]:
@@ -91,4 +91,4 @@ def _open_file(checkpoint: Path) -> tuple[StoredWeights, list[str]]:
         return {key: tensors[key].clone() for key in keys}
 
     place = f"checkpoint {checkpoint}"
-    return StoredWeights(place=place, shapes=shapes, read=read), str(content.get(_LABELS, "")).split()
+    return StoredWeights(source=place, shapes=shapes, read=read), str(content.get(_LABELS, "")).split()

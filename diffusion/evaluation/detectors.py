@@ -11,8 +11,7 @@ from torch import Tensor
 
 from demo.oracle import describe
 from diffusion.errors import ConfigurationError
-from diffusion.models.frozen import freeze
-from diffusion.models.identity import module_identity
+from diffusion.models.pretrained import freeze, module_identity
 
 ANY_SHAPE = "shape"
 """Label of the oracle for an object of any outline."""

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from diffusion.config.evaluation import Metric, NetworksConfig, ResizeFilter
 from diffusion.errors import ConfigurationError
-from diffusion.models.frozen import freeze, load_pretrained, with_seed
-from diffusion.models.identity import module_identity
+from diffusion.models.architectures import with_seed
+from diffusion.models.pretrained import freeze, load_pretrained, module_identity
 from diffusion.models.tokenizers import repair
 from diffusion.plugins import build_plugin
 

@@ -48,7 +48,7 @@ def held_out_losses(subject: Subject, generator: Generator, ranks: Ranks) -> dic
     model = generator.model
     config = agree(lambda: load_config_of(resolve_checkpoint(subject.place)))
     dataset = agree(lambda: _open(config, model))
-    model.expect_held_out(dataset.stream_names_with_samples, torch.from_numpy(dataset.addresses()))
+    model.set_validation_data(dataset.stream_names_with_samples, torch.from_numpy(dataset.addresses()))
     metrics: Any = model.get_metrics()
     assert config.validation is not None
     loader = validation_loader(dataset, config.validation, config.data, rank=ranks.rank, num_ranks=ranks.size)

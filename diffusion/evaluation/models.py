@@ -16,9 +16,8 @@ from diffusion.ema.average_files import AVERAGE_SUFFIX
 from diffusion.errors import ConfigurationError
 from diffusion.loading import load_model
 from diffusion.models.conditioning import DualTextEncoder
-from diffusion.models.identity import module_identity
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.layout import PIPELINE_INDEX, is_pipeline
+from diffusion.models.pretrained import PIPELINE_INDEX, is_pipeline, module_identity
 from diffusion.models.sampling import inference_scheduler
 
 

@@ -14,7 +14,7 @@ from diffusion.config.model import Architecture
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.compositional import open_compositional
 from diffusion.evaluation.detectors import MAX_OVERLAP, Detection, ZeroShotDetector
-from diffusion.models.frozen import with_seed
+from diffusion.models.architectures import with_seed
 from diffusion.models.tokenizers import build_tokenizer
 
 CPU = torch.device("cpu")
