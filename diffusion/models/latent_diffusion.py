@@ -217,7 +217,7 @@ class LatentDiffusion(ComposerModel):
 
     def loss(self, outputs: Prediction, batch: Batch) -> Tensor:
         """Mean squared error of the microbatch, weighted by sample: float32 []."""
-        error = _squared_error(outputs)
+        error = squared_error(outputs)
         error = error if outputs.weight is None else error * outputs.weight
         if self.loss_observer is not None:
             self.loss_observer(error.detach(), batch)
@@ -289,7 +289,7 @@ class LatentDiffusion(ComposerModel):
     def update_metric(self, batch: Any, outputs: Prediction, metric: Metric) -> None:
         """Add the error of each sample of an evaluation batch."""
         assert isinstance(metric, ValidationMean)
-        metric.add(_squared_error(outputs), batch, outputs.timesteps)
+        metric.add(squared_error(outputs), batch, outputs.timesteps)
 
     def batch_flops(self, batch: Mapping[str, Entry]) -> float:
         """Floating-point operations of the U-Net for a batch, forward and backward; NaN if unknown."""
@@ -411,7 +411,7 @@ class LatentDiffusion(ComposerModel):
         return (decoded.float() / 2 + 0.5).clamp(0, 1)
 
 
-def _squared_error(outputs: Prediction) -> Tensor:
+def squared_error(outputs: Prediction) -> Tensor:
     """Mean squared error of each sample: float32 [B]."""
     return F.mse_loss(outputs.prediction.float(), outputs.target, reduction="none").mean(dim=(1, 2, 3))
 

@@ -19,7 +19,7 @@ from diffusion.checkpointing.unet_weights import open_unet, read_unet
 from diffusion.config.loading import load_config
 from diffusion.config.model import Weights
 from diffusion.errors import ConfigurationError, MachineError
-from diffusion.evaluation.results import Number, Result
+from diffusion.evaluation.protocol import Number, Result
 from diffusion.export import export
 from diffusion.loading import load_model
 from diffusion.model_card import Licences

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from diffusion.errors import DataError
-from diffusion.evaluation.results import COMPOSITIONAL
+from diffusion.evaluation.protocol import COMPOSITIONAL
 from diffusion.evaluation.run_report.figures import draw_profiles, step_text
 from diffusion.evaluation.run_report.run_folder import Run
 from diffusion.files import read_json
