@@ -15,9 +15,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = CommandParser(description="Reconstruct averages of any width from the stored averages of a run.")
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--width", type=float, nargs="+", required=True, help="relative widths, such as 0.08")
-    parser.add_argument(
-        "--store", help="s3://bucket/prefix of the run's checkpoints, for averages that are not on this machine"
-    )
+    parser.add_argument("--store", help="s3://bucket/prefix of the run's checkpoints, to download averages")
     parser.add_argument("--step", type=int, help="last step of the average, one of those stored; default: the last")
     return parser.parse_args()
 
