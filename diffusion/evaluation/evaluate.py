@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from diffusion.config.evaluation import EvaluationConfig, SamplingConfig
 from diffusion.distributed import agree
 from diffusion.errors import ConfigurationError, error_context
+from diffusion.evaluation.config import EvaluationConfig, SamplingConfig
 from diffusion.evaluation.features import Extractor, Networks
 from diffusion.evaluation.generate import EvaluatedModel, Generator, Task, find_models, generate_images, load_generator
 from diffusion.evaluation.images import ImageFiles, list_images

@@ -18,11 +18,12 @@ from PIL import Image
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from diffusion.checkpointing.reading import batch_of, resolve_checkpoint
-from diffusion.config.evaluation import SamplingConfig
+from diffusion.checkpointing.find import resolve_checkpoint
+from diffusion.checkpointing.layout import batch_of
 from diffusion.distributed import agree, rank, world_size
-from diffusion.ema.average_files import AVERAGE_SUFFIX
+from diffusion.ema.posthoc import AVERAGE_SUFFIX
 from diffusion.errors import ConfigurationError, MachineError
+from diffusion.evaluation.config import SamplingConfig
 from diffusion.evaluation.prompts import Prompt, prompts_identity, write_listing
 from diffusion.evaluation.ranks import barrier, broadcast, is_first_rank
 from diffusion.files import atomic_path, read_json, write_json

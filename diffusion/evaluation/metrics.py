@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from diffusion.config.evaluation import OF_REFERENCE, Metric, ProtocolConfig, ReferenceConfig
 from diffusion.distributed import agree
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.evaluation.config import OF_REFERENCE, Metric, ProtocolConfig, ReferenceConfig
 from diffusion.evaluation.features import Extractor, FeatureNetwork, FeatureSet, Networks
 from diffusion.evaluation.images import Images, open_reference
 from diffusion.evaluation.protocol import Number, Protocol, metric_protocol, protocol_hash, reference_record

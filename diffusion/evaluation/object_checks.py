@@ -23,9 +23,9 @@ from demo.oracle import describe
 from demo.shapes import COLOURS, Scene, caption
 from demo.shapes import SHAPES as SHAPE_NAMES
 from demo.shapes import prompts as shape_scenes
-from diffusion.config.evaluation import CompositionalConfig
 from diffusion.distributed import rank, world_size
 from diffusion.errors import ConfigurationError
+from diffusion.evaluation.config import CompositionalConfig
 from diffusion.evaluation.prompts import Prompt
 from diffusion.evaluation.protocol import COMPOSITIONAL, Number, compositional_protocol
 from diffusion.evaluation.protocol import Protocol as NumberProtocol

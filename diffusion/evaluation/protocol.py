@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diffusion.config.evaluation import CompositionalConfig, Metric, ProtocolConfig
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.evaluation.config import CompositionalConfig, Metric, ProtocolConfig
 from diffusion.evaluation.features import FeatureNetwork
 from diffusion.evaluation.statistics import CMMD_SIGMA
 from diffusion.files import read_json, write_json

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from diffusion.config.machine import resolve_device
+from diffusion.config.checks import resolve_device
 from diffusion.config.training import Device
 from diffusion.distributed import has_process_group, local_rank, local_world_size, rank, world_size
 from diffusion.errors import MachineError

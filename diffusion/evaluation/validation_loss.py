@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from diffusion.checkpointing.reading import resolve_checkpoint
+from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.config.model import Posterior
 from diffusion.config.schema import Config
 from diffusion.datasets.batch import BatchKey, num_samples

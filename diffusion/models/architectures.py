@@ -5,7 +5,6 @@ of stable-diffusion-2-base (the hub repository was removed in November 2025), `s
 stable-diffusion-xl-base-1.0. `tiny` and `tiny_xl` have the same structure and train on two CPU cores.
 """
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 from diffusion.config.model import NUM_TIMESTEPS, Architecture, ModelConfig
-from diffusion.errors import ConfigurationError, raise_all
+from diffusion.errors import ConfigurationError, raise_all, similar_names
 from diffusion.models.conditioning import DualTextEncoder, TextEncoder
 
 Built = TypeVar("Built")
@@ -283,7 +282,7 @@ def _build(kind: type[Built], arguments: Mapping[str, Any], changes: Mapping[str
     problems = []
     for name, value in changes.items():
         if name not in parameters:
-            similar = difflib.get_close_matches(name, parameters, n=1)
+            similar = similar_names(name, parameters)
             remedy = f": did you mean {key}.{similar[0]}?" if similar else f". Its keys are {', '.join(parameters)}."
             problems.append(f"Unknown key {key}.{name} (no argument of {kind.__name__}){remedy}")
         elif not _fits(value, parameters[name].annotation):

@@ -9,9 +9,9 @@ import torch
 from PIL import Image
 from torchvision.ops import box_iou
 
-from diffusion.config.evaluation import CompositionalConfig
 from diffusion.config.model import Architecture
 from diffusion.errors import ConfigurationError
+from diffusion.evaluation.config import CompositionalConfig
 from diffusion.evaluation.object_checks import MAX_OVERLAP, Detection, ZeroShotDetector, open_object_checks
 from diffusion.models.architectures import with_seed
 from diffusion.models.tokenizers import build_tokenizer

@@ -12,7 +12,9 @@ from PIL import Image
 
 from demo.shapes import BACKGROUNDS, COLOURS, SHAPES, Scene, Thing, draw
 from demo.shapes import prompts as shape_scenes
-from diffusion.config.evaluation import (
+from diffusion.config.loading import load
+from diffusion.errors import ConfigurationError, DataError
+from diffusion.evaluation.config import (
     CompositionalConfig,
     EvaluationConfig,
     NetworksConfig,
@@ -21,8 +23,6 @@ from diffusion.config.evaluation import (
     SamplingConfig,
     check_evaluation,
 )
-from diffusion.config.loading import load
-from diffusion.errors import ConfigurationError, DataError
 from diffusion.evaluation.features import resized
 from diffusion.evaluation.generate import Task, addressed_latents
 from diffusion.evaluation.images import open_reference, smallest_hashes
