@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from omegaconf import MISSING
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS
-from diffusion.checkpointing.ending import FINISHED
+from diffusion.checkpointing.resume import FINISHED
 from diffusion.config.loading import from_dict, load_config, read_yaml, to_yaml
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.run_report.evaluations import find_results, read_points

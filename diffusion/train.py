@@ -21,11 +21,19 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from diffusion.callbacks.heartbeat import Heartbeat
 from diffusion.callbacks.metrics_file import LossCurve, MetricsFile
-from diffusion.checkpointing.ending import has_ended, is_finished, make_up, mark_finished
-from diffusion.checkpointing.going_back import go_back
-from diffusion.checkpointing.reading import check_checkpoint, resolve_checkpoint
-from diffusion.checkpointing.resumption import CheckpointPlaces, checkpoint_places, find_resumption, remove_downloads
-from diffusion.checkpointing.safe_loading import as_data_error
+from diffusion.checkpointing.find import check_checkpoint, resolve_checkpoint
+from diffusion.checkpointing.read import as_data_error
+from diffusion.checkpointing.resume import (
+    CheckpointStorage,
+    checkpoint_storage,
+    find_resumption,
+    finish,
+    has_ended,
+    is_finished,
+    mark_finished,
+    remove_downloads,
+)
+from diffusion.checkpointing.roll_back import roll_back
 from diffusion.config.checks import check, check_machine, num_batches, resolve_device
 from diffusion.config.data import microbatch_size
 from diffusion.config.quantities import parse_time
@@ -107,8 +115,8 @@ def _train(
     """Train in a run folder that is open."""
     check_machines(config, device)
     agree(lambda: check_streams(config))
-    places = agree(lambda: checkpoint_places(config, folder))
-    go_back(places, keeps_all=config.trainer.keep_checkpoints == -1)
+    places = agree(lambda: checkpoint_storage(config, folder))
+    roll_back(places, keeps_all=config.trainer.keep_checkpoints == -1)
     load_path = find_resumption(config, places)
     if load_path is None:
         agree(lambda: _find_initial(config), takes_long=True)
@@ -130,7 +138,7 @@ def _train(
         agree(lambda: _record_config(folder, config))
         try:
             if has_ended(trainer):
-                make_up(trainer)
+                finish(trainer)
             else:
                 trainer.fit()
         except (PreemptedError, BudgetSpentError):
@@ -266,7 +274,7 @@ def _build_algorithms(config: Config) -> list[Algorithm]:
 def _build_trainer(
     config: Config,
     model: ComposerModel,
-    places: CheckpointPlaces,
+    places: CheckpointStorage,
     load_path: str | None,
     device: Device,
     heartbeat: Heartbeat,

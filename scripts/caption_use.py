@@ -18,7 +18,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Measure and print."""
     arguments = parse_arguments()
-    from diffusion.checkpointing.reading import resolve_checkpoint
+    from diffusion.checkpointing.find import resolve_checkpoint
     from diffusion.datasets.loader import validation_loader
     from diffusion.evaluation.validation_loss import measure_caption_use, open_validation_data
     from diffusion.loading import load_config_of, load_model
