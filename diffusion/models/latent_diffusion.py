@@ -191,7 +191,7 @@ class LatentDiffusion(ComposerModel):
     def _predict(self, batch: Batch, token_ids: Tensor, purposes: Purposes) -> Prediction:
         """Add noise to the latents of a batch and predict the target."""
         objective, step, sample = self.objective, batch[BatchKey.STEP], batch[BatchKey.SAMPLE]
-        latents = self._latents(batch, purposes)
+        latents = self._latents(batch, purposes)  # x_0
         shape = (latents.shape[1], latents.shape[2], latents.shape[3])
         noise = draw_noise(objective, purposes, self.seed, step, sample, shape)
         timesteps = self._timesteps(batch, purposes)
@@ -199,8 +199,8 @@ class LatentDiffusion(ComposerModel):
         if self.observer is not None and purposes is TRAINING:
             content = batch[BatchKey.IMAGE if BatchKey.IMAGE in batch else BatchKey.LATENT_MEAN]
             self.observer(Draws(sample, step, noise, timesteps, token_ids, content, conditioning.placement))
-        rates = self.noise_process.signal_and_noise_rate(timesteps)
-        noised = self.noise_process.add_noise(latents, noise, rates)
+        rates = self.noise_process.signal_and_noise_rate(timesteps)  # sqrt(abar_t), sqrt(1 - abar_t)
+        noised = self.noise_process.add_noise(latents, noise, rates)  # x_t
         prediction = self._denoise(noised, timesteps, conditioning)
         target = self.noise_process.target(objective.prediction_type, latents, noise, rates)
         weight = None
