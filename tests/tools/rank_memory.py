@@ -1,5 +1,6 @@
 """Bytes of a training state, counted by sharding the real U-Net over a fake process group: no memory, no GPU."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,8 +16,17 @@ from diffusion.config.schema import Config
 from diffusion.ema.averaging import WeightAverage, local_shard, trainable_parameters
 from diffusion.ema.profiles import Exponential
 from diffusion.planning.network import meta_unet
-from diffusion.planning.state_bytes import StateBytes
 from diffusion.sharding import fsdp_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateBytes:
+    """Bytes of the training state on one rank."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    ema: int
 
 
 def count_rank_memory(config: Config, *, num_ranks: int, rank: int) -> StateBytes:
