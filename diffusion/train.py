@@ -42,9 +42,8 @@ from diffusion.config.secrets import to_public_yaml
 from diffusion.config.training import Decay, Device, Parallelism, Precision
 from diffusion.datasets.streams import TextImageDataset
 from diffusion.distributed import agree
-from diffusion.errors import ConfigurationError, MachineError, error_context
+from diffusion.errors import ConfigurationError, MachineError, PreemptedError, error_context
 from diffusion.files import write_atomically
-from diffusion.launch import PreemptedError
 from diffusion.loading import open_initial
 from diffusion.models import fast
 from diffusion.models.architectures import ARCHITECTURES, build_vae, with_seed

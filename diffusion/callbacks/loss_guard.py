@@ -14,7 +14,7 @@ from diffusion.callbacks.metrics_file import TRAIN_LOSS
 from diffusion.checkpointing.roll_back import Rollback, decide, is_wrong, read_rollbacks, request_rollback
 from diffusion.config.operations import GuardConfig
 from diffusion.datasets.streams import TextImageDataset
-from diffusion.launch import PreemptedError
+from diffusion.errors import PreemptedError
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from diffusion.callbacks.continued_loggers import LoggedPoints, read_wandb, tens
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.layout import batch_of
-from diffusion.launch import PREEMPTED_EXIT_CODE
+from diffusion.distributed import PREEMPTED_EXIT_CODE
 
 NUM_STEPS = 16
 
