@@ -5,10 +5,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from diffusion.config.checks import check, is_location, missing_locations
+from diffusion.config.fields import check_sections
 from diffusion.config.loading import load, load_config, missing_error, missing_keys
 from diffusion.config.schema import Config
 from diffusion.config.secrets import to_public_yaml
-from diffusion.evaluation.config import EvaluationConfig, check_evaluation
+from diffusion.evaluation.config import EvaluationConfig
 from diffusion.launch import CommandParser
 from diffusion.ranks import rank, world_size
 
@@ -96,7 +97,7 @@ def evaluate_command(arguments: Sequence[str], *, say: Callable[[str], None]) ->
     config = load(EvaluationConfig, options.config, options.overrides)
     if missing := missing_keys(config):
         raise missing_error(missing, options.config)
-    check_evaluation(config)
+    check_sections(config)
     _start_logging()
     if config.watch:
         from diffusion.evaluation.watch import watch
