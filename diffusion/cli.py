@@ -9,9 +9,9 @@ from diffusion.config.fields import check_sections
 from diffusion.config.loading import load, load_config, missing_error, missing_keys
 from diffusion.config.schema import Config
 from diffusion.config.secrets import to_public_yaml
+from diffusion.distributed import rank, world_size
 from diffusion.evaluation.config import EvaluationConfig
 from diffusion.launch import CommandParser
-from diffusion.ranks import rank, world_size
 
 
 def train_command(arguments: Sequence[str], *, say: Callable[[str], None]) -> None:

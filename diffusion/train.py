@@ -21,11 +21,19 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from diffusion.callbacks.heartbeat import Heartbeat
 from diffusion.callbacks.metrics_file import LossCurve, MetricsFile
-from diffusion.checkpointing.ending import has_ended, is_finished, make_up, mark_finished
-from diffusion.checkpointing.going_back import go_back
-from diffusion.checkpointing.reading import check_checkpoint, resolve_checkpoint
-from diffusion.checkpointing.resumption import CheckpointPlaces, checkpoint_places, find_resumption, remove_downloads
-from diffusion.checkpointing.safe_loading import as_data_error
+from diffusion.checkpointing.find import check_checkpoint, resolve_checkpoint
+from diffusion.checkpointing.read import as_data_error
+from diffusion.checkpointing.resume import (
+    CheckpointStorage,
+    checkpoint_storage,
+    find_resumption,
+    finish,
+    has_ended,
+    is_finished,
+    mark_finished,
+    remove_downloads,
+)
+from diffusion.checkpointing.roll_back import roll_back
 from diffusion.config.checks import check, check_machine, num_batches, resolve_device
 from diffusion.config.data import microbatch_size
 from diffusion.config.quantities import parse_time
@@ -33,7 +41,9 @@ from diffusion.config.schema import Config, Task
 from diffusion.config.secrets import to_public_yaml
 from diffusion.config.training import Decay, Device, Parallelism, Precision
 from diffusion.datasets.streams import TextImageDataset
-from diffusion.errors import ConfigurationError, MachineError, naming
+from diffusion.distributed import agree
+from diffusion.errors import ConfigurationError, MachineError, error_context
+from diffusion.files import write_atomically
 from diffusion.launch import PreemptedError
 from diffusion.loading import open_initial
 from diffusion.models import fast
@@ -50,7 +60,6 @@ from diffusion.operations.checks.startup import check_caches, check_machines
 from diffusion.operations.costs import BudgetSpentError
 from diffusion.operations.lease import leased
 from diffusion.plugins import build_plugin, check_plugins
-from diffusion.ranks import agree
 from diffusion.run_loggers import build_loggers
 from diffusion.sharding import correct_gradient_average, fsdp_config
 from diffusion.train_callbacks import build_callbacks, build_meters
@@ -107,8 +116,8 @@ def _train(
     """Train in a run folder that is open."""
     check_machines(config, device)
     agree(lambda: check_streams(config))
-    places = agree(lambda: checkpoint_places(config, folder))
-    go_back(places, keeps_all=config.trainer.keep_checkpoints == -1)
+    places = agree(lambda: checkpoint_storage(config, folder))
+    roll_back(places, keeps_all=config.trainer.keep_checkpoints == -1)
     load_path = find_resumption(config, places)
     if load_path is None:
         agree(lambda: _find_initial(config), takes_long=True)
@@ -130,7 +139,7 @@ def _train(
         agree(lambda: _record_config(folder, config))
         try:
             if has_ended(trainer):
-                make_up(trainer)
+                finish(trainer)
             else:
                 trainer.fit()
         except (PreemptedError, BudgetSpentError):
@@ -166,10 +175,8 @@ def _record_config(folder: Path, config: Config) -> None:
     """Save the resolved configuration in the run folder, on rank 0."""
     if dist.get_global_rank() != 0:
         return
-    partial = folder / f"{RUN_CONFIG}.partial"
     try:
-        partial.write_text(to_public_yaml(config), encoding="utf-8")
-        partial.replace(folder / RUN_CONFIG)
+        write_atomically(folder / RUN_CONFIG, to_public_yaml(config))
     except OSError as error:
         raise _not_writable(folder, error) from error
 
@@ -185,7 +192,7 @@ def _find_initial(config: Config) -> None:
     """
     if config.init_from is None or is_pipeline(config.init_from.checkpoint) or dist.get_local_rank() != 0:
         return
-    with naming("init_from.checkpoint"):
+    with error_context("init_from.checkpoint"):
         check_checkpoint(resolve_checkpoint(config.init_from.checkpoint))
 
 
@@ -210,7 +217,7 @@ def build_training_model(config: Config, device: Device, *, is_new: bool = True)
     if config.trainer.activation_checkpointing:
         model.unet.enable_gradient_checkpointing()
     if is_new and config.init_from is not None:
-        with naming("init_from.checkpoint"):
+        with error_context("init_from.checkpoint"):
             initial = open_initial(config.init_from, model.unet)
             load_unet(model, initial.read_all(), initial.place)
     if config.model.lora is not None:
@@ -268,7 +275,7 @@ def _build_algorithms(config: Config) -> list[Algorithm]:
 def _build_trainer(
     config: Config,
     model: ComposerModel,
-    places: CheckpointPlaces,
+    places: CheckpointStorage,
     load_path: str | None,
     device: Device,
     heartbeat: Heartbeat,

@@ -6,7 +6,7 @@ from diffusion.config.documentation import reference
 from diffusion.config.schema import Config
 from diffusion.evaluation.config import EvaluationConfig
 from diffusion.preparation.config import PrepareConfig
-from diffusion.sweeps.definition import SweepConfig
+from diffusion.sweeps import SweepConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 

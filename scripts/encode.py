@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 from diffusion.config.loading import load, missing_keys
 from diffusion.config.model import Architecture, ModelConfig
 from diffusion.config.schema import Config
+from diffusion.distributed import local_rank, local_world_size, rank, world_size
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.launch import CommandParser, check_device, named_device, run_command
 from diffusion.preparation.config import Engine
-from diffusion.ranks import local_rank, local_world_size, rank, world_size
 
 if TYPE_CHECKING:
     from diffusion.preparation.encoding.models import EncodingModels

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from diffusion.checkpointing.retention import kept_steps
+from diffusion.checkpointing.layout import kept_steps
 from diffusion.config.checks import num_batches
 from diffusion.config.data import ImageSize, Representation, image_sizes, microbatch_size
 from diffusion.config.quantities import parse_time

@@ -8,7 +8,7 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
-from diffusion.checkpointing.reading import find_checkpoints
+from diffusion.checkpointing.find import find_checkpoints
 from diffusion.cli import train_command
 from diffusion.config.checks import is_location
 from diffusion.config.data import Mixing, Representation

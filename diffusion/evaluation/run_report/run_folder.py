@@ -12,7 +12,7 @@ import yaml
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS
 from diffusion.callbacks.starts_file import STARTS
-from diffusion.checkpointing.ending import FINISHED, PREEMPTED
+from diffusion.checkpointing.resume import FINISHED, PREEMPTED
 from diffusion.config.checks import num_batches
 from diffusion.config.loading import dump, load, to_dict
 from diffusion.config.schema import Config
