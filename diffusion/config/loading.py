@@ -41,8 +41,13 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-RENAMED: dict[str, str] = {}
-"""Former names of keys and their names today, within the same section. They are read until 0.3."""
+RENAMED = {  # until 0.3
+    "operations.supervision.check_patience": "operations.supervision.check_timeout",
+    "operations.supervision.data_patience": "operations.supervision.data_timeout",
+    "operations.supervision.pause_patience": "operations.supervision.pause_timeout",
+    "trainer.store_patience": "trainer.store_timeout",
+}
+"""Former names of keys, which are still read, and their names today in the same section."""
 
 Schema = TypeVar("Schema")
 

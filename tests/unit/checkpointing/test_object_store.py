@@ -209,7 +209,7 @@ def test_a_store_that_is_gone_ends_the_run_and_nothing_is_lost(
     run = tmp_path / "run"
     more = [
         kill_at(3, s3_server, between_uploads=True),
-        "trainer.store_patience=10",
+        "trainer.store_timeout=10",
         f"trainer.async_checkpoints={in_background}",
     ]
     job = server.run(2, [options(run, "fsdp", url, *more)])
