@@ -185,6 +185,9 @@ def _merge(schema: type[Schema], sources: Sequence[Source]) -> Schema:
             raise ConfigurationError(f"{source.name} is nested too deeply, or refers to itself.") from None
     result = merger.build_section(config, schema, "", sources)
     raise_all(ConfigurationError, merger.problems)
+    if merger.renamed:
+        listed = ", ".join(f"{old} (now {RENAMED[old]})" for old in dict.fromkeys(merger.renamed))
+        log.warning("%s: keys with former names, which are read until 0.3: %s", sources[-1].name, listed)
     return result
 
 
@@ -194,6 +197,7 @@ class _Merger:
     def __init__(self, schema: type):
         self.schema = schema
         self.problems: list[str] = []
+        self.renamed: list[str] = []
 
     def merge_section(self, section: Any, kind: type, values: dict[str, Any], key: str, source: Source) -> None:
         """Set the values of a section, which is at `key`."""
@@ -201,7 +205,7 @@ class _Merger:
         for name, value in values.items():
             child_key = _join(key, name)
             if child_key in RENAMED:
-                log.warning("%s (%s) is now %s.", child_key, source.where(child_key), RENAMED[child_key])
+                self.renamed.append(child_key)
                 name = RENAMED[child_key].rpartition(".")[2]
             if name in types:
                 self.merge_value(section, name, types[name], value, child_key, source)
@@ -213,31 +217,30 @@ class _Merger:
         kind, _ = split_optional(annotation)
         origin = get_origin(kind) or kind
         present = _container(parent, name)
+        if isinstance(value, dict) and (isinstance(present, ListConfig) or origin is list):
+            self.merge_elements(present or [], kind, value, key, source)
+            return
         try:
-            if isinstance(value, dict) and (isinstance(present, ListConfig) or origin is list):
-                self.merge_elements(present or [], kind, value, key, source)
-            elif isinstance(value, dict) and dataclasses.is_dataclass(origin):
-                if present is None:
-                    parent[name] = origin
-                self.merge_section(parent[name], origin, value, key, source)  # type: ignore[arg-type]
-            elif isinstance(value, dict) and origin in (dict, Any):
-                if present is None:
-                    parent[name] = {}
-                for child_name, child in value.items():
-                    self.merge_value(
-                        parent[name], child_name, element_type(kind), child, _join(key, child_name), source
-                    )
-            elif isinstance(value, list) and origin in (list, Any):
+            if isinstance(value, list):
                 parent[name] = [MISSING] * len(value)
-                for index, child in enumerate(value):
-                    self.merge_value(parent[name], index, element_type(kind), child, _join(key, index), source)
-            else:
+            elif not isinstance(value, dict):
                 parent[name] = _scalar(origin, value, key, source)
+            elif present is None:
+                parent[name] = origin if dataclasses.is_dataclass(origin) else {}
         except (OmegaConfBaseException, TypeError, ValueError) as error:
             if isinstance(value, str) and "${" in value:
                 self.problems.append(_unresolved(key, value, source.where(key), error))
             else:
                 self.problems.append(_wrong_type(annotation, value, key, source))
+            return
+        if isinstance(value, list):
+            for index, child in enumerate(value):
+                self.merge_value(parent[name], index, element_type(kind), child, _join(key, index), source)
+        elif isinstance(value, dict) and dataclasses.is_dataclass(origin):
+            self.merge_section(parent[name], origin, value, key, source)  # type: ignore[arg-type]
+        elif isinstance(value, dict):
+            for child_name, child in value.items():
+                self.merge_value(parent[name], child_name, element_type(kind), child, _join(key, child_name), source)
 
     def merge_elements(self, elements: Any, kind: Any, values: dict[str, Any], key: str, source: Source) -> None:
         """Set elements of a list that are addressed by their numbers."""
