@@ -31,8 +31,8 @@ __all__ = [
     "dump",
     "from_dict",
     "load",
+    "load_complete",
     "load_config",
-    "missing_error",
     "missing_keys",
     "read_yaml",
     "to_dict",
@@ -55,23 +55,36 @@ Schema = TypeVar("Schema")
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), *, may_miss: Callable[[str], bool] = lambda key: False
 ) -> Config:
-    """Load the configuration of a run.
+    """Load the configuration of a run; arguments and errors as in `load_complete`."""
+    return load_complete(Config, path, overrides, may_miss=may_miss)
+
+
+def load_complete(
+    schema: type[Schema],
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    may_miss: Callable[[str], bool] = lambda key: False,
+) -> Schema:
+    """Load a YAML file into a dataclass that has all values.
 
     Args:
-        path: a YAML file; `extends: other.yaml` in it names a base file, relative to itself.
-        overrides: `key.sub=value` strings, applied in order after the files.
+        schema: a dataclass as in `load`.
+        path: a YAML file.
+        overrides: `key.sub=value` strings.
         may_miss: whether a key may remain without a value (`???`).
-
-    Returns:
-        The configuration; missing values are the text `???`.
 
     Raises:
         ConfigurationError: a file or an override is wrong, or a value is missing.
     """
-    config = load(Config, path, overrides)
+    config = load(schema, path, overrides)
     missing = {key: doc for key, doc in missing_keys(config).items() if not may_miss(key)}
     if missing:
-        raise missing_error(missing, str(path))
+        listed = "; ".join(f"{key} ({doc.rstrip('.')})" if doc else key for key, doc in missing.items())
+        raise ConfigurationError(
+            f"Missing in {path}: {listed}. Set a value in the file, or on the command line as in "
+            f"{next(iter(missing))}=VALUE."
+        )
     return config
 
 
@@ -80,8 +93,8 @@ def load(schema: type[Schema], path: str | Path, overrides: Sequence[str] = ()) 
 
     Args:
         schema: a dataclass whose fields are scalars, enums, dataclasses, and lists and dictionaries of them.
-        path: a YAML file, with `extends` as in `load_config`.
-        overrides: `key.sub=value` strings.
+        path: a YAML file; `extends: other.yaml` in it names a base file, relative to itself.
+        overrides: `key.sub=value` strings, applied in order after the files.
 
     Raises:
         ConfigurationError: a file or an override is wrong.
@@ -132,32 +145,16 @@ def missing_keys(config: Any) -> dict[str, str]:
     return {key: key_doc(type(config), key) for key in keys}
 
 
-def missing_error(missing: dict[str, str], where: str) -> ConfigurationError:
-    """Build the error about missing values.
-
-    Args:
-        missing: result of `missing_keys`.
-        where: the file that was loaded.
-    """
-    listed = "; ".join(f"{key} ({doc.rstrip('.')})" if doc else key for key, doc in missing.items())
-    return ConfigurationError(
-        f"Missing in {where}: {listed}. Set a value in the file, or on the command line as in "
-        f"{next(iter(missing))}=VALUE."
-    )
-
-
 def _missing(value: Any, key: str) -> Iterator[str]:
+    children: dict[Any, Any] = {}
     if isinstance(value, str) and value == MISSING:
         yield key
     elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from _missing(getattr(value, field.name), f"{key}.{field.name}".lstrip("."))
-    elif isinstance(value, dict):
-        for name, child in value.items():
-            yield from _missing(child, f"{key}.{name}")
-    elif isinstance(value, list):
-        for index, child in enumerate(value):
-            yield from _missing(child, f"{key}.{index}")
+        children = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif isinstance(value, dict | list):
+        children = value if isinstance(value, dict) else dict(enumerate(value))
+    for name, child in children.items():
+        yield from _missing(child, _join(key, name))
 
 
 def _plain(value: Any) -> Any:
