@@ -72,7 +72,7 @@ def checkpoint_storage(config: Config, run: Path) -> CheckpointStorage:
         return CheckpointStorage(run, run / "checkpoints", None)
     if "://" not in location:
         return CheckpointStorage(run, Path(location).expanduser(), None)
-    remote = RemoteCheckpoints(location, patience=config.trainer.store_patience)
+    remote = RemoteCheckpoints(location, patience=config.trainer.store_timeout)
     return CheckpointStorage(run, run / "uploads", remote)
 
 
