@@ -34,9 +34,8 @@ from diffusion.checkpointing.resume import (
     remove_downloads,
 )
 from diffusion.checkpointing.roll_back import roll_back
-from diffusion.config.checks import check, num_batches
-from diffusion.config.groups import microbatch_size
-from diffusion.config.machine import check_machine, resolve_device
+from diffusion.config.checks import check, check_machine, num_batches, resolve_device
+from diffusion.config.data import microbatch_size
 from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config, Task
 from diffusion.config.secrets import to_public_yaml

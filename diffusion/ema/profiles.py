@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from diffusion.config.averages import MAX_WIDTH
+from diffusion.config.training import MAX_WIDTH
 from diffusion.errors import ConfigurationError
 
 
