@@ -14,7 +14,7 @@ from diffusion.checkpointing.remote import READ_PATIENCE, RemoteCheckpoints
 from diffusion.config.checks import num_batches
 from diffusion.config.schema import Config
 from diffusion.config.stores import is_store
-from diffusion.errors import MachineError
+from diffusion.errors import DataError, MachineError
 from diffusion.files import read_json
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class RemoteRun:
             return None
         try:
             held = self._remote.download(found, folder)
-        except MachineError:
+        except (DataError, MachineError):
             remove_copy(folder / name)
             if name in self.present():
                 raise
