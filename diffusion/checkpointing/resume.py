@@ -62,10 +62,6 @@ def checkpoint_storage(config: Config, run: Path) -> CheckpointStorage:
     Args:
         config: the configuration of the run.
         run: its folder.
-
-    Raises:
-        ConfigurationError: it is a URI of another kind than `s3://`.
-        MachineError: the address of the store is not valid.
     """
     location = config.trainer.checkpoint_folder
     if location is None:
