@@ -47,13 +47,12 @@ from diffusion.files import write_atomically
 from diffusion.launch import PreemptedError
 from diffusion.loading import open_initial
 from diffusion.models import fast
-from diffusion.models.architectures import ARCHITECTURES
+from diffusion.models.architectures import ARCHITECTURES, build_vae, with_seed
 from diffusion.models.autoencoder import AutoencoderTraining, initialise_logvar
 from diffusion.models.build import build_model, load_unet
-from diffusion.models.frozen import build_vae, with_seed
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.layout import is_pipeline
 from diffusion.models.lora import add_lora
+from diffusion.models.pretrained import is_pipeline
 from diffusion.operations.beats import beats_folder
 from diffusion.operations.checks.device import computes_bf16
 from diffusion.operations.checks.startup import check_caches, check_machines
@@ -219,7 +218,7 @@ def build_training_model(config: Config, device: Device, *, is_new: bool = True)
     if is_new and config.init_from is not None:
         with error_context("init_from.checkpoint"):
             initial = open_initial(config.init_from, model.unet)
-            load_unet(model, initial.read_all(), initial.place)
+            load_unet(model, initial.read_all(), initial.source)
     if config.model.lora is not None:
         add_lora(model.unet, config.model.lora, config.seed)
     return model
