@@ -40,7 +40,7 @@ def small_disk(request, server, tmp_path):
     """A disk with room for one checkpoint and a half."""
     place = tmp_path / "disk"
     place.mkdir()
-    server.train(1, [options(tmp_path / "run", request.param, "trainer.max_duration=2ba")])
+    server.train(1, [options(tmp_path / "run", request.param)])
     size = int(1.5 * size_of(list_checkpoints(tmp_path / "run" / "checkpoints")[0]))
     try:
         made = subprocess.run(
