@@ -58,8 +58,7 @@ def build_callbacks(config: Config, model: ComposerModel, places: CheckpointStor
         callbacks.insert(0, LossGuard(config.operations.guard, folder))
     if device == Device.gpu:
         callbacks.append(MemoryMonitor())
-    store = places.remote.store if places.remote is not None else None
-    ema, averages = build_averages(config.algorithms.ema, folder, store)
+    ema, averages = build_averages(config.algorithms.ema, folder, places.remote)
     callbacks += averages
     if isinstance(model, LatentDiffusion):
         if fast.resolve_compilation(config.performance.compilation, device) is not Compilation.none:

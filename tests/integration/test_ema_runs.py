@@ -54,7 +54,7 @@ def runs(server, shapes, tmp_path_factory) -> dict[str, Path]:
 
     def recorded(name: str, *more: str) -> Run:
         weights = plugin("tests.tools.toys.RecordWeights", folder=str(folder[name] / "weights"))
-        record = plugin("tests.unit.ema.averages_record.RecordAverages", folder=str(folder[name] / "record"))
+        record = plugin("tests.tools.averages_record.RecordAverages", folder=str(folder[name] / "record"))
         return run(folder[name], "fsdp" if "fsdp" in name else "ddp", *more, plugins=[record, weights])
 
     short, rarely = "trainer.max_duration=6ba", "trainer.save_interval=4ba"

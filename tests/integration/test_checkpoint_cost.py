@@ -86,7 +86,7 @@ class ThawServerAt(Callback):
 def test_training_goes_on_while_a_checkpoint_is_uploaded(server, s3_server, tmp_path):
     run, reference = tmp_path / "run", tmp_path / "reference"
     arguments = f"{{freeze: 3, thaw: 7, pid: {s3_server.pid}}}"
-    thaw = f"{{path: tests.unit.checkpointing.test_checkpoint_cost.ThawServerAt, arguments: {arguments}}}"
+    thaw = f"{{path: tests.integration.test_checkpoint_cost.ThawServerAt, arguments: {arguments}}}"
     common = ["trainer.save_interval=4ba", "trainer.max_duration=8ba", "samples.prompts=[]"]
     overrides = [
         f"output_folder={run}",
