@@ -10,6 +10,7 @@ from composer.loggers import LoggerDestination
 from composer.utils import dist
 
 from diffusion.curves import Curve
+from diffusion.files import atomic_path
 
 TRAIN_LOSS = "loss/train/total"
 
@@ -44,15 +45,13 @@ class MetricsFile(LoggerDestination):
         self._step = state.timestamp.batch.value
         self.losses = {}
         begun: list[dict[str, float]] = []
-        partial = self.path.with_suffix(".partial")
-        with partial.open("w", encoding="utf-8") as file:
+        with atomic_path(self.path) as partial, partial.open("w", encoding="utf-8") as file:
             for row in _rows(self.path):
                 if row["step"] < self._step:
                     file.write(json.dumps(row) + "\n")
                     self._add(row["step"], row)
                 elif row["step"] == self._step:
                     begun.append(row)
-        partial.replace(self.path)
         if self._loaded:
             begun.append(json.loads(self._loaded))
             self._loaded = ""

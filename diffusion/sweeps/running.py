@@ -4,7 +4,6 @@ A point that runs holds a lock on its folder, and its process inherits that: aft
 on, and a sweep that is started again waits for it.
 """
 
-import fcntl
 import logging
 import os
 import sys
@@ -12,6 +11,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from typing import NoReturn
 
+from diffusion.files import open_lock
 from diffusion.launch import PREEMPTED_EXIT_CODE, be_forked
 from diffusion.operations import jobs
 from diffusion.sweeps.points import Point
@@ -63,12 +63,10 @@ def _begin(point: Point, locks: dict[str, int], is_patient: bool) -> bool:
     if point.is_finished:
         return False
     point.folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(point.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | (0 if is_patient else fcntl.LOCK_NB))
-    except BlockingIOError:
+        lock = open_lock(point.folder / _LOCK, timeout=None if is_patient else 0)
+    except TimeoutError:
         log.info("point %s runs already", point.name)
-        os.close(lock)
         return False
     if point.is_finished:
         os.close(lock)

@@ -134,7 +134,7 @@ def test_the_page_is_self_contained_and_escapes_everything(tmp_path):
     ]
     assert len(images) >= 3  # histograms, kept, duplicates
     numbers = json.loads((tmp_path / "report.json").read_text())
-    assert numbers["kept"] == {"images": 2, "bytes": 2000}
+    assert numbers["kept"] == {"pictures": 2, "bytes": 2000}
     assert numbers["sources"][HOSTILE] == {"": 1}
 
 
