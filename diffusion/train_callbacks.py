@@ -29,7 +29,7 @@ from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config
 from diffusion.config.secrets import to_public_yaml
 from diffusion.config.training import Device, Parallelism
-from diffusion.datasets.streams import TextImageDataset
+from diffusion.datasets.dataset import TextImageDataset
 from diffusion.ema.snapshots import build_averages
 from diffusion.models import fast
 from diffusion.models.autoencoder import AutoencoderTraining

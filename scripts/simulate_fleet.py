@@ -19,7 +19,7 @@ import numpy as np
 
 from diffusion.config.data import Mixing
 from diffusion.config.groups import legal_world_sizes
-from diffusion.datasets.batching import GlobalOrder, OrderSettings
+from diffusion.datasets.sample_order import GlobalOrder, OrderSettings
 from diffusion.errors import UserError
 from diffusion.planning.fleet import (
     Cost,

@@ -307,7 +307,7 @@ class StreamLanes:
         self._windows = np.zeros((num_passes, len(totals) + 1), np.int64)
         self._ends = np.zeros((num_passes + 1, len(totals)), np.int64)
         if num_passes:
-            # The draws of an epoch are a sequence of lanes, balanced by `totals`; pass p is its draws p N ... (p + 1) N.
+            # The draws of an epoch are a sequence of lanes, balanced by `totals`. Draws p N ... (p + 1) N are pass p.
             # In pass p, lane l owns windows[p, l] <= position < windows[p, l + 1], as many positions as it has draws in
             # the pass, so that a pass holds every sample once. The last pass is cut off at the end of the epoch:
             # ends[p, l] counts the draws of lane l before pass p.

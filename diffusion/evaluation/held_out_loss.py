@@ -8,8 +8,7 @@ from tqdm.auto import tqdm
 from diffusion.checkpointing.reading import resolve_checkpoint
 from diffusion.config.model import Posterior
 from diffusion.config.schema import Config
-from diffusion.datasets.held_out import HeldOutData
-from diffusion.datasets.loader import validation_dataset, validation_loader
+from diffusion.datasets.loader import ValidationDataset, validation_dataset, validation_loader
 from diffusion.distributed import agree
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.models import CheckpointGenerator, Generator, Subject
@@ -76,7 +75,7 @@ def held_out_losses(subject: Subject, generator: Generator, ranks: Ranks) -> dic
     return {name.replace("loss", NAME, 1): Number(value=value, protocol=protocol) for name, value in values.items()}
 
 
-def _open(config: Config, model: LatentDiffusion) -> HeldOutData:
+def _open(config: Config, model: LatentDiffusion) -> ValidationDataset:
     if config.validation is None:
         raise ConfigurationError("protocol.validation_loss: the run has no held-out data (validation)")
     config.data.num_workers = 0

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from diffusion.config.schema import Config
-from diffusion.datasets.batching import GlobalOrder
+from diffusion.datasets.sample_order import GlobalOrder
 from diffusion.errors import DataError
 from diffusion.planning.provenance import build_order, find_folders
 from diffusion.planning.streams import plan_epoch

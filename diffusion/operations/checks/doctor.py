@@ -17,7 +17,7 @@ from diffusion.config.loading import to_yaml
 from diffusion.config.machine import check_machine, resolve_device
 from diffusion.config.schema import Config
 from diffusion.config.training import Device
-from diffusion.datasets.locations import StreamLocation, locate_streams
+from diffusion.datasets.streams import StreamLocation, locate_streams
 from diffusion.distributed import agree
 from diffusion.errors import MachineError, UserError
 from diffusion.models.architectures import ARCHITECTURES

@@ -20,7 +20,7 @@ from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.fetching import GONE
 from diffusion.datasets.loader import BatchLoader, train_loader
 from diffusion.datasets.shards import ShardDataset
-from diffusion.datasets.streams import TextImageDataset
+from diffusion.datasets.dataset import TextImageDataset
 from diffusion.errors import DataError
 from tests.tools.written_data import TEXT, data_config, encoded_sample, write_encoded
 

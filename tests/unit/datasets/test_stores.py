@@ -13,7 +13,7 @@ from diffusion.config.data import Representation, StreamConfig
 from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.loader import BatchLoader, train_loader
 from diffusion.datasets.stores import Store
-from diffusion.datasets.streams import TextImageDataset
+from diffusion.datasets.dataset import TextImageDataset
 from diffusion.errors import DataError
 from tests.tools.faulty_proxy import FaultyProxy
 from tests.tools.s3_server import KEY, S3Server, find_s3rver, object_file, s3_process, s3_server

@@ -14,7 +14,7 @@ from PIL import Image
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, last_step
 from diffusion.curves import Curve, read_curves, read_json_lines
-from diffusion.datasets.batching import GlobalOrder, Mixing, OrderSettings, StreamShape
+from diffusion.datasets.sample_order import GlobalOrder, Mixing, OrderSettings, StreamShape
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.run_report.data_mix import count_draws
 from diffusion.evaluation.run_report.happenings import read_happenings

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from diffusion.config.data import Mixing
-from diffusion.datasets.batching import OrderSettings
+from diffusion.datasets.sample_order import OrderSettings
 from diffusion.datasets.mds import write_mds
 from diffusion.errors import DataError
 from diffusion.planning.fleet import (
