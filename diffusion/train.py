@@ -26,9 +26,8 @@ from diffusion.checkpointing.going_back import go_back
 from diffusion.checkpointing.reading import check_checkpoint, resolve_checkpoint
 from diffusion.checkpointing.resumption import CheckpointPlaces, checkpoint_places, find_resumption, remove_downloads
 from diffusion.checkpointing.safe_loading import as_data_error
-from diffusion.config.checks import check, num_batches
-from diffusion.config.groups import microbatch_size
-from diffusion.config.machine import check_machine, resolve_device
+from diffusion.config.checks import check, check_machine, num_batches, resolve_device
+from diffusion.config.data import microbatch_size
 from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config, Task
 from diffusion.config.secrets import to_public_yaml

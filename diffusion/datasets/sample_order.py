@@ -28,8 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diffusion.config.data import Mixing
-from diffusion.config.groups import legal_world_sizes
+from diffusion.config.data import Mixing, legal_world_sizes
 from diffusion.datasets.balanced import MAX_TOTAL, BalancedSequence, Integers, permutation, raw_words
 from diffusion.errors import ConfigurationError
 from diffusion.randomness import NUM_INDEX_BITS, NUM_OCCURRENCE_BITS, sample_address

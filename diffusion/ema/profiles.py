@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from diffusion.config.averages import MAX_WIDTH
+from diffusion.config.training import MAX_WIDTH
 from diffusion.errors import ConfigurationError
 
 

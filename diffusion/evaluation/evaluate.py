@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffusion.config.evaluation import EvaluationConfig, PromptsConfig, SamplingConfig
 from diffusion.distributed import agree
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.compositional import Compositional, open_compositional
+from diffusion.evaluation.config import EvaluationConfig, PromptsConfig, SamplingConfig
 from diffusion.evaluation.extraction import Extractor
 from diffusion.evaluation.features import Networks
 from diffusion.evaluation.generation import Task, generate_images

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from diffusion.config.evaluation import ResizeFilter
+from diffusion.evaluation.config import ResizeFilter
 from diffusion.evaluation.features import FeatureNetwork, resized
 from diffusion.evaluation.images import Images
 from diffusion.evaluation.ranks import Ranks

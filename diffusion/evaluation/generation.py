@@ -16,9 +16,9 @@ from PIL import Image
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from diffusion.config.evaluation import SamplingConfig
 from diffusion.distributed import agree
 from diffusion.errors import ConfigurationError, MachineError
+from diffusion.evaluation.config import SamplingConfig
 from diffusion.evaluation.listing import write_listing
 from diffusion.evaluation.models import Generator
 from diffusion.evaluation.prompts import Prompt, prompts_identity

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from diffusion.config.evaluation import OF_REFERENCE, Metric, ProtocolConfig, ReferenceConfig
 from diffusion.distributed import agree
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.evaluation.config import OF_REFERENCE, Metric, ProtocolConfig, ReferenceConfig
 from diffusion.evaluation.extraction import Extractor, FeatureSet
 from diffusion.evaluation.features import FeatureNetwork, Networks
 from diffusion.evaluation.images import Images, open_reference

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from diffusion.config.machine import resolve_device
+from diffusion.config.checks import resolve_device
 from diffusion.config.training import Device
 from diffusion.distributed import local_rank, rank, world_size
 from diffusion.errors import MachineError

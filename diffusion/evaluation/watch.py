@@ -10,10 +10,10 @@ import threading
 from pathlib import Path
 
 from diffusion.checkpointing.remote import remove_copy
-from diffusion.config.evaluation import EvaluationConfig
 from diffusion.config.stores import is_store
 from diffusion.distributed import agree
 from diffusion.errors import DataError
+from diffusion.evaluation.config import EvaluationConfig
 from diffusion.evaluation.evaluate import Evaluation
 from diffusion.evaluation.followed_run import FollowedRun, follow, is_last, step_of
 from diffusion.evaluation.ledger import Entry, Ledger

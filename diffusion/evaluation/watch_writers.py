@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from diffusion.callbacks.continued_loggers import as_machine_error, tensorboard_points, wandb_points
-from diffusion.config.evaluation import EvaluationConfig
 from diffusion.config.schema import Config
 from diffusion.config.secrets import redact_arguments
+from diffusion.evaluation.config import EvaluationConfig
 from diffusion.evaluation.protocol import protocol_hash
 from diffusion.evaluation.results import Result
 from diffusion.files import write_atomically

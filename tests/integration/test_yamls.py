@@ -80,8 +80,8 @@ TINY = [
 def aspects(shapes, tmp_path_factory) -> Path:
     """The shapes in aspect-ratio buckets, encoded."""
     from diffusion.config.model import Architecture, ModelConfig
-    from diffusion.config.preparation import BucketsConfig
     from diffusion.models import load_frozen_parts
+    from diffusion.preparation.config import BucketsConfig
     from diffusion.preparation.encoding.encode import encode
     from diffusion.preparation.encoding.models import EncodingModels
     from diffusion.preparation.prepare import prepare

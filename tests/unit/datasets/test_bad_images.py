@@ -5,15 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from diffusion.datasets.stores import Store
 
 from diffusion.config.data import Representation, Shuffling, StreamConfig
 from diffusion.datasets.bad_images import BadImage, BadImages, check_bad_images
 from diffusion.datasets.batch import BatchKey
-from diffusion.datasets.loader import train_loader
-from diffusion.datasets.streams import StreamLocation, find_manifest, locate_streams
-from diffusion.datasets.stores import Store
 from diffusion.datasets.dataset import TextImageDataset
-from diffusion.datasets.streams import Substitutes, find_substitutes
+from diffusion.datasets.loader import train_loader
+from diffusion.datasets.streams import StreamLocation, Substitutes, find_manifest, find_substitutes, locate_streams
 from diffusion.errors import DataError
 from tests.tools.written_data import data_config, tokenize, write_encoded, write_prepared
 

@@ -11,9 +11,9 @@ import torch
 
 from diffusion.config.data import Representation, Shuffling, ValidationConfig
 from diffusion.datasets.batch import BatchKey
+from diffusion.datasets.dataset import TextImageDataset
 from diffusion.datasets.loader import BatchLoader, train_loader, validation_dataset
 from diffusion.datasets.mds import read_shards
-from diffusion.datasets.dataset import TextImageDataset
 from diffusion.errors import DataError
 from tests.tools.written_data import data_config, tokenize, write_encoded, write_prepared
 

@@ -11,16 +11,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from diffusion.datasets.fetching import GONE
+from diffusion.datasets.shards import ShardDataset
 from filelock import FileLock
 from streaming import MDSWriter, StreamingDataset
 
 from diffusion.config.data import Representation, Shuffling
 from diffusion.datasets import mds, shard_fetching
 from diffusion.datasets.batch import BatchKey
-from diffusion.datasets.fetching import GONE
-from diffusion.datasets.loader import BatchLoader, train_loader
-from diffusion.datasets.shards import ShardDataset
 from diffusion.datasets.dataset import TextImageDataset
+from diffusion.datasets.loader import BatchLoader, train_loader
 from diffusion.errors import DataError
 from tests.tools.written_data import TEXT, data_config, encoded_sample, write_encoded
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from diffusion.datasets.shared_memory import OWNER, PLACE, REMOVED, MemoryNumber, claim_number, take_away
 from streaming.base.constant import RESUME
 from streaming.base.shared import SharedMemory
 
@@ -21,7 +22,6 @@ from diffusion.config.data import DataConfig, Representation
 from diffusion.datasets import shared_memory
 from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.loader import BatchLoader, train_loader
-from diffusion.datasets.shared_memory import OWNER, PLACE, REMOVED, MemoryNumber, claim_number, take_away
 from diffusion.errors import DataError
 from tests.tools.written_data import data_config, write_encoded
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from diffusion.datasets.stores import Store
 
 from diffusion.config.data import Representation, StreamConfig
 from diffusion.datasets.batch import BatchKey
-from diffusion.datasets.loader import BatchLoader, train_loader
-from diffusion.datasets.stores import Store
 from diffusion.datasets.dataset import TextImageDataset
+from diffusion.datasets.loader import BatchLoader, train_loader
 from diffusion.errors import DataError
 from tests.tools.faulty_proxy import FaultyProxy
 from tests.tools.s3_server import KEY, S3Server, find_s3rver, object_file, s3_process, s3_server

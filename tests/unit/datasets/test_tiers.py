@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from diffusion.datasets.shards import ShardDataset
+from diffusion.datasets.warm_up import shards_of_steps
 
 from diffusion.config.data import Representation
 from diffusion.datasets.batch import BatchKey
-from diffusion.datasets.sample_order import GlobalOrder, OrderSettings, StreamShape, rank_slots
-from diffusion.datasets.loader import BatchLoader, train_loader
-from diffusion.datasets.shards import ShardDataset
-from diffusion.datasets.dataset import TextImageDataset
 from diffusion.datasets.cache import TierCounts
-from diffusion.datasets.warm_up import shards_of_steps
+from diffusion.datasets.dataset import TextImageDataset
+from diffusion.datasets.loader import BatchLoader, train_loader
+from diffusion.datasets.sample_order import GlobalOrder, OrderSettings, StreamShape, rank_slots
 from diffusion.errors import DataError
 from tests.tools.written_data import data_config, write_encoded
 

@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from diffusion.config.loading import from_dict
-from diffusion.config.preparation import DuplicatesConfig, FiltersConfig
 from diffusion.errors import DataError
+from diffusion.preparation.config import DuplicatesConfig, FiltersConfig
 from diffusion.preparation.prepare import prepare
 from diffusion.preparation.report.numbers import NUM_SHOWN, summarize
 from diffusion.preparation.report.writing import write_report
