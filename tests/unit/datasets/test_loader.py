@@ -6,12 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusion.datasets.held_out import share_of
 
 from diffusion.config.data import Crop, ImageSize, Mixing, Representation, Shuffling, StreamConfig, ValidationConfig
 from diffusion.datasets.batch import BatchKey, split_batch
 from diffusion.datasets.collation import CollateGroups, collate
-from diffusion.datasets.loader import BatchLoader, train_loader, validation_dataset, validation_loader
+from diffusion.datasets.loader import BatchLoader, share_of, train_loader, validation_dataset, validation_loader
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import ConfigurationError, DataError
 from tests.tools.written_data import data_config, smooth_image, tokenize, write_encoded, write_prepared
