@@ -40,7 +40,7 @@ from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config, Task
 from diffusion.config.secrets import to_public_yaml
 from diffusion.config.training import Decay, Device, Parallelism, Precision
-from diffusion.datasets.streams import TextImageDataset
+from diffusion.datasets.dataset import TrainingDataset
 from diffusion.distributed import agree
 from diffusion.errors import ConfigurationError, MachineError, PreemptedError, error_context
 from diffusion.files import write_atomically
@@ -279,7 +279,7 @@ def _build_trainer(
     heartbeat: Heartbeat,
 ) -> Trainer:
     train_data = agree(lambda: build_train_data(config))
-    if isinstance(dataset := getattr(train_data.dataloader, "dataset", None), TextImageDataset):
+    if isinstance(dataset := getattr(train_data.dataloader, "dataset", None), TrainingDataset):
         check_caches(config, dataset)
     evaluator = agree(lambda: build_evaluator(config, model))
     loggers = agree(lambda: build_loggers(config, places.run))

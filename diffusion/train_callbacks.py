@@ -31,6 +31,8 @@ from diffusion.config.secrets import to_public_yaml
 from diffusion.config.training import Device, Parallelism
 from diffusion.datasets.streams import TextImageDataset
 from diffusion.ema.callbacks import build_averages
+from diffusion.datasets.dataset import TextImageDataset
+from diffusion.ema.snapshots import build_averages
 from diffusion.models import fast
 from diffusion.models.autoencoder import AutoencoderTraining
 from diffusion.models.latent_diffusion import LatentDiffusion

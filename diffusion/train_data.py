@@ -20,12 +20,12 @@ from diffusion.datasets.encoded import EncodedManifest, check_encoded, read_enco
 from diffusion.datasets.loader import (
     check_training_streams,
     check_validation_streams,
-    held_out_streams,
     train_loader,
     validation_dataset,
     validation_loader,
+    validation_streams,
 )
-from diffusion.datasets.locations import StreamLocation, locate_streams
+from diffusion.datasets.streams import StreamLocation, locate_streams
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.pretrained import module_identity, tokenizer_identity
@@ -97,12 +97,12 @@ def _encoded_streams(config: Config) -> Iterator[tuple[StreamLocation, ImageSize
         return
     roots = [(config.data.remote, config.data.local, config.data.streams)]
     if config.validation is not None:
-        streams = held_out_streams(config.validation, config.data)
+        streams = validation_streams(config.validation, config.data)
         roots.append((config.validation.remote, config.validation.local, streams))
     for remote, local, streams in roots:
         sizes = image_sizes(streams, config.data.resolution)
         for location, size in zip(locate_streams(remote, local, streams), sizes, strict=True):
-            manifest = read_encoded_manifest(location.source, location.store)
+            manifest = read_encoded_manifest(location.source, location.access)
             if manifest is None:
                 raise DataError(f"{location.source} has no manifest.json beside it: encode it with scripts/encode.py")
             yield location, size, manifest

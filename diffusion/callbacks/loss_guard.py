@@ -15,6 +15,8 @@ from diffusion.checkpointing.roll_back import Rollback, decide, is_wrong, read_r
 from diffusion.config.operations import GuardConfig
 from diffusion.datasets.streams import TextImageDataset
 from diffusion.errors import PreemptedError
+from diffusion.datasets.dataset import TrainingDataset
+from diffusion.launch import PreemptedError
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +96,7 @@ class LossGuard(Callback):
     def _list_samples(self, state: State, step: int, loss: float) -> None:
         """List the samples of a step, and log their shards: the data may be the reason."""
         dataset = getattr(state.train_dataloader, "dataset", None)
-        if not isinstance(dataset, TextImageDataset):
+        if not isinstance(dataset, TrainingDataset):
             return
         samples = dataset.samples_of_step(step)
         rows = [

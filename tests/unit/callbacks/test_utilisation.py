@@ -8,7 +8,7 @@ import pytest
 
 from diffusion.callbacks import utilisation as module
 from diffusion.callbacks.utilisation import Utilisation
-from diffusion.datasets.tiers import TierCounts, TierMeter
+from diffusion.datasets.cache import TierCounts, TierMeter
 from diffusion.errors import ConfigurationError
 from diffusion.operations.checks.counters import Counters
 

@@ -2,7 +2,7 @@ import hashlib
 import time
 import tracemalloc
 from collections import Counter
-from itertools import product
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -10,13 +10,13 @@ import pytest
 
 from diffusion.config.data import Mixing, legal_world_sizes
 from diffusion.datasets.balanced import BalancedSequence, floor_sum, permutation
-from diffusion.datasets.batching import (
+from diffusion.datasets.sample_order import (
     EpochOrder,
     GlobalOrder,
     OrderSettings,
+    RankOrder,
     Slots,
     StreamShape,
-    WorkerSlots,
     draws_per_stream,
     rank_slots,
 )
@@ -126,33 +126,29 @@ def test_global_batches_are_the_same_in_every_world_and_from_any_step(options: d
 
 
 @pytest.mark.parametrize("options", MIXINGS, ids=lambda options: options["mixing"].value)
-def test_workers_of_any_number_read_what_their_rank_has_to_read(options: dict[str, Any]):
+def test_a_rank_finds_its_samples_at_any_step_of_any_epoch(options: dict[str, Any]):
     order = three(**options)
-    expected = whole(order.epoch(2)).addresses()
-    for world, num_workers, first in product((1, 4), (1, 2, 3), (0, 7)):
+    epochs = [whole(order.epoch(epoch)).addresses() for epoch in range(3)]
+    for world in (1, 4):
         share = 256 // world
         for rank in {0, world - 1}:
-            read = [
-                list(WorkerSlots(order.epoch(2), first_step=first, rank=rank, num_ranks=world, worker=w,
-                                 num_workers=num_workers)) for w in range(num_workers)
-            ]  # fmt: skip
-            for step in range(first, order.num_steps):
-                worker, batch = (step - first) % num_workers, (step - first) // num_workers
-                part = read[worker][batch * share : (batch + 1) * share]
-                assert part == expected[step, rank * share : (rank + 1) * share].tolist()
-            assert sum(map(len, read)) == (order.num_steps - first) * share
+            samples = RankOrder(order, rank=rank, num_ranks=world)
+            last = order.num_steps - 1
+            # Forward, into the next epoch and back, and far away: as a loader worker and what it fetches ahead.
+            for epoch, step in [(0, 0), (0, 7), (0, last), (1, 0), (0, last), (2, 3), (0, 1), (2, last), (1, 2)]:
+                expected = epochs[epoch][step, rank * share : (rank + 1) * share]
+                np.testing.assert_array_equal(samples.slots(epoch, step).addresses(), expected)
 
 
-def test_readers_of_a_worker_may_be_far_apart():
-    order = make(shape("a", 300_000, 1000))
-    slots = WorkerSlots(order.epoch(0), rank=0, num_ranks=1, ahead=40_000)
-    expected = whole(order.epoch(0)).addresses().ravel()
-    rng = np.random.default_rng(0)
-    for place in range(0, len(slots) - 40_000, 977):
-        for index in (place, place + int(rng.integers(40_000))):
-            assert slots[index] == expected[index]
-    with pytest.raises(IndexError):
-        slots[len(slots) + 80_000]
+def test_threads_of_a_rank_may_read_at_once():
+    order = make(shape("a", 60_000, 1000), global_batch_size=64, num_canonical_nodes=8)
+    samples = RankOrder(order, rank=0, num_ranks=1)
+    expected = whole(order.epoch(0)).addresses()
+    places = np.random.default_rng(0).integers(order.num_steps, size=(4, 300)).tolist()
+    with ThreadPoolExecutor(4) as pool:
+        read = pool.map(lambda steps: [samples.slots(0, step).addresses() for step in steps], places)
+        for steps, found in zip(places, read, strict=True):
+            np.testing.assert_array_equal(np.stack(found), expected[steps])
 
 
 def test_a_world_that_does_not_divide_the_canonical_nodes_still_gets_the_same_batches():

@@ -4,13 +4,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from diffusion.config.data import Crop, Mixing, Representation, Shuffling, StreamConfig
-from diffusion.datasets import streams
 from diffusion.datasets.bad_images import MAX_BAD_IMAGES
 from diffusion.datasets.batch import BatchKey
-from diffusion.datasets.loader import train_loader
-from diffusion.datasets.streams import TextImageDataset
+from diffusion.datasets.dataset import PREPARED_COLUMNS, TrainingDataset
+from diffusion.datasets.loader import BatchLoader, train_loader
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
 from diffusion.randomness import NUM_INDEX_BITS, NUM_OCCURRENCE_BITS, Purpose, random_word, sample_address
@@ -28,14 +28,21 @@ from tests.tools.written_data import (
 LATENTS = {"representation": Representation.latents}
 
 
-def open_data(local: Path, *names: str, seed: int = 3, with_logvar: bool = True, **options: Any) -> TextImageDataset:
+def open_loader(local: Path, *names: str, with_logvar: bool = True, **options: Any) -> BatchLoader:
     config = data_config(local, *names, **options)
-    batch_size = config.global_batch_size
-    dataset = train_loader(
-        config, seed=seed, tokenize=tokenize, rank_batch_size=batch_size, with_logvar=with_logvar
-    ).dataset
-    assert isinstance(dataset, TextImageDataset)
+    return train_loader(
+        config, seed=3, tokenize=tokenize, rank_batch_size=config.global_batch_size, with_logvar=with_logvar
+    )
+
+
+def open_data(*arguments: Any, **options: Any) -> TrainingDataset:
+    dataset = open_loader(*arguments, **options).dataset
+    assert isinstance(dataset, TrainingDataset)
     return dataset
+
+
+def addresses_of(loader: BatchLoader) -> list[int]:
+    return [address for batch in loader for address in batch[BatchKey.SAMPLE].tolist()]
 
 
 def split_address(address: int) -> tuple[int, int]:
@@ -75,12 +82,12 @@ def test_the_caption_is_drawn_by_epoch_and_sample_alike_for_images_and_latents(t
     from_latents = open_data(write_encoded(tmp_path / "b", {"b": 60}, num_captions=3), "b", **LATENTS)
     chosen = []
     for epoch in (0, 1):
-        from_images.epoch = from_latents.epoch = epoch
         for i in range(60):
             expected = random_word(3, Purpose.CAPTION_CHOICE, epoch, i) * 3 >> 32
             for dataset in (from_images, from_latents):
                 np.testing.assert_array_equal(
-                    dataset[i][BatchKey.TOKEN_IDS], tokenize([f"{i} b {k}" for k in range(3)])[expected]
+                    dataset.read(0, i, epoch=epoch)[BatchKey.TOKEN_IDS],
+                    tokenize([f"{i} b {k}" for k in range(3)])[expected],
                 )
             chosen.append(expected)
     assert set(chosen) == {0, 1, 2}
@@ -92,10 +99,9 @@ def test_crop_and_flip_are_addressed_by_epoch_and_sample(tmp_path: Path) -> None
     dataset = open_data(root, "b", crop=Crop.random, horizontal_flip=0.5)
     transform = ImageTransform.square(16, crop=Crop.random, horizontal_flip=0.5, seed=3)
     for epoch in (0, 5):
-        dataset.epoch = epoch
         for i in range(10):
             expected = transform(smooth_image(i), epoch=epoch, sample=i)
-            np.testing.assert_array_equal(dataset[i][BatchKey.IMAGE], expected)
+            np.testing.assert_array_equal(dataset.read(0, i, epoch=epoch)[BatchKey.IMAGE], expected)
 
 
 def test_an_undecodable_image_is_replaced_by_the_next_of_its_stream(
@@ -131,32 +137,47 @@ def test_a_stream_without_any_decodable_image(tmp_path: Path) -> None:
 
 def test_natural_proportions_give_each_sample_once(tmp_path: Path) -> None:
     root = write_encoded(tmp_path, {"a": 40, "b": 24})
-    dataset = open_data(root, "a", "b", **LATENTS)
-    addresses = [split_address(sample[BatchKey.SAMPLE]) for sample in dataset]
+    addresses = [split_address(address) for address in addresses_of(open_loader(root, "a", "b", **LATENTS))]
     assert sorted(addresses) == [(0, i) for i in range(40)] + [(1, i) for i in range(24)]
 
 
 def test_proportions_and_repeats_change_the_mix(tmp_path: Path) -> None:
     root = write_encoded(tmp_path, {"a": 40, "b": 24})
     halves = [StreamConfig(name="a", proportion=0.5), StreamConfig(name="b", proportion=0.5)]
-    numbers = [s[BatchKey.STREAM] for s in open_data(root, streams=halves, **LATENTS)]
+    numbers = [address >> 53 for address in addresses_of(open_loader(root, streams=halves, **LATENTS))]
     assert (numbers.count(0), numbers.count(1)) == (32, 32)
     repeated = [StreamConfig(name="a"), StreamConfig(name="b", repeat=2.0)]
-    addresses = [int(s[BatchKey.SAMPLE]) for s in open_data(root, streams=repeated, **LATENTS)]
+    addresses = addresses_of(open_loader(root, streams=repeated, **LATENTS))
     expected = [sample_address(0, i) for i in range(40)] + [sample_address(1, i, k) for i in range(24) for k in (0, 1)]
     assert sorted(addresses) == sorted(expected)
 
 
-def test_the_epoch_is_known_while_reading(tmp_path: Path) -> None:
-    dataset = open_data(write_encoded(tmp_path, {"b": 16}), "b", **LATENTS)
-    epochs = []
-    for _ in range(3):
-        list(dataset)
-        epochs.append(dataset.epoch)
-    assert epochs == [0, 1, 2]
-    dataset.load_state_dict(dataset.state_dict(8, from_beginning=True) | {"epoch": 7})
-    assert len(list(dataset)) == 8
-    assert dataset.epoch == 7
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_position_is_entered_and_left_behind(tmp_path: Path, num_workers: int) -> None:
+    root = write_encoded(tmp_path, {"b": 48})
+    loader = open_loader(root, "b", num_workers=num_workers, **LATENTS)
+    epochs = [addresses_of(loader) for _ in range(9)]
+    assert len({tuple(epoch) for epoch in epochs}) == 9
+    data = loader.dataset
+    assert isinstance(data, TrainingDataset)
+    assert data.state_dict(16, from_beginning=True)["epoch"] == 8
+    data.load_state_dict(data.state_dict(16, from_beginning=True) | {"epoch": 7})  # In workers that have begun.
+    assert data.state_dict(8, from_beginning=False)["sample_in_epoch"] == 24
+    assert [addresses_of(loader) for _ in range(2)] == [epochs[7][16:], epochs[8]]
+
+
+def test_the_state_of_a_run_on_a_streaming_dataset_is_continued(tmp_path: Path) -> None:
+    root = write_encoded(tmp_path, {"b": 48})
+    loader = open_loader(root, "b", **LATENTS)
+    state = open_data(root, "b", **LATENTS).state_dict(16, from_beginning=True)
+    of_streaming = {"num_canonical_nodes": 4, "shuffle_seed": 3, "initial_physical_nodes": 1}
+    dataset = loader.dataset
+    assert isinstance(dataset, TrainingDataset)
+    first = addresses_of(loader)
+    dataset.load_state_dict({**state, **of_streaming})
+    assert addresses_of(loader) == first[16:]
+    dataset.load_state_dict({**state, **of_streaming, "epoch": -1, "sample_in_epoch": 0})  # Before the first step.
+    assert addresses_of(loader) == first
 
 
 def test_missing_and_half_written_streams(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -234,12 +255,14 @@ def test_damaged_bytes_of_a_sample_name_the_file(tmp_path: Path) -> None:
 def test_a_truncated_cached_shard_is_fetched_again(tmp_path: Path) -> None:
     root = write_prepared(tmp_path / "remote", {"b": 30})
     cache = tmp_path / "cache"
-    whole = [s[BatchKey.IMAGE] for s in open_data(cache, "b", remote=str(root), shuffle=Shuffling.none)]
+    options: dict[str, Any] = {"remote": str(root), "shuffle": Shuffling.none}
+    whole = [image for batch in open_loader(cache, "b", **options) for image in batch[BatchKey.IMAGE]]
     shutil.copytree(cache, tmp_path / "next")
     shard = tmp_path / "next" / "b" / "shard.00001.mds"
     shard.write_bytes(shard.read_bytes()[:100])
-    again = [s[BatchKey.IMAGE] for s in open_data(tmp_path / "next", "b", remote=str(root), shuffle=Shuffling.none)]
-    np.testing.assert_array_equal(whole, again)
+    again = [image for batch in open_loader(tmp_path / "next", "b", **options) for image in batch[BatchKey.IMAGE]]
+    assert len(whole) == len(again) == 24
+    assert all(torch.equal(one, other) for one, other in zip(whole, again, strict=True))
 
 
 def test_an_original_is_not_taken_for_a_cached_copy(tmp_path: Path) -> None:
@@ -252,5 +275,5 @@ def test_an_original_is_not_taken_for_a_cached_copy(tmp_path: Path) -> None:
 
 
 def test_prepared_columns_are_the_contract() -> None:
-    assert set(PREPARED) > streams.PREPARED_COLUMNS
+    assert set(PREPARED) > PREPARED_COLUMNS
     assert set(prepared_sample("b", 0)) == set(PREPARED)
