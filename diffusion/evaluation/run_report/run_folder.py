@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS
-from diffusion.callbacks.starts_file import STARTS
+from diffusion.callbacks.run_record import STARTS
 from diffusion.checkpointing.ending import FINISHED, PREEMPTED
 from diffusion.config.checks import num_batches
 from diffusion.config.loading import load, to_dict
