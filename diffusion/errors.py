@@ -5,7 +5,8 @@ raised is a defect of this package (or of a library below it) and keeps its trac
 """
 
 import contextlib
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterable, Iterator
 
 
 class UserError(Exception):
@@ -18,7 +19,7 @@ class UserError(Exception):
     """Whether the same command meets the same error again for sure."""
 
     is_agreed = False
-    """Whether all ranks raise it at the same place (`diffusion.ranks.agree`)."""
+    """Whether all ranks raise it at the same place (`diffusion.distributed.agree`)."""
 
 
 class ConfigurationError(UserError):
@@ -42,8 +43,8 @@ class MachineError(UserError):
 
 
 @contextlib.contextmanager
-def naming(key: str) -> Iterator[None]:
-    """Begin the message of an error in this block with the key of the configuration that it is about."""
+def error_context(key: str) -> Iterator[None]:
+    """Put the configuration key in front of the message of an error that the block raises."""
     try:
         yield
     except UserError as error:
@@ -56,3 +57,11 @@ def raise_all(kind: type[UserError], problems: list[str]) -> None:
         raise kind(problems[0])
     if problems:
         raise kind(f"{len(problems)} mistakes:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+def similar_names(name: str, known: Iterable[str]) -> list[str]:
+    """Find the known names that a misspelt one resembles, best first; case is ignored."""
+    by_lower_case = {one.lower(): one for one in known}
+    exact = [name.lower()] if name.lower() in by_lower_case else []
+    close = exact or difflib.get_close_matches(name.lower(), by_lower_case, n=3, cutoff=0.66)
+    return [by_lower_case[one] for one in close]

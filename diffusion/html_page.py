@@ -9,6 +9,8 @@ from pathlib import Path
 
 from PIL import Image
 
+from diffusion.files import write_atomically
+
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1b1f24; max-width: 960px; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.7rem; margin-bottom: .2rem; overflow-wrap: anywhere; }
@@ -125,6 +127,4 @@ class Page:
             f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>'
             f"<body><h1>{title}</h1>{contents}{''.join(self._parts)}</body></html>"
         )
-        partial = path.with_suffix(".partial")
-        partial.write_text(page, encoding="utf-8")
-        partial.replace(path)
+        write_atomically(path, page)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from diffusion.checkpointing.reading import batch_of
+from diffusion.checkpointing.layout import batch_of
 from diffusion.config.schema import Config
 from diffusion.config.secrets import to_public_yaml
 from diffusion.datasets.manifest import PreparedManifest

@@ -31,15 +31,20 @@ from torch.utils.data import DataLoader
 
 from diffusion.callbacks import build_callbacks, build_loggers, shows_progress_bar
 from diffusion.callbacks.heartbeat import Heartbeat
-from diffusion.checkpointing.ending import has_ended, is_finished, make_up, mark_finished
-from diffusion.checkpointing.going_back import go_back
-from diffusion.checkpointing.reading import check_checkpoint, resolve_checkpoint
-from diffusion.checkpointing.resumption import checkpoint_places, find_resumption, remove_downloads
-from diffusion.checkpointing.safe_loading import as_data_error
-from diffusion.config.checks import check, num_batches
-from diffusion.config.data import ImageSize, Representation, Shuffling, image_sizes
-from diffusion.config.groups import microbatch_size
-from diffusion.config.machine import check_machine, resolve_device
+from diffusion.checkpointing.find import check_checkpoint, resolve_checkpoint
+from diffusion.checkpointing.read import as_data_error
+from diffusion.checkpointing.resume import (
+    checkpoint_storage,
+    find_resumption,
+    finish,
+    has_ended,
+    is_finished,
+    mark_finished,
+    remove_downloads,
+)
+from diffusion.checkpointing.roll_back import roll_back
+from diffusion.config.checks import check, check_machine, num_batches, resolve_device
+from diffusion.config.data import ImageSize, Representation, Shuffling, image_sizes, microbatch_size
 from diffusion.config.model import Posterior
 from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config, Task
@@ -57,7 +62,9 @@ from diffusion.datasets.loader import (
 )
 from diffusion.datasets.locations import StreamLocation, locate_streams
 from diffusion.datasets.streams import TextImageDataset
-from diffusion.errors import ConfigurationError, DataError, MachineError, naming
+from diffusion.distributed import agree
+from diffusion.errors import ConfigurationError, DataError, MachineError, error_context
+from diffusion.files import write_atomically
 from diffusion.launch import PreemptedError
 from diffusion.loading import open_initial
 from diffusion.models import fast
@@ -76,7 +83,6 @@ from diffusion.operations.checks.startup import check_caches, check_machines
 from diffusion.operations.costs import BudgetSpentError
 from diffusion.operations.lease import leased
 from diffusion.plugins import IndexedDataset, build_plugin, check_plugins
-from diffusion.ranks import agree
 from diffusion.sharding import correct_gradient_average, fsdp_config
 from diffusion.trainer import HostTrainer
 
@@ -112,9 +118,9 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
         agree(lambda: check_streams(config))
 
         # Resume or initialise
-        places = agree(lambda: checkpoint_places(config, folder))
-        go_back(places, keeps_all=config.trainer.keep_checkpoints == -1)
-        load_path = find_resumption(config, places)
+        storage = agree(lambda: checkpoint_storage(config, folder))
+        roll_back(storage, keeps_all=config.trainer.keep_checkpoints == -1)
+        load_path = find_resumption(config, storage)
         if load_path is None:
             agree(lambda: check_initial_weights(config), takes_long=True)
 
@@ -134,11 +140,11 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
 
         # Loggers and callbacks
         loggers = agree(lambda: build_loggers(config, folder))
-        callbacks = agree(lambda: build_callbacks(config, model, dataset, places, device, heartbeat, loggers))
+        callbacks = agree(lambda: build_callbacks(config, model, dataset, storage, device, heartbeat, loggers))
 
         # Fit
         trainer = build_trainer(config, model, train_data, evaluator, loggers, callbacks, load_path, device)
-        remove_downloads(places)
+        remove_downloads(storage)
         fit(trainer, config, folder)
         return trainer
 
@@ -198,10 +204,8 @@ def record_config(folder: Path, config: Config) -> None:
     """
     if dist.get_global_rank() != 0:
         return
-    partial_file = folder / f"{RUN_CONFIG}.partial"
     try:
-        partial_file.write_text(to_public_yaml(config), encoding="utf-8")
-        partial_file.replace(folder / RUN_CONFIG)
+        write_atomically(folder / RUN_CONFIG, to_public_yaml(config))
     except OSError as error:
         raise _not_writable(folder, error) from error
 
@@ -264,7 +268,7 @@ def check_initial_weights(config: Config) -> None:
     """
     if config.init_from is None or is_pipeline(config.init_from.checkpoint) or dist.get_local_rank() != 0:
         return
-    with naming("init_from.checkpoint"):
+    with error_context("init_from.checkpoint"):
         check_checkpoint(resolve_checkpoint(config.init_from.checkpoint))
 
 
@@ -292,7 +296,7 @@ def build_training_model(config: Config, device: Device, *, is_new: bool = True)
     if config.trainer.activation_checkpointing:
         model.unet.enable_gradient_checkpointing()
     if is_new and config.init_from is not None:
-        with naming("init_from.checkpoint"):
+        with error_context("init_from.checkpoint"):
             initial = open_initial(config.init_from, model.unet)
             load_unet(model, initial.read_all(), initial.place)
     if config.model.lora is not None:
@@ -503,7 +507,7 @@ def fit(trainer: Trainer, config: Config, folder: Path) -> None:
     agree(lambda: record_config(folder, config))
     try:
         if has_ended(trainer):
-            make_up(trainer)
+            finish(trainer)
         else:
             trainer.fit()
     except (PreemptedError, BudgetSpentError):

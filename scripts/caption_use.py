@@ -18,7 +18,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Measure and print."""
     arguments = parse_arguments()
-    from diffusion.checkpointing.reading import resolve_checkpoint
+    from diffusion.checkpointing.find import resolve_checkpoint
     from diffusion.config.model import Posterior
     from diffusion.datasets.loader import validation_dataset, validation_loader
     from diffusion.errors import ConfigurationError

@@ -13,6 +13,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
+from diffusion.files import atomic_path
 from diffusion.launch import CommandParser, run_command
 
 LICENCE_COLUMNS = ("license", "licence")
@@ -32,7 +33,8 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Count, look up, write."""
     options = parse_arguments()
-    from diffusion.checkpointing.reading import read_position, resolve_checkpoint
+    from diffusion.checkpointing.find import resolve_checkpoint
+    from diffusion.checkpointing.read import read_position
     from diffusion.datasets.bad_images import FILE, read_bad_images
     from diffusion.loading import load_config_of
     from diffusion.planning.provenance import (
@@ -58,8 +60,7 @@ def main() -> None:
     by_source: Counter[str] = Counter()
     by_licence: Counter[str] = Counter()
     num_seen = 0
-    partial = options.out.with_name(options.out.name + ".partial")
-    with partial.open("w", newline="", encoding="utf-8") as file:
+    with atomic_path(options.out) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
         table.writerow(["key", "source", "licence", "stream", "index", "times", "metadata"])
         for one in sightings(config, folders, counts, progress=not options.quiet):
@@ -68,7 +69,6 @@ def main() -> None:
             by_source[one.source] += one.times
             by_licence[licence or "(none given)"] += one.times
             num_seen += 1
-    partial.replace(options.out)
     print(f"{checkpoint}: {position.num_steps} steps of {config.data.global_batch_size} samples")
     print(f"{num_seen} images were seen, {sum(by_source.values())} times together; each is listed in {options.out}")
     for title, counter in (("source", by_source), ("licence", by_licence)):

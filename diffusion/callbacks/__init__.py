@@ -26,7 +26,7 @@ from diffusion.callbacks.samples import SampleGrids
 from diffusion.callbacks.saving import SaveCheckpoints
 from diffusion.callbacks.stream_losses import StreamLosses
 from diffusion.callbacks.utilisation import Utilisation
-from diffusion.checkpointing.resumption import CheckpointPlaces
+from diffusion.checkpointing.resume import CheckpointStorage
 from diffusion.config.checks import num_batches
 from diffusion.config.data import Representation
 from diffusion.config.performance import Compilation
@@ -35,8 +35,7 @@ from diffusion.config.schema import Config
 from diffusion.config.secrets import to_public_yaml
 from diffusion.config.training import Device, Parallelism
 from diffusion.datasets.streams import TextImageDataset
-from diffusion.ema.ema import LateStartEMA
-from diffusion.ema.snapshots import build_averages
+from diffusion.ema.callbacks import LateStartEMA, build_averages
 from diffusion.models import fast
 from diffusion.models.autoencoder import AutoencoderTraining
 from diffusion.models.latent_diffusion import LatentDiffusion
@@ -81,7 +80,7 @@ def build_callbacks(
     config: Config,
     model: ComposerModel,
     dataset: Any,
-    places: CheckpointPlaces,
+    storage: CheckpointStorage,
     device: Device,
     heartbeat: Heartbeat,
     loggers: list[LoggerDestination],
@@ -92,7 +91,7 @@ def build_callbacks(
         config: the configuration.
         model: the model in training.
         dataset: the training data of this rank.
-        places: run folder and checkpoint folder.
+        storage: run folder and checkpoint folder.
         device: the device of training.
         heartbeat: of this rank, which has started.
         loggers: of `build_loggers`.
@@ -100,11 +99,11 @@ def build_callbacks(
     Raises:
         ConfigurationError: a plug-in cannot be imported or built.
     """
-    folder, operations = places.run, config.operations
-    store = places.remote.store if places.remote is not None else None
+    folder, operations = storage.run, config.operations
+    store = storage.remote.store if storage.remote is not None else None
     ema, averages = build_averages(config.algorithms.ema, folder, store)
     meter = CostMeter(folder, operations, config.plan.price_per_gpu_hour)
-    saver = _build_saver(config, places)
+    saver = _build_saver(config, storage)
     max_norm = config.optimizer.max_grad_norm
     plugins = enumerate(config.plugins.callbacks)
     callbacks = [
@@ -170,17 +169,17 @@ def _build_utilisation(config: Config, dataset: Any) -> Utilisation:
     return Utilisation(config.loggers.utilisation_interval, loader, streams.meter if streams and is_remote else None)
 
 
-def _build_saver(config: Config, places: CheckpointPlaces) -> SaveCheckpoints:
+def _build_saver(config: Config, storage: CheckpointStorage) -> SaveCheckpoints:
     settings = config.trainer
     every = None
     if settings.keep_every is not None:
         time = parse_time(settings.keep_every, "trainer.keep_every")
         every = time.in_batches(num_batches=num_batches(config), global_batch_size=config.data.global_batch_size)
     return SaveCheckpoints(
-        places.folder,
+        storage.folder,
         settings.save_interval,
         newest=settings.keep_checkpoints if settings.keep_checkpoints > 0 else None,
         every=every,
-        remote=places.remote,
+        remote=storage.remote,
         background=settings.async_checkpoints,
     )

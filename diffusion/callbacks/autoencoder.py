@@ -15,7 +15,7 @@ from diffusion.config.data import ValidationConfig
 from diffusion.config.schema import Config
 from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.loader import validation_dataset
-from diffusion.ema.ema import LateStartEMA
+from diffusion.ema.callbacks import LateStartEMA
 from diffusion.models.autoencoder import AutoencoderTraining, latent_statistics, save_autoencoder, to_pixels
 from diffusion.models.sampling import image_grid, to_pil
 from diffusion.models.tokenizers import build_tokenizer, tokenize

@@ -24,8 +24,8 @@ from diffusion.callbacks.run_record import last_logged_step
 from diffusion.config.loading import to_dict
 from diffusion.config.schema import Config
 from diffusion.config.secrets import redact, redact_arguments
+from diffusion.distributed import agree
 from diffusion.errors import MachineError
-from diffusion.ranks import agree
 
 log = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ from composer.loggers import LoggerDestination
 from composer.utils import dist
 
 from diffusion.curves import Curve
+from diffusion.files import atomic_path
 
 TRAIN_LOSS = "loss/train/total"
 
@@ -46,8 +47,7 @@ class MetricsFile(LoggerDestination):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._step = state.timestamp.batch.value
         self.losses, self.row, self.last_row = {}, {}, {}
-        partial = self.path.with_suffix(".partial")
-        with partial.open("w", encoding="utf-8") as file:
+        with atomic_path(self.path) as partial, partial.open("w", encoding="utf-8") as file:
             for row in _rows(self.path):
                 self.last_row = row
                 if row["step"] < self._step:
@@ -55,7 +55,6 @@ class MetricsFile(LoggerDestination):
                     self._add(row["step"], row)
                 elif row["step"] == self._step:
                     self.row |= row
-        partial.replace(self.path)
         if self._loaded:
             self.row |= json.loads(self._loaded)
             self._loaded = ""

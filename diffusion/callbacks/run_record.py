@@ -15,7 +15,7 @@ from composer.models import ComposerModel
 from composer.utils import dist
 
 from diffusion.callbacks.metrics_file import last_step
-from diffusion.checkpointing.ending import PREEMPTED
+from diffusion.checkpointing.resume import PREEMPTED
 from diffusion.models.latent_diffusion import LatentDiffusion
 
 STARTS = "starts.jsonl"

@@ -13,7 +13,8 @@ from PIL.PngImagePlugin import PngInfo
 
 from diffusion.config.training import SamplesConfig
 from diffusion.ema.averaging import reshard
-from diffusion.ema.ema import LateStartEMA
+from diffusion.ema.callbacks import LateStartEMA
+from diffusion.files import atomic_path
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.sampling import image_grid, to_pil
 
@@ -78,7 +79,8 @@ class SampleGrids(Callback):
         images = to_pil(batch)
         self.folder.mkdir(parents=True, exist_ok=True)
         grid = image_grid(images, min(len(images), GRID_COLUMNS))
-        grid.save(self._path(step), pnginfo=self._description(step, is_average))
+        with atomic_path(self._path(step), durable=False) as partial:
+            grid.save(partial, format="PNG", pnginfo=self._description(step, is_average))
         self._log([np.asarray(image) for image in images], step, logger)
 
     def _log(self, images: list[np.ndarray], step: int, logger: Logger) -> None:

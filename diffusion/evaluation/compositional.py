@@ -21,8 +21,8 @@ from tqdm.auto import tqdm
 from demo.shapes import COLOURS, Scene, caption
 from demo.shapes import SHAPES as SHAPE_NAMES
 from demo.shapes import prompts as shape_scenes
-from diffusion.config.evaluation import CompositionalConfig
 from diffusion.errors import ConfigurationError
+from diffusion.evaluation.config import CompositionalConfig
 from diffusion.evaluation.detectors import Detection, Detector, ShapesOracle, ZeroShotDetector
 from diffusion.evaluation.prompts import Prompt
 from diffusion.evaluation.protocol import Protocol, compositional_protocol

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from diffusion.config.evaluation import Metric, NetworksConfig, ResizeFilter
 from diffusion.errors import ConfigurationError
+from diffusion.evaluation.config import Metric, NetworksConfig, ResizeFilter
 from diffusion.models.frozen import freeze, load_pretrained, with_seed
 from diffusion.models.identity import module_identity
 from diffusion.models.tokenizers import repair

@@ -8,20 +8,14 @@ from typing import Protocol
 
 import yaml
 
-from diffusion.checkpointing.reading import (
-    READ_PATIENCE,
-    batch_of,
-    find_damage,
-    is_half_written,
-    list_checkpoints,
-    open_remote,
-)
-from diffusion.checkpointing.remote import remove_copy
+from diffusion.checkpointing.find import find_damage
+from diffusion.checkpointing.layout import batch_of, is_half_written, list_checkpoints, remove_copy
+from diffusion.checkpointing.remote import READ_PATIENCE, RemoteCheckpoints
 from diffusion.config.checks import num_batches
 from diffusion.config.schema import Config
 from diffusion.config.stores import is_store
-from diffusion.datasets.manifest import read_json
 from diffusion.errors import MachineError
+from diffusion.files import read_json
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +89,7 @@ class RemoteRun:
     """
 
     def __init__(self, url: str, run: Path | None = None) -> None:
-        self._remote, self._run = open_remote(url, READ_PATIENCE), run
+        self._remote, self._run = RemoteCheckpoints(url, patience=READ_PATIENCE), run
 
     def present(self) -> list[str]:
         """Those whose upload has ended."""
@@ -107,7 +101,7 @@ class RemoteRun:
         if found is None:
             return None
         try:
-            held = self._remote.fetch(found, folder)
+            held = self._remote.download(found, folder)
         except MachineError:
             remove_copy(folder / name)
             if name in self.present():

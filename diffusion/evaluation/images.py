@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 from PIL import Image, ImageOps
 
-from diffusion.config.evaluation import ReferenceConfig
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
 from diffusion.datasets.mds import INDEX, open_shard, read_shards
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.evaluation.config import ReferenceConfig
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
 

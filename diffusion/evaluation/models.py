@@ -11,8 +11,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from diffusion.checkpointing.reading import batch_of, resolve_checkpoint
-from diffusion.ema.average_files import AVERAGE_SUFFIX
+from diffusion.checkpointing.find import resolve_checkpoint
+from diffusion.checkpointing.layout import batch_of
+from diffusion.ema.posthoc import AVERAGE_SUFFIX
 from diffusion.errors import ConfigurationError
 from diffusion.loading import load_model
 from diffusion.models.conditioning import DualTextEncoder

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffusion.config.evaluation import PromptsConfig
 from diffusion.errors import ConfigurationError
+from diffusion.evaluation.config import PromptsConfig
 from diffusion.evaluation.images import PreparedSamples, by_hash, smallest_hashes
 
 COLUMNS = ("Prompt", "Prompts", "prompt", "caption", "text")

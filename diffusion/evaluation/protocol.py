@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from diffusion.config.evaluation import CompositionalConfig, Metric, ProtocolConfig
+from diffusion.evaluation.config import CompositionalConfig, Metric, ProtocolConfig
 from diffusion.evaluation.features import FeatureNetwork
 from diffusion.evaluation.statistics import CMMD_SIGMA
 

@@ -4,8 +4,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, get_args
 
-from diffusion.config.names import nearest
-from diffusion.errors import ConfigurationError, raise_all
+from diffusion.errors import ConfigurationError, raise_all, similar_names
 
 Network = TypeVar("Network")
 
@@ -28,7 +27,7 @@ def construct(kind: type[Network], arguments: Mapping[str, Any], changes: Mappin
     problems = []
     for name, value in changes.items():
         if name not in parameters:
-            meant = [f"{key}.{one}" for one in nearest(name, parameters)]
+            meant = [f"{key}.{one}" for one in similar_names(name, parameters)]
             remedy = f": did you mean {' or '.join(meant)}?" if meant else f". Its keys are {', '.join(parameters)}."
             problems.append(f"Unknown key {key}.{name} (no argument of {kind.__name__}){remedy}")
         elif not _fits(value, parameters[name].annotation):

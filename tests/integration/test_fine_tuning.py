@@ -14,8 +14,8 @@ from torch import Tensor
 
 import diffusion.export
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
-from diffusion.checkpointing.reading import find_checkpoints, read_all, resolve_checkpoint
-from diffusion.checkpointing.unet_weights import open_unet, read_unet
+from diffusion.checkpointing.find import find_checkpoints, resolve_checkpoint
+from diffusion.checkpointing.read import open_unet, read_all, read_unet
 from diffusion.config.loading import load_config
 from diffusion.config.model import Weights
 from diffusion.errors import ConfigurationError, MachineError

@@ -19,6 +19,7 @@ from pathlib import Path
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.evaluation.preference.images import BLANK, NOISE, checksum
 from diffusion.evaluation.preference.pairs import Kind, Material, are_sides_exchanged, drawer, repeated_pairs, schedule
+from diffusion.files import atomic_path, unique_partial
 
 _FORMAT = 1
 _TABLES = """
@@ -352,9 +353,13 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _create(path: Path, material: Material, settings: Settings, checksums: list[list[str]]) -> None:
-    """Write the study under a temporary name and rename it when it is whole."""
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
-    connection = sqlite3.connect(partial, isolation_level=None)
+    """Write the study, atomically."""
+    with atomic_path(path, partial=unique_partial(path)) as partial:
+        _write_study(partial, material, settings, checksums)
+
+
+def _write_study(path: Path, material: Material, settings: Settings, checksums: list[list[str]]) -> None:
+    connection = sqlite3.connect(path, isolation_level=None)
     connection.execute("PRAGMA synchronous = FULL")
     connection.executescript("BEGIN;" + _TABLES)
     connection.execute(
@@ -369,4 +374,3 @@ def _create(path: Path, material: Material, settings: Settings, checksums: list[
     connection.executemany("INSERT INTO pairs VALUES (?, ?, ?, ?)", pairs)
     connection.execute("COMMIT")
     connection.close()
-    partial.replace(path)

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffusion.datasets.manifest import read_json
 from diffusion.errors import DataError
 from diffusion.evaluation.results import COMPOSITIONAL
 from diffusion.evaluation.run_report.figures import draw_profiles, step_text
 from diffusion.evaluation.run_report.run_folder import Run
+from diffusion.files import read_json
 from diffusion.html_page import Page
 
 _CATEGORY = f"{COMPOSITIONAL}/"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffusion.checkpointing.rollbacks import RECORD
+from diffusion.checkpointing.roll_back import RECORD
 from diffusion.curves import read_json_lines
 from diffusion.operations.costs import Kind, StartCosts, read_costs
 from diffusion.operations.events import EVENTS, EventKind

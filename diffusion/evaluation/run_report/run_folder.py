@@ -12,12 +12,11 @@ import yaml
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS
 from diffusion.callbacks.run_record import STARTS
-from diffusion.checkpointing.ending import FINISHED, PREEMPTED
+from diffusion.checkpointing.resume import FINISHED, PREEMPTED
 from diffusion.config.checks import num_batches
-from diffusion.config.loading import load, to_dict
+from diffusion.config.loading import dump, load, to_dict
 from diffusion.config.schema import Config
 from diffusion.config.secrets import redact
-from diffusion.config.tree import dump
 from diffusion.curves import Curve, read_curves, read_json_lines
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.run_report.happenings import Happening, read_happenings

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS
 from diffusion.callbacks.saving import STALL
-from diffusion.checkpointing.reading import list_checkpoints
+from diffusion.checkpointing.layout import list_checkpoints
 from diffusion.config.stores import is_store
 from diffusion.evaluation.run_report.run_folder import Run, Start
 from diffusion.html_page import Page

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from diffusion.config.preparation import DuplicatesConfig
 from diffusion.datasets.buckets import SizeBuckets
 from diffusion.datasets.manifest import (
     BucketEntry,
@@ -19,10 +18,11 @@ from diffusion.datasets.manifest import (
     PrepareSettings,
     RefusedEntry,
     SourceEntry,
-    sync,
 )
-from diffusion.datasets.mds import INDEX, PARTIAL, ShardFormat, ShardTemplate, read_index, read_shards, write_index
+from diffusion.datasets.mds import INDEX, ShardFormat, ShardTemplate, read_index, read_shards, write_index
 from diffusion.errors import DataError
+from diffusion.files import PARTIAL, publish, sync
+from diffusion.preparation.config import DuplicatesConfig
 from diffusion.preparation.output_folder import DONE, FACTS, REFUSED, start_over, writing
 from diffusion.preparation.partitions.counts import LeftOutExamples, Refusals
 from diffusion.preparation.partitions.examine import Examination
@@ -288,8 +288,7 @@ class Run:
         elif not target.exists():
             partial = target.with_name(target.name + PARTIAL)
             write_index(partial, entries)
-            partial.rename(target)
-            sync(target.parent)
+            publish(partial, target)
 
     def _manifest(self, parts: list[Part], new: list[Part], refused: dict[str, RefusedEntry]) -> PreparedManifest:
         """Return the manifest of the data set as it is now."""

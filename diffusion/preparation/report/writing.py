@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from diffusion.datasets.manifest import write_json_atomically
+from diffusion.files import write_json
 from diffusion.preparation.report.numbers import Report, summarize
 from diffusion.preparation.report.page import write_page
 
@@ -39,7 +39,7 @@ def write_report(
         OSError: The disk is full, or the folder cannot be written to.
     """
     report = summarize(facts, readable)
-    write_json_atomically(folder / NUMBERS, asdict(report))
+    write_json(folder / NUMBERS, asdict(report))
     write_page(folder / PAGE, report, read_image, title)
     logger.info("wrote %s and %s", folder / PAGE, NUMBERS)
     return report

@@ -12,7 +12,8 @@ import pytest
 from diffusion.callbacks import loggers
 from diffusion.callbacks.loggers import ProgressLines
 from diffusion.callbacks.metrics_file import TRAIN_LOSS
-from diffusion.checkpointing.reading import batch_of, resolve_checkpoint
+from diffusion.checkpointing.find import resolve_checkpoint
+from diffusion.checkpointing.layout import batch_of
 from diffusion.launch import PREEMPTED_EXIT_CODE
 from tests.tools.logged_points import tensorboard_points, wandb_rows
 

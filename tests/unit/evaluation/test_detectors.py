@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 from torchvision.ops import box_iou
 
-from diffusion.config.evaluation import CompositionalConfig
 from diffusion.config.model import Architecture
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.compositional import open_compositional
+from diffusion.evaluation.config import CompositionalConfig
 from diffusion.evaluation.detectors import MAX_OVERLAP, Detection, ZeroShotDetector
 from diffusion.models.frozen import with_seed
 from diffusion.models.tokenizers import build_tokenizer

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion.config.evaluation import SamplingConfig
 from diffusion.config.model import Architecture
 from diffusion.errors import ConfigurationError
+from diffusion.evaluation.config import SamplingConfig
 from diffusion.evaluation.generation import Task, generate_images
 from diffusion.evaluation.images import ImageFiles
 from diffusion.evaluation.models import (

@@ -12,16 +12,6 @@ from PIL import Image
 
 from demo.shapes import BACKGROUNDS, COLOURS, SHAPES, Scene, Thing, draw
 from demo.shapes import prompts as shape_scenes
-from diffusion.config.evaluation import (
-    CompositionalConfig,
-    EvaluationConfig,
-    NetworksConfig,
-    PromptsConfig,
-    ReferenceConfig,
-    ResizeFilter,
-    SamplingConfig,
-    check_evaluation,
-)
 from diffusion.config.loading import load
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.evaluation.compositional import (
@@ -32,6 +22,16 @@ from diffusion.evaluation.compositional import (
     read_checks,
     relations,
     shape_checks,
+)
+from diffusion.evaluation.config import (
+    CompositionalConfig,
+    EvaluationConfig,
+    NetworksConfig,
+    PromptsConfig,
+    ReferenceConfig,
+    ResizeFilter,
+    SamplingConfig,
+    check_evaluation,
 )
 from diffusion.evaluation.detectors import Detection, ShapesOracle
 from diffusion.evaluation.features import resized

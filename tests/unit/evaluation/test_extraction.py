@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from diffusion.config.evaluation import ResizeFilter
+from diffusion.evaluation.config import ResizeFilter
 from diffusion.evaluation.extraction import Extractor
 from diffusion.evaluation.ranks import Ranks
 from diffusion.evaluation.statistics import Moments

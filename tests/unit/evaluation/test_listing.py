@@ -5,9 +5,9 @@ import json
 import pytest
 from PIL import Image
 
-from diffusion.config.evaluation import PromptsConfig
 from diffusion.datasets.mds import write_mds
 from diffusion.errors import DataError
+from diffusion.evaluation.config import PromptsConfig
 from diffusion.evaluation.listing import LISTING, OLD_LISTING, read_listing, write_listing
 from diffusion.evaluation.preference.pairs import Prompt, collect
 from diffusion.evaluation.prompts import read_prompts

@@ -9,8 +9,8 @@ import torch
 from composer import Callback, Logger, State
 from torch import Tensor, nn
 
-from diffusion.checkpointing.reading import find_checkpoints, flatten
-from diffusion.checkpointing.safe_loading import load_safely
+from diffusion.checkpointing.find import find_checkpoints
+from diffusion.checkpointing.read import flatten, load_safely
 from diffusion.config.model import AutoencoderConfig
 from diffusion.datasets.batch import BatchKey
 from diffusion.errors import ConfigurationError

@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from diffusion.config.loading import from_dict
-from diffusion.config.preparation import DuplicatesConfig, FiltersConfig
 from diffusion.errors import DataError
+from diffusion.preparation.config import DuplicatesConfig, FiltersConfig
 from diffusion.preparation.prepare import prepare
 from diffusion.preparation.report.numbers import NUM_SHOWN, summarize
 from diffusion.preparation.report.writing import write_report
@@ -134,7 +134,7 @@ def test_the_page_is_self_contained_and_escapes_everything(tmp_path):
     ]
     assert len(images) >= 3  # histograms, kept, duplicates
     numbers = json.loads((tmp_path / "report.json").read_text())
-    assert numbers["kept"] == {"images": 2, "bytes": 2000}
+    assert numbers["kept"] == {"pictures": 2, "bytes": 2000}
     assert numbers["sources"][HOSTILE] == {"": 1}
 
 

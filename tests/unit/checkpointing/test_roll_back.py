@@ -4,15 +4,15 @@ import math
 
 import pytest
 
-from diffusion.checkpointing.rollbacks import (
+from diffusion.checkpointing.roll_back import (
     DivergenceError,
     Rollback,
     decide,
     is_wrong,
-    mark_done,
-    order,
-    read_pending,
-    read_record,
+    read_request,
+    read_rollbacks,
+    record_rollback,
+    request_rollback,
 )
 from diffusion.config.operations import GuardConfig
 
@@ -51,18 +51,18 @@ def test_the_second_time_at_a_step_ends_a_run_that_must_not_skip():
 
 
 def test_going_back_has_an_end():
-    with pytest.raises(DivergenceError, match="gone back 1 times"):
+    with pytest.raises(DivergenceError, match=r"operations\.guard\.max_rollbacks"):
         decide(11, math.inf, [FIRST], GuardConfig(max_rollbacks=1), 2.0)
 
 
 def test_a_rollback_is_recorded_once_however_often_carrying_it_out_is_interrupted(tmp_path):
-    assert (read_pending(tmp_path), read_record(tmp_path)) == (None, [])
+    assert (read_request(tmp_path), read_rollbacks(tmp_path)) == (None, [])
     second = Rollback(step=10, loss="nan", limit=8, skipped=(9, 10), time=2.0)
-    order(tmp_path, FIRST)
-    assert read_pending(tmp_path) == FIRST
-    mark_done(tmp_path, FIRST)
-    order(tmp_path, FIRST)  # As if the process had been killed before it removed the order.
-    mark_done(tmp_path, FIRST)
-    order(tmp_path, second)
-    mark_done(tmp_path, second)
-    assert (read_pending(tmp_path), read_record(tmp_path)) == (None, [FIRST, second])
+    request_rollback(tmp_path, FIRST)
+    assert read_request(tmp_path) == FIRST
+    record_rollback(tmp_path, FIRST)
+    request_rollback(tmp_path, FIRST)  # As if the process had been killed before it removed the order.
+    record_rollback(tmp_path, FIRST)
+    request_rollback(tmp_path, second)
+    record_rollback(tmp_path, second)
+    assert (read_request(tmp_path), read_rollbacks(tmp_path)) == (None, [FIRST, second])

@@ -1,4 +1,4 @@
-"""Writing checkpoints to files, and copying a state so that it can be written while training changes it."""
+"""Writing of checkpoints, and the copy of a state that is written while training changes it."""
 
 import copy
 import os
@@ -19,30 +19,29 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from diffusion.checkpointing.checksums import Checksum, HashingFile, checksum_of, write_checksums, write_durably
-from diffusion.checkpointing.safe_loading import INDEX
-
-PARTIAL_FILE = ".pt.partial"
-"""End of the name of a `.pt` checkpoint that is being written."""
+from diffusion.checkpointing.checksums import Checksum, HashingFile, checksum_of, write_checksums
+from diffusion.checkpointing.layout import INDEX
+from diffusion.files import atomic_path, write_atomically
 
 
 class HostCopy:
-    """A copy of a state in host memory, whose buffers serve one save after the other.
+    """A copy of a state in host memory, whose buffers are used again by the next save.
 
-    Those of tensors on a GPU are pinned: the copies run at the speed of the bus, and the host waits once, for the last.
+    Buffers of tensors on a GPU are pinned: the copies run at the speed of the bus, and the host waits once.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def update(self, content: Any) -> Any:
-        """Copy a state: tensors (of a sharded one this rank's part) and whatever else can change.
+        """Copy a state.
 
         Args:
-            content: nested dictionaries, lists and tuples.
+            content: nested dictionaries, lists and tuples of tensors (sharded or not) and other values.
 
         Returns:
-            The same with tensors on the CPU that share no memory with the state's; the next call overwrites them.
+            The same with tensors on the CPU that share no memory with the state's; of a sharded tensor, this rank's
+            part. The next call overwrites them.
         """
         before, self._buffers = self._buffers, {}
         copied = self._copy(content, (), before)
@@ -72,7 +71,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write_sharded(folder: Path, content: dict[str, Any], group: ProcessGroup | None) -> None:
-    """Write a sharded checkpoint: each rank its file, then rank 0 the checksums, and at last the index.
+    """Write a sharded checkpoint: each rank its file, then rank 0 the checksums and the index.
 
     To be called by all ranks of the group.
 
@@ -86,7 +85,7 @@ def write_sharded(folder: Path, content: dict[str, Any], group: ProcessGroup | N
 
 @contextmanager
 def _without_crc() -> Iterator[None]:
-    """Leave out the CRC of each tensor, which takes longer than its bytes take to the disk: files have an xxh64."""
+    """Write tensors without their CRC, which takes longer than writing them: each file has an xxh64."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -96,22 +95,18 @@ def _without_crc() -> Iterator[None]:
 
 
 def write_file(path: Path, content: dict[str, Any]) -> None:
-    """Write a `.pt` checkpoint under another name, to the disk, and give it its name.
+    """Write a `.pt` checkpoint, which is there entirely or not at all.
 
     Raises:
         OSError: it cannot be written.
         RuntimeError: likewise.
     """
-    partial = path.with_name(path.stem + PARTIAL_FILE)
-    with partial.open("wb") as file:
+    with atomic_path(path) as partial, partial.open("wb") as file:
         torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 class _HashingFileSystem(FileSystem):
-    """Makes checksums of the files that it writes."""
+    """Keeps the checksums of the files that it writes."""
 
     def __init__(self) -> None:
         self.checksums: dict[str, Checksum] = {}
@@ -128,21 +123,21 @@ class _HashingFileSystem(FileSystem):
 
 
 class _ChecksumWriter(FileSystemWriter):
-    """Writes `checksums.json` before the index, from what each rank has written."""
+    """Writes the checksums of all ranks' files before the index."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.fs = _HashingFileSystem()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        """Write this rank's file, and give rank 0 its checksum with what is in it."""
+        """Write this rank's file, and send its checksum to rank 0 with its entries."""
         written = super().write_data(plan, planner).value()
         result: Future[Any] = Future()
         result.set_result((written, self.fs.checksums))
         return result
 
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
-        """Write checksums and index, on rank 0 when all files are whole."""
+        """Write checksums and index on rank 0, when all files are written."""
         folder = Path(self.path)
         written: list[WriteResult] = [entry for entries, _ in results for entry in entries]
         metadata.storage_data = {entry.index: entry.storage_data for entry in written}
@@ -150,4 +145,4 @@ class _ChecksumWriter(FileSystemWriter):
         index = pickle.dumps(metadata)
         checksums = {name: checksum for _, part in results for name, checksum in part.items()}
         write_checksums(folder, checksums | {INDEX: checksum_of(index)})
-        write_durably(folder / INDEX, index)
+        write_atomically(folder / INDEX, index)
