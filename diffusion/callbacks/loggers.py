@@ -38,12 +38,14 @@ class TensorBoardLogger(LoggerDestination):
 
     Args:
         folder: parent of the folder of event files, which has the name of the run.
-        metrics: the metrics file, whose checkpointed row has the numbers of the current step that `purge_step` hides.
+        metrics: the metrics file, whose row has the numbers of the checkpoint's step, which `purge_step` hides.
     """
 
     def __init__(self, folder: Path, metrics: MetricsFile | None) -> None:
         self.folder, self.metrics = folder, metrics
         self._writer: Any = None
+        self._restored: dict[str, float] = {}
+        self._restored_step = -1
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Open the event file at the step of the checkpoint."""
@@ -55,12 +57,14 @@ class TensorBoardLogger(LoggerDestination):
         self._writer = SummaryWriter(str(self.folder / state.run_name), purge_step=step)
         if self.metrics is not None:
             self.log_metrics(self.metrics.row, step)
+            self._restored, self._restored_step = dict(self.metrics.row), step
 
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Write numbers."""
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Write the numbers that were not restored."""
         if self._writer is not None:
             for name, value in metrics.items():
-                self._writer.add_scalar(name, value, step)
+                if step != self._restored_step or name not in self._restored:
+                    self._writer.add_scalar(name, value, step)
 
     def log_images(
         self,
