@@ -18,6 +18,8 @@ from diffusion.operations.checks.waiting import LoaderSettings
 from tests.tools.toys import ToyLatents
 
 SLEEP = 0.08
+HERE = "tests.unit.callbacks.test_utilisation"
+SLOW = f"{HERE}.SlowLatents"
 
 FIRST = Counters(
     clock=100.0, cpu_busy=0.0, cpu_waiting=0.0, cpu_total=0.0, received=0, sent=0, disk_read=0, memory_total=1000,
@@ -162,20 +164,20 @@ class LongSteps(Callback):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dataset", "num_workers"), [("SlowLatents", 0), ("SlowLatents", 1), ("ToyLatents", 0)])
+@pytest.mark.parametrize(("dataset", "num_workers"), [(SLOW, 0), (SLOW, 1), ("tests.tools.toys.ToyLatents", 0)])
 def test_a_slow_data_set_is_measured_and_reported_with_its_cause(server, tmp_path, dataset, num_workers):
     overrides = [
         f"output_folder={tmp_path}",
-        f"plugins.train_dataset.path={__name__}.{dataset}",
+        f"plugins.train_dataset.path={dataset}",
         f"data.num_workers={num_workers}",
         "loggers.utilisation_interval=4",
         "samples.prompts=[]",
         "algorithms.ema=null",
         "trainer.save_interval=8ba",
     ]
-    is_slow = dataset == "SlowLatents"
+    is_slow = dataset == SLOW
     if not is_slow:
-        overrides.append(f"plugins.callbacks=[{{path: {__name__}.LongSteps}}]")
+        overrides.append(f"plugins.callbacks=[{{path: {HERE}.LongSteps}}]")
     output = server.train(1, [("tests/tools/toy.yaml", overrides)]).output
     rows = read_metrics(tmp_path / "metrics.jsonl")
     waited, shares = series(rows, "time/data_waiting")[1], series(rows, "time/data_waiting_share")[1]
