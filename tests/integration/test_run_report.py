@@ -10,15 +10,10 @@ from PIL import Image
 from wandb.proto.wandb_internal_pb2 import Record
 from wandb.sdk.internal.datastore import DataStore
 
-from diffusion.launch import PREEMPTED_EXIT_CODE
+from diffusion.distributed import PREEMPTED_EXIT_CODE
 from diffusion.reports.run import read_run
 from diffusion.reports.run_page import write_report
 from tests.tools.secretive import API_KEY
-from diffusion.distributed import PREEMPTED_EXIT_CODE
-from diffusion.evaluation.run_report.page import write_report
-from diffusion.evaluation.run_report.run_folder import read_run
-from diffusion.evaluation.run_report.summary import steps_lost
-from tests.unit.evaluation.run_report_toys import API_KEY
 
 NUM_STEPS = 24
 PROMPTS = ["a red circle", "a blue star", "a green square"]
