@@ -204,7 +204,7 @@ def test_dry_run_goes_on_without_locations(tmp_path):
     assert "seed: 5\n" in text
     assert "80 = 10 iterations x 8" in text
     assert "Still missing before it can start\n  data.local: Root of the data set" in text
-    with pytest.raises(ConfigurationError, match=r"1 value is missing in .*run.yaml: data.local"):
+    with pytest.raises(ConfigurationError, match=r"run.yaml: data.local"):
         train_command([str(path), "seed=5"], say=said.append)
 
 
