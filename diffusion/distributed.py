@@ -14,6 +14,9 @@ from diffusion.errors import UserError
 
 T = TypeVar("T")
 
+WORK_TIMEOUT = datetime.timedelta(days=1)
+"""How long the ranks of an evaluation or an encoding wait for the work of others."""
+
 USER_ERROR_EXIT_CODE = 2
 
 PREEMPTED_EXIT_CODE = 75
@@ -52,6 +55,27 @@ def has_process_group() -> bool:
     return dist is not None and dist.is_available() and dist.is_initialized()
 
 
+def start_process_group() -> None:
+    """Join the process group of the launched ranks (gloo), if there are several."""
+    if world_size() > 1 and not has_process_group():
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", timeout=WORK_TIMEOUT)
+
+
+def is_first_rank() -> bool:
+    """Whether this rank writes and logs for all."""
+    return rank() == 0
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    if has_process_group():
+        import torch.distributed as dist
+
+        dist.barrier()
+
+
 def broadcast(value: T) -> T:
     """Return the value of rank 0 on all ranks."""
     if not has_process_group():
@@ -61,6 +85,17 @@ def broadcast(value: T) -> T:
     values: list[Any] = [value]
     dist.broadcast_object_list(values)
     return values[0]
+
+
+def gather(value: T) -> list[T]:
+    """Return the values of all ranks in their order on the first rank, an empty list on the others."""
+    if not has_process_group():
+        return [value]
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * world_size()
+    dist.gather_object(value, values if is_first_rank() else None)
+    return values if is_first_rank() else []
 
 
 def on_first_rank(step: Callable[[], T], *, takes_long: bool = False) -> T:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from diffusion.distributed import agree
+from diffusion.distributed import agree, broadcast, is_first_rank, start_process_group
 from diffusion.errors import ConfigurationError, error_context
 from diffusion.evaluation.config import EvaluationConfig, SamplingConfig
 from diffusion.evaluation.features import Extractor, Networks
@@ -26,7 +26,7 @@ from diffusion.evaluation.protocol import (
     read_results,
     table,
 )
-from diffusion.evaluation.ranks import broadcast, choose_device, is_first_rank, start_process_group
+from diffusion.evaluation.ranks import choose_device
 from diffusion.evaluation.validation_loss import NAME as VALIDATION_LOSS
 from diffusion.evaluation.validation_loss import validation_losses
 from diffusion.files import write_atomically

@@ -20,12 +20,11 @@ from tqdm.auto import tqdm
 
 from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.layout import batch_of
-from diffusion.distributed import agree, rank, world_size
+from diffusion.distributed import agree, barrier, broadcast, is_first_rank, rank, world_size
 from diffusion.ema.posthoc import AVERAGE_SUFFIX
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.evaluation.config import SamplingConfig
 from diffusion.evaluation.prompts import Prompt, prompts_identity, write_listing
-from diffusion.evaluation.ranks import barrier, broadcast, is_first_rank
 from diffusion.files import atomic_path, read_json, write_json
 from diffusion.loading import load_model
 from diffusion.models.conditioning import DualTextEncoder

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from diffusion.distributed import agree
+from diffusion.distributed import agree, broadcast, is_first_rank
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.evaluation.config import OF_REFERENCE, Metric, ProtocolConfig, ReferenceConfig
 from diffusion.evaluation.features import Extractor, FeatureNetwork, FeatureSet, Networks
 from diffusion.evaluation.images import Images, open_reference
 from diffusion.evaluation.protocol import Number, Protocol, metric_protocol, protocol_hash, reference_record
-from diffusion.evaluation.ranks import broadcast, is_first_rank
 from diffusion.evaluation.statistics import clip_scores, cmmd, frechet_distance, kernel_distance
 
 log = logging.getLogger(__name__)

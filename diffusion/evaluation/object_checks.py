@@ -23,13 +23,12 @@ from demo.oracle import describe
 from demo.shapes import COLOURS, Scene, caption
 from demo.shapes import SHAPES as SHAPE_NAMES
 from demo.shapes import prompts as shape_scenes
-from diffusion.distributed import rank, world_size
+from diffusion.distributed import gather, is_first_rank, rank, world_size
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.config import CompositionalConfig
 from diffusion.evaluation.prompts import Prompt
 from diffusion.evaluation.protocol import COMPOSITIONAL, Number, compositional_protocol
 from diffusion.evaluation.protocol import Protocol as NumberProtocol
-from diffusion.evaluation.ranks import gather, is_first_rank
 from diffusion.models.pretrained import freeze, module_identity
 
 SHAPES = "shapes"

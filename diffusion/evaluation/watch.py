@@ -20,13 +20,12 @@ from diffusion.checkpointing.layout import batch_of, is_half_written, list_check
 from diffusion.checkpointing.remote import READ_PATIENCE, RemoteCheckpoints
 from diffusion.config.checks import num_batches
 from diffusion.config.stores import is_store
-from diffusion.distributed import agree
+from diffusion.distributed import agree, barrier, broadcast, is_first_rank, start_process_group
 from diffusion.errors import DataError, MachineError
 from diffusion.evaluation.config import EvaluationConfig
 from diffusion.evaluation.evaluate import Evaluation
 from diffusion.evaluation.generate import checkpoint_models
 from diffusion.evaluation.protocol import read_results
-from diffusion.evaluation.ranks import barrier, broadcast, is_first_rank, start_process_group
 from diffusion.evaluation.watch_loggers import WatchLoggers
 from diffusion.files import read_json, write_json
 from diffusion.loading import load_config_of

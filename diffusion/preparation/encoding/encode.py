@@ -47,8 +47,8 @@ def encode(
 ) -> list[EncodedManifest]:
     """Encode the buckets that are large enough: those by the shorter side at the resolutions, others at their size.
 
-    All ranks of a launcher call it, if there is one (`encode_ranks.start_group`); prepared and encoded data lie on a
-    file system that all of them see. The same call again continues one that was stopped, encodes what the prepared data
+    All ranks of a launcher call it, if there is one (`start_process_group`); prepared and encoded data lie on a file
+    system that all of them see. The same call again continues one that was stopped, encodes what the prepared data
     grew by, and marks what was withdrawn since. Shards hold the samples that the prepared ones hold, unless one would
     be too large: the global order of training goes by shards, and so it is the same for images and latents.
 

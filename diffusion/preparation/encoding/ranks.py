@@ -4,17 +4,12 @@ import logging
 import os
 import sys
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
-from diffusion.distributed import world_size
 from diffusion.errors import ConfigurationError, MachineError, UserError
 from diffusion.preparation.encoding.models import Load
 from diffusion.preparation.encoding.work import Counters, LocalCounters, Work, encode_items
 from diffusion.preparation.ray_session import ray_session
-
-GROUP_TIMEOUT = timedelta(days=1)
-"""How long the ranks wait for one another at the end: as long as one shard takes."""
 
 
 class StoreCounters:
@@ -29,14 +24,6 @@ class StoreCounters:
     def add(self, name: str, amount: int) -> int:
         """Add to a number, which begins at 0; return it."""
         return self._store.add(f"diffusion/encode/{self._name}/{name}", amount)
-
-
-def start_group() -> None:
-    """Start the process group of the ranks of a launcher; a single process needs none."""
-    import torch.distributed as dist
-
-    if world_size() > 1 and not dist.is_initialized():
-        dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
 
 
 def end_group() -> None:
