@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rows import Row, chosen, run_here, run_rows
+from diffusion.distributed import local_rank, rank, world_size
 from diffusion.launch import CommandParser, run_command
-from diffusion.ranks import local_rank, rank, world_size
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("step", "ratio", "parity", "bytes", "save", "prepare", "load", "encode")

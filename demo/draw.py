@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 from demo.shapes import write_data_set
+from diffusion.files import atomic_path
 from diffusion.launch import CommandParser, run_command
 
 
@@ -20,11 +21,9 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Draw, and put in place when whole."""
     arguments = parse_arguments()
-    partial = arguments.out.with_name(arguments.out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    counts = write_data_set(partial, arguments.num_images, arguments.seed)
-    shutil.rmtree(arguments.out, ignore_errors=True)
-    partial.rename(arguments.out)
+    with atomic_path(arguments.out) as partial:
+        counts = write_data_set(partial, arguments.num_images, arguments.seed)
+        shutil.rmtree(arguments.out, ignore_errors=True)
     print(f"{arguments.out}: " + ", ".join(f"{count} in {layout}" for layout, count in counts.items()))
 
 

@@ -232,7 +232,7 @@ def write_data_set(
         (folder / layout).mkdir(parents=True)
         for shard, start in enumerate(range(0, len(drawn[layout]), shard_size)):
             write(folder / layout, shard, drawn[layout][start : start + shard_size])
-    return {layout: len(pictures) for layout, pictures in drawn.items()}
+    return {layout: len(images) for layout, images in drawn.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -262,33 +262,33 @@ def _image(scene: Scene, key: str, suffix: str, rng: random.Random) -> _Image:
     )
 
 
-def _write_images(folder: Path, shard: int, pictures: list[_Image]) -> None:
+def _write_images(folder: Path, shard: int, images: list[_Image]) -> None:
     """Write one subfolder of images, each with a caption file."""
     subfolder = folder / f"{shard:03d}"
     subfolder.mkdir()
-    for picture in pictures:
-        (subfolder / f"{picture.key}.{picture.suffix}").write_bytes(picture.content)
-        (subfolder / f"{picture.key}.txt").write_text(picture.caption + "\n", encoding="utf-8")
+    for image in images:
+        (subfolder / f"{image.key}.{image.suffix}").write_bytes(image.content)
+        (subfolder / f"{image.key}.txt").write_text(image.caption + "\n", encoding="utf-8")
 
 
-def _write_tars(folder: Path, shard: int, pictures: list[_Image]) -> None:
+def _write_tars(folder: Path, shard: int, images: list[_Image]) -> None:
     """Write one tar file in img2dataset's layout."""
     with tarfile.open(folder / f"{shard:03d}.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
-        for picture in pictures:
+        for image in images:
             record = {
-                "caption": picture.caption,
-                "url": f"shapes://{picture.key}",
-                "key": picture.key,
+                "caption": image.caption,
+                "url": f"shapes://{image.key}",
+                "key": image.key,
                 "status": "success",
                 "error_message": None,
-                "width": picture.width,
-                "height": picture.height,
-                "original_width": picture.width,
-                "original_height": picture.height,
+                "width": image.width,
+                "height": image.height,
+                "original_width": image.width,
+                "original_height": image.height,
             }
-            _add(tar, f"{picture.key}.{picture.suffix}", picture.content)
-            _add(tar, f"{picture.key}.txt", picture.caption.encode())
-            _add(tar, f"{picture.key}.json", json.dumps(record).encode())
+            _add(tar, f"{image.key}.{image.suffix}", image.content)
+            _add(tar, f"{image.key}.txt", image.caption.encode())
+            _add(tar, f"{image.key}.json", json.dumps(record).encode())
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
@@ -298,11 +298,11 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     tar.addfile(member, io.BytesIO(content))
 
 
-def _write_parquet(folder: Path, shard: int, pictures: list[_Image]) -> None:
+def _write_parquet(folder: Path, shard: int, images: list[_Image]) -> None:
     """Write one parquet file with the columns of an exported Hugging Face data set."""
-    images = [{"bytes": picture.content, "path": f"{picture.key}.{picture.suffix}"} for picture in pictures]
-    image_type = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-    columns = {"image": pa.array(images, image_type), "caption": pa.array([picture.caption for picture in pictures])}
+    files = [{"bytes": image.content, "path": f"{image.key}.{image.suffix}"} for image in images]
+    file_type = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    columns = {"image": pa.array(files, file_type), "caption": pa.array([image.caption for image in images])}
     pq.write_table(pa.table(columns), folder / f"{shard:03d}.parquet", row_group_size=100)
 
 

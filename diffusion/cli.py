@@ -9,8 +9,8 @@ from diffusion.config.evaluation import EvaluationConfig, check_evaluation
 from diffusion.config.loading import load, load_config, missing_error, missing_keys
 from diffusion.config.schema import Config
 from diffusion.config.secrets import to_public_yaml
+from diffusion.distributed import rank, world_size
 from diffusion.launch import CommandParser
-from diffusion.ranks import rank, world_size
 
 
 def train_command(arguments: Sequence[str], *, say: Callable[[str], None]) -> None:

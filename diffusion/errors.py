@@ -18,7 +18,7 @@ class UserError(Exception):
     """Whether the same command meets the same error again for sure."""
 
     is_agreed = False
-    """Whether all ranks raise it at the same place (`diffusion.ranks.agree`)."""
+    """Whether all ranks raise it at the same place (`diffusion.distributed.agree`)."""
 
 
 class ConfigurationError(UserError):
@@ -42,8 +42,8 @@ class MachineError(UserError):
 
 
 @contextlib.contextmanager
-def naming(key: str) -> Iterator[None]:
-    """Begin the message of an error in this block with the key of the configuration that it is about."""
+def error_context(key: str) -> Iterator[None]:
+    """Put the configuration key in front of the message of an error that the block raises."""
     try:
         yield
     except UserError as error:

@@ -5,7 +5,6 @@ whole or not there.
 """
 
 import contextlib
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +13,8 @@ from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 
 from diffusion.config.schema import Config, Task
 from diffusion.config.secrets import to_public_yaml
-from diffusion.datasets.manifest import sync
 from diffusion.errors import ConfigurationError, MachineError
+from diffusion.files import atomic_path
 from diffusion.loading import Trained, open_trained
 from diffusion.model_card import Licences, write_card
 from diffusion.models.architectures import ARCHITECTURES
@@ -110,24 +109,10 @@ def _metadata(trained: Trained, weights: str, licences: Licences) -> dict[str, s
 
 @contextlib.contextmanager
 def _whole_or_nothing(out: Path) -> Iterator[Path]:
-    """A place beside `out` that takes its name when the block has ended well."""
-    partial = out.with_name(f".{out.name}.partial")
+    """A path beside `out` that takes its name when the block has ended."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        _remove(partial)
-        yield partial
-        for path in [*partial.rglob("*"), partial]:
-            sync(path)
-        partial.rename(out)
-        sync(out.parent)
+        with atomic_path(out) as partial:
+            yield partial
     except OSError as error:
-        raise MachineError(f"{out} cannot be written: {error.strerror or error}. Choose another place") from error
-    finally:
-        _remove(partial)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+        raise MachineError(f"{out} cannot be written: {error.strerror or error}. Choose another folder") from error

@@ -20,8 +20,8 @@ from types import FrameType
 from typing import IO, NoReturn
 
 from diffusion import telling
+from diffusion.distributed import has_process_group, rank, world_size
 from diffusion.errors import ConfigurationError, MachineError, UserError
-from diffusion.ranks import has_process_group, rank, world_size
 
 USER_ERROR_EXIT_CODE = 2
 

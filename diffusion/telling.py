@@ -2,7 +2,7 @@
 
 - Before the process group exists, configuration errors are the same on each rank (they follow from the files and the
   command line), and rank 0 speaks. Other errors may concern one machine only, and the first rank of each node speaks.
-- Afterwards, an error raised by `ranks.agree` is the same on all ranks, and rank 0 speaks. An error outside `agree` is
+- Afterwards, an error raised by `distributed.agree` is the same on all ranks, and rank 0 speaks. An error outside it is
   told by rank 0 if it meets it within seconds of the first that does, else by that one.
 
 Both launchers (composer, torchrun) terminate all ranks of a node as soon as one has ended, so who has to speak, or
@@ -19,8 +19,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from diffusion.distributed import has_process_group, local_rank, local_world_size, rank, world_size
 from diffusion.errors import ConfigurationError, UserError
-from diffusion.ranks import has_process_group, local_rank, local_world_size, rank, world_size
 
 PATIENCE_SECONDS = 10.0
 """How long a silent rank waits for the first rank of its node to end."""

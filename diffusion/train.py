@@ -34,7 +34,9 @@ from diffusion.config.schema import Config, Task
 from diffusion.config.secrets import to_public_yaml
 from diffusion.config.training import Decay, Device, Parallelism, Precision
 from diffusion.datasets.streams import TextImageDataset
-from diffusion.errors import ConfigurationError, MachineError, naming
+from diffusion.distributed import agree
+from diffusion.errors import ConfigurationError, MachineError, error_context
+from diffusion.files import write_atomically
 from diffusion.launch import PreemptedError
 from diffusion.loading import open_initial
 from diffusion.models import fast
@@ -51,7 +53,6 @@ from diffusion.operations.checks.startup import check_caches, check_machines
 from diffusion.operations.costs import BudgetSpentError
 from diffusion.operations.lease import leased
 from diffusion.plugins import build_plugin, check_plugins
-from diffusion.ranks import agree
 from diffusion.run_loggers import build_loggers
 from diffusion.sharding import correct_gradient_average, fsdp_config
 from diffusion.train_callbacks import build_callbacks, build_meters
@@ -167,10 +168,8 @@ def _record_config(folder: Path, config: Config) -> None:
     """Save the resolved configuration in the run folder, on rank 0."""
     if dist.get_global_rank() != 0:
         return
-    partial = folder / f"{RUN_CONFIG}.partial"
     try:
-        partial.write_text(to_public_yaml(config), encoding="utf-8")
-        partial.replace(folder / RUN_CONFIG)
+        write_atomically(folder / RUN_CONFIG, to_public_yaml(config))
     except OSError as error:
         raise _not_writable(folder, error) from error
 
@@ -186,7 +185,7 @@ def _find_initial(config: Config) -> None:
     """
     if config.init_from is None or is_pipeline(config.init_from.checkpoint) or dist.get_local_rank() != 0:
         return
-    with naming("init_from.checkpoint"):
+    with error_context("init_from.checkpoint"):
         check_checkpoint(resolve_checkpoint(config.init_from.checkpoint))
 
 
@@ -211,7 +210,7 @@ def build_training_model(config: Config, device: Device, *, is_new: bool = True)
     if config.trainer.activation_checkpointing:
         model.unet.enable_gradient_checkpointing()
     if is_new and config.init_from is not None:
-        with naming("init_from.checkpoint"):
+        with error_context("init_from.checkpoint"):
             initial = open_initial(config.init_from, model.unet)
             load_unet(model, initial.read_all(), initial.place)
     if config.model.lora is not None:

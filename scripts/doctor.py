@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffusion.config.loading import load_config
+from diffusion.distributed import agree, local_world_size, rank
 from diffusion.errors import UserError
 from diffusion.launch import CommandParser, run_command
-from diffusion.ranks import agree, local_world_size, rank
 
 if TYPE_CHECKING:
     from diffusion.config.data import DataConfig

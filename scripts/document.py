@@ -6,7 +6,7 @@ from diffusion.config.evaluation import EvaluationConfig
 from diffusion.config.preparation import PrepareConfig
 from diffusion.config.reference import reference
 from diffusion.config.schema import Config
-from diffusion.sweeps.definition import SweepConfig
+from diffusion.sweeps import SweepConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 

@@ -13,6 +13,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
+from diffusion.files import atomic_path
 from diffusion.launch import CommandParser, run_command
 
 LICENCE_COLUMNS = ("license", "licence")
@@ -58,8 +59,7 @@ def main() -> None:
     by_source: Counter[str] = Counter()
     by_licence: Counter[str] = Counter()
     num_seen = 0
-    partial = options.out.with_name(options.out.name + ".partial")
-    with partial.open("w", newline="", encoding="utf-8") as file:
+    with atomic_path(options.out) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
         table.writerow(["key", "source", "licence", "stream", "index", "times", "metadata"])
         for one in sightings(config, folders, counts, progress=not options.quiet):
@@ -68,7 +68,6 @@ def main() -> None:
             by_source[one.source] += one.times
             by_licence[licence or "(none given)"] += one.times
             num_seen += 1
-    partial.replace(options.out)
     print(f"{checkpoint}: {position.num_steps} steps of {config.data.global_batch_size} samples")
     print(f"{num_seen} images were seen, {sum(by_source.values())} times together; each is listed in {options.out}")
     for title, counter in (("source", by_source), ("licence", by_licence)):

@@ -11,7 +11,7 @@ from composer.utils import dist
 
 from diffusion.datasets.bad_images import FILE, BadImage, check_bad_images, read_bad_images
 from diffusion.datasets.streams import TextImageDataset
-from diffusion.ranks import agree
+from diffusion.distributed import agree
 
 log = logging.getLogger(__name__)
 

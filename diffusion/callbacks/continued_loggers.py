@@ -19,8 +19,8 @@ from composer.loggers import LoggerDestination, TensorboardLogger, WandBLogger
 from composer.utils import dist
 
 from diffusion.callbacks.metrics_file import MetricsFile
+from diffusion.distributed import agree
 from diffusion.errors import MachineError
-from diffusion.ranks import agree
 
 log = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ from composer import Callback, Event, Logger, State
 from torch._dynamo.callback import callback_handler
 
 from diffusion import launch
+from diffusion.distributed import rank
 from diffusion.errors import MachineError, UserError
 from diffusion.operations.beats import Beat, BeatFile, Phase, stacks_file
 from diffusion.operations.lease import RENEWAL_SECONDS, Lease
 from diffusion.operations.stacks import STACKS_SIGNAL
-from diffusion.ranks import rank
 
 log = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from composer import Callback, Logger, State
 from composer.loggers import LoggerDestination
 from composer.utils import dist
 
+from diffusion.files import atomic_path
 from diffusion.reports.curves import Curve
 
 TRAIN_LOSS = "loss/train/total"
@@ -44,15 +45,13 @@ class MetricsFile(LoggerDestination):
         self._step = state.timestamp.batch.value
         self.losses = {}
         begun: list[dict[str, float]] = []
-        partial = self.path.with_suffix(".partial")
-        with partial.open("w", encoding="utf-8") as file:
+        with atomic_path(self.path) as partial, partial.open("w", encoding="utf-8") as file:
             for row in _rows(self.path):
                 if row["step"] < self._step:
                     file.write(json.dumps(row) + "\n")
                     self._add(row["step"], row)
                 elif row["step"] == self._step:
                     begun.append(row)
-        partial.replace(self.path)
         if self._loaded:
             begun.append(json.loads(self._loaded))
             self._loaded = ""

@@ -2,7 +2,6 @@
 
 import atexit
 import functools
-import json
 import multiprocessing
 import os
 import signal
@@ -19,6 +18,7 @@ from composer.utils import dist
 from diffusion.callbacks.cost_meter import CostMeter
 from diffusion.callbacks.saving import SaveCheckpoints
 from diffusion.checkpointing.ending import PREEMPTED
+from diffusion.files import write_json
 from diffusion.host_number import HostNumber
 from diffusion.launch import PreemptedError
 
@@ -130,9 +130,7 @@ class SaveOnPreemption(Callback):
             self.meter.end(step, place)
         name = signal.Signals(number).name
         if dist.get_global_rank() == 0:
-            partial = self.marker.with_suffix(".partial")
-            partial.write_text(json.dumps({"step": step, "signal": name, "checkpoint": str(place)}) + "\n")
-            partial.replace(self.marker)
+            write_json(self.marker, {"step": step, "signal": name, "checkpoint": str(place)})
         raise PreemptedError(f"{name} after step {step}: saved {place}. Start the same command again to continue")
 
 

@@ -27,8 +27,8 @@ from diffusion.checkpointing.reading import (
 )
 from diffusion.checkpointing.remote import RemoteCheckpoints, remove_copy
 from diffusion.checkpointing.writing import PARTIAL_FILE, HostCopy, write_file, write_sharded
+from diffusion.distributed import agree
 from diffusion.errors import MachineError
-from diffusion.ranks import agree
 
 log = logging.getLogger(__name__)
 

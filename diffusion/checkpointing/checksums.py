@@ -1,7 +1,6 @@
 """Checksums of the files of a sharded checkpoint, in `checksums.json` beside them."""
 
 import json
-import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -12,6 +11,7 @@ from typing import Any
 import xxhash
 
 from diffusion.errors import DataError
+from diffusion.files import write_atomically
 
 CHECKSUMS = "checksums.json"
 
@@ -54,16 +54,6 @@ class HashingFile(BufferedWriter):
         return Checksum(self._digest.hexdigest(), self._num_bytes)
 
 
-def write_durably(path: Path, content: bytes) -> None:
-    """Write a file beside its name, to the disk, and give it its name."""
-    partial = path.with_name(f"{path.name}.tmp")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-
-
 def checksum_of(content: bytes) -> Checksum:
     """The checksum of bytes in memory."""
     return Checksum(xxhash.xxh64(content).hexdigest(), len(content))
@@ -72,7 +62,7 @@ def checksum_of(content: bytes) -> Checksum:
 def write_checksums(folder: Path, checksums: dict[str, Checksum]) -> None:
     """Store the checksums of a folder's files by name."""
     content = {name: asdict(checksum) for name, checksum in sorted(checksums.items())}
-    write_durably(folder / CHECKSUMS, json.dumps(content, indent=1).encode())
+    write_atomically(folder / CHECKSUMS, json.dumps(content, indent=1).encode())
 
 
 def read_checksums(folder: Path) -> dict[str, Checksum] | None:

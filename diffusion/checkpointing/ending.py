@@ -8,6 +8,7 @@ from composer import Event, Trainer
 from composer.utils import dist
 
 from diffusion.errors import MachineError
+from diffusion.files import write_json
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +41,8 @@ def mark_finished(folder: Path, step: int) -> None:
     """
     if dist.get_global_rank() != 0:
         return
-    partial = folder / f"{FINISHED}.partial"
     try:
-        partial.write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
-        partial.replace(folder / FINISHED)
+        write_json(folder / FINISHED, {"step": step})
     except OSError as error:
         raise MachineError(f"{folder / FINISHED} cannot be written: {error.strerror}") from error
 

@@ -8,8 +8,8 @@ from composer.utils import dist
 from diffusion.checkpointing.reading import batch_of, list_checkpoints, remove_checkpoint
 from diffusion.checkpointing.resumption import CheckpointPlaces
 from diffusion.checkpointing.rollbacks import Rollback, mark_done, read_pending
+from diffusion.distributed import agree
 from diffusion.errors import MachineError
-from diffusion.ranks import agree
 
 log = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from diffusion.checkpointing.remote import RemoteCheckpoint, RemoteCheckpoints, 
 from diffusion.checkpointing.safe_loading import read_entries
 from diffusion.config.schema import Config
 from diffusion.config.training import Parallelism
+from diffusion.distributed import agree
 from diffusion.errors import ConfigurationError, DataError, MachineError
-from diffusion.ranks import agree
 
 log = logging.getLogger(__name__)
 

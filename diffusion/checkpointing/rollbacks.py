@@ -13,6 +13,7 @@ from pathlib import Path
 
 from diffusion.config.operations import GuardConfig
 from diffusion.errors import UserError
+from diffusion.files import write_json
 
 RECORD = "rollbacks.jsonl"
 """In the run folder: a row for each time that the run went back."""
@@ -102,9 +103,7 @@ def read_pending(run: Path) -> Rollback | None:
 
 def order(run: Path, rollback: Rollback) -> None:
     """Let the next start of a run go back."""
-    partial = run / f"{PENDING}.partial"
-    partial.write_text(json.dumps(asdict(rollback)) + "\n", encoding="utf-8")
-    partial.replace(run / PENDING)
+    write_json(run / PENDING, asdict(rollback))
 
 
 def mark_done(run: Path, rollback: Rollback) -> None:

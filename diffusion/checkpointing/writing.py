@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from diffusion.checkpointing.checksums import Checksum, HashingFile, checksum_of, write_checksums, write_durably
+from diffusion.checkpointing.checksums import Checksum, HashingFile, checksum_of, write_checksums
 from diffusion.checkpointing.safe_loading import INDEX
+from diffusion.files import atomic_path, write_atomically
 
 PARTIAL_FILE = ".pt.partial"
 """End of the name of a `.pt` checkpoint that is being written."""
@@ -102,12 +103,8 @@ def write_file(path: Path, content: dict[str, Any]) -> None:
         OSError: it cannot be written.
         RuntimeError: likewise.
     """
-    partial = path.with_name(path.stem + PARTIAL_FILE)
-    with partial.open("wb") as file:
+    with atomic_path(path, partial=path.with_name(path.stem + PARTIAL_FILE)) as partial, partial.open("wb") as file:
         torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 class _HashingFileSystem(FileSystem):
@@ -150,4 +147,4 @@ class _ChecksumWriter(FileSystemWriter):
         index = pickle.dumps(metadata)
         checksums = {name: checksum for _, part in results for name, checksum in part.items()}
         write_checksums(folder, checksums | {INDEX: checksum_of(index)})
-        write_durably(folder / INDEX, index)
+        write_atomically(folder / INDEX, index)

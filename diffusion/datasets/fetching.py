@@ -21,11 +21,12 @@ from streaming.base.format import FileInfo, Reader
 from streaming.base.world import World
 
 from diffusion.datasets.locations import StreamLocation
-from diffusion.datasets.mds import INDEX, PARTIAL, find_wrong_hash
+from diffusion.datasets.mds import INDEX, find_wrong_hash
 from diffusion.datasets.storage_errors import fetch_errors
 from diffusion.datasets.stores import shown
 from diffusion.datasets.tiers import TierCounts, TierMeter
 from diffusion.errors import DataError
+from diffusion.files import PARTIAL
 
 logger = logging.getLogger(__name__)
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from diffusion.config.data import StreamConfig
-from diffusion.datasets.manifest import MANIFEST, read_json
-from diffusion.datasets.mds import INDEX, PARTIAL
+from diffusion.datasets.manifest import MANIFEST
+from diffusion.datasets.mds import INDEX
 from diffusion.datasets.storage_errors import fetch_errors
 from diffusion.datasets.stores import Store, shown
 from diffusion.errors import DataError
+from diffusion.files import PARTIAL, read_json
 
 logger = logging.getLogger(__name__)
 

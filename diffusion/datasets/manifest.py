@@ -1,71 +1,13 @@
 """Manifests: the file that makes a folder a data set, written last and all at once."""
 
-import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from diffusion.errors import DataError
+from diffusion.files import read_json, write_json
 
 MANIFEST = "manifest.json"
-
-
-def write_json_atomically(path: Path, value: Any) -> None:
-    """Write a JSON file that is there with the whole content or not at all, also after a crash of the machine.
-
-    Args:
-        path: The file; an existing one is replaced.
-        value: What `json.dumps` takes; NaN and infinity are not JSON and are refused.
-
-    Raises:
-        OSError: The disk is full, or the place cannot be written to.
-    """
-    write_text_atomically(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
-
-
-def write_text_atomically(path: Path, text: str) -> None:
-    """Write a file as `write_json_atomically` does.
-
-    Args:
-        path: The file; an existing one is replaced.
-        text: Its content.
-
-    Raises:
-        OSError: The disk is full, or the place cannot be written to.
-    """
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        sync(partial)
-        os.replace(partial, path)  # noqa: PTH105
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    sync(path.parent)
-
-
-def read_json(path: Path) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        DataError: It does not exist, cannot be read, or is not JSON.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is damaged, it is not JSON: {error}") from error
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +126,7 @@ class PreparedManifest:
         Raises:
             OSError: The disk is full, or the place cannot be written to.
         """
-        write_json_atomically(folder / MANIFEST, {"kind": self.KIND, "version": self.VERSION, **asdict(self)})
+        write_json(folder / MANIFEST, {"kind": self.KIND, "version": self.VERSION, **asdict(self)})
 
     @classmethod
     def read(cls, folder: Path) -> "PreparedManifest":

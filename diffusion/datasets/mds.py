@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from diffusion.datasets.manifest import read_json, sync
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.files import PARTIAL, atomic_folder, atomic_path, read_json, write_atomically
 
 if TYPE_CHECKING:
     from streaming import MDSWriter
 
-PARTIAL = ".partial"
 """Suffix of the name of a folder that is being written."""
 
 INDEX = "index.json"
@@ -232,14 +231,8 @@ def write_shard(
         name = f"{name}.{get_compression_extension(compression)}"
         content = [compress(compression, b"".join(content))]
         zip_data = _described(content, name, hashes)
-    try:
-        with partial.open("wb", buffering=_BUFFER_BYTES) as file:
-            file.writelines(content)
-        sync(partial)
-        os.replace(partial, target / name)  # noqa: PTH105
-    finally:
-        partial.unlink(missing_ok=True)
-    sync(target)
+    with atomic_path(target / name, partial=partial), partial.open("wb", buffering=_BUFFER_BYTES) as file:
+        file.writelines(content)
     return {"samples": len(samples), "raw_data": raw_data, "zip_data": zip_data, **template.entry}
 
 
@@ -322,11 +315,7 @@ def write_index(folder: Path, entries: Sequence[Mapping[str, Any]]) -> None:
     Raises:
         OSError: The disk is full, or the place cannot be written to.
     """
-    partial = folder / f".{INDEX}{PARTIAL}"
-    partial.write_text(json.dumps({"version": 2, "shards": list(entries)}, sort_keys=True), encoding="utf-8")
-    sync(partial)
-    os.replace(partial, folder / INDEX)  # noqa: PTH105
-    sync(folder)
+    write_atomically(folder / INDEX, json.dumps({"version": 2, "shards": list(entries)}, sort_keys=True))
 
 
 @contextmanager
@@ -391,23 +380,14 @@ def write_mds(
     check_shard_bytes(shard_bytes)
     if folder.exists():
         raise DataError(f"{folder} exists; remove it or write to another folder")
-    partial = folder.with_name(folder.name + PARTIAL)
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-    writer = shards.writer(partial)
-    try:
-        yield writer
-        writer.finish()
-        for file in partial.iterdir():
-            sync(file)
-        sync(partial)
-        partial.rename(folder)
-        sync(folder.parent)
-    except BaseException:
-        writer.cancel_future_jobs()
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    with atomic_folder(folder, partial=folder.with_name(folder.name + PARTIAL)) as partial:
+        writer = shards.writer(partial)
+        try:
+            yield writer
+            writer.finish()
+        except BaseException:
+            writer.cancel_future_jobs()
+            raise
 
 
 def read_shards(folder: Path) -> list[dict[str, Any]]:

@@ -37,8 +37,8 @@ from diffusion.datasets.shard_files import SampleDecoder, ShardFiles
 from diffusion.datasets.shared_memory import MemoryNumber, claim_number, whole_memory
 from diffusion.datasets.storage_errors import fetch_errors
 from diffusion.datasets.warm_up import LAG, shards_of_steps
+from diffusion.distributed import agree
 from diffusion.errors import DataError, UserError
-from diffusion.ranks import agree
 
 logger = logging.getLogger(__name__)
 

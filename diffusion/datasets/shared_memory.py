@@ -41,8 +41,8 @@ from streaming.base.shared import memory as _memory_module
 from streaming.base.world import World
 from torch import distributed
 
+from diffusion.distributed import agree
 from diffusion.errors import DataError
-from diffusion.ranks import agree
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ The tensors have the names of the model's parameters (`unet.conv_in.weight`). Eq
 
 import contextlib
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.files import atomic_path
 
 STORED, RECONSTRUCTED = "averages", "reconstructed"
 """Folders of a run."""
@@ -64,16 +64,13 @@ def write_average(folder: Path, record: AverageRecord, tensors: dict[str, Tensor
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / record.file_name
-    partial = path.with_name(f".{path.name}.partial")
     # One entry only: the order of several is not defined.
     metadata = {_RECORD: json.dumps(asdict(record), sort_keys=True)}
     try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, metadata)
+        with atomic_path(path) as partial:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, metadata)
     except SafetensorError as error:
         raise OSError(str(error)) from error
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
-    partial.replace(path)
     return path
 
 

@@ -8,12 +8,12 @@ from composer.utils import dist
 
 from diffusion.checkpointing.object_store import ObjectStore
 from diffusion.config.training import EMAConfig, NumberFormat
+from diffusion.distributed import agree
 from diffusion.ema.average_files import AVERAGE_SUFFIX, STORED, AverageRecord, write_average
 from diffusion.ema.averaging import gather_on_rank_0
 from diffusion.ema.ema import LateStartEMA
 from diffusion.ema.profiles import PowerFunction, build_profiles
 from diffusion.errors import MachineError
-from diffusion.ranks import agree
 
 DTYPES = {
     NumberFormat.fp32: torch.float32,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from diffusion.config.evaluation import EvaluationConfig, PromptsConfig, SamplingConfig
-from diffusion.datasets.manifest import write_text_atomically
+from diffusion.distributed import agree
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.compositional import Compositional, open_compositional
 from diffusion.evaluation.extraction import Extractor
@@ -24,7 +24,7 @@ from diffusion.evaluation.prompts import Prompt, read_prompts
 from diffusion.evaluation.protocol import Protocol, difference, generated_record, given_record
 from diffusion.evaluation.ranks import Ranks, choose_device
 from diffusion.evaluation.results import Result, check_one_protocol, read_results, table
-from diffusion.ranks import agree
+from diffusion.files import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ class Evaluation:
                 for other in read_results([self.folder]) if (self.folder / "results").is_dir() else []:
                     check_one_protocol([other, result])
                 result.write(self.folder)
-                write_text_atomically(self.folder / TABLE, table(read_results([self.folder])))
+                write_atomically(self.folder / TABLE, table(read_results([self.folder])))
 
         agree(write)
         return result

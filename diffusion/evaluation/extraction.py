@@ -17,6 +17,7 @@ from diffusion.evaluation.features import FeatureNetwork, resized
 from diffusion.evaluation.images import Images
 from diffusion.evaluation.ranks import Ranks
 from diffusion.evaluation.statistics import Array, Moments, merge_moments, moments_of_batches
+from diffusion.files import atomic_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +33,11 @@ class FeatureSet:
     def save(self, path: Path) -> None:
         """Write atomically as .npz."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.partial")
         content = {"num": np.int64(self.moments.num), "mean": self.moments.mean, "scatter": self.moments.scatter}
         if self.features is not None:
             content["features"] = self.features
-        with partial.open("wb") as file:
+        with atomic_path(path) as partial, partial.open("wb") as file:
             np.savez(file, **content)  # pyright: ignore[reportArgumentType]
-        partial.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> "FeatureSet":

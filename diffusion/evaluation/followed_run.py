@@ -20,8 +20,8 @@ from diffusion.checkpointing.remote import remove_copy
 from diffusion.config.checks import num_batches
 from diffusion.config.schema import Config
 from diffusion.config.stores import is_store
-from diffusion.datasets.manifest import read_json
 from diffusion.errors import MachineError
+from diffusion.files import read_json
 
 log = logging.getLogger(__name__)
 

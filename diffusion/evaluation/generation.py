@@ -17,14 +17,14 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from diffusion.config.evaluation import SamplingConfig
-from diffusion.datasets.manifest import read_json, write_json_atomically
+from diffusion.distributed import agree
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.evaluation.listing import write_listing
 from diffusion.evaluation.models import Generator
 from diffusion.evaluation.prompts import Prompt, prompts_identity
 from diffusion.evaluation.ranks import Ranks
+from diffusion.files import atomic_path, read_json, write_json
 from diffusion.randomness import Purpose, normal
-from diffusion.ranks import agree
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ def _open(folder: Path, record: dict[str, Any]) -> None:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_json_atomically(folder / GENERATION, record)
+        write_json(folder / GENERATION, record)
     except OSError as error:
         raise MachineError(f"{folder} cannot be written: {error.strerror}") from error
 
@@ -154,10 +154,9 @@ def _are_there(files: Sequence[Path]) -> bool:
 
 def _save(picture: Image.Image, file: Path) -> None:
     """Write an image that is there whole, or not at all."""
-    partial = file.with_suffix(".partial")
     try:
-        picture.save(partial, format="PNG", compress_level=1)
-        partial.replace(file)
+        with atomic_path(file, durable=False) as partial:
+            picture.save(partial, format="PNG", compress_level=1)
     except OSError as error:
         raise MachineError(f"{file} cannot be written: {error.strerror or error}") from error
 

@@ -10,6 +10,7 @@ from diffusion.config.model import Posterior
 from diffusion.config.schema import Config
 from diffusion.datasets.held_out import HeldOutData
 from diffusion.datasets.loader import validation_dataset, validation_loader
+from diffusion.distributed import agree
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.models import CheckpointGenerator, Generator, Subject
 from diffusion.evaluation.protocol import VERSION
@@ -18,7 +19,6 @@ from diffusion.evaluation.results import Number
 from diffusion.loading import load_config_of
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.tokenizers import tokenize
-from diffusion.ranks import agree
 
 NAME = "validation_loss"
 

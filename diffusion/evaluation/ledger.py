@@ -3,8 +3,8 @@
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from diffusion.datasets.manifest import read_json, write_json_atomically
 from diffusion.errors import DataError
+from diffusion.files import read_json, write_json
 
 LEDGER = "ledger.json"
 
@@ -58,4 +58,4 @@ class Ledger:
         self.entries[name] = entry
         content = {name: asdict(entry) for name, entry in self.entries.items()}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_json_atomically(self.path, {"run": self.run, "checkpoints": content})
+        write_json(self.path, {"run": self.run, "checkpoints": content})

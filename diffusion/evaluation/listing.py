@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diffusion.datasets.manifest import write_text_atomically
 from diffusion.errors import DataError
+from diffusion.files import write_atomically
 
 LISTING = "metadata.jsonl"
 """Lines of `file_name`, `prompt`, and whatever else is known of an image."""
@@ -29,7 +29,7 @@ def write_listing(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         folder: of the images.
         rows: `file_name`, `prompt` and more of each image.
     """
-    write_text_atomically(folder / LISTING, "".join(json.dumps(row) + "\n" for row in rows))
+    write_atomically(folder / LISTING, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def read_listing(folder: Path) -> list[ListedImage] | None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from diffusion.config.evaluation import OF_REFERENCE, Metric, ProtocolConfig, ReferenceConfig
+from diffusion.distributed import agree
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.evaluation.extraction import Extractor, FeatureSet
 from diffusion.evaluation.features import FeatureNetwork, Networks
@@ -17,7 +18,6 @@ from diffusion.evaluation.images import Images, open_reference
 from diffusion.evaluation.protocol import Protocol, metric_protocol, protocol_hash, reference_record
 from diffusion.evaluation.results import Number
 from diffusion.evaluation.statistics import clip_scores, cmmd, frechet_distance, kernel_distance
-from diffusion.ranks import agree
 
 log = logging.getLogger(__name__)
 

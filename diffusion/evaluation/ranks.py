@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from diffusion.config.machine import resolve_device
 from diffusion.config.training import Device
+from diffusion.distributed import local_rank, rank, world_size
 from diffusion.errors import MachineError
-from diffusion.ranks import local_rank, rank, world_size
 
 TIMEOUT = datetime.timedelta(hours=24)
 """Ranks wait for one another while others generate."""

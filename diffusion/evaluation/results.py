@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diffusion.datasets.manifest import read_json, write_json_atomically
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.evaluation.protocol import Protocol, difference, protocol_hash
+from diffusion.files import read_json, write_json
 
 COMPOSITIONAL = "compositional"
 """Name of the mean of the compositional checks; those of a category are called `compositional/CATEGORY`."""
@@ -71,7 +71,7 @@ class Result:
         """Write atomically below an output folder; return the file."""
         path = folder / RESULTS / self.file_name
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json_atomically(path, self.to_json())
+        write_json(path, self.to_json())
         return path
 
     @classmethod

@@ -12,6 +12,7 @@ from pathlib import Path
 from diffusion.checkpointing.remote import remove_copy
 from diffusion.config.evaluation import EvaluationConfig
 from diffusion.config.stores import is_store
+from diffusion.distributed import agree
 from diffusion.errors import DataError
 from diffusion.evaluation.evaluate import Evaluation
 from diffusion.evaluation.followed_run import FollowedRun, follow, is_last, step_of
@@ -21,7 +22,6 @@ from diffusion.evaluation.ranks import Ranks
 from diffusion.evaluation.results import read_results
 from diffusion.evaluation.watch_writers import Writers
 from diffusion.loading import load_config_of
-from diffusion.ranks import agree
 
 log = logging.getLogger(__name__)
 

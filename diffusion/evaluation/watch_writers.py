@@ -14,9 +14,9 @@ from diffusion.callbacks.continued_loggers import as_machine_error, tensorboard_
 from diffusion.config.evaluation import EvaluationConfig
 from diffusion.config.schema import Config
 from diffusion.config.secrets import redact_arguments
-from diffusion.datasets.manifest import write_text_atomically
 from diffusion.evaluation.protocol import protocol_hash
 from diffusion.evaluation.results import Result
+from diffusion.files import write_atomically
 
 METRICS = "metrics.jsonl"
 STEP = "trainer/step"
@@ -73,7 +73,7 @@ class Writers:
     def write(self, results: Sequence[Result]) -> None:
         """Write to all that are configured."""
         rows = rows_of(results)
-        write_text_atomically(self.folder / METRICS, "".join(json.dumps(row) + "\n" for row in rows))
+        write_atomically(self.folder / METRICS, "".join(json.dumps(row) + "\n" for row in rows))
         if self.config.loggers.tensorboard:
             self._to_tensorboard(rows)
         if self.config.loggers.wandb is not None:

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from diffusion.config.model import ModelConfig
-from diffusion.errors import ConfigurationError, naming
+from diffusion.errors import ConfigurationError, error_context
 from diffusion.models.architectures import ARCHITECTURES, ArchitectureSpec
 from diffusion.models.conditioning import DualTextEncoder, TextEncoder
 from diffusion.models.construction import construct
@@ -168,16 +168,16 @@ def load_frozen_parts(config: ModelConfig) -> FrozenParts:
     spec = ARCHITECTURES[config.architecture]
     if config.pretrained:
         options = {"local_files_only": config.local_files_only, "use_safetensors": True}
-        with naming("model.pretrained"):
+        with error_context("model.pretrained"):
             text_encoder = load_text_encoder(spec, config.pretrained, **options)
     else:
         options = {"local_files_only": True, "use_safetensors": True}
         text_encoder = with_seed(config.frozen_seed, lambda: build_text_encoder(spec))
     if config.vae:
-        with naming("model.vae"):
+        with error_context("model.vae"):
             vae = load_pretrained(AutoencoderKL, config.vae, None, **options)
     elif config.pretrained:
-        with naming("model.pretrained"):
+        with error_context("model.pretrained"):
             vae = load_pretrained(AutoencoderKL, config.pretrained, "vae", **options)
     else:
         vae = with_seed(config.frozen_seed + 1, lambda: build_vae(spec))

@@ -10,6 +10,7 @@ from enum import Enum
 from pathlib import Path
 
 from diffusion.errors import UserError
+from diffusion.files import write_json
 
 COSTS = "costs.jsonl"
 """In the run folder: a row for each start, which it overwrites in each step."""
@@ -139,9 +140,7 @@ def budget_left(
 def mark_spent(run: Path, step: int, reason: str) -> None:
     """Write down why a run has ended."""
     time = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    partial = run / f"{BUDGET}.partial"
-    partial.write_text(json.dumps({"time": time, "step": step, "reason": reason}) + "\n", encoding="utf-8")
-    partial.replace(run / BUDGET)
+    write_json(run / BUDGET, {"time": time, "step": step, "reason": reason})
 
 
 @dataclass(frozen=True, kw_only=True)

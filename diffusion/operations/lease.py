@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch.distributed
 
+from diffusion.distributed import agree, has_process_group, rank
 from diffusion.errors import MachineError
 from diffusion.operations.stacks import is_alive
-from diffusion.ranks import agree, has_process_group, rank
 
 log = logging.getLogger(__name__)
 

@@ -1,8 +1,6 @@
 """Runs as their folders show them: where each stands, which of them are at work, and how one is stopped."""
 
-import fcntl
 import json
-import os
 import socket
 import time
 from collections.abc import Sequence
@@ -13,6 +11,7 @@ from diffusion.checkpointing.ending import FINISHED, PREEMPTED
 from diffusion.config.loading import load
 from diffusion.config.schema import Config
 from diffusion.errors import ConfigurationError, MachineError
+from diffusion.files import lock
 from diffusion.operations import jobs
 from diffusion.operations.beats import Beat, Phase, beats_folder, read_beats
 from diffusion.operations.costs import BUDGET, StartCosts, read_costs
@@ -114,17 +113,13 @@ def read_supervision(run: Path) -> Supervision | None:
 
 def supervisor_of(run: Path) -> Supervision | None:
     """The supervisor that holds a run's lock now, or whose job does though it was killed; None if nobody does."""
-    try:
-        lock = os.open(run / SUPERVISED, os.O_RDONLY)
-    except FileNotFoundError:
+    if not (run / SUPERVISED).exists():
         return None
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
+        with lock(run / SUPERVISED, shared=True, timeout=0):
+            return None
+    except TimeoutError:
         return read_supervision(run)
-    finally:
-        os.close(lock)
-    return None
 
 
 def stop(run: Path, config: Config) -> list[int]:

@@ -1,14 +1,12 @@
 """A supervisor of one job: starts it, follows its signs of life, ends it when it hangs, and starts it again."""
 
 import datetime
-import fcntl
 import json
 import logging
 import os
 import queue
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,6 +19,7 @@ import psutil
 from diffusion.checkpointing.rollbacks import read_pending
 from diffusion.config.operations import SupervisionConfig
 from diffusion.errors import MachineError
+from diffusion.files import open_lock
 from diffusion.launch import PREEMPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from diffusion.operations import jobs
 from diffusion.operations.beats import Beat, Phase, clear_beats, read_beats
@@ -41,11 +40,8 @@ STRAGGLER_SECONDS = 40.0
 HANG_EXIT_CODE = 124
 """Of a job that was ended because it hung."""
 
-_NUM_LOCK_ATTEMPTS = 50
-"""How often the lock of a run is asked for: who looks whether it is held holds it for a moment."""
-
-_LOCK_PAUSE_SECONDS = 0.02
-"""Between two of these."""
+_LOCK_SECONDS = 1.0
+"""How long the lock of a run is waited for: whoever checks whether it is held holds it for a moment."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -219,31 +215,25 @@ class Supervisor:
     def _lock(self) -> int:
         try:
             self.places.run.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.places.run / SUPERVISED, os.O_RDWR | os.O_CREAT, 0o644)
+            lock = open_lock(self.places.run / SUPERVISED, timeout=_LOCK_SECONDS)
+        except TimeoutError as error:
+            raise self._already_running() from error
         except OSError as error:
             what = f"the run folder {self.places.run} cannot be written to: {error.strerror}"
             raise MachineError(f"{what}. Free space, or choose another output_folder") from error
-        if not _acquire(lock) or self._ranks():
+        if self._ranks():
             os.close(lock)
-            raise MachineError(
-                f"a job of {self.places.run} is at work, supervised or not. End it (SIGTERM to a rank saves it), or "
-                "wait for its end"
-            )
+            raise self._already_running()
         os.ftruncate(lock, 0)
         here = {"pid": os.getpid(), "host": socket.gethostname(), "time": time.time(), "folder": str(Path.cwd())}
         os.write(lock, json.dumps(here | {"arguments": self._arguments}).encode())
         return lock
 
-
-def _acquire(lock: int) -> bool:
-    pause = threading.Event()
-    for number in range(_NUM_LOCK_ATTEMPTS):
-        if number:
-            pause.wait(_LOCK_PAUSE_SECONDS)
-        with suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-    return False
+    def _already_running(self) -> MachineError:
+        return MachineError(
+            f"a job of {self.places.run} is at work, supervised or not. End it (SIGTERM to a rank saves it), or wait "
+            "for its end"
+        )
 
 
 def ending_of(code: int, beats: Sequence[Beat]) -> Ending:

@@ -1,17 +1,16 @@
 """The folder that a data set is written into: claimed by one process, never half-written and looking whole."""
 
 import errno
-import fcntl
 import logging
-import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from diffusion.datasets.manifest import MANIFEST, PreparedManifest, read_json
-from diffusion.datasets.mds import INDEX, PARTIAL, read_shards, remove_mds
+from diffusion.datasets.manifest import MANIFEST, PreparedManifest
+from diffusion.datasets.mds import INDEX, read_shards, remove_mds
 from diffusion.errors import ConfigurationError, DataError, MachineError
+from diffusion.files import PARTIAL, lock, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -28,17 +27,6 @@ DONE = "partitions"
 
 _OURS = ("partitions.json", "report.html", "report.json", "withdrawn.json")
 _ALWAYS_ALLOWED = ("lost+found", "withdrawn.txt")
-
-_locked: set[int] = set()
-"""Descriptors of folders that this process has locked; a forked one, which may outlive it, is not to hold the lock."""
-
-
-def _leave_locks() -> None:
-    while _locked:
-        os.close(_locked.pop())
-
-
-os.register_at_fork(after_in_child=_leave_locks)
 
 
 def local_folder(out: str | Path) -> Path:
@@ -100,16 +88,16 @@ def locked(out: Path) -> Iterator[None]:
     Raises:
         MachineError: Another process is writing there.
     """
-    with writing(out):
-        descriptor = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
-    _locked.add(descriptor)
-    try:
-        _lock(descriptor, out)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(lock(out, timeout=0))
+        except TimeoutError as error:
+            raise MachineError(f"another process is writing to {out}; wait for it or choose another folder") from error
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                raise _write_error(out, error) from error
+            logger.debug("%s cannot be locked: %s", out, error)
         yield
-    finally:
-        if descriptor in _locked:
-            _locked.remove(descriptor)
-            os.close(descriptor)
 
 
 @contextmanager
@@ -122,10 +110,14 @@ def writing(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = "choose a folder that can be written to"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            remedy = f"about twice the size of the images is needed; {_free_space(out)}"
-        raise MachineError(f"cannot write to {out}: {error.strerror or error}; {remedy}") from error
+        raise _write_error(out, error) from error
+
+
+def _write_error(out: Path, error: OSError) -> MachineError:
+    remedy = "choose a folder that can be written to"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        remedy = f"about twice the size of the images is needed; {_free_space(out)}"
+    return MachineError(f"cannot write to {out}: {error.strerror or error}; {remedy}")
 
 
 def start_over(out: Path, work: Path) -> None:
@@ -156,16 +148,6 @@ def remove_tree(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():
         shutil.rmtree(folder)
-
-
-def _lock(descriptor: int, out: Path) -> None:
-    """Lock the folder until the descriptor is closed or the process ends."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise MachineError(f"another process is writing to {out}; wait for it or choose another folder") from error
-    except OSError as error:
-        logger.debug("%s cannot be locked: %s", out, error)
 
 
 def _enter(out: Path, work: Path, kind: str, overwrite: bool, grow: bool) -> None:

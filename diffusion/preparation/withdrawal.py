@@ -14,9 +14,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from diffusion.datasets.manifest import MANIFEST, read_json, write_json_atomically, write_text_atomically
+from diffusion.datasets.manifest import MANIFEST
 from diffusion.datasets.mds import INDEX, open_shard, read_shards
 from diffusion.errors import DataError
+from diffusion.files import read_json, write_atomically, write_json
 from diffusion.preparation.output_folder import FACTS, SPLITS, locked, writing
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ def add_keys(out: Path, keys: Iterable[str]) -> None:
     """
     known = read_keys(out / KEYS) if (out / KEYS).is_file() else set()
     if not known.issuperset(keys):
-        write_text_atomically(out / KEYS, "".join(f"{_line_of(key)}\n" for key in sorted(known.union(keys))))
+        write_atomically(out / KEYS, "".join(f"{_line_of(key)}\n" for key in sorted(known.union(keys))))
 
 
 def withdraw(dataset: Path, keys: Iterable[str]) -> Withdrawal:
@@ -112,7 +113,7 @@ def withdraw(dataset: Path, keys: Iterable[str]) -> Withdrawal:
             {place: sorted(marks[place]) for place in sorted(marks)}, sorted(asked.difference(found))
         )
         if withdrawal.marks != read_marks(dataset):
-            write_json_atomically(dataset / MARKS, withdrawal.marks)
+            write_json(dataset / MARKS, withdrawal.marks)
     if withdrawal.absent:
         logger.warning(
             "%s does not hold %d of the keys (such as %s); they are refused if a later run meets them",

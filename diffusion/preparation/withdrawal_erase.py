@@ -10,7 +10,6 @@ import numpy as np
 
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.datasets.mds import (
-    PARTIAL,
     ShardFormat,
     ShardTemplate,
     check_shard,
@@ -20,6 +19,7 @@ from diffusion.datasets.mds import (
     write_index,
     write_shard,
 )
+from diffusion.files import PARTIAL
 from diffusion.preparation.output_folder import locked, writing
 from diffusion.preparation.withdrawal import check_data_set, read_marks
 

@@ -19,9 +19,9 @@ from diffusion.config.loading import load, to_dict
 from diffusion.config.schema import Config
 from diffusion.config.secrets import redact
 from diffusion.config.tree import dump
-from diffusion.datasets.manifest import read_json
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.evaluation.results import COMPOSITIONAL
+from diffusion.files import read_json
 from diffusion.operations.costs import Kind, StartCosts, read_costs
 from diffusion.operations.events import EVENTS, EventKind
 from diffusion.reports.curves import Curve, read_curves, read_json_lines

@@ -577,7 +577,8 @@ def plot_lines(
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: step_text(value)))
-    axes.margins(x=0.01)
+    last = max(runs[-1].first_step + runs[-1].num_steps, 1)
+    axes.set_xlim(-0.01 * last, 1.01 * last)
     if len(lines) > 1 or has_marks:
         legend_beside(axes)
     return svg_uri(figure)

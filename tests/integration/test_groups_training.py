@@ -73,8 +73,9 @@ def _encode(folder: Path, name: str, num: int, model) -> None:
 
 def _write_manifest(root: Path, **identities) -> None:
     from diffusion.datasets.encoded import EncodedManifest
-    from diffusion.datasets.manifest import MANIFEST, write_json_atomically
+    from diffusion.datasets.manifest import MANIFEST
     from diffusion.datasets.transforms import ImageTransform
+    from diffusion.files import write_json
 
     manifest = EncodedManifest(
         transform=ImageTransform.square(32).identity(),
@@ -86,7 +87,7 @@ def _write_manifest(root: Path, **identities) -> None:
         sizes={name: size for name, size in SIZES.items() if name != "square"},
         **identities,
     )
-    write_json_atomically(root / MANIFEST, manifest.to_json())
+    write_json(root / MANIFEST, manifest.to_json())
 
 
 def overrides(data: Path, kind: str = "images", mixing: str = "groups") -> list[str]:

@@ -15,9 +15,9 @@ import pytest
 
 from diffusion import telling
 from diffusion.cli import train_command
+from diffusion.distributed import agree, rank, world_size
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.launch import run_command
-from diffusion.ranks import agree, rank, world_size
 from tests.tools.training_runs import ROOT, launcher_environment
 from verification.ports import free_port
 
@@ -27,7 +27,7 @@ from pathlib import Path
 from diffusion import telling
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.launch import run_command
-from diffusion.ranks import agree, rank
+from diffusion.distributed import agree, rank
 
 def fail(text):
     raise DataError(text)

@@ -100,7 +100,7 @@ def test_the_notebooks_run_and_show_what_they_say(tmp_path, server, shapes):
     server.train(
         1,
         [
-            (str(ROOT / "tests" / "toy.yaml"), [f"output_folder={run}", f"optimizer.lr={lr}", *common])
+            (str(ROOT / "tests/tools/toy.yaml"), [f"output_folder={run}", f"optimizer.lr={lr}", *common])
             for run, lr in zip(runs, (0.001, 0.002), strict=True)
         ],
     )

@@ -18,6 +18,7 @@ from diffusion.config.machine import check_machine, resolve_device
 from diffusion.config.schema import Config
 from diffusion.config.training import Device
 from diffusion.datasets.locations import StreamLocation, locate_streams
+from diffusion.distributed import agree
 from diffusion.errors import MachineError, UserError
 from diffusion.models.architectures import ARCHITECTURES
 from diffusion.operations.checks.cache import CacheDemand, check_cache_limit, check_cache_space
@@ -49,7 +50,6 @@ from diffusion.operations.checks.readings import (
 from diffusion.operations.checks.startup import cache_folders, world
 from diffusion.operations.checks.streams import StreamReading, check_stream, newest_file, read_stream
 from diffusion.operations.checks.verdicts import Level, Verdict, merge, ok, problem
-from diffusion.ranks import agree
 
 PATIENCE_SECONDS = 120.0
 """How long ranks wait for each other."""

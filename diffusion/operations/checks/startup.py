@@ -13,6 +13,7 @@ from diffusion.config.schema import Config
 from diffusion.config.training import Device
 from diffusion.datasets.locations import locate_streams
 from diffusion.datasets.streams import TextImageDataset
+from diffusion.distributed import agree
 from diffusion.errors import ConfigurationError, MachineError, UserError
 from diffusion.operations.checks.cache import check_cache_limit, check_cache_space
 from diffusion.operations.checks.demand import find_demand
@@ -21,7 +22,6 @@ from diffusion.operations.checks.opening import cache_demand_of_dataset
 from diffusion.operations.checks.readings import checkpoint_folder, checkpoint_key, read_disk, read_machine
 from diffusion.operations.checks.verdicts import Verdict, merge, raise_problems, warnings_of
 from diffusion.planning.fleet import World
-from diffusion.ranks import agree
 
 log = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from diffusion.datasets.encoded import EncodedManifest
+from diffusion.distributed import agree, rank
 from diffusion.errors import ConfigurationError
 from diffusion.preparation.encoding.images import Item
 from diffusion.preparation.encoding.models import EncodingModels
@@ -25,7 +26,6 @@ from diffusion.preparation.encoding.work import Work, encode_items
 from diffusion.preparation.encoding.writer import MAX_SHARD_BYTES
 from diffusion.preparation.output_folder import locked, writing
 from diffusion.preparation.withdrawal import KEYS, read_keys, read_marks
-from diffusion.ranks import agree, rank
 
 logger = logging.getLogger(__name__)
 

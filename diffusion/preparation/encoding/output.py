@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from diffusion.datasets.encoded import DAMAGED, EncodedManifest
-from diffusion.datasets.manifest import MANIFEST, read_json, sync, write_json_atomically
-from diffusion.datasets.mds import INDEX, PARTIAL, read_shards, write_index
+from diffusion.datasets.manifest import MANIFEST
+from diffusion.datasets.mds import INDEX, read_shards, write_index
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.files import PARTIAL, publish, read_json, write_json
 from diffusion.preparation.encoding.images import Target
 from diffusion.preparation.encoding.plan import Output, PreparedPlace, shard_identity
 from diffusion.preparation.encoding.writer import Mark
@@ -75,7 +76,7 @@ class OutputState:
         with writing(self.output.folder):
             (self._work / MARK_FOLDER).mkdir(parents=True, exist_ok=True)
             if not (self._work / SETTINGS).exists():
-                write_json_atomically(self._work / SETTINGS, self.output.manifest.to_json())
+                write_json(self._work / SETTINGS, self.output.manifest.to_json())
             for name in self.output.places:
                 if not self.output.folder.joinpath(name).exists():
                     self._partial(name).mkdir(parents=True, exist_ok=True)
@@ -130,9 +131,9 @@ class OutputState:
             _write_numbers(folder / DAMAGED, damaged)
             _write_numbers(folder / MARKS, hidden)
             if not (folder / SHARDS).is_file() or read_json(folder / SHARDS) != shards:
-                write_json_atomically(folder / SHARDS, shards)
+                write_json(folder / SHARDS, shards)
             if not (folder / MANIFEST).is_file() or read_json(folder / MANIFEST) != manifest.to_json():
-                write_json_atomically(folder / MANIFEST, manifest.to_json())
+                write_json(folder / MANIFEST, manifest.to_json())
             remove_tree(self._work)
 
     def _publish(self, name: str, place: PreparedPlace) -> list[Mark]:
@@ -155,8 +156,7 @@ class OutputState:
             _remove_strays(folder, entries)
             write_index(folder, entries)
         if folder != self.output.folder / name:
-            folder.rename(self.output.folder / name)
-            sync(folder.parent)
+            publish(folder, self.output.folder / name)
         return marks
 
     def _partial(self, name: str) -> Path:
@@ -254,7 +254,7 @@ def _write_numbers(path: Path, numbers: dict[str, Any]) -> None:
     """Write numbers by place, if there are some and they are not there yet."""
     content = {name: sorted(set(found)) for name, found in sorted(numbers.items()) if found}
     if content and (not path.is_file() or read_json(path) != content):
-        write_json_atomically(path, content)
+        write_json(path, content)
 
 
 def _remove_strays(folder: Path, entries: Iterable[dict[str, Any]]) -> None:

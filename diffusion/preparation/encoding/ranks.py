@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from diffusion.distributed import agree, rank, world_size
 from diffusion.errors import ConfigurationError, MachineError, UserError
 from diffusion.preparation.encoding.models import Load
 from diffusion.preparation.encoding.work import Counters, LocalCounters, Work, encode_items
 from diffusion.preparation.ray_session import ray_session
-from diffusion.ranks import agree, rank, world_size
 
 T = TypeVar("T")
 

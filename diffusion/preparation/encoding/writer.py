@@ -12,13 +12,12 @@ import numpy as np
 from streaming.base.format.mds.encodings import get_mds_encoded_size, mds_encode
 
 from diffusion.config.data import ImageSize
-from diffusion.datasets.manifest import read_json, write_json_atomically
 from diffusion.datasets.mds import ShardFormat, ShardTemplate, write_shard
 from diffusion.errors import DataError
+from diffusion.files import read_json, unique_partial, write_json
 from diffusion.preparation.encoding.images import Item
 from diffusion.preparation.encoding.models import Encoded, EncodingModels
 from diffusion.preparation.output_folder import writing
-from diffusion.preparation.partitions.output import unique_partial
 
 MAX_SHARD_BYTES = 2**30
 """A shard is begun where the prepared data begins one, and here."""
@@ -208,7 +207,7 @@ class ShardWriter:
                     damaged=shard.damaged,
                     withdrawn=shard.withdrawn,
                 )
-                write_json_atomically(target.mark, vars(mark))
+                write_json(target.mark, vars(mark))
 
     def _types_of(self, size: ImageSize) -> dict[str, str]:
         if size not in self._types:

@@ -1,7 +1,6 @@
 """Work items of the second pass: one output shard, or the final facts of one partition; run by any worker."""
 
 import itertools
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from diffusion.datasets.manifest import read_json, sync, write_json_atomically
 from diffusion.datasets.mds import ShardTemplate, decode_sample, write_shard
+from diffusion.files import atomic_path, read_json, unique_partial, write_json
 from diffusion.preparation.output_folder import FACTS, REFUSED, writing
 from diffusion.preparation.partitions.merge import LeftOut
 from diffusion.preparation.partitions.output import FACTS as FACTS_TABLE
@@ -24,7 +23,6 @@ from diffusion.preparation.partitions.output import (
     NUM_REFUSED,
     read_samples,
     refused_table,
-    unique_partial,
     write_table,
 )
 from diffusion.preparation.partitions.output import REFUSED as REFUSED_TABLE
@@ -92,7 +90,7 @@ def write_one_shard(task: ShardTask) -> int:
             entry = write_shard(
                 task.folder, task.number, _samples(task), task.template, partial=unique_partial(task.mark)
             )
-            write_json_atomically(task.mark, entry)
+            write_json(task.mark, entry)
     return len(task.rows)
 
 
@@ -159,10 +157,8 @@ def _shown(task: FactsTask) -> pa.Table:
 
 def _publish(path: Path, table: pa.Table) -> None:
     """Write a table that appears under its name only when it is whole."""
-    partial = unique_partial(path)
-    write_table(partial, table)
-    sync(partial)
-    os.replace(partial, path)  # noqa: PTH105
+    with atomic_path(path, partial=unique_partial(path)) as partial:
+        write_table(partial, table)
 
 
 def remove_facts_beyond(out: Path, number: int) -> None:

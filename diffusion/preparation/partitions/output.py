@@ -9,9 +9,6 @@ summary.json: counts.
 
 import contextlib
 import json
-import os
-import shutil
-import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from diffusion.datasets.manifest import read_json, sync, write_json_atomically
+from diffusion.files import atomic_folder, read_json, unique_partial, write_json
 from diffusion.preparation.records import Refused, clean_text, fit_for_json, reason_text
 
 SAMPLES, INDEX, FACTS, REFUSED, SUMMARY = "samples.bin", "index.npy", "facts.parquet", "refused.parquet", "summary.json"
@@ -164,7 +161,7 @@ class PartitionWriter:
         write_table(self._folder / FACTS, facts_table(self._facts, self._source))
         write_table(self._folder / REFUSED, refused_table(self._shown))
         summary = Summary(len(self._facts), len(self._index), dict(self._refused), self._examples, content)
-        write_json_atomically(self._folder / SUMMARY, vars(summary))
+        write_json(self._folder / SUMMARY, vars(summary))
         return summary
 
     def abandon(self) -> None:
@@ -182,27 +179,13 @@ def writing_partition(folder: Path, source: str) -> Iterator[PartitionWriter]:
     Raises:
         OSError: The disk is full, or the place cannot be written to.
     """
-    partial = unique_partial(folder)
-    partial.mkdir()
-    writer = PartitionWriter(partial, source)
-    try:
-        yield writer
-        for file in partial.iterdir():
-            sync(file)
-        sync(partial)
-        if not folder.exists():
-            partial.rename(folder)
-            sync(folder.parent)
-    except BaseException:
-        writer.abandon()
-        raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def unique_partial(path: Path) -> Path:
-    """Return a name beside a path for its unfinished form that no other process uses."""
-    return path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.partial")
+    with atomic_folder(folder, partial=unique_partial(folder), exist_ok=False) as partial:
+        writer = PartitionWriter(partial, source)
+        try:
+            yield writer
+        except BaseException:
+            writer.abandon()
+            raise
 
 
 def read_summary(folder: Path) -> Summary:

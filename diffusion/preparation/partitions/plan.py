@@ -7,8 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from diffusion.datasets.manifest import read_json, write_json_atomically
 from diffusion.errors import DataError
+from diffusion.files import read_json, write_json
 from diffusion.preparation.records import Partition, Source, clean_text, fingerprint_of
 
 PARTITIONS = "partitions.json"
@@ -80,7 +80,7 @@ class Plan:
         Raises:
             OSError: The disk is full, or the place cannot be written to.
         """
-        write_json_atomically(folder / PLAN, asdict(self))
+        write_json(folder / PLAN, asdict(self))
 
     @classmethod
     def read(cls, path: Path) -> "Plan":
@@ -191,4 +191,4 @@ def write_parts(out: Path, parts: Sequence[Part]) -> None:
     Raises:
         OSError: The disk is full, or the place cannot be written to.
     """
-    write_json_atomically(out / PARTITIONS, {"partitions": [asdict(part) for part in parts]})
+    write_json(out / PARTITIONS, {"partitions": [asdict(part) for part in parts]})

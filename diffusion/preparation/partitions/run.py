@@ -19,10 +19,10 @@ from diffusion.datasets.manifest import (
     PrepareSettings,
     RefusedEntry,
     SourceEntry,
-    sync,
 )
-from diffusion.datasets.mds import INDEX, PARTIAL, ShardFormat, ShardTemplate, read_index, read_shards, write_index
+from diffusion.datasets.mds import INDEX, ShardFormat, ShardTemplate, read_index, read_shards, write_index
 from diffusion.errors import DataError
+from diffusion.files import PARTIAL, publish, sync
 from diffusion.preparation.output_folder import DONE, FACTS, REFUSED, start_over, writing
 from diffusion.preparation.partitions.counts import LeftOutExamples, Refusals
 from diffusion.preparation.partitions.examine import Examination
@@ -271,7 +271,7 @@ class Run:
 
     def _write_report(self, parts: list[Part]) -> None:
         """Write the page and the numbers of the report."""
-        from diffusion.preparation.report.writing import write_report  # brings plotting along
+        from diffusion.preparation.report import write_report  # brings plotting along
 
         facts = [self.out / FACTS / f"{part.name}.parquet" for part in parts]
         reader = ImageReader(self.out, facts, [self.out / REFUSED / f"{part.name}.parquet" for part in parts])
@@ -288,8 +288,7 @@ class Run:
         elif not target.exists():
             partial = target.with_name(target.name + PARTIAL)
             write_index(partial, entries)
-            partial.rename(target)
-            sync(target.parent)
+            publish(partial, target)
 
     def _manifest(self, parts: list[Part], new: list[Part], refused: dict[str, RefusedEntry]) -> PreparedManifest:
         """Return the manifest of the data set as it is now."""

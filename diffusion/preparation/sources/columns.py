@@ -7,7 +7,7 @@ import pyarrow as pa
 
 from diffusion.errors import DataError, MachineError
 from diffusion.preparation.records import Reason, Record, Refused, make_record
-from diffusion.preparation.sources.remote_files import is_url, join, parent_of, read_image, shown
+from diffusion.preparation.sources.remote_files import is_url, join, parent_of, read_remote_image, shown
 
 IMAGE_COLUMNS = ("image", "jpg", "png", "webp", "image_bytes", "image_path", "file_name", "path")
 CAPTION_COLUMNS = ("caption", "captions", "text")
@@ -117,7 +117,7 @@ def record_of_row(key: str, row: Row, folder: str) -> Record | Refused:
     if not isinstance(content, bytes):
         if not path:
             return Refused(key, Reason.MISSING_IMAGE, "the row holds neither bytes nor a path")
-        content = read_image(path if is_url(path) else join(folder, path), key)
+        content = read_remote_image(path if is_url(path) else join(folder, path), key)
         if isinstance(content, Refused):
             return content
     return make_record(key, content, value_of(batch.column(caption)[at]), metadata)

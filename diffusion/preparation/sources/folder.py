@@ -34,7 +34,7 @@ from diffusion.preparation.sources.remote_files import (
     list_files,
     open_file,
     read_file,
-    read_image,
+    read_remote_image,
     shown,
     state_of,
 )
@@ -135,7 +135,7 @@ class FolderSource:
             detail = f"extension {ascii(extension)[1:-1]} is not read" if extension else "it has no extension"
             return Refused(key, Reason.MISSING_IMAGE, detail)
         place, entry = join(self.path, file), table.get(file)
-        image = read_image(place, key)
+        image = read_remote_image(place, key)
         if isinstance(image, Refused):
             return image
         if entry is not None and entry.has_caption:

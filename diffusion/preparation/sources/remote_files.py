@@ -146,7 +146,7 @@ def read_file(place: str) -> bytes:
     return store_of(place).read_whole(place, MAX_BYTES) if is_url(place) else read_bytes(place)
 
 
-def read_picture(place: str, key: str) -> bytes | Refused:
+def read_remote_image(place: str, key: str) -> bytes | Refused:
     """Read an image file; a refusal if it is not there or may not be read.
 
     Raises:

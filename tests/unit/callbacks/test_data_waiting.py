@@ -98,7 +98,7 @@ def outputs(server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple
         if name == "fast":
             overrides.append("plugins.callbacks=[{path: tests.unit.callbacks.test_data_waiting.LongSteps}]")
         job = server.train(
-            1, [(str(ROOT / "tests" / "toy.yaml"), [*overrides, *options, f"data.num_workers={num_workers}"])]
+            1, [(str(ROOT / "tests/tools/toy.yaml"), [*overrides, *options, f"data.num_workers={num_workers}"])]
         )
         rows = read_metrics(root / name / "metrics.jsonl")
         found[name] = series(rows, "time/data_waiting")[1], series(rows, "time/data_waiting_share")[1], job.output

@@ -3,7 +3,6 @@ import json
 import pytest
 from streaming import LocalDataset, MDSWriter
 
-from diffusion.datasets.manifest import read_json, write_json_atomically
 from diffusion.datasets.mds import (
     ShardFormat,
     ShardTemplate,
@@ -15,6 +14,7 @@ from diffusion.datasets.mds import (
     write_shard,
 )
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.files import read_json, write_json
 from tests.tools.image_files import tree
 
 COLUMNS = {"number": "int32", "data": "bytes"}
@@ -122,10 +122,10 @@ def test_shard_size_out_of_range(tmp_path):
 
 def test_json_is_replaced_or_kept(tmp_path):
     path = tmp_path / "manifest.json"
-    write_json_atomically(path, {"a": [1, "é"]})
+    write_json(path, {"a": [1, "é"]})
     for bad in ({"a": object()}, {"a": float("nan")}):
         with pytest.raises((TypeError, ValueError)):
-            write_json_atomically(path, bad)
+            write_json(path, bad)
     assert read_json(path) == {"a": [1, "é"]}
     assert list(tmp_path.iterdir()) == [path]
     path.write_text('{"a": ')

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from diffusion.checkpointing.object_store import ObjectStore
-from diffusion.datasets.manifest import write_json_atomically
 from diffusion.evaluation.followed_run import LocalRun, RemoteRun, follow
+from diffusion.files import write_json
 from tests.tools.s3_server import s3_process, s3_server
 
 __all__ = ["s3_process", "s3_server"]
@@ -35,7 +35,7 @@ def test_a_held_checkpoint_stays_when_the_run_removes_its_own(tmp_path):
     assert torch.load(held, weights_only=True) == {"state": {}}
     assert run.hold("ep0-ba10.pt", tmp_path / "held") is None
     assert run.finished_step() is None
-    write_json_atomically(tmp_path / "run" / "finished.json", {"step": 10})
+    write_json(tmp_path / "run" / "finished.json", {"step": 10})
     assert run.finished_step() == 10
 
 
@@ -71,6 +71,6 @@ def test_a_run_folder_whose_checkpoints_are_in_a_store_says_that_it_is_finished(
     url = "s3://tests/finished/checkpoints"
     (tmp_path / "config.yaml").write_text(f"trainer: {{checkpoint_folder: '{url}'}}\n")
     assert follow(str(tmp_path)).finished_step() is None
-    write_json_atomically(tmp_path / "finished.json", {"step": 10})
+    write_json(tmp_path / "finished.json", {"step": 10})
     assert follow(str(tmp_path)).finished_step() == 10
     assert follow(url).finished_step() is None

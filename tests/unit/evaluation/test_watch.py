@@ -59,7 +59,7 @@ def watched(
     ]
 
     def start_watcher() -> Job:
-        command = ["evaluate.py", "tests/evaluation/toy_evaluation.yaml", "watch=true", *overrides]
+        command = ["evaluate.py", "tests/unit/evaluation/toy_evaluation.yaml", "watch=true", *overrides]
         return server.start(num_ranks, command, WANDB_SILENT="true", **of_store)
 
     first = start_watcher()

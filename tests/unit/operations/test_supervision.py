@@ -43,7 +43,8 @@ def supervisor_of(
     script.write_text(json.dumps(acts))
     places = Places(run=run, beats=run / "beats")
     places.beats.mkdir(exist_ok=True)
-    command = [*launcher, sys.executable, str(ROOT / "tests/operations/acting_rank.py"), str(places.beats), str(script)]
+    program = ROOT / "tests/unit/operations/acting_rank.py"
+    command = [*launcher, sys.executable, str(program), str(places.beats), str(script)]
     return Supervisor(
         lambda lock: Command(command, keep_open=lock, environment=environment()),
         places,

@@ -77,12 +77,12 @@ class TestOnDisk:
             open_source(tmp_path / "saved")
 
     def test_file_format_and_columns(self, tmp_path):
-        table = pa.table({"image": [noise(4, 4)], "words": pa.array([b"\xff"]).view(pa.string())})
+        table = pa.table({"photo": [noise(4, 4)], "words": pa.array([b"\xff"]).view(pa.string())})
         with pa.ipc.new_file(tmp_path / "x.arrow", table.schema) as writer:
             writer.write_table(table)
-        with pytest.raises(DataError, match=r"no column image or .*it has image, words.*--image-column"):
+        with pytest.raises(DataError, match=r"no column image or .*it has photo, words.*--image-column"):
             open_source(tmp_path / "x.arrow")
-        (item,) = open_source(tmp_path / "x.arrow", image_column="image", caption_column="words").read()
+        (item,) = open_source(tmp_path / "x.arrow", image_column="photo", caption_column="words").read()
         assert isinstance(item, Refused) and item.reason is Reason.INVALID_UTF8
 
 
@@ -124,8 +124,8 @@ class TestStreaming:
         ):
             with pytest.raises((DataError, MachineError), match=message):
                 open_source(f"hf-dataset:{text}")
-        with pytest.raises(DataError, match=r"no column image.*it has image, captions"):
-            open_source(f"hf-dataset:{tmp_path / 'set'}", image_column="image")
+        with pytest.raises(DataError, match=r"no column photo.*it has image, captions"):
+            open_source(f"hf-dataset:{tmp_path / 'set'}", image_column="photo")
         with pytest.raises(DataError, match="hold the same files"):
             open_sources([f"hf-dataset:{tmp_path / 'set'}"] * 2)
         monkeypatch.setitem(sys.modules, "datasets", None)

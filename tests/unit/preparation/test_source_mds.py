@@ -132,16 +132,16 @@ class TestOthers:
 
     def test_folders_below_and_named_columns(self, tmp_path):
         for name in ("b", "a/c"):
-            write_mds(tmp_path / "set" / name, {"image": "bytes", "words": "str"}, [{"image": b"x", "words": name}])
-        items = list(open_source(tmp_path / "set", image_column="image", caption_column="words").read())
+            write_mds(tmp_path / "set" / name, {"photo": "bytes", "words": "str"}, [{"photo": b"x", "words": name}])
+        items = list(open_source(tmp_path / "set", image_column="photo", caption_column="words").read())
         assert [(item.key, item.captions) for item in items if isinstance(item, Record)] == [
             ("set/a/c#0", ["a/c"]),
             ("set/b#0", ["b"]),
         ]
-        with pytest.raises(DataError, match=r"no column image or .* image \(bytes\), words \(str\).*--image-column"):
+        with pytest.raises(DataError, match=r"no column image or .* photo \(bytes\), words \(str\).*--image-column"):
             open_source(tmp_path / "set")
         with pytest.raises(DataError, match="hold the same files"):
-            open_sources([tmp_path / "set", tmp_path / "set" / "b"], image_column="image", caption_column="words")
+            open_sources([tmp_path / "set", tmp_path / "set" / "b"], image_column="photo", caption_column="words")
 
     def test_captions_that_are_not_utf8(self, tmp_path):
         folder = write_mds(

@@ -392,8 +392,8 @@ class TestParquet:
         assert reasons(items) == [["a", "b"], "missing_caption", "empty_caption"]
 
     def test_named_columns(self, tmp_path):
-        path = write_parquet(tmp_path / "x.parquet", {"image": [IMAGE], "words": ["w"], "caption": ["c"]})
-        items = read(path, image_column="image", caption_column="words")
+        path = write_parquet(tmp_path / "x.parquet", {"photo": [IMAGE], "words": ["w"], "caption": ["c"]})
+        items = read(path, image_column="photo", caption_column="words")
         assert items == [Record("x.parquet#0", IMAGE, ["w"], {"caption": "c"})]
 
     @pytest.mark.parametrize("column", ["jpg", "png", "webp"])
@@ -439,7 +439,7 @@ class TestParquet:
         ("columns", "message"),
         [
             ({"image": [b"x"], "words": ["w"]}, "no column caption or .*it has image, words.*--caption-column"),
-            ({"image": [b"x"], "caption": ["w"]}, "no column image or .*it has image, caption.*--image-column"),
+            ({"photo": [b"x"], "caption": ["w"]}, "no column image or .*it has photo, caption.*--image-column"),
             ({"image": [1], "caption": ["w"]}, "column image is int64; it must be bytes"),
             ({"image": [b"x"], "caption": [1]}, "column caption is int64; it must be text"),
         ],
@@ -528,11 +528,11 @@ class TestOpening:
 
     def test_columns_of_sources_without_columns(self, tmp_path, caplog):
         write_folder(tmp_path / "set", 1)
-        write_parquet(tmp_path / "x.parquet", {"image": [IMAGE], "caption": ["c"]})
-        open_sources([tmp_path / "set", tmp_path / "x.parquet"], image_column="image")
+        write_parquet(tmp_path / "x.parquet", {"photo": [IMAGE], "caption": ["c"]})
+        open_sources([tmp_path / "set", tmp_path / "x.parquet"], image_column="photo")
         assert not caplog.records
-        open_sources([tmp_path / "set"], image_column="image")
-        assert "--image-column image has no effect" in caplog.text
+        open_sources([tmp_path / "set"], image_column="photo")
+        assert "--image-column photo has no effect" in caplog.text
 
     def test_the_same_files_twice(self, tmp_path):
         write_folder(tmp_path / "set" / "sub", 2)

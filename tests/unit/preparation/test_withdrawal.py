@@ -4,9 +4,10 @@ import shutil
 import pytest
 from streaming import LocalDataset
 
-from diffusion.datasets.manifest import PreparedManifest, write_json_atomically
+from diffusion.datasets.manifest import PreparedManifest
 from diffusion.datasets.mds import read_index
 from diffusion.errors import DataError
+from diffusion.files import write_json
 from diffusion.preparation.prepare import prepare
 from diffusion.preparation.withdrawal import KEYS, add_keys, read_keys, withdraw
 from diffusion.preparation.withdrawal_erase import erase
@@ -111,7 +112,7 @@ def test_encoded_data(tmp_path):
     write_encoded(out, {"32-up": 9})
     with pytest.raises(DataError, match="no finished data set"):
         withdraw(out, {"32-up/4"})
-    write_json_atomically(out / "manifest.json", {"kind": "encoded", "version": 1})
+    write_json(out / "manifest.json", {"kind": "encoded", "version": 1})
     assert withdraw(out, {"32-up/4", "32-up/8"}).marks == {"train/32-up": [4, 8]}
     before = samples(out)["train/32-up"]
     assert erase(out) >= 1

@@ -164,7 +164,7 @@ def test_verdicts_of_several_machines_as_a_table_and_as_json():
 
 def toy_config(root: Path, *overrides: str):
     return load_config(
-        ROOT / "tests" / "toy.yaml",
+        ROOT / "tests/tools/toy.yaml",
         [
             f"output_folder={root}/run",
             "plugins.train_dataset=null",
@@ -268,7 +268,7 @@ def test_two_ranks_that_see_different_data(server, tmp_path):
         "data.num_canonical_nodes=4",
     ]  # fmt: skip
     report = tmp_path / "report.json"
-    toy = str(ROOT / "tests" / "toy.yaml")
+    toy = str(ROOT / "tests/tools/toy.yaml")
     done = server.start(2, [str(program), toy, *arguments, "--json", str(report)]).finish()
     assert any(done.codes), done.output
     verdicts = {verdict["check"]: verdict for verdict in json.loads(report.read_text())}

@@ -19,7 +19,7 @@ from tests.tools.written_data import data_config, write_encoded
 
 
 def toy(tmp_path, *overrides: str):
-    return load_config(ROOT / "tests" / "toy.yaml", [f"output_folder={tmp_path}/run", *overrides])
+    return load_config(ROOT / "tests/tools/toy.yaml", [f"output_folder={tmp_path}/run", *overrides])
 
 
 def healthy_machine() -> MachineReading:

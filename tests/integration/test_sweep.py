@@ -5,6 +5,7 @@ import json
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -15,8 +16,8 @@ import pytest
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.errors import MachineError
-from diffusion.sweeps.points import Point
-from diffusion.sweeps.running import run_points
+from diffusion.sweeps import Point, run_points
+from tests.tools.training_runs import ROOT, environment
 
 LIMIT = 300.0
 SHORT = [
@@ -31,7 +32,6 @@ SWEEP = """
 method: grid
 parameters:
   optimizer.lr: {values: [1.0e-4, 1.0e-3, 1.0e-2]}
-  seed: {values: [1, 2]}
 command: ['${env}', '${interpreter}', '${program}', tests/tools/toy.yaml, '${args_no_hyphens}']
 """
 
@@ -51,44 +51,43 @@ def wait_for(ready) -> None:
         time.sleep(0.02)
 
 
-def test_a_killed_sweep_continues_and_repeats_nothing(server, tmp_path):
-    sweep, out = tmp_path / "six.yaml", tmp_path / "out"
-    sweep.write_text(SWEEP)
-    command = ["scripts/sweep.py", str(sweep), "--out", str(out), *SHORT]
-    folder = out / "six"
+def test_a_killed_sweep_continues_and_repeats_nothing(tmp_path):
+    (tmp_path / "three.yaml").write_text(SWEEP)
+    command = [sys.executable, "scripts/sweep.py", str(tmp_path / "three.yaml"), "--out", str(tmp_path / "out"), *SHORT]
+    folder = tmp_path / "out" / "three"
+    options = {"cwd": ROOT, "env": environment()}
 
-    job = server.start(1, command)
-    (pid,) = job.pids
+    sweep = subprocess.Popen(command, **options)
     children: list[psutil.Process] = []
 
-    def is_at_a_third() -> bool:
-        children[:] = psutil.Process(pid).children()
-        return len(list(folder.glob("*/finished.json"))) >= 2 and bool(children)
+    def is_at_the_second_point() -> bool:
+        children[:] = psutil.Process(sweep.pid).children()
+        return len(list(folder.glob("*/finished.json"))) >= 1 and bool(children)
 
-    job.wait_for(is_at_a_third)
-    os.kill(pid, signal.SIGKILL)
+    wait_for(is_at_the_second_point)
+    sweep.kill()
     with suppress(psutil.NoSuchProcess):  # It may have come to its end.
         children[0].kill()
-    assert job.finish().codes == [-signal.SIGKILL]
+    sweep.wait()
     done = {path.parent.name for path in folder.glob("*/finished.json")}
-    assert 2 <= len(done) < 6
+    assert 1 <= len(done) < 3
 
-    again = server.command(1, command).output
-    assert len(list(folder.glob("*/finished.json"))) == 6
+    again = subprocess.run(command, **options, capture_output=True, text=True, check=True).stdout
+    assert len(list(folder.glob("*/finished.json"))) == 3
     counted = starts(folder)
-    assert len(counted) == 6 and all(counted[name] == 1 for name in done)
-    assert sum(counted.values()) <= 7, "only the point that was killed is started twice"
+    assert len(counted) == 3 and all(counted[name] == 1 for name in done)
+    assert sum(counted.values()) <= 4, "only the killed point is started twice"
     for name in counted:
         assert series(read_metrics(folder / name / "metrics.jsonl"), TRAIN_LOSS)[0] == [0, 1, 2]
-    server.command(1, command)
+    subprocess.run(command, **options, check=True)
     assert starts(folder) == counted
 
     rows = list(csv.DictReader((folder / "points.csv").open()))
-    assert {(row["optimizer.lr"], row["seed"], row["status"]) for row in rows} == {
-        (lr, seed, "finished") for lr in ("0.0001", "0.001", "0.01") for seed in ("1", "2")
+    assert {(row["optimizer.lr"], row["status"]) for row in rows} == {
+        (lr, "finished") for lr in ("0.0001", "0.001", "0.01")
     }
     losses = [float(row[TRAIN_LOSS]) for row in rows]
-    assert losses == sorted(losses) and len(set(losses)) == 6
+    assert losses == sorted(losses) and len(set(losses)) == 3
     for row in rows:
         values = series(read_metrics(folder / row["point"] / "metrics.jsonl"), TRAIN_LOSS)[1]
         assert float(row[TRAIN_LOSS]) == pytest.approx(values[-1])
@@ -117,28 +116,28 @@ def test_launched_points_run_side_by_side_and_failures_are_told(tmp_path):
         "queued": "",
         "killed": "import os; os.kill(os.getpid(), 9)",
     }
-    failed = run_points(points(tmp_path, scripts), num_jobs=2, train=None)
+    failed = run_points(points(tmp_path, scripts), num_jobs=2)
     assert failed == {
         "wrong": "exit code 2",
-        "queued": "its command has returned, but the run is not finished",
-        "killed": "ended by signal 9",
+        "queued": "not finished at the end of its command",
+        "killed": "exit code -9",
     }
     assert (tmp_path / "wrong" / "sweep.log").read_text() == "no data\n"
 
 
 def test_the_command_names_the_points_that_failed_and_begins_the_others(tmp_path, monkeypatch, capsys):
-    (tmp_path / "six.yaml").write_text(SWEEP)
-    command = ["sweep.py", str(tmp_path / "six.yaml"), "--out", str(tmp_path / "out")]
+    (tmp_path / "three.yaml").write_text(SWEEP)
+    command = ["sweep.py", str(tmp_path / "three.yaml"), "--out", str(tmp_path / "out")]
     main = runpy.run_path("scripts/sweep.py")["main"]
     monkeypatch.setattr(sys, "argv", [*command, "--table"])
     main()
-    assert capsys.readouterr().out.count("not begun") == 6
+    assert capsys.readouterr().out.count("not begun") == 3
     monkeypatch.setattr(sys, "argv", [*command, "--launcher", "ls --unknown", "--jobs", "3"])
-    with pytest.raises(MachineError, match="6 points did not finish") as raised:
+    with pytest.raises(MachineError, match="3 points did not finish") as raised:
         main()
-    assert capsys.readouterr().out.count("exit code 2") == 6
-    logs = list((tmp_path / "out" / "six").glob("*/sweep.log"))
-    assert len(logs) == 6 and all(f"{log}: exit code 2" in str(raised.value) for log in logs)
+    assert capsys.readouterr().out.count("exit code 2") == 3
+    logs = list((tmp_path / "out" / "three").glob("*/sweep.log"))
+    assert len(logs) == 3 and all(f"{log}: exit code 2" in str(raised.value) for log in logs)
     assert "--unknown" in logs[0].read_text()
 
 
@@ -146,10 +145,10 @@ def test_a_point_that_outlives_its_sweep_is_waited_for(tmp_path):
     scripts = {"a": f"import time; time.sleep(0.5); open('{tmp_path}/a/finished.json', 'a').write('1')", "b": ""}
     (point, _) = points(tmp_path, scripts)
     if (sweep := os.fork()) == 0:
-        run_points([point], num_jobs=1, train=None)
+        run_points([point], num_jobs=1)
         os._exit(0)
     wait_for(lambda: (point.folder / "sweep.log").exists())
     os.kill(sweep, signal.SIGKILL)
     os.waitpid(sweep, 0)
-    assert run_points([point], num_jobs=1, train=None) == {}
+    assert run_points([point], num_jobs=1) == {}
     assert (point.folder / "finished.json").read_text() == "1"

@@ -1,0 +1,215 @@
+"""Files and folders that appear under their names only when they are whole, and locks between processes.
+
+Nothing else in this package writes a file beside its name and renames it, or takes a lock of the kernel.
+"""
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from diffusion.errors import DataError
+
+PARTIAL = ".partial"
+"""Ending of the names of files and folders that are being written."""
+
+_LOCK_PAUSE_SECONDS = 0.05
+
+
+@contextmanager
+def atomic_path(
+    path: Path, *, partial: Path | None = None, exist_ok: bool = True, durable: bool = True
+) -> Iterator[Path]:
+    """Write a file or a folder that appears under its name when the block has ended.
+
+    If the block raises, nothing is left. What a killed process left under the partial name is removed at the start.
+
+    Args:
+        path: the file or folder. An existing file is replaced, an existing folder is not, unless it is empty.
+        partial: the path until then, in the same file system; None is `.NAME.partial` beside it. `unique_partial` where
+            several processes may write the same path.
+        exist_ok: replace an existing file; if not, an existing file or folder stays and the new one is dropped.
+        durable: wait for the disk, so that the content is whole after a crash of the machine too.
+
+    Yields:
+        The partial path, at which the block makes the file or folder.
+
+    Raises:
+        OSError: the disk is full, or the path cannot be written to.
+    """
+    partial = partial or path.with_name(f".{path.name}{PARTIAL}")
+    _remove(partial)
+    try:
+        yield partial
+        if exist_ok or not path.exists():
+            publish(partial, path, durable=durable)
+    finally:
+        _remove(partial)
+
+
+@contextmanager
+def atomic_folder(path: Path, *, partial: Path | None = None, exist_ok: bool = True) -> Iterator[Path]:
+    """Write a folder as `atomic_path` does; the partial one exists and is empty.
+
+    Raises:
+        OSError: the disk is full, or the path cannot be written to.
+    """
+    with atomic_path(path, partial=partial, exist_ok=exist_ok) as folder:
+        folder.mkdir(parents=True)
+        yield folder
+
+
+def publish(partial: Path, path: Path, *, durable: bool = True) -> None:
+    """Give a finished file or folder its name.
+
+    Args:
+        partial: its path until now.
+        path: its path from now on, in the same file system; a file or an empty folder there is replaced.
+        durable: write all of it to the disk before, and the name after.
+
+    Raises:
+        OSError: the disk is full, or the path cannot be written to.
+    """
+    if durable:
+        for content in [*partial.rglob("*"), partial] if partial.is_dir() else [partial]:
+            sync(content)
+    partial.replace(path)
+    if durable:
+        sync(path.parent)
+
+
+def unique_partial(path: Path) -> Path:
+    """Name a path beside another for its unfinished form, which no other process uses."""
+    return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}{PARTIAL}")
+
+
+def write_atomically(path: Path, content: bytes | str) -> None:
+    """Write a file that exists with the whole content or not at all, also after a crash of the machine.
+
+    Args:
+        path: the file; an existing one is replaced.
+        content: text is written as UTF-8.
+
+    Raises:
+        OSError: the disk is full, or the path cannot be written to.
+    """
+    with atomic_path(path) as partial:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file as `write_atomically` does.
+
+    Args:
+        path: the file; an existing one is replaced.
+        value: what `json.dumps` takes, without NaN and infinity, which are not JSON.
+
+    Raises:
+        OSError: the disk is full, or the path cannot be written to.
+    """
+    write_atomically(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        DataError: it does not exist, cannot be read, or is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is damaged, it is not JSON: {error}") from error
+
+
+def sync(path: Path) -> None:
+    """Wait until the content of a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def lock(path: Path, *, shared: bool = False, timeout: float | None = None) -> Iterator[int]:
+    """Hold a lock on a file or folder during the block, as `open_lock` takes it.
+
+    A child that this process forks within the block does not hold the lock: it may outlive this process.
+    """
+    descriptor = open_lock(path, shared=shared, timeout=timeout)
+    _of_this_process.add(descriptor)
+    try:
+        yield descriptor
+    finally:
+        if descriptor in _of_this_process:
+            _of_this_process.remove(descriptor)
+            os.close(descriptor)
+
+
+def open_lock(path: Path, *, shared: bool = False, timeout: float | None = None) -> int:
+    """Take a lock on a file or folder (flock), which the kernel releases when its holder ends, for whatever reason.
+
+    Args:
+        path: a file, created if it does not exist, or an existing folder.
+        shared: several holders at a time, none of them exclusive.
+        timeout: seconds to wait for other holders; None waits for ever, 0 not at all.
+
+    Returns:
+        A descriptor. The lock is held until it is closed here and in all processes that have inherited it.
+
+    Raises:
+        TimeoutError: another process, or another descriptor of this one, holds the lock.
+        OSError: the file cannot be opened, or its file system has no locks.
+    """
+    access = os.O_RDONLY if shared or path.is_dir() else os.O_RDWR
+    descriptor = os.open(path, access if path.is_dir() else access | os.O_CREAT, 0o644)
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    try:
+        if timeout is None:
+            fcntl.flock(descriptor, kind)
+        else:
+            _poll_lock(descriptor, kind | fcntl.LOCK_NB, time.monotonic() + timeout, path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _poll_lock(descriptor: int, operation: int, deadline: float, path: Path) -> None:
+    pause = threading.Event()
+    while True:
+        try:
+            return fcntl.flock(descriptor, operation)
+        except BlockingIOError as error:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"{path} is locked by another process") from error
+        pause.wait(_LOCK_PAUSE_SECONDS)
+
+
+_of_this_process: set[int] = set()
+"""Descriptors of the locks of `lock`."""
+
+
+def _close_in_child() -> None:
+    while _of_this_process:
+        os.close(_of_this_process.pop())
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

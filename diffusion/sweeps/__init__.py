@@ -1,1 +1,0 @@
-"""Sweeps: the same run at several points of its configuration."""
