@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from diffusion.config.checks import check, is_location, missing_locations
-from diffusion.config.evaluation import EvaluationConfig, check_evaluation
 from diffusion.config.loading import load, load_config, missing_error, missing_keys
 from diffusion.config.schema import Config
 from diffusion.config.secrets import to_public_yaml
 from diffusion.distributed import rank, world_size
+from diffusion.evaluation.config import EvaluationConfig, check_evaluation
 from diffusion.launch import CommandParser
 
 
@@ -111,6 +111,6 @@ def evaluate_command(arguments: Sequence[str], *, say: Callable[[str], None]) ->
 
 
 def _show_results(folders: Sequence[str], say: Callable[[str], None]) -> None:
-    from diffusion.evaluation.results import read_results, table
+    from diffusion.evaluation.protocol import read_results, table
 
     say(table(read_results([Path(folder).expanduser() for folder in folders])))

@@ -5,7 +5,8 @@ raised is a defect of this package (or of a library below it) and keeps its trac
 """
 
 import contextlib
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterable, Iterator
 
 
 class UserError(Exception):
@@ -56,3 +57,11 @@ def raise_all(kind: type[UserError], problems: list[str]) -> None:
         raise kind(problems[0])
     if problems:
         raise kind(f"{len(problems)} mistakes:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+def similar_names(name: str, known: Iterable[str]) -> list[str]:
+    """Find the known names that a misspelt one resembles, best first; case is ignored."""
+    by_lower_case = {one.lower(): one for one in known}
+    exact = [name.lower()] if name.lower() in by_lower_case else []
+    close = exact or difflib.get_close_matches(name.lower(), by_lower_case, n=3, cutoff=0.66)
+    return [by_lower_case[one] for one in close]

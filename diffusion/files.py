@@ -4,6 +4,7 @@ Nothing else in this package writes a file beside its name and renames it, or ta
 """
 
 import fcntl
+import hashlib
 import json
 import os
 import secrets
@@ -15,11 +16,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from diffusion.errors import DataError
 
 PARTIAL = ".partial"
 """Ending of the names of files and folders that are being written."""
 
+_BUFFER_BYTES = 2**20
 _LOCK_PAUSE_SECONDS = 0.05
 
 
@@ -129,6 +133,24 @@ def read_json(path: Path) -> Any:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is damaged, it is not JSON: {error}") from error
+
+
+def hash_file(path: Path, kind: str) -> str:
+    """Return a hash of a file in hexadecimal, read in pieces.
+
+    Args:
+        path: the file.
+        kind: `xxh64` or another one of xxhash, or one of hashlib.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    digest = getattr(xxhash, kind)() if hasattr(xxhash, kind) else hashlib.new(kind)
+    buffer = memoryview(bytearray(_BUFFER_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while num_bytes := file.readinto(buffer):
+            digest.update(buffer[:num_bytes])
+    return digest.hexdigest()
 
 
 def sync(path: Path) -> None:

@@ -7,17 +7,17 @@ from pathlib import Path
 import yaml
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 
-from diffusion.checkpointing.reading import read_record, resolve_checkpoint
-from diffusion.checkpointing.unet_weights import open_unet
+from diffusion.checkpointing.find import resolve_checkpoint
+from diffusion.checkpointing.read import open_unet, read_record
 from diffusion.config.loading import from_dict, load
 from diffusion.config.model import InitFromConfig
 from diffusion.config.schema import Config
-from diffusion.ema.average_files import AVERAGE_SUFFIX
+from diffusion.ema.posthoc import AVERAGE_SUFFIX
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.models.build import build_model, load_unet
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.layout import is_pipeline, open_pipeline_unet
 from diffusion.models.lora import has_lora, merged
+from diffusion.models.pretrained import is_pipeline, open_pipeline_unet
 from diffusion.models.stored_weights import StoredWeights, open_safetensors
 
 log = logging.getLogger(__name__)

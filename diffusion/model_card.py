@@ -7,12 +7,12 @@ from pathlib import Path
 
 import yaml
 
-from diffusion.checkpointing.reading import batch_of
+from diffusion.checkpointing.layout import batch_of
 from diffusion.config.schema import Config
 from diffusion.config.secrets import to_public_yaml
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.errors import DataError
-from diffusion.evaluation.results import Result, table
+from diffusion.evaluation.protocol import Result, table
 from diffusion.reports.run import find_results
 
 FOLDED = """Where the run's VAE had a mean and standard deviation for each channel of its latents, they are folded into

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from diffusion.config.names import nearest
 from diffusion.config.training import Plugin, PluginsConfig
-from diffusion.errors import ConfigurationError, raise_all
+from diffusion.errors import ConfigurationError, raise_all, similar_names
 
 Built = TypeVar("Built")
 
@@ -59,7 +58,7 @@ def import_plugin(plugin: Plugin, key: str) -> Callable[..., Any]:
             raise  # Of an import within the user's module.
         raise ConfigurationError(f"{where}: {error}. Give package.module.Name, as it is imported in {here}") from error
     if not hasattr(module, name):
-        meant = nearest(name, vars(module))
+        meant = similar_names(name, vars(module))
         remedy = f"did you mean {' or '.join(meant)}?" if meant else "give package.module.Name"
         raise ConfigurationError(f"{where}: {module_name} has no {name}: {remedy}")
     factory = getattr(module, name)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 
-from diffusion.checkpointing.safe_loading import SafeLoadPlanner
+from diffusion.checkpointing.read import SafeLoadPlanner
 from diffusion.config.training import TrainerConfig
 
 log = logging.getLogger(__name__)

@@ -25,9 +25,8 @@ from matplotlib.figure import Figure
 from omegaconf import MISSING
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS
-from diffusion.checkpointing.ending import FINISHED
-from diffusion.config.loading import from_dict, load_config, to_yaml
-from diffusion.config.tree import read_file
+from diffusion.checkpointing.resume import FINISHED
+from diffusion.config.loading import from_dict, load_config, read_yaml, to_yaml
 from diffusion.errors import ConfigurationError
 from diffusion.files import open_lock
 from diffusion.operations.command import split_command
@@ -159,7 +158,7 @@ def read_sweep(path: Path) -> Sweep:
     Raises:
         ConfigurationError: the method needs wandb's server, a key is unknown, or the command does not take parameters.
     """
-    values = read_file(path).plain()
+    values = read_yaml(path)
     command = values.pop("command", None)  # Its ${...} are filled in for each point, and are no interpolations.
     if values.get("method") == "bayes" or "early_terminate" in values:
         raise ConfigurationError(

@@ -21,14 +21,21 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from diffusion.callbacks.heartbeat import Heartbeat
 from diffusion.callbacks.metrics_file import LossCurve, MetricsFile
-from diffusion.checkpointing.ending import has_ended, is_finished, make_up, mark_finished
-from diffusion.checkpointing.going_back import go_back
-from diffusion.checkpointing.reading import check_checkpoint, resolve_checkpoint
-from diffusion.checkpointing.resumption import CheckpointPlaces, checkpoint_places, find_resumption, remove_downloads
-from diffusion.checkpointing.safe_loading import as_data_error
-from diffusion.config.checks import check, num_batches
-from diffusion.config.groups import microbatch_size
-from diffusion.config.machine import check_machine, resolve_device
+from diffusion.checkpointing.find import check_checkpoint, resolve_checkpoint
+from diffusion.checkpointing.read import as_data_error
+from diffusion.checkpointing.resume import (
+    CheckpointStorage,
+    checkpoint_storage,
+    find_resumption,
+    finish,
+    has_ended,
+    is_finished,
+    mark_finished,
+    remove_downloads,
+)
+from diffusion.checkpointing.roll_back import roll_back
+from diffusion.config.checks import check, check_machine, num_batches, resolve_device
+from diffusion.config.data import microbatch_size
 from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config, Task
 from diffusion.config.secrets import to_public_yaml
@@ -40,13 +47,12 @@ from diffusion.files import write_atomically
 from diffusion.launch import PreemptedError
 from diffusion.loading import open_initial
 from diffusion.models import fast
-from diffusion.models.architectures import ARCHITECTURES
+from diffusion.models.architectures import ARCHITECTURES, build_vae, with_seed
 from diffusion.models.autoencoder import AutoencoderTraining, initialise_logvar
 from diffusion.models.build import build_model, load_unet
-from diffusion.models.frozen import build_vae, with_seed
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.layout import is_pipeline
 from diffusion.models.lora import add_lora
+from diffusion.models.pretrained import is_pipeline
 from diffusion.operations.beats import beats_folder
 from diffusion.operations.checks.device import computes_bf16
 from diffusion.operations.checks.startup import check_caches, check_machines
@@ -109,8 +115,8 @@ def _train(
     """Train in a run folder that is open."""
     check_machines(config, device)
     agree(lambda: check_streams(config))
-    places = agree(lambda: checkpoint_places(config, folder))
-    go_back(places, keeps_all=config.trainer.keep_checkpoints == -1)
+    places = agree(lambda: checkpoint_storage(config, folder))
+    roll_back(places, keeps_all=config.trainer.keep_checkpoints == -1)
     load_path = find_resumption(config, places)
     if load_path is None:
         agree(lambda: _find_initial(config), takes_long=True)
@@ -132,7 +138,7 @@ def _train(
         agree(lambda: _record_config(folder, config))
         try:
             if has_ended(trainer):
-                make_up(trainer)
+                finish(trainer)
             else:
                 trainer.fit()
         except (PreemptedError, BudgetSpentError):
@@ -212,7 +218,7 @@ def build_training_model(config: Config, device: Device, *, is_new: bool = True)
     if is_new and config.init_from is not None:
         with error_context("init_from.checkpoint"):
             initial = open_initial(config.init_from, model.unet)
-            load_unet(model, initial.read_all(), initial.place)
+            load_unet(model, initial.read_all(), initial.source)
     if config.model.lora is not None:
         add_lora(model.unet, config.model.lora, config.seed)
     return model
@@ -268,7 +274,7 @@ def _build_algorithms(config: Config) -> list[Algorithm]:
 def _build_trainer(
     config: Config,
     model: ComposerModel,
-    places: CheckpointPlaces,
+    places: CheckpointStorage,
     load_path: str | None,
     device: Device,
     heartbeat: Heartbeat,

@@ -21,7 +21,7 @@ from diffusion.callbacks.samples import SampleGrids
 from diffusion.callbacks.saving import SaveCheckpoints
 from diffusion.callbacks.stream_losses import StreamLosses
 from diffusion.callbacks.utilisation import Utilisation
-from diffusion.checkpointing.resumption import CheckpointPlaces
+from diffusion.checkpointing.resume import CheckpointStorage
 from diffusion.config.checks import num_batches
 from diffusion.config.data import Representation
 from diffusion.config.performance import Compilation
@@ -30,7 +30,7 @@ from diffusion.config.schema import Config
 from diffusion.config.secrets import to_public_yaml
 from diffusion.config.training import Device, Parallelism
 from diffusion.datasets.streams import TextImageDataset
-from diffusion.ema.snapshots import build_averages
+from diffusion.ema.callbacks import build_averages
 from diffusion.models import fast
 from diffusion.models.autoencoder import AutoencoderTraining
 from diffusion.models.latent_diffusion import LatentDiffusion
@@ -41,7 +41,7 @@ from diffusion.train_data import statistics_images
 from diffusion.trainer import HostSpeedMonitor
 
 
-def build_callbacks(config: Config, model: ComposerModel, places: CheckpointPlaces, device: Device) -> list[Callback]:
+def build_callbacks(config: Config, model: ComposerModel, places: CheckpointStorage, device: Device) -> list[Callback]:
     """Callbacks in the order in which they run: the average is updated before it is sampled."""
     folder = places.run
     callbacks: list[Callback] = [
@@ -104,7 +104,7 @@ def build_meters(config: Config, dataset: Any) -> list[Callback]:
     return [utilisation, DataWaiting(utilisation, settings)]
 
 
-def _build_saver(config: Config, places: CheckpointPlaces) -> SaveCheckpoints:
+def _build_saver(config: Config, places: CheckpointStorage) -> SaveCheckpoints:
     settings = config.trainer
     every = None
     if settings.keep_every is not None:

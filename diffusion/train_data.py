@@ -27,8 +27,8 @@ from diffusion.datasets.loader import (
 )
 from diffusion.datasets.locations import StreamLocation, locate_streams
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.models.identity import module_identity, tokenizer_identity
 from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.pretrained import module_identity, tokenizer_identity
 from diffusion.models.tokenizers import build_tokenizer, tokenize
 from diffusion.plugins import build_plugin
 
@@ -153,7 +153,7 @@ def build_evaluator(config: Config, model: ComposerModel) -> Evaluator | None:
         with_logvar=config.objective.posterior == Posterior.sample,
     )
     if isinstance(model, LatentDiffusion):
-        model.expect_held_out(dataset.stream_names_with_samples, torch.from_numpy(dataset.addresses()))
+        model.set_validation_data(dataset.stream_names_with_samples, torch.from_numpy(dataset.addresses()))
     rank, num_ranks = dist.get_global_rank(), dist.get_world_size()
     loader = validation_loader(dataset, config.validation, config.data, rank=rank, num_ranks=num_ranks)
     return Evaluator(

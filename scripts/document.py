@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from diffusion.config.evaluation import EvaluationConfig
-from diffusion.config.preparation import PrepareConfig
-from diffusion.config.reference import reference
+from diffusion.config.documentation import reference
 from diffusion.config.schema import Config
+from diffusion.evaluation.config import EvaluationConfig
+from diffusion.preparation.config import PrepareConfig
 from diffusion.sweeps import SweepConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"

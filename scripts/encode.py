@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 
 from diffusion.config.loading import load, missing_keys
 from diffusion.config.model import Architecture, ModelConfig
-from diffusion.config.preparation import Engine
 from diffusion.config.schema import Config
 from diffusion.distributed import local_rank, local_world_size, rank, world_size
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.launch import CommandParser, check_device, named_device, run_command
+from diffusion.preparation.config import Engine
 
 if TYPE_CHECKING:
     from diffusion.preparation.encoding.models import EncodingModels

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diffusion.config.loading import load, missing_error, missing_keys
-from diffusion.config.preparation import BucketsConfig, Engine, PrepareConfig
 from diffusion.datasets.buckets import DEFAULT_EDGES, parse_edges
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.datasets.mds import DEFAULT_SHARD_BYTES
 from diffusion.errors import ConfigurationError, UserError
 from diffusion.launch import INTERRUPTED_EXIT_CODE
+from diffusion.preparation.config import BucketsConfig, Engine, PrepareConfig
 from diffusion.preparation.partitions.preview import Preview
 from diffusion.preparation.prepare import prepare_from, preview_of
 from diffusion.reports.tables import text_table

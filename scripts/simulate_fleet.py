@@ -17,8 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from diffusion.config.data import Mixing
-from diffusion.config.groups import legal_world_sizes
+from diffusion.config.data import Mixing, legal_world_sizes
 from diffusion.datasets.batching import GlobalOrder, OrderSettings
 from diffusion.errors import UserError
 from diffusion.planning.fleet import (

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from diffusion.checkpointing.reading import resolve_checkpoint
-from diffusion.checkpointing.unet_weights import read_unet
+from diffusion.checkpointing.find import resolve_checkpoint
+from diffusion.checkpointing.read import read_unet
 from diffusion.config.model import Weights
 from diffusion.reports.tables import text_table
 from verification.runner import Outcome

@@ -9,7 +9,7 @@ from composer import Callback, Logger, State
 from composer.utils import dist
 from torch import Tensor
 
-from diffusion.ema.ema import LateStartEMA
+from diffusion.ema.callbacks import LateStartEMA
 from diffusion.models.autoencoder import AutoencoderTraining, latent_statistics, save_autoencoder, to_pixels
 from diffusion.models.sampling import image_grid, to_pil
 

@@ -11,7 +11,7 @@ from composer import Callback, Logger, State
 from composer.utils import dist
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS
-from diffusion.checkpointing.rollbacks import Rollback, decide, is_wrong, order, read_record
+from diffusion.checkpointing.roll_back import Rollback, decide, is_wrong, read_rollbacks, request_rollback
 from diffusion.config.operations import GuardConfig
 from diffusion.datasets.streams import TextImageDataset
 from diffusion.launch import PreemptedError
@@ -54,7 +54,7 @@ class LossGuard(Callback):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Learn from the record what is to be skipped."""
-        records = [read_record(self.run) if dist.get_global_rank() == 0 else []]
+        records = [read_rollbacks(self.run) if dist.get_global_rank() == 0 else []]
         dist.broadcast_object_list(records)
         self._record = records[0]
         self._skipped.update(step for rollback in self._record for step in rollback.skipped)
@@ -84,7 +84,7 @@ class LossGuard(Callback):
             self._list_samples(state, step, loss)
         rollback = decide(step, loss, self._record, self.guard, time.time())
         if dist.get_global_rank() == 0:
-            order(self.run, rollback)
+            request_rollback(self.run, rollback)
         skipped = f" and leaves out the updates of steps {list(rollback.skipped)}" if rollback.skipped else ""
         raise RolledBackError(
             f"the loss of step {step} is {loss:g}. Start the same command again: it goes back to a checkpoint of at "

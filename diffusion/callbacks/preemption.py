@@ -17,7 +17,7 @@ from composer.utils import dist
 
 from diffusion.callbacks.cost_meter import CostMeter
 from diffusion.callbacks.saving import SaveCheckpoints
-from diffusion.checkpointing.ending import PREEMPTED
+from diffusion.checkpointing.resume import PREEMPTED
 from diffusion.files import write_json
 from diffusion.host_number import HostNumber
 from diffusion.launch import PreemptedError

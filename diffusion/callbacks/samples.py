@@ -12,7 +12,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from diffusion.config.training import SamplesConfig
 from diffusion.ema.averaging import reshard
-from diffusion.ema.ema import LateStartEMA
+from diffusion.ema.callbacks import LateStartEMA
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.sampling import image_grid, to_pil
 

@@ -17,16 +17,16 @@ from composer.callbacks import CheckpointSaver
 from composer.utils import dist, reproducibility
 from torch.distributed.checkpoint.api import CheckpointException
 
-from diffusion.checkpointing.reading import (
+from diffusion.checkpointing.find import find_damage, is_complete
+from diffusion.checkpointing.layout import (
     batch_of,
-    find_damage,
-    is_complete,
     list_checkpoints,
     remove_checkpoint,
+    remove_copy,
     superseded,
 )
-from diffusion.checkpointing.remote import RemoteCheckpoints, remove_copy
-from diffusion.checkpointing.writing import PARTIAL_FILE, HostCopy, write_file, write_sharded
+from diffusion.checkpointing.remote import RemoteCheckpoints
+from diffusion.checkpointing.save import HostCopy, write_file, write_sharded
 from diffusion.distributed import agree
 from diffusion.errors import MachineError
 
@@ -224,7 +224,7 @@ class SaveCheckpoints(CheckpointSaver):
                     step()
                 except MachineError as error:
                     raise MachineError(
-                        f"checkpoint {remote.place(path.name)} cannot be written: {error}. Its files are kept in "
+                        f"checkpoint {remote.uri_of(path.name)} cannot be written: {error}. Its files are kept in "
                         f"{path}: start the same command again when the store answers, and it uploads them and "
                         "continues"
                     ) from error
@@ -234,7 +234,7 @@ class SaveCheckpoints(CheckpointSaver):
         mine = sorted(file.name for file in path.glob(f"__{dist.get_global_rank()}_*")) if is_sharded else []
         self._together(explained(lambda: remote.remove_named(path.name) if is_first else None))
         self._together(explained(lambda: remote.upload_parts(path, mine)))
-        self._together(explained(lambda: remote.complete(path) if is_first else None))
+        self._together(explained(lambda: remote.finish_upload(path) if is_first else None))
         if dist.get_local_rank() == 0:
             remove_copy(path)
 
@@ -247,7 +247,7 @@ class SaveCheckpoints(CheckpointSaver):
     def _prune(self, path: Path) -> None:
         """Remove what a new checkpoint supersedes."""
         if self.remote is not None:
-            self.saved_checkpoints.append(self.remote.place(path.name))
+            self.saved_checkpoints.append(self.remote.uri_of(path.name))
             self._prune_remote(self.remote)
             return
         self._known_whole.add(path)
@@ -271,7 +271,7 @@ class SaveCheckpoints(CheckpointSaver):
                 is_whole=lambda name: present[name].is_complete,
             )
             for name in old:
-                log.info("removing %s", remote.place(name.name))
+                log.info("removing %s", present[name])
                 remote.remove(present[name])
         except MachineError as error:
             log.warning("older checkpoints cannot be removed: %s", error)
@@ -306,7 +306,6 @@ def _remove(path: Path) -> None:
     try:
         if path.exists():
             remove_checkpoint(path)
-        path.with_name(path.stem + PARTIAL_FILE).unlink(missing_ok=True)
     except OSError as error:
         log.warning("%s cannot be removed: %s", path, error.strerror)
 

@@ -14,7 +14,7 @@ from composer.loggers import LoggerDestination
 from composer.utils import dist
 
 from diffusion.callbacks.metrics_file import last_step
-from diffusion.checkpointing.ending import PREEMPTED
+from diffusion.checkpointing.resume import PREEMPTED
 
 STARTS = "starts.jsonl"
 """In the run folder: one row when training begins or continues, and one when it ends other than by being killed."""

@@ -10,10 +10,9 @@ from typing import Any
 
 import xxhash
 
+from diffusion.checkpointing.layout import CHECKSUMS
 from diffusion.errors import DataError
 from diffusion.files import write_atomically
-
-CHECKSUMS = "checksums.json"
 
 _BLOCK = 1 << 22
 _NUM_THREADS = 8

@@ -1,13 +1,19 @@
-"""The meaning of each configuration key, read from the docstrings below the fields of the dataclasses."""
+"""Types and meanings of configuration keys, from the dataclasses and the docstrings below their fields."""
 
 import ast
 import dataclasses
 import inspect
+import json
 import textwrap
 import types
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from omegaconf import MISSING
+
+from diffusion.config.fields import field_check
 
 
 @cache
@@ -18,7 +24,7 @@ def field_types(cls: type) -> dict[str, Any]:
 
 
 def split_optional(annotation: Any) -> tuple[Any, bool]:
-    """Take `None` out of a type: `int | None` is (`int`, True), `int` is (`int`, False)."""
+    """Split `None` off a type: `int | None` is (`int`, True), `int` is (`int`, False)."""
     if get_origin(annotation) in (Union, types.UnionType):
         others = [argument for argument in get_args(annotation) if argument is not type(None)]
         assert len(others) == 1, f"configuration fields have one type and perhaps null, not {annotation}"
@@ -33,7 +39,7 @@ def element_type(annotation: Any) -> Any:
 
 
 def describe_type(annotation: Any) -> str:
-    """A type in the words of someone who writes YAML."""
+    """Describe a type in terms of YAML."""
     kind, optional = split_optional(annotation)
     origin = get_origin(kind) or kind
     if optional:
@@ -52,14 +58,9 @@ def describe_type(annotation: Any) -> str:
 
 @cache
 def field_docs(cls: type) -> dict[str, str]:
-    """Meaning of each field of a dataclass.
+    """Meaning of each field of a dataclass, in one line and in the order of the fields.
 
-    Args:
-        cls: a dataclass whose source can be read.
-
-    Returns:
-        The docstring below each field, in one line; for a field without one whose type is a dataclass, that class's
-        docstring; otherwise the empty string. Keys and order are those of the fields.
+    A section without a docstring below its field has the docstring of its class.
     """
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
@@ -68,38 +69,113 @@ def field_docs(cls: type) -> dict[str, str]:
     for name, annotation in field_types(cls).items():
         kind, _ = split_optional(annotation)
         if not docs.get(name) and dataclasses.is_dataclass(kind):
-            docs[name] = inspect.cleandoc(kind.__doc__ or "").split("\n\n")[0]
+            docs[name] = _summary(kind)  # type: ignore[arg-type]
     return {name: " ".join(docs.get(name, "").split()) for name in field_types(cls)}
 
 
 def _docs_in_source(cls: type) -> dict[str, str]:
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(definition, ast.ClassDef)
-    docs: dict[str, str] = {}
-    for statement, below in zip(definition.body, definition.body[1:], strict=False):
-        if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
-            continue
-        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-            docs[statement.target.id] = str(below.value.value)
-    return docs
+    return {
+        statement.target.id: str(below.value.value)
+        for statement, below in zip(definition.body, definition.body[1:], strict=False)
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+    }
 
 
-def schema_keys(cls: type, prefix: str = "") -> dict[str, type]:
-    """Every dotted key of a schema and the dataclass that its last part is a field of; list elements are numbered 0."""
-    keys: dict[str, type] = {}
+def _summary(cls: type) -> str:
+    return " ".join(inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].split())
+
+
+@cache
+def schema_keys(cls: type) -> dict[str, tuple[type, str]]:
+    """Every dotted key of a schema, with its section and field; elements of lists are numbered 0."""
+    keys: dict[str, tuple[type, str]] = {}
     for name, annotation in field_types(cls).items():
-        key = f"{prefix}{name}"
-        keys[key] = cls
-        kind, _ = split_optional(annotation)
-        if get_origin(kind) is list:
-            kind, key = element_type(kind), f"{key}.0"
-        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-            keys |= schema_keys(kind, f"{key}.")
+        keys[name] = (cls, name)
+        section, is_several = _section(annotation)
+        if section is not None:
+            prefix = f"{name}.0" if is_several else name
+            keys |= {f"{prefix}.{below}": found for below, found in schema_keys(section).items()}
     return keys
 
 
+def find_field(cls: type, key: str) -> tuple[type, str] | None:
+    """Section and field of a dotted key such as `data.streams.3.name`; None for an unknown key."""
+    return schema_keys(cls).get(".".join("0" if part.isdigit() else part for part in key.split(".")))
+
+
 def key_doc(cls: type, key: str) -> str:
-    """Meaning of a dotted key such as `data.streams.3.name`."""
-    numbered = ".".join("0" if part.isdigit() else part for part in key.split("."))
-    owner = schema_keys(cls).get(numbered)
-    return field_docs(owner)[numbered.rsplit(".", 1)[-1]] if owner else ""
+    """Meaning of a dotted key; empty for an unknown key."""
+    found = find_field(cls, key)
+    return field_docs(found[0])[found[1]] if found else ""
+
+
+def _section(annotation: Any) -> tuple[type | None, bool]:
+    """Dataclass of a section, or of the elements of a list or dictionary of sections."""
+    kind, _ = split_optional(annotation)
+    is_several = get_origin(kind) in (list, dict)
+    kind = element_type(kind) if is_several else kind
+    return (kind, is_several) if isinstance(kind, type) and dataclasses.is_dataclass(kind) else (None, is_several)
+
+
+def reference(commands: Mapping[str, type]) -> str:
+    """Describe the configuration of commands in Markdown.
+
+    Args:
+        commands: names such as `scripts/prepare.py`, and the dataclasses of their YAML files.
+
+    Returns:
+        A chapter for each command, with a table for each section.
+    """
+    return "".join(line + "\n" for name, schema in commands.items() for line in _chapter(name, schema))
+
+
+def _chapter(name: str, schema: type) -> Iterator[str]:
+    yield f"\n## {name}"
+    yield from _table(schema)
+    for key, section in _sections(schema, ""):
+        yield f"\n### {key}\n\n{_summary(section)}"
+        yield from _table(section)
+
+
+def _sections(schema: type, prefix: str) -> Iterator[tuple[str, type]]:
+    for name, annotation in field_types(schema).items():
+        section, is_several = _section(annotation)
+        if section is not None:
+            key = f"{prefix}{name}.N" if is_several else f"{prefix}{name}"
+            yield key, section
+            yield from _sections(section, f"{key}.")
+
+
+def _table(schema: type) -> Iterator[str]:
+    yield "\n| key | type | default | meaning |\n|---|---|---|---|"
+    docs = field_docs(schema)
+    for field in dataclasses.fields(schema):  # type: ignore[arg-type]
+        annotation = field_types(schema)[field.name]
+        cells = (f"`{field.name}`", _shown_type(field, annotation), _shown_default(field), docs[field.name])
+        yield "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+def _shown_type(field: dataclasses.Field[Any], annotation: Any) -> str:
+    section, is_several = _section(annotation)
+    kind, optional = split_optional(annotation)
+    if section is not None and is_several:
+        shown = "named groups" if get_origin(kind) is dict else "a list of groups"
+    elif section is not None:
+        shown = "a group"
+    else:
+        shown = describe_type(kind)
+        check = field_check(field)
+        shown += f", {check}" if check else ""
+    return f"{shown}, or null" if optional else shown
+
+
+def _shown_default(field: dataclasses.Field[Any]) -> str:
+    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    if value is dataclasses.MISSING or dataclasses.is_dataclass(value):
+        return ""
+    if isinstance(value, str) and value == MISSING:
+        return "to be set"
+    return f"`{json.dumps(value, ensure_ascii=False)}`"

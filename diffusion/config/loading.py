@@ -1,49 +1,48 @@
-"""From a YAML file and command-line overrides to the dataclasses of the schema, and back to YAML.
+"""YAML files and overrides of the command line, merged into the dataclasses of a schema, and back to YAML.
 
-Mistakes are `ConfigurationError`s that name the key, where it was written, and the remedy.
+OmegaConf holds the merged values, knows their types and resolves interpolations (`${key}`, `${oc.env:NAME}`). Files and
+overrides are merged in order and value by value, so that each problem names its key, and its file and line or the
+command line.
 """
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
 
-from omegaconf import MISSING
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from diffusion.config.documentation import (
     describe_type,
     element_type,
-    field_docs,
     field_types,
     key_doc,
     schema_keys,
     split_optional,
 )
-from diffusion.config.names import nearest
 from diffusion.config.schema import Config
-from diffusion.config.tree import (
-    EXTENDS,
-    Node,
-    apply_override,
-    dump,
-    from_plain,
-    merge,
-    read_file,
-    resolve_interpolations,
-)
-from diffusion.errors import ConfigurationError
+from diffusion.config.sources import EXTENDS, Source, dump, read_files, read_override, read_yaml
+from diffusion.errors import ConfigurationError, raise_all, similar_names
 
 __all__ = [
-    "field_docs",
+    "dump",
     "from_dict",
     "load",
     "load_config",
     "missing_error",
     "missing_keys",
+    "read_yaml",
     "to_dict",
     "to_yaml",
 ]
+
+log = logging.getLogger(__name__)
+
+RENAMED: dict[str, str] = {}
+"""Former names of keys and their names today, within the same section. They are read until 0.3."""
 
 Schema = TypeVar("Schema")
 
@@ -54,15 +53,15 @@ def load_config(
     """Load the configuration of a run.
 
     Args:
-        path: a YAML file; `extends: other.yaml` in it names a file that it builds upon, relative to itself.
+        path: a YAML file; `extends: other.yaml` in it names a base file, relative to itself.
         overrides: `key.sub=value` strings, applied in order after the files.
-        may_miss: whether a key may still be without a value (`???`) afterwards.
+        may_miss: whether a key may remain without a value (`???`).
 
     Returns:
-        The configuration; keys that are still missing hold the text `???`.
+        The configuration; missing values are the text `???`.
 
     Raises:
-        ConfigurationError: anything is wrong with the files or the overrides, or a value is missing.
+        ConfigurationError: a file or an override is wrong, or a value is missing.
     """
     config = load(Config, path, overrides)
     missing = {key: doc for key, doc in missing_keys(config).items() if not may_miss(key)}
@@ -80,12 +79,12 @@ def load(schema: type[Schema], path: str | Path, overrides: Sequence[str] = ()) 
         overrides: `key.sub=value` strings.
 
     Raises:
-        ConfigurationError: anything is wrong with the files or the overrides.
+        ConfigurationError: a file or an override is wrong.
     """
-    root = merge(_defaults(schema), read_file(path))
+    sources = read_files(Path(path))
     for override in overrides:
-        apply_override(root, override)
-    return _build(schema, root)
+        sources += read_override(override)
+    return _merge(schema, sources)
 
 
 def from_dict(schema: type[Schema], values: dict[str, Any], where: str) -> Schema:
@@ -93,17 +92,17 @@ def from_dict(schema: type[Schema], values: dict[str, Any], where: str) -> Schem
 
     Args:
         schema: a dataclass as in `load`.
-        values: what `to_dict` gave.
+        values: result of `to_dict`.
         where: the origin, for messages.
 
     Raises:
         ConfigurationError: the values do not fit the schema.
     """
-    return _build(schema, merge(_defaults(schema), from_plain(values, where)))
+    return _merge(schema, [Source(where, values)])
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Plain containers and scalars of a configuration; enums become their values."""
+    """Convert a configuration to plain containers and scalars; enums become their values."""
     return _plain(config)
 
 
@@ -113,43 +112,41 @@ def to_yaml(config: Any) -> str:
 
 
 def missing_keys(config: Any) -> dict[str, str]:
-    """Find what has no value yet.
+    """Find missing values.
 
     Args:
         config: a configuration.
 
     Returns:
-        Dotted keys whose value is `???` and their meanings, in the order of the schema. The streams of a run whose data
-        is a plug-in (`plugins.train_dataset`) are not missing.
+        Dotted keys whose value is `???` and their meanings, in the order of the schema. A run with
+        `plugins.train_dataset` needs no streams.
     """
-    keys = dict(_missing(config, ""))
+    keys = list(_missing(config, ""))
     if isinstance(config, Config) and config.plugins.train_dataset is not None:
-        for key in ("data.local", "data.streams"):
-            keys.pop(key, None)
+        keys = [key for key in keys if key not in ("data.local", "data.streams")]
     return {key: key_doc(type(config), key) for key in keys}
 
 
 def missing_error(missing: dict[str, str], where: str) -> ConfigurationError:
-    """The error about keys without a value.
+    """Build the error about missing values.
 
     Args:
-        missing: what `missing_keys` found.
+        missing: result of `missing_keys`.
         where: the file that was loaded.
     """
     listed = "; ".join(f"{key} ({doc.rstrip('.')})" if doc else key for key, doc in missing.items())
-    count, them = ("1 value is", "it") if len(missing) == 1 else (f"{len(missing)} values are", "them")
     return ConfigurationError(
-        f"{count} missing in {where}: {listed}. Write {them} there or on the command line, as in "
+        f"Missing in {where}: {listed}. Set a value in the file, or on the command line as in "
         f"{next(iter(missing))}=VALUE."
     )
 
 
-def _missing(value: Any, key: str) -> Iterator[tuple[str, None]]:
+def _missing(value: Any, key: str) -> Iterator[str]:
     if isinstance(value, str) and value == MISSING:
-        yield key, None
+        yield key
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
-            yield from _missing(getattr(value, field.name), f"{key}.{field.name}" if key else field.name)
+            yield from _missing(getattr(value, field.name), f"{key}.{field.name}".lstrip("."))
     elif isinstance(value, dict):
         for name, child in value.items():
             yield from _missing(child, f"{key}.{name}")
@@ -168,103 +165,182 @@ def _plain(value: Any) -> Any:
     return [_plain(child) for child in value] if isinstance(value, list) else value
 
 
-def _defaults(schema: type) -> Node:
-    return from_plain(_plain(schema()), "default")
+_SCALARS: dict[Any, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float)}
+"""Types of the YAML values of a field."""
 
 
-def _build(schema: type[Schema], root: Node) -> Schema:
-    resolve_interpolations(root)
-    builder = _Builder(schema)
-    config = builder.build(schema, root, "")
-    if len(builder.problems) == 1:
-        raise ConfigurationError(builder.problems[0])
-    if builder.problems:
-        listed = "\n".join(f"  - {problem}" for problem in builder.problems)
-        raise ConfigurationError(f"The configuration has {len(builder.problems)} mistakes:\n{listed}")
-    return config
+def _merge(schema: type[Schema], sources: Sequence[Source]) -> Schema:
+    """Merge sources in order into the defaults of a schema: sections key by key, everything else is replaced."""
+    config = OmegaConf.structured(schema)
+    merger = _Merger(schema)
+    for source in sources:
+        try:
+            merger.merge_section(config, schema, source.values, "", source)
+        except RecursionError:
+            raise ConfigurationError(f"{source.name} is nested too deeply, or refers to itself.") from None
+    result = merger.build_section(config, schema, "", sources)
+    raise_all(ConfigurationError, merger.problems)
+    return result
 
 
-class _Builder:
-    """Turns a tree into dataclasses and collects what is wrong with it."""
+class _Merger:
+    """Sets values one by one and collects the problems."""
 
     def __init__(self, schema: type):
         self.schema = schema
         self.problems: list[str] = []
 
-    def build(self, annotation: Any, node: Node, key: str) -> Any:
-        """Convert one node to its type; after a problem the returned value is of no use."""
-        kind, optional = split_optional(annotation)
-        origin = get_origin(kind) or kind
-        value = node.value
-        if kind is Any:
-            return node.plain()
-        if (value is None and optional) or _is_open(value):
-            return value
-        if isinstance(origin, type) and dataclasses.is_dataclass(origin) and isinstance(value, dict):
-            return self.build_dataclass(origin, node, key)
-        if origin is list and isinstance(value, list):
-            return [self.build(element_type(kind), child, f"{key}.{name}") for name, child in node.children()]
-        if origin is dict and isinstance(value, dict):
-            return {name: self.build(element_type(kind), child, f"{key}.{name}") for name, child in node.children()}
-        if isinstance(origin, type) and issubclass(origin, Enum) and value in [member.value for member in origin]:
-            return origin(value)
-        if origin is float and isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-        if origin is str and node.text is not None and isinstance(value, int | float):
-            return node.text
-        if origin in (bool, int, str) and type(value) is origin:
-            return value
-        self.problems.append(
-            f"{key} is {_shown(node)} ({node.where}), but must be {describe_type(annotation)}.{_hint(origin, value)}"
-        )
-        return None
-
-    def build_dataclass(self, cls: type, node: Node, key: str) -> Any:
-        types = field_types(cls)
-        prefix = f"{key}." if key else ""
-        values: dict[str, Any] = {}
-        for name, child in node.children():
+    def merge_section(self, section: Any, kind: type, values: dict[str, Any], key: str, source: Source) -> None:
+        """Set the values of a section, which is at `key`."""
+        types = field_types(kind)
+        for name, value in values.items():
+            child_key = _join(key, name)
+            if child_key in RENAMED:
+                log.warning("%s (%s) is now %s.", child_key, source.where(child_key), RENAMED[child_key])
+                name = RENAMED[child_key].rpartition(".")[2]
             if name in types:
-                values[name] = self.build(types[name], child, prefix + name)
+                self.merge_value(section, name, types[name], value, child_key, source)
             else:
-                self.problems.append(self.unknown_key(cls, prefix, name, child.where))
-        return cls(**values)
+                self.problems.append(self.unknown_key(kind, key, name, source))
 
-    def unknown_key(self, cls: type, prefix: str, name: str, where: str) -> str:
-        problem = f"Unknown key {prefix}{name} ({where})"
-        known = schema_keys(self.schema)
-        if name in known and "." in name:
-            group, leaf = name.rsplit(".", 1)
+    def merge_value(self, parent: Any, name: str | int, annotation: Any, value: Any, key: str, source: Source) -> None:
+        """Set one value of a section, list or dictionary."""
+        kind, _ = split_optional(annotation)
+        origin = get_origin(kind) or kind
+        present = _container(parent, name)
+        try:
+            if isinstance(value, dict) and (isinstance(present, ListConfig) or origin is list):
+                self.merge_elements(present or [], kind, value, key, source)
+            elif isinstance(value, dict) and dataclasses.is_dataclass(origin):
+                if present is None:
+                    parent[name] = origin
+                self.merge_section(parent[name], origin, value, key, source)  # type: ignore[arg-type]
+            elif isinstance(value, dict) and origin in (dict, Any):
+                if present is None:
+                    parent[name] = {}
+                for child_name, child in value.items():
+                    self.merge_value(
+                        parent[name], child_name, element_type(kind), child, _join(key, child_name), source
+                    )
+            elif isinstance(value, list) and origin in (list, Any):
+                parent[name] = [MISSING] * len(value)
+                for index, child in enumerate(value):
+                    self.merge_value(parent[name], index, element_type(kind), child, _join(key, index), source)
+            else:
+                parent[name] = _scalar(origin, value, key, source)
+        except (OmegaConfBaseException, TypeError, ValueError) as error:
+            if isinstance(value, str) and "${" in value:
+                self.problems.append(_unresolved(key, value, source.where(key), error))
+            else:
+                self.problems.append(_wrong_type(annotation, value, key, source))
+
+    def merge_elements(self, elements: Any, kind: Any, values: dict[str, Any], key: str, source: Source) -> None:
+        """Set elements of a list that are addressed by their numbers."""
+        for name, value in values.items():
+            if name.isdigit() and int(name) < len(elements):
+                self.merge_value(elements, int(name), element_type(kind), value, _join(key, name), source)
+            else:
+                has = f"elements 0 to {len(elements) - 1}" if len(elements) else "no elements"
+                self.problems.append(
+                    f"{_join(key, name)} ({source.where(_join(key, name))}): {key} has {has}, no '{name}'. Address one "
+                    f"of them, or give the whole list, {key}=[...]."
+                )
+
+    def unknown_key(self, kind: type, section: str, name: str, source: Source) -> str:
+        """Describe an unknown key and the keys that may be meant."""
+        key, known = _join(section, name), schema_keys(self.schema)
+        problem = f"Unknown key {key} ({source.where(key)})"
+        if key in known:
+            group, _, leaf = name.rpartition(".")
             return f"{problem}: in a YAML file write `{leaf}:` indented below `{group.replace('.', ':` and `')}:`."
-        if not prefix and name == EXTENDS:
-            return f"{problem}: `{EXTENDS}` is for YAML files."
-        here = nearest(name, [*field_types(cls), *([] if prefix else [EXTENDS])])
-        elsewhere = nearest(name, [key.rsplit(".", 1)[-1] for key in known])
-        suggestions = [prefix + one for one in here] or [key for key in known if key.rsplit(".", 1)[-1] in elsewhere]
-        suggestions = suggestions[:3]
-        if suggestions:
-            return f"{problem}: did you mean {' or '.join(suggestions)}?"
-        group = f"The keys of {prefix[:-1]}" if prefix else "The keys at the top"
-        return f"{problem}. {group} are {', '.join(field_types(cls))}."
+        names = [*field_types(kind), *([] if section else [EXTENDS])]
+        meant = [_join(section, one) for one in similar_names(name, names)]
+        if not meant:
+            leaves = similar_names(name, {one.rpartition(".")[2] for one in known})
+            meant = [one for leaf in leaves for one in known if one.rpartition(".")[2] == leaf]
+        if meant:
+            return f"{problem}: did you mean {' or '.join(meant[:3])}?"
+        return f"{problem}. The keys of {section or 'the configuration'} are {', '.join(field_types(kind))}."
+
+    def build_section(self, section: Any, kind: type, key: str, sources: Sequence[Source]) -> Any:
+        """Build a dataclass from merged values, with interpolations resolved."""
+        values = {
+            name: self.build(section, name, annotation, _join(key, name), sources)
+            for name, annotation in field_types(kind).items()
+        }
+        return kind(**values)
+
+    def build(self, parent: Any, name: str | int, annotation: Any, key: str, sources: Sequence[Source]) -> Any:
+        """Build one value. A missing value, or a reference to one, stays text."""
+        if OmegaConf.is_missing(parent, name):
+            return MISSING
+        kind, _ = split_optional(annotation)
+        try:
+            value = parent[name]
+            if kind is Any:
+                return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        except InterpolationToMissingValueError:
+            return OmegaConf.to_container(parent)[name]  # type: ignore[index]
+        except (OmegaConfBaseException, RecursionError) as error:
+            text = OmegaConf.to_container(parent)[name]  # type: ignore[index]
+            origins = [source.where(key) for source in sources if source.holds(key)] or ["default"]
+            self.problems.append(_unresolved(key, text, origins[-1], error))
+            return None
+        if isinstance(value, ListConfig):
+            return [
+                self.build(value, index, element_type(kind), _join(key, index), sources) for index in range(len(value))
+            ]
+        if not isinstance(value, DictConfig):
+            return value
+        if dataclasses.is_dataclass(kind):
+            return self.build_section(value, kind, key, sources)  # type: ignore[arg-type]
+        names = [str(one) for one in value]
+        return {one: self.build(value, one, element_type(kind), _join(key, one), sources) for one in names}
 
 
-def _is_open(value: Any) -> bool:
-    """Whether a value is missing, or refers to one that is."""
-    return isinstance(value, str) and (value == MISSING or "${" in value)
+def _join(key: str, name: str | int) -> str:
+    return f"{key}.{name}" if key else str(name)
 
 
-def _shown(node: Node) -> str:
-    if isinstance(node.value, dict):
-        return "a group of keys"
-    if isinstance(node.value, list):
-        return "a list"
-    return "null" if node.value is None else f"'{node.value if node.text is None else node.text}'"
+def _container(parent: Any, name: str | int) -> DictConfig | ListConfig | None:
+    """Present section, dictionary or list of a name."""
+    value = None if OmegaConf.is_interpolation(parent, name) else parent.get(name)
+    return value if OmegaConf.is_config(value) else None
 
 
-def _hint(origin: Any, value: Any) -> str:
-    if isinstance(origin, type) and issubclass(origin, Enum):
-        close = nearest(str(value), [str(member.value) for member in origin])
-        return f" Did you mean {' or '.join(close)}?" if close else ""
-    if origin is list and value is not None and not isinstance(value, dict | list):
-        return f" Write [{value}]."
-    return ""
+def _scalar(kind: Any, value: Any, key: str, source: Source) -> Any:
+    """Convert a YAML scalar to the type of a field. OmegaConf would convert more, such as 2 to true.
+
+    Raises:
+        TypeError: the types do not fit.
+        ValueError: an enum has no such value.
+    """
+    if value is None or (isinstance(value, str) and (value == MISSING or "${" in value)):
+        return value
+    if kind is str and isinstance(value, bool | int | float):
+        return source.written(key) or str(value)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind(value)
+    if kind in _SCALARS and type(value) not in _SCALARS[kind]:
+        raise TypeError
+    return float(value) if kind is float else value
+
+
+def _wrong_type(annotation: Any, value: Any, key: str, source: Source) -> str:
+    kind, _ = split_optional(annotation)
+    hint = ""
+    if isinstance(value, dict | list):
+        shown = "a group of keys" if isinstance(value, dict) else "a list"
+    else:
+        shown = "null" if value is None else f"'{source.written(key) or value}'"
+        if isinstance(kind, type) and issubclass(kind, Enum):
+            close = similar_names(str(value), [str(member.value) for member in kind])
+            hint = f" Did you mean {' or '.join(close)}?" if close else ""
+        elif get_origin(kind) is list and value is not None:
+            hint = f" Write [{value}]."
+    return f"{key} is {shown} ({source.where(key)}), but must be {describe_type(annotation)}.{hint}"
+
+
+def _unresolved(key: str, text: Any, where: str, error: Exception) -> str:
+    reason = "it refers to itself" if isinstance(error, RecursionError) else str(error).splitlines()[0].rstrip(".")
+    return f"{key} is '{text}' ({where}), which cannot be resolved: {reason}."

@@ -1,17 +1,20 @@
-"""Configuration of what is trained: architecture, objective, and the weights it starts from."""
+"""Configuration of the model: architecture, objective, and initial weights."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from omegaconf import MISSING
 
+from diffusion.config.fields import MAX_SEED, bounded, location, time
+
 NUM_TIMESTEPS = 1000
-"""Of the noise schedule, in all architectures."""
+"""Timesteps of the noise schedule of all architectures."""
 
 
 class Architecture(str, Enum):
-    """Architectures that live in this project as local configuration (`diffusion.models.architectures`)."""
+    """Architectures of this project (`diffusion.models.architectures`)."""
 
     stable_diffusion_2 = "stable_diffusion_2"
     stable_diffusion_xl = "stable_diffusion_xl"
@@ -20,7 +23,7 @@ class Architecture(str, Enum):
 
 
 class PredictionType(str, Enum):
-    """What the U-Net predicts."""
+    """Prediction target of the U-Net."""
 
     epsilon = "epsilon"
     v_prediction = "v_prediction"
@@ -28,14 +31,14 @@ class PredictionType(str, Enum):
 
 
 class Posterior(str, Enum):
-    """What is taken from the VAE's posterior."""
+    """Value taken from the VAE's posterior."""
 
     sample = "sample"
     mean = "mean"
 
 
 class Weights(str, Enum):
-    """Which of the weights in a checkpoint."""
+    """Weights in a checkpoint."""
 
     raw = "raw"
     ema = "ema"
@@ -43,36 +46,36 @@ class Weights(str, Enum):
 
 @dataclass(kw_only=True)
 class LoraConfig:
-    """Low-rank fine-tuning (Hu et al. 2021): beside weights of the U-Net thin matrices are trained, the weights not."""
+    """Low-rank adaptation (Hu et al. 2021): trains low-rank matrices beside frozen weights of the U-Net."""
 
-    rank: int = 16
-    """Width of the matrices."""
+    rank: int = bounded(16, min=1)
+    """Rank of the matrices."""
 
-    alpha: float = 16.0
-    """What the matrices add is multiplied by alpha / rank."""
+    alpha: float = bounded(16.0, above=0)
+    """The output of the matrices is multiplied by alpha / rank."""
 
     targets: list[str] = field(default_factory=lambda: ["to_q", "to_k", "to_v", "to_out.0"])
-    """Layers of the U-Net that they are put beside, by the ends of their names; by default those of attention."""
+    """Adapted layers of the U-Net, by the ends of their names; by default those of attention."""
 
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """The model: architecture and where pretrained weights come from."""
+    """Architecture and pretrained weights."""
 
     architecture: Architecture = Architecture.stable_diffusion_2
     """Family of U-Net, VAE, text encoder, tokenizer and noise schedule."""
 
-    pretrained: str | None = None
-    """Diffusers-layout folder or hub name from which VAE and text encoder are loaded. Null: random weights from
-    `frozen_seed`, which makes sense for the tiny family and for tests only."""
+    pretrained: str | None = location(None)
+    """Folder in the diffusers layout, or hub name, of the VAE and the text encoder. Null: random weights from
+    `frozen_seed`, for the tiny family and for tests only."""
 
-    vae: str | None = None
-    """Folder (diffusers layout) of a VAE that replaces the one of `pretrained`, such as one trained here."""
+    vae: str | None = location(None)
+    """Folder (diffusers layout) of a VAE that replaces that of `pretrained`, such as one trained here."""
 
     local_files_only: bool = False
-    """Never ask the hub; fail when the weights are not on this machine."""
+    """Never download from the hub; fail if the weights are not on this machine."""
 
-    frozen_seed: int = 0
+    frozen_seed: int = bounded(0, min=0, max=MAX_SEED)
     """Seed of randomly initialised frozen parts (`pretrained: null`)."""
 
     low_precision_norms: bool = True
@@ -82,7 +85,7 @@ class ModelConfig:
     """Keyword arguments of diffusers' UNet2DConditionModel that replace those of the architecture."""
 
     lora: LoraConfig | None = None
-    """Train LoRA's matrices on top of `init_from` instead of all weights; null: train all."""
+    """Train LoRA matrices on top of `init_from`; null: train all weights."""
 
 
 @dataclass(kw_only=True)
@@ -93,55 +96,63 @@ class ObjectiveConfig:
     """Target of the U-Net (v_prediction: Salimans and Ho 2022, section 2.4)."""
 
     zero_terminal_snr: bool = False
-    """Rescale the noise schedule so that the last step is pure noise (Lin et al. 2023); not with epsilon."""
+    """Rescale the noise schedule to zero signal at the last step (Lin et al. 2023); not with epsilon."""
 
-    offset_noise: float = 0.0
-    """Standard deviation of noise that is constant over each channel, added to the noise; 0 is none."""
+    offset_noise: float = bounded(0.0, min=0)
+    """Standard deviation of additional noise that is constant over each channel; 0: none."""
 
-    min_snr_gamma: float | None = None
-    """Clip the weight of each timestep at this signal-to-noise ratio (Hang et al. 2023); null is none, 5 is usual."""
+    min_snr_gamma: float | None = bounded(None, above=0)
+    """Clip the weight of each timestep at this signal-to-noise ratio (Hang et al. 2023); null: none, 5 is usual."""
 
     stratified_timesteps: bool = False
-    """Spread the timesteps of a global batch evenly instead of drawing each by itself."""
+    """Spread the timesteps of a global batch evenly instead of independent draws."""
 
-    caption_dropout: float = 0.1
-    """Probability with which a caption is replaced by the empty caption while training."""
+    caption_dropout: float = bounded(0.1, min=0, max=1)
+    """Probability that a caption is replaced by the empty caption during training."""
 
     posterior: Posterior = Posterior.sample
-    """Draw from the VAE's posterior, or take its mean."""
+    """Sample of the VAE's posterior, or its mean."""
+
+    def problems(self, key: str) -> Iterator[str]:
+        """Describe wrong relations."""
+        if self.zero_terminal_snr and self.prediction_type is PredictionType.epsilon:
+            yield (
+                f"{key}.zero_terminal_snr is true with {key}.prediction_type epsilon: the last step is pure noise, "
+                f"from which epsilon gives no image (Lin et al. 2023). Set {key}.prediction_type=v_prediction."
+            )
 
 
 @dataclass(kw_only=True)
 class AutoencoderConfig:
     """Training of the VAE itself (`task: autoencoder`)."""
 
-    l1_weight: float = 1.0
-    """Weight of the mean absolute error of the pixels, which lie in [-1, 1]."""
+    l1_weight: float = bounded(1.0, min=0)
+    """Weight of the mean absolute error of the pixels in [-1, 1]."""
 
-    l2_weight: float = 0.0
-    """Weight of their mean squared error; some of it keeps a small VAE from giving up on rare colours."""
+    l2_weight: float = bounded(0.0, min=0)
+    """Weight of their mean squared error; it helps a small VAE with rare colours."""
 
-    kl_weight: float = 1e-6
+    kl_weight: float = bounded(1e-6, min=0)
     """Weight of the KL divergence of the posterior from the standard normal, summed over an image's latent and divided
     by the number of its pixel values."""
 
-    perceptual_weight: float = 0.0
-    """Weight of the perceptual distance LPIPS, which needs `vgg_weights`; 0 is none."""
+    perceptual_weight: float = bounded(0.0, min=0)
+    """Weight of the perceptual distance LPIPS, which needs `vgg_weights`; 0: none."""
 
-    vgg_weights: str | None = None
+    vgg_weights: str | None = location(None)
     """File with torchvision's weights of VGG16, `vgg16-397923af.pth`."""
 
-    adversarial_weight: float = 0.0
-    """Weight with which the decoder is to deceive a discriminator of patches, which is trained beside it; 0 is none."""
+    adversarial_weight: float = bounded(0.0, min=0)
+    """Weight of the adversarial loss against a patch discriminator that is trained with the VAE; 0: none."""
 
-    adversarial_start: str = "0ba"
-    """When the discriminator begins to be trained and to count, as a time; late, when the decoder is good otherwise."""
+    adversarial_start: str = time("0ba", units="ba sp dur")
+    """Start of the discriminator's training and of the adversarial loss; late, when the decoder is good otherwise."""
 
-    discriminator_lr: float | None = None
-    """Learning rate of the discriminator, with the same schedule; null is `optimizer.lr`."""
+    discriminator_lr: float | None = bounded(None, above=0)
+    """Learning rate of the discriminator, with the same schedule; null: `optimizer.lr`."""
 
-    initial_logvar: float = -5.0
-    """Log-variance of the posterior before the first step: small, so that noise does not drown the first latents."""
+    initial_logvar: float = bounded(-5.0, min=-30, max=20)
+    """Initial log-variance of the posterior: small, so that noise does not hide the first latents."""
 
     vae: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of diffusers' AutoencoderKL that replace those of the architecture."""
@@ -149,11 +160,11 @@ class AutoencoderConfig:
 
 @dataclass(kw_only=True)
 class InitFromConfig:
-    """Weights that a phase starts from, with a new optimizer and from step 0."""
+    """Initial weights of a phase, which starts at step 0 with a new optimizer."""
 
-    checkpoint: str = MISSING
-    """Checkpoint (file or folder), or a run's `checkpoints` folder, whose newest complete checkpoint is taken; or a
-    folder in the diffusers layout, whose U-Net is taken."""
+    checkpoint: str = location(MISSING)
+    """Checkpoint (file or folder); or the `checkpoints` folder of a run, for its newest complete checkpoint; or a
+    folder in the diffusers layout, for its U-Net."""
 
     weights: Weights = Weights.raw
-    """The training weights or their exponential moving average; without meaning for a diffusers folder."""
+    """Training weights or their exponential moving average; without effect for a diffusers folder."""

@@ -1,88 +1,99 @@
-"""Configuration of what watches over a run: the guard of its loss, heartbeats, and the supervisor that restarts it."""
+"""Configuration of unattended runs: loss guard, heartbeats, supervisor, budgets."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+from diffusion.config.fields import bounded
 
 
 @dataclass(kw_only=True)
 class GuardConfig:
-    """What happens when the loss is no number, or far above what it was.
+    """Reaction to a loss that is not finite, or to a spike of the loss.
 
-    The run ends with exit code 75, and started again continues from a checkpoint before that step. The first time
-    nothing is skipped, since a fault of the machine passes. When it comes again at the same step, it lies in the data
-    and the weights: the updates of the `skip` steps that end there are left out, or, where `skip` is 0, the run ends
-    for good. What was done is listed in `rollbacks.jsonl` in the run folder.
+    The run ends with exit code 75, and the next start continues from a checkpoint before that step. The first time
+    nothing is skipped, since a fault of the machine is transient. If it recurs at the same step, its cause is the data
+    or the weights: the updates of the last `skip` steps up to it are skipped, or, if `skip` is 0, the run ends for
+    good. `rollbacks.jsonl` in the run folder lists all rollbacks.
     """
 
-    spike_factor: float | None = None
-    """A loss above this multiple of the median of the steps before counts as wrong, too; null: none does."""
+    spike_factor: float | None = bounded(None, min=1)
+    """Smallest spike, as a multiple of the median loss of the steps before; null: spikes are ignored."""
 
-    spike_window: int = 100
-    """Steps of that median; before as many are done, no loss counts as too high."""
+    spike_window: int = bounded(100, min=3)
+    """Steps of that median; spikes are ignored until as many steps are done."""
 
-    margin: int = 1
-    """Checkpoints of the last so many steps before are given up as well; at least 1."""
+    margin: int = bounded(1, min=1)
+    """Steps before the wrong loss whose checkpoints are discarded, too."""
 
-    skip: int = 0
-    """Steps whose updates are left out when going back did not help; 0 ends the run."""
+    skip: int = bounded(0, min=0)
+    """Steps whose updates are skipped if the rollback did not help; 0: the run ends."""
 
-    skip_steps: list[int] = field(default_factory=list)
-    """Steps whose updates are left out from the beginning, as `rollbacks.jsonl` of another run lists them."""
+    skip_steps: list[int] = bounded([], min=0)
+    """Steps whose updates are always skipped, as listed in `rollbacks.jsonl` of another run."""
 
-    max_rollbacks: int = 20
-    """How often a run may go back before it ends for good."""
+    max_rollbacks: int = bounded(20, min=0)
+    """Number of rollbacks after which the run ends for good."""
 
 
 @dataclass(kw_only=True)
 class SupervisionConfig:
-    """What `scripts/supervise.py` checks and waits for, and how often it starts a run again."""
+    """Hang detection and restarts by `scripts/supervise.py`."""
 
-    hang_floor: float = 120.0
-    """Seconds without a sign of any rank, while the slowest is in a step, after which the job hangs, at least. A file
-    system of several hosts may show their signs 70 s late: 10 s until they are written, 60 s for cached attributes."""
+    hang_floor: float = bounded(120.0, above=0)
+    """Minimum of the timeout, in seconds without a heartbeat of any rank while the slowest is in a step. A shared file
+    system may show heartbeats 70 s late: 10 s until they are written, 60 s for cached attributes."""
 
-    hang_factor: float = 10.0
-    """The same as a multiple of the median step; the longer of both counts."""
+    hang_factor: float = bounded(10.0, above=0)
+    """The timeout as a multiple of the median step; the longer of both counts."""
 
-    data_patience: float = 1800.0
-    """Seconds for which the slowest rank may wait for its batch; an event tells of it as soon as a hang would be."""
+    data_patience: float = bounded(1800.0, above=0)
+    """Timeout in seconds while the slowest rank waits for its batch; an event reports the wait after the timeout of a
+    step."""
 
-    pause_patience: float = 3600.0
-    """Seconds without a sign while the slowest rank starts, compiles, evaluates, saves, ends, or is in its first
-    steps."""
+    pause_patience: float = bounded(3600.0, above=0)
+    """Timeout in seconds while the slowest rank starts, compiles, evaluates, saves, ends, or is in its first steps."""
 
-    max_restarts: int = 10
-    """Restarts in a row without a step that is new; after them the supervisor ends."""
+    max_restarts: int = bounded(10, min=0)
+    """Consecutive restarts without a new step after which the supervisor ends."""
 
-    first_pause: float = 10.0
-    """Seconds before a restart; doubled with each that brought no new step. After exit code 75 there is none."""
+    first_pause: float = bounded(10.0, min=0)
+    """Seconds before a restart; doubled after each restart without a new step. No pause after exit code 75."""
 
-    longest_pause: float = 600.0
-    """Seconds before a restart, at most."""
+    longest_pause: float = bounded(600.0, min=0)
+    """Maximum of seconds before a restart."""
 
     continue_preempted: bool = True
-    """Start again at once after exit code 75 that the supervisor was not told to expect; false ends with it."""
+    """Restart immediately after an unexpected exit code 75; false: the supervisor ends, too."""
 
-    check_patience: float | None = 120.0
-    """Seconds that the check of the machines before each start may take (it takes some); null: no check."""
+    check_patience: float | None = bounded(120.0, above=0)
+    """Timeout in seconds of the check of the machines before each start; null: no check."""
 
     webhook_variable: str | None = None
-    """Name of the environment variable that holds an address to which each event is posted as JSON; null: none."""
+    """Environment variable with the address to which each event is posted as JSON; null: none."""
 
 
 @dataclass(kw_only=True)
 class OperationsConfig:
-    """Running unattended. Nothing here changes what is computed, except for steps that are skipped."""
+    """Unattended runs. Only skipped steps change the results."""
 
     guard: GuardConfig | None = field(default_factory=GuardConfig)
-    """Null: a loss that is no number is trained on."""
+    """Null: training continues after a loss that is not finite."""
 
     heartbeat_folder: str | None = None
-    """Where each rank's sign of life is, one small file that is overwritten; null: `heartbeats/` in the run folder."""
+    """Folder of the heartbeats, one small file per rank; null: `heartbeats/` in the run folder."""
 
     supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
 
-    max_gpu_hours: float | None = None
-    """GPU-hours of the run, all of its starts together, after which it saves and ends for good; null: no limit."""
+    max_gpu_hours: float | None = bounded(None, above=0)
+    """GPU-hours over all starts of the run after which it saves and ends for good; null: no limit."""
 
-    max_dollars: float | None = None
+    max_dollars: float | None = bounded(None, above=0)
     """The same in dollars, with `plan.price_per_gpu_hour`; null: no limit."""
+
+    def problems(self, key: str) -> Iterator[str]:
+        """Describe wrong relations."""
+        if "://" in (self.heartbeat_folder or ""):
+            yield (
+                f"{key}.heartbeat_folder is '{self.heartbeat_folder}', but must be a folder, since heartbeats are "
+                "rewritten at each step. Use a path, or null for the run folder."
+            )

@@ -1,4 +1,4 @@
-"""Configuration of how fast the U-Net is trained; none of it changes what is computed beyond rounding."""
+"""Configuration of the speed of the U-Net. Results change by rounding only."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -15,7 +15,7 @@ class AttentionBackend(str, Enum):
 
 
 class Compilation(str, Enum):
-    """What `torch.compile` takes as one graph."""
+    """Parts that `torch.compile` compiles as one graph."""
 
     auto = "auto"
     none = "none"
@@ -28,32 +28,33 @@ class PerformanceConfig:
     """Speed of the U-Net; see docs/performance.md."""
 
     channels_last: bool = True
-    """Keep activations in channels-last order (NHWC) from end to end, as convolutions on tensor cores want them."""
+    """Keep all activations in channels-last order (NHWC), the native order of convolutions on tensor cores."""
 
     fused_norms: bool = True
-    """With channels_last and compilation: GroupNorm in a form that the compiler fuses with the convolution's bias, the
-    timestep's embedding and the SiLU."""
+    """With channels_last and compilation: use a GroupNorm that the compiler fuses with the convolution's bias, the
+    timestep embedding and the SiLU."""
 
     fused_projections: bool = True
-    """One matrix product for queries, keys and values of self-attention, and for keys and values of cross-attention."""
+    """Use one matrix product for queries, keys and values (self-attention), or keys and values (cross-attention)."""
 
     attention: AttentionBackend = AttentionBackend.auto
-    """Kernel of the attention; one that cannot take the data is an error. cudnn is for self-attention only, and leaves
-    cross-attention to torch. auto is cudnn on Hopper and Blackwell (compute capability 9.0 and 10.0) in half precision
-    without trainer.deterministic, elsewhere torch chooses."""
+    """Attention kernel; one that does not support the data is an error. cudnn: self-attention only, torch chooses for
+    cross-attention. auto: cudnn on Hopper and Blackwell (compute capability 9.0 and 10.0) in half precision without
+    trainer.deterministic; elsewhere torch chooses."""
 
     compilation: Compilation = Compilation.auto
-    """Compile the U-Net while it trains: block by block (blocks), or as a whole (unet), which fuses more, but with fsdp
-    makes it one unit, whose communication does not overlap with arithmetic. auto: blocks on a GPU, none on a CPU."""
+    """Compile the U-Net for training: block by block (blocks), or as a whole (unet), which fuses more, but with fsdp
+    makes it one unit without overlap of communication and arithmetic. auto: blocks on a GPU, none on a CPU."""
 
     cuda_graphs: bool = False
-    """Launch each compiled part as one CUDA graph, for small shares, where the host is slower than the GPU. Needs
-    compilation, trainer.parallelism ddp (FSDP gathers weights to other addresses), one microbatch per step (the next
+    """Launch each compiled part as one CUDA graph, for small batches per GPU, at which the host is the limit. Needs
+    compilation, trainer.parallelism ddp (FSDP gathers weights to changing addresses), one microbatch per step (the next
     one would overwrite the gradients), one size of images, and no trainer.activation_checkpointing."""
 
     accumulate_locally: bool = True
-    """With fsdp and without trainer.reshard_after_forward: where a rank has several microbatches, gather and round the
-    weights and average the gradients once per step instead of for each; takes 4 bytes per weight on each rank."""
+    """With fsdp, without trainer.reshard_after_forward, and with several microbatches per rank: gather and round the
+    weights and average the gradients once per step instead of once per microbatch; takes 4 bytes per weight on each
+    rank."""
 
     cudnn_benchmark: bool = True
-    """Let cuDNN try its algorithms for each shape and take the fastest; never with trainer.deterministic."""
+    """Let cuDNN benchmark its algorithms for each shape; never with trainer.deterministic."""

@@ -1,8 +1,8 @@
 """The configuration of a run: every key of the YAML files, with its type, default and meaning.
 
-The classes (here and in `model`, `data`, `training`) are plain dataclasses that YAML files and overrides are
-merged into (`diffusion.config.loading`). A field without a sensible default is `MISSING`: it is written `???` in a
-YAML and must be filled in. Times are Composer's time strings: `10ba` batches (optimizer steps), `1000sp` samples,
+The sections (here and in `model`, `data`, `training`, `performance`, `operations`) are dataclasses that YAML files and
+overrides are merged into (`diffusion.config.loading`). A field without a sensible default is `MISSING`, in a YAML file
+`???`, and must be set. Times are Composer's time strings: `10ba` batches (optimizer steps), `1000sp` samples,
 `0.94dur` a fraction of the run.
 """
 
@@ -12,6 +12,7 @@ from enum import Enum
 from omegaconf import MISSING
 
 from diffusion.config.data import DataConfig, ValidationConfig
+from diffusion.config.fields import MAX_SEED, bounded
 from diffusion.config.model import AutoencoderConfig, InitFromConfig, ModelConfig, ObjectiveConfig
 from diffusion.config.operations import OperationsConfig
 from diffusion.config.performance import PerformanceConfig
@@ -28,7 +29,7 @@ from diffusion.config.training import (
 
 
 class Task(str, Enum):
-    """What is trained."""
+    """Trained model."""
 
     diffusion = "diffusion"
     autoencoder = "autoencoder"
@@ -42,19 +43,19 @@ class Config:
     """Name of the run; the same name continues it."""
 
     group: str | None = None
-    """Runs that belong together (phases, sweeps) share a group."""
+    """Group of related runs (phases, sweeps)."""
 
     output_folder: str = "runs/${run_name}"
-    """Checkpoints, logs, images and the resolved configuration."""
+    """Folder of the checkpoints, logs, images and the resolved configuration."""
 
     task: Task = Task.diffusion
     """Train the diffusion model, or the VAE."""
 
-    seed: int = 17
+    seed: int = bounded(17, min=0, max=MAX_SEED)
     """Determines the initial weights, the order of the samples and every random number."""
 
     init_from: InitFromConfig | None = None
-    """Weights of the U-Net to start from; null: random."""
+    """Initial weights of the U-Net; null: random."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)

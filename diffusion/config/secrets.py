@@ -5,8 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diffusion.config.loading import to_dict
-from diffusion.config.tree import dump
+from diffusion.config.loading import dump, to_dict
 
 HIDDEN = "***"
 """In place of a secret."""

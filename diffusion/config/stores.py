@@ -28,16 +28,3 @@ def url_problem(place: str, key: str) -> str | None:
     if not urlsplit(place).netloc:
         return f"{key} is '{place}', which names no bucket: give s3://bucket/prefix."
     return None
-
-
-def local_problem(place: str | None, key: str) -> str | None:
-    """Why a place that a configuration names cannot be on this machine; None if it can, or is not given.
-
-    Args:
-        place: path or URL.
-        key: key of the configuration, for the message.
-    """
-    if place is None or "://" not in place:
-        return None
-    remote = f"{key.removesuffix('local')}remote"
-    return f"{key} is '{place}', but must be a folder of this machine. Set {remote} to it, and {key} to a cache."

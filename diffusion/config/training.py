@@ -1,10 +1,19 @@
-"""Configuration of how it is trained: optimizer, Trainer, averages, loggers, plug-ins."""
+"""Configuration of training: optimizer, Trainer, averages, loggers, plug-ins."""
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from omegaconf import MISSING
+
+from diffusion.config.fields import MAX_SEED, bounded, time
+from diffusion.config.model import NUM_TIMESTEPS
+from diffusion.config.stores import url_problem
+
+MAX_WIDTH = 1 / math.sqrt(12)
+"""Relative width of the plain mean of all weights; a wider profile would weight the oldest most."""
 
 
 class Decay(str, Enum):
@@ -16,7 +25,7 @@ class Decay(str, Enum):
 
 
 class Parallelism(str, Enum):
-    """How a model is spread over ranks."""
+    """Distribution of a model over ranks."""
 
     fsdp = "fsdp"
     ddp = "ddp"
@@ -39,7 +48,7 @@ class NumberFormat(str, Enum):
 
 
 class Device(str, Enum):
-    """Where training runs."""
+    """Device of training."""
 
     auto = "auto"
     cpu = "cpu"
@@ -50,151 +59,198 @@ class Device(str, Enum):
 class OptimizerConfig:
     """AdamW."""
 
-    lr: float = 1e-4
+    lr: float = bounded(1e-4, min=0)
     """Learning rate after the warm-up."""
 
-    weight_decay: float = 0.01
+    weight_decay: float = bounded(0.01, min=0)
     """Decoupled weight decay."""
 
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    betas: list[float] = bounded([0.9, 0.999], min=0, below=1)
     """Decay of the first and of the second moment."""
 
-    eps: float = 1e-8
+    eps: float = bounded(1e-8, above=0)
     """Added to the root of the second moment."""
 
-    max_grad_norm: float | None = None
-    """Gradients of a step are scaled down to this norm, taken over all weights and ranks; null: no clipping."""
+    max_grad_norm: float | None = bounded(None, above=0)
+    """Largest norm of the gradients of a step, over all weights and ranks; null: no clipping."""
+
+    def problems(self, key: str) -> Iterator[str]:
+        """Describe wrong relations."""
+        if len(self.betas) != 2:
+            yield f"{key}.betas is {self.betas}, but must be two numbers, such as [0.9, 0.999]."
 
 
 @dataclass(kw_only=True)
 class ScheduleConfig:
     """Learning rate over time."""
 
-    warmup: str = "10000ba"
-    """Linear from 0 over this time, in batches or as a share of the run (`0.1dur`)."""
+    warmup: str = time("10000ba", units="ba dur")
+    """Length of the linear increase from 0, in batches or as a share of the run (`0.1dur`)."""
 
     decay: Decay = Decay.constant
-    """Afterwards: constant, or to `final` of the learning rate at the end of the run."""
+    """After the warm-up: constant, or down to `final` of the learning rate at the end of the run."""
 
-    final: float = 0.0
-    """Fraction of the learning rate that `linear` and `cosine` end at."""
+    final: float = bounded(0.0, min=0, max=1)
+    """Fraction of the learning rate at the end of `linear` and `cosine`."""
 
 
 @dataclass(kw_only=True)
 class TrainerConfig:
     """Composer's Trainer."""
 
-    max_duration: str = MISSING
+    max_duration: str = time(MISSING, units="ba", positive=True)
     """Length of the run, in batches (`550000ba`)."""
 
-    device_train_microbatch_size: int | None = None
-    """Samples per forward pass, at most: the largest divisor of the rank's share up to this number is used, with
+    device_train_microbatch_size: int | None = bounded(None, min=1)
+    """Maximum of samples per forward pass: the largest divisor of the rank's share up to this number is used, with
     data.mixing groups of data.group_size. Gradients are accumulated. Null: the whole share, or a group."""
 
     device: Device = Device.auto
-    """auto takes a GPU where there is one."""
+    """auto: a GPU if there is one."""
 
     precision: Precision = Precision.amp_bf16
-    """Arithmetic; amp needs a GPU."""
+    """Number format of the arithmetic; amp needs a GPU."""
 
     parallelism: Parallelism = Parallelism.fsdp
     """Sharded data parallelism (FSDP2), or DDP."""
 
     reshard_after_forward: bool = False
-    """Sharded weights as well (FULL_SHARD); false shards gradients and optimizer state only (SHARD_GRAD_OP)."""
+    """Also shard weights (FULL_SHARD); false: shard gradients and optimizer state only (SHARD_GRAD_OP)."""
 
-    num_replicas: int = 1
-    """With fsdp: groups of ranks that each hold the sharded model once (HSDP), such as one group per node; gradients
-    are averaged between the groups."""
+    num_replicas: int = bounded(1, min=1)
+    """With fsdp: groups of ranks with one sharded model each (HSDP), such as one group per node; gradients are averaged
+    between the groups."""
 
     reduce_precision: NumberFormat = NumberFormat.fp32
-    """With fsdp: number format in which ranks average gradients; 16 bits halve what the network carries, rounded. fp16
-    with precision amp_fp16 only, which scales them."""
+    """With fsdp: number format in which ranks average gradients; 16 bits halve the network traffic, with rounding. fp16
+    only with precision amp_fp16, which scales the loss."""
 
     activation_checkpointing: bool = False
     """Recompute each block's activations in the backward pass."""
 
     deterministic: bool = False
-    """Only bitwise repeatable kernels on GPUs; slower."""
+    """Use only bitwise repeatable kernels on GPUs; slower."""
 
-    eval_interval: str = "10000ba"
+    eval_interval: str = time("10000ba", positive=True)
     """Time between evaluations."""
 
-    save_interval: str = "10000ba"
+    save_interval: str = time("10000ba", positive=True)
     """Time between checkpoints."""
 
     checkpoint_folder: str | None = None
-    """Where the checkpoints of this run alone go: a folder, or `s3://bucket/prefix`; null: the run folder."""
+    """Location of the checkpoints of this run alone: a folder, or `s3://bucket/prefix`; null: the run folder."""
 
     async_checkpoints: bool = False
-    """Write and upload checkpoints while training goes on; takes host memory for a copy of the rank's state."""
+    """Write and upload checkpoints during training; needs host memory for a copy of the rank's state."""
 
-    store_patience: float = 300.0
-    """Seconds for which an object store that does not answer is tried again before the run ends; at most 20 at the
-    start of the run."""
+    store_patience: float = bounded(300.0, above=0)
+    """Seconds of attempts to reach an object store before the run ends; at most 20 at the start of the run."""
 
     keep_checkpoints: int = -1
-    """How many of the newest checkpoints stay; -1 keeps all."""
+    """Number of newest checkpoints that are kept; -1: all."""
 
-    keep_every: str | None = None
-    """The first checkpoint at or after each multiple of this time (`100000ba`) stays for ever, too; null: none."""
+    keep_every: str | None = time(None, units="ba sp dur", positive=True)
+    """Also keep the first checkpoint at or after each multiple of this time (`100000ba`); null: none."""
 
     autoresume: bool = True
     """Continue from the newest complete checkpoint in the run folder."""
 
-    dist_timeout: float = 600.0
-    """Seconds after which a collective operation that not all ranks have reached ends the run."""
+    dist_timeout: float = bounded(600.0, above=0)
+    """Timeout of collective operations, in seconds."""
 
-    init_timeout: float = 3600.0
-    """The same in the first 100 steps of a start that compiles (performance.compilation), where each rank compiles when
-    it meets a new size of images."""
+    init_timeout: float = bounded(3600.0, above=0)
+    """The same in the first 100 steps of a start with compilation (performance.compilation), in which each rank
+    compiles at every new size of images."""
 
     progress_bar: bool = True
     """Show progress on rank 0."""
 
+    def problems(self, key: str) -> Iterator[str]:
+        """Describe wrong relations."""
+        if self.keep_checkpoints != -1 and self.keep_checkpoints < 1:
+            yield f"{key}.keep_checkpoints is {self.keep_checkpoints}, but must be at least 1, or -1 for all."
+        if self.parallelism is Parallelism.ddp:
+            if self.reshard_after_forward:
+                yield (
+                    f"{key}.reshard_after_forward is true with {key}.parallelism ddp, which shards nothing. Set "
+                    f"{key}.parallelism=fsdp or {key}.reshard_after_forward=false."
+                )
+            for name, default in (("num_replicas", 1), ("reduce_precision", NumberFormat.fp32)):
+                value = getattr(self, name)
+                if value != default:
+                    yield (
+                        f"{key}.{name} is {getattr(value, 'value', value)}, but has no effect with {key}.parallelism "
+                        f"ddp. Set {key}.parallelism=fsdp, or remove {key}.{name}."
+                    )
+        if self.reduce_precision is NumberFormat.fp16 and self.precision is not Precision.amp_fp16:
+            yield (
+                f"{key}.reduce_precision is fp16 with {key}.precision {self.precision.value}, which does not scale the "
+                f"loss: small gradients would vanish. Set {key}.reduce_precision=bf16."
+            )
+        if self.checkpoint_folder is not None:
+            name = f"{key}.checkpoint_folder"
+            problem = url_problem(self.checkpoint_folder, name)
+            if not self.checkpoint_folder.strip():
+                problem = f"{name} is empty. Set a value, or remove the key."
+            yield from [problem] if problem else []
+
 
 @dataclass(kw_only=True)
 class PowerEMAConfig:
-    """Power-function averages, from which an average of any width is made after the training (Karras et al. 2024)."""
+    """Power-function averages, which give an average of any width after training (Karras et al. 2024)."""
 
-    relative_widths: list[float] = field(default_factory=lambda: [0.05, 0.10])
-    """Standard deviation of each profile over the time since the start, below 0.2887."""
+    relative_widths: list[float] = bounded([0.05, 0.10], above=0, below=MAX_WIDTH)
+    """Standard deviation of each profile over the time since the start, less than that of the plain mean."""
 
-    snapshot_interval: str = MISSING
+    snapshot_interval: str = time(MISSING, units="ba", positive=True)
     """Time between files of each average in the run folder, in batches (`5000ba`); the last step is stored as well."""
 
     snapshot_precision: NumberFormat = NumberFormat.fp16
-    """Of the tensors in these files."""
+    """Number format of the tensors in these files."""
+
+    def problems(self, key: str) -> Iterator[str]:
+        """Describe wrong relations."""
+        if not self.relative_widths:
+            yield f"{key}.relative_widths is empty. Give widths, such as [0.05, 0.10], or set {key}=null."
+        if len(set(self.relative_widths)) < len(self.relative_widths):
+            yield f"{key}.relative_widths is {self.relative_widths}, with a repeated average. Name each once."
 
 
 @dataclass(kw_only=True)
 class EMAConfig:
-    """Moving averages of the weights, started late. The first is evaluated and sampled; each takes 4 bytes a weight."""
+    """Moving averages of the weights. The first is evaluated and sampled; each takes 4 bytes per weight."""
 
-    start: str = MISSING
-    """When they are allocated as copies of the weights: `800000ba`, `0.94dur`."""
+    start: str = time(MISSING, units="ba sp dur")
+    """Time of their allocation as copies of the weights: `800000ba`, `0.94dur`."""
 
-    decays: list[float] = field(default_factory=lambda: [0.9999])
-    """Exponential averages: smoothing per update of each."""
+    decays: list[float] = bounded([0.9999], min=0, below=1)
+    """Exponential averages: decay of each per update."""
 
     power: PowerEMAConfig | None = None
-    """Power-function averages, which come after the exponential ones; null: none."""
+    """Power-function averages, listed after the exponential ones; null: none."""
 
-    interval: str = "1ba"
-    """Time between updates."""
+    interval: str = time("1ba", units="ba", positive=True)
+    """Time between updates, in batches."""
 
     evaluate: bool = True
     """Evaluate and sample with the first average, once it has started."""
 
     @property
     def num_averages(self) -> int:
-        """How many are kept."""
+        """Number of averages."""
         return len(self.decays) + (len(self.power.relative_widths) if self.power is not None else 0)
+
+    def problems(self, key: str) -> Iterator[str]:
+        """Describe wrong relations."""
+        if self.power is None and not self.decays:
+            yield f"{key}.decays is empty, so that there is no average. Name one, or set {key}=null."
+        if len(set(self.decays)) < len(self.decays):
+            yield f"{key}.decays is {self.decays}, with a repeated average. Name each once."
 
 
 @dataclass(kw_only=True)
 class AlgorithmsConfig:
-    """What changes training itself."""
+    """Changes of the training algorithm."""
 
     ema: EMAConfig | None = None
     """Moving averages of the weights; null: none."""
@@ -202,22 +258,22 @@ class AlgorithmsConfig:
 
 @dataclass(kw_only=True)
 class SamplesConfig:
-    """Grids of images for fixed prompts and seeds, written to the run folder and to the loggers."""
+    """Grids of generated images for fixed prompts and seeds, in the run folder and the loggers."""
 
     prompts: list[str] = field(default_factory=list)
-    """Prompts; an empty list draws no grids."""
+    """Prompts; an empty list: no grids."""
 
-    interval: str = "10000ba"
+    interval: str = time("10000ba", positive=True)
     """Time between grids."""
 
-    guidance_scale: float = 3.0
-    """Classifier-free guidance (Ho and Salimans 2022)."""
+    guidance_scale: float = bounded(3.0, min=0)
+    """Scale of the classifier-free guidance (Ho and Salimans 2022)."""
 
-    num_inference_steps: int = 50
+    num_inference_steps: int = bounded(50, min=1, max=NUM_TIMESTEPS)
     """DDIM steps."""
 
-    seed: int = 0
-    """Seed of the first prompt's initial latents; the others follow."""
+    seed: int = bounded(0, min=0, max=MAX_SEED)
+    """Seed of the initial latents of the first prompt; the following prompts have the following seeds."""
 
 
 @dataclass(kw_only=True)
@@ -225,13 +281,13 @@ class WandbConfig:
     """Weights & Biases."""
 
     project: str = "diffusion"
-    """Project."""
+    """Name of the project."""
 
     entity: str | None = None
-    """Team or user; null is the account's default."""
+    """Team or user; null: the default of the account."""
 
     offline: bool = True
-    """Write to the run folder only, for a later `wandb sync`; needs no account."""
+    """Only write to the run folder, for a later `wandb sync`; needs no account."""
 
     tags: list[str] = field(default_factory=list)
     """Tags of the run."""
@@ -239,30 +295,30 @@ class WandbConfig:
 
 @dataclass(kw_only=True)
 class LoggersConfig:
-    """Where numbers and images go."""
+    """Destinations of numbers and images."""
 
     file: bool = True
-    """`metrics.jsonl` in the run folder."""
+    """Write `metrics.jsonl` in the run folder."""
 
     tensorboard: bool = False
-    """Event files in the run folder."""
+    """Write TensorBoard event files in the run folder."""
 
     wandb: WandbConfig | None = None
-    """Weights & Biases; null is none."""
+    """Weights & Biases; null: none."""
 
-    stream_loss_interval: int = 10
-    """Steps over which the training loss of each stream is averaged, where there are several."""
+    stream_loss_interval: int = bounded(10, min=1)
+    """Steps over which the training loss of each stream is averaged, if there are several streams."""
 
-    utilisation_interval: int = 50
-    """Steps between two readings of how busy machines and loader workers are, and how long training waits for data."""
+    utilisation_interval: int = bounded(50, min=1)
+    """Steps between measurements of the utilisation of machines and loader workers, and of waits for data."""
 
 
 @dataclass(kw_only=True)
 class Plugin:
-    """An object of the user's own."""
+    """A user-defined object."""
 
     path: str = MISSING
-    """Import path of a class or function, `package.module.Name`; it is called with `arguments`."""
+    """Import path of a class or function, `package.module.Name`, which is called with `arguments`."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments."""
@@ -270,7 +326,7 @@ class Plugin:
 
 @dataclass(kw_only=True)
 class PluginsConfig:
-    """Objects of the user's own, by import path."""
+    """User-defined objects, by import path."""
 
     callbacks: list[Plugin] = field(default_factory=list)
     """Composer callbacks."""
@@ -282,30 +338,30 @@ class PluginsConfig:
     """Composer algorithms."""
 
     train_dataset: Plugin | None = None
-    """A torch dataset in place of the streams, whose samples are dictionaries with the keys of `BatchKey`."""
+    """A torch dataset that replaces the streams; its samples are dictionaries with the keys of `BatchKey`."""
 
 
 @dataclass(kw_only=True)
 class PlanConfig:
-    """What `--dry-run` computes time and cost from."""
+    """Assumptions of `--dry-run` about time and cost."""
 
-    num_gpus: int | None = None
-    """GPUs of the fleet; null: as many as the launcher started."""
+    num_gpus: int | None = bounded(None, min=1)
+    """GPUs of the fleet; null: the number of ranks."""
 
-    gpus_per_node: int = 8
-    """GPUs of one machine, for what each reads and keeps."""
+    gpus_per_node: int = bounded(8, min=1)
+    """GPUs of one machine, for its reads and its cache."""
 
-    images_per_second: float | None = None
-    """Measured throughput of the fleet; null: days and cost are not known."""
+    images_per_second: float | None = bounded(None, above=0)
+    """Measured throughput of the fleet; null: days and cost are unknown."""
 
-    price_per_gpu_hour: float | None = None
-    """In dollars."""
+    price_per_gpu_hour: float | None = bounded(None, above=0)
+    """Price in dollars."""
 
-    gpu_memory_gb: float | None = None
-    """Memory of a GPU, for the largest microbatch beside those of 40, 80, 141 and 192 GB; null: these only."""
+    gpu_memory_gb: float | None = bounded(None, above=0)
+    """Memory of a GPU, in addition to 40, 80, 141 and 192 GB, for the largest microbatch; null: none."""
 
-    num_samples: int | None = None
-    """Samples of the data set, where its index cannot be read."""
+    num_samples: int | None = bounded(None, min=1)
+    """Samples of the data set, if its index cannot be read."""
 
-    image_kb: float | None = None
-    """Size of an image's file on average, where training reads images."""
+    image_kb: float | None = bounded(None, above=0)
+    """Mean size of an image file, if training reads images."""

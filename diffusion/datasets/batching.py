@@ -23,8 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diffusion.config.data import Mixing
-from diffusion.config.groups import legal_world_sizes
+from diffusion.config.data import Mixing, legal_world_sizes
 from diffusion.datasets.balanced import MAX_TOTAL, BalancedSequence, Integers, raw_words
 from diffusion.datasets.lanes import ShardAxis, Shuffle, StreamLanes
 from diffusion.errors import ConfigurationError

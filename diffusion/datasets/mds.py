@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.files import PARTIAL, atomic_folder, atomic_path, read_json, write_atomically
+from diffusion.files import PARTIAL, atomic_folder, atomic_path, hash_file, read_json, write_atomically
 
 if TYPE_CHECKING:
     from streaming import MDSWriter
@@ -255,16 +255,6 @@ def _hash(kind: str, content: Sequence[bytes]) -> str:
     from streaming.base.hashing import get_hash
 
     return get_hash(kind, b"".join(content))
-
-
-def hash_file(path: Path, kind: str) -> str:
-    """Return a hash of a file, of one of Streaming's kinds; it is read in pieces, without the interpreter's lock."""
-    digest = getattr(xxhash, kind)() if hasattr(xxhash, kind) else hashlib.new(kind)
-    buffer = memoryview(bytearray(_BUFFER_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while num_bytes := file.readinto(buffer):
-            digest.update(buffer[:num_bytes])
-    return digest.hexdigest()
 
 
 def find_wrong_hash(path: Path, hashes: Mapping[str, str], kind: str | None = None) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffusion.checkpointing.ending import FINISHED, PREEMPTED
+from diffusion.checkpointing.resume import FINISHED, PREEMPTED
 from diffusion.config.loading import load
 from diffusion.config.schema import Config
 from diffusion.errors import ConfigurationError, MachineError

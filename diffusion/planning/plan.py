@@ -9,10 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from diffusion.checkpointing.retention import kept_steps
+from diffusion.checkpointing.layout import kept_steps
 from diffusion.config.checks import num_batches
-from diffusion.config.data import ImageSize, Representation, image_sizes
-from diffusion.config.groups import microbatch_size
+from diffusion.config.data import ImageSize, Representation, image_sizes, microbatch_size
 from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config, Task
 from diffusion.config.training import NumberFormat, Parallelism, Precision

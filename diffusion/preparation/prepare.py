@@ -12,7 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diffusion.config.loading import to_dict
-from diffusion.config.preparation import (
+from diffusion.datasets.buckets import DEFAULT_EDGES, EdgeBuckets, SizeBuckets, parse_edges
+from diffusion.datasets.manifest import MANIFEST, PreparedManifest, PrepareSettings
+from diffusion.datasets.mds import DEFAULT_HASHES, DEFAULT_SHARD_BYTES, ShardFormat
+from diffusion.errors import ConfigurationError, DataError, MachineError
+from diffusion.preparation.config import (
     BucketsConfig,
     CaptionerConfig,
     DuplicatesConfig,
@@ -21,10 +25,6 @@ from diffusion.config.preparation import (
     PrepareConfig,
     ScorerConfig,
 )
-from diffusion.datasets.buckets import DEFAULT_EDGES, EdgeBuckets, SizeBuckets, parse_edges
-from diffusion.datasets.manifest import MANIFEST, PreparedManifest, PrepareSettings
-from diffusion.datasets.mds import DEFAULT_HASHES, DEFAULT_SHARD_BYTES, ShardFormat
-from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.preparation.output_folder import WORK, claim, local_folder, start_over, writing
 from diffusion.preparation.partitions.engine import Workers, available_cores, started
 from diffusion.preparation.partitions.examine import Examination

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from diffusion.config.checks import check
+from diffusion.config.checks import check, check_machine
 from diffusion.config.data import DataConfig
-from diffusion.config.machine import check_machine
 from diffusion.config.schema import Config
 from diffusion.config.training import NumberFormat, Parallelism, Precision, TrainerConfig
 from diffusion.errors import ConfigurationError, MachineError

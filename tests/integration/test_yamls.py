@@ -8,7 +8,7 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
-from diffusion.checkpointing.reading import find_checkpoints
+from diffusion.checkpointing.find import find_checkpoints
 from diffusion.cli import train_command
 from diffusion.config.checks import is_location
 from diffusion.config.data import Mixing, Representation
@@ -16,7 +16,7 @@ from diffusion.config.loading import load_config
 from diffusion.config.model import Architecture, InitFromConfig, Posterior, Weights
 from diffusion.config.training import Precision
 from diffusion.models.autoencoder import to_pixels
-from diffusion.models.frozen import load_pretrained
+from diffusion.models.pretrained import load_pretrained
 from diffusion.planning.plan import plan_run
 from diffusion.train_data import statistics_images
 from tests.tools.training_runs import ROOT, SMALL_UNET
@@ -80,8 +80,8 @@ TINY = [
 def aspects(shapes, tmp_path_factory) -> Path:
     """The shapes in aspect-ratio buckets, encoded."""
     from diffusion.config.model import Architecture, ModelConfig
-    from diffusion.config.preparation import BucketsConfig
     from diffusion.models import load_frozen_parts
+    from diffusion.preparation.config import BucketsConfig
     from diffusion.preparation.encoding.encode import encode
     from diffusion.preparation.encoding.models import EncodingModels
     from diffusion.preparation.prepare import prepare

@@ -9,10 +9,8 @@ import numpy as np
 import xxhash
 from PIL import Image, ImageOps
 
-from diffusion.config.evaluation import PromptsConfig
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.evaluation.listing import read_listing
-from diffusion.evaluation.prompts import Prompt, read_prompts
+from diffusion.evaluation.prompts import Prompt, read_listing, read_prompts
 
 NOISE, BLANK = -1, -2
 """Numbers in place of a model's: the images of attention checks, noise or one grey."""
@@ -64,7 +62,7 @@ def collect(folders: Mapping[str, Path], prompts_file: Path) -> ImageSet:
     if len(folders) < 2:
         raise ConfigurationError("a comparison takes two models or more: A=FOLDER B=FOLDER")
     prompts: dict[str, Prompt] = {}
-    for prompt in read_prompts(PromptsConfig(path=str(prompts_file))):
+    for prompt in read_prompts(prompts_file):
         prompts.setdefault(prompt.text.strip(), prompt)
     found = {name: _images_by_prompt(folder, list(prompts), prompts_file) for name, folder in folders.items()}
     first = next(iter(folders))

@@ -11,10 +11,9 @@ from typing import Any, TypeVar
 import torch
 from composer.utils import dist
 
-from diffusion.config.checks import check
+from diffusion.config.checks import check, check_machine, resolve_device
 from diffusion.config.data import ValidationConfig
 from diffusion.config.loading import to_yaml
-from diffusion.config.machine import check_machine, resolve_device
 from diffusion.config.schema import Config
 from diffusion.config.training import Device
 from diffusion.datasets.locations import StreamLocation, locate_streams

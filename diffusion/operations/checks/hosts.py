@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from diffusion.config.data import DataConfig
-from diffusion.config.groups import group_size, legal_world_sizes
+from diffusion.config.data import DataConfig, group_size, legal_world_sizes
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.operations.checks.nodes import NodeReading, check_nodes, unfit_nodes
 from diffusion.operations.checks.verdicts import Verdict, from_json, merge, problem, raise_problems

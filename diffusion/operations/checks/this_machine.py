@@ -14,8 +14,8 @@ from dataclasses import asdict
 
 import torch
 
+from diffusion.config.checks import resolve_device
 from diffusion.config.loading import load_config
-from diffusion.config.machine import resolve_device
 from diffusion.config.schema import Config
 from diffusion.config.training import Device
 from diffusion.launch import run_command

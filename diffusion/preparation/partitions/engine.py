@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 from joblib import Parallel, delayed, parallel_config
 
-from diffusion.config.preparation import Engine
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.launch import end_with_parent
+from diffusion.preparation.config import Engine
 from diffusion.preparation.ray_session import ray_session
 
 logger = logging.getLogger(__name__)

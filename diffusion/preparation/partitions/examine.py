@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from PIL import Image
 
 from diffusion.config.loading import from_dict, to_dict
-from diffusion.config.preparation import CaptionerConfig, FiltersConfig, PrepareConfig, ScorerConfig
 from diffusion.datasets.buckets import Buckets
 from diffusion.datasets.images import UndecodableImageError, decode_reduced, decode_rgb
+from diffusion.preparation.config import CaptionerConfig, FiltersConfig, PrepareConfig, ScorerConfig
 from diffusion.preparation.partitions.output import Facts
 from diffusion.preparation.records import Reason, Record, Refused
 from diffusion.preparation.selection.filters import Filter, SampleFacts, build_filters

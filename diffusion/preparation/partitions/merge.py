@@ -14,8 +14,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from diffusion.config.preparation import DuplicatesConfig
 from diffusion.datasets.mds import ShardTemplate
+from diffusion.preparation.config import DuplicatesConfig
 from diffusion.preparation.partitions.output import FACTS, INDEX, INDEX_TYPE
 from diffusion.preparation.partitions.work import order_of
 from diffusion.preparation.records import Reason

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from diffusion.config.preparation import DuplicatesConfig
 from diffusion.datasets.buckets import SizeBuckets
 from diffusion.datasets.manifest import (
     BucketEntry,
@@ -23,6 +22,7 @@ from diffusion.datasets.manifest import (
 from diffusion.datasets.mds import INDEX, ShardFormat, ShardTemplate, read_index, read_shards, write_index
 from diffusion.errors import DataError
 from diffusion.files import PARTIAL, publish, sync
+from diffusion.preparation.config import DuplicatesConfig
 from diffusion.preparation.output_folder import DONE, FACTS, REFUSED, start_over, writing
 from diffusion.preparation.partitions.counts import LeftOutExamples, Refusals
 from diffusion.preparation.partitions.examine import Examination

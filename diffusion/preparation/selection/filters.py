@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from diffusion.config.preparation import ConditionConfig, FiltersConfig, Missing
 from diffusion.config.training import Plugin
 from diffusion.errors import ConfigurationError
 from diffusion.plugins import build_plugin
+from diffusion.preparation.config import ConditionConfig, FiltersConfig, Missing
 
 SHOWN = 60
 """Letters of a value that a detail shows."""

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 from PIL import Image
 
 from diffusion.config.loading import from_dict, to_dict
-from diffusion.config.preparation import CaptionerConfig, CaptionMode, PrepareConfig, ScorerConfig
 from diffusion.config.training import Plugin
 from diffusion.errors import ConfigurationError
 from diffusion.plugins import build_plugin
+from diffusion.preparation.config import CaptionerConfig, CaptionMode, PrepareConfig, ScorerConfig
 from diffusion.preparation.records import clean_text, fit_for_json
 from diffusion.preparation.selection.measures import MEASURES
 

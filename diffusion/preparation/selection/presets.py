@@ -2,7 +2,6 @@
 
 import math
 
-from diffusion.config.preparation import AreaConfig, BucketsConfig
 from diffusion.datasets.buckets import (
     DEFAULT_EDGES,
     Buckets,
@@ -13,6 +12,7 @@ from diffusion.datasets.buckets import (
     sorted_sizes,
 )
 from diffusion.errors import ConfigurationError
+from diffusion.preparation.config import AreaConfig, BucketsConfig
 
 SDXL_SIZES: tuple[tuple[int, int], ...] = (
     *((512, width) for width in (2048, 1984, 1920, 1856)),

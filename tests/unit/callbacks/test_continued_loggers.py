@@ -11,7 +11,8 @@ from wandb.sdk.internal.datastore import DataStore
 
 from diffusion.callbacks.continued_loggers import LoggedPoints, read_wandb, tensorboard_points, wandb_points
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
-from diffusion.checkpointing.reading import batch_of, resolve_checkpoint
+from diffusion.checkpointing.find import resolve_checkpoint
+from diffusion.checkpointing.layout import batch_of
 from diffusion.launch import PREEMPTED_EXIT_CODE
 
 NUM_STEPS = 16

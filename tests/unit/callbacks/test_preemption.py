@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
-from diffusion.checkpointing.reading import batch_of, find_checkpoints, resolve_checkpoint
+from diffusion.checkpointing.find import find_checkpoints, resolve_checkpoint
+from diffusion.checkpointing.layout import batch_of
 from diffusion.launch import PREEMPTED_EXIT_CODE, PreemptedError, run_command
 from tests.tools.training_runs import BIN, ROOT, environment, launcher_environment
 

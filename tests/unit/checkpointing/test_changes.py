@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from diffusion.checkpointing.changes import check_changes
-from diffusion.checkpointing.reading import batch_of, list_checkpoints
+from diffusion.checkpointing.layout import batch_of, list_checkpoints
+from diffusion.checkpointing.resume import check_changes
 from diffusion.config.loading import load_config
 from diffusion.config.secrets import to_public_yaml
 from diffusion.errors import ConfigurationError
@@ -93,7 +93,7 @@ def test_a_finished_run_keeps_its_configuration_and_says_so(server, finished, pa
     config = (run / "config.yaml").read_bytes()
     job = server.command(1, command(run, f"trainer.parallelism={parallelism}", "optimizer.lr=0.77"))
     assert (run / "config.yaml").read_bytes() == config
-    assert job.output.count(f"continuing from {run / 'checkpoints'}") == 1
+    assert job.output.count(f"resuming from {run / 'checkpoints'}") == 1
     assert job.output.count("run toy has reached its end (2) before; nothing is left to do") == 1
     job = server.start(1, command(run, f"trainer.parallelism={parallelism}", *OTHER_OBJECTIVE)).finish()
     assert job.codes == [2], job.output
@@ -105,7 +105,7 @@ def test_what_may_be_another_is_told_and_recorded(server, finished, tmp_path):
     shutil.copytree(finished["fsdp"], run)
     free = ["trainer.max_duration=3ba", "optimizer.lr=0.002", "model.low_precision_norms=false"]
     job = server.command(1, command(run, *free))
-    told = [line for line in job.output.splitlines() if line.startswith("settings that are others than in")]
+    told = [line for line in job.output.splitlines() if line.startswith("settings that differ from")]
     assert len(told) == 1, job.output
     for change in (
         "trainer.max_duration (was 2ba, is 3ba)",

@@ -15,11 +15,12 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.callbacks.saving import STALL
-from diffusion.checkpointing.reading import list_checkpoints, read_all
-from diffusion.checkpointing.writing import HostCopy
+from diffusion.checkpointing.layout import list_checkpoints
+from diffusion.checkpointing.read import read_all
+from diffusion.checkpointing.save import HostCopy
 from diffusion.config.loading import load_config
 from diffusion.datasets.loader import train_loader
-from diffusion.models.build import build_unet
+from diffusion.models.architectures import build_unet
 from tests.tools.s3_server import s3_process, s3_server
 from tests.tools.written_data import tokenize, write_encoded
 

@@ -8,8 +8,9 @@ import pytest
 from composer import Callback, Logger, State
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
-from diffusion.checkpointing.ending import FINISHED
-from diffusion.checkpointing.reading import batch_of, resolve_checkpoint
+from diffusion.checkpointing.find import resolve_checkpoint
+from diffusion.checkpointing.layout import batch_of
+from diffusion.checkpointing.resume import FINISHED
 
 NUM_STEPS = 8
 """An epoch of the toy data."""

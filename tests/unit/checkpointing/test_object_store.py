@@ -10,12 +10,14 @@ import torch
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing import object_store
+from diffusion.checkpointing.find import find_newest, resolve_checkpoint
+from diffusion.checkpointing.layout import batch_of
 from diffusion.checkpointing.object_store import ObjectStore
-from diffusion.checkpointing.reading import batch_of, find_newest, open_remote, read_all, resolve_checkpoint
+from diffusion.checkpointing.read import read_all
+from diffusion.checkpointing.remote import RemoteCheckpoints
 from diffusion.config.checks import check
 from diffusion.config.loading import load_config
-from diffusion.ema.average_files import STORED
-from diffusion.ema.posthoc import fetch_averages, reconstruct
+from diffusion.ema.posthoc import STORED, fetch_averages, reconstruct
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.loading import load_config_of, load_model
 from tests.tools.s3_server import S3Server, object_file, s3_process, s3_server
@@ -53,7 +55,8 @@ def reference(server, tmp_path_factory) -> dict[str, Path]:
 
 def steps(url: str) -> list[int]:
     """The steps of the whole checkpoints of a place."""
-    return [batch_of(Path(found.name)) for found in open_remote(url, PATIENCE).present() if found.is_complete]
+    present = RemoteCheckpoints(url, patience=PATIENCE).present()
+    return [batch_of(Path(found.name)) for found in present if found.is_complete]
 
 
 def final_state(checkpoint: Path) -> dict[str, object]:
@@ -117,8 +120,8 @@ def test_half_written_and_damaged_ones_are_passed_over(server, s3_server, tmp_pa
     flip_bit(shard)
     assert steps(url) == [2, 4, 6]
     job = server.train(1, [options(run, "fsdp", url)])
-    assert f"removing {url}/ep0-ba8, which was not written to its end" in job.output
-    assert f"checkpoint {url}/ep0-ba6 is passed over" in job.output
+    assert f"removing {url}/ep0-ba8, which is incomplete" in job.output
+    assert f"skipping checkpoint {url}/ep0-ba6" in job.output
     assert "__0_0.distcp does not have its checksum" in job.output
     assert steps(url) == [2, 4, 6, 8, 9]
     assert len(losses(run)) == NUM_STEPS
@@ -130,7 +133,7 @@ def test_where_none_is_whole_the_run_does_not_begin_anew(server, s3_server, tmp_
     flip_bit(object_file(s3_server, f"{url}/ep0-ba2/__0_0.distcp"))
     job = server.run(1, [options(run, "fsdp", url)])
     assert job.codes == [2], job.output[-3000:]
-    assert f"DataError: no checkpoint in {url} is whole" in job.output
+    assert f"DataError: all checkpoints in {url} are damaged" in job.output
 
 
 def flip_bit(path: Path) -> None:
@@ -167,8 +170,8 @@ def test_models_and_runs_start_from_a_store(server, tmp_path, url, monkeypatch):
     with pytest.raises(ConfigurationError, match="holds no complete checkpoint"):
         resolve_checkpoint(f"{url}/ep0-ba3")
 
-    for found in open_remote(url, PATIENCE).present():
-        open_remote(url, PATIENCE).remove(found)
+    for found in RemoteCheckpoints(url, patience=PATIENCE).present():
+        RemoteCheckpoints(url, patience=PATIENCE).remove(found)
     other = ["trainer.max_duration=4ba", "algorithms.ema=null", "seed=18"]
     server.train(1, [options(tmp_path / "other", "fsdp", url, *other)])
     replaced = load_model(f"{url}/ep0-ba2")

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
-from diffusion.checkpointing.reading import batch_of, find_newest, read_all
+from diffusion.checkpointing.find import find_newest
+from diffusion.checkpointing.layout import batch_of
+from diffusion.checkpointing.read import read_all
 
 NUM_STEPS = 9
 STEPS_PER_EPOCH = 3

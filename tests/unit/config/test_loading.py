@@ -1,13 +1,13 @@
-import dataclasses
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from diffusion.config import loading
 from diffusion.config.data import Representation
-from diffusion.config.documentation import key_doc, schema_keys
-from diffusion.config.loading import field_docs, from_dict, load, load_config, missing_keys, to_dict, to_yaml
+from diffusion.config.documentation import schema_keys
+from diffusion.config.loading import from_dict, load, load_config, missing_keys, to_dict, to_yaml
 from diffusion.config.model import PredictionType
 from diffusion.config.quantities import Time, parse_size, parse_time
 from diffusion.config.schema import Config
@@ -63,8 +63,11 @@ def test_gives_dataclasses_with_defaults_overrides_and_interpolations(write):
 
 
 def test_text_is_kept_as_written(write):
-    config = load_config(write(COMPLETE), ["run_name=1e3", "group=2024-01-01", "model.vae=on"])
+    config = load_config(
+        write(COMPLETE), ["run_name=1e3", "group=2024-01-01", "model.vae=on", "samples.prompts=[no, 7]"]
+    )
     assert (config.run_name, config.group, config.model.vae) == ("1e3", "2024-01-01", "on")
+    assert (config.output_folder, config.samples.prompts) == ("runs/1e3", ["no", "7"])
 
 
 def test_what_only_looks_like_a_date_or_an_octal_number_is_text(write):
@@ -108,146 +111,169 @@ def test_extends_merges_dictionaries_and_replaces_lists(write, tmp_path):
 def test_extends_in_a_circle_or_nowhere(write):
     write("extends: run.yaml\n", "other.yaml")
     path = write("extends: other.yaml\n")
-    assert "extends itself: run.yaml -> other.yaml -> run.yaml" in failure(path)
-    assert f"gone.yaml (named in {path}, line 2) does not exist." in failure(write("seed: 1\nextends: gone.yaml\n"))
-    assert "must be the path of one YAML file" in failure(write("extends: [a.yaml]\n"))
+    assert "run.yaml -> other.yaml -> run.yaml" in failure(path)
+    assert f"gone.yaml (named in {path}, line 2)" in failure(write("seed: 1\nextends: gone.yaml\n"))
+    assert f"`extends` ({path}, line 1)" in failure(write("extends: [a.yaml]\n"))
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "parts"),
     [
-        ("lr: 3", "Unknown key lr ({file}, line 14): did you mean optimizer.lr?"),
-        ("optimizr: {}", "Unknown key optimizr ({file}, line 14): did you mean optimizer?"),
-        (
-            "model: {preconditioned: 1}",
-            "Unknown key model.preconditioned ({file}, line 14). The keys of model are arch",
-        ),
-        ("learningrate: 1", "Unknown key learningrate ({file}, line 14). The keys at the top are run_name, group"),
-        ("batch_size: 1", "did you mean data.global_batch_size or validation.device_batch_size?"),
-        ("Extends: a.yaml", "Unknown key Extends ({file}, line 14): did you mean extends?"),
-        ("OPTIMIZER: {LR: 1}", "Unknown key OPTIMIZER ({file}, line 14): did you mean optimizer?"),
-        ("max_durations: 1", "Unknown key max_durations ({file}, line 14): did you mean trainer.max_duration?"),
-        ("schedule.warmup: 1ba", "in a YAML file write `warmup:` indented below `schedule:`."),
-        ("seed: many", "seed is 'many' ({file}, line 14), but must be an integer."),
-        ("seed: 1.5", "seed is '1.5' ({file}, line 14), but must be an integer."),
-        ("seed: true", "seed is 'true' ({file}, line 14), but must be an integer."),
-        ("model: null", "model is null ({file}, line 14), but must be a group of keys (architecture, pretrained"),
-        ("samples: {prompts: a cat}", "samples.prompts is 'a cat' ({file}, line 14), but must be a list"),
-        (
-            "task: autoencode",
-            "task is 'autoencode' ({file}, line 14), but must be one of diffusion, autoencoder. "
-            "Did you mean autoencoder?",
-        ),
-        ("plan: {num_gpus: x}", "plan.num_gpus is 'x' ({file}, line 14), but must be an integer, or null."),
-        ("group: ${nothing}", "group is '${{nothing}}' ({file}, line 14), which cannot be resolved: Interpolation key"),
-        ("group: ${oc.env:NOT_SET_HERE}", "Environment variable 'NOT_SET_HERE' not found"),
-        ("group: ${group}", "which cannot be resolved"),
-        ("group: ${group", "which cannot be resolved"),
-        ("run_name: again", "{file}, line 14, column 1, is not well-formed YAML: the key 'run_name' comes twice."),
-        ("a: [1", "{file}, line 15, column 1, is not well-formed YAML: "),
-        ("model: {vae: ???}", "(between braces, write '???' in quotes)"),
-        ("seed: !!int hello", "{file}, line 14, column 7, is not well-formed YAML: 'hello' cannot be read as int."),
-        ("seed: !!bool maybe", "'maybe' cannot be read as bool."),
-        ("group: !!timestamp soon", "'soon' cannot be read as timestamp."),
-        (f"seed: {'9' * 5000}", "line 14, column 7, is not well-formed YAML: '9999"),
-        ("seed: 010", "seed is '010' ({file}, line 14), but must be an integer."),
-        ("seed: 1:30", "seed is '1:30' ({file}, line 14), but must be an integer."),
-        ("schedule: {final: 1:30.5}", "schedule.final is '1:30.5' ({file}, line 14), but must be a number."),
-        ("group: a\x92b", "{file}, line 14, is not well-formed YAML: the character U+0092 cannot stand there; take it"),
-        ("group: &a [*a]", "{file} is not well-formed YAML: it is nested too deeply, or refers to itself"),
-        (f"group: {'[' * 3000}{']' * 3000}", "it is nested too deeply"),
+        ("lr: 3", ["lr ({file}, line 14)", "optimizer.lr?"]),
+        ("optimizr: {}", ["optimizr ({file}, line 14)", "optimizer?"]),
+        ("model: {ziggurat: 1}", ["model.ziggurat ({file}, line 14)", "architecture"]),
+        ("ziggurat: 1", ["ziggurat ({file}, line 14)", "run_name, group"]),
+        ("batch_size: 1", ["data.global_batch_size", "validation.device_batch_size"]),
+        ("Extends: a.yaml", ["Extends ({file}, line 14)", "extends?"]),
+        ("OPTIMIZER: {LR: 1}", ["OPTIMIZER ({file}, line 14)", "optimizer?"]),
+        ("max_durations: 1", ["max_durations ({file}, line 14)", "trainer.max_duration?"]),
+        ("schedule.warmup: 1ba", ["schedule.warmup ({file}, line 14)", "`warmup:`", "`schedule:`"]),
+        ("data: {streams: [{name: a}, {nme: b}]}", ["data.streams.1.nme ({file}, line 14)", "data.streams.1.name?"]),
+        ("plugins:\n  callbacks:\n    - path: a.B\n    - arguments: 3", ["plugins.callbacks.1.arguments", "line 17"]),
+        ("seed: many", ["seed is 'many' ({file}, line 14)", "an integer"]),
+        ("seed: 1.5", ["seed is '1.5' ({file}, line 14)", "an integer"]),
+        ("seed: true", ["seed is 'true' ({file}, line 14)", "an integer"]),
+        ("seed: 010", ["seed is '010' ({file}, line 14)", "an integer"]),
+        ("seed: 1:30", ["seed is '1:30' ({file}, line 14)", "an integer"]),
+        ("seed: '3'", ["seed is '3' ({file}, line 14)", "an integer"]),
+        ("loggers: {file: 2}", ["loggers.file is '2' ({file}, line 14)", "true or false"]),
+        ("schedule: {final: 1:30.5}", ["schedule.final is '1:30.5' ({file}, line 14)", "a number"]),
+        ("schedule: {final: true}", ["schedule.final is 'true' ({file}, line 14)", "a number"]),
+        ("model: null", ["model is null ({file}, line 14)", "a group of keys (architecture, pretrained"]),
+        ("model: 3", ["model is '3' ({file}, line 14)", "a group of keys"]),
+        ("model: [a]", ["model is a list ({file}, line 14)", "a group of keys"]),
+        ("model: {unet: [a]}", ["model.unet is a list ({file}, line 14)", "a group of keys"]),
+        ("group: {a: 1}", ["group is a group of keys ({file}, line 14)", "text"]),
+        ("seed: []", ["seed is a list ({file}, line 14)", "an integer"]),
+        ("samples: {prompts: a cat}", ["samples.prompts is 'a cat' ({file}, line 14)", "a list"]),
+        ("task: autoencode", ["task is 'autoencode' ({file}, line 14)", "diffusion, autoencoder", "mean autoencoder?"]),
+        ("plan: {num_gpus: x}", ["plan.num_gpus is 'x' ({file}, line 14)", "an integer, or null"]),
+        ("group: ${nothing}", ["group is '${{nothing}}' ({file}, line 14)", "cannot be resolved", "nothing"]),
+        ("plan: {num_gpus: '${run_name}'}", ["plan.num_gpus is '${{run_name}}' ({file}, line 14)"]),
+        ("group: ${oc.env:NOT_SET_HERE}", ["group", "NOT_SET_HERE"]),
+        ("group: ${group}", ["group is '${{group}}' ({file}, line 14)"]),
+        ("group: ${group", ["group is '${{group' ({file}, line 14)"]),
+        ("run_name: again", ["{file}, line 14, column 1", "'run_name'"]),
+        ("a: [1", ["{file}, line 15, column 1"]),
+        ("model: {vae: ???}", ["write '???' in quotes"]),
+        ("seed: !!int hello", ["{file}, line 14, column 7", "'hello'", "int"]),
+        ("seed: !!bool maybe", ["'maybe'", "bool"]),
+        ("group: !!timestamp soon", ["'soon'", "timestamp"]),
+        (f"seed: {'9' * 5000}", ["line 14, column 7", "'9999"]),
+        ("group: a\x92b", ["{file}, line 14", "U+0092"]),
+        ("model: {unet: {a: &a [*a]}}", ["{file}", "refers to itself"]),
+        (f"group: {'[' * 3000}{']' * 3000}", ["{file}", "nested too deeply"]),
     ],
 )
-def test_mistakes_in_the_file(write, line, message):
-    path = write(f"{COMPLETE}{line}\n")
-    assert message.format(file=path) in failure(path)
+def test_mistakes_in_the_file(write, line, parts):
+    text = COMPLETE
+    if line.startswith("data:"):  # The key must come once.
+        text = "run_name: r\n" * 1 + "trainer: {max_duration: 1ba}\n" + "#\n" * 11
+    path = write(f"{text}{line}\n")
+    message = failure(path)
+    assert [part for part in parts if part.format(file=path) not in message] == [], message
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "parts"),
     [
-        ("lr=3", "Unknown key lr (command line): did you mean optimizer.lr?"),
-        ("data.streams.0.proportions=1", "did you mean data.streams.0.proportion?"),
-        ("data.batch_size=1", "Unknown key data.batch_size (command line): did you mean data.global_batch_size?"),
-        ("OPTIMIZER.LR=1", "Unknown key OPTIMIZER (command line): did you mean optimizer?"),
-        ("optimizer.LR=1", "Unknown key optimizer.LR (command line): did you mean optimizer.lr?"),
-        (
-            "algorithms.ema.power.snapshot=1ba",
-            "did you mean algorithms.ema.power.snapshot_interval or algorithms.ema.power.snapshot_precision?",
-        ),
-        ("extends=a.yaml", "Unknown key extends (command line): `extends` is for YAML files."),
-        ("trainer.precision=BF16", "Did you mean amp_bf16?"),
-        ("trainer.precision=FP32", "Did you mean fp32?"),
-        (
-            "plugins.callbacks.0.path=a.B",
-            "plugins.callbacks.0.path (command line) addresses an element of plugins.callbacks, which has none yet: "
-            "give the whole list, plugins.callbacks=[...], or write it in the YAML file.",
-        ),
-        ("optimizer.lr=fast", "optimizer.lr is 'fast' (command line), but must be a number."),
-        ("optimizer.lr", "'optimizer.lr' (command line) is not of the form key.sub=value."),
-        ("optimizer.lr=", "'optimizer.lr=' (command line) has no value: write optimizer.lr=null"),
-        ("seed=[1", "The value of 'seed=[1' (command line) is not YAML"),
-        ("group=a\x92b", "(command line) is not YAML: the character U+0092 cannot stand there"),
-        ("group=\udcff", "(command line) is not YAML: the character U+DCFF cannot stand there"),
-        ("seed.low=1", "seed.low (command line): seed is 17 (default) and has no keys below it."),
-        ("data.streams.2.name=c", "data.streams is a list of 2, whose elements are addressed data.streams.0 to"),
-        ("validation.streams.0.name=c", "Write"),
+        ("lr=3", ["lr (command line)", "optimizer.lr?"]),
+        ("data.streams.0.proportions=1", ["data.streams.0.proportion?"]),
+        ("data.batch_size=1", ["data.batch_size (command line)", "data.global_batch_size"]),
+        ("OPTIMIZER.LR=1", ["OPTIMIZER (command line)", "optimizer?"]),
+        ("optimizer.LR=1", ["optimizer.LR (command line)", "optimizer.lr?"]),
+        ("algorithms.ema.power.snapshots_interval=1ba", ["algorithms.ema.power.snapshot_interval"]),
+        ("extends=a.yaml", ["extends (command line)"]),
+        ("trainer.precision=BF16", ["trainer.precision is 'BF16' (command line)", "amp_bf16"]),
+        ("trainer.precision=FP32", ["Did you mean fp32"]),
+        ("plugins.callbacks.0.path=a.B", ["plugins.callbacks.0 (command line)", "plugins.callbacks=[...]"]),
+        ("validation.streams.0.name=c", ["validation.streams.0 (command line)", "validation.streams=[...]"]),
+        ("data.streams.2.name=c", ["data.streams.2 (command line)", "elements 0 to 1"]),
+        ("data.streams.a.name=c", ["data.streams.a (command line)", "elements 0 to 1"]),
+        ("optimizer.lr=fast", ["optimizer.lr is 'fast' (command line)", "a number"]),
+        ("optimizer.lr", ["'optimizer.lr' (command line)"]),
+        ("optimizer.lr=", ["'optimizer.lr=' (command line)", "optimizer.lr=null"]),
+        ("seed=[1", ["'seed=[1' (command line)"]),
+        ("group=a\x92b", ["(command line)", "U+0092"]),
+        ("group=\udcff", ["(command line)", "U+DCFF"]),
+        ("seed.low=1", ["seed is a group of keys (command line)", "an integer"]),
+        ("data.streams=null", ["data.streams is null (command line)", "a list"]),
+        ("data.streams=a", ["data.streams is 'a' (command line)", "[a]"]),
+        ("overrides=[a]", ["overrides=[a]"]),
+        ("overrides={optimizer.lr: fast}", ["optimizer.lr is 'fast' (command line)"]),
     ],
 )
-def test_mistakes_on_the_command_line(write, override, message):
+def test_mistakes_on_the_command_line(write, override, parts):
     overrides = ["validation.streams=null", override] if override.startswith("validation") else [override]
-    text = failure(write(COMPLETE), *overrides)
-    assert message in text or (override.startswith("validation") and "which has none yet: give the whole list" in text)
-
-
-def test_a_list_is_not_to_be_written_of_nothing(write):
-    text = failure(write(COMPLETE), "data.streams=null")
-    assert text.startswith("data.streams is null (command line), but must be a list, each element ")
-    assert "Write" not in text
-    assert failure(write(COMPLETE), "data.streams=a").endswith(" Write [a].")
+    message = failure(write(COMPLETE), *overrides)
+    assert [part for part in parts if part not in message] == [], message
 
 
 def test_all_mistakes_at_once(write):
     text = failure(write(COMPLETE), "seed=x", "lr=1")
-    assert text.startswith("The configuration has 2 mistakes:\n  - ")
-    assert "seed is 'x'" in text
-    assert "did you mean optimizer.lr?" in text
+    assert "2 mistakes" in text and "seed is 'x'" in text and "optimizer.lr?" in text
+
+
+def test_an_error_names_the_file_that_the_value_comes_from(write):
+    base = write(COMPLETE.replace("lr: 2e-4", "lr: fast"), "base.yaml")
+    assert f"optimizer.lr is 'fast' ({base}, line 3)" in failure(write("extends: base.yaml\nseed: 1\n"))
 
 
 def test_missing_file_directory_and_list(write, tmp_path):
-    assert failure(tmp_path / "no.yaml") == f"The configuration file {tmp_path / 'no.yaml'} does not exist."
-    assert "cannot be read" in failure(tmp_path)
-    assert "must hold keys and values" in failure(write("- a\n"))
+    assert str(tmp_path / "no.yaml") in failure(tmp_path / "no.yaml")
+    assert str(tmp_path) in failure(tmp_path)
+    assert "run.yaml" in failure(write("- a\n"))
 
 
-def test_missing_values_are_told_together_with_their_meanings(write):
+def test_missing_values_are_reported_together_with_their_meanings(write):
     path = write("data: {local: '???'}\ntrainer: {max_duration: 1ba}\n")
     text = failure(path, "algorithms.ema.decays=[0.9]")
-    assert text.startswith(f"6 values are missing in {path}: run_name (Name of the run; the same name continues it); ")
-    assert "algorithms.ema.start (When they are allocated as copies of the weights" in text
+    keys = [
+        "run_name",
+        "data.local",
+        "data.streams",
+        "data.resolution",
+        "data.global_batch_size",
+        "algorithms.ema.start",
+    ]
+    assert list(missing_keys(load(Config, path, ["algorithms.ema.decays=[0.9]"]))) == keys
+    assert str(path) in text and "run_name (Name of the run; the same name continues it)" in text
+    assert [key for key in keys if f"{key} (" not in text] == []
     assert "output_folder" not in text
-    assert "algorithms.ema (Moving averages of the weights; null: none)" in failure(path, "algorithms.ema=???")
-    assert text.endswith("Write them there or on the command line, as in run_name=VALUE.")
-    with pytest.raises(ConfigurationError, match=r"1 value is missing in .*: data.local \(Root.*Write it there"):
-        load_config(write(COMPLETE), ["data.local=???"])
+    assert "algorithms.ema (" in failure(path, "algorithms.ema=???")
+    assert "data.local (" in failure(write(COMPLETE), "data.local=???")
+
+
+def test_a_file_may_make_a_value_missing_again(write):
+    write(COMPLETE, "base.yaml")
+    assert "data.local (" in failure(write("extends: base.yaml\ndata: {local: '???'}\n"))
 
 
 def test_missing_values_may_be_allowed(write):
     config = load_config(write(COMPLETE), ["data.local=???"], may_miss=lambda key: key == "data.local")
     assert list(missing_keys(config)) == ["data.local"]
+    assert load(Config, write(COMPLETE), ["run_name=???"]).output_folder == "runs/${run_name}"
 
 
-def test_streams_are_not_missing_where_a_plugin_is_the_data(write):
+def test_streams_are_not_missing_if_a_plugin_replaces_them(write):
     text = "run_name: r\ndata: {resolution: 8, global_batch_size: 1}\ntrainer: {max_duration: 1ba}\n"
     assert missing_keys(load(Config, write(text), ["plugins.train_dataset.path=a.B"])) == {}
 
 
-def test_every_key_has_a_meaning():
+def test_former_names_of_keys_are_read(write, monkeypatch, caplog):
+    monkeypatch.setitem(loading.RENAMED, "optimizer.rate", "optimizer.lr")
+    path = write(COMPLETE.replace("lr: 2e-4", "rate: 3e-4"))
+    assert load_config(path).optimizer.lr == 3e-4
+    assert f"optimizer.rate ({path}, line 3)" in caplog.text and "optimizer.lr" in caplog.text
+    assert load_config(path, ["optimizer.rate=5e-4"]).optimizer.lr == 5e-4
+    assert from_dict(Config, {"optimizer": {"rate": 6e-4}}, "checkpoint").optimizer.lr == 6e-4
+    assert "optimizer.rate is 'fast' (command line)" in failure(path, "optimizer.rate=fast")
+
+
+def test_every_former_name_leads_to_a_key():
     keys = schema_keys(Config)
-    assert {"data.streams.0.name", "algorithms.ema.start", "plugins.callbacks.0.arguments"} <= keys.keys()
-    assert [key for key in keys if not key_doc(Config, key)] == []
-    assert field_docs(OptimizerConfig)["weight_decay"] == "Decoupled weight decay."
-    assert list(field_docs(Config)) == [field.name for field in dataclasses.fields(Config)]
+    assert [old for old, new in loading.RENAMED.items() if old in keys or new not in keys] == []
+    assert [old for old, new in loading.RENAMED.items() if old.rpartition(".")[0] != new.rpartition(".")[0]] == []
 
 
 def test_loading_does_not_import_torch():
@@ -261,17 +287,12 @@ def test_times():
     assert parse_time("0.94dur", "k").in_batches(num_batches=850000, global_batch_size=1) == pytest.approx(799000)
     assert parse_time("4096sp", "k").in_batches(num_batches=10, global_batch_size=2048) == 2
     assert parse_time("1ep", "k").in_batches(num_batches=10, global_batch_size=1) is None
-    for text, message in [
-        ("10", r"k is '10', which is not a time: write a number and a unit: ba \(batches\)"),
-        ("ten ba", "which is not a time"),
-        ("1.5ba", "k is '1.5ba': write a whole number of batches"),
-        ("1.5dur", "lies between 0dur and 1dur"),
-    ]:
-        with pytest.raises(ConfigurationError, match=message):
+    for text in ("10", "ten ba", "1.5ba", "1.5dur"):
+        with pytest.raises(ConfigurationError, match=f"k is '{text}'"):
             parse_time(text, "k")
 
 
 def test_sizes():
     assert [parse_size(text, "k") for text in ("1kb", "1.5 GB", "7b", "12")] == [1024, 3 * 2**29, 7, 12]
-    with pytest.raises(ConfigurationError, match="k is 'much', which is not a size"):
+    with pytest.raises(ConfigurationError, match="k is 'much'"):
         parse_size("much", "k")

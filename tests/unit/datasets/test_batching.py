@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diffusion.config.data import Mixing
-from diffusion.config.groups import legal_world_sizes
+from diffusion.config.data import Mixing, legal_world_sizes
 from diffusion.datasets.balanced import BalancedSequence, floor_sum, permutation
 from diffusion.datasets.batching import (
     EpochOrder,

@@ -11,7 +11,7 @@ from composer.utils import dist
 from torch import Tensor
 
 from diffusion.ema.averaging import local_shard, trainable_parameters
-from diffusion.ema.ema import LateStartEMA
+from diffusion.ema.callbacks import LateStartEMA
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> str:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
-from diffusion.checkpointing.reading import batch_of, find_checkpoints, resolve_checkpoint
-from diffusion.checkpointing.unet_weights import read_unet
+from diffusion.checkpointing.find import find_checkpoints, resolve_checkpoint
+from diffusion.checkpointing.layout import batch_of
+from diffusion.checkpointing.read import read_unet
 from diffusion.config.model import Weights
-from diffusion.ema.average_files import STORED, list_averages, read_combination
-from diffusion.ema.posthoc import reconstruct
+from diffusion.ema.posthoc import STORED, list_averages, read_combination, reconstruct
 from diffusion.ema.profiles import Exponential, PowerFunction, Profile, build_profiles
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.loading import load_model

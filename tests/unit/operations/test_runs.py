@@ -16,9 +16,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from diffusion.checkpointing.ending import FINISHED
-from diffusion.checkpointing.reading import list_checkpoints
-from diffusion.checkpointing.writing import write_file
+from diffusion.checkpointing.layout import list_checkpoints
+from diffusion.checkpointing.resume import FINISHED
+from diffusion.checkpointing.save import write_file
 from diffusion.config.loading import load_config
 from diffusion.config.schema import Config
 from diffusion.config.secrets import to_public_yaml

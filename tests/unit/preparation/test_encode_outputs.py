@@ -11,12 +11,12 @@ import torch
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from diffusion.config.data import ImageSize, Representation
-from diffusion.config.preparation import BucketsConfig
 from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.encoded import EncodedManifest, check_encoded, read_encoded_manifest
 from diffusion.datasets.loader import train_loader
 from diffusion.datasets.mds import read_index, read_shards
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.preparation.config import BucketsConfig
 from diffusion.preparation.encoding.encode import encode
 from diffusion.preparation.encoding.models import EncodingModels
 from diffusion.preparation.prepare import prepare

@@ -1,8 +1,8 @@
 import pytest
 
 from diffusion.config.loading import from_dict
-from diffusion.config.preparation import FiltersConfig
 from diffusion.errors import ConfigurationError
+from diffusion.preparation.config import FiltersConfig
 from diffusion.preparation.selection.filters import SampleFacts, build_filters
 
 

@@ -4,9 +4,9 @@ import shutil
 import pytest
 from streaming import LocalDataset
 
-from diffusion.config.preparation import DuplicatesConfig
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.errors import DataError
+from diffusion.preparation.config import DuplicatesConfig
 from diffusion.preparation.partitions import merge_shards
 from diffusion.preparation.prepare import prepare
 from tests.tools.image_files import noise, sample, tree, write_folder, write_tar

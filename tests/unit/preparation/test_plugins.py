@@ -6,8 +6,8 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from diffusion.config.loading import from_dict
-from diffusion.config.preparation import PrepareConfig
 from diffusion.errors import ConfigurationError, DataError, MachineError
+from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.selection.plugins import Plugins, load_plugins
 
 HERE = "tests.unit.preparation.test_plugins"

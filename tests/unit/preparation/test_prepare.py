@@ -14,12 +14,12 @@ import pytest
 from PIL import Image
 from streaming import LocalDataset
 
-from diffusion.config.preparation import DuplicatesConfig
 from diffusion.datasets.buckets import EdgeBuckets
 from diffusion.datasets.images import decode_rgb
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.datasets.mds import write_mds
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.preparation.config import DuplicatesConfig
 from diffusion.preparation.partitions.examine import Examination, examine_records
 from diffusion.preparation.partitions.merge import cut_by_size
 from diffusion.preparation.prepare import COLUMNS, is_held_out, order_of, prepare

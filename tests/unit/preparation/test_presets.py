@@ -4,9 +4,9 @@ import pytest
 
 from diffusion.config.data import named_size
 from diffusion.config.loading import from_dict, load, missing_keys
-from diffusion.config.preparation import BucketsConfig, PrepareConfig
 from diffusion.datasets.buckets import EdgeBuckets, SizeBuckets, lowest_side, size_name
 from diffusion.errors import ConfigurationError
+from diffusion.preparation.config import BucketsConfig, PrepareConfig
 from diffusion.preparation.selection.filters import build_filters
 from diffusion.preparation.selection.presets import SDXL_SIZES, build_buckets
 from tests.tools.training_runs import ROOT

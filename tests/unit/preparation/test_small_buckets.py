@@ -4,9 +4,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from diffusion.config.preparation import BucketsConfig
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.preparation.config import BucketsConfig
 from diffusion.preparation.prepare import prepare
 from diffusion.preparation.selection.presets import build_buckets
 from tests.tools.image_files import noise

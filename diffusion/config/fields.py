@@ -1,0 +1,159 @@
+"""Fields of configuration sections: their limits, and the check of all sections.
+
+A section is a dataclass. `bounded`, `time` and `location` declare the limits of a field. The method `problems(key)` of
+a section, if it has one, gets the key of the section and yields a sentence for each wrong relation between its fields.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import MISSING
+
+from diffusion.config.quantities import TIME_UNITS, parse_time
+from diffusion.errors import ConfigurationError
+
+MAX_SEED = 2**32 - 1
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a finite number; `above` and `below` exclude the limit itself."""
+
+    min: float | None = None
+    max: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def __str__(self) -> str:
+        limits = {
+            "at least": self.min,
+            "greater than": self.above,
+            "at most": self.max,
+            "less than": self.below,
+        }
+        return " and ".join(f"{words} {limit:.10g}" for words, limit in limits.items() if limit is not None)
+
+    def problem(self, value: float, key: str) -> str | None:
+        """Describe a violation, if there is one."""
+        if not math.isfinite(value):
+            return f"{key} is {value}, but must be finite and {self}."
+        holds = (
+            (self.min is None or value >= self.min)
+            and (self.max is None or value <= self.max)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+        return None if holds else f"{key} is {value}, but must be {self}."
+
+
+@dataclass(frozen=True)
+class TimeLimits:
+    """Units of a time, and whether it must be longer than 0."""
+
+    units: tuple[str, ...]
+    positive: bool
+
+    def __str__(self) -> str:
+        return f"a time in {', '.join(self.units)}"
+
+    def problem(self, value: str, key: str) -> str | None:
+        """Describe a violation, if there is one."""
+        try:
+            time = parse_time(value, key)
+        except ConfigurationError as error:
+            return str(error)
+        if time.unit not in self.units:
+            units = " or ".join(f"{TIME_UNITS[unit]} (as in {_EXAMPLES[unit]})" for unit in self.units)
+            return f"{key} is '{value}', but must be given in {units}."
+        return f"{key} is '{value}', but must be longer than 0." if self.positive and time.value == 0 else None
+
+
+@dataclass(frozen=True)
+class Location:
+    """A path or URI; `local` refuses URIs."""
+
+    local: bool
+
+    def __str__(self) -> str:
+        return "a path" if self.local else "a path or URI"
+
+    def problem(self, value: str, key: str) -> str | None:
+        """Describe a violation, if there is one."""
+        if not value.strip():
+            return f"{key} is empty. Set a value, or remove the key."
+        if self.local and "://" in value:
+            remote = f"{key.removesuffix('local')}remote"
+            return f"{key} is '{value}', but must be a local folder. Set {remote} to this URI, and {key} to a cache."
+        return None
+
+
+_EXAMPLES = {"ba": "10000ba", "sp": "1000000sp", "ep": "1ep", "dur": "0.1dur"}
+_CHECK = "check"
+
+
+def bounded(
+    default: Any,
+    *,
+    min: float | None = None,
+    max: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """Declare a field that holds a number, or a list of numbers, within limits."""
+    return _checked(default, Limits(min, max, above, below))
+
+
+def time(default: Any, *, units: str = "ba sp ep dur", positive: bool = False) -> Any:
+    """Declare a field that holds a time such as `10000ba`."""
+    return _checked(default, TimeLimits(tuple(units.split()), positive))
+
+
+def location(default: Any, *, local: bool = False) -> Any:
+    """Declare a field that says where data or weights are. A dry run does not need its value."""
+    return _checked(default, Location(local))
+
+
+def _checked(default: Any, check: Any) -> Any:
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata={_CHECK: check})
+    return dataclasses.field(default=default, metadata={_CHECK: check})
+
+
+def field_check(field: dataclasses.Field[Any]) -> Limits | TimeLimits | Location | None:
+    """Limits that a field was declared with."""
+    return field.metadata.get(_CHECK)
+
+
+def section_problems(section: Any, key: str = "") -> Iterator[str]:
+    """Describe everything that is wrong within a section and the sections below it.
+
+    Missing values (`???`) are skipped. Relations between the fields of a section are checked when each field by itself
+    is right.
+
+    Args:
+        section: an instance of a section.
+        key: its dotted key; empty for a whole configuration.
+    """
+    own: list[str] = []
+    for field in dataclasses.fields(section):
+        name, value = f"{key}.{field.name}".lstrip("."), getattr(section, field.name)
+        for child_key, child in _elements(name, value):
+            if dataclasses.is_dataclass(child):
+                yield from section_problems(child, child_key)
+            elif child is not None and child != MISSING and (check := field_check(field)) is not None:
+                own += filter(None, [check.problem(child, child_key)])
+    yield from own
+    if not own and hasattr(section, "problems"):
+        yield from section.problems(key)
+
+
+def _elements(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, list):
+        yield from ((f"{key}.{index}", element) for index, element in enumerate(value))
+    elif isinstance(value, dict):
+        yield from ((f"{key}.{name}", element) for name, element in value.items())
+    else:
+        yield key, value
