@@ -8,8 +8,8 @@ import pandas as pd
 from PIL import Image, ImageDraw
 
 from demo.scoring import DemoScores, Rates
-from demo.shapes import COLOURS, SHAPES, caption, prompts
 from diffusion.callbacks.metrics_file import read_metrics, series
+from diffusion.evaluation.shapes import COLOURS, SHAPES, caption, prompts
 from diffusion.reports.page import image_uri, write_page
 
 RELATIONS_SHOWN = 16

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from demo.oracle import score
-from demo.shapes import COLOURS, SHAPES, Scene, caption, draw, prompts, scenes
+from diffusion.evaluation.oracle import score
+from diffusion.evaluation.shapes import COLOURS, SHAPES, Scene, caption, draw, prompts, scenes
 from diffusion.models.latent_diffusion import LatentDiffusion
 
 SEEDS_PER_PROMPT = 4

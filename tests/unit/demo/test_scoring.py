@@ -4,7 +4,7 @@ import pytest
 
 from demo.report import Step, labelled_grid, write_report
 from demo.scoring import DemoScores, Rates, oracle_rates, rates, score_model
-from demo.shapes import COLOURS, SHAPES, draw, prompts
+from diffusion.evaluation.shapes import COLOURS, SHAPES, draw, prompts
 from diffusion.models import tiny
 
 

@@ -1,4 +1,4 @@
-"""The demo's oracle: which coloured shapes an image shows, found by image processing, without a trained model.
+"""Coloured shapes that an image shows, found by image processing, without a trained model.
 
 The background is the colour of the border. A pixel belongs to the named colour for which it lies closest to the
 straight line from the background to that colour: anti-aliased and blurred edges lie on that line. Connected pixels of
@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 from scipy import ndimage
 
-from demo.shapes import COLOURS, SHAPES, Scene, Thing, draw
+from diffusion.evaluation.shapes import COLOURS, SHAPES, Scene, Thing, draw
 
 SIDE = 64
 """Pixels of the shorter side to which every image is scaled."""
