@@ -84,7 +84,9 @@ def describe(image: Image.Image) -> list[Found]:
     coverage, nearest = _coverage(pixels, background)
     objects = []
     for index in range(len(COLOURS)):
-        labels, num_labels = ndimage.label((nearest == index) & (coverage[index] >= MIN_COVERAGE))
+        labels, num_labels = ndimage.label(  # pyright: ignore[reportGeneralTypeIssues]
+            (nearest == index) & (coverage[index] >= MIN_COVERAGE)
+        )
         for label in range(1, num_labels + 1):
             mask = labels == label
             if mask.mean() >= MIN_AREA:

@@ -184,7 +184,7 @@ def summarize(facts: Sequence[Path], readable: Collection[str] | None = None) ->
             if len(found := numbers[np.isfinite(numbers)]):
                 low, high = ranges.get(name, (np.inf, -np.inf))
                 ranges[name] = min(low, float(found.min())), max(high, float(found.max()))
-    report = _counted(counts)
+    report = _counted(pd.DataFrame(counts))
     _add_values(report, texts)
     _add_samples(report, samples, pairs)
     _add_histograms(report, facts, ranges)
@@ -234,13 +234,13 @@ def _counted(counts: pd.DataFrame) -> Report:
         return Report(kept=Counts(), refused=Counts(), reasons={}, sources={}, buckets={})
     counts = counts.astype(np.int64)
     by_reason = counts["images"].groupby("reason").sum()
-    by_source = counts["images"].groupby(["source", "reason"]).sum()
+    by_source = counts["images"].groupby(["source", "reason"]).sum().reset_index()
     is_kept = counts.index.get_level_values("reason") == ""
     by_bucket = counts[is_kept].groupby("bucket").sum()
     refused = by_reason.drop("", errors="ignore")
     sources: dict[str, dict[str, int]] = {}
-    for (source, reason), number in by_source.items():
-        sources.setdefault(source, {})[reason] = int(number)
+    for row in by_source.to_dict("records"):
+        sources.setdefault(row["source"], {})[row["reason"]] = int(row["images"])
     return Report(
         kept=_sum(counts[is_kept]),
         refused=_sum(counts[~is_kept]),
@@ -266,17 +266,16 @@ def _add_values(report: Report, texts: dict[str, pd.Series]) -> None:
         table = texts[name].unstack(fill_value=0).reindex(columns=[True, False], fill_value=0).astype(np.int64)
         if len(table) > MAX_VALUES:
             continue
-        order = sorted(table.index, key=lambda text: (-table.loc[text].sum(), text))
-        report.values[name] = {
-            text: {"kept": int(table.at[text, True]), "refused": int(table.at[text, False])} for text in order
-        }
+        rows = [(str(text), counts[True], counts[False]) for text, counts in table.to_dict("index").items()]
+        rows.sort(key=lambda row: (-row[1] - row[2], row[0]))
+        report.values[name] = {text: {"kept": kept, "refused": refused} for text, kept, refused in rows}
 
 
 def _add_samples(report: Report, samples: pd.DataFrame, pairs: pd.DataFrame) -> None:
     def shown(rows: pd.DataFrame) -> list[Shown]:
         return [
-            Shown(key=row.key, width=int(row.width), height=int(row.height), detail=row.detail)
-            for row in rows.itertuples()
+            Shown(key=row["key"], width=int(row["width"]), height=int(row["height"]), detail=row["detail"])
+            for row in rows.to_dict("records")
         ]
 
     if not len(samples):
@@ -285,7 +284,8 @@ def _add_samples(report: Report, samples: pd.DataFrame, pairs: pd.DataFrame) -> 
     by_reason = {reason: shown(samples[samples["reason"] == reason]) for reason in report.reasons}
     report.shown_refused = {reason: rows for reason, rows in by_reason.items() if rows}
     report.duplicates = [
-        Pair(key=row.key, of=row.detail.removeprefix(OF), reason=row.reason) for row in pairs.itertuples()
+        Pair(key=row["key"], of=row["detail"].removeprefix(OF), reason=row["reason"])
+        for row in pairs.to_dict("records")
     ]
 
 
@@ -309,12 +309,12 @@ def _numbers(batch: pd.DataFrame) -> Iterator[tuple[str, NDArray[np.float64]]]:
     """Yield each column of numbers, NaN where there is none."""
     sizes = batch[["width", "height", "caption_length", "bytes"]].astype(np.float64)
     sizes = sizes.where(sizes > 0)
-    yield "shorter_side", np.minimum(sizes["width"], sizes["height"]).to_numpy()
+    yield "shorter_side", sizes[["width", "height"]].min(axis=1, skipna=False).to_numpy()
     yield "aspect_ratio", (sizes["width"] / sizes["height"]).to_numpy()
     yield "caption_length", sizes["caption_length"].to_numpy()
     yield "bytes", sizes["bytes"].to_numpy()
     for name in batch.select_dtypes("number").columns.difference([*_COLUMNS, *_NOT_COUNTED, "hash"]):
-        numbers = batch[name].to_numpy(np.float64, na_value=np.nan)
+        numbers = np.asarray(batch[name], np.float64)
         yield name, np.where(np.isfinite(numbers), numbers, np.nan)
 
 

@@ -272,11 +272,11 @@ def metrics_section(runs: Sequence[Run], folders: Sequence[Path]) -> dict[str, A
     return {
         "num_damaged": sum(num for _, num in found),
         "metrics": [
-            _metric_part(metric, protocol, part)
+            _metric_part(str(metric), str(protocol), part)
             for (metric, protocol), part in frame[~by_category].groupby(["metric", "protocol"], sort=False)
         ],
         "categories": {
-            protocol[:12]: _category_table(part)
+            str(protocol)[:12]: _category_table(part)
             for protocol, part in frame[by_category].groupby("protocol", sort=False)
         },
     }
@@ -293,13 +293,16 @@ def _metric_part(metric: str, protocol: str, points: pd.DataFrame) -> dict[str, 
         over_guidance = plot_profiles(profiles, x="guidance scale", y=metric)
     stepped = points.dropna(subset="step")
     if stepped["step"].nunique() > 1:
-        groups = dict(list(stepped.groupby(["weights", "guidance_scale"], dropna=False, sort=False)))
-        if len(groups) > CURVES_SHOWN and scales:
+        if stepped.groupby(["weights", "guidance_scale"], dropna=False).ngroups > CURVES_SHOWN and scales:
             middle = scales[len(scales) // 2]
-            groups = {key: part for key, part in groups.items() if pd.isna(key[1]) or key[1] == middle}
+            stepped = stepped[stepped["guidance_scale"].isna() | (stepped["guidance_scale"] == middle)]
+        labels = [
+            weights if pd.isna(scale) else f"{weights} at guidance {scale:g}".strip()
+            for weights, scale in zip(stepped["weights"], stepped["guidance_scale"], strict=True)
+        ]
         curves = {
-            (weights if pd.isna(scale) else f"{weights} at guidance {scale:g}").strip(): _pairs(part, "step", "value")
-            for (weights, scale), part in groups.items()
+            str(label): _pairs(part, "step", "value")
+            for label, part in stepped.groupby(np.array(labels, dtype=object), sort=False)
         }
         over_steps = plot_profiles(curves, x="optimizer step", y=metric)
     return {
@@ -331,10 +334,11 @@ def _metric_table(points: pd.DataFrame) -> pd.DataFrame:
 def _category_table(points: pd.DataFrame) -> pd.DataFrame:
     """Shares of images that show what was asked for: a row for each model and guidance scale."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
-    for point in points.itertuples():
-        guidance = "" if pd.isna(point.guidance_scale) else f"{point.guidance_scale:g}"
-        row = rows.setdefault((point.model, guidance), {"model": point.model, "guidance": guidance})
-        row[point.metric.removeprefix(CATEGORY)] = f"{point.value:.0%}"
+    for point in points.to_dict("records"):
+        model, scale = point["model"], point["guidance_scale"]
+        guidance = "" if pd.isna(scale) else f"{scale:g}"
+        row = rows.setdefault((model, guidance), {"model": model, "guidance": guidance})
+        row[point["metric"].removeprefix(CATEGORY)] = f"{point['value']:.0%}"
     return pd.DataFrame(list(rows.values())).fillna("")
 
 
