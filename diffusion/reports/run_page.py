@@ -32,7 +32,6 @@ from diffusion.reports.figures import (
     cycle,
     legend_beside,
     plain,
-    plot_bars,
     plot_profiles,
     step_text,
     subplots,
@@ -120,7 +119,7 @@ def facts(run: Run) -> list[tuple[str, str, str]]:
     rows = [("Status", run.status.split(";")[0], ""), ("Optimizer steps", f"{run.num_steps:,}", planned)]
     if run.config is not None:
         batch = run.config.data.global_batch_size
-        rows.append(("Images seen", count_text(run.num_steps * batch), f"{batch:,} in each step"))
+        rows.append(("Images seen", number_text(run.num_steps * batch), f"{batch:,} in each step"))
     if loss := run.curve(TRAIN_LOSS):
         rows.append(("Training loss", f"{loss.recent():.4f}", "mean of the last 2 % of steps"))
     if loss := run.curve(VALIDATION_LOSS):
@@ -133,7 +132,7 @@ def facts(run: Run) -> list[tuple[str, str, str]]:
         rows.append(("Waiting for data", f"{waiting.mean:.1%}", "of the steps' time"))
     if run.starts:
         unit = "rank" if all(start.device == "CPU" for start in run.starts) else "GPU"
-        rows.append(("Wall-clock time", hours_text(run.wall_hours), f"{run.gpu_hours:,.4g} {unit}-hours"))
+        rows.append(("Wall-clock time", hours_text(run.wall_hours), f"{number_text(run.gpu_hours)} {unit}-hours"))
         num = sum(start.end not in ("", "finished") for start in run.starts)
         rows.append(("Starts", f"{len(run.starts)}", f"{num} interrupted, {run.num_steps_redone:,} steps redone"))
     return rows
@@ -163,7 +162,7 @@ def plan_table(run: Run, plan: Plan) -> pd.DataFrame:
         ("images", plan.num_images, run.num_steps * plan.global_batch_size, "{:,}".format),
         ("throughput", plan.images_per_second, speed.mean if speed else None, "{:,.4g} images/s".format),
         ("time", plan.days * 24 if plan.days is not None else None, hours, hours_text),
-        ("GPU-hours", plan.gpu_hours, gpu_hours, "{:,.4g}".format),
+        ("GPU-hours", plan.gpu_hours, gpu_hours, number_text),
         ("cost", plan.cost, gpu_hours * price if price is not None and gpu_hours is not None else None,
          "${:,.2f}".format),
     ]  # fmt: skip
@@ -397,17 +396,9 @@ def data_section(run: Run) -> dict[str, Any]:
         }
         for stream, num_planned, num_drawn in zip(plan.streams, planned, drawn, strict=True)
     ]
-    figure = None
-    if all(sums.values()) and len(rows) > 1:
-        shares = {
-            name: [(number or 0) / sums[name] for number in numbers]
-            for name, numbers in (("planned", planned), ("drawn", drawn))
-        }
-        figure = plot_bars([stream.name for stream in plan.streams], shares, x="share of the samples")
     return {
         "is_known": True,
         "table": pd.DataFrame(rows),
-        "figure": figure,
         "num_drawn": sums["drawn"],
         "is_exact": is_exact,
     }
@@ -646,9 +637,9 @@ def hours_text(hours: float) -> str:
     return f"{60 * hours:.1f} min" if hours >= 1 / 60 else f"{3600 * hours:.3g} s"
 
 
-def count_text(number: float) -> str:
-    """Large number in few characters."""
-    for factor, unit in ((1e9, "billion"), (1e6, "million")):
+def number_text(number: float) -> str:
+    """Number with four significant digits, and all digits before the point."""
+    for factor, unit in ((1e9, " billion"), (1e6, " million")):
         if number >= factor:
-            return f"{number / factor:,.4g} {unit}"
-    return f"{number:,.0f}"
+            return f"{number / factor:.4g}{unit}"
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"

@@ -218,6 +218,6 @@ def open_server(site: Site, host: str, port: int) -> tuple[Any, int]:
     try:
         listener = socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
-        raise MachineError(f"--host {host} --port {port}: cannot listen there: {error}") from error
+        raise MachineError(f"--host {host} --port {port}: not available: {error}") from error
     server = create_server(build_app(site), sockets=[listener], threads=8, ident=None)
     return server, listener.getsockname()[1]
