@@ -12,9 +12,9 @@ import pytest
 from diffusion.callbacks.continued_loggers import _event_points, read_wandb, wandb_history
 from diffusion.evaluation.protocol import Number, Result, protocol_hash
 from diffusion.evaluation.watch_loggers import COLUMNS, table_of
+from tests.tools.evaluation_toys import write_images, write_prompts
 from tests.tools.s3_server import s3_process
 from tests.tools.training_runs import Job, TrainingServer
-from tests.unit.evaluation.evaluation_toys import write_images, write_prompts
 
 __all__ = ["s3_process"]
 
@@ -58,7 +58,7 @@ def watched(
     ]
 
     def start_watcher() -> Job:
-        command = ["evaluate.py", "tests/unit/evaluation/toy_evaluation.yaml", "watch=true", *overrides]
+        command = ["evaluate.py", "tests/tools/toy_evaluation.yaml", "watch=true", *overrides]
         return server.start(num_ranks, command, WANDB_SILENT="true", **of_store)
 
     first = start_watcher()

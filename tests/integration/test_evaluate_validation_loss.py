@@ -3,7 +3,7 @@
 import pytest
 
 from diffusion.callbacks.metrics_file import read_metrics
-from tests.unit.evaluation.evaluation_toys import evaluate_on, numbers
+from tests.tools.evaluation_toys import evaluate_on, numbers
 
 EVALUATE = [
     "protocol.metrics=[]",

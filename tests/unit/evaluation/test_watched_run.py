@@ -1,4 +1,4 @@
-"""The checkpoints of a run that is followed: in a folder, and in an object store."""
+"""Checkpoints of a watched run, in a folder and in an object store; the ledger."""
 
 import shutil
 from pathlib import Path
@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from diffusion.checkpointing.object_store import ObjectStore
-from diffusion.evaluation.watch import LocalRun, RemoteRun, open_run
+from diffusion.errors import DataError
+from diffusion.evaluation.watch import Entry, Ledger, LocalRun, RemoteRun, open_run
 from diffusion.files import write_json
 from tests.tools.s3_server import s3_process, s3_server
 
@@ -74,3 +75,17 @@ def test_a_run_folder_whose_checkpoints_are_in_a_store_says_that_it_is_finished(
     write_json(tmp_path / "finished.json", {"step": 10})
     assert open_run(str(tmp_path)).finished_step() == 10
     assert open_run(url).finished_step() is None
+
+
+def test_the_ledger_is_of_one_run(tmp_path):
+    Ledger.open(tmp_path, "runs/a").add("ep0-ba2", Entry(step=2))
+    assert Ledger.open(tmp_path, "runs/a").entries == {"ep0-ba2": Entry(step=2)}
+    with pytest.raises(DataError, match="runs/a"):
+        Ledger.open(tmp_path, "runs/b")
+
+
+def test_a_checkpoint_that_is_gone_is_not_held(tmp_path):
+    run = LocalRun(tmp_path / "run")
+    assert run.list_checkpoints() == []
+    assert run.copy("ep0-ba2", tmp_path / "held") is None
+    assert not (tmp_path / "held" / "ep0-ba2").exists()
