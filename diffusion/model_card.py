@@ -120,7 +120,7 @@ def _evaluations(place: Path, weights: str) -> str:
     by_folder: dict[Path, list[Result]] = {}
     for path in find_results(run.parent):
         result = Result.read(path)
-        if Path(result.place).parts[-3:] == place.resolve().parts[-3:] and result.weights == weights:
+        if Path(result.path).parts[-3:] == place.resolve().parts[-3:] and result.weights == weights:
             by_folder.setdefault(path.parent, []).append(result)
     if not by_folder:
         return ""

@@ -85,7 +85,7 @@ def test_each_checkpoint_is_evaluated_once(watched):
     }
     assert {path.name for path in (output / "results").iterdir()} == names
     assert state_of(output) == before
-    assert not list((output / "held").iterdir())
+    assert not list((output / "copies").iterdir())
 
 
 def test_numbers_stand_at_the_steps_of_training(watched):
@@ -95,7 +95,7 @@ def test_numbers_stand_at_the_steps_of_training(watched):
     name = "evaluation/raw/cfg1/frechet_random-4"
     result = json.loads((output / "results" / "ep0-ba4-raw-cfg1.json").read_text())
     assert rows[1][name] == result["numbers"]["frechet_random-4"]["value"]
-    assert result["place"] == f"{place}/ep0-ba4"
+    assert result["path"] == f"{place}/ep0-ba4"
 
 
 def test_writers_never_meet_and_write_no_point_twice(watched):
@@ -133,7 +133,7 @@ def test_wandb_has_a_table_of_each_step_without_a_network(watched):
 def test_compositional_numbers_stand_in_the_table_by_category():
     protocol = {"metric": "compositional"}
     numbers = {name: Number(value=0.5, protocol=protocol) for name in ("compositional", "compositional/two_objects")}
-    results = [Result(name=f"ba{step}", place="", step=step, guidance_scale=3.0, numbers=numbers) for step in (1, 2)]
+    results = [Result(name=f"ba{step}", path="", step=step, guidance_scale=3.0, numbers=numbers) for step in (1, 2)]
     of_model = ["ba2", "raw", 3.0, "compositional"]
     key = protocol_hash(protocol)
     assert table_of(results, 2) == [[*of_model, "", 0.5, key], [*of_model, "two_objects", 0.5, key]]
