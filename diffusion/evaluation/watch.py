@@ -37,7 +37,7 @@ COPIES = "copies"
 """Folder of the checkpoint that is being read, in the output folder."""
 
 FINISHED = "finished.json"
-"""File in a finished run's folder (`diffusion.checkpointing.ending`)."""
+"""File in a finished run's folder (`diffusion.checkpointing.resume`)."""
 
 LEDGER = "ledger.json"
 """Record of evaluated checkpoints, in the output folder."""

@@ -17,7 +17,7 @@ from PIL import Image
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS
 from diffusion.callbacks.saving import STALL
-from diffusion.checkpointing.reading import list_checkpoints
+from diffusion.checkpointing.layout import list_checkpoints
 from diffusion.config.stores import is_store
 from diffusion.datasets.batching import GlobalOrder
 from diffusion.errors import DataError, MachineError
