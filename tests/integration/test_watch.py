@@ -34,7 +34,7 @@ def state_of(folder: Path) -> dict[str, int]:
 def watched(
     request: pytest.FixtureRequest, server: TrainingServer, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path, str, dict[str, int]]:
-    """Output folder, run folder and place after three watchers, the first of them killed; what the third found done."""
+    """Output folder, run folder and URI after three watchers, the first one killed; files before the third."""
     root = tmp_path_factory.mktemp("watch")
     write_images(root / "reference", 5)
     write_prompts(root / "prompts.txt", ["a red star", "a blue star"])
@@ -43,9 +43,9 @@ def watched(
     url, of_store = None, {}
     if num_ranks > 1:
         url, of_store = "s3://tests/watched", request.getfixturevalue("s3_process").environment
-    place = url or str(run)
+    uri = url or str(run)
     overrides = [
-        f"model={place}",
+        f"model={uri}",
         f"output_folder={output}",
         f"protocol.prompts.path={root / 'prompts.txt'}",
         f"protocol.reference.path={root / 'reference'}",
@@ -72,7 +72,7 @@ def watched(
         assert not any(ended.codes), ended.output[-3000:]
     before = state_of(output)
     assert not any(start_watcher().finish().codes)
-    return output, run, place, before
+    return output, run, uri, before
 
 
 def test_each_checkpoint_is_evaluated_once(watched):
@@ -89,13 +89,13 @@ def test_each_checkpoint_is_evaluated_once(watched):
 
 
 def test_numbers_stand_at_the_steps_of_training(watched):
-    output, _, place, _ = watched
+    output, _, uri, _ = watched
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == STEPS
     name = "evaluation/raw/cfg1/frechet_random-4"
     result = json.loads((output / "results" / "ep0-ba4-raw-cfg1.json").read_text())
     assert rows[1][name] == result["numbers"]["frechet_random-4"]["value"]
-    assert result["path"] == f"{place}/ep0-ba4"
+    assert result["path"] == f"{uri}/ep0-ba4"
 
 
 def test_writers_never_meet_and_write_no_point_twice(watched):

@@ -10,7 +10,7 @@ from diffusion.evaluation.config import (
 )
 
 
-def test_configurations_that_ship_load_and_impossible_ones_are_refused(tmp_path):
+def test_configurations_that_ship_load_and_impossible_ones_are_rejected(tmp_path):
     for yaml in ("yamls/evaluate.yaml", "yamls/tiny/evaluate.yaml"):
         places = [f"protocol.{part}.path=x" for part in ("prompts", "reference")]
         config = load(EvaluationConfig, yaml, ["output_folder=x", "model=x", *places])

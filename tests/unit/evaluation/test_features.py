@@ -96,7 +96,7 @@ class Code:
         return (print, ("run",))
 
 
-def test_a_file_of_weights_that_would_run_code_is_refused(tmp_path, capsys):
+def test_a_file_of_weights_that_would_run_code_is_rejected(tmp_path, capsys):
     from diffusion.evaluation.features import Inception
 
     path = tmp_path / "weights.pth"

@@ -52,8 +52,8 @@ def generated(generator: Generator, folder: Path, scale: float) -> np.ndarray:
     prompts = [Prompt(text=text) for text in ("a red circle", "a blue star on a white background", "")]
     sampling = SamplingConfig(num_inference_steps=3, seed=5, images_per_prompt=2)
     task = Task(prompts=prompts, sampling=sampling, guidance_scale=scale, batch_size=4)
-    pictures = ImageFiles(generate_images(generator, task, folder / f"cfg{scale:g}", "test"))
-    return np.stack([np.asarray(pictures[i]).astype(int) for i in range(len(pictures))])
+    images = ImageFiles(generate_images(generator, task, folder / f"cfg{scale:g}", "test"))
+    return np.stack([np.asarray(images[i]).astype(int) for i in range(len(images))])
 
 
 def test_its_images_are_those_of_the_model(model: LatentDiffusion, folder: Path, tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ def asked_for(check):
 
 
 @pytest.mark.parametrize("side", [32, 64])
-def test_the_oracle_finds_what_is_drawn_and_misses_what_is_not(tmp_path, side):
+def test_the_oracle_finds_drawn_objects_only(tmp_path, side):
     suite = open_object_checks(CompositionalConfig(images_per_prompt=1), torch.device("cpu"))
     assert suite.detector.identity == ShapesOracle.identity
     single, pairs = shape_scenes()

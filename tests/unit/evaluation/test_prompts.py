@@ -94,9 +94,9 @@ def test_captions_and_images_of_a_prepared_data_set(shapes):
     prompts = read_prompts(shapes / "prepared" / "validation", num=7)
     assert len(prompts) == 7
     assert all("background" in prompt.text for prompt in prompts)
-    pictures, identity = open_reference(ReferenceConfig(path=str(shapes / "prepared" / "validation"), num=7, size=32))
-    assert {pictures[i].size for i in range(len(pictures))} == {(32, 32)}
-    assert len(pictures) == 7
+    images, identity = open_reference(ReferenceConfig(path=str(shapes / "prepared" / "validation"), num=7, size=32))
+    assert {images[i].size for i in range(len(images))} == {(32, 32)}
+    assert len(images) == 7
     other = open_reference(ReferenceConfig(path=str(shapes / "prepared" / "train"), num=7, size=32))[1]
     assert identity != other
 

@@ -68,7 +68,7 @@ def test_equal_captions_make_no_difference(trained):
     assert use.gain == 0.0
 
 
-def test_held_out_data_may_have_several_sizes(trained):
+def test_validation_data_may_have_several_sizes(trained):
     whole = data(64)
     first, second = ({key: value[part] for key, value in whole.items()} for part in (slice(0, 40), slice(40, 64)))
     wide = {key: second[key].repeat(1, 1, 1, 2) for key in (BatchKey.LATENT_MEAN, BatchKey.LATENT_LOGVAR)}

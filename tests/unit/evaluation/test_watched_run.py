@@ -53,7 +53,7 @@ def test_a_run_whose_checkpoints_are_elsewhere_leads_there(tmp_path):
     assert open_run(str(tmp_path / "run")).list_checkpoints() == ["ep0-ba4.pt"]
 
 
-def test_checkpoints_in_a_store_are_downloaded_and_gone_ones_left_out(tmp_path, s3_server):
+def test_checkpoints_in_a_store_are_downloaded_and_removed_ones_are_skipped(tmp_path, s3_server):
     url = "s3://tests/followed/checkpoints"
     store = ObjectStore(url, patience=10)
     store.upload(write_checkpoint(tmp_path / "ep0-ba2.pt"), "ep0-ba2.pt")
