@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from torchvision.ops import box_iou
 
+from demo.shape_checks import ShapesOracle, shape_checks
 from demo.shapes import BACKGROUNDS, COLOURS, SHAPES, Scene, Thing, draw
 from demo.shapes import prompts as shape_scenes
 from diffusion.config.model import Architecture
@@ -23,14 +24,12 @@ from diffusion.evaluation.object_checks import (
     MAX_OVERLAP,
     Check,
     Detection,
-    ShapesOracle,
     Wanted,
     ZeroShotDetector,
     is_shown,
     open_object_checks,
     read_checks,
     relations,
-    shape_checks,
 )
 from diffusion.models.architectures import with_seed
 from diffusion.models.tokenizers import build_tokenizer
