@@ -11,7 +11,6 @@ from typing import Any
 import yaml
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS
-from diffusion.callbacks.starts_file import STARTS
 from diffusion.checkpointing.resume import FINISHED, PREEMPTED
 from diffusion.checkpointing.roll_back import RECORD
 from diffusion.config.checks import num_batches

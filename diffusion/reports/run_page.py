@@ -19,7 +19,6 @@ from diffusion.callbacks.metrics_file import TRAIN_LOSS
 from diffusion.callbacks.saving import STALL
 from diffusion.checkpointing.layout import list_checkpoints
 from diffusion.config.stores import is_store
-from diffusion.datasets.batching import GlobalOrder
 from diffusion.errors import DataError, MachineError
 from diffusion.planning.plan import Plan, plan_run
 from diffusion.planning.plan_text import size_text

@@ -86,7 +86,7 @@ def test_the_command(trajectories):
     command[-2:] = ["0.3"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 2
-    assert "ConfigurationError: the relative width of an average is 0.3" in done.stderr
+    assert "ConfigurationError" in done.stderr
 
 
 def test_what_cannot_be_reconstructed_is_told(tmp_path):

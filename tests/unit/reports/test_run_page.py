@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, last_step
-from diffusion.datasets.batching import GlobalOrder, Mixing, OrderSettings, StreamShape
+from diffusion.datasets.sample_order import GlobalOrder, Mixing, OrderSettings, StreamShape
 from diffusion.errors import ConfigurationError
 from diffusion.operations.costs import CostsFile, Kind, StartCosts
 from diffusion.reports.curves import Curve, read_curves, read_json_lines
