@@ -20,8 +20,8 @@ from diffusion.config.loading import load_complete
 from diffusion.datasets.buckets import DEFAULT_EDGES, parse_edges
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.datasets.mds import DEFAULT_SHARD_BYTES
+from diffusion.distributed import INTERRUPTED_EXIT_CODE
 from diffusion.errors import ConfigurationError, UserError
-from diffusion.launch import INTERRUPTED_EXIT_CODE
 from diffusion.preparation.config import BucketsConfig, Engine, PrepareConfig
 from diffusion.preparation.partitions.preview import Preview
 from diffusion.preparation.prepare import prepare_from, preview_of

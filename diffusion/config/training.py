@@ -163,7 +163,7 @@ class TrainerConfig:
     compiles at every new size of images."""
 
     progress_bar: bool = True
-    """Show progress on rank 0."""
+    """Show progress on rank 0: a bar in a terminal, elsewhere a line each half minute."""
 
     def problems(self, key: str) -> Iterator[str]:
         """Describe wrong relations."""

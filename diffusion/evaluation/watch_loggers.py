@@ -5,12 +5,13 @@ All are written from the result files. After an interruption no point is written
 
 import hashlib
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from diffusion.callbacks.continued_loggers import as_machine_error, tensorboard_points, wandb_points
+from diffusion.callbacks.loggers import as_machine_error
 from diffusion.config.schema import Config
 from diffusion.config.secrets import redact_arguments
 from diffusion.evaluation.config import EvaluationConfig
@@ -66,6 +67,8 @@ class WatchLoggers:
     def __init__(self, config: EvaluationConfig, run: Config) -> None:
         self.config, self.run = config, run
         self.folder = Path(config.output_folder).expanduser()
+        self._tensorboard: Any = None
+        self._in_tensorboard: set[tuple[int, str]] = set()
         self._wandb: Any = None
         self._wandb_step = -1
 
@@ -79,29 +82,34 @@ class WatchLoggers:
             self._to_wandb(rows, results)
 
     def close(self) -> None:
-        """Finish the wandb run."""
+        """Close the event file, and finish the run in wandb."""
+        if self._tensorboard is not None:
+            self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
 
     def _to_tensorboard(self, rows: Sequence[dict[str, float]]) -> None:
-        """Write separate event files in the folder of the run, whose charts they share."""
+        """Into one event file per start, which hides those of earlier starts, in a folder beside that of the run."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        own = Path(self.run.output_folder).expanduser() / "tensorboard" / self.run.run_name
-        folder = own if own.is_dir() else self.folder / "tensorboard"
-        points = tensorboard_points(folder, 0)
-        with SummaryWriter(str(folder), filename_suffix=TENSORBOARD_SUFFIX) as writer:
-            for row in rows:
-                for name, value in row.items():
-                    if name != "step" and not points.has(name, int(row["step"])):
-                        writer.add_scalar(name, value, int(row["step"]))
+        if self._tensorboard is None:
+            own = Path(self.run.output_folder).expanduser() / "tensorboard"
+            folder = own if own.is_dir() else self.folder / "tensorboard"
+            self._tensorboard = SummaryWriter(str(folder / f"{self.run.run_name}{TENSORBOARD_SUFFIX}"), purge_step=0)
+        for row in rows:
+            for name in row.keys() - {"step"}:
+                step = int(row["step"])
+                if (step, name) not in self._in_tensorboard:
+                    self._tensorboard.add_scalar(name, row[name], step)
+                    self._in_tensorboard.add((step, name))
+        self._tensorboard.flush()
 
     def _to_wandb(self, rows: Sequence[dict[str, float]], results: Sequence[Result]) -> None:
         """Write to a separate wandb run. Its steps are those of training; the server rejects repeated ones."""
         import wandb
 
         if self._wandb is None:
-            self._wandb, self._wandb_step = self._open_wandb()
+            self._wandb = self._open_wandb()
         for row in rows:
             step = int(row["step"])
             if step > self._wandb_step:
@@ -110,15 +118,17 @@ class WatchLoggers:
                 self._wandb.log({STEP: step, **values, TABLE: table}, step=step, commit=True)
                 self._wandb_step = step
 
-    def _open_wandb(self) -> tuple[Any, int]:
-        """Open the wandb run; return it and the last step in its files."""
+    def _open_wandb(self) -> Any:
+        """Start the run; offline, its new folder replaces those of earlier starts, since it holds all results."""
         import wandb
 
         settings = self.config.loggers.wandb
         assert settings is not None
         name = f"{self.run.run_name}-evaluation"
         run_id = hashlib.sha256(f"{name} {self.folder.resolve()}".encode()).hexdigest()[:12]
-        last = wandb_points(self.folder, run_id).last_step if settings.offline else -1
+        if settings.offline:
+            for earlier in self.folder.glob(f"wandb/offline-run-*-{run_id}"):
+                shutil.rmtree(earlier)
         with as_machine_error():
             run = wandb.init(
                 project=settings.project,
@@ -138,4 +148,4 @@ class WatchLoggers:
             )
         run.define_metric(STEP)
         run.define_metric("evaluation/*", step_metric=STEP)
-        return run, last
+        return run

@@ -166,7 +166,7 @@ def test_the_card_says_what_it_is_and_how_good(runs, tmp_path):
 
 
 def test_what_cannot_be_exported_is_said_and_leaves_nothing(runs, tmp_path, monkeypatch):
-    with pytest.raises(ConfigurationError, match="is there already"):
+    with pytest.raises(ConfigurationError, match="exists"):
         export(str(runs["base"]), tmp_path)
     with pytest.raises(ConfigurationError, match=r"trained without model\.lora"):
         export(str(runs["base"]), tmp_path / "out", lora_only=True)

@@ -11,8 +11,8 @@ from composer.utils import dist
 
 from diffusion.config.schema import Config
 from diffusion.config.training import Device
-from diffusion.datasets.locations import locate_streams
-from diffusion.datasets.streams import TextImageDataset
+from diffusion.datasets.dataset import TrainingDataset
+from diffusion.datasets.streams import locate_streams
 from diffusion.distributed import agree
 from diffusion.errors import ConfigurationError, MachineError, UserError
 from diffusion.operations.checks.cache import check_cache_limit, check_cache_space
@@ -50,7 +50,7 @@ def check_machines(config: Config, device: Device) -> None:
     _tell(verdicts, MachineError)
 
 
-def check_caches(config: Config, dataset: TextImageDataset) -> None:
+def check_caches(config: Config, dataset: TrainingDataset) -> None:
     """Check each machine's cache for what it has to hold; to be called by all ranks.
 
     Args:
@@ -68,9 +68,11 @@ def check_caches(config: Config, dataset: TextImageDataset) -> None:
     demand = cache_demand_of_dataset(config, dataset, world())
     without = [name for name, remote in zip(dataset.stream_names, remotes, strict=True) if remote is None]
     _tell(lambda: [check_cache_limit(limit, demand, without)], ConfigurationError)
-    held = dataset.cache_usage
     folders = cache_folders(config)
-    _tell(lambda: [check_cache_space(read_disk(folder), demand, limit, held) for folder in folders], MachineError)
+    _tell(
+        lambda: [check_cache_space(read_disk(folder), demand, limit, dataset.cache_bytes()) for folder in folders],
+        MachineError,
+    )
 
 
 def world() -> World:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from diffusion.callbacks.described_wandb import wandb_config
+from diffusion.callbacks.loggers import wandb_config
 from diffusion.config.schema import Config
 from diffusion.config.secrets import is_secret_name, redact, redact_arguments, to_public_yaml
 from diffusion.config.training import Plugin
