@@ -23,7 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from diffusion.config.data import ImageSize, Representation
 from diffusion.datasets.bad_images import BadImage, BadImages
-from diffusion.datasets.batch import BatchKey
+from diffusion.datasets.batch import BatchKey, Sample
 from diffusion.datasets.cache import (
     CacheLimit,
     Downloads,
@@ -52,9 +52,6 @@ logger = logging.getLogger(__name__)
 
 Tokenize = Callable[[list[str]], NDArray[np.int32]]
 """K captions -> int32 [K, L]."""
-
-Sample = dict[BatchKey, Any]
-"""Arrays and integers of one sample, without the batch dimension."""
 
 PREPARED_COLUMNS = {"image", "captions"}
 ENCODED_COLUMNS = {"latent_mean", "token_ids"}
