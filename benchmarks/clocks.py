@@ -17,7 +17,7 @@ from composer.utils import dist
 
 from benchmarks.step_runs import PlainLoop, run_config
 from diffusion.config.model import Architecture
-from diffusion.ema.ema import LateStartEMA
+from diffusion.ema.callbacks import LateStartEMA
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.operations.checks.device import synchronize
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffusion.checkpointing.writing import write_file, write_sharded
+from diffusion.checkpointing.save import write_file, write_sharded
 
 
 def measure_saving(*, num_megabytes: int = 1024, rounds: int = 5, folder: Path | None = None) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from PIL import Image, ImageDraw
 from demo.scoring import DemoScores, Rates
 from demo.shapes import COLOURS, SHAPES, caption, prompts
 from diffusion.callbacks.metrics_file import read_metrics, series
-from diffusion.html_page import Page
 from diffusion.models.sampling import image_grid
 
 RELATIONS_SHOWN = 16

@@ -6,9 +6,9 @@ Exit code 75 alone does not tell: a run that was told to end has it, too.
 import sys
 from pathlib import Path
 
-from diffusion.checkpointing.rollbacks import read_pending
+from diffusion.checkpointing.roll_back import read_request
 from diffusion.config.loading import load_config
 
 if __name__ == "__main__":
     config = load_config(sys.argv[1], sys.argv[2:])
-    sys.exit(read_pending(Path(config.output_folder).expanduser()) is None)
+    sys.exit(read_request(Path(config.output_folder).expanduser()) is None)

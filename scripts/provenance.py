@@ -33,7 +33,8 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Count, look up, write."""
     options = parse_arguments()
-    from diffusion.checkpointing.reading import read_position, resolve_checkpoint
+    from diffusion.checkpointing.find import resolve_checkpoint
+    from diffusion.checkpointing.read import read_position
     from diffusion.datasets.bad_images import FILE, read_bad_images
     from diffusion.loading import load_config_of
     from diffusion.planning.provenance import (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from diffusion.checkpointing.reading import list_checkpoints
+from diffusion.checkpointing.layout import list_checkpoints
 from diffusion.operations.beats import Beat, read_beats
 from diffusion.operations.events import read_events
 from diffusion.operations.jobs import kill, tree

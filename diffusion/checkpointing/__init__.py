@@ -1,1 +1,1 @@
-"""Checkpoints: written, found, checked, read, continued from, and kept elsewhere."""
+"""Checkpoints: their layout, how they are saved, found, read, resumed from and rolled back to."""

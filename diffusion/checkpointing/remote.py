@@ -1,91 +1,124 @@
 """Checkpoints of a run in an object store: `s3://bucket/prefix/ep0-ba100/...` or `s3://bucket/prefix/ep0-ba100.pt`.
 
-They are written to the run folder first and uploaded from there: each rank its own file, and the index when all of
-them are there, so that a half-written checkpoint is told from a whole one as in a folder. A single object appears
-whole or not at all. To be read, a checkpoint is downloaded.
+They are written to the run folder first and uploaded from there: each rank its own file, then the checksums, and the
+index when all files are there. So an incomplete checkpoint is recognised as in a folder. To be read, a checkpoint is
+downloaded.
 """
 
+import dataclasses
 import hashlib
 import logging
-import shutil
-from collections.abc import Callable
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffusion.checkpointing.checksums import CHECKSUMS
-from diffusion.checkpointing.object_store import ObjectStore, StoredFile
-from diffusion.checkpointing.safe_loading import INDEX, UnsafeCheckpointError
-from diffusion.errors import DataError
+from diffusion import storage
+from diffusion.checkpointing.layout import CHECKSUMS, INDEX, batch_of
+from diffusion.files import PARTIAL
+from diffusion.storage import Access, StoredFile
 
 log = logging.getLogger(__name__)
 
+READ_PATIENCE = 120.0
+"""Seconds for which requests that fail are repeated when a checkpoint is only read."""
+
+FIRST_CONTACT = 20.0
+"""Seconds for which the start of a run repeats requests, at most: a wrong address is reported soon."""
+
+_PARALLEL_DOWNLOADS = 4
+
 _LAST = (CHECKSUMS, INDEX)
-"""Files that come after all others, in this order."""
+"""Files that are uploaded after all others, in this order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteCheckpoint:
-    """What a store holds of a checkpoint."""
+    """The files of a checkpoint in a store."""
 
-    name: str
-    """`ep0-ba100` or `ep0-ba100.pt`."""
+    uri: str
 
     files: dict[str, StoredFile]
     """Its files, by names below the run's prefix."""
 
+    def __str__(self) -> str:
+        return self.uri
+
+    @property
+    def name(self) -> str:
+        """`ep0-ba10` or `ep0-ba10.pt`."""
+        return self.uri.rpartition("/")[2]
+
     @property
     def identity(self) -> str:
-        """What changes when anything in it does."""
-        versions = sorted((name, file.num_bytes, file.version) for name, file in self.files.items())
+        """A hash that changes with any of its files."""
+        versions = sorted((name, file.size, file.version) for name, file in self.files.items())
         return hashlib.sha256(repr(versions).encode()).hexdigest()[:32]
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether it is a folder of shards."""
-        return self.name not in self.files
-
-    @property
     def is_complete(self) -> bool:
-        """Whether its writing reached its end."""
-        return not self.is_sharded or f"{self.name}/{INDEX}" in self.files
+        """Whether its upload was finished: a single object is there entirely or not at all."""
+        return self.name in self.files or f"{self.name}/{INDEX}" in self.files
 
 
 class RemoteCheckpoints:
     """The checkpoints of one run.
 
     Args:
-        store: where they are.
-        batch_of: the step that a name says; negative for the names of other files.
+        uri: `s3://bucket/prefix`.
+        patience: seconds for which requests that fail are repeated.
     """
 
-    def __init__(self, store: ObjectStore, batch_of: Callable[[Path], int]) -> None:
-        self.store = store
-        self._batch_of = batch_of
+    def __init__(self, uri: str, *, patience: float) -> None:
+        self.uri = uri.rstrip("/")
+        self._access = Access(seconds=patience)
+        self._uploader: ThreadPoolExecutor | None = None
+        self._uploads: list[Future[None]] = []
 
-    def place(self, name: str) -> str:
-        """The URL of a checkpoint."""
-        return self.store.place(name)
+    def uri_of(self, name: str) -> str:
+        """The URI of a checkpoint or of another file."""
+        return storage.join(self.uri, name)
+
+    def check_access(self) -> None:
+        """Write and remove a file, repeating requests for `FIRST_CONTACT` seconds at most.
+
+        Raises:
+            DataError: there is no such bucket.
+            MachineError: the store cannot be written.
+        """
+        probe = self.uri_of(".access")
+        seconds = min(self._access.seconds or FIRST_CONTACT, FIRST_CONTACT)
+        storage.write(probe, b"", dataclasses.replace(self._access, seconds=seconds))
+        storage.delete([probe], self._access)
+
+    def files(self) -> dict[str, StoredFile]:
+        """List all files by their names below the URI: those of checkpoints, and averages of weights.
+
+        Raises:
+            MachineError: the store cannot be read.
+        """
+        return storage.list_files(self.uri, self._access)
 
     def present(self) -> list[RemoteCheckpoint]:
-        """All of them, whole or not, oldest first.
+        """List all of them, complete or not, oldest first.
 
         Raises:
             MachineError: the store cannot be read.
         """
         found: dict[str, dict[str, StoredFile]] = {}
-        for file, stored in self.store.files().items():
+        for file, stored in self.files().items():
             name = file.partition("/")[0]
-            if self._batch_of(Path(name)) >= 0:
+            if batch_of(Path(name)) >= 0:
                 found.setdefault(name, {})[file] = stored
-        ordered = sorted(found, key=lambda name: (self._batch_of(Path(name)), name))
-        return [RemoteCheckpoint(name=name, files=found[name]) for name in ordered]
+        names = sorted(found, key=lambda name: (batch_of(Path(name)), name))
+        return [RemoteCheckpoint(uri=self.uri_of(name), files=found[name]) for name in names]
 
-    def upload_parts(self, local: Path, files: list[str] | None = None) -> None:
-        """Upload what has to be there before the index: this rank's or this node's files.
+    def upload_parts(self, local: Path, files: Sequence[str] | None = None) -> None:
+        """Upload this rank's or this node's files of a sharded checkpoint, all but the last ones.
 
         Args:
             local: the checkpoint as it was written.
-            files: names in its folder; None is all that are there.
+            files: names in its folder; None for all that are there.
 
         Raises:
             MachineError: the store cannot be written.
@@ -94,108 +127,97 @@ class RemoteCheckpoints:
             return
         names = sorted(path.name for path in local.iterdir()) if files is None else files
         for name in names:
-            if name not in _LAST and not name.endswith(".tmp"):
-                self.store.upload(local / name, f"{local.name}/{name}")
+            if name not in _LAST and not name.endswith(PARTIAL):
+                self.upload(local / name, f"{local.name}/{name}")
 
-    def complete(self, local: Path) -> None:
-        """Upload what makes a checkpoint whole, once all parts and the files that go before it are there.
+    def finish_upload(self, local: Path) -> None:
+        """Upload the files that make a checkpoint complete, after uploads in the background have ended.
 
         Raises:
             MachineError: the store cannot be written.
         """
-        self.store.await_uploads()
+        self.await_uploads()
         if not local.is_dir():
-            self.store.upload(local, local.name)
+            self.upload(local, local.name)
             return
         for name in _LAST:
             if (local / name).is_file():
-                self.store.upload(local / name, f"{local.name}/{name}")
+                self.upload(local / name, f"{local.name}/{name}")
 
     def remove(self, checkpoint: RemoteCheckpoint) -> None:
-        """Remove a checkpoint so that, interrupted in between, it is not taken for whole.
+        """Remove a checkpoint, its index first: after an interruption the rest counts as half-written.
 
         Raises:
             MachineError: the store cannot be written.
         """
-        index = f"{checkpoint.name}/{INDEX}"
-        if index in checkpoint.files:
-            self.store.remove([index])
-        self.store.remove([file for file in checkpoint.files if file != index])
+        index = self.uri_of(f"{checkpoint.name}/{INDEX}")
+        uris = [file.uri for file in checkpoint.files.values()]
+        storage.delete([uri for uri in uris if uri == index], self._access)
+        storage.delete([uri for uri in uris if uri != index], self._access)
 
     def remove_named(self, name: str) -> None:
-        """Remove what there is under a name."""
+        """Remove the files of a name."""
         for checkpoint in self.present():
             if checkpoint.name == name:
                 self.remove(checkpoint)
 
     def remove_half_written(self) -> None:
-        """Remove what an interrupted upload has left behind.
+        """Remove what interrupted uploads have left.
 
         Raises:
             MachineError: the store cannot be written.
         """
         for checkpoint in self.present():
             if not checkpoint.is_complete:
-                log.warning("removing %s, which was not written to its end", self.place(checkpoint.name))
+                log.warning("removing %s, which is incomplete", checkpoint)
                 self.remove(checkpoint)
 
-    def fetch(self, checkpoint: RemoteCheckpoint, folder: Path) -> Path:
+    def download(self, checkpoint: RemoteCheckpoint, folder: Path) -> Path:
         """Download a checkpoint, or the rest of it: files of the same name and size are kept.
 
         Args:
             checkpoint: one of `present`.
-            folder: its parent on this machine, which holds files of this very checkpoint or nothing.
+            folder: parent of the copy; it holds files of this very checkpoint or nothing.
 
         Returns:
-            Its path there.
+            The copy.
 
         Raises:
             MachineError: the store cannot be read, or the disk not be written.
         """
-        path = folder / checkpoint.name
-        ordered = sorted(checkpoint.files, key=lambda file: file.endswith(f"/{INDEX}"))
-        for file in ordered:
-            local = folder / file
-            if not local.is_file() or local.stat().st_size != checkpoint.files[file].num_bytes:
-                self.store.download(file, local)
-        return path
+        for name in sorted(checkpoint.files, key=lambda name: name.endswith(f"/{INDEX}")):
+            self.download_file(checkpoint.files[name], folder / name)
+        return folder / checkpoint.name
 
-    def fetch_newest(self, folder: Path, check: Callable[[Path], None]) -> Path | None:
-        """Download the newest checkpoint that is whole; those that are passed over are told.
+    # Single files
 
-        Args:
-            folder: its parent on this machine.
-            check: raises a `DataError` for a checkpoint that is not to be taken.
+    def download_file(self, file: StoredFile, path: Path) -> None:
+        """Download a file, unless one of its size is there.
 
         Raises:
-            UnsafeCheckpointError: a checkpoint would run code.
             MachineError: the store cannot be read, or the disk not be written.
         """
-        for checkpoint in reversed(self.present()):
-            place = self.place(checkpoint.name)
-            if not checkpoint.is_complete:
-                _tell_passed_over(place, "it was not written to its end")
-                continue
-            path = self.fetch(checkpoint, folder)
-            try:
-                check(path)
-            except UnsafeCheckpointError:
-                raise
-            except DataError as error:
-                _tell_passed_over(place, str(error))
-                remove_copy(path)
-            else:
-                return path
-        return None
+        if not path.is_file() or path.stat().st_size != file.size:
+            storage.download(file.uri, path, size=file.size, parallel=_PARALLEL_DOWNLOADS, access=self._access)
 
+    def upload(self, path: Path, name: str) -> None:
+        """Upload a file.
 
-def remove_copy(path: Path) -> None:
-    """Remove a checkpoint, or what there is of it, that is whole elsewhere."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+        Raises:
+            MachineError: the store cannot be written.
+        """
+        storage.upload(path, self.uri_of(name), self._access)
 
+    def upload_later(self, path: Path, name: str) -> None:
+        """Upload a file in the background, after those before it."""
+        self._uploader = self._uploader or ThreadPoolExecutor(1, thread_name_prefix="upload")
+        self._uploads.append(self._uploader.submit(self.upload, path, name))
 
-def _tell_passed_over(place: str, damage: str) -> None:
-    log.warning("checkpoint %s is passed over, and the one before is taken: %s", place, damage)
+    def await_uploads(self) -> None:
+        """Wait for the uploads in the background.
+
+        Raises:
+            MachineError: a file cannot be uploaded.
+        """
+        for upload in list(self._uploads):
+            upload.result()

@@ -1,1 +1,1 @@
-"""What changes training itself: averaging of the weights."""
+"""Averages of the weights: their profiles, the callback that updates them, and any width after the training."""

@@ -1,32 +1,18 @@
-"""How much each past weight counts in an average: exponential and power-function profiles.
+"""Profiles of averages, the share of each past weight: exponential and power functions.
 
 The power functions are those of Karras et al. 2024, "Analyzing and Improving the Training Dynamics of Diffusion
-Models", section 3.1: at time t, the weight of time tau is proportional to tau^gamma. Time counts the weights that an
-average has seen: its first weights, those at the start of the averaging, are those of time 1.
+Models", section 3.1: at time t, the weight of time tau is proportional to tau^gamma. Time counts the weights that are
+averaged: those at the start of the averaging have time 1.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from diffusion.config.training import MAX_WIDTH
 from diffusion.errors import ConfigurationError
-
-
-class Profile(Protocol):
-    """A rule by which an average follows the weights."""
-
-    @property
-    def label(self) -> str:
-        """Name of the average in checkpoints, files and commands."""
-        ...
-
-    def step(self, time: int) -> float:
-        """The fraction 1 - beta(t) by which an average moves towards the weights of this time (2, 3, ...)."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -45,7 +31,7 @@ class Exponential:
         return f"decay-{self.decay!r}"
 
     def step(self, time: int) -> float:
-        """The same at all times."""
+        """The fraction by which the average moves towards the weights, the same at all times."""
         return 1.0 - self.decay
 
 
@@ -78,19 +64,19 @@ class PowerFunction:
         return width_to_gamma(self.width)
 
     def step(self, time: int) -> float:
-        """1 - (1 - 1/t)^(gamma + 1)."""
+        """The fraction 1 - beta(t) by which the average moves towards the weights of time t = 2, 3, ..."""
         return -math.expm1((self.gamma + 1.0) * math.log1p(-1.0 / time))
 
 
-def gamma_to_width(gamma: float) -> float:
-    """sigma_rel = (gamma + 1)^(1/2) (gamma + 2)^(-1) (gamma + 3)^(-1/2), equation 3 of the paper."""
-    return math.sqrt((gamma + 1) / (gamma + 3)) / (gamma + 2)
+Profile = Exponential | PowerFunction
+"""The rule of an average: its label in files and commands, and its step towards the weights of a time."""
 
 
 def width_to_gamma(width: float) -> float:
     """The exponent of a relative width in (0, `MAX_WIDTH`).
 
-    Equation 3 squared is (gamma + 2)^2 (gamma + 3) - (gamma + 1) / width^2 = 0, whose largest root is sought.
+    Equation 3 is width = (gamma + 1)^(1/2) (gamma + 2)^(-1) (gamma + 3)^(-1/2). Squared it is
+    (gamma + 2)^2 (gamma + 3) - (gamma + 1) / width^2 = 0, whose largest root is the exponent.
     """
     inverse = width**-2
     return float(np.roots([1.0, 7.0, 16.0 - inverse, 12.0 - inverse]).real.max())

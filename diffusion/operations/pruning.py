@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffusion.checkpointing.ending import FINISHED
-from diffusion.checkpointing.reading import is_complete, list_checkpoints, remove_checkpoint, superseded
+from diffusion.checkpointing.find import is_complete
+from diffusion.checkpointing.layout import list_checkpoints, remove_checkpoint, superseded
+from diffusion.checkpointing.resume import FINISHED
 from diffusion.config.checks import num_batches
 from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config

@@ -16,11 +16,11 @@ from types import FrameType
 
 import psutil
 
-from diffusion.checkpointing.rollbacks import read_pending
+from diffusion.checkpointing.roll_back import read_request
 from diffusion.config.operations import SupervisionConfig
+from diffusion.distributed import PREEMPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from diffusion.errors import MachineError
 from diffusion.files import open_lock
-from diffusion.launch import PREEMPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from diffusion.operations import jobs
 from diffusion.operations.beats import Beat, Phase, clear_beats, read_beats
 from diffusion.operations.events import EventKind, EventLog
@@ -144,7 +144,7 @@ class Supervisor:
         job = self._start(lock)
         self.events.add(EventKind.started, processes=job.pids)
         ending = self._attend(job)
-        if (rollback := read_pending(self.places.run)) is not None:
+        if (rollback := read_request(self.places.run)) is not None:
             reason = f"the loss of step {rollback.step} is {rollback.loss}"
             self.events.add(EventKind.going_back, reason, to=rollback.limit)
         return ending

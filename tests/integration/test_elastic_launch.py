@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
-from diffusion.checkpointing.reading import batch_of, resolve_checkpoint
+from diffusion.checkpointing.find import resolve_checkpoint
+from diffusion.checkpointing.layout import batch_of
 from tests.tools.hosts import ADDRESSES, Agent, Agents, Cable, wait_until
 from tests.tools.training_runs import BIN, ROOT, Run, TrainingServer, launcher_environment
 from verification.ports import free_port

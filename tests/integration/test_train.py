@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
-from diffusion.checkpointing.reading import read_record, resolve_checkpoint
-from diffusion.checkpointing.unet_weights import read_unet
+from diffusion.checkpointing.find import resolve_checkpoint
+from diffusion.checkpointing.read import read_record, read_unet
 from diffusion.config.model import Weights
 from diffusion.loading import load_model
 

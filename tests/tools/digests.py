@@ -42,7 +42,9 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import torch
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from PIL import Image
+from safetensors.torch import load_file
 from streaming import MDSWriter
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +58,7 @@ KEPT_STEP, LAST_STEP = 30, 60
 def open_loader(yaml: Path, overrides: list[str]) -> Any:
     """Open the training data of this rank as run.py does."""
     from diffusion.config.loading import load_config
-    from diffusion.train_data import build_train_data
+    from diffusion.train import build_train_data
 
     return build_train_data(load_config(str(yaml), overrides)).dataloader
 
@@ -97,6 +99,7 @@ def run_forked(num_ranks: int, log: Path, target: Callable[..., None], *argument
         process.start()
     for process in ranks:
         process.join()
+        assert process.pid is not None
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # Idle workers of the process.
     if any(process.exitcode for process in ranks):
@@ -507,9 +510,10 @@ def part_losses(files: Files) -> dict[str, Any]:
                 for row in rows
                 if row["step"] >= first_step
             }
-            files.command("scripts/export.py", folder, folder.with_suffix(".safetensors"))
-            weights = digest_of(folder.with_suffix(".safetensors").read_bytes())
-            digests[name]["informational"][f"final weights, {kind}"] = weights
+            weights = folder.with_suffix(".safetensors")
+            files.command("scripts/export.py", folder, weights)
+            tensors = {key: digest_of(one.numpy().tobytes()) for key, one in load_file(weights).items()}
+            digests[name]["informational"][f"weights, {kind}"] = digest_of(json.dumps(tensors, sort_keys=True).encode())
     return digests
 
 
@@ -524,7 +528,7 @@ def part_generate(files: Files) -> dict[str, Any]:
         options += ["--negative-prompt", "blue", "--guidance-scale", 1.5]
         files.command("scripts/generate.py", run, "--out", out / "raw", *options)
         files.command("scripts/export.py", run, out / "export", "--weights", "ema")
-        pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(out / "export", local_files_only=True)
+        pipeline: Any = DiffusionPipeline.from_pretrained(out / "export", local_files_only=True)
         pipeline.set_progress_bar_config(disable=True)
         noise = initial_noise([5, 6], (4, 10, 12))
         images = pipeline(prompts, latents=noise, num_inference_steps=8, guidance_scale=3.0, height=40, width=48).images
@@ -611,9 +615,10 @@ def main() -> int:
                 num_failures += len(failures)
                 sys.stdout.write("".join(f"  {line}\n" for line in lines[:20]) + f"  {len(failures)} differences\n")
             sys.stdout.flush()
-        for name in MAKERS if options.keep is not None else ():
-            path = files.make(name)
-            (shutil.copytree if path.is_dir() else shutil.copy)(path, options.keep / name)
+        if options.keep is not None:
+            for name in MAKERS:
+                path = files.make(name)
+                (shutil.copytree if path.is_dir() else shutil.copy)(path, options.keep / name)
     return int(num_failures > 0)
 
 

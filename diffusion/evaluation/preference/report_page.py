@@ -9,7 +9,6 @@ from diffusion.evaluation.preference.figure import rates_figure, strengths_figur
 from diffusion.evaluation.preference.report import Comparison, Report, Share
 from diffusion.evaluation.preference.statistics import Interval
 from diffusion.evaluation.preference.store import QUESTIONS
-from diffusion.html_page import Page
 
 _HEAD = ("models", "prompts", "votes", "first", "second", "no diff.", "first's share", "bootstrap 95 %", "Wilson 95 %")
 

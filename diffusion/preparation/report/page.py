@@ -10,7 +10,6 @@ from matplotlib.figure import Figure
 from PIL import Image, ImageDraw
 
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
-from diffusion.html_page import Page
 from diffusion.preparation.report.numbers import Histogram, Report
 
 THUMBNAIL = 128

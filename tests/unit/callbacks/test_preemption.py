@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
-from diffusion.checkpointing.reading import batch_of, find_checkpoints, resolve_checkpoint
-from diffusion.launch import PREEMPTED_EXIT_CODE, PreemptedError, run_command
+from diffusion.checkpointing.find import find_checkpoints, resolve_checkpoint
+from diffusion.checkpointing.layout import batch_of
+from diffusion.distributed import PREEMPTED_EXIT_CODE
+from diffusion.errors import PreemptedError
+from diffusion.launch import run_command
 from tests.tools.training_runs import BIN, ROOT, environment, launcher_environment
 
 COMMON = ["trainer.save_interval=100ba", "samples.prompts=[]"]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from diffusion.ema.averaging import WeightAverage
-from diffusion.ema.ema import LateStartEMA
+from diffusion.ema.callbacks import LateStartEMA
 from diffusion.ema.profiles import Exponential, PowerFunction
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from diffusion.checkpointing.rollbacks import Rollback, order
+from diffusion.checkpointing.roll_back import Rollback, request_rollback
 from diffusion.operations import jobs
 from diffusion.operations.checks.verdicts import problem, to_json
 from diffusion.operations.events import read_events
@@ -181,7 +181,7 @@ def test_a_run_that_was_told_to_end_is_not_started_again_and_one_that_goes_back_
 ):
     hosts = make_hosts(stand_in(tmp_path, code=75))
     if goes_back:
-        order(tmp_path, Rollback(step=4, loss="nan", limit=3, time=0.0))
+        request_rollback(tmp_path, Rollback(step=4, loss="nan", limit=3, time=0.0))
     assert hosts.launch("tests/tools/toy.yaml", f"output_folder={tmp_path}").wait(120) == code, hosts.log.read_text()
     assert len((tmp_path / "started-first").read_text().splitlines()) == 1 + goes_back
 

@@ -9,16 +9,13 @@ import torch
 from composer import Callback, Logger, State
 from torch import Tensor, nn
 
-from diffusion.checkpointing.reading import find_checkpoints, flatten
-from diffusion.checkpointing.safe_loading import load_safely
+from diffusion.checkpointing.find import find_checkpoints
+from diffusion.checkpointing.read import flatten, load_safely
 from diffusion.config.model import AutoencoderConfig
 from diffusion.datasets.batch import BatchKey
 from diffusion.errors import ConfigurationError
-from diffusion.models.architectures import ARCHITECTURES, Architecture
-from diffusion.models.autoencoder import AutoencoderTraining
-from diffusion.models.discriminator import PatchDiscriminator, adversarial_losses
-from diffusion.models.frozen import build_vae, with_seed
-from diffusion.models.perceptual import load_perceptual
+from diffusion.models.architectures import ARCHITECTURES, Architecture, build_vae, with_seed
+from diffusion.models.autoencoder import AutoencoderTraining, PatchDiscriminator, adversarial_losses, load_perceptual
 from tests.tools.vgg import write_vgg
 
 KEY = "autoencoder.vgg_weights"

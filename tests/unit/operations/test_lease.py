@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from diffusion.checkpointing.reading import batch_of, find_checkpoints
+from diffusion.checkpointing.find import find_checkpoints
+from diffusion.checkpointing.layout import batch_of
 from diffusion.errors import MachineError
 from diffusion.operations import lease
 from diffusion.operations.lease import LEASE, leased

@@ -13,8 +13,8 @@ from composer.utils import dist
 
 from diffusion.callbacks.loss_guard import SKIPPED, LossGuard, RolledBackError
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
-from diffusion.checkpointing.reading import read_all
-from diffusion.checkpointing.rollbacks import read_pending, read_record
+from diffusion.checkpointing.read import read_all
+from diffusion.checkpointing.roll_back import read_request, read_rollbacks
 from diffusion.config.operations import GuardConfig
 from diffusion.operations.beats import Phase, read_beats
 from diffusion.randomness import sample_address
@@ -79,7 +79,7 @@ def test_a_spike_is_noticed_in_the_same_step_by_a_run_that_was_continued(tmp_pat
         each.batch_end(at(4, 2.9), logger)
         with pytest.raises(RolledBackError, match="the loss of step 5 is"):
             each.batch_end(at(5, 3.4), logger)
-    assert read_pending(tmp_path) is not None
+    assert read_request(tmp_path) is not None
 
 
 @pytest.mark.world_size(2)
@@ -90,14 +90,14 @@ def test_a_nan_that_passes_leaves_no_trace_in_the_run(server, tmp_path):
     assert job.codes == [75, 75], job.output[-3000:]
     assert job.output.count("the loss of step 4 is nan. Start the same command again") == 1
     assert [(beat.phase, beat.code) for beat in read_beats(hit / "heartbeats")] == [(Phase.ended, 75)] * 2
-    pending = read_pending(hit)
+    pending = read_request(hit)
     assert pending is not None
     assert (pending.step, pending.limit, pending.skipped) == (4, 3, ())
     assert list(hit.glob("checkpoints/*-ba4")), "saved before its weights were known to be good"
     server.train(2, [run(hit, poison(4, tmp_path / "done"))])
     starts = [json.loads(line) for line in (hit / "starts.jsonl").read_text().splitlines()]
     assert [row["step"] for row in starts if row["event"] == "start"] == [0, 2]
-    assert read_record(hit) == [pending]
+    assert read_rollbacks(hit) == [pending]
     assert losses(hit) == losses(whole)
     assert are_equal(weights(hit, 8), weights(whole, 8))
 
@@ -114,7 +114,7 @@ def test_a_nan_that_comes_again_ends_the_run_until_its_steps_are_skipped_on_any_
     assert server.run(1, [run(one, poison(5), skip)]).codes == [75]
     server.train(1, [run(one, poison(5), skip), run(anew, poison(5), "operations.guard.skip_steps=[4, 5]")])
     assert [server.run(ranks, [run(two, poison(5), skip)]).codes[0] for ranks in (2, 1, 2)] == [75, 75, 0]
-    assert [row.skipped for row in read_record(one)] == [row.skipped for row in read_record(two)] == [(), (4, 5)]
+    assert [row.skipped for row in read_rollbacks(one)] == [row.skipped for row in read_rollbacks(two)] == [(), (4, 5)]
 
     assert math.isnan(losses(one)[5])
     assert losses(one)[:5] + losses(one)[6:] == losses(anew)[:5] + losses(anew)[6:]

@@ -16,9 +16,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from diffusion.checkpointing.ending import FINISHED
-from diffusion.checkpointing.reading import list_checkpoints
-from diffusion.checkpointing.writing import write_file
+from diffusion.checkpointing.layout import list_checkpoints
+from diffusion.checkpointing.resume import FINISHED
+from diffusion.checkpointing.save import write_file
 from diffusion.config.loading import load_config
 from diffusion.config.schema import Config
 from diffusion.config.secrets import to_public_yaml
@@ -97,7 +97,7 @@ def test_a_run_of_another_machine_is_at_work_until_it_is_silent_or_has_ended(tmp
     assert is_live(tmp_path / "run", config)
     with pytest.raises(MachineError, match="on elsewhere"):
         stop(tmp_path / "run", config)
-    beat(config, host="elsewhere", pid=1, age=2 * config.operations.supervision.pause_patience)
+    beat(config, host="elsewhere", pid=1, age=2 * config.operations.supervision.pause_timeout)
     assert not is_live(tmp_path / "run", config)
     beat(config, host="elsewhere", pid=1, phase=Phase.ended)
     assert not is_live(tmp_path / "run", config)

@@ -1,0 +1,169 @@
+"""Which checkpoint of a run is whole, and which is the newest.
+
+Whole means that all files are there and long enough, which is seen without reading them; `check_checkpoint` reads them.
+"""
+
+import logging
+import os
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import yaml
+
+from diffusion.checkpointing.layout import INDEX, batch_of, is_half_written, list_checkpoints, remove_copy
+from diffusion.checkpointing.read import UnsafeCheckpointError, check_contents, read_entries
+from diffusion.checkpointing.remote import READ_PATIENCE, RemoteCheckpoints
+from diffusion.config.stores import is_store
+from diffusion.errors import ConfigurationError, DataError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def find_damage(path: Path) -> str | None:
+    """Look for damage without reading tensors.
+
+    Returns:
+        The damage; None if the checkpoint is whole.
+
+    Raises:
+        UnsafeCheckpointError: its index would run code.
+    """
+    if is_half_written(path):
+        return "it is incomplete"
+    try:
+        if path.is_dir():
+            return _find_short_file(path)
+        with zipfile.ZipFile(path) as archive:
+            return None if any(name.endswith("/data.pkl") for name in archive.namelist()) else "it holds no state"
+    except UnsafeCheckpointError:
+        raise
+    except (DataError, zipfile.BadZipFile, OSError) as error:
+        return str(error)
+
+
+def _find_short_file(checkpoint: Path) -> str | None:
+    """Compare the sizes of files with where the entries in them end."""
+    ends: dict[str, int] = {}
+    for entry in read_entries(checkpoint):
+        ends[entry.file] = max(ends.get(entry.file, 0), entry.offset + entry.length)
+    for file, end in sorted(ends.items()):
+        path = checkpoint / file
+        if not path.is_file():
+            return f"{file} is missing"
+        if (size := path.stat().st_size) < end:
+            return f"{file} has {size:,} of at least {end:,} bytes"
+    return None
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a checkpoint is whole."""
+    return find_damage(path) is None
+
+
+def check_checkpoint(path: Path, *, thoroughly: bool = True) -> None:
+    """Check that a checkpoint is whole and runs no code when it is read.
+
+    Args:
+        path: file or folder.
+        thoroughly: read all of it and compare with its checksums.
+
+    Raises:
+        UnsafeCheckpointError: it would run code.
+        DataError: it is damaged.
+    """
+    _check_whole(path)
+    check_contents(path, thoroughly=thoroughly)
+
+
+def _check_whole(path: Path) -> None:
+    if damage := find_damage(path):
+        raise DataError(f"checkpoint {path} is damaged: {damage}")
+
+
+def find_checkpoints(folder: Path) -> list[Path]:
+    """List the complete checkpoints of a run's `checkpoints` folder, oldest first."""
+    return [path for path in list_checkpoints(folder) if is_complete(path)]
+
+
+def find_newest(folder: Path, check: Callable[[Path], None] = _check_whole) -> Path | None:
+    """Find the newest checkpoint of a run's `checkpoints` folder that passes a check, as `newest_that_passes` does."""
+    return newest_that_passes(list_checkpoints(folder), check)
+
+
+def newest_that_passes(checkpoints: Sequence[T], check: Callable[[T], None]) -> T | None:
+    """Find the newest checkpoint that passes a check; the damaged ones that are skipped are logged.
+
+    Args:
+        checkpoints: oldest first.
+        check: raises a `DataError` for a damaged one.
+
+    Raises:
+        UnsafeCheckpointError: a checkpoint would run code: no other is used in its stead.
+    """
+    for checkpoint in reversed(checkpoints):
+        try:
+            check(checkpoint)
+        except UnsafeCheckpointError:
+            raise
+        except DataError as error:
+            log.warning("skipping checkpoint %s: %s", checkpoint, error)
+        else:
+            return checkpoint
+    return None
+
+
+def resolve_checkpoint(location: str) -> Path:
+    """Find a checkpoint: itself, or the newest complete one of a run or of its `checkpoints` folder.
+
+    One in an object store is downloaded to `$XDG_CACHE_HOME/diffusion` (by default `~/.cache/diffusion`), once.
+
+    Args:
+        location: path, or `s3://bucket/prefix` of a run's checkpoints or of one of them.
+
+    Raises:
+        ConfigurationError: there is none.
+        UnsafeCheckpointError: it would run code.
+        MachineError: the store cannot be read.
+    """
+    if is_store(location):
+        return _download(location.rstrip("/"))
+    path = Path(location).expanduser()
+    if elsewhere := _checkpoint_folder(path):
+        return resolve_checkpoint(elsewhere)
+    if path.is_file() or (path / INDEX).is_file():
+        if damage := find_damage(path):
+            raise ConfigurationError(f"checkpoint {path} is not whole ({damage}): choose another one")
+        return path
+    for folder in (path, path / "checkpoints"):
+        if found := find_newest(folder):
+            return found
+    problem = "holds no complete checkpoint" if path.exists() else "does not exist"
+    raise ConfigurationError(f"{path} {problem}: give a checkpoint, a run's folder, or its `checkpoints` folder")
+
+
+def _checkpoint_folder(run: Path) -> str | None:
+    """The folder or URI of a run's checkpoints, if it is not in the run's folder."""
+    path = run / "config.yaml"
+    if not path.is_file():
+        return None
+    settings = (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("trainer") or {}
+    return settings.get("checkpoint_folder")
+
+
+def _download(uri: str) -> Path:
+    parent, _, name = uri.rpartition("/")
+    is_named = batch_of(Path(name)) >= 0
+    remote = RemoteCheckpoints(parent if is_named else uri, patience=READ_PATIENCE)
+    whole = [found for found in remote.present() if found.is_complete and (not is_named or found.name == name)]
+    if not whole:
+        raise ConfigurationError(f"{uri} holds no complete checkpoint: give s3://bucket/prefix of a run's checkpoints")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "diffusion"
+    path = remote.download(whole[-1], cache / whole[-1].identity)
+    if damage := find_damage(path):
+        remove_copy(path)
+        raise DataError(f"checkpoint {uri} is damaged: {damage}")
+    return path

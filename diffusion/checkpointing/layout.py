@@ -1,0 +1,117 @@
+"""Names and files of checkpoints, and which of them stay.
+
+A checkpoint after epoch 0 and 100 steps is a folder `ep0-ba100` (FSDP2) or a file `ep0-ba100.pt` (DDP). The folder
+holds a file of each rank (`__0_0.distcp`), their checksums and an index, which is written last. The file is a zip
+archive, which ends with its table of contents. So an incomplete checkpoint is recognised without being read.
+"""
+
+import logging
+import math
+import re
+import shutil
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from diffusion.files import PARTIAL
+
+log = logging.getLogger(__name__)
+
+INDEX = ".metadata"
+CHECKSUMS = "checksums.json"
+
+_NAME = re.compile(r"ep(\d+)-ba(\d+)(\.pt)?")
+
+
+def batch_of(path: Path) -> int:
+    """The number of steps in a checkpoint's name, -1 if the name is not a checkpoint's."""
+    match = _NAME.fullmatch(path.name)
+    return int(match.group(2)) if match else -1
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """List all checkpoints of a run's `checkpoints` folder, complete or not, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted((path for path in folder.iterdir() if batch_of(path) >= 0), key=lambda path: (batch_of(path), path))
+
+
+def is_half_written(path: Path) -> bool:
+    """Whether the writing of a checkpoint was interrupted."""
+    return not (path / INDEX).is_file() if path.is_dir() else not zipfile.is_zipfile(path)
+
+
+# Removal
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint, its index first: after an interruption the rest counts as half-written."""
+    if path.is_dir():
+        (path / INDEX).unlink(missing_ok=True)
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def remove_half_written(folder: Path) -> None:
+    """Remove what interrupted saves have left in a run's `checkpoints` folder."""
+    for path in list_checkpoints(folder):
+        if is_half_written(path):
+            log.warning("removing %s, which is incomplete", path)
+            remove_checkpoint(path)
+    for path in folder.glob(f"*ep*.pt{PARTIAL}"):
+        path.unlink(missing_ok=True)
+
+
+def remove_copy(path: Path) -> None:
+    """Remove a copy of a checkpoint, as far as that is possible."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+# Retention
+
+
+def superseded(
+    checkpoints: Sequence[Path], *, newest: int, every: float | None, is_whole: Callable[[Path], bool]
+) -> list[Path]:
+    """Select the checkpoints that may be removed.
+
+    Args:
+        checkpoints: all of a run, oldest first.
+        newest: number of the newest whole ones that stay; nothing is removed before there are as many.
+        every: the first checkpoint at or after each multiple of this number of steps stays as well.
+        is_whole: whether a checkpoint is complete.
+    """
+    remaining, position = newest, len(checkpoints)
+    while remaining and position:
+        position -= 1
+        remaining -= is_whole(checkpoints[position])
+    if remaining:
+        return []
+    steps = [batch_of(path) for path in checkpoints]
+    return [checkpoints[i] for i in _superseded_positions(steps, num_replaceable=position, every=every)]
+
+
+def kept_steps(steps: Sequence[float], *, newest: int, every: float | None) -> list[float]:
+    """Select the checkpoints that a run leaves at its end.
+
+    Args:
+        steps: steps after which checkpoints are written, ascending.
+        newest: number of the newest ones that stay.
+        every: the first one at or after each multiple of this number of steps stays as well.
+    """
+    removed = _superseded_positions(steps, num_replaceable=max(len(steps) - newest, 0), every=every)
+    return [step for position, step in enumerate(steps) if position not in removed]
+
+
+def _superseded_positions(steps: Sequence[float], *, num_replaceable: int, every: float | None) -> list[int]:
+    """Positions of the oldest `num_replaceable` steps, without the first at or after each multiple of `every`."""
+    removed, previous = [], 0.0
+    for position, step in enumerate(steps[:num_replaceable]):
+        if every is None or math.floor(step / every) == math.floor(previous / every):
+            removed.append(position)
+        previous = step
+    return removed

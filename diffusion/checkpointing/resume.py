@@ -1,0 +1,361 @@
+"""How a run goes on when it is started again: the checkpoint it resumes from, changed settings, what is left to do."""
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from composer import Event, Trainer
+from composer.utils import dist
+
+from diffusion.checkpointing.find import check_checkpoint, find_damage, find_newest, newest_that_passes
+from diffusion.checkpointing.layout import list_checkpoints, remove_copy, remove_half_written
+from diffusion.checkpointing.read import UnsafeCheckpointError, read_entries, read_record
+from diffusion.checkpointing.remote import RemoteCheckpoint, RemoteCheckpoints
+from diffusion.config.checks import is_location
+from diffusion.config.loading import to_yaml
+from diffusion.config.schema import Config, Task
+from diffusion.config.secrets import to_public_yaml
+from diffusion.config.training import Parallelism
+from diffusion.distributed import agree, local_rank, rank
+from diffusion.errors import ConfigurationError, DataError, MachineError
+from diffusion.files import write_json
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+FINISHED = "finished.json"
+"""In the run folder: the step at which the run ended, written when everything after it is done."""
+
+PREEMPTED = "preempted.json"
+"""In the run folder: the run was interrupted by a signal and resumes when it is started again."""
+
+
+@dataclass(frozen=True)
+class CheckpointStorage:
+    """The folders and the store of a run's checkpoints."""
+
+    run: Path
+    """The run folder."""
+
+    folder: Path
+    """Where checkpoints are written: `checkpoints/`, or `uploads/` where they are uploaded from."""
+
+    remote: RemoteCheckpoints | None
+    """The object store that they are uploaded to, if any."""
+
+    @property
+    def downloads(self) -> Path:
+        """Downloads of this node."""
+        return self.run / "downloads" / f"node-{dist.get_node_rank()}"
+
+
+def checkpoint_storage(config: Config, run: Path) -> CheckpointStorage:
+    """The storage that `trainer.checkpoint_folder` names.
+
+    Args:
+        config: the configuration of the run.
+        run: its folder.
+    """
+    location = config.trainer.checkpoint_folder
+    if location is None:
+        return CheckpointStorage(run, run / "checkpoints", None)
+    if "://" not in location:
+        return CheckpointStorage(run, Path(location).expanduser(), None)
+    remote = RemoteCheckpoints(location, patience=config.trainer.store_timeout)
+    return CheckpointStorage(run, run / "uploads", remote)
+
+
+# The checkpoint
+
+
+def find_resumption(config: Config, storage: CheckpointStorage) -> str | None:
+    """Find the newest checkpoint of a run that is whole and runs no code when it is loaded; None for a new run.
+
+    Rank 0 decides; the first rank of each other node checks the same checkpoint again. From an object store it is
+    downloaded once per node, to `downloads/` in the run folder. To be called by all ranks.
+
+    Args:
+        config: the configuration of the run.
+        storage: its checkpoints.
+
+    Returns:
+        Path on this machine.
+
+    Raises:
+        ConfigurationError: the checkpoint was written with another parallelism, or is of another model or objective.
+        DataError: it would run code, or all checkpoints are damaged.
+        MachineError: half-written files cannot be removed, or the store cannot be used.
+    """
+    if storage.remote is not None:
+        return _find_remote(config, storage, storage.remote)
+    path = _on_first_rank(lambda: _find_local(config, storage.folder))
+    if path is not None:
+        agree(lambda: check_checkpoint(path, thoroughly=False) if _is_first_of_another_node() else None)
+        _log_resumption(path)
+    return None if path is None else str(path)
+
+
+def remove_downloads(storage: CheckpointStorage) -> None:
+    """Remove the downloads of `find_resumption`, when all ranks have loaded them. To be called by all ranks."""
+    if storage.remote is not None:
+        dist.barrier()
+        if local_rank() == 0:
+            shutil.rmtree(storage.downloads, ignore_errors=True)
+
+
+def _find_local(config: Config, folder: Path) -> Path | None:
+    try:
+        remove_half_written(folder)
+    except OSError as error:
+        raise MachineError(f"{error.filename} cannot be removed: {error.strerror}. Remove it") from error
+    if not config.trainer.autoresume:
+        return None
+    newest = find_newest(folder, check_checkpoint)
+    if newest is not None:
+        _check_resumable(config, newest, str(newest))
+    elif list_checkpoints(folder):
+        raise _none_is_whole(folder)
+    return newest
+
+
+def _check_resumable(config: Config, checkpoint: Path, name: str) -> None:
+    parallelism = config.trainer.parallelism
+    if checkpoint.is_dir() != (parallelism == Parallelism.fsdp):
+        raise ConfigurationError(
+            f"trainer.parallelism={parallelism.value} cannot resume from {name}, which was written with "
+            f"{'fsdp' if checkpoint.is_dir() else 'ddp'}: set it back, or choose another run_name"
+        )
+    check_changes(config, checkpoint, name)
+
+
+def _none_is_whole(location: Path | str) -> DataError:
+    return DataError(
+        f"all checkpoints in {location} are damaged, and the run would begin anew. Remove them if that is intended, "
+        "or restore a whole one"
+    )
+
+
+def _on_first_rank(step: Callable[[], T]) -> T:
+    """The result of a long step that rank 0 takes, on all ranks."""
+    results: list[Any] = [agree(lambda: step() if rank() == 0 else None, takes_long=True)]
+    dist.broadcast_object_list(results)
+    return results[0]
+
+
+def _is_first_of_another_node() -> bool:
+    return local_rank() == 0 and rank() != 0
+
+
+def _log_resumption(checkpoint: object) -> None:
+    if rank() == 0:
+        log.info("resuming from %s", checkpoint)
+
+
+# From an object store
+
+
+def _find_remote(config: Config, storage: CheckpointStorage, remote: RemoteCheckpoints) -> str | None:
+    _on_first_rank(remote.check_access)
+    if config.trainer.autoresume:
+        _finish_upload(storage.folder, remote)
+    found = _on_first_rank(lambda: _download_newest(config, storage, remote))
+    if found is None:
+        return None
+    path = storage.downloads / found.name
+
+    def download() -> None:
+        if _is_first_of_another_node():
+            shutil.rmtree(storage.downloads, ignore_errors=True)
+            check_checkpoint(remote.download(found, storage.downloads))
+
+    agree(download, takes_long=True)
+    _log_resumption(found)
+    return str(path)
+
+
+def _download_newest(config: Config, storage: CheckpointStorage, remote: RemoteCheckpoints) -> RemoteCheckpoint | None:
+    remote.remove_half_written()
+    if not config.trainer.autoresume:
+        return None
+    shutil.rmtree(storage.downloads, ignore_errors=True)
+
+    def check(checkpoint: RemoteCheckpoint) -> None:
+        path = remote.download(checkpoint, storage.downloads)
+        try:
+            check_checkpoint(path)
+        except UnsafeCheckpointError:
+            raise
+        except DataError:
+            remove_copy(path)
+            raise
+
+    present = remote.present()
+    newest = newest_that_passes(present, check)
+    if newest is not None:
+        _check_resumable(config, storage.downloads / newest.name, str(newest))
+    elif present:
+        raise _none_is_whole(remote.uri)
+    elif list_checkpoints(storage.run / "checkpoints"):
+        raise ConfigurationError(
+            f"trainer.checkpoint_folder={remote.uri} holds no checkpoint, but {storage.run / 'checkpoints'} "
+            "does, and the run would begin anew. Copy them there, or set trainer.checkpoint_folder=null"
+        )
+    return newest
+
+
+def _finish_upload(folder: Path, remote: RemoteCheckpoints) -> None:
+    """Upload the newest checkpoint that an earlier start has written, if it is not complete in the store.
+
+    To be called by all ranks. Each node uploads the files that it has: each rank's file may be on its own node only.
+    """
+    local = _on_first_rank(lambda: _newest_to_upload(folder, remote))
+    if local is not None:
+        agree(lambda: remote.upload_parts(local) if local_rank() == 0 else None, takes_long=True)
+        _on_first_rank(lambda: _finish_upload_of(local, remote))
+    if local_rank() == 0:
+        for path in list_checkpoints(folder):
+            remove_copy(path)
+
+
+def _newest_to_upload(folder: Path, remote: RemoteCheckpoints) -> Path | None:
+    stored = {found.name for found in remote.present() if found.is_complete}
+    written = [path for path in list_checkpoints(folder) if _is_written(path)]
+    return written[-1] if written and written[-1].name not in stored else None
+
+
+def _is_written(path: Path) -> bool:
+    """Whether all ranks have written their files, which may be on other nodes."""
+    try:
+        return bool(read_entries(path)) if path.is_dir() else find_damage(path) is None
+    except DataError:
+        return False
+
+
+def _finish_upload_of(local: Path, remote: RemoteCheckpoints) -> None:
+    stored = {file for found in remote.present() for file in found.files}
+    needed = {entry.file for entry in read_entries(local)} if local.is_dir() else set()
+    missing = sorted(file for file in needed if f"{local.name}/{file}" not in stored)
+    if missing:
+        log.warning("checkpoint %s is not uploaded and dropped: no node has %s", local, missing[0])
+    else:
+        log.info("uploading %s, which an earlier start has written", local)
+        remote.finish_upload(local)
+
+
+# Changed settings
+
+_TRAINED = {
+    Task.diffusion: re.compile(r"task|model\.(?!local_files_only|low_precision_norms).*|objective\..*"),
+    Task.autoencoder: re.compile(
+        r"task|model\.architecture|autoencoder\.(?!adversarial_start|discriminator_lr|initial_logvar).*"
+    ),
+}
+"""Keys that define what is trained: a run with other values is another run."""
+
+Change = tuple[str, Any, Any]
+"""Key, value in the checkpoint, value now."""
+
+
+def check_changes(config: Config, checkpoint: Path, name: str) -> None:
+    """Reject another model or objective than a checkpoint's, and log other changes.
+
+    Args:
+        config: the configuration of this start.
+        checkpoint: the checkpoint to resume from.
+        name: its name in messages.
+
+    Raises:
+        ConfigurationError: another model or objective is configured than the checkpoint was trained with.
+        DataError: the checkpoint has no configuration.
+    """
+    changes = list(_changes(yaml.safe_load(read_record(checkpoint)["config"]), config))
+    rejected = [change for change in changes if _is_another_run(config.task, change)]
+    if rejected:
+        raise ConfigurationError(
+            f"the run cannot resume from {name}, which was trained with other settings: {_list_changes(rejected)}. Set "
+            f"{'this' if len(rejected) == 1 else 'these'} back; or begin another run, with another run_name or "
+            "output_folder, from its weights if that is intended (init_from.checkpoint)"
+        )
+    if changes:
+        log.info("settings that differ from %s: %s", name, _list_changes(changes))
+
+
+def _changes(before: dict[str, Any], config: Config) -> Iterator[Change]:
+    """Keys of today's schema whose values differ; a key that is not in the checkpoint had its default."""
+    now, defaults = yaml.safe_load(to_public_yaml(config)), yaml.safe_load(to_yaml(Config()))
+    for section, value in now.items():
+        was = before.get(section, defaults[section])
+        if not (isinstance(value, dict) and isinstance(was, dict)):
+            was, value = {"": was}, {"": value}
+        known = defaults[section] if isinstance(defaults[section], dict) else {}
+        for key, one in value.items():
+            other = was.get(key, known.get(key))
+            if other != one:
+                yield f"{section}.{key}".rstrip("."), other, one
+
+
+def _is_another_run(task: Task, change: Change) -> bool:
+    """Whether a change is one of what is trained. The path of weights that are only read may change."""
+    key, was, value = change
+    is_moved = is_location(key) and was is not None and value is not None
+    return _TRAINED[task].fullmatch(key) is not None and not is_moved
+
+
+def _list_changes(changes: list[Change]) -> str:
+    def text(value: Any) -> str:
+        return value if isinstance(value, str) else json.dumps(value)
+
+    return "; ".join(f"{key} (was {text(was)}, is {text(value)})" for key, was, value in changes)
+
+
+# After the last checkpoint
+
+
+def has_ended(trainer: Trainer) -> bool:
+    """Whether the checkpoint that was loaded is that of the run's last step."""
+    end = trainer.state.max_duration
+    return end is not None and trainer.state.timestamp.get(end.unit) >= end
+
+
+def finish(trainer: Trainer) -> None:
+    """Finish a run that was killed after its last checkpoint: samples, the last metrics, the VAE's statistics.
+
+    Callbacks see the end of a training without steps. To be called by all ranks.
+    """
+    trainer.engine.run_event(Event.FIT_START)
+    if trainer.state.evaluators:
+        trainer.eval()
+    trainer.engine.run_event(Event.FIT_END)
+
+
+def is_finished(run: Path, step: int) -> bool:
+    """Whether nothing is left to do after a step, as rank 0 sees it. To be called by all ranks."""
+    return _on_first_rank(lambda: _finished_step(run) == step)
+
+
+def mark_finished(run: Path, step: int) -> None:
+    """Record on rank 0 that nothing is left to do after a step.
+
+    Raises:
+        MachineError: the run folder cannot be written.
+    """
+    if rank() != 0:
+        return
+    try:
+        write_json(run / FINISHED, {"step": step})
+    except OSError as error:
+        raise MachineError(f"{run / FINISHED} cannot be written: {error.strerror}") from error
+
+
+def _finished_step(run: Path) -> int | None:
+    try:
+        return int(json.loads((run / FINISHED).read_text(encoding="utf-8"))["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

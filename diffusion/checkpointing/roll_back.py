@@ -1,0 +1,190 @@
+"""Rollbacks: the return to a checkpoint before a step whose loss is not finite or too high.
+
+The decision is a function of the losses and of the earlier rollbacks, which are the same on all ranks. The run that
+decides writes a request to `rollback.json` in its folder and ends. The next start removes the checkpoints that the
+request rejects, and records the rollback in `rollbacks.jsonl`.
+"""
+
+import json
+import logging
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diffusion.checkpointing.layout import batch_of, list_checkpoints, remove_checkpoint
+from diffusion.config.operations import GuardConfig
+from diffusion.distributed import agree, local_rank, rank
+from diffusion.errors import MachineError, UserError
+from diffusion.files import write_json
+
+if TYPE_CHECKING:  # A supervisor reads requests without torch and Composer.
+    from diffusion.checkpointing.remote import RemoteCheckpoints
+    from diffusion.checkpointing.resume import CheckpointStorage
+
+log = logging.getLogger(__name__)
+
+RECORD = "rollbacks.jsonl"
+"""In the run folder: a row for each rollback."""
+
+REQUEST = "rollback.json"
+"""In the run folder: the rollback that the next start carries out."""
+
+
+class DivergenceError(UserError):
+    """The loss is not finite or too high, and a rollback does not help."""
+
+    is_lasting = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollback:
+    """A return to an earlier checkpoint."""
+
+    step: int
+    """The step of the wrong loss, from 0."""
+
+    loss: str
+    limit: int
+    """Checkpoints of more steps are removed."""
+
+    skipped: tuple[int, ...] = ()
+    """Steps whose updates are skipped from now on."""
+
+    time: float
+    """Seconds since 1970."""
+
+
+# The decision
+
+
+def is_wrong(loss: float, before: Sequence[float], guard: GuardConfig) -> bool:
+    """Whether a loss is not finite, or a spike over the median of the `guard.spike_window` losses before."""
+    if not math.isfinite(loss):
+        return True
+    if guard.spike_factor is None or len(before) < guard.spike_window:
+        return False
+    return loss > guard.spike_factor * statistics.median(before)
+
+
+def decide(step: int, loss: float, record: Sequence[Rollback], guard: GuardConfig, now: float) -> Rollback:
+    """Decide what follows a wrong loss.
+
+    The weights before a step are known to be good when its loss is. So a checkpoint written right before the wrong
+    step is removed, too.
+
+    Args:
+        step: number of the step, from 0.
+        loss: its loss.
+        record: earlier rollbacks of the run.
+        guard: the settings.
+        now: seconds since 1970.
+
+    Raises:
+        DivergenceError: the run has to end.
+    """
+    problem = f"the loss of step {step} is {loss:g}"
+    if len(record) >= guard.max_rollbacks:
+        raise DivergenceError(
+            f"{problem}, and the run has rolled back {len(record)} times, the limit of operations.guard.max_rollbacks. "
+            "See rollbacks.jsonl; lower optimizer.lr or correct the data, or raise the limit"
+        )
+    is_repeated = any(row.step == step for row in record)
+    if is_repeated and guard.skip < 1:
+        raise DivergenceError(
+            f"{problem} for the second time, so the machine is not the cause. Lower optimizer.lr, correct the data of "
+            "that step, or set operations.guard.skip to the number of steps to skip up to that one"
+        )
+    skipped = tuple(range(max(0, step - guard.skip + 1), step + 1)) if is_repeated else ()
+    limit = max(0, min(step - guard.margin, *skipped, step))
+    return Rollback(step=step, loss=f"{loss:g}", limit=limit, skipped=skipped, time=now)
+
+
+# Request and record
+
+
+def request_rollback(run: Path, rollback: Rollback) -> None:
+    """Let the next start of a run roll back."""
+    write_json(run / REQUEST, asdict(rollback))
+
+
+def read_request(run: Path) -> Rollback | None:
+    """Read the rollback that the next start carries out."""
+    path = run / REQUEST
+    return _from_json(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def read_rollbacks(run: Path) -> list[Rollback]:
+    """Read all rollbacks that a run has carried out."""
+    path = run / RECORD
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return [_from_json(line) for line in lines]
+
+
+def record_rollback(run: Path, rollback: Rollback) -> None:
+    """Move a request to the record, in which it is once also if an earlier start was interrupted here."""
+    if rollback not in read_rollbacks(run):
+        with (run / RECORD).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(rollback)) + "\n")
+    (run / REQUEST).unlink()
+
+
+def _from_json(text: str) -> Rollback:
+    fields = json.loads(text)
+    return Rollback(**{**fields, "skipped": tuple(fields["skipped"])})
+
+
+# The next start
+
+
+def roll_back(storage: "CheckpointStorage", *, keeps_all: bool) -> None:
+    """Carry out the rollback that an earlier start has requested, if any. To be called by all ranks.
+
+    Args:
+        storage: the checkpoints of the run.
+        keeps_all: the run never removes checkpoints, so that without one before the limit it begins anew. Else the
+            oldest one stays, though it is after the limit.
+
+    Raises:
+        MachineError: a checkpoint cannot be removed.
+    """
+    from composer.utils import dist
+
+    requests = [read_request(storage.run) if rank() == 0 else None]
+    dist.broadcast_object_list(requests)
+    if (rollback := requests[0]) is None:
+        return
+    remote = storage.remote
+    # Where checkpoints are uploaded, each node has files of its own.
+    removes = rank() == 0 or (remote is not None and local_rank() == 0)
+    agree(lambda: _remove_local(storage.folder, rollback.limit, keeps_all or remote is not None) if removes else None)
+    if remote is not None:
+        agree(lambda: _remove_remote(remote, rollback.limit, keeps_all) if rank() == 0 else None, takes_long=True)
+    if rank() == 0:
+        record_rollback(storage.run, rollback)
+
+
+def _remove_local(folder: Path, limit: int, may_begin_anew: bool) -> None:
+    try:
+        for path in _rejected(list_checkpoints(folder), limit, may_begin_anew):
+            log.warning("removing %s for the rollback to at most %d steps", path, limit)
+            remove_checkpoint(path)
+    except OSError as error:
+        raise MachineError(f"{error.filename} cannot be removed: {error.strerror}. Remove it") from error
+
+
+def _remove_remote(remote: "RemoteCheckpoints", limit: int, may_begin_anew: bool) -> None:
+    present = {Path(found.name): found for found in remote.present()}
+    for name in _rejected(list(present), limit, may_begin_anew):
+        log.warning("removing %s for the rollback to at most %d steps", present[name], limit)
+        remote.remove(present[name])
+
+
+def _rejected(checkpoints: list[Path], limit: int, may_begin_anew: bool) -> list[Path]:
+    """The checkpoints of more steps than the limit; newest first, so that an interruption leaves no gap."""
+    rejected = [path for path in checkpoints if batch_of(path) > limit]
+    if len(rejected) == len(checkpoints) and not may_begin_anew:
+        rejected = rejected[1:]
+    return rejected[::-1]

@@ -1,0 +1,148 @@
+"""Writing of checkpoints, and the copy of a state that is written while training changes it."""
+
+import copy
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from diffusion.checkpointing.checksums import HashingFile, checksum_of, write_checksums
+from diffusion.checkpointing.layout import INDEX
+from diffusion.files import atomic_path, write_atomically
+
+
+class HostCopy:
+    """A copy of a state in host memory, whose buffers are used again by the next save.
+
+    Buffers of tensors on a GPU are pinned: the copies run at the speed of the bus, and the host waits once.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def update(self, content: Any) -> Any:
+        """Copy a state.
+
+        Args:
+            content: nested dictionaries, lists and tuples of tensors (sharded or not) and other values.
+
+        Returns:
+            The same with tensors on the CPU that share no memory with the state's; of a sharded tensor, this rank's
+            part. The next call overwrites them.
+        """
+        before, self._buffers = self._buffers, {}
+        copied = self._copy(content, (), before)
+        if any(buffer.is_pinned() for buffer in map(_local, self._buffers.values())):
+            torch.cuda.current_stream().synchronize()
+        return copied
+
+    def _copy(self, content: Any, path: tuple[Any, ...], before: dict[tuple[Any, ...], torch.Tensor]) -> Any:
+        if isinstance(content, torch.Tensor):
+            source = content.detach()
+            buffer = before.get(path)
+            if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
+                buffer = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
+            _local(buffer).copy_(_local(source), non_blocking=True)
+            self._buffers[path] = buffer
+            return buffer
+        if isinstance(content, dict):
+            return {key: self._copy(value, (*path, key), before) for key, value in content.items()}
+        if isinstance(content, (list, tuple)):
+            return type(content)(self._copy(value, (*path, i), before) for i, value in enumerate(content))
+        return copy.deepcopy(content)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, which shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def write_sharded(folder: Path, content: dict[str, Any], group: ProcessGroup | None) -> None:
+    """Write a sharded checkpoint: each rank its file, then rank 0 the checksums and the index.
+
+    To be called by all ranks of the group.
+
+    Raises:
+        CheckpointException: on all ranks, when one cannot write.
+    """
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+    with _without_crc():
+        save(content, storage_writer=_ChecksumWriter(folder), planner=planner, process_group=group)
+
+
+@contextmanager
+def _without_crc() -> Iterator[None]:
+    """Write tensors without their CRC, which takes longer than writing them: each file has an xxh64."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def write_file(path: Path, content: dict[str, Any]) -> None:
+    """Write a `.pt` checkpoint, which is there entirely or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+        RuntimeError: likewise.
+    """
+    with atomic_path(path) as partial, partial.open("wb") as file:
+        torch.save(content, file)
+
+
+class _HashingFileSystem(FileSystem):
+    """Keeps the checksums of the files that it writes."""
+
+    def __init__(self) -> None:
+        self.checksums: dict[str, str] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:  # pyright: ignore
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with HashingFile(Path(path)) as file:
+            yield file
+        self.checksums[Path(path).name] = file.checksum
+
+
+class _ChecksumWriter(FileSystemWriter):
+    """Writes the checksums of all ranks' files before the index."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.fs = _HashingFileSystem()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        """Write this rank's file, and send its checksum to rank 0 with its entries."""
+        written = super().write_data(plan, planner).value()
+        result: Future[Any] = Future()
+        result.set_result((written, self.fs.checksums))
+        return result
+
+    def finish(self, metadata: Metadata, results: list[Any]) -> None:
+        """Write checksums and index on rank 0, when all files are written."""
+        folder = Path(self.path)
+        written: list[WriteResult] = [entry for entries, _ in results for entry in entries]
+        metadata.storage_data = {entry.index: entry.storage_data for entry in written}
+        metadata.storage_meta = self.storage_meta()
+        index = pickle.dumps(metadata)
+        checksums = {name: checksum for _, part in results for name, checksum in part.items()}
+        write_checksums(folder, checksums | {INDEX: checksum_of(index)})
+        write_atomically(folder / INDEX, index)

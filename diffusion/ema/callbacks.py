@@ -1,0 +1,300 @@
+"""Callbacks that average the weights while training, and store averages for other widths afterwards.
+
+Composer's own average keeps a full copy on every rank from step 0 and is not sharded in checkpoints. This one is a
+callback, since a callback's state is a dictionary, whose sharded tensors a distributed checkpoint stores and reshards
+like the model's.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer import Callback, Logger, State, Time, TimeUnit
+from composer.utils.misc import partial_format
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from diffusion.checkpointing.read import SafeLoadPlanner, SafeReader, open_state
+from diffusion.checkpointing.remote import RemoteCheckpoints
+from diffusion.config.training import EMAConfig, NumberFormat
+from diffusion.distributed import agree, rank
+from diffusion.ema.averaging import WeightAverage, check_names, gather_on_rank_0, reshard, trainable_parameters
+from diffusion.ema.posthoc import AVERAGE_SUFFIX, STORED, AverageRecord, write_average
+from diffusion.ema.profiles import PowerFunction, Profile, build_profiles
+from diffusion.errors import DataError
+
+DTYPES = {
+    NumberFormat.fp32: torch.float32,
+    NumberFormat.fp16: torch.float16,
+    NumberFormat.bf16: torch.bfloat16,
+}
+
+
+class LateStartEMA(Callback):
+    """Average the weights from a given time on; evaluate and sample with the average.
+
+    Nothing is allocated before the start. Afterwards each rank holds fp32 averages of its own shards.
+
+    Args:
+        start: Composer time string: `800000ba`, `0.94dur`, `1000000sp`. The averages begin as copies of the weights
+            after the first step that reaches it.
+        profiles: an average each; the first is the one that is evaluated and sampled.
+        interval: batches between updates, `1ba`.
+        evaluate: swap the first average in while evaluating.
+    """
+
+    def __init__(
+        self, *, start: str, profiles: Sequence[Profile], interval: str = "1ba", evaluate: bool = True
+    ) -> None:
+        self.start = Time.from_timestring(start)
+        self.interval = Time.from_timestring(interval)
+        if self.interval.unit != TimeUnit.BATCH:
+            raise ValueError(f"the interval between updates is counted in batches (1ba), not {interval}")
+        self.profiles = list(profiles)
+        self.evaluate = evaluate
+        self.averages: list[WeightAverage] = []
+        self._swapped = False
+        self._loaded: dict[str, Any] | None = None
+        self._state: State | None = None
+
+    @property
+    def labels(self) -> str:
+        """Labels of the averages, in order, separated by blanks."""
+        return " ".join(profile.label for profile in self.profiles)
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Keep the state for `state_dict`."""
+        self._state = state
+
+    def _is_due(self, state: State) -> bool:
+        if self.start.unit == TimeUnit.DURATION:
+            elapsed = state.get_elapsed_duration()
+            return elapsed is not None and elapsed >= self.start
+        return state.timestamp.get(self.start.unit) >= self.start
+
+    def _allocate(self, state: State) -> None:
+        parameters = trainable_parameters(state.model)
+        self.averages = [WeightAverage(parameters, profile) for profile in self.profiles]
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Start, or update."""
+        if not self.averages:
+            if self._is_due(state):
+                self._allocate(state)
+        elif state.timestamp.batch.value % self.interval.value == 0:
+            for average in self.averages:
+                average.update()
+
+    # Evaluation and sampling
+
+    def _swap(self, state: State, to_average: bool) -> None:
+        """Exchange the weights and the first average, unless they are already as wanted."""
+        if self.averages and to_average != self._swapped:
+            reshard(state.model)
+            self.averages[0].swap()
+            self._swapped = to_average
+
+    @contextlib.contextmanager
+    def swapped_in(self, state: State) -> Iterator[bool]:
+        """Replace the weights by the first average for the duration of a block, if it has started.
+
+        Yields:
+            Whether the weights are the average.
+        """
+        before = self._swapped
+        self._swap(state, True)
+        try:
+            yield self._swapped
+        finally:
+            self._swap(state, before)
+
+    def eval_before_all(self, state: State, logger: Logger) -> None:
+        """Evaluate the average."""
+        if self.evaluate:
+            self._swap(state, True)
+
+    def eval_after_all(self, state: State, logger: Logger) -> None:
+        """Return to the weights."""
+        self._swap(state, False)
+
+    eval_standalone_start = eval_before_all
+    eval_standalone_end = eval_after_all
+    fit_start = close = eval_after_all  # After an evaluation that ended with an exception.
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages; empty before the start, so that a checkpoint has no keys for them.
+
+        `averages` holds the first by parameter name, `others` the others by label, `labels` all labels, `num_updates`
+        the number of updates.
+        """
+        if not self.averages:
+            return {}
+        assert not self._swapped, "a checkpoint was asked for while the average is swapped in"
+        averages = [{**average.averages} for average in self.averages]
+        if not (self._state is not None and self._state.fsdp_sharded_state_dict_enabled):
+            averages = [gather_on_rank_0(tensors) for tensors in averages]
+        return self._contents(averages, self.averages[0].num_updates)
+
+    def _contents(self, averages: list[dict[str, Tensor]], num_updates: int) -> dict[str, Any]:
+        first, *others = averages
+        contents = {"labels": self.labels, "num_updates": num_updates, "averages": first}
+        if others:  # A distributed checkpoint would keep an empty dictionary as an entry of its own.
+            contents["others"] = {p.label: tensors for p, tensors in zip(self.profiles[1:], others, strict=True)}
+        return contents
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep the state of a checkpoint until the model is loaded."""
+        self._loaded = state
+
+    def after_load(self, state: State, logger: Logger) -> None:
+        """Load the averages of the checkpoint.
+
+        Raises:
+            DataError: other averages are configured, or they are those of another model.
+        """
+        if self._loaded is None:
+            return
+        path = Path(partial_format(str(state.load_path), run_name=state.run_name))
+        try:
+            if state.fsdp_sharded_state_dict_enabled:
+                self._load_shards(state, path)
+            elif self._loaded.get("averages"):
+                self._load_whole(state, self._loaded)
+        except ValueError as error:
+            raise DataError(f"checkpoint {path}: {error}") from error
+        self._loaded = None
+
+    def _check_labels(self, stored: str) -> None:
+        if stored != self.labels:
+            raise ValueError(
+                f"it holds the averages {stored}, but configured are {self.labels}. Set algorithms.ema back, or begin "
+                "a new run from it with init_from"
+            )
+
+    def _load_whole(self, state: State, stored: dict[str, Any]) -> None:
+        self._check_labels(stored.get("labels", "(unknown)"))
+        self._allocate(state)
+        tensors = [stored["averages"], *(stored["others"][profile.label] for profile in self.profiles[1:])]
+        for average, averages in zip(self.averages, tensors, strict=True):
+            average.load(averages, int(stored["num_updates"]))
+
+    def _load_shards(self, state: State, path: Path) -> None:
+        """Load the shards here: Composer loads only keys that exist already, and before the start there are none."""
+        prefix = f"state.callbacks.{type(self).__qualname__}."
+        checkpoint = open_state(path)
+        stored = [key.removeprefix(prefix) for key in checkpoint.entries if key.startswith(prefix)]
+        if not stored:
+            return
+        self._check_labels(checkpoint.read([f"{prefix}labels"])[f"{prefix}labels"])
+        self._allocate(state)
+        averages = [average.averages for average in self.averages]
+        expected = [f"averages.{name}" for name in averages[0]]
+        expected += [f"others.{profile.label}.{name}" for profile in self.profiles[1:] for name in averages[0]]
+        check_names(expected, [name for name in stored if name.startswith(("averages.", "others."))])
+        contents = self._contents(averages, 0)
+        with torch.no_grad():
+            whole = {"state": {"callbacks": {type(self).__qualname__: contents}}}
+            load(whole, storage_reader=SafeReader(path), planner=SafeLoadPlanner())
+        for average in self.averages:
+            average.num_updates = int(contents["num_updates"])
+
+
+class AverageSnapshots(Callback):
+    """Store the power-function averages at intervals and at the end; they are never removed.
+
+    Rank 0 gathers one average at a time, which needs its size in memory. A run that resumes from a checkpoint writes
+    the files of the steps that it repeats again, with the same bytes. With an object store, files are uploaded as
+    `averages/NAME` in the background, and before the next checkpoint is complete there. To be run after the callback
+    that updates the averages.
+
+    Args:
+        ema: holds the averages.
+        folder: the folder of the files.
+        interval: batches between them, counted from the beginning of the run: `5000ba`.
+        dtype: of the stored tensors.
+        remote: the run's checkpoints in an object store; None if they are in a folder.
+    """
+
+    def __init__(
+        self,
+        ema: LateStartEMA,
+        folder: Path,
+        *,
+        interval: str,
+        dtype: torch.dtype,
+        remote: RemoteCheckpoints | None = None,
+    ) -> None:
+        self.ema, self.folder, self.dtype, self.remote = ema, folder, dtype, remote
+        self.interval = Time.from_timestring(interval)
+        self._last_step = -1
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Upload the files that an earlier start has written, but not uploaded."""
+        agree(self._upload_missing, takes_long=True)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Store at the interval."""
+        if state.timestamp.batch.value % self.interval.value == 0:
+            self._store_all(state.timestamp.batch.value)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Store at the end, unless that was just done."""
+        self._store_all(state.timestamp.batch.value)
+        if self.remote is not None:
+            agree(self.remote.await_uploads, takes_long=True)
+
+    def _store_all(self, step: int) -> None:
+        averages = [average for average in self.ema.averages if isinstance(average.profile, PowerFunction)]
+        if step == self._last_step or not averages or averages[0].num_updates == 0:
+            return
+        self._last_step = step
+        for average in averages:
+            record = AverageRecord(label=average.profile.label, step=step, time=average.time)
+            tensors = gather_on_rank_0(average.averages, self.dtype)
+            agree(lambda record=record, tensors=tensors: self._store(record, tensors))
+
+    def _store(self, record: AverageRecord, tensors: dict[str, Tensor]) -> None:
+        if rank() == 0:
+            self._upload(write_average(self.folder, record, tensors))
+
+    def _upload(self, path: Path) -> None:
+        if self.remote is not None:
+            self.remote.upload_later(path, f"{STORED}/{path.name}")
+
+    def _upload_missing(self) -> None:
+        if self.remote is not None and rank() == 0:
+            stored = self.remote.files()
+            for path in sorted(self.folder.glob(f"*{AVERAGE_SUFFIX}")):
+                if f"{STORED}/{path.name}" not in stored:
+                    self._upload(path)
+
+
+def build_averages(
+    config: EMAConfig | None, folder: Path, remote: RemoteCheckpoints | None = None
+) -> tuple[LateStartEMA | None, list[Callback]]:
+    """Build the callbacks that average and store.
+
+    Args:
+        config: None for no averages.
+        folder: the run folder.
+        remote: the run's checkpoints in an object store; None if they are in a folder.
+
+    Returns:
+        The average to sample and export, None for the weights themselves; and all callbacks, in the order in which
+        they run.
+    """
+    if config is None:
+        return None, []
+    power = config.power
+    profiles = build_profiles(config.decays, power.relative_widths if power is not None else [])
+    ema = LateStartEMA(start=config.start, profiles=profiles, interval=config.interval, evaluate=config.evaluate)
+    callbacks: list[Callback] = [ema]
+    if power is not None:
+        dtype = DTYPES[power.snapshot_precision]
+        snapshots = AverageSnapshots(ema, folder / STORED, interval=power.snapshot_interval, dtype=dtype, remote=remote)
+        callbacks.append(snapshots)
+    return ema if config.evaluate else None, callbacks
