@@ -10,8 +10,6 @@ import pytest
 import torch
 from PIL import Image
 
-from demo.shapes import BACKGROUNDS, COLOURS, SHAPES, Scene, Thing, draw
-from demo.shapes import prompts as shape_scenes
 from diffusion.config.fields import check_sections
 from diffusion.config.loading import load
 from diffusion.errors import ConfigurationError, DataError
@@ -38,6 +36,8 @@ from diffusion.evaluation.object_checks import (
     shape_checks,
 )
 from diffusion.evaluation.prompts import Prompt, read_prompts
+from diffusion.evaluation.shapes import BACKGROUNDS, COLOURS, SHAPES, Scene, Thing, draw
+from diffusion.evaluation.shapes import prompts as shape_scenes
 from diffusion.evaluation.watch import Entry, Ledger, LocalRun
 
 
