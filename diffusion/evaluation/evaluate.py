@@ -93,7 +93,7 @@ class Evaluation:
         files = list_images(folder) if listed is None else [image.path for image in listed]
         texts = None if listed is None else [image.prompt for image in listed]
         numbers = self.metrics.compute(ImageFiles(files), texts, given_record(len(files)))
-        return self._write(Result(name=folder.resolve().name, place=str(folder), numbers=numbers))
+        return self._write(Result(name=folder.resolve().name, path=str(folder), numbers=numbers))
 
     def _read_prompts(self) -> list[Prompt]:
         config = self.config.protocol.prompts
@@ -216,7 +216,7 @@ def evaluate(config: EvaluationConfig) -> list[Result]:
 def _empty_result(model: EvaluatedModel, generator: Generator, guidance_scale: float | None) -> Result:
     return Result(
         name=model.name,
-        place=model.origin or model.path,
+        path=model.origin or model.path,
         step=model.step,
         weights=model.weights,
         guidance_scale=guidance_scale,

@@ -33,7 +33,7 @@ from diffusion.loading import load_config_of
 
 log = logging.getLogger(__name__)
 
-COPIES = "held"
+COPIES = "copies"
 """Folder of the checkpoint that is being read, in the output folder."""
 
 FINISHED = "finished.json"
@@ -237,24 +237,24 @@ class LocalRun:
 
     def copy(self, name: str, folder: Path) -> Path | None:
         """Link the files, or copy them to another file system."""
-        source, held = self.checkpoints / name, folder / name
-        remove_copy(held)
+        source, copied = self.checkpoints / name, folder / name
+        remove_copy(copied)
         try:
             if source.is_dir():
-                held.mkdir(parents=True)
+                copied.mkdir(parents=True)
                 for file in sorted(source.iterdir()):
-                    _link(file, held / file.name)
+                    _link(file, copied / file.name)
             else:
                 folder.mkdir(parents=True, exist_ok=True)
-                _link(source, held)
+                _link(source, copied)
         except FileNotFoundError:
-            remove_copy(held)
+            remove_copy(copied)
             return None
-        if damage := find_damage(held):
+        if damage := find_damage(copied):
             log.info("checkpoint %s: %s", source, damage)
-            remove_copy(held)
+            remove_copy(copied)
             return None
-        return held
+        return copied
 
     def finished_step(self) -> int | None:
         """Step of `FINISHED`, or None."""
@@ -282,16 +282,16 @@ class RemoteRun:
         if found is None:
             return None
         try:
-            held = self._remote.download(found, folder)
+            copied = self._remote.download(found, folder)
         except (DataError, MachineError):
             remove_copy(folder / name)
             if name in self.list_checkpoints():
                 raise
             return None
-        if find_damage(held):
-            remove_copy(held)
+        if find_damage(copied):
+            remove_copy(copied)
             return None
-        return held
+        return copied
 
     def finished_step(self) -> int | None:
         """Step of `FINISHED` in the run folder; the store has checkpoints only."""
