@@ -8,8 +8,7 @@ from typing import Any
 from diffusion.config.data import Representation, ValidationConfig
 from diffusion.config.model import Posterior
 from diffusion.config.schema import Config
-from diffusion.datasets.batch import BatchKey, num_samples
-from diffusion.datasets.collation import collate
+from diffusion.datasets.batch import BatchKey, collate, num_samples
 from diffusion.datasets.dataset import Tokenize, TrainingDataset
 from diffusion.datasets.loader import BatchLoader, order_settings, validation_dataset, validation_streams
 from diffusion.datasets.mds import INDEX
