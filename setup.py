@@ -89,7 +89,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["diffusion", "diffusion.*"]),
-    package_data={"diffusion": ["py.typed", "models/data/*", "evaluation/preference/web/*"]},
+    package_data={"diffusion": ["py.typed", "models/data/*", "evaluation/preference/web/*", "reports/templates/*"]},
     python_requires=">=3.10,<3.13",
     install_requires=REQUIREMENTS,
     extras_require=EXTRAS,

@@ -16,8 +16,7 @@ from diffusion.config.model import Architecture, ModelConfig
 from diffusion.config.performance import Compilation, PerformanceConfig
 from diffusion.config.training import Device
 from diffusion.models import fast
-from diffusion.models.architectures import ARCHITECTURES
-from diffusion.models.build import build_unet
+from diffusion.models.architectures import ARCHITECTURES, build_unet
 from diffusion.models.fast.norms import FusedGroupNorm
 from diffusion.planning.activations import FlashAttentionShapes
 

@@ -111,6 +111,6 @@ def evaluate_command(arguments: Sequence[str], *, say: Callable[[str], None]) ->
 
 
 def _show_results(folders: Sequence[str], say: Callable[[str], None]) -> None:
-    from diffusion.evaluation.results import read_results, table
+    from diffusion.evaluation.protocol import read_results, table
 
     say(table(read_results([Path(folder).expanduser() for folder in folders])))

@@ -17,11 +17,10 @@ from diffusion.errors import ConfigurationError, MachineError
 from diffusion.files import atomic_path
 from diffusion.loading import Trained, open_trained
 from diffusion.model_card import Licences, write_card
-from diffusion.models.architectures import ARCHITECTURES
-from diffusion.models.build import build_noise_scheduler, build_unet
-from diffusion.models.frozen import load_frozen_parts
-from diffusion.models.layout import write_pipeline
+from diffusion.models.architectures import ARCHITECTURES, build_unet
+from diffusion.models.build import build_noise_scheduler
 from diffusion.models.lora import has_lora, write_lora
+from diffusion.models.pretrained import load_frozen_parts, write_pipeline
 from diffusion.models.sampling import inference_scheduler
 from diffusion.models.stored_weights import write_safetensors
 

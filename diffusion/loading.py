@@ -16,8 +16,8 @@ from diffusion.ema.posthoc import AVERAGE_SUFFIX
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.models.build import build_model, load_unet
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.layout import is_pipeline, open_pipeline_unet
 from diffusion.models.lora import has_lora, merged
+from diffusion.models.pretrained import is_pipeline, open_pipeline_unet
 from diffusion.models.stored_weights import StoredWeights, open_safetensors
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from diffusion.config.schema import Config
 from diffusion.config.secrets import to_public_yaml
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.errors import DataError
-from diffusion.evaluation.results import Result, table
-from diffusion.evaluation.run_report.evaluations import find_results
+from diffusion.evaluation.protocol import Result, table
+from diffusion.reports.run import find_results
 
 FOLDED = """Where the run's VAE had a mean and standard deviation for each channel of its latents, they are folded into
 the `quant_conv` and `post_quant_conv` of this VAE, since the pipeline would ignore them.

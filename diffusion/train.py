@@ -68,14 +68,12 @@ from diffusion.files import write_atomically
 from diffusion.launch import PreemptedError
 from diffusion.loading import open_initial
 from diffusion.models import fast
-from diffusion.models.architectures import ARCHITECTURES
+from diffusion.models.architectures import ARCHITECTURES, build_vae, with_seed
 from diffusion.models.autoencoder import AutoencoderTraining, initialise_logvar
 from diffusion.models.build import build_model, load_unet
-from diffusion.models.frozen import build_vae, with_seed
-from diffusion.models.identity import module_identity, tokenizer_identity
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.layout import is_pipeline
 from diffusion.models.lora import add_lora
+from diffusion.models.pretrained import is_pipeline, module_identity, tokenizer_identity
 from diffusion.models.tokenizers import build_tokenizer, tokenize
 from diffusion.operations.beats import beats_folder
 from diffusion.operations.checks.device import computes_bf16
@@ -298,7 +296,7 @@ def build_training_model(config: Config, device: Device, *, is_new: bool = True)
     if is_new and config.init_from is not None:
         with error_context("init_from.checkpoint"):
             initial = open_initial(config.init_from, model.unet)
-            load_unet(model, initial.read_all(), initial.place)
+            load_unet(model, initial.read_all(), initial.source)
     if config.model.lora is not None:
         add_lora(model.unet, config.model.lora, config.seed)
     return model
@@ -402,7 +400,7 @@ def build_evaluator(config: Config, model: ComposerModel) -> Evaluator | None:
         with_logvar=_uses_logvar(config),
     )
     if isinstance(model, LatentDiffusion):
-        model.expect_held_out(dataset.stream_names_with_samples, torch.from_numpy(dataset.addresses()))
+        model.set_validation_data(dataset.stream_names_with_samples, torch.from_numpy(dataset.addresses()))
     rank, num_ranks = dist.get_global_rank(), dist.get_world_size()
     loader = validation_loader(dataset, config.validation, config.data, rank=rank, num_ranks=num_ranks)
     return Evaluator(

@@ -9,8 +9,8 @@ from composer import Callback, Logger, State
 from composer.loggers import LoggerDestination
 from composer.utils import dist
 
-from diffusion.curves import Curve
 from diffusion.files import atomic_path
+from diffusion.reports.curves import Curve
 
 TRAIN_LOSS = "loss/train/total"
 

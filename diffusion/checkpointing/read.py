@@ -443,7 +443,7 @@ def open_unet(checkpoint: Path, weights: str, *, is_checked: bool = False) -> St
         check_bytes(checkpoint) if checkpoint.is_dir() else _check_file(checkpoint)
     state = open_state(checkpoint)
     shapes = {key: tensor for key, tensor in state.entries.items() if tensor is not None}
-    stored = StoredWeights(place=f"checkpoint {checkpoint}", shapes=shapes, read=state.read)
+    stored = StoredWeights(source=f"checkpoint {checkpoint}", shapes=shapes, read=state.read)
     module = f"{_MODEL}module." if any(name.startswith(f"{_MODEL}module.") for name in shapes) else _MODEL
     raw = stored.below(module + _UNET)
     if weights == Weights.raw:

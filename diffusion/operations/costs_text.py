@@ -2,7 +2,7 @@
 
 from diffusion.operations.costs import Kind, Totals, total
 from diffusion.operations.runs import Overview
-from diffusion.tables import align
+from diffusion.reports.tables import text_table
 
 _WHAT = {
     Kind.training: "training",
@@ -26,9 +26,8 @@ def describe_costs(overview: Overview, utilisation: float | None) -> str:
     rows = [("", "GPU-hours", "share", "dollars")]
     rows += [_row(text, totals.hours[kind.value], totals.gpu_hours, price) for kind, text in _WHAT.items()]
     rows += [_row("all", totals.gpu_hours, totals.gpu_hours, price)]
-    return "\n".join(
-        [f"{overview.folder}: {overview.status}, step {overview.step:,}", *align(rows), *_lines(totals, utilisation)]
-    )
+    head = f"{overview.folder}: {overview.status}, step {overview.step:,}"
+    return "\n".join([head, *text_table(rows), *_lines(totals, utilisation)])
 
 
 def _row(text: str, hours: float, whole: float, price: float | None) -> tuple[str, str, str, str]:

@@ -19,13 +19,12 @@ from diffusion.checkpointing.read import open_unet, read_all, read_unet
 from diffusion.config.loading import load_config
 from diffusion.config.model import Weights
 from diffusion.errors import ConfigurationError, MachineError
-from diffusion.evaluation.results import Number, Result
+from diffusion.evaluation.protocol import Number, Result
 from diffusion.export import export
 from diffusion.loading import load_model
 from diffusion.model_card import Licences
-from diffusion.models.architectures import TINY
+from diffusion.models.architectures import TINY, build_vae
 from diffusion.models.autoencoder import save_autoencoder
-from diffusion.models.frozen import build_vae
 from diffusion.models.sampling import initial_latents
 from diffusion.planning.plan import plan_run
 from tests.tools.training_runs import Run

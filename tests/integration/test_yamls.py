@@ -17,7 +17,7 @@ from diffusion.config.loading import load_config
 from diffusion.config.model import Architecture, InitFromConfig, Posterior, Weights
 from diffusion.config.training import Precision
 from diffusion.models.autoencoder import to_pixels
-from diffusion.models.frozen import load_pretrained
+from diffusion.models.pretrained import load_pretrained
 from diffusion.planning.plan import plan_run
 from tests.tools.training_runs import ROOT, SMALL_UNET
 from tests.tools.vgg import write_vgg

@@ -8,7 +8,7 @@ from enum import Enum
 from pathlib import Path
 
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.evaluation.listing import read_listing
+from diffusion.evaluation.prompts import read_listing
 
 _IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp"}
 _SETTLED = 5

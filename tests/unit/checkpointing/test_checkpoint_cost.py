@@ -20,7 +20,7 @@ from diffusion.checkpointing.read import read_all
 from diffusion.checkpointing.save import HostCopy
 from diffusion.config.loading import load_config
 from diffusion.datasets.loader import train_loader
-from diffusion.models.build import build_unet
+from diffusion.models.architectures import build_unet
 from tests.tools.s3_server import s3_process, s3_server
 from tests.tools.written_data import tokenize, write_encoded
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from diffusion.evaluation.protocol import protocol_hash
-from diffusion.evaluation.results import Number, Result
-from diffusion.evaluation.watch_writers import COLUMNS, table_of
+from diffusion.evaluation.protocol import Number, Result, protocol_hash
+from diffusion.evaluation.watch_loggers import COLUMNS, table_of
 from tests.tools.logged_points import tensorboard_points, wandb_history, wandb_rows
 from tests.tools.s3_server import s3_process
 from tests.tools.training_runs import Job, TrainingServer

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from diffusion.models import tiny
-from diffusion.models.norms import LowPrecisionGroupNorm, LowPrecisionLayerNorm, use_low_precision_norms
+from diffusion.models.fast.norms import LowPrecisionGroupNorm, LowPrecisionLayerNorm, use_low_precision_norms
 
 
 @pytest.mark.parametrize(("norm", "shape"), [(nn.GroupNorm(4, 16), (2, 16, 8, 8)), (nn.LayerNorm(16), (2, 7, 16))])

@@ -10,11 +10,10 @@ from PIL import Image
 from wandb.proto.wandb_internal_pb2 import Record
 from wandb.sdk.internal.datastore import DataStore
 
-from diffusion.evaluation.run_report.page import write_report
-from diffusion.evaluation.run_report.run_folder import read_run
-from diffusion.evaluation.run_report.summary import steps_lost
 from diffusion.launch import PREEMPTED_EXIT_CODE
-from tests.unit.evaluation.run_report_toys import API_KEY
+from diffusion.reports.run import read_run
+from diffusion.reports.run_page import write_report
+from tests.tools.secretive import API_KEY
 
 NUM_STEPS = 24
 PROMPTS = ["a red circle", "a blue star", "a green square"]
@@ -27,7 +26,7 @@ def signal_at(step: int, number: int) -> str:
 
 
 SECRETIVE = (
-    "{path: tests.unit.evaluation.run_report_toys.Secretive, "
+    "{path: tests.tools.secretive.Secretive, "
     f"arguments: {{api_key: {IN_CONFIG}, url: 'https://me:{IN_URL}@host/x', note: '${{oc.env:TEST_STORE_PASSWORD}}'}}}}"
 )
 
@@ -90,7 +89,7 @@ def test_the_report_of_the_run(run: Path) -> None:
     found = read_run(run)
     assert (found.status, found.num_steps) == ("finished", NUM_STEPS)
     assert [one.end for one in found.starts] == ["killed", "pre-empted (SIGTERM)", "finished"]
-    assert 0 < steps_lost(found) <= 3
+    assert 0 < found.num_steps_redone <= 3
     write_report([found], run / "report.html")
     page = (run / "report.html").read_text()
     assert all(prompt in page for prompt in PROMPTS)

@@ -11,10 +11,9 @@ from transformers import CLIPTokenizer
 from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, PredictionType
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.models import LatentDiffusion, build_model
-from diffusion.models.architectures import TINY
-from diffusion.models.frozen import FrozenParts, build_vae
+from diffusion.models.architectures import TINY, build_vae
 from diffusion.models.latent_scaling import LatentScaling
-from diffusion.models.layout import fold_scaling, open_pipeline_unet, write_pipeline, write_unet
+from diffusion.models.pretrained import FrozenParts, fold_scaling, open_pipeline_unet, write_pipeline, write_unet
 from diffusion.models.sampling import image_seeds, inference_scheduler, initial_latents
 from diffusion.models.stored_weights import StoredWeights, cut_by_size, open_safetensors, write_safetensors
 from diffusion.models.tokenizers import build_clip_tokenizer, clip_merges, tokenize
@@ -24,7 +23,7 @@ PROMPTS = ["a red circle", "Blue star, 42!"]
 
 def in_memory(tensors: dict[str, torch.Tensor]) -> StoredWeights:
     shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
-    return StoredWeights(place="here", shapes=shapes, read=lambda names: {name: tensors[name] for name in names})
+    return StoredWeights(source="here", shapes=shapes, read=lambda names: {name: tensors[name] for name in names})
 
 
 def build(architecture: Architecture, scaling: LatentScaling | None = None, **objective) -> LatentDiffusion:
@@ -99,7 +98,7 @@ def test_a_folded_vae_has_the_latents_of_the_unet(has_convolutions):
         assert (found.std - expected.std / std).abs().max() < 1e-5
         decoded = vae.decode(PER_CHANNEL.denormalise(latents), return_dict=False)[0]
         assert (folded.decode(latents, return_dict=False)[0] - decoded).abs().max() < 1e-5
-    assert LatentScaling.of_vae(folded.config) == LatentScaling((0.0,), (1.0,))
+    assert LatentScaling.from_vae(folded.config) == LatentScaling((0.0,), (1.0,))
     assert all(torch.equal(before[name], tensor) for name, tensor in vae.state_dict().items())
 
 
@@ -132,17 +131,17 @@ def test_weights_of_another_network_with_the_same_shapes_are_refused(tmp_path):
     write(model, tmp_path / "folder")
     other = ModelConfig(architecture=Architecture.tiny, unet={"block_out_channels": [16, 32], "norm_num_groups": 8})
     unet = build_model(other, ObjectiveConfig(), resolution=32, seed=1).unet
-    with pytest.raises(ConfigurationError, match=r"unet/config\.json: norm_num_groups is 4 there and 8 here\. Set"):
+    with pytest.raises(ConfigurationError, match=r"unet/config\.json: norm_num_groups"):
         open_pipeline_unet(tmp_path / "folder", unet)
 
 
 def test_what_is_missing_or_damaged_is_named(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"unet holds no config\.json and diffusion_pytorch_model\."):
+    with pytest.raises(ConfigurationError, match=r"unet .*config\.json"):
         open_pipeline_unet(tmp_path)
     (tmp_path / "unet").mkdir()
     (tmp_path / "unet" / "config.json").write_text("{}")
     (tmp_path / "unet" / "diffusion_pytorch_model.safetensors").write_bytes(b"\x80\x04nonsense")
-    with pytest.raises(DataError, match="is not a file of weights, or damaged"):
+    with pytest.raises(DataError, match=r"diffusion_pytorch_model\.safetensors"):
         open_pipeline_unet(tmp_path)
 
 
@@ -161,7 +160,7 @@ def test_files_of_weights_are_what_the_library_reads_and_are_read_in_parts(tmp_p
         reads.append(list(names))
         return stored.read(names)
 
-    watched = StoredWeights(place="here", shapes=stored.shapes, read=read)
+    watched = StoredWeights(source="here", shapes=stored.shapes, read=read)
     monkeypatch.setattr("diffusion.models.stored_weights.READ_BYTES", 80)
     write_safetensors(tmp_path / "w.safetensors", watched, list("abcde"), {"z": "1", "a": "ü"})
     assert reads == [["a", "b"], ["c", "d"], ["e"]]

@@ -1,6 +1,6 @@
-"""Where a watcher's numbers go: each writer is its own, so that it never meets the run's.
+"""Loggers of a watcher: a metrics file, TensorBoard and wandb, separate from those of the run.
 
-Results are files; everything here is written from them, and again after an interruption, without a point twice.
+All are written from the result files. After an interruption no point is written twice.
 """
 
 import hashlib
@@ -15,8 +15,7 @@ from diffusion.callbacks.loggers import as_machine_error
 from diffusion.config.schema import Config
 from diffusion.config.secrets import redact_arguments
 from diffusion.evaluation.config import EvaluationConfig
-from diffusion.evaluation.protocol import protocol_hash
-from diffusion.evaluation.results import Result
+from diffusion.evaluation.protocol import Result, protocol_hash
 from diffusion.files import write_atomically
 
 METRICS = "metrics.jsonl"
@@ -24,7 +23,7 @@ STEP = "trainer/step"
 """Step axis of the numbers in wandb."""
 
 TABLE = "evaluation/numbers"
-"""Name of the table in wandb, one for each step."""
+"""Name of the tables in wandb, one per step."""
 
 COLUMNS = ("model", "weights", "guidance_scale", "number", "category", "value", "protocol")
 
@@ -32,7 +31,7 @@ TENSORBOARD_SUFFIX = ".evaluation"
 
 
 def rows_of(results: Sequence[Result]) -> list[dict[str, float]]:
-    """One row for each step, in their order, as in a run's metrics file."""
+    """Rows of the metrics file, one per step in order."""
     rows: dict[int, dict[str, float]] = {}
     for result in results:
         if result.step is not None:
@@ -47,7 +46,7 @@ def _tag(result: Result, name: str) -> str:
 
 
 def table_of(results: Sequence[Result], step: int) -> list[list[Any]]:
-    """The numbers of a step, a row with `COLUMNS` each; compositional checks have a category."""
+    """Rows of `COLUMNS` with the numbers of a step; object checks have a category."""
     rows = []
     for result in results:
         for name, number in result.numbers.items() if result.step == step else ():
@@ -57,11 +56,11 @@ def table_of(results: Sequence[Result], step: int) -> list[list[Any]]:
     return rows
 
 
-class Writers:
-    """Writes the numbers of all results, those that are not there yet; on one rank.
+class WatchLoggers:
+    """Logs new numbers of all results; on one rank.
 
     Args:
-        config: of the watcher.
+        config: configuration of the watcher.
         run: configuration of the run.
     """
 
@@ -74,7 +73,7 @@ class Writers:
         self._wandb_step = -1
 
     def write(self, results: Sequence[Result]) -> None:
-        """Write to all that are configured."""
+        """Write to all configured loggers."""
         rows = rows_of(results)
         write_atomically(self.folder / METRICS, "".join(json.dumps(row) + "\n" for row in rows))
         if self.config.loggers.tensorboard:
@@ -90,7 +89,7 @@ class Writers:
             self._wandb.finish()
 
     def _to_tensorboard(self, rows: Sequence[dict[str, float]]) -> None:
-        """Into one event file per start, which hides those of earlier starts, in a folder beside that of the run."""
+        """Write one event file per start, which hides those of earlier starts, in a folder beside that of the run."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
         if self._tensorboard is None:
@@ -106,7 +105,7 @@ class Writers:
         self._tensorboard.flush()
 
     def _to_wandb(self, rows: Sequence[dict[str, float]], results: Sequence[Result]) -> None:
-        """Into a run of its own; its steps are those of training, and the server refuses one that it has."""
+        """Write to a separate wandb run. Its steps are those of training; the server rejects repeated ones."""
         import wandb
 
         if self._wandb is None:
@@ -142,7 +141,7 @@ class Writers:
                 resume="allow",
                 mode="offline" if settings.offline else "online",
                 settings={
-                    # Else a table offline asks the server for its version, and hangs.
+                    # Otherwise offline tables request their version from the server, and hang.
                     "allow_offline_artifacts": False,
                     "_args": redact_arguments(sys.argv[1:]),
                 },
