@@ -158,7 +158,7 @@ class EvaluationLoggersConfig:
     """Where a watcher writes numbers besides its output folder."""
 
     tensorboard: bool = False
-    """An event file of its own in the TensorBoard folder of the run, or of the output folder."""
+    """Write event files to `RUN.evaluation` in the TensorBoard folder of the run, or of the output folder."""
 
     wandb: WandbConfig | None = None
     """A run of its own in the group of the run; null is none."""
