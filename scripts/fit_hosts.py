@@ -29,7 +29,7 @@ def fit_hosts(arguments: Sequence[str]) -> None:
     from diffusion.operations.checks.verdicts import Level, format_table
 
     hosts = host_names(options.hosts, f"'{options.hosts}'")
-    patience = config.operations.supervision.check_patience
+    patience = config.operations.supervision.check_timeout
     if patience is None:
         print(*hosts[: options.nodes])
         return

@@ -16,12 +16,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from diffusion.config.loading import load, missing_error, missing_keys
+from diffusion.config.loading import load_complete
 from diffusion.datasets.buckets import DEFAULT_EDGES, parse_edges
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.datasets.mds import DEFAULT_SHARD_BYTES
+from diffusion.distributed import INTERRUPTED_EXIT_CODE
 from diffusion.errors import ConfigurationError, UserError
-from diffusion.launch import INTERRUPTED_EXIT_CODE
 from diffusion.preparation.config import BucketsConfig, Engine, PrepareConfig
 from diffusion.preparation.partitions.preview import Preview
 from diffusion.preparation.prepare import prepare_from, preview_of
@@ -80,13 +80,8 @@ def configuration(options: argparse.Namespace) -> PrepareConfig:
         if wrong:
             key = "buckets.edges" if wrong[0] == "edges" else wrong[0]
             raise ConfigurationError(f"--{wrong[0].replace('_', '-')} and --config: write {key}=... instead")
-        config = load(PrepareConfig, options.config, options.words)
-        missing = missing_keys(config)
-        if options.dry_run is not None:
-            missing.pop("out", None)
-        if missing:
-            raise missing_error(missing, str(options.config))
-        return config
+        is_dry = options.dry_run is not None
+        return load_complete(PrepareConfig, options.config, options.words, may_miss=lambda key: is_dry and key == "out")
     if len(options.words) < (1 if options.dry_run is not None else 2):
         raise ConfigurationError("give SOURCE ... and OUT, or --config FILE (--help tells more)")
     if options.engine is not None:

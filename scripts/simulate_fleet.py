@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from diffusion.config.data import Mixing, legal_world_sizes
-from diffusion.datasets.batching import GlobalOrder, OrderSettings
+from diffusion.datasets.sample_order import GlobalOrder, OrderSettings
 from diffusion.errors import UserError
 from diffusion.planning.fleet import (
     Cost,

@@ -82,7 +82,7 @@ def main() -> None:
     supervised = read_command(options.command, os.environ)
     settings, data = supervised.config.operations.supervision, supervised.config.data
     events = EventLog(supervised.places.run, supervised.webhook)
-    machines = Machines(options.command, supervised.arguments, fleet, data, settings.check_patience, events)
+    machines = Machines(options.command, supervised.arguments, fleet, data, settings.check_timeout, events)
     supervisor = Supervisor(machines.start, supervised.places, settings, events, sys.argv[1:], machines.check)
     supervisor.listen()
     raise SystemExit(supervisor.run())

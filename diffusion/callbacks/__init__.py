@@ -34,7 +34,7 @@ from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config
 from diffusion.config.secrets import to_public_yaml
 from diffusion.config.training import Device, Parallelism
-from diffusion.datasets.streams import TextImageDataset
+from diffusion.datasets.dataset import TrainingDataset
 from diffusion.ema.callbacks import LateStartEMA, build_averages
 from diffusion.models import fast
 from diffusion.models.autoencoder import AutoencoderTraining
@@ -100,8 +100,7 @@ def build_callbacks(
         ConfigurationError: a plug-in cannot be imported or built.
     """
     folder, operations = storage.run, config.operations
-    store = storage.remote.store if storage.remote is not None else None
-    ema, averages = build_averages(config.algorithms.ema, folder, store)
+    ema, averages = build_averages(config.algorithms.ema, folder, storage.remote)
     meter = CostMeter(folder, operations, config.plan.price_per_gpu_hour)
     saver = _build_saver(config, storage)
     max_norm = config.optimizer.max_grad_norm
@@ -158,7 +157,7 @@ def _build_task_callbacks(
 
 def _build_utilisation(config: Config, dataset: Any) -> Utilisation:
     data = config.data
-    streams = dataset if isinstance(dataset, TextImageDataset) else None
+    streams = dataset if isinstance(dataset, TrainingDataset) else None
     loader = LoaderSettings(
         num_workers=data.num_workers,
         num_cores=num_cores(),

@@ -35,7 +35,7 @@ class StepAddress(Callback):
 class DataPosition(Callback):
     """Start at the epoch and sample of the Trainer's timestamp.
 
-    At the end of an epoch Composer saves `sample_in_epoch=0` of the epoch that has ended, which Streaming would replay.
+    At the end of an epoch Composer saves `sample_in_epoch=0` of the epoch that has ended, which would be replayed.
     """
 
     def fit_start(self, state: State, logger: Logger) -> None:
@@ -46,12 +46,9 @@ class DataPosition(Callback):
         dataset = getattr(loader, "dataset", None)
         if dataset is None or not hasattr(dataset, "load_state_dict"):
             return
-        dist.barrier()
         position = dataset.state_dict(num_samples=0, from_beginning=False)
         position.update(
             epoch=state.timestamp.epoch.value,
             sample_in_epoch=state.timestamp.sample_in_epoch.value,
         )
-        dist.barrier()  # Streaming's shared memory must not be read while another rank still writes it.
         dataset.load_state_dict(position)
-        dist.barrier()

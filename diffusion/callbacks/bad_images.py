@@ -10,7 +10,7 @@ from composer import Callback, Logger, State
 from composer.utils import dist
 
 from diffusion.datasets.bad_images import FILE, OLD_FILE, BadImage, check_bad_images, read_bad_images
-from diffusion.datasets.streams import TextImageDataset
+from diffusion.datasets.dataset import TextImageDataset
 from diffusion.distributed import agree
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class ReportBadImages(Callback):
             return
         images: list[list[BadImage]] = dist.all_gather_object(self._dataset.bad_images.take())
         if new := [image for of_rank in images for image in of_rank]:
-            num_read = min(state.timestamp.sample.value, self._dataset.size)
+            num_read = min(state.timestamp.sample.value, self._dataset.num_samples)
             is_first = dist.get_global_rank() == 0
             agree(lambda: check_bad_images(self._list(new), num_read, str(new[-1])) if is_first else None)
 

@@ -15,9 +15,8 @@ from typing import IO, Any
 from composer import Callback, Event, Logger, State
 from torch._dynamo.callback import callback_handler
 
-from diffusion import launch
-from diffusion.distributed import rank
-from diffusion.errors import MachineError, UserError
+from diffusion.distributed import PREEMPTED_EXIT_CODE, USER_ERROR_EXIT_CODE, rank
+from diffusion.errors import MachineError, PreemptedError, UserError
 from diffusion.operations.beats import Beat, BeatFile, Phase, stacks_file
 from diffusion.operations.lease import RENEWAL_SECONDS, Lease
 from diffusion.operations.stacks import STACKS_SIGNAL
@@ -145,7 +144,7 @@ class Heartbeat(Callback):
                 self._lease.renew()
             except MachineError as error:
                 log.critical("%s", error)
-                os._exit(launch.USER_ERROR_EXIT_CODE)
+                os._exit(USER_ERROR_EXIT_CODE)
             except OSError as error:
                 log.warning("the heartbeat in %s does not reach the disk: %s", self.folder, error.strerror)
 
@@ -178,6 +177,6 @@ def _exit_code(error: BaseException | None) -> int:
     """Return the exit code of `launch.run_command` for an error."""
     if error is None:
         return 0
-    if isinstance(error, launch.PreemptedError):
-        return launch.PREEMPTED_EXIT_CODE
-    return launch.USER_ERROR_EXIT_CODE if isinstance(error, UserError) else 1
+    if isinstance(error, PreemptedError):
+        return PREEMPTED_EXIT_CODE
+    return USER_ERROR_EXIT_CODE if isinstance(error, UserError) else 1

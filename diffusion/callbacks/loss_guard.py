@@ -13,8 +13,8 @@ from composer.utils import dist
 from diffusion.callbacks.metrics_file import TRAIN_LOSS
 from diffusion.checkpointing.roll_back import Rollback, decide, is_wrong, read_rollbacks, request_rollback
 from diffusion.config.operations import GuardConfig
-from diffusion.datasets.streams import TextImageDataset
-from diffusion.launch import PreemptedError
+from diffusion.datasets.dataset import TrainingDataset
+from diffusion.errors import PreemptedError
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class LossGuard(Callback):
     def _list_samples(self, state: State, step: int, loss: float) -> None:
         """List the samples of a step and log their shards: the data may be the cause."""
         dataset = getattr(state.train_dataloader, "dataset", None)
-        if not isinstance(dataset, TextImageDataset):
+        if not isinstance(dataset, TrainingDataset):
             return
         samples = dataset.samples_of_step(step)
         rows = [

@@ -18,9 +18,9 @@ from composer.utils import dist
 from diffusion.callbacks.cost_meter import CostMeter
 from diffusion.callbacks.saving import SaveCheckpoints
 from diffusion.checkpointing.resume import PREEMPTED
+from diffusion.errors import PreemptedError
 from diffusion.files import write_json
 from diffusion.host_number import HostNumber
-from diffusion.launch import PreemptedError
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 

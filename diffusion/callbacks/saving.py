@@ -231,7 +231,7 @@ class SaveCheckpoints(CheckpointSaver):
 
     def _previous(self, path: Path) -> str:
         if self.remote is not None:
-            return f"the newest one in {self.remote.store.url}"
+            return f"the newest one in {self.remote.uri}"
         others = [other for other in list_checkpoints(self.local) if batch_of(other) < batch_of(path)]
         return str(others[-1]) if others else "the beginning"
 

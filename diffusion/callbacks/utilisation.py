@@ -11,7 +11,7 @@ import torch
 from composer import Callback, Logger, State
 from composer.utils import dist
 
-from diffusion.datasets.tiers import TierCounts, TierMeter
+from diffusion.datasets.cache import TierCounts, TierMeter
 from diffusion.operations.checks.counters import Counters, Usage, read_counters, usage_between
 from diffusion.operations.checks.gpus import GpuMeter
 from diffusion.operations.checks.waiting import LoaderSettings, explain_waiting

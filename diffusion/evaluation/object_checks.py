@@ -19,17 +19,17 @@ from PIL import Image
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from demo.oracle import describe
-from demo.shapes import COLOURS, Scene, caption
-from demo.shapes import SHAPES as SHAPE_NAMES
-from demo.shapes import prompts as shape_scenes
 from diffusion.distributed import rank, world_size
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.config import CompositionalConfig
+from diffusion.evaluation.oracle import describe
 from diffusion.evaluation.prompts import Prompt
 from diffusion.evaluation.protocol import COMPOSITIONAL, Number, compositional_protocol
 from diffusion.evaluation.protocol import Protocol as NumberProtocol
 from diffusion.evaluation.ranks import gather, is_first_rank
+from diffusion.evaluation.shapes import COLOURS, Scene, caption
+from diffusion.evaluation.shapes import SHAPES as SHAPE_NAMES
+from diffusion.evaluation.shapes import prompts as shape_scenes
 from diffusion.models.pretrained import freeze, module_identity
 
 SHAPES = "shapes"

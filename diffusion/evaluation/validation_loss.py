@@ -11,8 +11,7 @@ from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.config.model import Posterior
 from diffusion.config.schema import Config
 from diffusion.datasets.batch import BatchKey, num_samples
-from diffusion.datasets.held_out import HeldOutData
-from diffusion.datasets.loader import validation_dataset, validation_loader
+from diffusion.datasets.loader import ValidationDataset, validation_dataset, validation_loader
 from diffusion.distributed import agree, rank, world_size
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.generate import CheckpointGenerator, EvaluatedModel, Generator
@@ -79,7 +78,7 @@ def validation_losses(evaluated: EvaluatedModel, generator: Generator) -> dict[s
     return {name.replace("loss", NAME, 1): Number(value=value, protocol=protocol) for name, value in values.items()}
 
 
-def open_validation_data(config: Config, model: LatentDiffusion) -> HeldOutData:
+def open_validation_data(config: Config, model: LatentDiffusion) -> ValidationDataset:
     """Open the validation data of a run.
 
     Raises:

@@ -283,7 +283,7 @@ class RemoteRun:
             return None
         try:
             held = self._remote.download(found, folder)
-        except MachineError:
+        except (DataError, MachineError):
             remove_copy(folder / name)
             if name in self.list_checkpoints():
                 raise

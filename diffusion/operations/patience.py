@@ -77,7 +77,7 @@ class Watch:
         """What the silence of a job means until it is too long, how long that is in seconds, and who is behind."""
         active = [beat for beat in beats if beat.phase is not Phase.ended]
         if not active:
-            return Condition.working, self.settings.pause_patience, "no rank has begun"
+            return Condition.working, self.settings.pause_timeout, "no rank has begun"
         if stopped:
             return Condition.hang, self._hang_limit(beats), f"{_ranks(list(stopped))} was stopped"
         places = {beat.rank: (beat.step, _ORDER[beat.phase]) for beat in active}
@@ -85,10 +85,10 @@ class Watch:
         phase, step = behind[0].phase, behind[0].step
         what = f"{_ranks([beat.rank for beat in behind])} of {len(beats)} in phase {phase.value} of step {step}"
         if phase is Phase.data:
-            return Condition.slow_data, self.settings.data_patience, what
+            return Condition.slow_data, self.settings.data_timeout, what
         if phase is Phase.step and behind[0].median_step is not None:
             return Condition.hang, self._hang_limit(beats), what
-        return Condition.working, self.settings.pause_patience, what
+        return Condition.working, self.settings.pause_timeout, what
 
     def _hang_limit(self, beats: Sequence[Beat]) -> float:
         medians = [beat.median_step for beat in beats if beat.median_step is not None]

@@ -12,12 +12,13 @@ from diffusion.config.checks import num_batches
 from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config
 from diffusion.config.stores import is_store
-from diffusion.datasets.locations import StreamLocation, is_url, locate_streams
-from diffusion.datasets.shared_memory import remove_unused, take_away
+from diffusion.datasets.cache import move_unused_cache
+from diffusion.datasets.streams import StreamLocation, locate_streams
 from diffusion.errors import MachineError
 from diffusion.operations.checks.opening import sections
 from diffusion.operations.checks.readings import SHARED_MEMORY, find_leftovers
 from diffusion.operations.runs import is_live, read_supervision
+from diffusion.storage import is_url
 
 REMOVED = ".removed"
 """What a cache is renamed to before it is removed, so that no job finds half of it."""
@@ -102,15 +103,22 @@ def find_dead_memory() -> list[Removable]:
             path=SHARED_MEMORY / leftover.name,
             why="shared memory of a process that has ended",
             num_bytes=leftover.num_bytes,
-            remove=lambda name=leftover.name: remove_unused(SHARED_MEMORY / name),
+            remove=lambda name=leftover.name: _remove(SHARED_MEMORY / name),
         )
         for leftover in find_leftovers()
     ]
 
 
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def _remove_cache(cache: Path) -> None:
     away = _renamed(cache)
-    if not take_away(cache, away):
+    if not move_unused_cache(cache, away):
         raise MachineError(f"{cache} is in use by a running job, and stays")
     shutil.rmtree(away)
 

@@ -83,7 +83,7 @@ def _may_be_alive(beat: Beat, config: Config) -> bool:
     """Of another machine, unless it has ended by itself or has been silent for longer than anything takes."""
     if beat.host == socket.gethostname():
         return is_alive(beat)
-    return beat.phase is not Phase.ended and time.time() - beat.time < config.operations.supervision.pause_patience
+    return beat.phase is not Phase.ended and time.time() - beat.time < config.operations.supervision.pause_timeout
 
 
 @dataclass(frozen=True, kw_only=True)

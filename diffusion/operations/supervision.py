@@ -18,9 +18,9 @@ import psutil
 
 from diffusion.checkpointing.roll_back import read_request
 from diffusion.config.operations import SupervisionConfig
+from diffusion.distributed import PREEMPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from diffusion.errors import MachineError
 from diffusion.files import open_lock
-from diffusion.launch import PREEMPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from diffusion.operations import jobs
 from diffusion.operations.beats import Beat, Phase, clear_beats, read_beats
 from diffusion.operations.events import EventKind, EventLog

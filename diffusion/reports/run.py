@@ -18,9 +18,9 @@ from diffusion.config.checks import num_batches
 from diffusion.config.loading import dump, load, to_dict
 from diffusion.config.schema import Config
 from diffusion.config.secrets import redact
-from diffusion.datasets.manifest import read_json
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.evaluation.protocol import COMPOSITIONAL
+from diffusion.files import read_json
 from diffusion.operations.costs import Kind, StartCosts, read_costs
 from diffusion.operations.events import EVENTS, EventKind
 from diffusion.reports.curves import Curve, read_curves, read_json_lines

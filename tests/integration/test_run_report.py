@@ -10,7 +10,7 @@ from PIL import Image
 from wandb.proto.wandb_internal_pb2 import Record
 from wandb.sdk.internal.datastore import DataStore
 
-from diffusion.launch import PREEMPTED_EXIT_CODE
+from diffusion.distributed import PREEMPTED_EXIT_CODE
 from diffusion.reports.run import read_run
 from diffusion.reports.run_page import write_report
 from tests.tools.secretive import API_KEY

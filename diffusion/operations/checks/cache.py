@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from diffusion.config.data import DataConfig
 from diffusion.config.quantities import parse_size
-from diffusion.datasets.batching import GlobalOrder
+from diffusion.datasets.sample_order import GlobalOrder
 from diffusion.operations.checks.readings import DiskReading
 from diffusion.operations.checks.verdicts import Verdict, ok, problem, size_text, warning
 from diffusion.planning.fleet import FleetStream, World, traffic

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from diffusion.config.schema import Config
 from diffusion.config.training import Device
-from diffusion.datasets.shard_files import MAX_OPEN
+from diffusion.datasets.mds import MAX_OPEN
 from diffusion.planning.plan import plan_run
 from diffusion.planning.tiers import waiting_bytes
 

@@ -16,7 +16,7 @@ from diffusion.config.data import ValidationConfig
 from diffusion.config.loading import to_yaml
 from diffusion.config.schema import Config
 from diffusion.config.training import Device
-from diffusion.datasets.locations import StreamLocation, locate_streams
+from diffusion.datasets.streams import StreamLocation, locate_streams
 from diffusion.distributed import agree
 from diffusion.errors import MachineError, UserError
 from diffusion.models.architectures import ARCHITECTURES

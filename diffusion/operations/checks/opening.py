@@ -5,16 +5,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from diffusion.config.data import Representation, ValidationConfig
 from diffusion.config.model import Posterior
 from diffusion.config.schema import Config
 from diffusion.datasets.batch import BatchKey, num_samples
-from diffusion.datasets.batching import GlobalOrder, draws_per_stream
 from diffusion.datasets.collation import collate
-from diffusion.datasets.loader import BatchLoader, held_out_streams, order_settings, validation_dataset
-from diffusion.datasets.streams import TextImageDataset, Tokenize
+from diffusion.datasets.dataset import Tokenize, TrainingDataset
+from diffusion.datasets.loader import BatchLoader, order_settings, validation_dataset, validation_streams
+from diffusion.datasets.mds import INDEX
+from diffusion.datasets.sample_order import GlobalOrder, draws_per_stream
 from diffusion.models.tokenizers import build_tokenizer, tokenize
 from diffusion.operations.checks.cache import CacheDemand, find_cache_demand
 from diffusion.operations.checks.streams import StreamReading
@@ -30,7 +29,7 @@ def sections(config: Config) -> list[tuple[str, ValidationConfig]]:
     data = config.data
     found = [("", ValidationConfig(remote=data.remote, local=data.local, streams=data.streams))]
     if config.validation is not None:
-        streams = held_out_streams(config.validation, data)
+        streams = validation_streams(config.validation, data)
         found.append(("validation ", replace(config.validation, streams=streams)))
     return found
 
@@ -93,12 +92,12 @@ def cache_demand_of_readings(config: Config, readings: Sequence[StreamReading], 
     return find_cache_demand(streams, order, data, world, index_bytes=index_bytes)
 
 
-def cache_demand_of_dataset(config: Config, dataset: TextImageDataset, world: World) -> CacheDemand:
+def cache_demand_of_dataset(config: Config, dataset: TrainingDataset, world: World) -> CacheDemand:
     """What a node has to keep, from the data set of training that is open already."""
     order = dataset.order
-    assert order is not None, "the data set of training has an order"
-    sizes = np.array([shard.get_max_size() for shard in dataset.shards], np.int64)
-    parts = np.split(sizes, dataset.shard_offset_per_stream[1:])
-    streams = [FleetStream(shape=shape, bytes_per_shard=part) for shape, part in zip(order.streams, parts, strict=True)]
-    index_bytes = sum(stream.get_index_size() for stream in dataset.streams)
+    streams = [
+        FleetStream(shape=shape, bytes_per_shard=stream.index.cached_bytes())
+        for shape, stream in zip(order.streams, dataset.streams, strict=True)
+    ]
+    index_bytes = sum((stream.folder / INDEX).stat().st_size for stream in dataset.streams)
     return find_cache_demand(streams, order, config.data, world, index_bytes=index_bytes)

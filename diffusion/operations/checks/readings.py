@@ -212,8 +212,7 @@ def measure_write_speed(folder: Path, num_bytes: int = PROBE_BYTES) -> float:
 def find_leftovers(place: Path = SHARED_MEMORY) -> list[Leftover]:
     """Find shared memory of this user, made by Streaming or PyTorch, that no process has open.
 
-    A folder of `diffusion.datasets.shared_memory` is in use, with all of its number, while a process holds its file
-    open. Looks at the memory and files of all processes: takes about a millisecond for each.
+    Looks at the memory and files of all processes: takes about a millisecond for each.
     """
     own = [path for path in _listed(place) if _LEFTOVER.match(path.name) and _is_own(path)]
     if not own:

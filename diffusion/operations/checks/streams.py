@@ -4,22 +4,23 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
+from diffusion import storage
 from diffusion.config.data import Representation
-from diffusion.datasets.batching import StreamShape
-from diffusion.datasets.locations import StreamLocation, check_location, find_manifest, is_url, join
+from diffusion.datasets.dataset import ENCODED_COLUMNS, PREPARED_COLUMNS
 from diffusion.datasets.mds import INDEX, find_wrong_hash
-from diffusion.datasets.storage_errors import fetch_errors
-from diffusion.datasets.streams import ENCODED_COLUMNS, PREPARED_COLUMNS
-from diffusion.errors import DataError
+from diffusion.datasets.sample_order import StreamShape
+from diffusion.datasets.streams import StreamLocation, check_location, find_manifest
+from diffusion.errors import DataError, UserError
 from diffusion.operations.checks.verdicts import Verdict, ok, problem, size_text
 from diffusion.planning.fleet import FleetStream
+from diffusion.storage import is_url, join
 
 NUM_EXAMPLES = 3
 """Damaged files that a verdict names."""
@@ -110,7 +111,7 @@ def read_stream(location: StreamLocation, timeout: float, *, deep: bool = False)
         is_deep=deep and folder is not None,
         cached_sha256=hashlib.sha256(cached.read_bytes()).hexdigest() if is_cached else None,
         newest=(folder / INDEX).stat().st_mtime if folder else None,
-        manifest=find_manifest(location.source, location.store),
+        manifest=find_manifest(location.source, location.access),
     )
 
 
@@ -135,11 +136,9 @@ def _fetch(location: StreamLocation, timeout: float) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, INDEX)
         try:
-            location.store.fetch(url, str(path), timeout)
-        except fetch_errors() as error:
-            raise DataError(
-                f"{url} cannot be downloaded ({type(error).__name__}: {error}): check address, credentials and network"
-            ) from error
+            storage.download(url, path, access=replace(location.access, attempts=1, timeout=timeout))
+        except UserError as error:
+            raise DataError(f"{url} cannot be downloaded: {error}. Check address, credentials and network") from error
         return path.read_bytes()
 
 

@@ -12,7 +12,7 @@ from composer import Callback, Logger, State
 from diffusion.callbacks import utilisation as module
 from diffusion.callbacks.metrics_file import read_metrics, series
 from diffusion.callbacks.utilisation import QUIET_INTERVALS, Utilisation
-from diffusion.datasets.tiers import TierCounts, TierMeter
+from diffusion.datasets.cache import TierCounts, TierMeter
 from diffusion.operations.checks.counters import Counters
 from diffusion.operations.checks.waiting import LoaderSettings
 from tests.tools.toys import ToyLatents

@@ -10,8 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from demo.shapes import BACKGROUNDS, COLOURS, SHAPES, Scene, Thing, draw
-from demo.shapes import prompts as shape_scenes
+from diffusion.config.fields import check_sections
 from diffusion.config.loading import load
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.evaluation.config import (
@@ -21,7 +20,6 @@ from diffusion.evaluation.config import (
     ReferenceConfig,
     ResizeFilter,
     SamplingConfig,
-    check_evaluation,
 )
 from diffusion.evaluation.features import resized
 from diffusion.evaluation.generate import Task, addressed_latents
@@ -38,6 +36,8 @@ from diffusion.evaluation.object_checks import (
     shape_checks,
 )
 from diffusion.evaluation.prompts import Prompt, read_prompts
+from diffusion.evaluation.shapes import BACKGROUNDS, COLOURS, SHAPES, Scene, Thing, draw
+from diffusion.evaluation.shapes import prompts as shape_scenes
 from diffusion.evaluation.watch import Entry, Ledger, LocalRun
 
 
@@ -253,10 +253,10 @@ def test_configurations_that_ship_load_and_impossible_ones_are_refused(tmp_path)
     for yaml in ("yamls/evaluate.yaml", "yamls/tiny/evaluate.yaml"):
         places = [f"protocol.{part}.path=x" for part in ("prompts", "reference")]
         config = load(EvaluationConfig, yaml, ["output_folder=x", "model=x", *places])
-        check_evaluation(config)
+        check_sections(config)
     config.images, config.guidance_scales = "y", [1.0, 1.0]
-    with pytest.raises(ConfigurationError, match=r"either model=.*guidance_scales"):
-        check_evaluation(config)
+    with pytest.raises(ConfigurationError, match=r"(?s)model=.*guidance_scales"):
+        check_sections(config)
 
 
 def test_the_ledger_is_of_one_run(tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from diffusion.checkpointing.object_store import ObjectStore
+from diffusion import storage
 from diffusion.evaluation.watch import LocalRun, RemoteRun, open_run
 from diffusion.files import write_json
 from tests.tools.s3_server import s3_process, s3_server
@@ -54,16 +54,15 @@ def test_a_run_whose_checkpoints_are_elsewhere_leads_there(tmp_path):
 
 def test_checkpoints_in_a_store_are_downloaded_and_gone_ones_left_out(tmp_path, s3_server):
     url = "s3://tests/followed/checkpoints"
-    store = ObjectStore(url, patience=10)
-    store.upload(write_checkpoint(tmp_path / "ep0-ba2.pt"), "ep0-ba2.pt")
-    store.write("ep0-ba4/__0_0.distcp", b"half")
+    storage.upload(write_checkpoint(tmp_path / "ep0-ba2.pt"), f"{url}/ep0-ba2.pt")
+    storage.write(f"{url}/ep0-ba4/__0_0.distcp", b"half")
     run = open_run(url)
     assert isinstance(run, RemoteRun)
     assert run.list_checkpoints() == ["ep0-ba2.pt"]
     held = run.copy("ep0-ba2.pt", tmp_path / "held")
     assert held is not None
     assert torch.load(held, weights_only=True) == {"state": {}}
-    store.remove(["ep0-ba2.pt"])
+    storage.delete([f"{url}/ep0-ba2.pt"])
     assert run.copy("ep0-ba2.pt", tmp_path / "held") is None
 
 

@@ -8,7 +8,7 @@ from diffusion.config.operations import SupervisionConfig
 from diffusion.operations.beats import Beat, Phase
 from diffusion.operations.patience import Condition, Watch
 
-SETTINGS = SupervisionConfig(hang_floor=60, hang_factor=10, data_patience=1800, pause_patience=3600)
+SETTINGS = SupervisionConfig(hang_floor=60, hang_factor=10, data_timeout=1800, pause_timeout=3600)
 
 
 class Clock:
