@@ -46,7 +46,6 @@ EXTRAS = {
         "choix>=0.4,<1",
         "flask>=3.1,<4",
         "krippendorff>=0.8,<1",
-        "statsmodels>=0.14,<1",
         "torch-fidelity>=0.4,<0.5",
         "waitress>=3,<4",
     ],
@@ -56,7 +55,7 @@ EXTRAS = {
     "dev": [
         "choix>=0.4,<1",
         "krippendorff>=0.8,<1",
-        "statsmodels>=0.14,<1",
+        "pandas-stubs>=2.3,<3",
         "pytest>=8,<9",
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.6,<4",

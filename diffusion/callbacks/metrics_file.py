@@ -155,33 +155,32 @@ def draw_loss_curve(losses: Mapping[str, Curve], path: Path, title: str) -> None
         path: the PNG.
         title: above it, with the number of values that are not finite.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from diffusion.reports.figures import COLOURS, save_png, subplots  # Imports matplotlib.
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
+    figure, axes = subplots(width=8, height=4.5)
     if training := losses.get(TRAIN_LOSS):
         steps, means = training.steps, training.means
         window = max(1, len(means) // 50)
-        axes.plot(steps, means, color="tab:blue", alpha=0.25, linewidth=0.8, label="training")
+        if window > 1:
+            axes.plot(steps, means, color=COLOURS[0], alpha=0.25, linewidth=0.8, label="training")
         if training.width > 1:
-            axes.fill_between(steps, *training.extremes, color="tab:blue", alpha=0.15, linewidth=0)
-        label = f"training, mean of {window * training.width}"
-        axes.plot(steps, running_mean(means, window), color="tab:blue", label=label)
-        if means:
+            axes.fill_between(steps, *training.extremes, color=COLOURS[0], alpha=0.15, linewidth=0)
+        averaged = window * training.width
+        label = f"training, mean of {averaged} steps" if averaged > 1 else "training"
+        axes.plot(steps, running_mean(means, window), color=COLOURS[0], label=label)
+        if len(means) >= 100:  # The few large losses at the beginning would flatten the rest.
             ordered = sorted(means)
             axes.set_ylim(0.9 * ordered[0], 1.1 * ordered[int(0.99 * (len(ordered) - 1))])
         if training.num_not_finite:
             title += f" (not finite: {training.num_not_finite:,} steps from step {training.first_not_finite:,.0f} on)"
     for name in sorted(losses.keys() - {TRAIN_LOSS}):
         label = name.removeprefix("metrics/").removesuffix("/loss")
-        axes.plot(losses[name].steps, losses[name].means, "o-", color="tab:orange", label=label)
+        axes.plot(losses[name].steps, losses[name].means, "o-", color=COLOURS[1], label=label)
     axes.set(xlabel="optimizer step", ylabel="loss", title=title)
     axes.grid(alpha=0.3)
     if losses:
         axes.legend()
-    figure.savefig(path, dpi=110)
+    save_png(figure, path)
 
 
 class LossCurve(Callback):

@@ -2,7 +2,7 @@
 
 The checks are those of GenEval (Ghosh et al. 2023, section 3), whose prompt files are read: required classes, each with
 a minimum count, a colour and a position relative to another class, and upper limits of counts. The detector is a
-zero-shot detector of transformers, or image processing for the shapes of the demo (`demo.shape_checks`).
+zero-shot detector of transformers, or image processing for the shapes of the demo (`shape_checks.py`).
 """
 
 import hashlib
@@ -300,12 +300,8 @@ def open_object_checks(config: CompositionalConfig, device: torch.device) -> Obj
             "folder with an OWL-ViT or OWLv2 model; only suite=shapes works without one"
         )
     if config.suite == SHAPES:
-        try:
-            from demo.shape_checks import ShapesOracle, shape_checks
-        except ImportError as error:
-            raise ConfigurationError(
-                "protocol.compositional.suite=shapes needs the folder `demo` of the repository: run evaluate.py there"
-            ) from error
+        from diffusion.evaluation.shape_checks import ShapesOracle, shape_checks
+
         checks = shape_checks()
         if config.detector is None:
             return ObjectChecks(config=config, checks=checks, detector=ShapesOracle())

@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any
 
 MAX_BINS = 800
-"""Intervals that a curve is kept in at most: about as many as a page has columns of pixels."""
+"""Largest number of intervals of a curve: about as many as a page has columns of pixels."""
 
 MAX_CURVES = 2000
-"""Names of metrics that are kept; a run has some dozens."""
+"""Largest number of metrics; a run has some dozens."""
 
 
 class Curve:
-    """A metric over steps, in intervals that are widened when there are too many.
+    """A metric over steps, in intervals whose width doubles when there are too many.
 
-    The value of a step that comes twice is the later one.
+    Of two values of one step, the later one counts.
 
     Args:
-        max_bins: how many intervals are kept at most, an even number.
+        max_bins: largest number of intervals, an even number.
     """
 
     def __init__(self, max_bins: int = MAX_BINS) -> None:
@@ -35,14 +35,14 @@ class Curve:
         self._before: list[float] | None = None  # the last interval without the last value
 
     def add(self, step: float, value: float) -> None:
-        """Add a value; steps come in order, and one that lies before others counts as theirs."""
+        """Add a value; steps ascend, and an earlier one counts as the last."""
         if not math.isfinite(value):
             if self.first_not_finite is None:
                 self.first_not_finite = step
             self.num_not_finite += 1
             return
         if step == self.last_step:
-            self._take_back()
+            self._remove_last()
         elif not self._bins or step // self.width > self._bins[-1][0] // self.width:
             self._append(step)
         self._before = list(self._bins[-1])
@@ -53,24 +53,25 @@ class Curve:
         self.last_step, self.last = max(step, self.last_step), value
 
     def _append(self, step: float) -> None:
-        if len(self._bins) >= self.max_bins:
-            self.width *= 2
-            merged: list[list[float]] = []
-            for bin_ in self._bins:
-                if merged and bin_[0] // self.width == merged[-1][0] // self.width:
-                    into = merged[-1]
-                    into[1:] = [into[1] + bin_[1], into[2] + bin_[2], min(into[3], bin_[3]), max(into[4], bin_[4])]
-                else:
-                    merged.append(bin_)
-            self._bins = merged
-            if step // self.width == merged[-1][0] // self.width:
-                return
-            if len(merged) >= self.max_bins:
-                self._append(step)
-                return
-        self._bins.append([step, 0, 0.0, math.inf, -math.inf])
+        """Begin an interval, unless the last one contains the step after intervals were joined."""
+        while len(self._bins) >= self.max_bins:
+            self._join_intervals()
+        if not self._bins or step // self.width > self._bins[-1][0] // self.width:
+            self._bins.append([step, 0, 0.0, math.inf, -math.inf])
 
-    def _take_back(self) -> None:
+    def _join_intervals(self) -> None:
+        """Double the width of the intervals."""
+        self.width *= 2
+        joined: list[list[float]] = []
+        for first, num, total, low, high in self._bins:
+            if joined and first // self.width == joined[-1][0] // self.width:
+                last = joined[-1]
+                last[1:] = [last[1] + num, last[2] + total, min(last[3], low), max(last[4], high)]
+            else:
+                joined.append([first, num, total, low, high])
+        self._bins = joined
+
+    def _remove_last(self) -> None:
         assert self._before is not None
         self._bins[-1] = self._before
         self.num_values -= 1
@@ -97,13 +98,13 @@ class Curve:
         return self.total / self.num_values if self.num_values else math.nan
 
     def recent(self, share: float = 0.02) -> float:
-        """Mean of the last intervals, a share of all, weighted by their numbers of values."""
+        """Mean of the values in the last share of the intervals."""
         bins = self._bins[-max(1, round(share * len(self._bins))) :]
         return sum(bin_[2] for bin_ in bins) / sum(bin_[1] for bin_ in bins)
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
-    """Rows of a file of JSON lines, one at a time; None for a line that is damaged or was cut off."""
+    """Rows of a file of JSON lines, one at a time; None for a damaged line."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -124,7 +125,7 @@ def read_curves(rows: Iterable[Mapping[str, Any] | None]) -> tuple[dict[str, Cur
         rows: `{"step": 1, "name": 0.5, ...}`; a step may come in several.
 
     Returns:
-        Curves by name, and the number of rows that could not be read.
+        Curves by name, and the number of unreadable rows.
     """
     curves: dict[str, Curve] = {}
     num_damaged = 0

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
@@ -62,22 +61,6 @@ def plot_profiles(profiles: Mapping[str, Sequence[tuple[float, float]]], *, x: s
     axes.grid(alpha=0.25, linewidth=0.6)
     if len(profiles) > 1:
         legend_beside(axes)
-    return svg_uri(figure)
-
-
-def plot_bars(names: Sequence[str], groups: Mapping[str, Sequence[float]], *, x: str) -> str:
-    """Draw horizontal bars of shares, one of each group for each name."""
-    figure, axes = subplots(height=0.9 + 0.42 * len(names))
-    height = 0.8 / len(groups)
-    positions = np.arange(len(names))
-    for number, (colour, (group, values)) in enumerate(zip(cycle(len(groups)), groups.items(), strict=True)):
-        axes.barh(positions + (number + 0.5) * height - 0.4, values, height, color=colour, label=plain(group))
-    axes.set_yticks(positions, [plain(name) for name in names])
-    axes.invert_yaxis()
-    axes.set_xlabel(x)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g} %"))
-    axes.grid(axis="x", alpha=0.25, linewidth=0.6)
-    legend_beside(axes)
     return svg_uri(figure)
 
 

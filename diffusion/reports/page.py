@@ -9,6 +9,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from PIL import Image
 
+from diffusion.files import write_atomically
+
 TEMPLATES = Path(__file__).parent / "templates"
 """Templates of the package's reports; `page.html` is the base of all, `macros.html` has tables and figures."""
 
@@ -28,9 +30,7 @@ def write_page(path: Path, template: Path, values: Mapping[str, Any]) -> None:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    partial = path.with_suffix(".partial")
-    partial.write_text(environment.get_template(template.name).render(values), encoding="utf-8")
-    partial.replace(path)
+    write_atomically(path, environment.get_template(template.name).render(values))
 
 
 def image_uri(image: Image.Image | Path, *, jpeg_quality: int | None = None) -> str:

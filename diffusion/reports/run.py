@@ -11,15 +11,16 @@ from typing import Any
 import yaml
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS
+from diffusion.callbacks.run_record import STARTS
 from diffusion.checkpointing.resume import FINISHED, PREEMPTED
 from diffusion.checkpointing.roll_back import RECORD
 from diffusion.config.checks import num_batches
 from diffusion.config.loading import dump, load, to_dict
 from diffusion.config.schema import Config
 from diffusion.config.secrets import redact
-from diffusion.datasets.manifest import read_json
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.evaluation.protocol import COMPOSITIONAL
+from diffusion.files import read_json
 from diffusion.operations.costs import Kind, StartCosts, read_costs
 from diffusion.operations.events import EVENTS, EventKind
 from diffusion.reports.curves import Curve, read_curves, read_json_lines

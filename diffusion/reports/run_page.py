@@ -19,6 +19,7 @@ from diffusion.callbacks.metrics_file import TRAIN_LOSS
 from diffusion.callbacks.saving import STALL
 from diffusion.checkpointing.layout import list_checkpoints
 from diffusion.config.stores import is_store
+from diffusion.datasets.sample_order import GlobalOrder
 from diffusion.errors import DataError, MachineError
 from diffusion.planning.plan import Plan, plan_run
 from diffusion.planning.plan_text import size_text
@@ -31,7 +32,6 @@ from diffusion.reports.figures import (
     cycle,
     legend_beside,
     plain,
-    plot_bars,
     plot_profiles,
     step_text,
     subplots,
@@ -119,7 +119,7 @@ def facts(run: Run) -> list[tuple[str, str, str]]:
     rows = [("Status", run.status.split(";")[0], ""), ("Optimizer steps", f"{run.num_steps:,}", planned)]
     if run.config is not None:
         batch = run.config.data.global_batch_size
-        rows.append(("Images seen", count_text(run.num_steps * batch), f"{batch:,} in each step"))
+        rows.append(("Images seen", number_text(run.num_steps * batch), f"{batch:,} in each step"))
     if loss := run.curve(TRAIN_LOSS):
         rows.append(("Training loss", f"{loss.recent():.4f}", "mean of the last 2 % of steps"))
     if loss := run.curve(VALIDATION_LOSS):
@@ -132,7 +132,7 @@ def facts(run: Run) -> list[tuple[str, str, str]]:
         rows.append(("Waiting for data", f"{waiting.mean:.1%}", "of the steps' time"))
     if run.starts:
         unit = "rank" if all(start.device == "CPU" for start in run.starts) else "GPU"
-        rows.append(("Wall-clock time", hours_text(run.wall_hours), f"{run.gpu_hours:,.4g} {unit}-hours"))
+        rows.append(("Wall-clock time", hours_text(run.wall_hours), f"{number_text(run.gpu_hours)} {unit}-hours"))
         num = sum(start.end not in ("", "finished") for start in run.starts)
         rows.append(("Starts", f"{len(run.starts)}", f"{num} interrupted, {run.num_steps_redone:,} steps redone"))
     return rows
@@ -162,7 +162,7 @@ def plan_table(run: Run, plan: Plan) -> pd.DataFrame:
         ("images", plan.num_images, run.num_steps * plan.global_batch_size, "{:,}".format),
         ("throughput", plan.images_per_second, speed.mean if speed else None, "{:,.4g} images/s".format),
         ("time", plan.days * 24 if plan.days is not None else None, hours, hours_text),
-        ("GPU-hours", plan.gpu_hours, gpu_hours, "{:,.4g}".format),
+        ("GPU-hours", plan.gpu_hours, gpu_hours, number_text),
         ("cost", plan.cost, gpu_hours * price if price is not None and gpu_hours is not None else None,
          "${:,.2f}".format),
     ]  # fmt: skip
@@ -271,11 +271,11 @@ def metrics_section(runs: Sequence[Run], folders: Sequence[Path]) -> dict[str, A
     return {
         "num_damaged": sum(num for _, num in found),
         "metrics": [
-            _metric_part(metric, protocol, part)
+            _metric_part(str(metric), str(protocol), part)
             for (metric, protocol), part in frame[~by_category].groupby(["metric", "protocol"], sort=False)
         ],
         "categories": {
-            protocol[:12]: _category_table(part)
+            str(protocol)[:12]: _category_table(part)
             for protocol, part in frame[by_category].groupby("protocol", sort=False)
         },
     }
@@ -292,13 +292,16 @@ def _metric_part(metric: str, protocol: str, points: pd.DataFrame) -> dict[str, 
         over_guidance = plot_profiles(profiles, x="guidance scale", y=metric)
     stepped = points.dropna(subset="step")
     if stepped["step"].nunique() > 1:
-        groups = dict(list(stepped.groupby(["weights", "guidance_scale"], dropna=False, sort=False)))
-        if len(groups) > CURVES_SHOWN and scales:
+        if stepped.groupby(["weights", "guidance_scale"], dropna=False).ngroups > CURVES_SHOWN and scales:
             middle = scales[len(scales) // 2]
-            groups = {key: part for key, part in groups.items() if pd.isna(key[1]) or key[1] == middle}
+            stepped = stepped[stepped["guidance_scale"].isna() | (stepped["guidance_scale"] == middle)]
+        labels = [
+            weights if pd.isna(scale) else f"{weights} at guidance {scale:g}".strip()
+            for weights, scale in zip(stepped["weights"], stepped["guidance_scale"], strict=True)
+        ]
         curves = {
-            (weights if pd.isna(scale) else f"{weights} at guidance {scale:g}").strip(): _pairs(part, "step", "value")
-            for (weights, scale), part in groups.items()
+            str(label): _pairs(part, "step", "value")
+            for label, part in stepped.groupby(np.array(labels, dtype=object), sort=False)
         }
         over_steps = plot_profiles(curves, x="optimizer step", y=metric)
     return {
@@ -330,10 +333,11 @@ def _metric_table(points: pd.DataFrame) -> pd.DataFrame:
 def _category_table(points: pd.DataFrame) -> pd.DataFrame:
     """Shares of images that show what was asked for: a row for each model and guidance scale."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
-    for point in points.itertuples():
-        guidance = "" if pd.isna(point.guidance_scale) else f"{point.guidance_scale:g}"
-        row = rows.setdefault((point.model, guidance), {"model": point.model, "guidance": guidance})
-        row[point.metric.removeprefix(CATEGORY)] = f"{point.value:.0%}"
+    for point in points.to_dict("records"):
+        model, scale = point["model"], point["guidance_scale"]
+        guidance = "" if pd.isna(scale) else f"{scale:g}"
+        row = rows.setdefault((model, guidance), {"model": model, "guidance": guidance})
+        row[point["metric"].removeprefix(CATEGORY)] = f"{point['value']:.0%}"
     return pd.DataFrame(list(rows.values())).fillna("")
 
 
@@ -392,17 +396,9 @@ def data_section(run: Run) -> dict[str, Any]:
         }
         for stream, num_planned, num_drawn in zip(plan.streams, planned, drawn, strict=True)
     ]
-    figure = None
-    if all(sums.values()) and len(rows) > 1:
-        shares = {
-            name: [(number or 0) / sums[name] for number in numbers]
-            for name, numbers in (("planned", planned), ("drawn", drawn))
-        }
-        figure = plot_bars([stream.name for stream in plan.streams], shares, x="share of the samples")
     return {
         "is_known": True,
         "table": pd.DataFrame(rows),
-        "figure": figure,
         "num_drawn": sums["drawn"],
         "is_exact": is_exact,
     }
@@ -576,7 +572,8 @@ def plot_lines(
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: step_text(value)))
-    axes.margins(x=0.01)
+    last = max(runs[-1].first_step + runs[-1].num_steps, 1)
+    axes.set_xlim(-0.01 * last, 1.01 * last)
     if len(lines) > 1 or has_marks:
         legend_beside(axes)
     return svg_uri(figure)
@@ -640,9 +637,9 @@ def hours_text(hours: float) -> str:
     return f"{60 * hours:.1f} min" if hours >= 1 / 60 else f"{3600 * hours:.3g} s"
 
 
-def count_text(number: float) -> str:
-    """Large number in few characters."""
-    for factor, unit in ((1e9, "billion"), (1e6, "million")):
+def number_text(number: float) -> str:
+    """Number with four significant digits, and all digits before the point."""
+    for factor, unit in ((1e9, " billion"), (1e6, " million")):
         if number >= factor:
-            return f"{number / factor:,.4g} {unit}"
-    return f"{number:,.0f}"
+            return f"{number / factor:.4g}{unit}"
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"

@@ -12,9 +12,6 @@ import torch
 from PIL import Image
 from torchvision.ops import box_iou
 
-from demo.shape_checks import ShapesOracle, shape_checks
-from demo.shapes import BACKGROUNDS, COLOURS, SHAPES, Scene, Thing, draw
-from demo.shapes import prompts as shape_scenes
 from diffusion.config.model import Architecture
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.config import (
@@ -31,6 +28,9 @@ from diffusion.evaluation.object_checks import (
     read_checks,
     relations,
 )
+from diffusion.evaluation.shape_checks import ShapesOracle, shape_checks
+from diffusion.evaluation.shapes import BACKGROUNDS, COLOURS, SHAPES, Scene, Thing, draw
+from diffusion.evaluation.shapes import prompts as shape_scenes
 from diffusion.models.architectures import with_seed
 from diffusion.models.tokenizers import build_tokenizer
 

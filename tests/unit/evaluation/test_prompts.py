@@ -8,11 +8,9 @@ from PIL import Image
 
 from diffusion.datasets.mds import write_mds
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.evaluation.config import (
-    ReferenceConfig,
-)
+from diffusion.evaluation.config import ReferenceConfig
 from diffusion.evaluation.images import open_reference, smallest_hashes
-from diffusion.evaluation.preference.pairs import collect
+from diffusion.evaluation.preference.images import collect
 from diffusion.evaluation.prompts import LISTING, OLD_LISTING, Prompt, read_listing, read_prompts, write_listing
 
 
@@ -34,7 +32,8 @@ def test_what_generate_writes_is_what_evaluation_and_preference_read(tmp_path):
             ("00001.png", "two"),
             ("00002.png", "two"),
         ]
-    items = collect(folders, [Prompt(text="one"), Prompt(text="two")], tmp_path / "prompts.txt").items
+    (tmp_path / "prompts.txt").write_text("one\ntwo\n")
+    items = collect(folders, tmp_path / "prompts.txt").items
     assert [[path.name for path in item.images] for item in items] == [[f"{i:05d}.png"] * 2 for i in range(3)]
 
 

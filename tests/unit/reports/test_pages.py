@@ -7,7 +7,7 @@ import re
 import pandas as pd
 from PIL import Image
 
-from diffusion.reports.figures import plot_bars, plot_profiles
+from diffusion.reports.figures import plot_profiles
 from diffusion.reports.page import image_uri, write_page
 from diffusion.reports.tables import markdown_table, text_table
 
@@ -35,13 +35,6 @@ def test_a_page_is_self_contained_reproducible_and_escapes_what_it_is_given(tmp_
     assert not re.search(r'(src|href)="(?!data:)', page)
     [data] = re.findall(r"data:image/png;base64,([^\"]+)", page)
     assert Image.open(io.BytesIO(base64.b64decode(data))).getpixel((0, 0)) == (255, 0, 0)
-
-
-def test_bars_have_a_colour_for_each_group():
-    uri = plot_bars(["a", "b"], {"planned": [0.5, 0.5], "drawn": [0.2, 0.8]}, x="share")
-    svg = base64.b64decode(uri.partition(",")[2]).decode()
-    assert "#2f6fb2" in svg
-    assert "#d98a29" in svg
 
 
 def test_tables_of_text():

@@ -268,14 +268,7 @@ def test_a_page_of_two_phases_has_all_parts_and_no_secret(tmp_path: Path) -> Non
     metric, compositional, mfu, waiting, share_done = "<td>21</td><td>23</td>", "<td>75%</td>", "43.2%", "6.2%", "60.0%"
     for text in (metric, compositional, mfu, waiting, share_done, "0123456789ab", "fedcba987654"):
         assert text in page, text
-    for text in (
-        "two, step 20",
-        "pre-empted (SIGTERM)",
-        "6 s in 3 checkpoints",
-        "3.00 MB in 6 shards",
-        "9.00 MB",
-        "87.5%",
-    ):
+    for text in ("two, step 20", "pre-empted (SIGTERM)", "6 s in 3", "3.00 MB in 6 shards", "9.00 MB", "87.5%"):
         assert text in page, text
     assert len(re.findall(r"skipped: 1\b", page)) == 3, "damaged results, and a damaged line of metrics in each phase"
     assert page.count("data:image/svg+xml") == 9
@@ -284,7 +277,7 @@ def test_a_page_of_two_phases_has_all_parts_and_no_secret(tmp_path: Path) -> Non
 
 
 def test_a_folder_that_is_no_run_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="config.yaml"):
+    with pytest.raises(ConfigurationError, match=r"config\.yaml"):
         read_run(tmp_path)
 
 

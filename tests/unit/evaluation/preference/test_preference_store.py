@@ -1,14 +1,20 @@
 import random
 from collections import Counter
 
+import pandas as pd
 import pytest
-from preference_studies import MODELS, attentive, check, open_study, rate_all, vote, write_models
 
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.evaluation.preference.pairs import Kind, collect, read_prompts, schedule
-from diffusion.evaluation.preference.report import csv_rows, make_report
-from diffusion.evaluation.preference.report_page import write_report
-from diffusion.evaluation.preference.store import UnknownPresentationError
+from diffusion.evaluation.preference.images import collect
+from diffusion.evaluation.preference.report import make_report, to_csv, write_report
+from diffusion.evaluation.preference.store import Kind, UnknownPresentationError, schedule
+from tests.tools.preference_studies import MODELS, attentive, check, open_study, rate_all, vote, write_models
+
+SHOWN = [
+    *[("pair", 3, 1, 0), ("pair", 4, 1, 0), ("pair", 0, 1, 0), ("pair", 8, 1, 0), ("pair", 6, 1, 0)],
+    *[("check", -9, 0, -1), ("repeat", 0, 0, 1), ("pair", 2, 0, 1), ("pair", 10, 0, 1), ("repeat", 4, 0, 1)],
+    *[("pair", 9, 1, 0), ("pair", 5, 0, 1), ("pair", 11, 1, 0), ("repeat", 3, 0, 1), ("check", -9, -1, 0)],
+]
 
 
 def test_a_vote_counts_once_and_the_first_stays(tmp_path):
@@ -18,7 +24,7 @@ def test_a_vote_counts_once_and_the_first_stays(tmp_path):
     assert other.next_presentation("r") == shown, "a second tab shows the same"
     assert store.vote("r", shown.id, quality="first", alignment="neither")
     assert not other.vote("r", shown.id, quality="second", alignment="second")
-    [stored] = other.votes()
+    [stored] = other.votes().itertuples()
     assert (stored.quality, stored.alignment) == ("first", "neither")
     with pytest.raises(UnknownPresentationError):
         store.vote("s", shown.id, quality="first", alignment="first")
@@ -29,12 +35,21 @@ def test_sides_do_not_depend_on_when_and_are_exchanged_on_repeats(tmp_path):
     one, other = open_study(tmp_path, votes="a.sqlite"), open_study(tmp_path, votes="b.sqlite")
     for store in (one, other):
         rate_all(store, "r", lambda shown: max(shown.first, shown.second))
-    seen = [[(v.kind, v.pair, v.first, v.second) for v in store.votes()] for store in (one, other)]
-    assert seen[0] == seen[1]
-    assert Counter(kind for kind, *_ in seen[0]) == {Kind.pair: 10, Kind.repeat: 3, Kind.check: 2}
-    first = {pair: (a, b) for kind, pair, a, b in seen[0] if kind == Kind.pair}
+    shown, again = (store.votes()[["kind", "pair", "first", "second"]] for store in (one, other))
+    assert shown.equals(again)
+    assert Counter(shown["kind"]) == {"pair": 10, "repeat": 3, "check": 2}
+    first = {pair: (a, b) for kind, pair, a, b in shown.itertuples(index=False) if kind == "pair"}
     assert len(first) == 10
-    assert all(first[pair] == (b, a) for kind, pair, a, b in seen[0] if kind == Kind.repeat)
+    assert all(first[pair] == (b, a) for kind, pair, a, b in shown.itertuples(index=False) if kind == "repeat")
+
+
+def test_a_study_of_an_earlier_version_is_continued_as_it_began(tmp_path):
+    """The first pairs, sides and checks that version 0.1 showed: a change would break studies in progress."""
+    write_models(tmp_path)
+    store = open_study(tmp_path)
+    rate_all(store, "r", lambda shown: max(shown.first, shown.second))
+    shown = store.votes()[["kind", "pair", "first", "second"]].fillna(-9)
+    assert list(shown.itertuples(index=False, name=None)) == SHOWN
 
 
 def test_pairs_are_shown_equally_often_and_sides_fairly(tmp_path):
@@ -42,9 +57,9 @@ def test_pairs_are_shown_equally_often_and_sides_fairly(tmp_path):
     store = open_study(tmp_path, num_pairs=6)
     for i in range(40):
         rate_all(store, f"r{i}", lambda shown: max(shown.first, shown.second))
-    pairs = [v for v in store.votes() if v.kind == Kind.pair]
-    assert set(Counter(v.pair for v in pairs).values()) == {20}
-    assert 90 < sum(v.first == 0 for v in pairs) < 150
+    pairs = store.votes().query("kind == 'pair'")
+    assert set(pairs["pair"].value_counts()) == {20}
+    assert 90 < (pairs["first"] == 0).sum() < 150
 
 
 def test_schedules_have_all_kinds_and_repeats_late():
@@ -67,22 +82,23 @@ def test_another_study_or_other_images_are_refused(tmp_path):
 
 def test_folders_that_do_not_fit_are_refused(tmp_path):
     write_models(tmp_path)
-    prompts = read_prompts(tmp_path / "prompts.txt")
+    prompts = tmp_path / "prompts.txt"
     one, two = (tmp_path / name for name in MODELS[:2])
     (tmp_path / "run").mkdir()
-    with pytest.raises(DataError, match="scripts/generate"):
-        collect({"a": one, "b": tmp_path / "run"}, prompts, tmp_path / "prompts.txt")
+    with pytest.raises(DataError, match=r"scripts/generate\.py"):
+        collect({"a": one, "b": tmp_path / "run"}, prompts)
     (two / "metadata.jsonl").write_text((two / "metadata.jsonl").read_text().replace("number 3", "number x"))
     with pytest.raises(DataError, match="prompt number 3"):
-        collect({"a": one, "b": two}, prompts, tmp_path / "prompts.txt")
+        collect({"a": one, "b": two}, prompts)
     (two / "metadata.jsonl").unlink()
-    assert len(collect({"a": one, "b": two}, prompts, tmp_path / "prompts.txt").items) == 12
+    assert len(collect({"a": one, "b": two}, prompts).items) == 12
 
 
 def test_tables_of_prompts_have_categories(tmp_path):
+    write_models(tmp_path, prompts=['a "cat"', "a car"])
     (tmp_path / "p.tsv").write_text('Prompt\tCategory\na "cat"\tAnimals\n a car \tVehicles\na car\tOther\n')
-    prompts = read_prompts(tmp_path / "p.tsv")
-    assert [(p.text, p.category) for p in prompts] == [('a "cat"', "Animals"), ("a car", "Vehicles")]
+    images = collect({name: tmp_path / name for name in MODELS[:2]}, tmp_path / "p.tsv")
+    assert [(item.prompt, item.category) for item in images.items] == [('a "cat"', "Animals"), ("a car", "Vehicles")]
 
 
 def test_two_hundred_raters_through_the_store_give_their_preference(tmp_path):
@@ -104,6 +120,7 @@ def test_two_hundred_raters_through_the_store_give_their_preference(tmp_path):
 def test_inattentive_raters_are_left_out_unless_kept():
     votes = [vote("good", pair, 0) for pair in range(4)] + [check("good", 0)]
     votes += [vote("bad", pair, 1) for pair in range(4)] + [check("bad", -1), check("bad", 0)]
+    votes = pd.DataFrame(votes)
     strict, lenient = make_report(votes, ["m", "n"]), make_report(votes, ["m", "n"], max_failed=1)
     assert (strict.comparisons[0].wins_a, strict.comparisons[0].wins_b) == (4, 0)
     assert (lenient.comparisons[0].wins_a, lenient.comparisons[0].wins_b) == (4, 4)
@@ -113,13 +130,17 @@ def test_inattentive_raters_are_left_out_unless_kept():
 def test_ties_repeats_and_categories_by_hand():
     votes = [vote("r", 0, 0, category="x"), vote("r", 1, None, category="x"), vote("r", 2, 1, category="y")]
     votes += [vote("r", 0, 0, kind=Kind.repeat, models=(1, 0)), vote("r", 2, 0, kind=Kind.repeat, models=(1, 0))]
+    votes = pd.DataFrame(votes)
     report = make_report(votes, ["m", "n"])
     comparison = report.comparisons[0]
     assert (comparison.wins_a, comparison.wins_b, comparison.ties, comparison.share) == (1, 1, 1, 0.5)
     assert (report.consistency["quality"].count, report.consistency["quality"].total) == (1, 2)
     assert (report.first_side["quality"].count, report.first_side["quality"].total) == (1, 2)
     assert report.by_category["x"][0].num_votes == 2
-    assert [row[10] for row in list(csv_rows(votes, ["m", "n"]))[1:3]] != ["", ""]
+    head, first, tie = to_csv(votes, ["m", "n"]).splitlines()[:3]
+    assert head.startswith("rater,position,kind,pair,prompt,category,first,second,quality,alignment,voted_at,")
+    assert first == "r,0,pair,0,prompt 0,x,m,n,m,m,1970-01-01T00:01:44.000+00:00,4.0"
+    assert tie.startswith("r,0,pair,1,prompt 1,x,m,n,,,")
 
 
 def test_three_models_get_strengths_and_names_are_escaped(tmp_path):
@@ -128,7 +149,7 @@ def test_three_models_get_strengths_and_names_are_escaped(tmp_path):
     for pair in range(90):
         a, b = [(0, 1), (0, 2), (1, 2)][pair % 3]
         votes.append(vote("<i>r", pair, a if draw.random() < 0.75 else b, models=(a, b), category="<u>"))
-    report = make_report(votes, ["<script>x</script>", "n$", "_o"])
+    report = make_report(pd.DataFrame(votes), ["<script>x</script>", "n$", "_o"])
     values = [row.strength for row in report.strengths if row.question == "quality"]
     assert values == sorted(values, reverse=True)
     assert all(row.strength in row.interval for row in report.strengths)

@@ -1,4 +1,4 @@
-"""The demo's oracle: which coloured shapes an image shows, found by image processing alone, without a trained model.
+"""Coloured shapes that an image shows, found by image processing, without a trained model.
 
 The background is the colour of the border. A pixel belongs to the named colour for which it lies closest to the
 straight line from the background to that colour: anti-aliased and blurred edges lie on that line. Connected pixels of
@@ -11,11 +11,12 @@ import functools
 
 import numpy as np
 from PIL import Image
+from scipy import ndimage
 
-from demo.shapes import COLOURS, SHAPES, Scene, Thing, draw
+from diffusion.evaluation.shapes import COLOURS, SHAPES, Scene, Thing, draw
 
 SIDE = 64
-"""Every image is looked at with its shorter side at this many pixels."""
+"""Pixels of the shorter side to which every image is scaled."""
 BORDER = 0.04
 """Width of the border whose median is the background, as a fraction of the shorter side."""
 MIN_AREA = 0.01
@@ -56,7 +57,7 @@ class Found:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-    """Whether an image shows what was asked for.
+    """Whether an image shows the scene of its caption.
 
     Attributes:
         colour: Every object has its colour.
@@ -83,8 +84,10 @@ def describe(image: Image.Image) -> list[Found]:
     coverage, nearest = _coverage(pixels, background)
     objects = []
     for index in range(len(COLOURS)):
-        labels = _components((nearest == index) & (coverage[index] >= MIN_COVERAGE))
-        for label in np.unique(labels[labels >= 0]):
+        labels, num_labels = ndimage.label(  # pyright: ignore[reportGeneralTypeIssues]
+            (nearest == index) & (coverage[index] >= MIN_COVERAGE)
+        )
+        for label in range(1, num_labels + 1):
             mask = labels == label
             if mask.mean() >= MIN_AREA:
                 found = _found(mask, pixels, background)
@@ -94,7 +97,7 @@ def describe(image: Image.Image) -> list[Found]:
 
 
 def score(image: Image.Image, scene: Scene) -> Score:
-    """Compare an image with the scene that its caption asked for.
+    """Compare an image with the scene of its caption.
 
     A scene of one object is compared with the image's largest object, a scene of two with the two largest, in the order
     that gives the most matches.
@@ -157,28 +160,6 @@ def _coverage(pixels: np.ndarray, background: np.ndarray) -> tuple[np.ndarray, n
     return coverage, residual.argmin(0)
 
 
-def _components(mask: np.ndarray) -> np.ndarray:
-    """Label 4-connected components: each pixel gets the highest flat index of its component, -1 outside the mask."""
-    labels = np.where(mask, np.arange(mask.size).reshape(mask.shape), -1)
-    while True:
-        spread = labels.copy()
-        np.maximum(spread[1:], labels[:-1], out=spread[1:])
-        np.maximum(spread[:-1], labels[1:], out=spread[:-1])
-        np.maximum(spread[:, 1:], labels[:, :-1], out=spread[:, 1:])
-        np.maximum(spread[:, :-1], labels[:, 1:], out=spread[:, :-1])
-        spread[~mask] = -1
-        if np.array_equal(spread, labels):
-            return labels
-        labels = spread
-
-
-def _grown(mask: np.ndarray, pixels: int) -> np.ndarray:
-    """Return the mask with that many pixels added all around, diagonals included."""
-    padded = np.pad(mask, pixels)
-    views = np.lib.stride_tricks.sliding_window_view(padded, (2 * pixels + 1, 2 * pixels + 1))
-    return views.any((-2, -1))
-
-
 def _found(mask: np.ndarray, pixels: np.ndarray, background: np.ndarray) -> Found | None:
     """Name the colour and the shape of one component, or return None if it does not stand out from the background."""
     offset = pixels[mask] - background
@@ -189,10 +170,11 @@ def _found(mask: np.ndarray, pixels: np.ndarray, background: np.ndarray) -> Foun
         return None
     names = list(COLOURS)
     colour = names[int(np.linalg.norm(np.array(list(COLOURS.values())) - core, axis=1).argmin())]
-    # Measured against the object's own colour, which need not be the pure named one, the edge is where it looks to be.
+    # Measured against the object's own colour, which need not be the pure named one, the edge is where it appears.
     towards = core - background
     own = ((pixels - background) @ towards / np.square(towards).sum()).clip(0.0, 1.0)
-    soft = np.where(_grown(mask, 2), own, 0.0)
+    around = ndimage.binary_dilation(mask, np.ones((5, 5)))
+    soft = np.where(around, own, 0.0)
     shape, agreement, x, y = _shape(soft)
     height, width = mask.shape
     return Found(colour=colour, shape=shape, x=x / width, y=y / height, area=float(soft.mean()), agreement=agreement)

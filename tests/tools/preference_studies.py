@@ -9,16 +9,16 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from diffusion.evaluation.preference.images import BLANK, NOISE
-from diffusion.evaluation.preference.pairs import Kind, collect, read_prompts
-from diffusion.evaluation.preference.store import Settings, Store, Vote
+from diffusion.evaluation.preference.images import BLANK, NOISE, collect
+from diffusion.evaluation.preference.store import Kind, Settings, Store
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "preference.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "preference.py"
 MODELS = ("secretmodel-one", "secretmodel-two", "secretmodel-three")
 
 
@@ -44,9 +44,9 @@ def write_models(root: Path, num_models: int = 2, prompts: list[str] | None = No
 def open_study(root: Path, num_models: int = 2, *, votes: str = "votes.sqlite", **settings: int) -> Store:
     """A store of the models in a folder that `write_models` has written."""
     folders = {name: root / name for name in MODELS[:num_models]}
-    material = collect(folders, read_prompts(root / "prompts.txt"), root / "prompts.txt")
+    images = collect(folders, root / "prompts.txt")
     defaults = {"seed": 17, "num_pairs": 10, "num_repeats": 3, "num_checks": 2}
-    return Store.create_or_continue(root / votes, material, Settings(**{**defaults, **settings}))
+    return Store.create_or_continue(root / votes, images, Settings(**{**defaults, **settings}))
 
 
 def rate_all(store: Store, rater: str, choose) -> None:
@@ -64,26 +64,26 @@ def attentive(shown, preference: float, draw: random.Random) -> int:
     return 0 if draw.random() < preference else 1
 
 
-def vote(rater="r", pair=0, chosen: int | None = 0, *, kind=Kind.pair, models=(0, 1), prompt=None, category="") -> Vote:
+def vote(rater="r", pair=0, chosen: int | None = 0, *, kind=Kind.pair, models=(0, 1), category="") -> dict[str, Any]:
     """A vote that answers both questions alike."""
     answer = "neither" if chosen is None else ("first", "second")[models.index(chosen)]
-    return Vote(
-        rater=rater,
-        position=0,
-        kind=kind,
-        pair=None if kind == Kind.check else pair,
-        prompt=prompt or f"prompt {pair}",
-        category=category,
-        first=models[0],
-        second=models[1],
-        quality=answer,
-        alignment=answer,
-        shown_at=100.0,
-        voted_at=104.0,
-    )
+    return {
+        "rater": rater,
+        "position": 0,
+        "kind": kind.value,
+        "pair": None if kind == Kind.check else pair,
+        "prompt": f"prompt {pair}",
+        "category": category,
+        "first": models[0],
+        "second": models[1],
+        "quality": answer,
+        "alignment": answer,
+        "shown_at": 100.0,
+        "voted_at": 104.0,
+    }
 
 
-def check(rater: str, chosen: int | None) -> Vote:
+def check(rater: str, chosen: int | None) -> dict[str, Any]:
     """An answered attention check: 0 is the image."""
     return vote(rater, chosen=chosen, kind=Kind.check, models=(0, BLANK if chosen == BLANK else NOISE))
 

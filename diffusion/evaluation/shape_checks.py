@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 from PIL import Image
 
-from demo.oracle import describe
-from demo.shapes import COLOURS, SHAPES, Scene, caption, prompts
 from diffusion.evaluation.object_checks import Check, Detection, Wanted
+from diffusion.evaluation.oracle import describe
+from diffusion.evaluation.shapes import COLOURS, SHAPES, Scene, caption, prompts
 
 ANY_SHAPE = "shape"
 """Label of the oracle for an unknown outline."""

@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFilter
 
-from demo import oracle, shapes
-from demo.shapes import Scene, Thing
+from demo.shapes import SHORTER_SIDES
+from diffusion.evaluation import oracle, shapes
+from diffusion.evaluation.shapes import Scene, Thing
 
 NUM_SCENES = 200
 
 
 def _seen(scene: Scene, side: int, rng: random.Random) -> Image.Image:
     """Return a held-out image as training sees it: shorter side resized, centre cropped."""
-    natural = rng.choice([size for size in shapes.SHORTER_SIDES if size >= side])
+    natural = rng.choice([size for size in SHORTER_SIDES if size >= side])
     image = shapes.draw(scene, (round(natural * 1.125), natural))
     image = image.resize((round(image.width * side / natural), side), Image.Resampling.BICUBIC)
     left = (image.width - side) // 2
