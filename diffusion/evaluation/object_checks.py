@@ -299,12 +299,8 @@ def open_object_checks(config: CompositionalConfig, device: torch.device) -> Obj
             "folder with an OWL-ViT or OWLv2 model; only suite=shapes works without one"
         )
     if config.suite == SHAPES:
-        try:
-            from diffusion.evaluation.shape_checks import ShapesOracle, shape_checks
-        except ImportError as error:
-            raise ConfigurationError(
-                "protocol.compositional.suite=shapes needs the folder `demo` of the repository: run evaluate.py there"
-            ) from error
+        from diffusion.evaluation.shape_checks import ShapesOracle, shape_checks
+
         checks = shape_checks()
         if config.detector is None:
             return ObjectChecks(config=config, checks=checks, detector=ShapesOracle())

@@ -8,9 +8,7 @@ from PIL import Image
 
 from diffusion.datasets.mds import write_mds
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.evaluation.config import (
-    ReferenceConfig,
-)
+from diffusion.evaluation.config import ReferenceConfig
 from diffusion.evaluation.images import open_reference, smallest_hashes
 from diffusion.evaluation.preference.images import collect
 from diffusion.evaluation.prompts import LISTING, OLD_LISTING, Prompt, read_listing, read_prompts, write_listing
