@@ -90,15 +90,16 @@ def test_a_killed_rank_ends_the_job_in_time_and_the_same_command_continues(serve
 @pytest.mark.parametrize(
     ("file", "end"), [("shard.00000.mds", b""), ("shard.00000.mds", b"\xff" * 9), ("index.json", b"")]
 )
-def test_a_file_damaged_on_one_node_ends_all_ranks_with_one_message(server, shapes, tmp_path, file, end):
+def test_a_file_damaged_on_one_node_ends_all_ranks_and_is_reported_there(server, shapes, tmp_path, file, end):
     for node in range(2):
         shutil.copytree(shapes / "latents-32", tmp_path / str(node))
     damaged = tmp_path / "1" / "train" / "32-64" / file
     damaged.write_bytes(damaged.read_bytes()[:-9] + end)
     yaml, overrides = latents(shapes, tmp_path / "{node}", tmp_path / "run", "trainer.dist_timeout=60")
     job = server.start(2, ["tests/tools/ranks_as_nodes.py", yaml, *overrides]).finish(timeout=50)
-    assert job.codes == [2, 2], job.output
-    assert job.output.count("DataError") == 1
+    # In the middle of a run, the node with the damage reports it; the collective of the other one fails.
+    assert job.codes[1] == 2 and job.codes[0] != 0, job.output
+    assert "rank 1: DataError: " in job.output
     assert str(damaged) in job.output
 
 
