@@ -32,7 +32,7 @@ from diffusion.evaluation.run_report.evaluations import find_results, read_point
 from diffusion.evaluation.run_report.run_folder import read_run
 from diffusion.evaluation.run_report.summary import gpu_hours
 from diffusion.files import open_lock
-from diffusion.operations.command import split_command
+from diffusion.operations.supervisor import split_command
 
 log = logging.getLogger(__name__)
 

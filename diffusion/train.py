@@ -54,10 +54,10 @@ from diffusion.models.frozen import build_vae, with_seed
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.layout import is_pipeline
 from diffusion.models.lora import add_lora
-from diffusion.operations.beats import beats_folder
 from diffusion.operations.checks.device import computes_bf16
-from diffusion.operations.checks.startup import check_caches, check_machines
+from diffusion.operations.checks.registry import check_caches, check_machines
 from diffusion.operations.costs import BudgetSpentError
+from diffusion.operations.heartbeats import heartbeat_folder
 from diffusion.operations.lease import leased
 from diffusion.plugins import build_plugin, check_plugins
 from diffusion.run_loggers import build_loggers
@@ -102,7 +102,7 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
 
     folder = Path(config.output_folder).expanduser()
     agree(lambda: _open_run_folder(folder, config))
-    with leased(folder) as lease, Heartbeat(beats_folder(config, folder), lease) as heartbeat:
+    with leased(folder) as lease, Heartbeat(heartbeat_folder(config, folder), lease) as heartbeat:
         return _train(config, folder, device, heartbeat, build)
 
 

@@ -7,7 +7,7 @@ from composer import Callback, Logger, State
 from composer.utils import dist
 
 from diffusion.callbacks.utilisation import Utilisation
-from diffusion.operations.checks.waiting import LoaderSettings, explain_waiting
+from diffusion.operations.utilisation import LoaderSettings, explain_waiting
 
 log = logging.getLogger(__name__)
 

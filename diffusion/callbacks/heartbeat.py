@@ -1,4 +1,4 @@
-"""A sign of life of each rank at each phase of each step, and stack traces on a signal."""
+"""Heartbeat of each rank at each phase of each step, and stack traces on a signal."""
 
 import faulthandler
 import logging
@@ -18,9 +18,9 @@ from torch._dynamo.callback import callback_handler
 from diffusion import launch
 from diffusion.distributed import rank
 from diffusion.errors import MachineError, UserError
-from diffusion.operations.beats import Beat, BeatFile, Phase, stacks_file
+from diffusion.operations.hang_detection import STACKS_SIGNAL
+from diffusion.operations.heartbeats import HeartbeatFile, HeartbeatRecord, Phase, stacks_file
 from diffusion.operations.lease import RENEWAL_SECONDS, Lease
-from diffusion.operations.stacks import STACKS_SIGNAL
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Heartbeat(Callback):
         self._changed = time.perf_counter()
         self._waited = 0.0
         self._steps: deque[float] = deque(maxlen=_NUM_STEPS)
-        self._file: BeatFile | None = None
+        self._file: HeartbeatFile | None = None
         self._stacks: IO[str] | None = None
 
     def __enter__(self) -> "Heartbeat":
@@ -72,7 +72,7 @@ class Heartbeat(Callback):
             MachineError: they cannot be written.
         """
         try:
-            self._file = BeatFile(self.folder, self._rank)
+            self._file = HeartbeatFile(self.folder, self._rank)
             self._stacks = stacks_file(self.folder, self._rank).open("w")
         except OSError as error:
             raise MachineError(
@@ -156,7 +156,7 @@ class Heartbeat(Callback):
         assert self._file is not None
         self._phase = phase
         self._file.write(
-            Beat(
+            HeartbeatRecord(
                 rank=self._rank,
                 pid=os.getpid(),
                 host=self._host,

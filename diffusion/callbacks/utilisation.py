@@ -1,6 +1,6 @@
 """How busy the machines are while training: logged at an interval, read in the training thread.
 
-A reading takes about as long as logging a few numbers, so it needs no thread. See `operations.checks.counters`.
+A reading takes about as long as logging a few numbers, so it needs no thread. See `operations.utilisation`.
 """
 
 from dataclasses import dataclass, replace
@@ -11,8 +11,8 @@ from composer.utils import dist
 
 from diffusion.datasets.tiers import TierCounts, TierMeter
 from diffusion.errors import ConfigurationError
-from diffusion.operations.checks.counters import Counters, Usage, read_counters, usage_between
-from diffusion.operations.checks.gpus import GpuMeter
+from diffusion.operations.checks.gpu import GpuMeter
+from diffusion.operations.utilisation import Counters, Usage, read_counters, usage_between
 
 _NODE = {
     "utilisation/cpu": "cpu",

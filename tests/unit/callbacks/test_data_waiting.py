@@ -11,7 +11,7 @@ from composer import Callback, Logger, State
 from diffusion.callbacks import data_waiting as module
 from diffusion.callbacks.data_waiting import QUIET_INTERVALS, DataWaiting
 from diffusion.callbacks.metrics_file import read_metrics, series
-from diffusion.operations.checks.waiting import LoaderSettings
+from diffusion.operations.utilisation import LoaderSettings
 from tests.tools.toys import ToyLatents
 from tests.tools.training_runs import ROOT
 

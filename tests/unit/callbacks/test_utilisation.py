@@ -10,7 +10,7 @@ from diffusion.callbacks import utilisation as module
 from diffusion.callbacks.utilisation import Utilisation
 from diffusion.datasets.tiers import TierCounts, TierMeter
 from diffusion.errors import ConfigurationError
-from diffusion.operations.checks.counters import Counters
+from diffusion.operations.utilisation import Counters
 
 FIRST = Counters(
     clock=100.0, cpu_busy=0.0, cpu_waiting=0.0, cpu_total=0.0, received=0, sent=0, disk_read=0, memory_total=1000,
