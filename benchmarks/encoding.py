@@ -14,8 +14,8 @@ from PIL import Image
 from benchmarks.timing import ratios, timed
 from diffusion.config.data import ImageSize
 from diffusion.config.model import Architecture
-from diffusion.models.architectures import ARCHITECTURES
-from diffusion.models.frozen import build_text_encoder, build_vae, freeze, with_seed
+from diffusion.models.architectures import ARCHITECTURES, build_text_encoder, build_vae, with_seed
+from diffusion.models.pretrained import freeze
 from diffusion.models.tokenizers import build_tokenizer, tokenize
 from diffusion.preparation.encoding.encode import encode
 from diffusion.preparation.encoding.images import ImageBatch

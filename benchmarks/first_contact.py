@@ -22,9 +22,8 @@ from diffusion.config.performance import Compilation, PerformanceConfig
 from diffusion.config.training import Device
 from diffusion.ema.averaging import full_tensor
 from diffusion.models import fast
-from diffusion.models.architectures import ARCHITECTURES
-from diffusion.models.build import build_unet
-from diffusion.models.norms import use_low_precision_norms
+from diffusion.models.architectures import ARCHITECTURES, build_unet
+from diffusion.models.fast.norms import use_low_precision_norms
 from diffusion.operations.checks.device import measure_device, time_runs
 from diffusion.randomness import Purpose, normal
 

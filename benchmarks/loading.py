@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 from diffusion.config.data import DataConfig, ImageSize, Representation, StreamConfig
 from diffusion.datasets.images import decode_rgb
 from diffusion.datasets.loader import train_loader
-from diffusion.datasets.shared_memory import claim_number
 from diffusion.datasets.transforms import ImageTransform
 
 NUM_TOKENS = 77
@@ -56,20 +55,14 @@ def measure_latent_loading(
             rank_batch_size=batch_size,
             with_logvar=False,
         )
-        number = claim_number([])
-        with number.chosen():  # Streaming alone would take memory that another job is about to use.
-            stock_data = StreamingDataset(local=str(root / "train" / "b"), shuffle=True, batch_size=batch_size)
-        number.adopt_all(stock_data)
+        stock_data = StreamingDataset(local=str(root / "train" / "b"), shuffle=True, batch_size=batch_size)
         workers: dict[str, Any] = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
         loaders = {"ours": ours, "stock": DataLoader(stock_data, batch_size=batch_size, drop_last=True, **workers)}
         if webdataset and _has_webdataset():
             _write_tar(root / "data.tar", samples)
             loaders["webdataset"] = _webdataset_loader(root / "data.tar", batch_size, workers)
         runs = {name: lambda loader=loader: _count(loader) for name, loader in loaders.items()}
-        try:
-            rates = _rates(runs, rounds, time.perf_counter if num_workers else time.process_time)
-        finally:
-            number.release()
+        rates = _rates(runs, rounds, time.perf_counter if num_workers else time.process_time)
     return {
         "ratio_to_stock": rates["ours"] / rates["stock"],
         "ratio_to_webdataset": rates["ours"] / rates["webdataset"] if "webdataset" in rates else None,

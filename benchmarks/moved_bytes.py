@@ -16,10 +16,9 @@ from diffusion.config.model import Architecture, ModelConfig
 from diffusion.config.performance import Compilation, PerformanceConfig
 from diffusion.config.training import Device
 from diffusion.models import fast
-from diffusion.models.architectures import ARCHITECTURES
-from diffusion.models.build import build_unet
+from diffusion.models.architectures import ARCHITECTURES, build_unet
 from diffusion.models.fast.norms import FusedGroupNorm
-from diffusion.planning.activations import FlashAttentionShapes
+from diffusion.planning.network import FlashAttentionShapes
 
 PRODUCTS = ("convolution", "mm")
 """Parts of the names of operations that are bound by arithmetic; attention is not counted at all."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.rows import finished, format_line, read_rows
 from diffusion.errors import ConfigurationError
+from diffusion.reports.tables import markdown_table
 
 Line = dict[str, Any]
 
@@ -86,16 +87,18 @@ def _of_machine(lines: list[Line]) -> list[str]:
     if parts:
         names = parts[0]["result"]["parts"]
         head = ["ms of the Trainer's step", *names]
-        texts.append(_table(head, ([line["name"], *_milliseconds(line["result"]["parts"], names)] for line in parts)))
+        texts.append(
+            markdown_table(head, ([line["name"], *_milliseconds(line["result"]["parts"], names)] for line in parts))
+        )
     texts += _losses([line for line in lines if line["kind"] == "losses"])
     found = (format_line(line).partition(": ")[::2] for line in others)
-    return [*texts, _table(["row", "found"], (list(pair) for pair in found))] if others else texts
+    return [*texts, markdown_table(["row", "found"], (list(pair) for pair in found))] if others else texts
 
 
 def _speeds(lines: list[Line], rates: dict[str, Any]) -> str:
     head = ["step", "px", "microbatch", "images/s", f"of MLPerf's {MLPERF_IMAGES_PER_SECOND}", "TFLOP/s", "MFU"]
     head += ["of the measured matrix product", "ms", "±", "peak GB"]
-    return _table(head, (_speed(line, rates) for line in lines))
+    return markdown_table(head, (_speed(line, rates) for line in lines))
 
 
 def _speed(line: Line, rates: dict[str, Any]) -> list[str]:
@@ -136,7 +139,7 @@ def _losses(lines: list[Line]) -> list[str]:
             cells = [f"{max(differences):.1e}", f"{differences[-1]:.1e}"]
         rows.append([line["name"], *cells])
     head = ["loss beside stock fp32 without TF32", "largest relative difference", "at the last step"]
-    return [_table(head, rows)] if rows else []
+    return [markdown_table(head, rows)] if rows else []
 
 
 def _cpu(lines: list[Line]) -> str:
@@ -150,7 +153,7 @@ def _cpu(lines: list[Line]) -> str:
             where = [*line["name"].split("/")[1:], *map(str, line["parameters"].get("overrides", []))]
             rows.append([f"{text} ({', '.join(where)})" if where else text, f"{value:.3g}", aim])
     return "\n\n".join(
-        [_source(lines), _table(["count or ratio", "found", "aim"], rows), *_losses(_of_kind(lines, "losses"))]
+        [_source(lines), markdown_table(["count or ratio", "found", "aim"], rows), *_losses(_of_kind(lines, "losses"))]
     )
 
 
@@ -206,8 +209,3 @@ def _share(flops: float, limit: float | None) -> str:
 
 def _milliseconds(parts: dict[str, float], names: Iterable[str]) -> list[str]:
     return [f"{1000 * parts[name]:,.1f}" for name in names]
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    escaped = ([cell.replace("|", "\\|") for cell in row] for row in (head, ["---"] * len(head), *rows))
-    return "\n".join(f"| {' | '.join(row)} |" for row in escaped)

@@ -1,7 +1,7 @@
 """The main job, end to end, on shapes drawn here: prepare, train the VAE, encode, two phases, generate, score, report.
 
 Each step is a command that also works on your own images; steps that are done are not done again. The whole demo ends
-with an error where fewer generated images than expected are right.
+with an error if too few generated images are right.
 """
 
 import argparse
@@ -22,7 +22,7 @@ COMPOSER = [str(BIN / "composer"), "-n", "1"]
 GUIDANCE_SCALE, NUM_INFERENCE_STEPS = 2.0, 25
 NUM_IMAGES = 6000
 LEAST_RIGHT = {"colour": 0.9, "shape": 0.7}
-"""Shares of the images of one object, after training on `NUM_IMAGES` images."""
+"""Least shares of right images of one object, after training on `NUM_IMAGES` images."""
 LOGGERS = ["loggers.tensorboard=true", "loggers.wandb={offline: true}"]
 QUICK = [
     "trainer.max_duration=6ba",
@@ -79,7 +79,7 @@ class Demo:
         self.run(name, [*COMPOSER, "run.py", f"yamls/tiny/{name}.yaml", *overrides, *LOGGERS, *quick])
 
     def check_scores(self) -> None:
-        """Compare the shares of images that are right with `LEAST_RIGHT`.
+        """Compare the shares of right images with `LEAST_RIGHT`.
 
         Raises:
             UserError: one is too low.
@@ -107,8 +107,8 @@ def main() -> None:
     options = ["--edges", "32", "64", "--validation-fraction", "0.05", "--workers", "2"]
     demo.run("prepare", [*python, "scripts/prepare.py", *layouts, str(prepared), *options])
 
-    def data(place: Path) -> list[str]:
-        return [f"data.local={place}/train", f"validation.local={place}/validation"]
+    def data(folder: Path) -> list[str]:
+        return [f"data.local={folder}/train", f"validation.local={folder}/validation"]
 
     demo.train("autoencoder", [f"output_folder={runs['autoencoder']}", *data(prepared)])
     vae = runs["autoencoder"] / "vae"

@@ -19,7 +19,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Draw, and put in place when whole."""
+    """Draw, atomically."""
     arguments = parse_arguments()
     with atomic_path(arguments.out) as partial:
         counts = write_data_set(partial, arguments.num_images, arguments.seed)

@@ -1,16 +1,16 @@
-"""The demo's report: what was made, how training went, what the model draws, and how often it is right."""
+"""The demo's report: commands, training, generated images, and how often they are right."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas as pd
 from PIL import Image, ImageDraw
 
 from demo.scoring import DemoScores, Rates
-from demo.shapes import COLOURS, SHAPES, caption, prompts
 from diffusion.callbacks.metrics_file import read_metrics, series
-from diffusion.html_page import Page
-from diffusion.models.sampling import image_grid
+from diffusion.evaluation.shapes import COLOURS, SHAPES, caption, prompts
+from diffusion.reports.page import image_uri, write_page
 
 RELATIONS_SHOWN = 16
 SEEDS_SHOWN = 2
@@ -58,67 +58,75 @@ def write_report(
 
     Args:
         path: the HTML file.
-        steps: the commands and how long they took.
+        steps: the commands and their durations.
         runs: run folders by name, in order; the first is the VAE's.
         scores: the oracle's verdict.
         single: images of one object, `seeds_per_prompt` for each prompt.
         pairs: images of two objects, likewise.
         seeds_per_prompt: images of each prompt.
-        settings: how they were sampled, in words.
+        settings: sampling settings as text.
     """
-    page = Page("Shapes: from images with captions to a trained model")
-    page.text(
-        f"Asked for one object, the model drew the right colour in {scores.single.colour:.0%} and the right shape in "
-        f"{scores.single.shape:.0%} of {scores.num_single} images; asked for two, the right relation in "
-        f"{scores.pairs.relation or 0:.0%} of {scores.num_pairs}. {settings}"
+    vae = next(iter(runs.values()))
+    psnr_steps, psnr = series(read_metrics(vae / "metrics.jsonl"), "metrics/validation/psnr")
+    of_pair = prompts()[1]
+    shown = range(0, len(of_pair), max(1, len(of_pair) // RELATIONS_SHOWN))
+    values = {
+        "title": "Shapes: from images with captions to a trained model",
+        "scores": scores,
+        "settings": settings,
+        "grid": image_uri(labelled_grid(single, seeds_per_prompt)),
+        "example": caption(prompts()[0][0]),
+        "seeds": "one seed" if seeds_per_prompt == 1 else f"{SEEDS_SHOWN} of {seeds_per_prompt} seeds",
+        "score_table": score_table(scores),
+        "by_shape": rates_table("shape", scores.by_shape),
+        "by_colour": rates_table("colour", scores.by_colour),
+        "pairs": [(caption(of_pair[i]), image_uri(pairs[i * (len(pairs) // len(of_pair))])) for i in shown],
+        "psnr": (psnr_steps[-1], psnr[-1]) if psnr else None,
+        "reconstructions": _file_uri(vae / "reconstructions.png"),
+        "losses": {name: _file_uri(run / "loss.png") for name, run in runs.items()},
+        "samples": [
+            (f"{name}: the run's fixed prompts at {grid.stem.replace('-', ' ')}", image_uri(grid))
+            for name, run in list(runs.items())[1:]
+            for grid in _first_and_last(sorted((run / "samples").glob("step-*.png")))
+        ],
+        "steps": pd.DataFrame(
+            {"step": step.name, "command": step.command, "seconds": f"{step.seconds:.0f}"} for step in steps
+        ),
+    }
+    write_page(path, Path(__file__).with_suffix(".html"), values)
+
+
+def score_table(scores: DemoScores) -> pd.DataFrame:
+    """Shares of right images, generated and real."""
+    rows = {
+        "one object, generated": (scores.single, str(scores.num_single)),
+        "two objects, generated": (scores.pairs, str(scores.num_pairs)),
+        "the oracle on real validation images": (scores.oracle, ""),
+        "the oracle with shuffled captions (chance)": (scores.oracle_shuffled, ""),
+    }
+    return pd.DataFrame(
+        {
+            "images": name,
+            **_percentages(rates),
+            "relation": "" if rates.relation is None else f"{rates.relation:.1%}",
+            "number": number,
+        }
+        for name, (rates, number) in rows.items()
     )
-    seeds = "one seed" if seeds_per_prompt == 1 else f"{SEEDS_SHOWN} of {seeds_per_prompt} seeds"
-    page.image(
-        labelled_grid(single, seeds_per_prompt),
-        f'"{caption(prompts()[0][0])}" and so on: {seeds} for each colour and shape',
-    )
-    page.heading("Scores")
-    page.table("Shares of images that are right", ["", "colour", "shape", "relation", "images"], _score_rows(scores))
-    page.table("By shape", ["", "colour", "shape"], [(name, *_cells(r)[:2]) for name, r in scores.by_shape.items()])
-    page.table("By colour", ["", "colour", "shape"], [(name, *_cells(r)[:2]) for name, r in scores.by_colour.items()])
-    page.heading("Two objects")
-    wanted = prompts()[1]
-    shown = range(0, len(wanted), max(1, len(wanted) // RELATIONS_SHOWN))
-    page.image(
-        image_grid([pairs[i * (len(pairs) // len(wanted))] for i in shown], 8),
-        "; ".join(caption(wanted[i]) for i in shown),
-    )
-    page.heading("The VAE")
-    vae_run = next(iter(runs.values()))
-    steps_of, values = series(read_metrics(vae_run / "metrics.jsonl"), "metrics/validation/psnr")
-    if values:
-        page.text(f"PSNR on held-out images after {steps_of[-1]:.0f} steps: {values[-1]:.1f} dB.")
-    _add_image(page, vae_run / "reconstructions.png", "Images (above) and what is left of them in the latents (below)")
-    page.heading("Training")
-    for name, run in runs.items():
-        _add_image(page, run / "loss.png", f"Loss of {name}")
-    for name, run in list(runs.items())[1:]:
-        grids = sorted((run / "samples").glob("step-*.png"))
-        for grid in [grids[0], grids[-1]] if len(grids) > 1 else grids:
-            _add_image(page, grid, f"{name}: the run's fixed prompts at {grid.stem.replace('-', ' ')}", width=560)
-    page.heading("Commands")
-    page.table("What ran", ["step", "command", "seconds"], [(s.name, s.command, f"{s.seconds:.0f}") for s in steps])
-    page.write(path)
 
 
-def _add_image(page: Page, path: Path, text: str, width: int | None = None) -> None:
-    if path.is_file():
-        page.image(path, text, width)
+def rates_table(what: str, rates: dict[str, Rates]) -> pd.DataFrame:
+    """Shares of right images by the name of a shape or colour."""
+    return pd.DataFrame({what: name, **_percentages(one, "right ")} for name, one in rates.items())
 
 
-def _cells(rate: Rates) -> tuple[str, str, str]:
-    return f"{rate.colour:.1%}", f"{rate.shape:.1%}", "" if rate.relation is None else f"{rate.relation:.1%}"
+def _percentages(rates: Rates, prefix: str = "") -> dict[str, str]:
+    return {f"{prefix}colour": f"{rates.colour:.1%}", f"{prefix}shape": f"{rates.shape:.1%}"}
 
 
-def _score_rows(scores: DemoScores) -> list[tuple[str, ...]]:
-    return [
-        ("one object, generated", *_cells(scores.single), str(scores.num_single)),
-        ("two objects, generated", *_cells(scores.pairs), str(scores.num_pairs)),
-        ("the oracle on real held-out images", *_cells(scores.oracle), ""),
-        ("the oracle with shuffled captions (chance)", *_cells(scores.oracle_shuffled), ""),
-    ]
+def _first_and_last(paths: Sequence[Path]) -> list[Path]:
+    return [paths[0], paths[-1]] if len(paths) > 1 else list(paths)
+
+
+def _file_uri(path: Path) -> str | None:
+    return image_uri(path) if path.is_file() else None

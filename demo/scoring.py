@@ -1,4 +1,4 @@
-"""How often generated images show what was asked for, by the oracle."""
+"""How often generated images show the scenes of their captions, by the oracle."""
 
 import json
 import random
@@ -8,8 +8,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from demo.oracle import score
-from demo.shapes import COLOURS, SHAPES, Scene, caption, draw, prompts, scenes
+from diffusion.evaluation.oracle import score
+from diffusion.evaluation.shapes import COLOURS, SHAPES, Scene, caption, draw, prompts, scenes
 from diffusion.models.latent_diffusion import LatentDiffusion
 
 SEEDS_PER_PROMPT = 4
@@ -41,7 +41,7 @@ class DemoScores:
     """Over the relation prompts."""
 
     oracle: Rates
-    """The oracle on held-out real images."""
+    """The oracle on real validation images."""
 
     oracle_shuffled: Rates
     """The same images against one another's captions: chance."""
@@ -54,9 +54,9 @@ class DemoScores:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
 
-def rates(images: Sequence[Image.Image], wanted: Sequence[Scene]) -> Rates:
-    """Shares of images that show the colours, shapes and relations that were asked for."""
-    scores = [score(image, scene) for image, scene in zip(images, wanted, strict=True)]
+def rates(images: Sequence[Image.Image], asked: Sequence[Scene]) -> Rates:
+    """Shares of images that show the colours, shapes and relations of their scenes."""
+    scores = [score(image, scene) for image, scene in zip(images, asked, strict=True)]
     related = [one.relation for one in scores if one.relation is not None]
     return Rates(
         colour=sum(one.colour for one in scores) / len(scores),
@@ -66,12 +66,12 @@ def rates(images: Sequence[Image.Image], wanted: Sequence[Scene]) -> Rates:
 
 
 def oracle_rates(num: int, size: int) -> tuple[Rates, Rates]:
-    """The oracle on held-out images of one object, with their own captions and with shuffled ones."""
-    held_out = [scene for scene in scenes(2 * num, split="oracle") if scene.relation is None][:num]
-    images = [draw(scene, size) for scene in held_out]
-    shuffled = list(held_out)
+    """The oracle on validation images of one object, with their own captions and with shuffled ones."""
+    real = [scene for scene in scenes(2 * num, split="oracle") if scene.relation is None][:num]
+    images = [draw(scene, size) for scene in real]
+    shuffled = list(real)
     random.Random(0).shuffle(shuffled)
-    return rates(images, held_out), rates(images, shuffled)
+    return rates(images, real), rates(images, shuffled)
 
 
 def score_model(
@@ -80,7 +80,7 @@ def score_model(
     """Generate for every evaluation prompt, and score.
 
     Args:
-        model: with the weights that are to be scored.
+        model: with the weights to score.
         guidance_scale: classifier-free guidance.
         num_inference_steps: DDIM steps.
         seeds_per_prompt: images of each prompt.
@@ -92,9 +92,9 @@ def score_model(
     single, pairs = prompts()
     pair_seeds = max(1, seeds_per_prompt // 2)
     images: list[list[Image.Image]] = []
-    for wanted, seed, num_seeds in ((single, 0, seeds_per_prompt), (pairs, 1_000_000, pair_seeds)):
+    for asked, seed, num_seeds in ((single, 0, seeds_per_prompt), (pairs, 1_000_000, pair_seeds)):
         generated = model.generate(
-            [caption(scene) for scene in wanted],
+            [caption(scene) for scene in asked],
             num_images_per_prompt=num_seeds,
             seed=seed,
             guidance_scale=guidance_scale,
@@ -103,19 +103,19 @@ def score_model(
         )
         assert isinstance(generated, list)
         images.append(generated)
-    wanted_single = [scene for scene in single for _ in range(seeds_per_prompt)]
-    wanted_pairs = [scene for scene in pairs for _ in range(pair_seeds)]
+    asked_single = [scene for scene in single for _ in range(seeds_per_prompt)]
+    asked_pairs = [scene for scene in pairs for _ in range(pair_seeds)]
 
     def subset(attribute: str, value: str) -> Rates:
-        chosen = [i for i, scene in enumerate(wanted_single) if getattr(scene.things[0], attribute) == value]
-        return rates([images[0][i] for i in chosen], [wanted_single[i] for i in chosen])
+        chosen = [i for i, scene in enumerate(asked_single) if getattr(scene.things[0], attribute) == value]
+        return rates([images[0][i] for i in chosen], [asked_single[i] for i in chosen])
 
     own, shuffled = oracle_rates(200, model.resolution)
     scores = DemoScores(
-        num_single=len(wanted_single),
-        single=rates(images[0], wanted_single),
-        num_pairs=len(wanted_pairs),
-        pairs=rates(images[1], wanted_pairs),
+        num_single=len(asked_single),
+        single=rates(images[0], asked_single),
+        num_pairs=len(asked_pairs),
+        pairs=rates(images[1], asked_pairs),
         oracle=own,
         oracle_shuffled=shuffled,
         by_shape={shape: subset("shape", shape) for shape in SHAPES},

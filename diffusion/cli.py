@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from diffusion.config.checks import check, is_location, missing_locations
-from diffusion.config.loading import load, load_config, missing_error, missing_keys
+from diffusion.config.fields import check_sections
+from diffusion.config.loading import load_complete, load_config
 from diffusion.config.schema import Config
 from diffusion.config.secrets import to_public_yaml
 from diffusion.distributed import rank, world_size
-from diffusion.evaluation.config import EvaluationConfig, check_evaluation
+from diffusion.evaluation.config import EvaluationConfig
 from diffusion.launch import CommandParser
 
 
@@ -93,10 +94,8 @@ def evaluate_command(arguments: Sequence[str], *, say: Callable[[str], None]) ->
         return
     if options.config is None:
         parser.error("name the configuration of the evaluation, such as yamls/evaluate.yaml")
-    config = load(EvaluationConfig, options.config, options.overrides)
-    if missing := missing_keys(config):
-        raise missing_error(missing, options.config)
-    check_evaluation(config)
+    config = load_complete(EvaluationConfig, options.config, options.overrides)
+    check_sections(config)
     _start_logging()
     if config.watch:
         from diffusion.evaluation.watch import watch
@@ -111,6 +110,6 @@ def evaluate_command(arguments: Sequence[str], *, say: Callable[[str], None]) ->
 
 
 def _show_results(folders: Sequence[str], say: Callable[[str], None]) -> None:
-    from diffusion.evaluation.results import read_results, table
+    from diffusion.evaluation.protocol import read_results, table
 
     say(table(read_results([Path(folder).expanduser() for folder in folders])))

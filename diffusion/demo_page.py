@@ -1,4 +1,4 @@
-"""A page on which one model is tried: prompts, seeds, sampling, and training weights against their average."""
+"""A page to try one model: prompts, seeds, sampling, and training weights beside their average."""
 
 import math
 from collections.abc import Mapping
@@ -20,23 +20,23 @@ except ImportError as error:
 MAX_IMAGES = 16
 
 MAX_STRETCH = 2
-"""Largest height and width, in resolutions of the model: attention takes memory by the fourth power of a side."""
+"""Largest height and width, in resolutions of the model: attention memory grows with the fourth power of a side."""
 
 _POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; font-src 'self' data:; frame-ancestors 'none'"
 )
-"""The page loads nothing from other hosts, whatever Gradio's pages name."""
+"""Browsers load nothing from other hosts, which Gradio's pages name."""
 
 
 def build_page(models: Mapping[str, LatentDiffusion], title: str) -> gr.Blocks:
-    """Make the page, which is not served yet.
+    """Build the page, not served yet.
 
-    Each model gives a grid of images from the same prompt, seeds and settings, so that they can be compared. Sizes and
-    numbers beyond the bounds of the fields are refused with a message on the page.
+    Each model gives a grid of images from the same prompt, seeds and settings. Sizes and numbers beyond the bounds of
+    the fields are rejected with a message on the page.
 
     Args:
-        models: by what they are called, such as `raw` and `ema`; at least one, of one resolution.
+        models: by name, such as `raw` and `ema`; at least one, of one resolution.
         title: heading.
     """
     names = list(models)
@@ -112,14 +112,14 @@ def open_page(page: gr.Blocks, host: str, port: int | None) -> str:
 
     Args:
         page: the page.
-        host: address to listen on; who reaches it may generate, nobody is asked for a password.
+        host: address to listen on; there is no password.
         port: port to listen on; None: the first free one from 7860 on.
 
     Returns:
         Its address.
 
     Raises:
-        MachineError: the port cannot be had.
+        MachineError: the port is not available.
     """
     try:
         _, address, _ = page.launch(
@@ -134,12 +134,12 @@ def open_page(page: gr.Blocks, host: str, port: int | None) -> str:
         )
     except OSError as error:
         where = f"--host {host}" if port is None else f"--host {host} --port {port}"
-        raise MachineError(f"{where}: cannot listen there ({error}); choose another port or address") from error
+        raise MachineError(f"{where}: not available ({error}); choose another port or address") from error
     return address
 
 
 class _OwnHostOnly:
-    """ASGI middleware that tells browsers to load from the server only."""
+    """ASGI middleware that restricts browsers to content of this server."""
 
     def __init__(self, app: Any) -> None:
         self.app = app

@@ -1,4 +1,4 @@
-"""Which process of a job this is, and steps that all its processes take together.
+"""Which process of a job this is, steps that all its processes take together, and the exit codes of each.
 
 Torch is imported where there is a process group only: a mistake in a YAML file ends a command within a second.
 """
@@ -13,6 +13,14 @@ from typing import Any, TypeVar
 from diffusion.errors import UserError
 
 T = TypeVar("T")
+
+USER_ERROR_EXIT_CODE = 2
+
+PREEMPTED_EXIT_CODE = 75
+"""EX_TEMPFAIL of sysexits.h: a signal ended the run, which has saved a checkpoint and continues when started again."""
+
+INTERRUPTED_EXIT_CODE = 130
+"""Of a command that Ctrl-C ended, as shells have it."""
 
 LONG_TIMEOUT = datetime.timedelta(hours=2)
 """How long ranks wait for a step that reads or writes whole checkpoints."""

@@ -42,6 +42,10 @@ class MachineError(UserError):
     """The machine lacks something that the configuration asks for: a device, a precision, disk space."""
 
 
+class PreemptedError(Exception):
+    """All ranks were asked to end, and have saved a checkpoint; not a failure."""
+
+
 @contextlib.contextmanager
 def error_context(key: str) -> Iterator[None]:
     """Put the configuration key in front of the message of an error that the block raises."""

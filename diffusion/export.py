@@ -1,7 +1,7 @@
-"""From what a run has stored to what others load: a diffusers folder, one file, or LoRA's matrices alone.
+"""Export of a trained model: a diffusers folder, one safetensors file, or LoRA's matrices alone.
 
-Weights are copied a few at a time, without a GPU, so that memory does not grow with the U-Net. What is written is
-whole or not there.
+Weights are copied a few at a time, without a GPU, so that memory does not grow with the U-Net. The output appears under
+its name when it is complete.
 """
 
 import contextlib
@@ -17,11 +17,10 @@ from diffusion.errors import ConfigurationError, MachineError
 from diffusion.files import atomic_path
 from diffusion.loading import Trained, open_trained
 from diffusion.model_card import Licences, write_card
-from diffusion.models.architectures import ARCHITECTURES
-from diffusion.models.build import build_noise_scheduler, build_unet
-from diffusion.models.frozen import load_frozen_parts
-from diffusion.models.layout import write_pipeline
+from diffusion.models.architectures import ARCHITECTURES, build_unet
+from diffusion.models.build import build_noise_scheduler
 from diffusion.models.lora import has_lora, write_lora
+from diffusion.models.pretrained import load_frozen_parts, write_pipeline
 from diffusion.models.sampling import inference_scheduler
 from diffusion.models.stored_weights import write_safetensors
 
@@ -38,21 +37,21 @@ def export(
     """Export the model that a run has trained.
 
     Args:
-        place: a checkpoint, a run folder, its `checkpoints` folder (the newest whole one is taken), or a file of
-            averaged weights.
-        out: a new folder; or, if it ends in `.safetensors`, one file with the U-Net and what it is.
-        weights: "raw" for the training weights, "ema" for their average, or which one of several.
-        lora_only: LoRA's matrices without the U-Net, which they are otherwise merged into.
+        place: a checkpoint, a run folder, its `checkpoints` folder (for the newest complete one), or a file of averaged
+            weights.
+        out: a new folder; or, with the ending `.safetensors`, one file with the U-Net and its metadata.
+        weights: "raw" for the training weights, "ema" for their average, or the label of one of several averages.
+        lora_only: LoRA's matrices alone; otherwise they are merged into the U-Net.
         licences: for the model card.
-        prepared: prepared data whose sources the card lists.
+        prepared: prepared data whose sources are listed in the card.
 
     Raises:
-        ConfigurationError: there is no such checkpoint, or `out` is there already.
-        DataError: something that is read is damaged.
-        MachineError: it cannot be written.
+        ConfigurationError: there is no such checkpoint, or `out` exists.
+        DataError: an input is damaged.
+        MachineError: `out` cannot be written.
     """
     if out.exists():
-        raise ConfigurationError(f"{out} is there already: remove it, or choose another place")
+        raise ConfigurationError(f"{out} exists: remove it, or choose another path")
     trained = open_trained(place, weights=weights)
     config = trained.config
     if config.task is not Task.diffusion:
@@ -67,7 +66,7 @@ def export(
             return
         partial.mkdir(parents=True)
         card = write_card(
-            config, place=trained.place, weights=weights, is_lora=lora_only, licences=licences, prepared=prepared
+            config, path=trained.place, weights=weights, is_lora=lora_only, licences=licences, prepared=prepared
         )
         (partial / "README.md").write_text(card, encoding="utf-8")
         if lora_only:
@@ -84,7 +83,7 @@ def export(
 
 
 def _unet_without_weights(config: Config) -> UNet2DConditionModel:
-    """The U-Net, whose images are by default of the size that it was trained at."""
+    """Build the U-Net on the meta device, with the size of its training images as default."""
     with torch.device("meta"):
         unet = build_unet(config.model)
     unet.register_to_config(sample_size=config.data.resolution // ARCHITECTURES[config.model.architecture].vae_factor)
@@ -109,7 +108,7 @@ def _metadata(trained: Trained, weights: str, licences: Licences) -> dict[str, s
 
 @contextlib.contextmanager
 def _whole_or_nothing(out: Path) -> Iterator[Path]:
-    """A path beside `out` that takes its name when the block has ended."""
+    """Yield a path beside `out` that is renamed to it at the end of the block."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(out) as partial:

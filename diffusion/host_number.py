@@ -1,4 +1,4 @@
-"""A number on the device that the host reads later, without waiting for the work in between."""
+"""A number on the device that the host reads later, without waiting for later work."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 class HostNumber:
-    """A copy of a number in host memory, made when the device gets there."""
+    """A copy of a number in host memory, made in the order of the device's work."""
 
     def __init__(self) -> None:
         self._copy = torch.zeros(())
         self._copied: Any = None
 
     def start(self, number: Tensor) -> None:
-        """Begin to copy a tensor [] of any dtype."""
+        """Start to copy a tensor [] of any dtype."""
         if self._copy.dtype != number.dtype or self._copy.is_pinned() != number.is_cuda:
             self._copy = torch.empty((), dtype=number.dtype, pin_memory=number.is_cuda)
         self._copy.copy_(number, non_blocking=True)
@@ -23,7 +23,7 @@ class HostNumber:
             self._copied.record()
 
     def read(self) -> float:
-        """The number of the last `start`; waits for its copy, but for nothing after it."""
+        """Return the number of the last `start`, after waiting for its copy and for nothing later."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._copy.item()

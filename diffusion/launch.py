@@ -1,9 +1,15 @@
 """What the commands share: arguments, devices, and how a process ends.
 
-A run that was preempted ends with exit code 75 on every rank, Ctrl-C ends a command with one line and 130. A
-`UserError` is printed once per job, without a traceback, and every rank ends with exit code 2: also one that the
-launcher terminates because another rank met it, whether this rank noticed its failed collective before, after or while
-the signal came.
+| exit code | |
+|---|---|
+| 0 | done |
+| 2 | a `UserError`: the configuration, the data or the machine |
+| 75 | preempted: a checkpoint was saved, and the same command continues |
+| 130 | Ctrl-C |
+
+Each node's first rank prints a `UserError`, without a traceback and with its rank in front where there are several.
+Another rank prints its own error only if the first does not end within seconds: then the first has not met it. Ranks
+that have not met it end by their launcher, or by a collective that fails. Other exceptions keep their traceback.
 """
 
 import argparse
@@ -14,25 +20,33 @@ import os
 import signal
 import sys
 import threading
-import traceback
+import time
 from collections.abc import Callable
 from types import FrameType
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
-from diffusion import telling
-from diffusion.distributed import has_process_group, rank, world_size
-from diffusion.errors import ConfigurationError, MachineError, UserError
-
-USER_ERROR_EXIT_CODE = 2
+from diffusion.distributed import (
+    INTERRUPTED_EXIT_CODE,
+    PREEMPTED_EXIT_CODE,
+    USER_ERROR_EXIT_CODE,
+    has_process_group,
+    local_rank,
+    local_world_size,
+    rank,
+    world_size,
+)
+from diffusion.errors import ConfigurationError, MachineError, PreemptedError, UserError
 
 _PARENT_SECONDS = 1.0
-"""Between two looks at whether the parent lives."""
+"""Between two checks whether the parent lives."""
 
-INTERRUPTED_EXIT_CODE = 130
-"""Of a command that Ctrl-C ended, as shells have it."""
+_OTHERS_SECONDS = 1.0
+"""Time of a node's other ranks to meet the error of the first, before its end makes the launcher end them."""
 
-PREEMPTED_EXIT_CODE = 75
-"""EX_TEMPFAIL of sysexits.h: a signal ended the run, which has saved a checkpoint and continues when started again."""
+_FIRST_SECONDS = 5.0
+"""Time in which a node's first rank has to end, if it has met the same error."""
+
+_PAUSE_SECONDS = 0.05
 
 
 def say_to_stderr(message: str) -> None:
@@ -102,36 +116,26 @@ def positive(text: str) -> int:
     return int(text)
 
 
-class PreemptedError(Exception):
-    """All ranks were asked to end, have saved a checkpoint, and do; not a failure."""
-
-
 def run_command(main: Callable[[], None], *, say: Callable[[str], None] = say_to_stderr) -> int:
     """Run a command and turn a `UserError` into one message.
 
     Args:
         main: the command.
-        say: where the message goes.
+        say: prints the message.
 
     Returns:
-        The exit code of this process: 0, 2 after a `UserError`, 75 after a `PreemptedError`, 130 after Ctrl-C; with a
-        process group the process ends here, with that code. Other exceptions pass.
+        The exit code of this process. With a process group the process ends here, with that code. Exceptions that are
+        no `UserError`, `PreemptedError` or Ctrl-C pass.
     """
     prepare_environment()
     _exit_on_termination()
     if "RANK" in os.environ:  # A signal to the composer launcher, or SIGKILL to torchrun, ends it alone.
         end_with_parent(signal.SIGTERM)
     try:
-        try:
-            main()
-        except BaseException:  # Here Python 3.10 handles a signal that the launcher sent while this was raised,
-            raise
-    except BaseException as reason:
-        try:
-            termination = telling.Termination()
-        except SystemExit:  # and later versions here.
-            termination = telling.Termination()
-        code = _code_of_ending(_told_by(reason), say, termination)
+        main()
+    except BaseException as error:
+        termination = _Termination()
+        code = _report(_cause(error), say, termination)
         if code is None:
             termination.release()
             raise
@@ -139,51 +143,65 @@ def run_command(main: Callable[[], None], *, say: Callable[[str], None] = say_to
     return 0
 
 
-def _told_by(reason: BaseException) -> BaseException:
-    """What ended a command: what was being raised when SIGTERM came, if that was meant to end it."""
-    context = reason.__context__
-    is_by_signal = isinstance(reason, SystemExit) and reason.code == 128 + signal.SIGTERM
-    return context if is_by_signal and isinstance(context, UserError | PreemptedError | KeyboardInterrupt) else reason
+class _Termination:
+    """Keeps the launcher's SIGTERM from changing the exit code of a process that is about to end.
 
-
-def _code_of_ending(reason: BaseException, say: Callable[[str], None], termination: telling.Termination) -> int | None:
-    """Tell why a command ends; return its exit code, None for an exception that is to pass."""
-    if isinstance(reason, PreemptedError):
-        if rank() == 0:
-            say(str(reason))
-        return PREEMPTED_EXIT_CODE
-    if isinstance(reason, UserError):
-        telling.tell(reason, say, termination)
-        return USER_ERROR_EXIT_CODE
-    if isinstance(reason, KeyboardInterrupt):
-        if rank() == 0:
-            say("interrupted")
-        return INTERRUPTED_EXIT_CODE
-    if not telling.is_known_elsewhere():
-        return None
-    if rank() == 0:  # The launcher terminates all ranks now, so that is no reason to end before they have asked, too.
-        telling.await_listeners(None, telling.HEARING_SECONDS)
-    return USER_ERROR_EXIT_CODE
-
-
-def be_forked(main: Callable[[], int | None]) -> NoReturn:
-    """Be a forked process: run something and end as a program that does it, and nothing of the process forked from.
-
-    Args:
-        main: returns the exit code, None for 0; SystemExit and other exceptions mean what they mean in a program.
+    A `threading.Event` would not do: the handler runs in the thread that waits, maybe while it holds the event's lock.
     """
-    code = 1
-    try:
-        code = main() or 0
-    finally:
-        failure = sys.exc_info()[1]
-        if isinstance(failure, SystemExit):
-            code = failure.code if isinstance(failure.code, int) else int(failure.code is not None)
-        elif failure is not None:
-            traceback.print_exception(failure)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+
+    def __init__(self) -> None:
+        self._has_come = False
+        self._previous: Any = None
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGTERM, self._come)
+
+    def _come(self, number: int, frame: FrameType | None) -> None:
+        self._has_come = True
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the signal; return whether it has come."""
+        deadline = time.monotonic() + seconds
+        while not self._has_come and time.monotonic() < deadline:
+            time.sleep(_PAUSE_SECONDS)
+        return self._has_come
+
+    def release(self) -> None:
+        """Restore the handler of before."""
+        if self._previous is not None:
+            signal.signal(signal.SIGTERM, self._previous)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Return the error that was being raised when SIGTERM came, if that is what ends the command."""
+    context = error.__context__
+    is_by_signal = isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM
+    return context if is_by_signal and isinstance(context, UserError | PreemptedError | KeyboardInterrupt) else error
+
+
+def _report(error: BaseException, say: Callable[[str], None], termination: _Termination) -> int | None:
+    """Print why a command ends; return its exit code, None for an exception that is to pass."""
+    if isinstance(error, UserError):
+        _report_mistake(error, say, termination)
+        return USER_ERROR_EXIT_CODE
+    if not isinstance(error, PreemptedError | KeyboardInterrupt):
+        return None
+    if rank() == 0:
+        say(str(error) if isinstance(error, PreemptedError) else "interrupted")
+    return PREEMPTED_EXIT_CODE if isinstance(error, PreemptedError) else INTERRUPTED_EXIT_CODE
+
+
+def _report_mistake(error: UserError, say: Callable[[str], None], termination: _Termination) -> None:
+    message = f"{type(error).__name__}: {error}"
+    if world_size() > 1:
+        message = f"rank {rank()}: {message}"
+    if local_rank() == 0:
+        say(message)
+        if local_world_size() > 1:
+            termination.wait(_OTHERS_SECONDS)
+        return
+    first_has_ended = termination.wait(_FIRST_SECONDS)
+    if not first_has_ended and not error.is_agreed:
+        say(message)
 
 
 def _exit_on_termination() -> None:

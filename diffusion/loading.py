@@ -1,4 +1,4 @@
-"""From a checkpoint or a diffusers folder to weights, and to a model that generates, without the Trainer."""
+"""Weights and models from checkpoints and diffusers folders, without the Trainer."""
 
 import logging
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from diffusion.ema.posthoc import AVERAGE_SUFFIX
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.models.build import build_model, load_unet
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.layout import is_pipeline, open_pipeline_unet
 from diffusion.models.lora import has_lora, merged
+from diffusion.models.pretrained import is_pipeline, open_pipeline_unet
 from diffusion.models.stored_weights import StoredWeights, open_safetensors
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """Weights of a run that lie somewhere, and what they were trained as."""
+    """Stored weights of a run, with its configuration."""
 
     place: Path
     """Checkpoint, or file of averaged weights."""
@@ -33,16 +33,16 @@ class Trained:
     config: Config
 
     weights: StoredWeights
-    """The U-Net's as they are stored, with the matrices of LoRA if it was trained with any."""
+    """Weights of the U-Net as stored, with LoRA's matrices if it was trained with LoRA."""
 
     @property
     def unet(self) -> StoredWeights:
-        """The U-Net's, with LoRA merged into them."""
+        """Weights of the U-Net with LoRA merged."""
         return merged(self.weights, self.config.model.lora) if has_lora(self.weights) else self.weights
 
 
 def load_config_of(checkpoint: Path) -> Config:
-    """The configuration that a checkpoint was trained with.
+    """Read the configuration of a checkpoint.
 
     Raises:
         DataError: the checkpoint is damaged, or was not written by this package.
@@ -52,13 +52,13 @@ def load_config_of(checkpoint: Path) -> Config:
 
 
 def open_trained(place: str | Path, *, weights: str = "raw") -> Trained:
-    """Open the weights that a run has stored, without reading them yet.
+    """Open the stored weights of a run, without reading them yet.
 
     Args:
-        place: a checkpoint, a run folder, or its `checkpoints` folder (the newest complete one is taken).
-            Or a file of averaged weights (`RUN/averages/...` or `RUN/reconstructed/...safetensors`) in a run folder.
-        weights: "raw" for the training weights, "ema" for their average, or which one of several: `decay-0.999`,
-            `width-0.05`. Without meaning for a file.
+        place: a checkpoint, a run folder, or its `checkpoints` folder (for the newest complete one). Or a file of
+            averaged weights in a run folder (`RUN/averages/...` or `RUN/reconstructed/...safetensors`).
+        weights: "raw" for the training weights, "ema" for their average, or the label of one of several averages:
+            `decay-0.999`, `width-0.05`. Ignored for a file.
 
     Raises:
         ConfigurationError: there is no checkpoint.
@@ -72,7 +72,7 @@ def open_trained(place: str | Path, *, weights: str = "raw") -> Trained:
         if not average.shapes:
             raise DataError(f"{file} holds no U-Net")
         if config.model.lora is not None:
-            # An average is of what was trained; the rest never changes.
+            # The average has LoRA's matrices only; the other weights never change.
             average = average.over(open_unet(resolve_checkpoint(str(config_file.parent)), "raw"))
         return Trained(place=file, config=config, weights=average)
     checkpoint = resolve_checkpoint(str(place))
@@ -80,9 +80,9 @@ def open_trained(place: str | Path, *, weights: str = "raw") -> Trained:
 
 
 def load_model(place: str | Path, *, weights: str = "raw") -> LatentDiffusion:
-    """Build the model that a checkpoint was trained as, with its weights, and LoRA merged into them.
+    """Build the model of a checkpoint, with its weights and LoRA merged into them.
 
-    The checkpoint holds the configuration; VAE and text encoder come from where that says.
+    VAE and text encoder come from the paths in the configuration of the checkpoint.
 
     Args:
         place: as for `open_trained`.
@@ -104,14 +104,14 @@ def load_model(place: str | Path, *, weights: str = "raw") -> LatentDiffusion:
 
 
 def open_initial(config: InitFromConfig, unet: UNet2DConditionModel) -> StoredWeights:
-    """Open the weights of a U-Net that a run is to start from.
+    """Open the initial weights of a U-Net.
 
     Args:
-        config: where they are; the checksums of a checkpoint have been compared on this node.
-        unet: what they are for.
+        config: their path; the checksums of a checkpoint were verified on this node.
+        unet: the network that they are for.
 
     Raises:
-        ConfigurationError: there are none, or they are those of another network.
+        ConfigurationError: there are none, or they are of another network.
         DataError: they are damaged.
     """
     if is_pipeline(config.checkpoint):
@@ -122,7 +122,7 @@ def open_initial(config: InitFromConfig, unet: UNet2DConditionModel) -> StoredWe
 
 
 def _config_beside(file: Path) -> Path:
-    """The configuration of the run in whose folder a file lies, at most one level deep."""
+    """Find the configuration beside a file, or one folder above."""
     found = [folder / "config.yaml" for folder in (file.parent, file.parent.parent)]
     if (path := next((path for path in found if path.is_file()), None)) is None:
         raise ConfigurationError(f"{file}: there is no config.yaml beside it or one folder above: copy the run's there")

@@ -1,19 +1,19 @@
-"""The model card of exported weights: where they come from, how they were trained, and how good they are."""
+"""The model card of exported weights: origin, use, licences, data, evaluations and recipe."""
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
+from huggingface_hub import ModelCardData
 
 from diffusion.checkpointing.layout import batch_of
 from diffusion.config.schema import Config
 from diffusion.config.secrets import to_public_yaml
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.errors import DataError
-from diffusion.evaluation.results import Result, table
-from diffusion.evaluation.run_report.evaluations import find_results
+from diffusion.evaluation.protocol import Result, table
+from diffusion.reports.run import find_results
 
 FOLDED = """Where the run's VAE had a mean and standard deviation for each channel of its latents, they are folded into
 the `quant_conv` and `post_quant_conv` of this VAE, since the pipeline would ignore them.
@@ -22,54 +22,54 @@ the `quant_conv` and `post_quant_conv` of this VAE, since the pipeline would ign
 
 @dataclass(frozen=True, kw_only=True)
 class Licences:
-    """What those who use a model may do; `unknown` is not free."""
+    """Terms of use of a model and its data; `unknown` permits nothing."""
 
     model: str = "unknown"
     """Identifier of the Hugging Face hub, such as `apache-2.0`."""
 
     data: str = "unknown"
-    """Of the images and captions, in words."""
+    """Licence of the images and captions, in words."""
 
 
 def write_card(
-    config: Config, *, place: Path, weights: str, is_lora: bool, licences: Licences, prepared: Path | None
+    config: Config, *, path: Path, weights: str, is_lora: bool, licences: Licences, prepared: Path | None
 ) -> str:
-    """Write the text of a model card, Markdown with the header that the Hugging Face hub reads.
+    """Write a model card: Markdown with the header of the Hugging Face hub.
 
     Args:
-        config: what the weights were trained as.
-        place: checkpoint, or file of averaged weights.
-        weights: which of the checkpoint's: `raw`, `ema` ...
-        is_lora: whether it is for LoRA's matrices alone.
+        config: the configuration of the run.
+        path: checkpoint, or file of averaged weights.
+        weights: `raw`, `ema` or another average of the checkpoint.
+        is_lora: for LoRA's matrices alone.
         licences: of model and data.
-        prepared: prepared data set whose sources are listed; None: that of `data.local` where it is prepared data.
+        prepared: prepared data set whose sources are listed; None: that of `data.local`, if it is prepared data.
 
     Raises:
         DataError: `prepared` is not a prepared data set, or an evaluation beside the run is damaged.
     """
-    header = {
-        "license": licences.model,
-        "library_name": "diffusers",
-        "pipeline_tag": "text-to-image",
-        "tags": ["text-to-image", *(["lora"] if is_lora else [])],
-    }
+    header = ModelCardData(
+        license=licences.model,
+        library_name="diffusers",
+        pipeline_tag="text-to-image",
+        tags=["text-to-image", *(["lora"] if is_lora else [])],
+    )
     sections = [
-        f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n# {config.run_name}\n",
-        _origin(config, place, weights),
+        f"---\n{header.to_yaml()}\n---\n\n# {config.run_name}\n",
+        _origin(config, path, weights),
         _use(config, is_lora),
         f"## Licences\n\n- model: {licences.model}\n- data: {licences.data}\n",
         _data(config, prepared),
-        _evaluations(place, weights),
+        _evaluations(path, weights),
         f"## Recipe\n\n```yaml\n{to_public_yaml(config)}```\n",
     ]
     return "\n".join(section for section in sections if section)
 
 
-def _origin(config: Config, place: Path, weights: str) -> str:
+def _origin(config: Config, path: Path, weights: str) -> str:
     which = {"raw": "the training weights", "ema": "the average of the weights"}.get(weights, weights)
-    steps = batch_of(place)
-    length = f"after {steps:,} steps of {config.data.global_batch_size} images" if steps >= 0 else f"from {place.name}"
-    begun = f", begun from `{config.init_from.checkpoint}`" if config.init_from is not None else ""
+    steps = batch_of(path)
+    length = f"after {steps:,} steps of {config.data.global_batch_size} images" if steps >= 0 else f"from {path.name}"
+    begun = f", initialised from `{config.init_from.checkpoint}`" if config.init_from is not None else ""
     objective = config.objective
     zero = " with zero-terminal SNR" if objective.zero_terminal_snr else ""
     return (
@@ -81,7 +81,7 @@ def _origin(config: Config, place: Path, weights: str) -> str:
 def _use(config: Config, is_lora: bool) -> str:
     load = 'pipeline = DiffusionPipeline.from_pretrained("FOLDER")'
     if is_lora:
-        load = """pipeline = DiffusionPipeline.from_pretrained("FOLDER of the weights that it began from")
+        load = """pipeline = DiffusionPipeline.from_pretrained("FOLDER of the initial weights")
 pipeline.load_lora_weights("FOLDER", weight_name="pytorch_lora_weights.safetensors")"""
     return f"""## Use
 
@@ -114,14 +114,14 @@ def _manifest(config: Config, prepared: Path | None) -> PreparedManifest | None:
         return None
 
 
-def _evaluations(place: Path, weights: str) -> str:
-    """A table for each evaluation of these weights, with the protocols that its numbers hold for."""
-    run = place.resolve().parent.parent
+def _evaluations(path: Path, weights: str) -> str:
+    """Write a table for each evaluation of these weights, with the protocols of its numbers."""
+    run = path.resolve().parent.parent
     by_folder: dict[Path, list[Result]] = {}
-    for path in find_results(run.parent):
-        result = Result.read(path)
-        if Path(result.place).parts[-3:] == place.resolve().parts[-3:] and result.weights == weights:
-            by_folder.setdefault(path.parent, []).append(result)
+    for file in find_results(run.parent):
+        result = Result.read(file)
+        if Path(result.place).parts[-3:] == path.resolve().parts[-3:] and result.weights == weights:
+            by_folder.setdefault(file.parent, []).append(result)
     if not by_folder:
         return ""
     return "## Evaluation\n" + "".join(part for results in by_folder.values() for part in _numbers(results))

@@ -5,7 +5,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from diffusion.config.training import Plugin, PluginsConfig
 from diffusion.errors import ConfigurationError, raise_all, similar_names
@@ -13,17 +13,26 @@ from diffusion.errors import ConfigurationError, raise_all, similar_names
 Built = TypeVar("Built")
 
 
+@runtime_checkable
+class IndexedDataset(Protocol):
+    """A torch dataset with a length, in place of the streams (`plugins.train_dataset`)."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
 def build_plugin(plugin: Plugin, key: str, kind: type[Built] = object) -> Built:
     """Import a class or function and call it.
 
     Args:
         plugin: import path and arguments.
-        key: where it stands in the configuration, for messages.
-        kind: what it must make; a protocol must be one that can be checked at run time.
+        key: its key in the configuration, for messages.
+        kind: required type of the result; a protocol must be `runtime_checkable`.
 
     Raises:
-        ConfigurationError: there is no such module or name, it does not take these arguments, or makes something else.
-            Errors within the user's code pass.
+        ConfigurationError: there is no such module or name, it does not take these arguments, or its result has another
+            type. Errors within the user's code pass.
     """
     built = import_plugin(plugin, key)(**plugin.arguments)
     if not isinstance(built, kind):
@@ -35,11 +44,11 @@ def build_plugin(plugin: Plugin, key: str, kind: type[Built] = object) -> Built:
 
 
 def import_plugin(plugin: Plugin, key: str) -> Callable[..., Any]:
-    """Import a class or function. The folder that the command was started in is searched too.
+    """Import a class or function, also from the working directory.
 
     Args:
-        plugin: import path, and arguments that it is to take.
-        key: where it stands in the configuration, for messages.
+        plugin: import path, and arguments to compare with the signature.
+        key: its key in the configuration, for messages.
 
     Raises:
         ConfigurationError: there is no such module or name, or it does not take these arguments.
@@ -55,7 +64,7 @@ def import_plugin(plugin: Plugin, key: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # Of an import within the user's module.
+            raise  # An import within the user's module has failed.
         raise ConfigurationError(f"{where}: {error}. Give package.module.Name, as it is imported in {here}") from error
     if not hasattr(module, name):
         meant = similar_names(name, vars(module))
@@ -78,10 +87,10 @@ def import_plugin(plugin: Plugin, key: str) -> Callable[..., Any]:
 
 
 def check_plugins(plugins: PluginsConfig) -> None:
-    """Import all plug-ins of a run, and build none.
+    """Import all plug-ins of a run without building them.
 
     Raises:
-        ConfigurationError: with everything that is wrong.
+        ConfigurationError: all mistakes.
     """
     named = {
         f"plugins.{group}.{number}": plugin

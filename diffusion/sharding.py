@@ -1,4 +1,4 @@
-"""How FSDP2 and its checkpoints are set up: the few private or surprising parts of Composer and torch, in one place."""
+"""FSDP2 and its checkpoints: all that is private or surprising of them in Composer and torch."""
 
 import logging
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ from diffusion.config.training import TrainerConfig
 log = logging.getLogger(__name__)
 
 BOOKKEEPING = ("state.callbacks.", "state.schedulers.", "state.integrations.", "state.metadata.", "rng.")
-"""Keys that an older checkpoint may lack; those of model, optimizer and data may not."""
+"""Prefixes of keys that a checkpoint may lack; those of model, optimizer and data are required."""
 
 
 class TolerantLoadPlanner(SafeLoadPlanner):
-    """Lets bookkeeping keys be absent as well: callbacks may change between runs, weights may not."""
+    """Tolerates missing bookkeeping keys: callbacks may change between starts, weights may not."""
 
     def create_local_plan(self) -> LoadPlan:
-        """Drop bookkeeping keys that the checkpoint lacks, and keep their current values."""
+        """Keep the current values of bookkeeping keys that the checkpoint lacks."""
         assert self.metadata is not None
         stored = self.metadata.state_dict_metadata
         for key in [key for key in self.state_dict if key not in stored and key.startswith(BOOKKEEPING)]:
@@ -41,21 +41,21 @@ class ElasticFSDP2Config(FSDP2Config):
     """FSDP2 whose checkpoints load safely at any world size and with other callbacks."""
 
     num_replicas: int = 1
-    """Groups of ranks that each hold the sharded model once."""
+    """Groups of ranks, each with one copy of the sharded model."""
 
     @property
     def data_parallel_replicate_degree(self) -> int | None:
-        """Makes Composer's device mesh two-dimensional, which FSDP2 takes for HSDP."""
+        """Replicas; more than one make Composer's device mesh two-dimensional, which is HSDP for FSDP2."""
         return self.num_replicas if self.num_replicas > 1 else None
 
     @property
     def load_planner(self) -> DefaultLoadPlanner:
-        """A new planner for each load."""
+        """Return a new planner for each load."""
         return TolerantLoadPlanner()
 
 
 def fsdp_config(settings: TrainerConfig) -> ElasticFSDP2Config:
-    """FSDP2 as configured, with sharded checkpoints."""
+    """Configure FSDP2 with sharded checkpoints."""
     precisions = {"param_dtype": settings.precision.value, "reduce_dtype": settings.reduce_precision.value}
     return ElasticFSDP2Config(
         reshard_after_forward=settings.reshard_after_forward,
@@ -66,15 +66,15 @@ def fsdp_config(settings: TrainerConfig) -> ElasticFSDP2Config:
 
 
 def set_collective_timeout(seconds: float, mesh: DeviceMesh | None) -> None:
-    """Change after how many seconds a collective that not all ranks reach ends the run; called by all ranks together.
+    """Change the timeout of collectives; called by all ranks together.
 
-    NCCL takes the new number for what is started from now on; gloo keeps that of its start.
+    With NCCL it holds for collectives that start from now on; gloo keeps the timeout of its start.
 
     Args:
-        seconds: how many.
-        mesh: FSDP2's, whose groups are changed beside that of all ranks; None without FSDP2.
+        seconds: the timeout.
+        mesh: FSDP2's device mesh, for its process groups; None without FSDP2.
     """
-    dist.barrier()  # A rank with the shorter time would give up on those that are still within the longer one.
+    dist.barrier()  # A rank with a shorter timeout would give up on ranks with the longer one.
     if dist.get_backend() == "nccl":
         torch.cuda.synchronize()
     for group in [dist.group.WORLD, *(mesh.get_all_groups() if mesh is not None else [])]:
@@ -82,7 +82,7 @@ def set_collective_timeout(seconds: float, mesh: DeviceMesh | None) -> None:
 
 
 def set_last_microbatch(model: nn.Module, is_last: bool) -> None:
-    """Let FSDP2 keep weights whole and gradients to itself after the next backward pass, unless it is a step's last."""
+    """Let FSDP2 reduce gradients and reshard weights after the next backward pass only if it is the last of a step."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_requires_gradient_sync(is_last, recurse=False)
@@ -90,7 +90,7 @@ def set_last_microbatch(model: nn.Module, is_last: bool) -> None:
 
 
 def reduce_scatter_averages() -> bool:
-    """Whether this backend's reduce_scatter(AVG) divides by the world size: gloo of torch 2.7 adds without dividing."""
+    """Whether reduce_scatter(AVG) of this backend divides by the world size: gloo of torch 2.7 does not."""
     if dist.get_world_size() == 1:
         return True
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
@@ -100,7 +100,7 @@ def reduce_scatter_averages() -> bool:
 
 
 def correct_gradient_average(model: nn.Module) -> None:
-    """Divide FSDP2's gradients by the world size where the backend forgets to."""
+    """Divide FSDP2's gradients by the world size if the backend does not."""
     if reduce_scatter_averages():
         return
     world_size = dist.get_world_size()

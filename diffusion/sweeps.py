@@ -28,11 +28,9 @@ from diffusion.callbacks.metrics_file import TRAIN_LOSS
 from diffusion.checkpointing.resume import FINISHED
 from diffusion.config.loading import from_dict, load_config, read_yaml, to_yaml
 from diffusion.errors import ConfigurationError
-from diffusion.evaluation.run_report.evaluations import find_results, read_points
-from diffusion.evaluation.run_report.run_folder import read_run
-from diffusion.evaluation.run_report.summary import gpu_hours
 from diffusion.files import open_lock
 from diffusion.operations.supervisor import split_command
+from diffusion.reports.run import find_results, read_points, read_run
 
 log = logging.getLogger(__name__)
 
@@ -383,7 +381,7 @@ def _row(point: Point, failure: str | None) -> dict[str, Any]:
         row[TRAIN_LOSS] = loss.recent(_FINAL_SHARE)
     evaluated = sorted(read_points(find_results(point.folder))[0], key=lambda one: one.step or 0)
     row |= {f"{one.metric} (guidance {one.guidance_scale})": one.value for one in evaluated}
-    row["gpu_hours"] = gpu_hours(run)
+    row["gpu_hours"] = run.gpu_hours
     if run.config is not None and run.config.plan.price_per_gpu_hour is not None:
         row["cost"] = row["gpu_hours"] * run.config.plan.price_per_gpu_hour
     return row

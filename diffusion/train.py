@@ -1,14 +1,23 @@
-"""From configuration to a trained model: model, data, algorithms and callbacks put together for Composer's Trainer."""
+"""Training, from top to bottom as it happens: check, resume or initialise, model, data, callbacks, fit.
+
+`train` is the whole of it, on every rank; the functions below it are its steps, in the same order. A step that may fail
+on some ranks only runs within `agree`, so that all ranks fail together, with one message.
+
+From here to the loss: `datasets/loader.py` gives the batches of `datasets/batch.py`, `LatentDiffusion.forward` in
+`models/latent_diffusion.py` computes the prediction and `loss` the loss, with the formulas of `models/objectives.py`.
+"""
 
 import logging
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from composer import Algorithm, Trainer
+from composer import Algorithm, Callback, Evaluator, Trainer
+from composer.core import DataSpec
+from composer.loggers import LoggerDestination
 from composer.models import ComposerModel
 from composer.optim import (
     ComposerScheduler,
@@ -18,13 +27,13 @@ from composer.optim import (
 )
 from composer.utils import dist, reproducibility
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.utils.data import DataLoader
 
+from diffusion.callbacks import build_callbacks, build_loggers, shows_progress_bar
 from diffusion.callbacks.heartbeat import Heartbeat
-from diffusion.callbacks.metrics_file import LossCurve, MetricsFile
 from diffusion.checkpointing.find import check_checkpoint, resolve_checkpoint
 from diffusion.checkpointing.read import as_data_error
 from diffusion.checkpointing.resume import (
-    CheckpointStorage,
     checkpoint_storage,
     find_resumption,
     finish,
@@ -35,35 +44,43 @@ from diffusion.checkpointing.resume import (
 )
 from diffusion.checkpointing.roll_back import roll_back
 from diffusion.config.checks import check, check_machine, num_batches, resolve_device
-from diffusion.config.data import microbatch_size
+from diffusion.config.data import ImageSize, Representation, Shuffling, image_sizes, microbatch_size
+from diffusion.config.model import Posterior
 from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config, Task
 from diffusion.config.secrets import to_public_yaml
 from diffusion.config.training import Decay, Device, Parallelism, Precision
-from diffusion.datasets.streams import TextImageDataset
+from diffusion.datasets.batch import num_samples, split_batch
+from diffusion.datasets.dataset import TrainingDataset
+from diffusion.datasets.encoded import EncodedManifest, check_encoded, read_encoded_manifest
+from diffusion.datasets.loader import (
+    check_training_streams,
+    check_validation_streams,
+    train_loader,
+    validation_dataset,
+    validation_loader,
+    validation_streams,
+)
+from diffusion.datasets.streams import StreamLocation, locate_streams
 from diffusion.distributed import agree
-from diffusion.errors import ConfigurationError, MachineError, error_context
+from diffusion.errors import ConfigurationError, DataError, MachineError, PreemptedError, error_context
 from diffusion.files import write_atomically
-from diffusion.launch import PreemptedError
 from diffusion.loading import open_initial
 from diffusion.models import fast
-from diffusion.models.architectures import ARCHITECTURES
+from diffusion.models.architectures import ARCHITECTURES, build_vae, with_seed
 from diffusion.models.autoencoder import AutoencoderTraining, initialise_logvar
 from diffusion.models.build import build_model, load_unet
-from diffusion.models.frozen import build_vae, with_seed
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.layout import is_pipeline
 from diffusion.models.lora import add_lora
+from diffusion.models.pretrained import is_pipeline, module_identity, tokenizer_identity
+from diffusion.models.tokenizers import build_tokenizer, tokenize
 from diffusion.operations.checks.device import computes_bf16
 from diffusion.operations.checks.registry import check_caches, check_machines
 from diffusion.operations.costs import BudgetSpentError
 from diffusion.operations.heartbeats import heartbeat_folder
 from diffusion.operations.lease import leased
-from diffusion.plugins import build_plugin, check_plugins
-from diffusion.run_loggers import build_loggers
+from diffusion.plugins import IndexedDataset, build_plugin, check_plugins
 from diffusion.sharding import correct_gradient_average, fsdp_config
-from diffusion.train_callbacks import build_callbacks, build_meters
-from diffusion.train_data import build_evaluator, build_train_data, check_identity, check_streams
 from diffusion.trainer import HostTrainer
 
 log = logging.getLogger(__name__)
@@ -71,11 +88,11 @@ log = logging.getLogger(__name__)
 AUTOCAST_DTYPES = {Precision.amp_bf16: torch.bfloat16, Precision.amp_fp16: torch.float16}
 
 RUN_CONFIG = "config.yaml"
-"""In the run folder: the resolved configuration of the start that trained last."""
+"""In the run folder: the resolved configuration of the last start that trained."""
 
 
 def train(config: Config, build: Callable[[Config, Device], ComposerModel] | None = None) -> Trainer:
-    """Train as configured, or go on with what an earlier start of the same run has done.
+    """Train as configured, or continue an earlier start of the same run.
 
     Args:
         config: resolved configuration.
@@ -88,6 +105,56 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
         UserError: on every rank: the configuration, the data or the machine is at fault.
         PreemptedError: on every rank: a signal came, a checkpoint was saved and the loggers are closed.
     """
+    # Check
+    device = start_ranks(config)
+    agree(lambda: check(config, world_size=dist.get_world_size(), vae_factor=_vae_factor(config)))
+    agree(lambda: check_plugins(config.plugins))
+    folder = agree(lambda: open_run_folder(config))
+    with leased(folder) as lease, Heartbeat(heartbeat_folder(config, folder), lease) as heartbeat:
+        check_machines(config, device)
+        agree(lambda: check_streams(config))
+
+        # Resume or initialise
+        storage = agree(lambda: checkpoint_storage(config, folder))
+        roll_back(storage, keeps_all=config.trainer.keep_checkpoints == -1)
+        load_path = find_resumption(config, storage)
+        if load_path is None:
+            agree(lambda: check_initial_weights(config), takes_long=True)
+
+        # Model
+        build = build or partial(build_training_model, is_new=load_path is None)
+        model = agree(lambda: build(config, device), takes_long=True)
+        if isinstance(model, LatentDiffusion):
+            agree(lambda: check_identity(config, model))
+            prepare_frozen(config, model, device)
+
+        # Data
+        train_data = agree(lambda: build_train_data(config))
+        dataset = getattr(train_data.dataloader, "dataset", None)
+        if isinstance(dataset, TrainingDataset):
+            check_caches(config, dataset)
+        evaluator = agree(lambda: build_evaluator(config, model))
+
+        # Loggers and callbacks
+        loggers = agree(lambda: build_loggers(config, folder))
+        callbacks = agree(lambda: build_callbacks(config, model, dataset, storage, device, heartbeat, loggers))
+
+        # Fit
+        trainer = build_trainer(config, model, train_data, evaluator, loggers, callbacks, load_path, device)
+        remove_downloads(storage)
+        fit(trainer, config, folder)
+        return trainer
+
+
+# Check
+
+
+def start_ranks(config: Config) -> Device:
+    """Join the process group and seed this rank; return the device that it trains on.
+
+    Raises:
+        UserError: this machine lacks the device or the precision.
+    """
     num_gpus = torch.cuda.device_count()
     ranks = dist.get_local_world_size()
     check_machine(config, num_gpus=num_gpus, bf16_supported=computes_bf16(), local_world_size=ranks)
@@ -97,82 +164,41 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
     reproducibility.seed_all(config.seed)
     if config.trainer.deterministic:
         reproducibility.configure_deterministic_mode()
-    agree(lambda: check(config, world_size=dist.get_world_size(), vae_factor=_spec(config).vae_factor))
-    agree(lambda: check_plugins(config.plugins))
-
-    folder = Path(config.output_folder).expanduser()
-    agree(lambda: _open_run_folder(folder, config))
-    with leased(folder) as lease, Heartbeat(heartbeat_folder(config, folder), lease) as heartbeat:
-        return _train(config, folder, device, heartbeat, build)
-
-
-def _train(
-    config: Config,
-    folder: Path,
-    device: Device,
-    heartbeat: Heartbeat,
-    build: Callable[[Config, Device], ComposerModel] | None,
-) -> Trainer:
-    """Train in a run folder that is open."""
-    check_machines(config, device)
-    agree(lambda: check_streams(config))
-    places = agree(lambda: checkpoint_storage(config, folder))
-    roll_back(places, keeps_all=config.trainer.keep_checkpoints == -1)
-    load_path = find_resumption(config, places)
-    if load_path is None:
-        agree(lambda: _find_initial(config), takes_long=True)
-    build = build or partial(build_training_model, is_new=load_path is None)
-    model = agree(lambda: build(config, device), takes_long=True)
     torch.backends.cudnn.benchmark = config.performance.cudnn_benchmark and not config.trainer.deterministic
-    if isinstance(model, LatentDiffusion):
-        agree(lambda: check_identity(config, model))
-        move_frozen(model, device)
-        if device == Device.gpu and config.trainer.precision != Precision.fp32:
-            model.conditioner.lower_precision(AUTOCAST_DTYPES[config.trainer.precision])
-    trainer = _build_trainer(config, model, places, load_path, device, heartbeat)
-    if config.trainer.parallelism == Parallelism.fsdp:
-        correct_gradient_average(trainer.state.model)
-    step = trainer.state.timestamp.batch.value
-    if has_ended(trainer) and is_finished(folder, step):
-        log.info("run %s has reached its end (%d) before; nothing is left to do", config.run_name, step)
-    else:
-        agree(lambda: _record_config(folder, config))
-        try:
-            if has_ended(trainer):
-                finish(trainer)
-            else:
-                trainer.fit()
-        except (PreemptedError, BudgetSpentError):
-            trainer.close()
-            raise
-        mark_finished(folder, trainer.state.timestamp.batch.value)
-    trainer.close()
-    return trainer
+    return device
 
 
-def _spec(config: Config) -> Any:
-    return ARCHITECTURES[config.model.architecture]
+def _vae_factor(config: Config) -> int:
+    return ARCHITECTURES[config.model.architecture].vae_factor
 
 
-def _open_run_folder(folder: Path, config: Config) -> None:
-    """Create the run folder and see that it can be written, on rank 0.
+def open_run_folder(config: Config) -> Path:
+    """Create the run folder on rank 0, test that it can be written, and return it on all ranks.
 
-    What an earlier start has recorded in it stays: this one may still refuse, or find nothing left to do.
+    The configuration of an earlier start stays: this start may still fail, or find the run finished.
+
+    Raises:
+        MachineError: it cannot be written.
     """
-    if dist.get_global_rank() != 0:
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise _not_writable(folder, error) from error
-    if not (folder / RUN_CONFIG).exists():
-        _record_config(folder, config)
+    folder = Path(config.output_folder).expanduser()
+    if dist.get_global_rank() == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise _not_writable(folder, error) from error
+        if not (folder / RUN_CONFIG).exists():
+            record_config(folder, config)
+    return folder
 
 
-def _record_config(folder: Path, config: Config) -> None:
-    """Save the resolved configuration in the run folder, on rank 0."""
+def record_config(folder: Path, config: Config) -> None:
+    """Save the resolved configuration in the run folder, on rank 0.
+
+    Raises:
+        MachineError: it cannot be written.
+    """
     if dist.get_global_rank() != 0:
         return
     try:
@@ -185,10 +211,57 @@ def _not_writable(folder: Path, error: OSError) -> MachineError:
     return MachineError(f"output_folder={folder} cannot be written: {error.strerror}. Choose another one")
 
 
-def _find_initial(config: Config) -> None:
-    """Look for the checkpoint to start from, and compare it with its checksums; one in a store is downloaded.
+def check_streams(config: Config) -> None:
+    """Check that the data exists and is what the configuration says, as far as that is known without the model.
 
-    The first rank of each node does: the others read what it has seen.
+    Raises:
+        DataError: what is missing or differs, and what to do.
+    """
+    with_logvar = _uses_logvar(config)
+    if config.plugins.train_dataset is None:
+        check_training_streams(config.data, with_logvar=with_logvar)
+    if config.validation is not None:
+        check_validation_streams(config.validation, config.data, with_logvar=with_logvar)
+    for _ in _encoded_streams(config):
+        pass
+
+
+def _uses_logvar(config: Config) -> bool:
+    return config.objective.posterior == Posterior.sample
+
+
+def _encoded_streams(config: Config) -> Iterator[tuple[StreamLocation, ImageSize, EncodedManifest]]:
+    """Iterate over the streams of latents for training and validation, with their image sizes and manifests.
+
+    Raises:
+        DataError: one has no manifest, or one of something else.
+    """
+    data = config.data
+    if data.representation != Representation.latents or config.plugins.train_dataset is not None:
+        return
+    roots = [(data.remote, data.local, data.streams)]
+    if config.validation is not None:
+        streams = validation_streams(config.validation, data)
+        roots.append((config.validation.remote, config.validation.local, streams))
+    for remote, local, streams in roots:
+        sizes = image_sizes(streams, data.resolution)
+        for location, size in zip(locate_streams(remote, local, streams), sizes, strict=True):
+            manifest = read_encoded_manifest(location.source, location.access)
+            if manifest is None:
+                raise DataError(f"{location.source} has no manifest.json beside it: encode it with scripts/encode.py")
+            yield location, size, manifest
+
+
+# Resume or initialise
+
+
+def check_initial_weights(config: Config) -> None:
+    """Find the checkpoint to start from and verify its checksums, on the first rank of each node.
+
+    A checkpoint in a store is downloaded, for the other ranks of the node as well.
+
+    Raises:
+        UserError: there is none, or it is damaged.
     """
     if config.init_from is None or is_pipeline(config.init_from.checkpoint) or dist.get_local_rank() != 0:
         return
@@ -196,13 +269,16 @@ def _find_initial(config: Config) -> None:
         check_checkpoint(resolve_checkpoint(config.init_from.checkpoint))
 
 
+# Model
+
+
 def build_training_model(config: Config, device: Device, *, is_new: bool = True) -> ComposerModel:
-    """Build the model that a run trains.
+    """Build the model to train.
 
     Args:
         config: of the run.
-        device: where it will be trained.
-        is_new: read the weights to start from; a checkpoint holds its own.
+        device: of training.
+        is_new: read the initial weights; a checkpoint holds its own.
 
     Raises:
         ConfigurationError: weights are not where the configuration says, or the combination is impossible.
@@ -219,7 +295,7 @@ def build_training_model(config: Config, device: Device, *, is_new: bool = True)
     if is_new and config.init_from is not None:
         with error_context("init_from.checkpoint"):
             initial = open_initial(config.init_from, model.unet)
-            load_unet(model, initial.read_all(), initial.place)
+            load_unet(model, initial.read_all(), initial.source)
     if config.model.lora is not None:
         add_lora(model.unet, config.model.lora, config.seed)
     return model
@@ -227,7 +303,7 @@ def build_training_model(config: Config, device: Device, *, is_new: bool = True)
 
 def _build_autoencoder(config: Config) -> AutoencoderTraining:
     settings = config.autoencoder
-    vae = build_vae(_spec(config), settings.vae)
+    vae = build_vae(ARCHITECTURES[config.model.architecture], settings.vae)
     initialise_logvar(vae, settings.initial_logvar)
     start = parse_time(settings.adversarial_start, "autoencoder.adversarial_start").in_batches(
         num_batches=num_batches(config), global_batch_size=config.data.global_batch_size
@@ -236,14 +312,160 @@ def _build_autoencoder(config: Config) -> AutoencoderTraining:
     return AutoencoderTraining(vae, settings, config.seed, start)
 
 
-def move_frozen(model: LatentDiffusion, device: Device) -> None:
-    """Move VAE and text encoder to this rank's device: FSDP moves what it shards only."""
-    place = torch.device("cuda", torch.cuda.current_device()) if device == Device.gpu else torch.device("cpu")
+def check_identity(config: Config, model: LatentDiffusion) -> None:
+    """Check that latents were encoded by the VAE, tokenizer and text encoder of the model.
+
+    Raises:
+        DataError: they were not.
+    """
+    streams = list(_encoded_streams(config))
+    if not streams:
+        return
+    vae, tokenizer = module_identity(model.vae), tokenizer_identity(model.tokenizer)
+    text_encoder = module_identity(model.text_encoder) if config.data.text_embeddings else None
+    for location, size, manifest in streams:
+        check_encoded(
+            manifest,
+            where=location.source,
+            size=size,
+            needs_logvar=_uses_logvar(config),
+            vae_identity=vae,
+            tokenizer_identity=tokenizer,
+            text_encoder_identity=text_encoder,
+        )
+
+
+def prepare_frozen(config: Config, model: LatentDiffusion, device: Device) -> None:
+    """Move VAE and text encoder to the device of this rank, in the precision of training.
+
+    FSDP moves only what it shards.
+    """
+    on_gpu = device == Device.gpu
+    target = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     for module in (model.vae, model.text_encoder):
-        module.to(place)  # pyright: ignore[reportArgumentType]
+        module.to(target)  # pyright: ignore[reportArgumentType]
+    if on_gpu and config.trainer.precision != Precision.fp32:
+        model.conditioner.lower_precision(AUTOCAST_DTYPES[config.trainer.precision])
 
 
-# Trainer
+# Data
+
+
+def build_train_data(config: Config) -> DataSpec:
+    """Open the training data of this rank.
+
+    Raises:
+        UserError: the data is missing, damaged or not what the configuration says.
+    """
+    rank_batch_size = config.data.global_batch_size // dist.get_world_size()
+    if config.plugins.train_dataset is not None:
+        return DataSpec(_plugin_loader(config, rank_batch_size), get_num_samples_in_batch=num_samples)
+    loader = train_loader(
+        config.data,
+        seed=config.seed,
+        tokenize=partial(tokenize, build_tokenizer(config.model.architecture)),
+        rank_batch_size=rank_batch_size,
+        with_logvar=_uses_logvar(config),
+    )
+    return DataSpec(loader, split_batch=split_batch, get_num_samples_in_batch=num_samples)
+
+
+def _plugin_loader(config: Config, rank_batch_size: int) -> DataLoader:
+    data, plugin = config.data, config.plugins.train_dataset
+    assert plugin is not None
+    dataset: Any = build_plugin(plugin, "plugins.train_dataset", IndexedDataset)
+    if len(dataset) < data.global_batch_size:
+        raise ConfigurationError(
+            f"plugins.train_dataset ({plugin.path}) holds {len(dataset)} samples, fewer than the "
+            f"{data.global_batch_size} of a step: give it more, or lower data.global_batch_size"
+        )
+    is_shuffled = data.shuffle is not Shuffling.none
+    sampler = dist.get_sampler(dataset, shuffle=is_shuffled, drop_last=True, seed=config.seed)
+    return DataLoader(dataset, rank_batch_size, sampler=sampler, num_workers=data.num_workers, drop_last=True)
+
+
+def build_evaluator(config: Config, model: ComposerModel) -> Evaluator | None:
+    """Open this rank's part of the validation data, and prepare the model's metrics for it; None without any.
+
+    Raises:
+        UserError: the data is missing, damaged or not what the configuration says.
+    """
+    if config.validation is None:
+        return None
+    dataset = validation_dataset(
+        config.validation,
+        config.data,
+        tokenize=partial(tokenize, build_tokenizer(config.model.architecture)),
+        with_logvar=_uses_logvar(config),
+    )
+    if isinstance(model, LatentDiffusion):
+        model.set_validation_data(dataset.stream_names_with_samples, torch.from_numpy(dataset.addresses()))
+    rank, num_ranks = dist.get_global_rank(), dist.get_world_size()
+    loader = validation_loader(dataset, config.validation, config.data, rank=rank, num_ranks=num_ranks)
+    return Evaluator(
+        label="validation",
+        dataloader=DataSpec(loader, split_batch=split_batch, get_num_samples_in_batch=num_samples),
+        eval_interval=config.trainer.eval_interval,
+        device_eval_microbatch_size=config.validation.device_batch_size,
+    )
+
+
+# Fit
+
+
+def build_trainer(
+    config: Config,
+    model: ComposerModel,
+    train_data: DataSpec,
+    evaluator: Evaluator | None,
+    loggers: list[LoggerDestination],
+    callbacks: list[Callback],
+    load_path: str | None,
+    device: Device,
+) -> Trainer:
+    """Build Composer's Trainer, which loads the checkpoint.
+
+    Raises:
+        ConfigurationError: an algorithm of the user's own cannot be built.
+        DataError: the checkpoint is damaged.
+    """
+    settings = config.trainer
+    algorithms = agree(lambda: _build_algorithms(config))
+    try:
+        trainer = HostTrainer(
+            model=model,
+            train_dataloader=train_data,
+            eval_dataloader=evaluator,
+            optimizers=_build_optimizer(config, model),
+            schedulers=_build_scheduler(config),
+            algorithms=algorithms,
+            callbacks=callbacks,
+            loggers=loggers,
+            max_duration=settings.max_duration,
+            device=device.value,
+            precision=settings.precision.value,
+            device_train_microbatch_size=microbatch_size(
+                config.data, settings.device_train_microbatch_size, dist.get_world_size()
+            ),
+            parallelism_config={"fsdp": fsdp_config(settings)} if settings.parallelism == Parallelism.fsdp else None,
+            seed=config.seed,
+            deterministic_mode=settings.deterministic,
+            dist_timeout=settings.dist_timeout,
+            run_name=config.run_name,
+            progress_bar=shows_progress_bar(config),
+            load_path=load_path,
+            load_strict_model_weights=True,
+        )
+    except CheckpointException as error:
+        raise as_data_error(error, str(load_path)) from error
+    if settings.parallelism == Parallelism.fsdp:
+        correct_gradient_average(trainer.state.model)
+    return trainer
+
+
+def _build_algorithms(config: Config) -> list[Algorithm]:
+    plugins = config.plugins.algorithms
+    return [build_plugin(plugin, f"plugins.algorithms.{i}", Algorithm) for i, plugin in enumerate(plugins)]
 
 
 def _build_optimizer(config: Config, model: ComposerModel) -> torch.optim.AdamW:
@@ -267,60 +489,26 @@ def _build_scheduler(config: Config) -> ComposerScheduler:
     return CosineAnnealingWithWarmupScheduler(t_warmup=schedule.warmup, alpha_f=schedule.final)
 
 
-def _build_algorithms(config: Config) -> list[Algorithm]:
-    plugins = config.plugins.algorithms
-    return [build_plugin(plugin, f"plugins.algorithms.{i}", Algorithm) for i, plugin in enumerate(plugins)]
+def fit(trainer: Trainer, config: Config, folder: Path) -> None:
+    """Train from the Trainer's step to the end of the run, and close the Trainer.
 
-
-def _build_trainer(
-    config: Config,
-    model: ComposerModel,
-    places: CheckpointStorage,
-    load_path: str | None,
-    device: Device,
-    heartbeat: Heartbeat,
-) -> Trainer:
-    train_data = agree(lambda: build_train_data(config))
-    if isinstance(dataset := getattr(train_data.dataloader, "dataset", None), TextImageDataset):
-        check_caches(config, dataset)
-    evaluator = agree(lambda: build_evaluator(config, model))
-    loggers = agree(lambda: build_loggers(config, places.run))
-    callbacks = agree(lambda: build_callbacks(config, model, places, device))
-    callbacks = [heartbeat, *agree(lambda: build_meters(config, dataset)), *callbacks]
-    algorithms = agree(lambda: _build_algorithms(config))
-    for metrics in [logger for logger in loggers if isinstance(logger, MetricsFile)]:
-        callbacks.append(LossCurve(metrics, places.run / "loss.png", config.run_name))
-
-    settings = config.trainer
-    parallelism = {"fsdp": fsdp_config(settings)} if settings.parallelism == Parallelism.fsdp else None
-    build = partial(
-        HostTrainer,
-        model=model,
-        train_dataloader=train_data,
-        eval_dataloader=evaluator,
-        optimizers=_build_optimizer(config, model),
-        schedulers=_build_scheduler(config),
-        algorithms=algorithms,
-        callbacks=callbacks,
-        loggers=loggers,
-        max_duration=settings.max_duration,
-        device=device.value,
-        precision=settings.precision.value,
-        device_train_microbatch_size=microbatch_size(
-            config.data, settings.device_train_microbatch_size, dist.get_world_size()
-        ),
-        parallelism_config=parallelism,
-        seed=config.seed,
-        deterministic_mode=settings.deterministic,
-        dist_timeout=settings.dist_timeout,
-        run_name=config.run_name,
-        progress_bar=settings.progress_bar,
-        load_path=load_path,
-        load_strict_model_weights=True,
-    )
+    Raises:
+        PreemptedError: a signal came, and a checkpoint was saved.
+        BudgetSpentError: the budget of the run is spent.
+    """
+    step = trainer.state.timestamp.batch.value
+    if has_ended(trainer) and is_finished(folder, step):
+        log.info("run %s has reached its end (%d) before; nothing is left to do", config.run_name, step)
+        trainer.close()
+        return
+    agree(lambda: record_config(folder, config))
     try:
-        trainer = build()
-    except CheckpointException as error:
-        raise as_data_error(error, str(load_path)) from error
-    remove_downloads(places)
-    return trainer
+        if has_ended(trainer):
+            finish(trainer)
+        else:
+            trainer.fit()
+    except (PreemptedError, BudgetSpentError):
+        trainer.close()
+        raise
+    mark_finished(folder, trainer.state.timestamp.batch.value)
+    trainer.close()

@@ -1,8 +1,8 @@
-"""Composer's Trainer without the reads from the device that a step can do without: its private parts, in one place.
+"""Composer's Trainer with fewer reads from the device, and the only use of its private parts.
 
 A read from a GPU waits for all work before it. Composer makes eight in a step, one of them between the backward pass
-and the optimizer. Two remain: the number of samples before the first microbatch, and the loss for the loggers after the
-optimizer's step is queued.
+and the optimizer. Two remain: the number of samples before the first microbatch, and the loss for the loggers, after
+the optimizer's step is queued.
 """
 
 import datetime
@@ -20,24 +20,24 @@ from torch import Tensor
 
 
 class HostTrainer(Trainer):
-    """Trainer whose ranks have equal shares of each batch and equal numbers of batches, as drop_last makes them."""
+    """Trainer whose ranks have equal shares of each batch and equal numbers of batches (`drop_last`)."""
 
     def _use_closures(self) -> bool:
-        """Run the backward pass before the optimizer's step, not in it: a closure reads the loss in between.
+        """Run the backward pass before the optimizer's step: a closure within it would read the loss.
 
-        Only optimizers that evaluate the loss several times in a step need one.
+        Only optimizers that evaluate the loss several times in a step need a closure.
         """
         return False
 
     def _accumulate_time_across_ranks(
         self, num_samples: int, num_tokens: int, batch_time: datetime.timedelta
     ) -> tuple[int, int, datetime.timedelta]:
-        """Samples and tokens of all ranks, and the time of this one."""
+        """Return samples and tokens of all ranks, and the time of this one."""
         world_size = dist.get_world_size()
         return num_samples * world_size, num_tokens * world_size, batch_time
 
     def _iter_dataloader(self, trainer_mode: TrainerMode) -> Iterator[Any]:
-        """Batches of this rank; in training the ranks need not agree that there is another one."""
+        """Iterate over the batches of this rank; in training without a collective operation for each."""
         if trainer_mode is not TrainerMode.TRAIN:
             yield from super()._iter_dataloader(trainer_mode)
             return
@@ -54,23 +54,23 @@ class HostTrainer(Trainer):
             yield batch
 
     def _train_microbatch(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Train on a microbatch that is not copied first, for metrics that no model here has in training."""
+        """Train on a microbatch without a copy of it, which only metrics in training need."""
         assert not self.state.train_metrics
         self.state.batch = _Uncopied(self.state.batch)
         return super()._train_microbatch(*args, **kwargs)
 
 
 class _Uncopied(dict[str, Any]):
-    """A batch that is its own deep copy."""
+    """A batch whose deep copy is itself."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Uncopied":
         return self
 
 
 class HostSpeedMonitor(SpeedMonitor):
-    """SpeedMonitor that takes the operations of this rank for those of each, instead of adding them up on the device.
+    """SpeedMonitor that multiplies the operations of this rank by the world size, without a sum on the device.
 
-    The model's `batch_flops(batch)` counts them; Composer's own name for it, `flops_per_batch`, would start its sum.
+    The model counts them in `batch_flops(batch)`; Composer's name for it, `flops_per_batch`, would start the sum.
     """
 
     def batch_end(self, state: State, logger: Logger) -> None:

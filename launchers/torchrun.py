@@ -9,7 +9,7 @@ import sys
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
-from diffusion.launch import PREEMPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
+from diffusion.distributed import PREEMPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
 
 
 def run(arguments: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""Does a run's model use its captions? Held-out loss with true and with shuffled captions, over several seeds."""
+"""Does a run's model use its captions? Validation loss with true and with shuffled captions, over several seeds."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ from diffusion.launch import CommandParser, run_command
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = CommandParser(description=__doc__)
-    parser.add_argument("checkpoint", help="checkpoint or run folder; its configuration names the held-out data")
+    parser.add_argument("checkpoint", help="checkpoint or run folder; its configuration names the validation data")
     parser.add_argument("--weights", choices=["raw", "ema"], default="raw")
     parser.add_argument("--seeds", type=int, default=3, help="evaluation seeds")
     return parser.parse_args()
@@ -19,30 +19,19 @@ def main() -> None:
     """Measure and print."""
     arguments = parse_arguments()
     from diffusion.checkpointing.find import resolve_checkpoint
-    from diffusion.config.model import Posterior
-    from diffusion.datasets.loader import validation_dataset, validation_loader
-    from diffusion.errors import ConfigurationError
-    from diffusion.evaluation.caption_use import measure_caption_use
+    from diffusion.datasets.loader import validation_loader
+    from diffusion.evaluation.validation_loss import measure_caption_use, open_validation_data
     from diffusion.loading import load_config_of, load_model
-    from diffusion.models.tokenizers import tokenize
 
     checkpoint = resolve_checkpoint(arguments.checkpoint)
     config = load_config_of(checkpoint)
-    if config.validation is None:
-        raise ConfigurationError(f"the run of {checkpoint} has no held-out data (validation)")
-    config.data.num_workers = 0
     model = load_model(checkpoint, weights=arguments.weights)
-    dataset = validation_dataset(
-        config.validation,
-        config.data,
-        tokenize=lambda captions: tokenize(model.tokenizer, captions),
-        with_logvar=config.objective.posterior == Posterior.sample,
-    )
-    batches = validation_loader(dataset, config.validation, config.data)
-    use = measure_caption_use(model, batches, range(arguments.seeds))
+    dataset = open_validation_data(config, model)
+    assert config.validation is not None
+    use = measure_caption_use(model, validation_loader(dataset, config.validation, config.data), range(arguments.seeds))
     row = {"checkpoint": str(checkpoint), "num_samples": len(dataset), "true": use.true, "shuffled": use.shuffled}
     print(json.dumps(row))
-    print(f"with the true captions the loss is {use.gain:.5f} lower; over the seeds that varies by {use.spread:.5f}")
+    print(f"the loss is {use.gain:.5f} lower with the true captions; range over the seeds: {use.spread:.5f}")
 
 
 if __name__ == "__main__":

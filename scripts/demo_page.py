@@ -7,7 +7,7 @@ from diffusion.launch import CommandParser, check_device, named_device, run_comm
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = CommandParser(description="Serve a page on which a run's model is tried. Ctrl-C ends it.")
+    parser = CommandParser(description="Serve a page to try a run's model. Ctrl-C ends it.")
     parser.add_argument(
         "model",
         help="checkpoint, run folder or its `checkpoints` folder (the newest is taken); or a file of averaged weights",
@@ -16,9 +16,9 @@ def parse_arguments() -> argparse.Namespace:
         "--weights",
         nargs="+",
         default=["raw", "ema"],
-        help="which are compared. raw: training weights; ema: their average; or one of several: decay-0.999",
+        help="weights to compare. raw: training weights; ema: their average; decay-0.999: one of several averages",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; whoever reaches it may generate")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; there is no password")
     parser.add_argument("--port", type=int, help="default: the first free one from 7860 on")
     parser.add_argument("--device", default=None, help="cpu, cuda ...; default: a GPU where there is one")
     return parser.parse_args()

@@ -12,7 +12,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
 _HEAD = """# Configuration
 
-Written by `python scripts/document.py` from the dataclasses in `diffusion/config/`; do not edit.
+Written by `python scripts/document.py` from the dataclasses; do not edit.
 
 A YAML file may extend another (`extends: phase1.yaml`). On the command line `a.b=1` sets a key, `a.0.b=1` a key of an
 element of a list, and `overrides={a.b: 1, c: 2}` several. `${a.b}` is the value of another key, `${oc.env:NAME}` of an

@@ -27,7 +27,7 @@ def fit_hosts(arguments: Sequence[str]) -> None:
     from diffusion.operations.hosts import check_over_ssh, choose_surveyed, parse_host_names, ssh_command, survey
 
     hosts = parse_host_names(options.hosts, f"'{options.hosts}'")
-    timeout = config.operations.supervision.check_patience
+    timeout = config.operations.supervision.check_timeout
     if timeout is None:
         print(*hosts[: options.nodes])
         return

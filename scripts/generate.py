@@ -5,13 +5,11 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diffusion.errors import ConfigurationError, MachineError
+from diffusion.errors import ConfigurationError, MachineError, error_context
 from diffusion.launch import CommandParser, check_device, named_device, run_command
 
 if TYPE_CHECKING:
     from PIL import Image
-
-    from diffusion.models import LatentDiffusion
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -24,8 +22,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder for the images, grid.png and metadata.jsonl")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompts", nargs="+", help="prompts")
-    source.add_argument("--prompts-file", type=Path, help="text file, one prompt a line")
-    parser.add_argument("--negative-prompt", help="what to lead away from; default: the empty caption")
+    source.add_argument(
+        "--prompts-file", type=Path, help="text file with one prompt a line, or a table with a column of prompts"
+    )
+    parser.add_argument("--negative-prompt", help="prompt to avoid; default: the empty caption")
     parser.add_argument(
         "--weights", default="raw", help="raw: training weights; ema: their average; or one of several: decay-0.999"
     )
@@ -41,13 +41,30 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def read_prompts(arguments: argparse.Namespace) -> list[str]:
+    """Prompts of the options, without blank ones.
+
+    Raises:
+        ConfigurationError: there are none.
+    """
+    from diffusion.evaluation import prompts
+
+    if arguments.prompts_file is not None:
+        with error_context("--prompts-file"):
+            return [prompt.text for prompt in prompts.read_prompts(arguments.prompts_file)]
+    texts = [text.strip() for text in arguments.prompts if text.strip()]
+    if not texts:
+        raise ConfigurationError("--prompts has no text: give at least one prompt that is not blank")
+    return texts
+
+
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Refuse numbers that no model could use.
+    """Reject invalid numbers before the model is loaded.
 
     Raises:
         ConfigurationError: names the option.
     """
-    from diffusion.models.arguments import finite_number, whole_number
+    from diffusion.models.sampling import finite_number, whole_number
     from diffusion.randomness import MAX_SEED
 
     try:
@@ -61,71 +78,36 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise ConfigurationError(str(error)) from error
 
 
-def check_model(arguments: argparse.Namespace, model: "LatentDiffusion") -> None:
-    """Refuse numbers that this model cannot use.
-
-    Raises:
-        ConfigurationError: names the option.
-    """
-    from diffusion.models.arguments import image_size, whole_number
-
-    try:
-        whole_number("--steps", arguments.steps, least=1, most=model.noise_process.num_timesteps)
-        image_size(arguments.height, arguments.width, default=model.resolution, factor=model.vae_factor)
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from error
-
-
-def read_prompts(arguments: argparse.Namespace) -> list[str]:
-    """The prompts that are given, without blank ones.
-
-    Raises:
-        ConfigurationError: there are none.
-    """
-    if arguments.prompts is not None:
-        prompts, where = arguments.prompts, "--prompts"
-    else:
-        where = f"--prompts-file {arguments.prompts_file}"
-        try:
-            prompts = arguments.prompts_file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigurationError(f"{where} cannot be read: {error}. Give a text file, one prompt a line") from error
-    prompts = [prompt.strip() for prompt in prompts if prompt.strip()]
-    if not prompts:
-        raise ConfigurationError(f"{where} holds no prompt: give at least one that is not blank")
-    return prompts
-
-
 def open_folder(out: Path) -> None:
-    """Make the folder for the images.
+    """Create the folder for the images.
 
     Raises:
-        MachineError: it cannot be written to.
+        MachineError: the folder cannot be written.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as error:
-        raise MachineError(_unwritable(out, error)) from error
+        raise _unwritable(out, error) from error
 
 
 def write_images(
     out: Path, images: "list[Image.Image]", prompts: list[str], seeds: list[int], num_columns: int
 ) -> None:
-    """Write images, what they are of, and all of them in one.
+    """Write images, their listing and a grid.
 
     Args:
         out: the folder.
-        images: of each prompt as many, next to one another.
-        prompts: of which they are.
-        seeds: one per image.
-        num_columns: of the grid.
+        images: images, the same number for each prompt.
+        prompts: the prompts.
+        seeds: seed of each image.
+        num_columns: columns of the grid.
 
     Raises:
-        MachineError: the folder cannot be written to.
+        MachineError: the folder cannot be written.
     """
-    from diffusion.evaluation.listing import write_listing
+    from diffusion.evaluation.prompts import write_listing
     from diffusion.models.sampling import image_grid
 
     num_each = len(images) // len(prompts)
@@ -137,11 +119,11 @@ def write_images(
         write_listing(out, rows)
         image_grid(images, num_columns).save(out / "grid.png")
     except OSError as error:
-        raise MachineError(_unwritable(out, error)) from error
+        raise _unwritable(out, error) from error
 
 
-def _unwritable(out: Path, error: OSError) -> str:
-    return f"--out {out} cannot be written to: {error.strerror or error}. Choose a folder that can be"
+def _unwritable(out: Path, error: OSError) -> MachineError:
+    return MachineError(f"--out {out} cannot be written: {error.strerror or error}. Choose another folder")
 
 
 def main() -> None:
@@ -156,21 +138,22 @@ def main() -> None:
     from diffusion.loading import load_model
     from diffusion.models.sampling import image_seeds
 
-    model = load_model(arguments.checkpoint, weights=arguments.weights)
-    check_model(arguments, model)
-    model.to(device)
+    model = load_model(arguments.checkpoint, weights=arguments.weights).to(device)
     seeds = image_seeds(arguments.seed, len(prompts) * arguments.images_per_prompt)
-    images = model.generate(
-        prompts,
-        arguments.negative_prompt,
-        height=arguments.height,
-        width=arguments.width,
-        num_inference_steps=arguments.steps,
-        guidance_scale=arguments.guidance_scale,
-        seed=seeds,
-        num_images_per_prompt=arguments.images_per_prompt,
-        batch_size=arguments.batch_size,
-    )
+    try:
+        images = model.generate(
+            prompts,
+            arguments.negative_prompt,
+            height=arguments.height,
+            width=arguments.width,
+            num_inference_steps=arguments.steps,
+            guidance_scale=arguments.guidance_scale,
+            seed=seeds,
+            num_images_per_prompt=arguments.images_per_prompt,
+            batch_size=arguments.batch_size,
+        )
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
     assert isinstance(images, list)
     write_images(arguments.out, images, prompts, seeds, arguments.columns)
     print(f"{len(images)} images in {arguments.out}")

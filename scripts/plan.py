@@ -47,9 +47,8 @@ def build_parser() -> CommandParser:
 
 def main(arguments: Sequence[str]) -> None:
     """Plan and print."""
-    from diffusion.planning.fleets import Breakdowns, Prices, make_budget
+    from diffusion.planning.fleets import HARDWARE_FAILURES, TRAINING_A100_HOURS, Breakdowns, Prices, make_budget
     from diffusion.planning.fleets_text import format_budgets, plot_budgets
-    from diffusion.planning.published import HARDWARE_FAILURES, TRAINING_A100_HOURS
 
     options = build_parser().parse_intermixed_args(list(arguments))
     configs = load_configs(options.configs, options.samples)
@@ -93,9 +92,8 @@ def load_configs(words: Sequence[str], samples: Sequence[float] | None) -> list[
 
 def find_fleets(options: Any, configs: Sequence[Config]) -> list[Any]:
     """The fleets that were asked for."""
-    from diffusion.planning.fleets import fleets_from_benchmark, read_fleets
+    from diffusion.planning.fleets import A100_FLEETS, fleets_from_benchmark, read_fleets
     from diffusion.planning.network import parameter_counts
-    from diffusion.planning.published import A100_FLEETS
     from diffusion.planning.scaling import Interconnect
 
     fleets = read_fleets(options.fleets) if options.fleets is not None else []

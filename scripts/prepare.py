@@ -16,16 +16,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from diffusion.config.loading import load, missing_error, missing_keys
+from diffusion.config.loading import load_complete
 from diffusion.datasets.buckets import DEFAULT_EDGES, parse_edges
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.datasets.mds import DEFAULT_SHARD_BYTES
+from diffusion.distributed import INTERRUPTED_EXIT_CODE
 from diffusion.errors import ConfigurationError, UserError
-from diffusion.launch import INTERRUPTED_EXIT_CODE
 from diffusion.preparation.config import BucketsConfig, Engine, PrepareConfig
 from diffusion.preparation.partitions.preview import Preview
 from diffusion.preparation.prepare import prepare_from, preview_of
-from diffusion.tables import align
+from diffusion.reports.tables import text_table
 
 NUM_DRY_RUN = 100
 """Images of each source that a dry run looks at unless it is told otherwise."""
@@ -80,13 +80,8 @@ def configuration(options: argparse.Namespace) -> PrepareConfig:
         if wrong:
             key = "buckets.edges" if wrong[0] == "edges" else wrong[0]
             raise ConfigurationError(f"--{wrong[0].replace('_', '-')} and --config: write {key}=... instead")
-        config = load(PrepareConfig, options.config, options.words)
-        missing = missing_keys(config)
-        if options.dry_run is not None:
-            missing.pop("out", None)
-        if missing:
-            raise missing_error(missing, str(options.config))
-        return config
+        is_dry = options.dry_run is not None
+        return load_complete(PrepareConfig, options.config, options.words, may_miss=lambda key: is_dry and key == "out")
     if len(options.words) < (1 if options.dry_run is not None else 2):
         raise ConfigurationError("give SOURCE ... and OUT, or --config FILE (--help tells more)")
     if options.engine is not None:
@@ -110,7 +105,7 @@ def dry_run_text(previews: Sequence[Preview]) -> str:
             first = (one.source, str(one.seen), str(one.buckets.total())) if i == 0 else ("", "", "")
             rows.append((*first, reason, str(count or "")))
         examples += [f"  {reason}: {example}" for reason, example in sorted(one.examples.items())]
-    return "\n".join([*align(rows), *examples])
+    return "\n".join([*text_table(rows), *examples])
 
 
 def summary(manifest: PreparedManifest) -> str:
@@ -118,15 +113,16 @@ def summary(manifest: PreparedManifest) -> str:
     rows = [("source", "seen", "kept", "refused")]
     rows += [(one.name, str(one.seen), str(one.kept), str(one.seen - one.kept)) for one in manifest.sources]
     rows.append(("all", str(manifest.seen), str(manifest.kept), str(manifest.seen - manifest.kept)))
-    lines = align(rows)
+    lines = text_table(rows)
     rows = [("split / bucket", "images", "shards", "MiB")]
     for split, buckets in manifest.splits.items():
         for bucket, entry in buckets.items():
             megabytes = f"{entry.num_bytes / 2**20:.1f}"
             rows.append((f"{split}/{bucket}", str(entry.num_samples), str(entry.num_shards), megabytes))
-    lines += ["", *align(rows)]
+    lines += ["", *text_table(rows)]
     if manifest.refused:
-        lines += ["", *align([("refused as", "images"), *((k, str(v.count)) for k, v in manifest.refused.items())])]
+        refused = [(reason, str(counted.count)) for reason, counted in manifest.refused.items()]
+        lines += ["", *text_table([("refused as", "images"), *refused])]
         lines += [
             f"  {reason}: {example.key}" + (f" ({example.detail})" if example.detail else "")
             for reason, entry in manifest.refused.items()

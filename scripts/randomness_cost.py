@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig
-from diffusion.models.build import build_unet
+from diffusion.models.architectures import build_unet
 from diffusion.models.objectives import TRAINING, draw_noise, draw_timesteps
 from diffusion.randomness import Purpose, bernoulli, normal
 

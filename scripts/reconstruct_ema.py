@@ -1,7 +1,7 @@
-"""Make averages of any width after the training: python scripts/reconstruct_ema.py RUN --width 0.08.
+"""Reconstruct averages of any width after training: python scripts/reconstruct_ema.py RUN --width 0.08.
 
-Karras et al. 2024, section 3.2. The run must have stored power-function averages (`algorithms.ema.power`). The file
-that it writes is one that scripts/generate.py takes in place of a checkpoint.
+Karras et al. 2024, section 3.2. The run must have stored power-function averages (`algorithms.ema.power`).
+scripts/generate.py accepts the written file as a checkpoint.
 """
 
 import argparse
@@ -12,16 +12,16 @@ from diffusion.launch import CommandParser, run_command
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = CommandParser(description="Make averages of any width from the averages that a run has stored.")
+    parser = CommandParser(description="Reconstruct averages of any width from the stored averages of a run.")
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--width", type=float, nargs="+", required=True, help="relative widths, such as 0.08")
-    parser.add_argument("--store", help="s3://bucket/prefix of the run's checkpoints, for averages that are not here")
-    parser.add_argument("--step", type=int, help="step at which it ends, one of those stored; default: the last")
+    parser.add_argument("--store", help="s3://bucket/prefix of the run's checkpoints, to download averages")
+    parser.add_argument("--step", type=int, help="last step of the average, one of those stored; default: the last")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Reconstruct, write and say how well."""
+    """Reconstruct, write and report the error."""
     arguments = parse_arguments()
     from diffusion.ema.posthoc import fetch_averages, reconstruct
 
@@ -30,7 +30,7 @@ def main() -> None:
     for width in arguments.width:
         path, combination = reconstruct(arguments.run, width, step=arguments.step)
         print(
-            f"{path}: from {len(combination.coefficients)} averages; the profile differs by {combination.error:.2%}, "
+            f"{path}: from {len(combination.coefficients)} averages; error of the profile {combination.error:.2%}, "
             f"rounding errors grow by up to {combination.amplification:.1f}"
         )
 

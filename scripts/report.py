@@ -27,8 +27,8 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Read and write."""
     options = parse_arguments()
-    from diffusion.evaluation.run_report.page import write_report
-    from diffusion.evaluation.run_report.run_folder import read_phases
+    from diffusion.reports.run import read_phases
+    from diffusion.reports.run_page import write_report
 
     folders = [options.run, *options.phases]
     out = options.out or folders[-1] / "report.html"

@@ -40,7 +40,7 @@ def show_list(folders: list[Path]) -> None:
     """Print a line for each run."""
     from diffusion.operations.costs import total
     from diffusion.operations.runs import find_runs, read_config, read_overview
-    from diffusion.tables import align
+    from diffusion.reports.tables import text_table
 
     rows = [("run", "status", "step", "starts", "GPU-hours", "dollars")]
     for folder in find_runs(folders):
@@ -53,14 +53,14 @@ def show_list(folders: list[Path]) -> None:
         dollars = f"{totals.dollars:,.2f}" if totals.dollars is not None and overview.starts else "-"
         counts = (f"{overview.step:,}", str(len(overview.starts)), f"{totals.gpu_hours:,.2f}")
         rows.append((str(folder), overview.status, *counts, dollars))
-    print("\n".join(align(rows)))
+    print("\n".join(text_table(rows)))
 
 
 def show(run: Path) -> None:
     """Print a run's time by activity."""
-    from diffusion.evaluation.run_report.run_folder import read_run
     from diffusion.operations.costs import cost_table
     from diffusion.operations.runs import read_config, read_overview
+    from diffusion.reports.run import read_run
 
     overview = read_overview(run, read_config(run))
     gpu = read_run(run).curve("utilisation/gpu")

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from diffusion.config.data import Mixing, legal_world_sizes
-from diffusion.datasets.batching import GlobalOrder, OrderSettings
+from diffusion.datasets.sample_order import GlobalOrder, OrderSettings
 from diffusion.errors import UserError
 from diffusion.planning.fleet import (
     Cost,
@@ -32,7 +32,7 @@ from diffusion.planning.fleet import (
     synthetic_streams,
     traffic,
 )
-from diffusion.tables import align
+from diffusion.reports.tables import text_table
 
 WORLDS = ("1x8", "2x4", "2x8", "4x8", "16x2", "8x8", "4x16", "16x8", "8x16")
 SMALL_BATCHES = 40
@@ -142,7 +142,7 @@ def describe(order: GlobalOrder, streams: Sequence[FleetStream]) -> list[str]:
         shape, size = stream.shape, stream.bytes_per_shard
         gigabytes = f"{size.sum() / 1e9:,.0f}"
         rows.append((shape.name, f"{shape.num_samples:,}", f"{len(size):,}", gigabytes, f"{shape.draws:,}", str(num)))
-    return [*lines, *align(rows)]
+    return [*lines, *text_table(rows)]
 
 
 def compare_stretches(order: GlobalOrder, worlds: Sequence[World], num: int, num_steps: int) -> list[str]:
@@ -188,7 +188,7 @@ def table(rows: Sequence[Traffic], costs: Sequence[Cost], stretches: Sequence[st
             f"{row.peak_bytes_per_second / 1e6:,.1f}", f"{cost.order_seconds + cost.first_batch_seconds:.3f}",
             f"{cost.peak_bytes / 1e6:,.0f}", f"{cost.peak_bytes * ranks_per_node * 8 / 1e9:,.2f}",
         ))  # fmt: skip
-    return ["", *align(lines), "* of 8 loader workers on each rank"]
+    return ["", *text_table(lines), "* of 8 loader workers on each rank"]
 
 
 def plot(rows: Sequence[Traffic], path: Path) -> None:

@@ -80,7 +80,7 @@ def main() -> None:
     supervised = read_command(options.command, os.environ)
     settings, data = supervised.config.operations.supervision, supervised.config.data
     events = EventLog(supervised.folders.run, supervised.webhook)
-    job = HostedJob(options.command, supervised.arguments, fleet, data, settings.check_patience, events)
+    job = HostedJob(options.command, supervised.arguments, fleet, data, settings.check_timeout, events)
     supervisor = Supervisor(job.start, supervised.folders, settings, events, sys.argv[1:], job.check)
     supervisor.listen()
     raise SystemExit(supervisor.run())

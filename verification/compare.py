@@ -10,7 +10,7 @@ from torch import Tensor
 from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.read import read_unet
 from diffusion.config.model import Weights
-from diffusion.tables import align
+from diffusion.reports.tables import text_table
 from verification.runner import Outcome
 
 MAX_LOSS_DIFFERENCE = 1e-5
@@ -67,7 +67,7 @@ def _relative(found: Tensor, expected: Tensor) -> float:
 def format_table(comparisons: Sequence[Comparison]) -> str:
     """One line per run, aligned."""
     head = ("run", "resumed at", "draws", "loss", "weights", "EMA", "seconds")
-    return "\n".join(align([head, *(_row(comparison) for comparison in comparisons)]))
+    return "\n".join(text_table([head, *(_row(comparison) for comparison in comparisons)]))
 
 
 def _row(comparison: Comparison) -> tuple[str, ...]:

@@ -20,12 +20,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from diffusion.launch import be_forked
 from verification.ports import free_port
 
 PATIENCE = 300.0
@@ -225,11 +225,31 @@ def _fork(request: dict[str, Any], rank: int, port: int, connection: socket.sock
         for number in (ready, begun):
             os.close(number)
         connection.close()
-        be_forked(lambda: _run(request, rank, port, outputs))
+        _end_as_program(lambda: _run(request, rank, port, outputs))
     os.close(begun)
     os.read(ready, 1)  # Ends when the rank has closed its end.
     os.close(ready)
     return pid
+
+
+def _end_as_program(main: Callable[[], int | None]) -> NoReturn:
+    """Run something in a forked process and end it as a program ends, without what the parent would do at its exit.
+
+    Args:
+        main: returns the exit code, None for 0; SystemExit and other exceptions mean what they mean in a program.
+    """
+    code = 1
+    try:
+        code = main() or 0
+    finally:
+        failure = sys.exc_info()[1]
+        if isinstance(failure, SystemExit):
+            code = failure.code if isinstance(failure.code, int) else int(failure.code is not None)
+        elif failure is not None:
+            traceback.print_exception(failure)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _run(request: dict[str, Any], rank: int, port: int, outputs: Sequence[int]) -> None:

@@ -40,8 +40,8 @@ SETTINGS = (
     "trainer.save_interval=5ba",
     "trainer.progress_bar=false",
     "algorithms.ema={start: 0.3dur, decays: [0.9]}",
-    "operations.supervision={hang_floor: 15, pause_patience: 300, first_pause: 0.5, longest_pause: 10}",
-    "operations.supervision.check_patience=null",
+    "operations.supervision={hang_floor: 15, pause_timeout: 300, first_pause: 0.5, longest_pause: 10}",
+    "operations.supervision.check_timeout=null",
 )
 
 

@@ -1,1 +1,184 @@
-"""What accompanies training: addresses, samples, metrics, records."""
+"""Composer callbacks and loggers of a run: which, and in which order. Each module beside this one is one idea."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from composer import Callback
+from composer.callbacks import LRMonitor, MemoryMonitor, RuntimeEstimator
+from composer.loggers import LoggerDestination
+from composer.models import ComposerModel
+from composer.utils import is_notebook
+
+from diffusion.callbacks.addresses import DataPosition, StepAddress
+from diffusion.callbacks.autoencoder import SaveAutoencoder, statistics_images
+from diffusion.callbacks.bad_images import ReportBadImages
+from diffusion.callbacks.clipping import ClipGradients
+from diffusion.callbacks.collectives import AccumulateLocally, CollectiveTimeout
+from diffusion.callbacks.cost_meter import CostMeter
+from diffusion.callbacks.heartbeat import Heartbeat
+from diffusion.callbacks.loggers import ProgressLines, TensorBoardLogger, WandB
+from diffusion.callbacks.loss_guard import LossGuard
+from diffusion.callbacks.metrics_file import LossCurve, MetricsFile
+from diffusion.callbacks.preemption import SaveOnPreemption
+from diffusion.callbacks.run_record import RunRecord, StartsFile, model_record
+from diffusion.callbacks.samples import SampleGrids
+from diffusion.callbacks.saving import SaveCheckpoints
+from diffusion.callbacks.stream_losses import StreamLosses
+from diffusion.callbacks.utilisation import Utilisation
+from diffusion.checkpointing.resume import CheckpointStorage
+from diffusion.config.checks import num_batches
+from diffusion.config.data import Representation
+from diffusion.config.performance import Compilation
+from diffusion.config.quantities import parse_time
+from diffusion.config.schema import Config
+from diffusion.config.secrets import to_public_yaml
+from diffusion.config.training import Device, Parallelism
+from diffusion.datasets.dataset import TrainingDataset
+from diffusion.ema.callbacks import LateStartEMA, build_averages
+from diffusion.models import fast
+from diffusion.models.autoencoder import AutoencoderTraining
+from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.operations.checks.machine import num_cores
+from diffusion.operations.utilisation import LoaderSettings
+from diffusion.plugins import build_plugin
+from diffusion.trainer import HostSpeedMonitor
+
+
+def build_loggers(config: Config, folder: Path) -> list[LoggerDestination]:
+    """Build the logger destinations of a run, in the order in which they run.
+
+    Args:
+        config: the configuration.
+        folder: the run folder.
+
+    Raises:
+        ConfigurationError: a plug-in cannot be imported or built.
+    """
+    settings = config.loggers
+    metrics = MetricsFile(folder / "metrics.jsonl") if settings.file else None
+    plugins = enumerate(config.plugins.loggers)
+    loggers = [
+        # Before the metrics file, of which it records what earlier starts have left.
+        StartsFile(folder),
+        # Before TensorBoard and wandb, which need its rows to resume.
+        metrics,
+        TensorBoardLogger(folder / "tensorboard", metrics) if settings.tensorboard else None,
+        WandB(folder, config, metrics) if settings.wandb is not None else None,
+        ProgressLines() if config.trainer.progress_bar and not shows_progress_bar(config) else None,
+        *(build_plugin(plugin, f"plugins.loggers.{number}", LoggerDestination) for number, plugin in plugins),
+    ]
+    return [logger for logger in loggers if logger is not None]
+
+
+def shows_progress_bar(config: Config) -> bool:
+    """Whether Composer shows its progress bar, which in a log would be a line for each change of each number."""
+    return config.trainer.progress_bar and (is_notebook() or sys.stderr.isatty())
+
+
+def build_callbacks(
+    config: Config,
+    model: ComposerModel,
+    dataset: Any,
+    storage: CheckpointStorage,
+    device: Device,
+    heartbeat: Heartbeat,
+    loggers: list[LoggerDestination],
+) -> list[Callback]:
+    """Build the callbacks of a run, in the order in which they run.
+
+    Args:
+        config: the configuration.
+        model: the model in training.
+        dataset: the training data of this rank.
+        storage: run folder and checkpoint folder.
+        device: the device of training.
+        heartbeat: of this rank, which has started.
+        loggers: of `build_loggers`.
+
+    Raises:
+        ConfigurationError: a plug-in cannot be imported or built.
+    """
+    folder, operations = storage.run, config.operations
+    ema, averages = build_averages(config.algorithms.ema, folder, storage.remote)
+    meter = CostMeter(folder, operations, config.plan.price_per_gpu_hour)
+    saver = _build_saver(config, storage)
+    max_norm = config.optimizer.max_grad_norm
+    plugins = enumerate(config.plugins.callbacks)
+    callbacks = [
+        # Clocks: what the callbacks below do in an event belongs to the phase that begins with it.
+        heartbeat,
+        _build_utilisation(config, dataset),
+        meter,
+        # A wrong loss ends the run before anything else is done in its step. A skipped update is dropped before it is
+        # clipped.
+        LossGuard(operations.guard, folder) if operations.guard is not None else None,
+        ClipGradients(max_norm) if max_norm is not None else None,
+        # The model draws its random numbers by the addresses in the batch.
+        StepAddress(in_turns=config.plugins.train_dataset is not None),
+        DataPosition(),
+        RunRecord({"config": to_public_yaml(config), "model": model_record(model)}),
+        HostSpeedMonitor(window_size=20),
+        LRMonitor(),
+        RuntimeEstimator(),
+        MemoryMonitor() if device == Device.gpu else None,
+        # The average of the weights is updated before it is sampled.
+        *averages,
+        *_build_task_callbacks(config, model, folder, device, ema),
+        ReportBadImages(folder, config.loggers.utilisation_interval),
+        *(build_plugin(plugin, f"plugins.callbacks.{number}", Callback) for number, plugin in plugins),
+        # A checkpoint holds what the callbacks above have done in its step. Then a signal may end the run.
+        saver,
+        SaveOnPreemption(saver, folder, meter),
+        *(LossCurve(file, folder / "loss.png", config.run_name) for file in loggers if isinstance(file, MetricsFile)),
+    ]
+    return [callback for callback in callbacks if callback is not None]
+
+
+def _build_task_callbacks(
+    config: Config, model: ComposerModel, folder: Path, device: Device, ema: LateStartEMA | None
+) -> list[Callback]:
+    """Build the callbacks of a diffusion model or of a VAE; a model of the user's own has none."""
+    if isinstance(model, AutoencoderTraining):
+        return [SaveAutoencoder(model, statistics_images(config), folder, ema)]
+    if not isinstance(model, LatentDiffusion):
+        return []
+    callbacks: list[Callback] = []
+    settings, streams = config.trainer, config.data.streams
+    if fast.resolve_compilation(config.performance.compilation, device) is not Compilation.none:
+        callbacks.append(CollectiveTimeout(settings.init_timeout, settings.dist_timeout))
+    keeps_weights_whole = settings.parallelism == Parallelism.fsdp and not settings.reshard_after_forward
+    if keeps_weights_whole and config.performance.accumulate_locally:
+        callbacks.append(AccumulateLocally())
+    if config.plugins.train_dataset is None and len(streams) > 1:
+        callbacks.append(StreamLosses(model, [one.name for one in streams], config.loggers.stream_loss_interval))
+    return [*callbacks, SampleGrids(model, config.samples, folder / "samples", ema)]
+
+
+def _build_utilisation(config: Config, dataset: Any) -> Utilisation:
+    data = config.data
+    streams = dataset if isinstance(dataset, TrainingDataset) else None
+    loader = LoaderSettings(
+        num_workers=data.num_workers,
+        num_cores=num_cores(),
+        decodes=streams is not None and data.representation == Representation.images,
+        has_cache_limit=data.cache_limit is not None,
+    )
+    is_remote = streams is not None and any(stream.remote is not None for stream in streams.streams)
+    return Utilisation(config.loggers.utilisation_interval, loader, streams.meter if streams and is_remote else None)
+
+
+def _build_saver(config: Config, storage: CheckpointStorage) -> SaveCheckpoints:
+    settings = config.trainer
+    every = None
+    if settings.keep_every is not None:
+        time = parse_time(settings.keep_every, "trainer.keep_every")
+        every = time.in_batches(num_batches=num_batches(config), global_batch_size=config.data.global_batch_size)
+    return SaveCheckpoints(
+        storage.folder,
+        settings.save_interval,
+        newest=settings.keep_checkpoints if settings.keep_checkpoints > 0 else None,
+        every=every,
+        remote=storage.remote,
+        background=settings.async_checkpoints,
+    )

@@ -1,7 +1,9 @@
-"""What the training of a VAE leaves behind: the VAE with its latent statistics, and an image of reconstructions."""
+"""The result of training a VAE: the VAE with its latent statistics, and a grid of reconstructions."""
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -9,31 +11,36 @@ from composer import Callback, Logger, State
 from composer.utils import dist
 from torch import Tensor
 
+from diffusion.config.data import ValidationConfig
+from diffusion.config.schema import Config
+from diffusion.datasets.batch import BatchKey
+from diffusion.datasets.loader import validation_dataset
 from diffusion.ema.callbacks import LateStartEMA
 from diffusion.models.autoencoder import AutoencoderTraining, latent_statistics, save_autoencoder, to_pixels
 from diffusion.models.sampling import image_grid, to_pil
+from diffusion.models.tokenizers import build_tokenizer, tokenize
+
+NUM_STATISTICS_IMAGES = 2048
+"""Images of the training set over which the latent statistics of a VAE are measured."""
+
+NUM_SHOWN = 8
+"""Images in the grid of reconstructions."""
 
 
 class SaveAutoencoder(Callback):
-    """At the end, measure the latents of a data set, and save the VAE with their mean and deviation.
+    """At the end, measure the latents of a data set, and save the VAE with their mean and standard deviation.
 
     Args:
-        model: what is trained.
-        images: this rank's share of the images that the statistics are over, uint8 [B, 3, height, width] a batch.
+        model: the VAE in training.
+        images: this rank's share of the images for the statistics, batches of uint8 [B, 3, height, width].
         folder: the run folder; the VAE goes to `vae/`, a grid (above originals, below reconstructions) beside it.
-        ema: the average that is saved, if there is one.
+        ema: the average to save, if there is one.
     """
 
-    NUM_SHOWN = 8
-
     def __init__(
-        self,
-        model: AutoencoderTraining,
-        pictures: Iterable[Tensor],
-        folder: Path,
-        ema: LateStartEMA | None = None,
+        self, model: AutoencoderTraining, images: Iterable[Tensor], folder: Path, ema: LateStartEMA | None = None
     ) -> None:
-        self.model, self.pictures, self.folder, self.ema = model, pictures, folder, ema
+        self.model, self.images, self.folder, self.ema = model, images, folder, ema
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Measure and save."""
@@ -45,10 +52,10 @@ class SaveAutoencoder(Callback):
         device = next(self.model.vae.parameters()).device
         shown: Tensor | None = None
 
-        def batches() -> Iterable[Tensor]:
+        def batches() -> Iterator[Tensor]:
             nonlocal shown
-            for images in self.pictures:
-                shown = images[: self.NUM_SHOWN] if shown is None else shown
+            for images in self.images:
+                shown = images[:NUM_SHOWN] if shown is None else shown
                 yield images
 
         mean, std = latent_statistics(self.model.vae, batches(), device)
@@ -65,3 +72,23 @@ class SaveAutoencoder(Callback):
         decoded = self.model.vae.decode(latents, return_dict=False)[0]
         both = torch.cat([pixels, decoded]).clamp(-1, 1) / 2 + 0.5
         image_grid(to_pil(both), len(images)).save(self.folder / "reconstructions.png")
+
+
+def statistics_images(config: Config) -> Iterator[Tensor]:
+    """Iterate over this rank's share of the first images of the training set, each image on one rank only.
+
+    Yields:
+        uint8 [B, 3, height, width], images of one size.
+    """
+    data = config.data
+    everything = ValidationConfig(
+        remote=data.remote, local=data.local, streams=data.streams, num_samples=NUM_STATISTICS_IMAGES
+    )
+    tokenizer = build_tokenizer(config.model.architecture)
+    dataset = validation_dataset(everything, data, tokenize=partial(tokenize, tokenizer))
+    indices = range(dist.get_global_rank(), len(dataset), dist.get_world_size())
+    size = everything.device_batch_size
+    for start in range(0, len(indices), size):
+        samples = [torch.as_tensor(dataset[i][BatchKey.IMAGE]) for i in indices[start : start + size]]
+        for _, of_one_size in groupby(samples, key=lambda sample: sample.shape):
+            yield torch.stack(list(of_one_size))

@@ -17,10 +17,10 @@ EPSILON = 1e-6
 
 
 def global_norm(gradients: list[Tensor]) -> Tensor:
-    """Euclidean norm over all gradients, float32 []; over all ranks where they are sharded by FSDP2."""
+    """Compute the Euclidean norm over all gradients, float32 []; over all ranks if FSDP2 shards them."""
     norm = torch.nn.utils.get_total_norm([local_shard(gradient) for gradient in gradients])
     if isinstance(gradients[0], DTensor):
-        mesh = gradients[0].device_mesh  # The last dimension is that of the shards; one before it is of replicas.
+        mesh = gradients[0].device_mesh  # (replicas,) shards
         squares = norm.square()
         torch.distributed.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))
         norm = squares.sqrt()
@@ -28,13 +28,12 @@ def global_norm(gradients: list[Tensor]) -> Tensor:
 
 
 class ClipGradients(Callback):
-    """Scale the gradients of a step down to a norm, over all parameter groups of all ranks, and log the norm.
+    """Scale the gradients of a step down to a maximum norm over all parameters of all ranks, and log the norm.
 
-    The host does not wait for the norm: it reads its copy at the end of the step, when Composer has waited for the
-    loss.
+    The host does not wait for the norm: it reads its copy at the end of the step, after Composer has read the loss.
 
     Args:
-        max_norm: what the norm of the gradients is at most.
+        max_norm: largest norm after clipping.
     """
 
     def __init__(self, max_norm: float) -> None:
@@ -43,7 +42,7 @@ class ClipGradients(Callback):
         self._is_clipped = False
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        """Clip the gradients, which are unscaled, unless the step is skipped and has none."""
+        """Clip the gradients; a skipped step has none."""
         groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
         gradients = [weight.grad for group in groups for weight in group["params"] if weight.grad is not None]
         self._is_clipped = bool(gradients)

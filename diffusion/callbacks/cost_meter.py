@@ -1,4 +1,4 @@
-"""What a run costs while it runs, and its end when the budget is spent."""
+"""The cost of a run while it runs, and its end when the budget is spent."""
 
 import time
 from pathlib import Path
@@ -28,14 +28,13 @@ _BEGINS = {
     Event.EVAL_END: Kind.between,
     Event.FIT_END: Kind.between,
 }
-"""What begins with an event."""
+"""Kind of time that begins with an event."""
 
 
 class CostMeter(Callback):
-    """Add up what the time of this start goes into, on rank 0, and write it in each step.
+    """Add up the time of this start by kind, on rank 0, and write the sums in each step.
 
-    A start that finds the budget spent ends before its first step. `is_spent` is for who can save (see
-    `SaveOnPreemption`).
+    A start that finds the budget spent ends before its first step. `SaveOnPreemption` asks `is_spent` and ends the run.
 
     Args:
         run: the run folder.
@@ -118,7 +117,7 @@ class CostMeter(Callback):
         raise BudgetSpentError(f"{reason}. Raise the limit and start the same command again to go on from step {step}")
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        """Note what begins now, and write in each step."""
+        """Start the kind of time of the event, and write in each step."""
         super().run_event(event, state, logger)
         if self._costs is None or (kind := _BEGINS.get(event)) is None:
             return
@@ -141,7 +140,7 @@ class CostMeter(Callback):
             self._file = self._costs = None
 
     def _add(self, now: float) -> None:
-        """Count the time until now."""
+        """Add the time until now."""
         assert self._costs is not None
         self._costs.seconds[self._kind.value] += max(0.0, now - self._since)
         self._since = now
@@ -155,6 +154,6 @@ class CostMeter(Callback):
 
 
 def _flops(state: State) -> float:
-    """Operations of this rank for its batch; NaN where they are not known."""
+    """Count the operations of this rank for its batch; NaN if the model does not count them."""
     count = getattr(getattr(state.model, "module", state.model), "batch_flops", None)
     return float(count(state.batch)) if count is not None else float("nan")

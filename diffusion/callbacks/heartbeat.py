@@ -1,4 +1,4 @@
-"""Heartbeat of each rank at each phase of each step, and stack traces on a signal."""
+"""The heartbeat of each rank at each phase of each step, and stack traces on a signal."""
 
 import faulthandler
 import logging
@@ -15,9 +15,8 @@ from typing import IO, Any
 from composer import Callback, Event, Logger, State
 from torch._dynamo.callback import callback_handler
 
-from diffusion import launch
-from diffusion.distributed import rank
-from diffusion.errors import MachineError, UserError
+from diffusion.distributed import PREEMPTED_EXIT_CODE, USER_ERROR_EXIT_CODE, rank
+from diffusion.errors import MachineError, PreemptedError, UserError
 from diffusion.operations.hang_detection import STACKS_SIGNAL
 from diffusion.operations.heartbeats import HeartbeatFile, HeartbeatRecord, Phase, stacks_file
 from diffusion.operations.lease import RENEWAL_SECONDS, Lease
@@ -35,27 +34,26 @@ _PHASES = {
     Event.FIT_END: Phase.ending,
 }
 _NUM_STEPS = 50
-"""Steps of which the median is taken."""
+"""Steps in the median of the step time."""
 
 
 class Heartbeat(Callback):
-    """Tell in a small file what this rank does; as a context, from the start of a run to its end.
+    """Write the phase of this rank to a small file; as a context, from the start of a run to its end.
 
-    A heartbeat is one write of 2 KiB, without waiting for the disk. A thread waits for it, since other hosts see the
-    file of a shared file system then; it renews the lease of the run, and ends the process when another start has
-    taken it. Within the context, `STACKS_SIGNAL` makes the process write the stack traces of all of its threads,
-    whatever it does, to a file beside it. It comes before other callbacks, whose work then belongs to the phase that
-    it tells.
+    A heartbeat is one write of 2 KiB that does not wait for the disk. A thread syncs the file, after which other hosts
+    of a shared file system see it, renews the lease of the run, and ends the process when another start has taken the
+    lease. Within the context, `STACKS_SIGNAL` makes the process write the stack traces of all its threads to a file
+    beside it. This callback comes before others, whose work then belongs to its phase.
 
     Args:
-        folder: where the files of all ranks are.
+        folder: of the heartbeats of all ranks.
         lease: of the run.
     """
 
     def __init__(self, folder: Path, lease: Lease) -> None:
         self.folder, self._lease = folder, lease
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="heartbeat", daemon=True)
+        self._thread = threading.Thread(target=self._sync_and_renew, name="heartbeat", daemon=True)
         self._rank, self._host = rank(), socket.gethostname()
         self._phase = Phase.starting
         self._count, self._step, self._num_done = 0, -1, 0
@@ -76,13 +74,13 @@ class Heartbeat(Callback):
             self._stacks = stacks_file(self.folder, self._rank).open("w")
         except OSError as error:
             raise MachineError(
-                f"signs of life cannot be written to {self.folder}: {error.strerror}. Choose another "
+                f"heartbeats cannot be written to {self.folder}: {error.strerror}. Choose another "
                 "operations.heartbeat_folder, or null for the run folder"
             ) from error
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
         callback_handler.register_start_callback(self._compilation_starts)
         callback_handler.register_end_callback(self._compilation_ends)
-        self._tell(Phase.starting)
+        self._write(Phase.starting)
         self._thread.start()
         return self
 
@@ -94,7 +92,7 @@ class Heartbeat(Callback):
         self._ended.set()
         self._thread.join()
         message = None if error is None else f"{type(error).__name__}: {error}"
-        self._tell(
+        self._write(
             Phase.ended,
             code=_exit_code(error),
             error=message,
@@ -110,10 +108,10 @@ class Heartbeat(Callback):
         self._file = None
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        """Tell of a phase that begins; before a checkpoint see that the run is still this start's.
+        """Write the phase that begins; before a checkpoint, check that the lease is still this start's.
 
         Raises:
-            MachineError: it is not.
+            MachineError: another start has taken the lease.
         """
         if event is Event.BATCH_CHECKPOINT:
             self._lease.check()
@@ -127,18 +125,18 @@ class Heartbeat(Callback):
             self._steps.append(now - self._changed)
             self._num_done += 1
         self._changed, self._step = now, state.timestamp.batch.value
-        self._tell(phase)
+        self._write(phase)
 
     def _compilation_starts(self, *_: Any) -> None:
         if self._phase is Phase.step:
-            self._tell(Phase.compiling)
+            self._write(Phase.compiling)
 
     def _compilation_ends(self, *_: Any) -> None:
         if self._phase is Phase.compiling:
-            self._tell(Phase.step)
+            self._write(Phase.step)
 
-    def _keep(self) -> None:
-        """Sync the file and renew the lease; in a thread of its own."""
+    def _sync_and_renew(self) -> None:
+        """Sync the file and renew the lease, in a thread."""
         assert self._file is not None
         while not self._ended.wait(RENEWAL_SECONDS):
             try:
@@ -146,11 +144,11 @@ class Heartbeat(Callback):
                 self._lease.renew()
             except MachineError as error:
                 log.critical("%s", error)
-                os._exit(launch.USER_ERROR_EXIT_CODE)
+                os._exit(USER_ERROR_EXIT_CODE)
             except OSError as error:
                 log.warning("the heartbeat in %s does not reach the disk: %s", self.folder, error.strerror)
 
-    def _tell(
+    def _write(
         self, phase: Phase, *, code: int | None = None, error: str | None = None, is_lasting: bool = False
     ) -> None:
         assert self._file is not None
@@ -176,9 +174,9 @@ class Heartbeat(Callback):
 
 
 def _exit_code(error: BaseException | None) -> int:
-    """The code with which `launch.run_command` ends."""
+    """Return the exit code of `launch.run_command` for an error."""
     if error is None:
         return 0
-    if isinstance(error, launch.PreemptedError):
-        return launch.PREEMPTED_EXIT_CODE
-    return launch.USER_ERROR_EXIT_CODE if isinstance(error, UserError) else 1
+    if isinstance(error, PreemptedError):
+        return PREEMPTED_EXIT_CODE
+    return USER_ERROR_EXIT_CODE if isinstance(error, UserError) else 1

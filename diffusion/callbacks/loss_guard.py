@@ -1,4 +1,4 @@
-"""No training on a loss that is no number: the run goes back to a checkpoint before it."""
+"""Detection of wrong losses (NaN, infinity, spikes): the run rolls back to a checkpoint before them."""
 
 import json
 import logging
@@ -13,8 +13,8 @@ from composer.utils import dist
 from diffusion.callbacks.metrics_file import TRAIN_LOSS
 from diffusion.checkpointing.roll_back import Rollback, decide, is_wrong, read_rollbacks, request_rollback
 from diffusion.config.operations import GuardConfig
-from diffusion.datasets.streams import TextImageDataset
-from diffusion.launch import PreemptedError
+from diffusion.datasets.dataset import TrainingDataset
+from diffusion.errors import PreemptedError
 
 log = logging.getLogger(__name__)
 
@@ -25,21 +25,20 @@ MAX_SHOWN = 16
 """Shards that a log line names."""
 
 SKIPPED = "guard/skipped"
-"""Metric: 1 for a step whose update was left out."""
+"""Metric: 1 for a step whose update was skipped."""
 
 
 class RolledBackError(PreemptedError):
-    """The run ends on all ranks, and goes back when it is started again."""
+    """The run ends on all ranks, and rolls back when it is started again."""
 
 
 class LossGuard(Callback):
-    """Look at the loss of each step, and end the run when it is wrong, before a checkpoint is saved.
+    """Check the loss of each step, and end the run when it is wrong, before a checkpoint is saved.
 
-    The loss is the mean over all ranks that Composer has fetched from the device for its loggers; so nothing waits for
-    the device here, and all ranks decide the same. Steps are skipped by leaving out their update: weights, moments and
-    step count of the optimizer stay as they are, while time, learning rate and data go on.
-
-    What was skipped is in the run's record, and in each checkpoint from then on.
+    The loss is the mean over all ranks that Composer has read from the device for its loggers: nothing waits for the
+    device here, and all ranks decide the same. A skipped step has no update: weights, moments and step count of the
+    optimizer stay, while time, learning rate and data go on. Skipped steps are part of the record of the run and of
+    each later checkpoint.
 
     Args:
         guard: the settings.
@@ -53,14 +52,14 @@ class LossGuard(Callback):
         self._before: deque[float] = deque(maxlen=guard.spike_window)
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Learn from the record what is to be skipped."""
+        """Read the skipped steps from the record."""
         records = [read_rollbacks(self.run) if dist.get_global_rank() == 0 else []]
         dist.broadcast_object_list(records)
         self._record = records[0]
         self._skipped.update(step for rollback in self._record for step in rollback.skipped)
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        """Leave out the update of a step that is skipped; the optimizer passes over weights without gradients."""
+        """Drop the gradients of a skipped step: the optimizer ignores weights without gradients."""
         if is_skipped := state.timestamp.batch.value in self._skipped:
             for optimizer in state.optimizers:
                 optimizer.zero_grad(set_to_none=True)
@@ -68,11 +67,11 @@ class LossGuard(Callback):
             logger.log_metrics({SKIPPED: int(is_skipped)})
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Look at the loss of the step.
+        """Check the loss of the step.
 
         Raises:
-            RolledBackError: on all ranks: the run goes back.
-            DivergenceError: on all ranks: it went back before, and that did not help.
+            RolledBackError: on all ranks: the run rolls back.
+            DivergenceError: on all ranks: it has rolled back before, and the loss is wrong again.
         """
         step, loss = state.timestamp.batch.value - 1, state.total_loss_dict[TRAIN_LOSS]
         if step in self._skipped:
@@ -85,16 +84,16 @@ class LossGuard(Callback):
         rollback = decide(step, loss, self._record, self.guard, time.time())
         if dist.get_global_rank() == 0:
             request_rollback(self.run, rollback)
-        skipped = f" and leaves out the updates of steps {list(rollback.skipped)}" if rollback.skipped else ""
+        skipped = f" and skips the updates of steps {list(rollback.skipped)}" if rollback.skipped else ""
         raise RolledBackError(
-            f"the loss of step {step} is {loss:g}. Start the same command again: it goes back to a checkpoint of at "
+            f"the loss of step {step} is {loss:g}. Start the same command again: it rolls back to a checkpoint of at "
             f"most {rollback.limit} steps{skipped}"
         )
 
     def _list_samples(self, state: State, step: int, loss: float) -> None:
-        """List the samples of a step, and log their shards: the data may be the reason."""
+        """List the samples of a step and log their shards: the data may be the cause."""
         dataset = getattr(state.train_dataloader, "dataset", None)
-        if not isinstance(dataset, TextImageDataset):
+        if not isinstance(dataset, TrainingDataset):
             return
         samples = dataset.samples_of_step(step)
         rows = [
@@ -111,12 +110,12 @@ class LossGuard(Callback):
         )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
-        """The steps that are skipped, and the losses that the next ones are compared with, as text."""
+        """Return the skipped steps and the losses that later ones are compared with, as text."""
         before = list(self._before) if self.guard.spike_factor is not None else []
         return {"state": json.dumps({"skipped": sorted(self._skipped), "before": before})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with what a checkpoint holds."""
+        """Continue with the state of a checkpoint."""
         content = json.loads(state.get("state") or "{}")
         self._skipped.update(content.get("skipped", []))
         self._before.extend(content.get("before", []))

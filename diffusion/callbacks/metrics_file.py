@@ -1,4 +1,4 @@
-"""Numbers in a file that any tool reads, and the loss curve drawn from it."""
+"""The metrics file, which any tool reads, and the loss curve."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -9,54 +9,57 @@ from composer import Callback, Logger, State
 from composer.loggers import LoggerDestination
 from composer.utils import dist
 
-from diffusion.curves import Curve
 from diffusion.files import atomic_path
+from diffusion.reports.curves import Curve
 
 TRAIN_LOSS = "loss/train/total"
 
 _TAIL = 2**20
-"""Bytes at the end of a metrics file in which its last row is looked for."""
+"""Bytes at the end of a metrics file that are searched for its last row."""
 
 
 class MetricsFile(LoggerDestination):
     """Write metrics as JSON lines `{"step": 10, "loss/train/total": 0.3}`, on rank 0.
 
-    The row of the current step goes into checkpoints, so that a resumed run completes it.
+    The row of the current step is part of checkpoints, so that a resumed run completes it.
 
     Args:
-        path: the file; a resumed run continues it, without the rows of steps that are run again.
+        path: the file; a resumed run continues it, without the rows of the steps that it repeats.
 
     Attributes:
-        losses: in training and on held-out data, since the first step of the run, by the metric's name; on rank 0.
+        losses: in training and validation, since the first step of the run, by the name of the metric; on rank 0.
+        row: the numbers of the current step.
+        last_row: the last row that the file had before this start; empty for a new run.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.losses: dict[str, Curve] = {}
+        self.row: dict[str, float] = {}
+        self.last_row: dict[str, float] = {}
         self._step: float = 0
-        self._row: dict[str, float] = {}
         self._loaded = ""
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Drop rows after the checkpoint that is continued, and take up the row of its step."""
+        """Drop the rows after the checkpoint, and restore the row of its step."""
         if dist.get_global_rank() != 0:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._step = state.timestamp.batch.value
-        self.losses = {}
-        begun: list[dict[str, float]] = []
+        self.losses, self.row, self.last_row = {}, {}, {}
         with atomic_path(self.path) as partial, partial.open("w", encoding="utf-8") as file:
             for row in _rows(self.path):
+                self.last_row = row
                 if row["step"] < self._step:
                     file.write(json.dumps(row) + "\n")
                     self._add(row["step"], row)
                 elif row["step"] == self._step:
-                    begun.append(row)
+                    self.row |= row
         if self._loaded:
-            begun.append(json.loads(self._loaded))
+            self.row |= json.loads(self._loaded)
             self._loaded = ""
-        self._row = {name: value for row in begun for name, value in row.items() if name != "step"}
-        self._add(self._step, self._row)
+        self.row.pop("step", None)
+        self._add(self._step, self.row)
 
     def _add(self, step: float, row: Mapping[str, float]) -> None:
         for name, value in row.items():
@@ -70,42 +73,36 @@ class MetricsFile(LoggerDestination):
         if step != self._step:
             self.flush()
             self._step = step
-        row = {name: float(value.item() if hasattr(value, "item") else value) for name, value in metrics.items()}
-        self._row |= row
-        self._add(step, row)
+        numbers = {name: float(value) for name, value in metrics.items()}
+        self.row |= numbers
+        self._add(step, numbers)
 
     def state_dict(self) -> dict[str, Any]:
-        """The row of the current step, as text: one entry, whatever its metrics are."""
-        return {"row": json.dumps({"step": self._step, **self._row}) if self._row else ""}
+        """Return the row of the current step as text: one entry, whatever its metrics are."""
+        return {"row": json.dumps({"step": self._step, **self.row}) if self.row else ""}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep the row until training continues."""
         self._loaded = state.get("row", "")
 
-    def rows(self) -> Iterator[dict[str, float]]:
-        """All rows, read one at a time, with what was collected of the current step."""
-        yield from _rows(self.path)
-        if self._row:
-            yield {"step": self._step, **self._row}
-
     def flush(self) -> None:
-        """Append the row that was collected."""
-        if self._row:
+        """Append the row of the current step to the file."""
+        if self.row:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": self._step, **self._row}) + "\n")
-            self._row = {}
+                file.write(json.dumps({"step": self._step, **self.row}) + "\n")
+            self.row = {}
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Write the last row."""
         self.flush()
 
     def close(self, state: State, logger: Logger) -> None:
-        """Write the last row also when the run ends early."""
+        """Write the last row of a run that ends early."""
         self.flush()
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Rows of a metrics file, in order; a last line that was cut off is left out."""
+    """Read the rows of a metrics file in order, without a last line that was cut off."""
     return list(_rows(path))
 
 
@@ -121,7 +118,7 @@ def _rows(path: Path) -> Iterator[dict[str, float]]:
 
 
 def last_step(path: Path) -> float | None:
-    """The last step in a metrics file, read from its end; None if there is none."""
+    """Read the last step from the end of a metrics file; None for no file or an empty one."""
     if not path.is_file():
         return None
     with path.open("rb") as file:
@@ -136,13 +133,13 @@ def last_step(path: Path) -> float | None:
 
 
 def series(rows: list[dict[str, float]], name: str) -> tuple[list[float], list[float]]:
-    """Steps and values of one metric."""
+    """Return the steps and values of one metric."""
     pairs = [(row["step"], row[name]) for row in rows if name in row]
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
 def running_mean(values: list[float], window: int) -> list[float]:
-    """Mean of up to `window` values that end at each one."""
+    """Return the mean of the last `window` values at each value, of fewer at the beginning."""
     result, total = [], 0.0
     for i, value in enumerate(values):
         total += value - (values[i - window] if i >= window else 0.0)
@@ -151,40 +148,39 @@ def running_mean(values: list[float], window: int) -> list[float]:
 
 
 def draw_loss_curve(losses: Mapping[str, Curve], path: Path, title: str) -> None:
-    """Draw training loss (each step, or extremes where there are many, and a running mean) and held-out loss as a PNG.
+    """Draw the training loss (each step, or extremes of many, and a running mean) and the validation loss as a PNG.
 
     Args:
         losses: curves by the metric's name.
         path: the PNG.
         title: above it, with the number of values that are not finite.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from diffusion.reports.figures import COLOURS, save_png, subplots  # Imports matplotlib.
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
+    figure, axes = subplots(width=8, height=4.5)
     if training := losses.get(TRAIN_LOSS):
         steps, means = training.steps, training.means
         window = max(1, len(means) // 50)
-        axes.plot(steps, means, color="tab:blue", alpha=0.25, linewidth=0.8, label="training")
+        if window > 1:
+            axes.plot(steps, means, color=COLOURS[0], alpha=0.25, linewidth=0.8, label="training")
         if training.width > 1:
-            axes.fill_between(steps, *training.extremes, color="tab:blue", alpha=0.15, linewidth=0)
-        label = f"training, mean of {window * training.width}"
-        axes.plot(steps, running_mean(means, window), color="tab:blue", label=label)
-        if means:
+            axes.fill_between(steps, *training.extremes, color=COLOURS[0], alpha=0.15, linewidth=0)
+        averaged = window * training.width
+        label = f"training, mean of {averaged} steps" if averaged > 1 else "training"
+        axes.plot(steps, running_mean(means, window), color=COLOURS[0], label=label)
+        if len(means) >= 100:  # The few large losses at the beginning would flatten the rest.
             ordered = sorted(means)
             axes.set_ylim(0.9 * ordered[0], 1.1 * ordered[int(0.99 * (len(ordered) - 1))])
         if training.num_not_finite:
             title += f" (not finite: {training.num_not_finite:,} steps from step {training.first_not_finite:,.0f} on)"
     for name in sorted(losses.keys() - {TRAIN_LOSS}):
         label = name.removeprefix("metrics/").removesuffix("/loss")
-        axes.plot(losses[name].steps, losses[name].means, "o-", color="tab:orange", label=label)
+        axes.plot(losses[name].steps, losses[name].means, "o-", color=COLOURS[1], label=label)
     axes.set(xlabel="optimizer step", ylabel="loss", title=title)
     axes.grid(alpha=0.3)
     if losses:
         axes.legend()
-    figure.savefig(path, dpi=110)
+    save_png(figure, path)
 
 
 class LossCurve(Callback):

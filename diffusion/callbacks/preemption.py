@@ -1,4 +1,4 @@
-"""Leaving in time when the machine is taken away: a checkpoint, a marker file and an exit code of its own."""
+"""Pre-emption: a signal saves a checkpoint, writes a marker file and ends the run with an exit code of its own."""
 
 import atexit
 import functools
@@ -18,23 +18,23 @@ from composer.utils import dist
 from diffusion.callbacks.cost_meter import CostMeter
 from diffusion.callbacks.saving import SaveCheckpoints
 from diffusion.checkpointing.resume import PREEMPTED
+from diffusion.errors import PreemptedError
 from diffusion.files import write_json
 from diffusion.host_number import HostNumber
-from diffusion.launch import PreemptedError
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 _SPENT = 1
-"""What rank 0 tells the others when the budget is spent: less than any of the signals."""
+"""Rank 0's number for a spent budget: smaller than any signal, which comes first."""
 
 
 class LaggingMaximum:
-    """The largest of the ranks' numbers, known a step later, so that no rank waits for its device or for another one.
+    """The largest of the ranks' numbers, one step later, so that no rank waits for its device or for another rank.
 
-    All ranks call `start` and `finish` in turn, at the same places of their programs.
+    All ranks call `start` and `finish` alternately.
 
     Args:
-        device: where collectives take their tensors.
+        device: of the tensors of collectives.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,7 +43,7 @@ class LaggingMaximum:
         self._work: Any = None
 
     def start(self, number: int) -> None:
-        """Begin to compare the ranks' numbers."""
+        """Start to compare the ranks' numbers."""
         assert self._work is None, "the comparison before this one is not finished"
         self._number.fill_(number)
         self._work = torch.distributed.all_reduce(self._number, torch.distributed.ReduceOp.MAX, async_op=True)
@@ -52,7 +52,7 @@ class LaggingMaximum:
             self._result.start(self._number)
 
     def finish(self) -> int:
-        """The largest of the numbers of the last `start`; 0 if there is none that is unfinished."""
+        """Return the largest of the numbers of the last `start`; 0 without one."""
         if self._work is None:
             return 0
         if not self._number.is_cuda:
@@ -65,17 +65,17 @@ class LaggingMaximum:
 class SaveOnPreemption(Callback):
     """On SIGTERM or SIGUSR1 to any rank, save at the end of a step and end the run.
 
-    The handler only sets a flag. At each BATCH_CHECKPOINT the ranks begin to agree on it and read what they agreed on
-    a step ago, so that all save after the same step, at most two steps after the one in which the signal came. No
-    evaluation follows. In the last step it is ignored.
+    The handler only sets a flag. At each BATCH_CHECKPOINT the ranks start to exchange it and read the exchange of the
+    step before, so that all save after the same step, at most two steps after the signal. No evaluation follows. In the
+    last step a signal is ignored.
 
-    Schedulers send SIGTERM to every process of a job. Data workers would die of it, and the run with them before it has
-    saved, so they are forked with SIGTERM blocked; they end when the run does.
+    Schedulers send SIGTERM to every process of a job. It would end loader workers, and the run with them before it has
+    saved, so they are forked with SIGTERM blocked; they end with the run.
 
     Args:
         saver: writes the checkpoint; comes before this callback.
         folder: the run folder, for the marker.
-        meter: knows when the budget is spent, which ends the run in the same way, after a signal.
+        meter: knows when the budget is spent, which ends the run in the same way.
     """
 
     def __init__(self, saver: SaveCheckpoints, folder: Path, meter: CostMeter) -> None:
@@ -89,11 +89,11 @@ class SaveOnPreemption(Callback):
 
     @property
     def listens(self) -> bool:
-        """Whether signals are received at present."""
+        """Whether signals are handled at present."""
         return bool(self._handlers)
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Listen for signals, in place of Composer, which would exit at once; the run is not preempted any more."""
+        """Handle signals in place of Composer, which would exit at once, and remove the marker."""
         if threading.current_thread() is threading.main_thread():
             self._handlers = {number: signal.signal(number, self._receive) for number in SIGNALS}
             os.register_at_fork(after_in_child=functools.partial(_shield, weakref.ref(self)))
@@ -103,7 +103,7 @@ class SaveOnPreemption(Callback):
             self.marker.unlink(missing_ok=True)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Leave signals to who handled them before."""
+        """Restore the earlier signal handlers."""
         if self._agreement is not None:
             self._agreement.finish()
         for number, handler in self._handlers.items():
@@ -111,7 +111,7 @@ class SaveOnPreemption(Callback):
         self._handlers = {}
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        """Save and end the run if a rank was told to, or its budget is spent.
+        """Save and end the run after a signal to any rank, or when the budget is spent.
 
         Raises:
             PreemptedError: on all ranks: a signal came.
@@ -135,16 +135,16 @@ class SaveOnPreemption(Callback):
 
 
 def _shield(reference: "weakref.ref[SaveOnPreemption]") -> None:
-    """Block SIGTERM in a process that was forked while its parent listens."""
+    """Block SIGTERM in a process that was forked while its parent handles it."""
     callback = reference()
     if callback is not None and callback.listens:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
 def end_workers() -> None:
-    """End loader workers when the process ends: shielded from its SIGTERM, they would let it wait for ever."""
+    """End loader workers when the process ends: with SIGTERM blocked, it would wait for them forever."""
     workers = [child for child in multiprocessing.active_children() if child.daemon]
     if workers and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # Torch would tell of killed workers as of a failure.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # Torch reports killed workers as a failure.
     for worker in workers:
         worker.kill()

@@ -1,4 +1,4 @@
-"""Grids of images for fixed prompts and seeds, while training."""
+"""Grids of sampled images for fixed prompts and seeds, while training."""
 
 import contextlib
 import json
@@ -8,11 +8,13 @@ import numpy as np
 import torch
 from composer import Callback, Event, Logger, State
 from composer.utils import create_interval_scheduler, dist
+from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from diffusion.config.training import SamplesConfig
 from diffusion.ema.averaging import reshard
 from diffusion.ema.callbacks import LateStartEMA
+from diffusion.files import atomic_path
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.sampling import image_grid, to_pil
 
@@ -23,12 +25,12 @@ GRID_COLUMNS = 8
 class SampleGrids(Callback):
     """Generate one image per prompt at intervals and at the end, as PNG in the run folder and to the loggers.
 
-    The prompts are divided over the ranks. With an average of the weights, the average is sampled.
+    The prompts are divided among the ranks. With an average of the weights, the average is sampled.
 
     Args:
-        model: the model that is trained.
+        model: the model in training.
         config: prompts, interval and sampler.
-        folder: where the grids go, as `step-000100.png`.
+        folder: of the grids, `step-000100.png`.
         ema: the average, if there is one.
     """
 
@@ -38,9 +40,17 @@ class SampleGrids(Callback):
             config.interval, include_end_of_training=False, checkpoint_events=False
         )
         self._last_step = -1
+        self._is_first_batch = True
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        """Log the grid of the checkpoint's step again, which TensorBoard hides, before the first batch."""
+        step, is_first = state.timestamp.batch.value, self._is_first_batch
+        self._is_first_batch = False
+        if is_first and dist.get_global_rank() == 0 and self._path(step).is_file():
+            self._log([np.asarray(Image.open(self._path(step)).convert("RGB"))], step, logger)
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Sample at an interval in steps, samples or of the run."""
+        """Sample at an interval in steps, samples or fractions of the run."""
         if self._is_due(state, Event.BATCH_END):
             self._sample(state, logger)
 
@@ -50,8 +60,11 @@ class SampleGrids(Callback):
             self._sample(state, logger)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Sample at the end, unless that was just done."""
+        """Sample at the end, unless the last step was sampled."""
         self._sample(state, logger)
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:06d}.png"
 
     def _sample(self, state: State, logger: Logger) -> None:
         step = state.timestamp.batch.value
@@ -59,20 +72,23 @@ class SampleGrids(Callback):
             return
         self._last_step = step
         with self.ema.swapped_in(state) if self.ema is not None else contextlib.nullcontext(False) as is_average:
-            images = self._generate()
+            batch = self._generate()
             reshard(state.model)
         if dist.get_global_rank() != 0:
             return
-        pictures = to_pil(images)
+        images = to_pil(batch)
         self.folder.mkdir(parents=True, exist_ok=True)
-        grid = image_grid(pictures, min(len(pictures), GRID_COLUMNS))
-        grid.save(self.folder / f"step-{step:06d}.png", pnginfo=self._description(step, is_average))
-        arrays = [np.asarray(image) for image in pictures]
-        # As a table, wandb would ask its server for its version, and without a network hang.
-        logger.log_images(arrays, name="samples", channels_last=True, step=step, use_table=False)
+        grid = image_grid(images, min(len(images), GRID_COLUMNS))
+        with atomic_path(self._path(step), durable=False) as partial:
+            grid.save(partial, format="PNG", pnginfo=self._description(step, is_average))
+        self._log([np.asarray(image) for image in images], step, logger)
+
+    def _log(self, images: list[np.ndarray], step: int, logger: Logger) -> None:
+        # use_table=True would ask wandb's server for its version, and hang without a network.
+        logger.log_images(images, name="samples", channels_last=True, step=step, use_table=False)
 
     def _description(self, step: int, is_average: bool) -> PngInfo:
-        """What the image shows, stored in it: under `samples`, a dictionary as JSON."""
+        """Describe the grid in its file: under `samples`, a dictionary as JSON."""
         config = self.config
         text = PngInfo()
         description = {
@@ -87,7 +103,7 @@ class SampleGrids(Callback):
         return text
 
     def _generate(self) -> torch.Tensor:
-        """Images of all prompts, [P, 3, height, width] on the CPU; each rank makes its share, of equal size."""
+        """Generate the images of all prompts, [P, 3, height, width] on the CPU, in equal shares on the ranks."""
         prompts, world_size, rank = self.config.prompts, dist.get_world_size(), dist.get_global_rank()
         share = -(-len(prompts) // world_size)
         mine = [min(rank * share + i, len(prompts) - 1) for i in range(share)]

@@ -1,4 +1,4 @@
-"""Writing checkpoints: when, which stay, in the foreground or not, and what happens when one cannot be written."""
+"""Checkpoints of a run: when they are written, in the background or not, and which stay."""
 
 import concurrent.futures
 import datetime
@@ -36,27 +36,27 @@ STALL = "time/checkpoint_stall"
 """Metric: seconds for which a step waited for a checkpoint."""
 
 POLL_INTERVAL = 20
-"""Steps between two looks at a checkpoint that is written in the background."""
+"""Steps between two checks of a checkpoint that is written in the background."""
 
 WRITE_TIMEOUT = datetime.timedelta(hours=2)
-"""How long a rank waits for the others while a checkpoint is written or uploaded."""
+"""Timeout of a rank for the others while a checkpoint is written or uploaded."""
 
 
 class SaveCheckpoints(CheckpointSaver):
     """Write a checkpoint at intervals and at the end, and remove older ones, also those of earlier starts of the run.
 
-    A checkpoint that cannot be written ends the run: it would go on without being able to continue.
+    A checkpoint that cannot be written ends the run, which could not be resumed from there.
 
-    In the background, a step waits for a copy of the state in host memory only. The next save, a pre-emption and the
-    end of the run wait for the one before. The ranks of a write speak with each other over a group of their own, so
-    that it does not meet the collective operations of training.
+    In the background, a step waits only for a copy of the state in host memory. The next save, a pre-emption and the
+    end of the run wait for the one before. The ranks of a write communicate in a process group of their own, apart from
+    the collective operations of training.
 
     Args:
-        folder: the run's `checkpoints` folder; with `remote`, where checkpoints are until they are uploaded.
+        folder: the run's `checkpoints` folder; with `remote`, the folder of checkpoints until they are uploaded.
         interval: Composer time string.
-        newest: so many of the newest whole checkpoints stay; None keeps all.
-        every: the first checkpoint at or after each multiple of so many steps stays for ever.
-        remote: the store that checkpoints go to; None is `folder`.
+        newest: number of newest complete checkpoints to keep; None keeps all.
+        every: steps; the first checkpoint at or after each multiple is kept forever.
+        remote: the store of the checkpoints; None is `folder`.
         background: write while training goes on.
     """
 
@@ -79,7 +79,7 @@ class SaveCheckpoints(CheckpointSaver):
             save_interval=interval,
             overwrite=True,
         )
-        self.place, self.remote, self.background = folder, remote, background
+        self.local, self.remote, self.background = folder, remote, background
         self.newest, self.every = newest, every
         self._known_whole: set[Path] = set()
         self._group: Any = None
@@ -89,11 +89,11 @@ class SaveCheckpoints(CheckpointSaver):
 
     @property
     def last_saved(self) -> str | None:
-        """Path or URL of the checkpoint that was written last."""
+        """Path or URI of the checkpoint that was written last."""
         return self.saved_checkpoints[-1] if self.saved_checkpoints else None
 
     def state_dict(self) -> dict[str, object]:
-        """Nothing: which checkpoints there are is seen where they are."""
+        """Return nothing: the checkpoints are listed from their folder or store."""
         return {}
 
     def save(self, state: State, logger: Logger) -> None:
@@ -107,7 +107,7 @@ class SaveCheckpoints(CheckpointSaver):
         self._wait()
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        """Save at the interval; now and then see whether the checkpoint in the background has failed."""
+        """Save at the interval; from time to time, check whether the write in the background has failed."""
         super().batch_checkpoint(state, logger)
         if self._pending is not None and state.timestamp.batch.value % POLL_INTERVAL == 0:
             done = state.device.tensor_to_device(torch.tensor(int(self._pending.done()), dtype=torch.int32))
@@ -120,7 +120,7 @@ class SaveCheckpoints(CheckpointSaver):
         self._wait()
 
     def close(self, state: State, logger: Logger) -> None:
-        """Wait for a checkpoint in the background also when the run ends for another reason."""
+        """Wait for a write in the background also when the run ends for another reason."""
         if self._pending is not None:
             concurrent.futures.wait([self._pending])
             if (error := self._pending.exception()) is not None:
@@ -131,7 +131,7 @@ class SaveCheckpoints(CheckpointSaver):
         self._wait()
         is_sharded = state.fsdp_sharded_state_dict_enabled
         stem = f"ep{state.timestamp.epoch.value}-ba{state.timestamp.batch.value}"
-        path = self.place / (stem if is_sharded else f"{stem}.pt")
+        path = self.local / (stem if is_sharded else f"{stem}.pt")
         self.last_checkpoint_batch = state.timestamp.batch
         if self._group is None:
             self._group = torch.distributed.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
@@ -144,7 +144,7 @@ class SaveCheckpoints(CheckpointSaver):
         logger.log_metrics({STALL: time.perf_counter() - start})
 
     def _wait(self) -> None:
-        """Wait for the checkpoint that is being written; on all ranks.
+        """Wait for the write in the background; on all ranks.
 
         Raises:
             MachineError: it cannot be written.
@@ -154,7 +154,7 @@ class SaveCheckpoints(CheckpointSaver):
             agree(pending.result)
 
     def _make_room(self, path: Path) -> None:
-        """Remove a checkpoint of the same name, whose index would stand beside new shards until these are whole."""
+        """Remove a checkpoint of the same name: its index would be beside new shards until these are complete."""
         if dist.get_global_rank() != 0:
             return
         try:
@@ -164,7 +164,7 @@ class SaveCheckpoints(CheckpointSaver):
         except OSError as error:
             raise MachineError(f"checkpoint {path} cannot be written: {error.strerror}") from error
 
-    # What may happen in the background
+    # In the background, if asked for
 
     def _write(self, path: Path, content: dict[str, Any], is_sharded: bool) -> None:
         """Write, upload and prune; on all ranks.
@@ -173,23 +173,8 @@ class SaveCheckpoints(CheckpointSaver):
             MachineError: on all ranks: it cannot be written.
         """
         is_first = dist.get_global_rank() == 0
-
-        def write() -> None:
-            try:
-                if is_sharded:
-                    write_sharded(path, content, self._group)
-                elif is_first:
-                    write_file(path, content)
-            except (OSError, RuntimeError, CheckpointException) as error:
-                if (cause := _cause(error)) is None:
-                    raise
-                raise MachineError(
-                    f"checkpoint {path} cannot be written: {cause}. Make room (or mend the disk) and start the same "
-                    f"command again: it continues from {self._previous(path)}"
-                ) from error
-
         try:
-            self._together(write)
+            self._together(lambda: self._write_files(path, content, is_sharded))
             self._together(lambda: _check_written(path) if is_first else None)
         except MachineError:
             if is_first or (self.remote is not None and dist.get_local_rank() == 0):
@@ -200,8 +185,22 @@ class SaveCheckpoints(CheckpointSaver):
         if is_first:
             self._prune(path)
 
+    def _write_files(self, path: Path, content: dict[str, Any], is_sharded: bool) -> None:
+        try:
+            if is_sharded:
+                write_sharded(path, content, self._group)
+            elif dist.get_global_rank() == 0:
+                write_file(path, content)
+        except (OSError, RuntimeError, CheckpointException) as error:
+            if (cause := _cause(error)) is None:
+                raise
+            raise MachineError(
+                f"checkpoint {path} cannot be written: {cause}. Make room (or repair the disk) and start the same "
+                f"command again: it continues from {self._previous(path)}"
+            ) from error
+
     def _together(self, step: Callable[[], None]) -> None:
-        """Run a step on each rank and fail together; like `ranks.agree`, over the group of checkpoints."""
+        """Run a step on each rank and fail together, as `agree` does, in the process group of checkpoints."""
         report: str | None = "a rank failed otherwise; the traceback is in its log"
         reports: list[str | None] = [None] * dist.get_world_size()
         try:
@@ -215,37 +214,29 @@ class SaveCheckpoints(CheckpointSaver):
             raise MachineError(failures[0])
 
     def _upload(self, remote: RemoteCheckpoints, path: Path, is_sharded: bool) -> None:
-        """Upload what this rank has written, then the index, and remove the files here."""
+        """Upload the files of this rank, then the index, and remove the files here."""
         is_first = dist.get_global_rank() == 0
-
-        def explained(step: Callable[[], None]) -> Callable[[], None]:
-            def run() -> None:
-                try:
-                    step()
-                except MachineError as error:
-                    raise MachineError(
-                        f"checkpoint {remote.uri_of(path.name)} cannot be written: {error}. Its files are kept in "
-                        f"{path}: start the same command again when the store answers, and it uploads them and "
-                        "continues"
-                    ) from error
-
-            return run
-
         mine = sorted(file.name for file in path.glob(f"__{dist.get_global_rank()}_*")) if is_sharded else []
-        self._together(explained(lambda: remote.remove_named(path.name) if is_first else None))
-        self._together(explained(lambda: remote.upload_parts(path, mine)))
-        self._together(explained(lambda: remote.finish_upload(path) if is_first else None))
+        try:
+            self._together(lambda: remote.remove_named(path.name) if is_first else None)
+            self._together(lambda: remote.upload_parts(path, mine))
+            self._together(lambda: remote.finish_upload(path) if is_first else None)
+        except MachineError as error:
+            raise MachineError(
+                f"checkpoint {remote.uri_of(path.name)} cannot be written: {error}. Its files are kept in {path}: "
+                "start the same command again when the store answers, and it uploads them and continues"
+            ) from error
         if dist.get_local_rank() == 0:
             remove_copy(path)
 
     def _previous(self, path: Path) -> str:
         if self.remote is not None:
-            return f"the newest one in {self.remote.store.url}"
-        others = [other for other in list_checkpoints(self.place) if batch_of(other) < batch_of(path)]
+            return f"the newest one in {self.remote.uri}"
+        others = [other for other in list_checkpoints(self.local) if batch_of(other) < batch_of(path)]
         return str(others[-1]) if others else "the beginning"
 
     def _prune(self, path: Path) -> None:
-        """Remove what a new checkpoint supersedes."""
+        """Remove the checkpoints that a new one supersedes."""
         if self.remote is not None:
             self.saved_checkpoints.append(self.remote.uri_of(path.name))
             self._prune_remote(self.remote)
@@ -254,7 +245,7 @@ class SaveCheckpoints(CheckpointSaver):
         self.saved_checkpoints.append(str(path))
         if self.newest is None:
             return
-        present = list_checkpoints(self.place)
+        present = list_checkpoints(self.local)
         for old in superseded(present, newest=self.newest, every=self.every, is_whole=self._is_whole):
             log.info("removing %s", old)
             _remove(old)
@@ -283,13 +274,13 @@ class SaveCheckpoints(CheckpointSaver):
 
 
 def _take_device() -> None:
-    """Let a new thread use this rank's GPU; it would begin with the first one, and make a context there."""
+    """Let a new thread use this rank's GPU: by default it makes a context on the first one."""
     if torch.cuda.is_available():
         torch.cuda.set_device(dist.get_local_rank())
 
 
 def _collect(state: State, is_sharded: bool) -> dict[str, Any]:
-    """This rank's part of a checkpoint: what Composer would store."""
+    """Collect this rank's part of a checkpoint, as Composer does."""
     content = {"state": state.state_dict(), "rng": reproducibility.get_rng_state()}
     if dist.get_global_rank() == 0:
         return content
@@ -298,11 +289,11 @@ def _collect(state: State, is_sharded: bool) -> dict[str, Any]:
 
 def _check_written(path: Path) -> None:
     if damage := find_damage(path):
-        raise MachineError(f"checkpoint {path} is not what was written: {damage}. Check the disk")
+        raise MachineError(f"checkpoint {path} differs from what was written: {damage}. Check the disk")
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint, or what there is of it."""
+    """Remove a checkpoint, complete or not."""
     try:
         if path.exists():
             remove_checkpoint(path)
@@ -311,7 +302,7 @@ def _remove(path: Path) -> None:
 
 
 def _cause(error: BaseException | None) -> str | None:
-    """What the operating system said, if that is why a checkpoint could not be written."""
+    """Find the error of the operating system behind a failed write; None for another cause."""
     while error is not None:
         if isinstance(error, CheckpointException):
             return next((found for cause, _ in error.failures.values() if (found := _cause(cause))), None)

@@ -14,14 +14,14 @@ from diffusion.models.latent_diffusion import Batch, LatentDiffusion
 
 
 class StreamLosses(Callback):
-    """Log `loss/train/stream/NAME`: the mean loss of the samples of each stream since it was logged before.
+    """Log `loss/train/stream/NAME`: the mean loss of the samples of each stream over an interval.
 
-    Sums and counts stay on the device, where those of all ranks are added up at the end of each step. Checkpoints hold
-    them, so that a resumed run logs the same numbers on any number of ranks.
+    Sums and counts stay on the device, where those of all ranks are added at the end of each step. They are part of
+    checkpoints, so that a resumed run logs the same numbers on any number of ranks.
 
     Args:
-        model: whose losses are observed.
-        streams: names of the streams by their number.
+        model: the model in training.
+        streams: names of the streams in the order of their numbers.
         interval: steps between two logs.
     """
 
@@ -36,7 +36,7 @@ class StreamLosses(Callback):
         model.loss_observer = self._add
 
     def init(self, state: State, logger: Logger) -> None:
-        """Keep the sums where the model is."""
+        """Move the sums to the device."""
         self._sums, self._totals = map(state.device.tensor_to_device, (self._sums, self._totals))
 
     def _add(self, errors: Tensor, batch: Batch) -> None:
@@ -46,7 +46,7 @@ class StreamLosses(Callback):
         self._sums[1] += of_stream.sum(dim=1)
 
     def _by_stream(self) -> dict[str, list[float]]:
-        """Sum and count of all ranks."""
+        """Return sum and count of each stream over all ranks."""
         return dict(zip(self.streams, self._totals.T.tolist(), strict=True))
 
     def batch_end(self, state: State, logger: Logger) -> None:
@@ -61,11 +61,11 @@ class StreamLosses(Callback):
         logger.log_metrics(means)
 
     def state_dict(self) -> dict[str, Any]:
-        """Sums and counts as text: one entry, whatever the streams are; any rank may ask alone."""
+        """Return sums and counts as text: one entry for any streams, without a collective operation."""
         return {"sums": json.dumps(self._by_stream())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the sums."""
+        """Continue with the sums of a checkpoint."""
         totals = json.loads(state.get("sums", "{}"))
         sums = [totals.get(name, [0.0, 0.0]) for name in self.streams]
         self._totals = torch.tensor(sums, dtype=torch.float64, device=self._sums.device).T.contiguous()

@@ -1,9 +1,8 @@
-"""Checksums of the files of a sharded checkpoint, in `checksums.json` beside them."""
+"""Checksums (xxh64, hexadecimal) of the files of a sharded checkpoint, in `checksums.json` beside them."""
 
 import json
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from io import BufferedWriter, FileIO
 from pathlib import Path
 from typing import Any
@@ -12,24 +11,14 @@ import xxhash
 
 from diffusion.checkpointing.layout import CHECKSUMS
 from diffusion.errors import DataError
-from diffusion.files import write_atomically
+from diffusion.files import hash_file, write_json
 
-_BLOCK = 1 << 22
+_KIND = "xxh64"
 _NUM_THREADS = 8
 
 
-@dataclass(frozen=True)
-class Checksum:
-    """What a file was when it was written."""
-
-    xxh64: str
-    """Hexadecimal."""
-
-    num_bytes: int
-
-
 class HashingFile(BufferedWriter):
-    """A new file whose checksum is made of what is written to it, before the disk has seen it.
+    """A new file whose checksum is computed from what is written, before the disk has it.
 
     Args:
         path: the file, which is written from its beginning to its end.
@@ -38,42 +27,37 @@ class HashingFile(BufferedWriter):
     def __init__(self, path: Path) -> None:
         super().__init__(FileIO(path, "w"))
         self._digest = xxhash.xxh64()
-        self._num_bytes = 0
 
     def write(self, buffer: Any, /) -> int:
         """Write bytes."""
         self._digest.update(buffer)
-        written = super().write(buffer)
-        self._num_bytes += written
-        return written
+        return super().write(buffer)
 
     @property
-    def checksum(self) -> Checksum:
-        """Of everything so far."""
-        return Checksum(self._digest.hexdigest(), self._num_bytes)
+    def checksum(self) -> str:
+        """The checksum of the bytes so far."""
+        return self._digest.hexdigest()
 
 
-def checksum_of(content: bytes) -> Checksum:
-    """The checksum of bytes in memory."""
-    return Checksum(xxhash.xxh64(content).hexdigest(), len(content))
+def checksum_of(content: bytes) -> str:
+    """Compute the checksum of bytes in memory."""
+    return xxhash.xxh64(content).hexdigest()
 
 
-def write_checksums(folder: Path, checksums: dict[str, Checksum]) -> None:
-    """Store the checksums of a folder's files by name."""
-    content = {name: asdict(checksum) for name, checksum in sorted(checksums.items())}
-    write_atomically(folder / CHECKSUMS, json.dumps(content, indent=1).encode())
+def write_checksums(folder: Path, checksums: dict[str, str]) -> None:
+    """Write the checksums of a folder's files, by name."""
+    write_json(folder / CHECKSUMS, {name: {_KIND: checksum} for name, checksum in sorted(checksums.items())})
 
 
-def read_checksums(folder: Path) -> dict[str, Checksum] | None:
-    """Checksums by file name; None where none were written.
+def read_checksums(folder: Path) -> dict[str, str] | None:
+    """Read the checksums of a folder's files, by name; None where none were written.
 
     Raises:
         DataError: they are damaged.
     """
     path = folder / CHECKSUMS
     try:
-        content = json.loads(path.read_bytes())
-        return {str(name): Checksum(str(entry["xxh64"]), int(entry["num_bytes"])) for name, entry in content.items()}
+        return {str(name): str(entry[_KIND]) for name, entry in json.loads(path.read_bytes()).items()}
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -83,37 +67,29 @@ def read_checksums(folder: Path) -> dict[str, Checksum] | None:
 
 
 def check_checksums(folder: Path, files: Iterable[str]) -> None:
-    """Read files entirely and compare them with their checksums; without checksums, do nothing.
-
-    It takes as long as reading the files does: xxh64 is faster than disks are. Several files are read at once.
+    """Read files entirely, several at a time, and compare them with their checksums, if any were written.
 
     Args:
         folder: a sharded checkpoint.
         files: names of its files, each of which must have a checksum.
 
     Raises:
-        DataError: a file is not what was written.
+        DataError: a file has changed.
     """
     stored = read_checksums(folder)
     if stored is None:
         return
     names = sorted(set(files))
-    if without := [name for name in names if name not in stored]:
-        raise DataError(f"{folder / CHECKSUMS} has no checksum of {without[0]}")
-    with ThreadPoolExecutor(min(_NUM_THREADS, max(len(names), 1))) as pool:
-        found = pool.map(lambda name: _read_checksum(folder / name), names)
-        for name, checksum in zip(names, found, strict=True):
+    if missing := [name for name in names if name not in stored]:
+        raise DataError(f"{folder / CHECKSUMS} has no checksum of {missing[0]}")
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        for name, checksum in zip(names, pool.map(lambda name: _checksum_of_file(folder / name), names), strict=True):
             if checksum != stored[name]:
-                raise DataError(f"{folder / name} does not have its checksum: bytes of it have changed")
+                raise DataError(f"{folder / name} does not have its checksum: its bytes have changed")
 
 
-def _read_checksum(path: Path) -> Checksum:
-    digest, num_bytes = xxhash.xxh64(), 0
+def _checksum_of_file(path: Path) -> str:
     try:
-        with path.open("rb", buffering=0) as file:
-            while block := file.read(_BLOCK):
-                digest.update(block)
-                num_bytes += len(block)
+        return hash_file(path, _KIND)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    return Checksum(digest.hexdigest(), num_bytes)

@@ -251,7 +251,7 @@ def check_contents(checkpoint: Path, *, thoroughly: bool = True) -> None:
         DataError: it is damaged.
     """
     if not checkpoint.is_dir():
-        _check_file(checkpoint)
+        check_bytes(checkpoint)
         return
     entries = [entry for entry in read_entries(checkpoint) if not entry.is_tensor]
     for file in sorted({entry.file for entry in entries}):
@@ -261,12 +261,15 @@ def check_contents(checkpoint: Path, *, thoroughly: bool = True) -> None:
 
 
 def check_bytes(checkpoint: Path) -> None:
-    """Compare the files of a sharded checkpoint with their checksums.
+    """Compare a checkpoint with its checksums.
 
     Raises:
-        UnsafeCheckpointError: its index would run code.
-        DataError: a file has changed.
+        UnsafeCheckpointError: it would run code.
+        DataError: its bytes have changed.
     """
+    if not checkpoint.is_dir():
+        _check_file(checkpoint)
+        return
     check_checksums(checkpoint, {INDEX, *(entry.file for entry in read_entries(checkpoint))})
 
 
@@ -281,7 +284,7 @@ def _check_entries(path: Path, entries: list[StoredEntry]) -> None:
 
 
 def _check_file(path: Path) -> None:
-    """Compare a `.pt` checkpoint with the checksums in it, and look for code."""
+    """Compare a `.pt` checkpoint with the checksums in its archive, and look for code."""
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
@@ -440,10 +443,10 @@ def open_unet(checkpoint: Path, weights: str, *, is_checked: bool = False) -> St
         DataError: the checkpoint is damaged, or holds no such average.
     """
     if not is_checked:
-        check_bytes(checkpoint) if checkpoint.is_dir() else _check_file(checkpoint)
+        check_bytes(checkpoint)
     state = open_state(checkpoint)
     shapes = {key: tensor for key, tensor in state.entries.items() if tensor is not None}
-    stored = StoredWeights(place=f"checkpoint {checkpoint}", shapes=shapes, read=state.read)
+    stored = StoredWeights(source=f"checkpoint {checkpoint}", shapes=shapes, read=state.read)
     module = f"{_MODEL}module." if any(name.startswith(f"{_MODEL}module.") for name in shapes) else _MODEL
     raw = stored.below(module + _UNET)
     if weights == Weights.raw:

@@ -5,20 +5,28 @@ index when all files are there. So an incomplete checkpoint is recognised as in 
 downloaded.
 """
 
+import dataclasses
 import hashlib
 import logging
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from diffusion import storage
 from diffusion.checkpointing.layout import CHECKSUMS, INDEX, batch_of
-from diffusion.checkpointing.object_store import ObjectStore, StoredFile
 from diffusion.files import PARTIAL
+from diffusion.storage import Access, StoredFile
 
 log = logging.getLogger(__name__)
 
 READ_PATIENCE = 120.0
 """Seconds for which requests that fail are repeated when a checkpoint is only read."""
+
+FIRST_CONTACT = 20.0
+"""Seconds for which the start of a run repeats requests, at most: a wrong address is reported soon."""
+
+_PARALLEL_DOWNLOADS = 4
 
 _LAST = (CHECKSUMS, INDEX)
 """Files that are uploaded after all others, in this order."""
@@ -44,7 +52,7 @@ class RemoteCheckpoint:
     @property
     def identity(self) -> str:
         """A hash that changes with any of its files."""
-        versions = sorted((name, file.num_bytes, file.version) for name, file in self.files.items())
+        versions = sorted((name, file.size, file.version) for name, file in self.files.items())
         return hashlib.sha256(repr(versions).encode()).hexdigest()[:32]
 
     @property
@@ -59,17 +67,37 @@ class RemoteCheckpoints:
     Args:
         uri: `s3://bucket/prefix`.
         patience: seconds for which requests that fail are repeated.
-
-    Raises:
-        ConfigurationError: the URI is of another kind.
     """
 
     def __init__(self, uri: str, *, patience: float) -> None:
-        self.store = ObjectStore(uri, patience=patience)
+        self.uri = uri.rstrip("/")
+        self._access = Access(seconds=patience)
+        self._uploader: ThreadPoolExecutor | None = None
+        self._uploads: list[Future[None]] = []
 
     def uri_of(self, name: str) -> str:
-        """The URI of a checkpoint."""
-        return self.store.place(name)
+        """The URI of a checkpoint or of another file."""
+        return storage.join(self.uri, name)
+
+    def check_access(self) -> None:
+        """Write and remove a file, repeating requests for `FIRST_CONTACT` seconds at most.
+
+        Raises:
+            DataError: there is no such bucket.
+            MachineError: the store cannot be written.
+        """
+        probe = self.uri_of(".access")
+        seconds = min(self._access.seconds or FIRST_CONTACT, FIRST_CONTACT)
+        storage.write(probe, b"", dataclasses.replace(self._access, seconds=seconds))
+        storage.delete([probe], self._access)
+
+    def files(self) -> dict[str, StoredFile]:
+        """List all files by their names below the URI: those of checkpoints, and averages of weights.
+
+        Raises:
+            MachineError: the store cannot be read.
+        """
+        return storage.list_files(self.uri, self._access)
 
     def present(self) -> list[RemoteCheckpoint]:
         """List all of them, complete or not, oldest first.
@@ -78,7 +106,7 @@ class RemoteCheckpoints:
             MachineError: the store cannot be read.
         """
         found: dict[str, dict[str, StoredFile]] = {}
-        for file, stored in self.store.files().items():
+        for file, stored in self.files().items():
             name = file.partition("/")[0]
             if batch_of(Path(name)) >= 0:
                 found.setdefault(name, {})[file] = stored
@@ -100,7 +128,7 @@ class RemoteCheckpoints:
         names = sorted(path.name for path in local.iterdir()) if files is None else files
         for name in names:
             if name not in _LAST and not name.endswith(PARTIAL):
-                self.store.upload(local / name, f"{local.name}/{name}")
+                self.upload(local / name, f"{local.name}/{name}")
 
     def finish_upload(self, local: Path) -> None:
         """Upload the files that make a checkpoint complete, after uploads in the background have ended.
@@ -108,13 +136,13 @@ class RemoteCheckpoints:
         Raises:
             MachineError: the store cannot be written.
         """
-        self.store.await_uploads()
+        self.await_uploads()
         if not local.is_dir():
-            self.store.upload(local, local.name)
+            self.upload(local, local.name)
             return
         for name in _LAST:
             if (local / name).is_file():
-                self.store.upload(local / name, f"{local.name}/{name}")
+                self.upload(local / name, f"{local.name}/{name}")
 
     def remove(self, checkpoint: RemoteCheckpoint) -> None:
         """Remove a checkpoint, its index first: after an interruption the rest counts as half-written.
@@ -122,9 +150,10 @@ class RemoteCheckpoints:
         Raises:
             MachineError: the store cannot be written.
         """
-        index = f"{checkpoint.name}/{INDEX}"
-        self.store.remove([file for file in checkpoint.files if file == index])
-        self.store.remove([file for file in checkpoint.files if file != index])
+        index = self.uri_of(f"{checkpoint.name}/{INDEX}")
+        uris = [file.uri for file in checkpoint.files.values()]
+        storage.delete([uri for uri in uris if uri == index], self._access)
+        storage.delete([uri for uri in uris if uri != index], self._access)
 
     def remove_named(self, name: str) -> None:
         """Remove the files of a name."""
@@ -156,8 +185,39 @@ class RemoteCheckpoints:
         Raises:
             MachineError: the store cannot be read, or the disk not be written.
         """
-        for file in sorted(checkpoint.files, key=lambda file: file.endswith(f"/{INDEX}")):
-            local = folder / file
-            if not local.is_file() or local.stat().st_size != checkpoint.files[file].num_bytes:
-                self.store.download(file, local)
+        for name in sorted(checkpoint.files, key=lambda name: name.endswith(f"/{INDEX}")):
+            self.download_file(checkpoint.files[name], folder / name)
         return folder / checkpoint.name
+
+    # Single files
+
+    def download_file(self, file: StoredFile, path: Path) -> None:
+        """Download a file, unless one of its size is there.
+
+        Raises:
+            MachineError: the store cannot be read, or the disk not be written.
+        """
+        if not path.is_file() or path.stat().st_size != file.size:
+            storage.download(file.uri, path, size=file.size, parallel=_PARALLEL_DOWNLOADS, access=self._access)
+
+    def upload(self, path: Path, name: str) -> None:
+        """Upload a file.
+
+        Raises:
+            MachineError: the store cannot be written.
+        """
+        storage.upload(path, self.uri_of(name), self._access)
+
+    def upload_later(self, path: Path, name: str) -> None:
+        """Upload a file in the background, after those before it."""
+        self._uploader = self._uploader or ThreadPoolExecutor(1, thread_name_prefix="upload")
+        self._uploads.append(self._uploader.submit(self.upload, path, name))
+
+    def await_uploads(self) -> None:
+        """Wait for the uploads in the background.
+
+        Raises:
+            MachineError: a file cannot be uploaded.
+        """
+        for upload in list(self._uploads):
+            upload.result()

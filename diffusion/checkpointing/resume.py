@@ -62,17 +62,13 @@ def checkpoint_storage(config: Config, run: Path) -> CheckpointStorage:
     Args:
         config: the configuration of the run.
         run: its folder.
-
-    Raises:
-        ConfigurationError: it is a URI of another kind than `s3://`.
-        MachineError: the address of the store is not valid.
     """
     location = config.trainer.checkpoint_folder
     if location is None:
         return CheckpointStorage(run, run / "checkpoints", None)
     if "://" not in location:
         return CheckpointStorage(run, Path(location).expanduser(), None)
-    remote = RemoteCheckpoints(location, patience=config.trainer.store_patience)
+    remote = RemoteCheckpoints(location, patience=config.trainer.store_timeout)
     return CheckpointStorage(run, run / "uploads", remote)
 
 
@@ -166,7 +162,7 @@ def _log_resumption(checkpoint: object) -> None:
 
 
 def _find_remote(config: Config, storage: CheckpointStorage, remote: RemoteCheckpoints) -> str | None:
-    _on_first_rank(remote.store.check_access)
+    _on_first_rank(remote.check_access)
     if config.trainer.autoresume:
         _finish_upload(storage.folder, remote)
     found = _on_first_rank(lambda: _download_newest(config, storage, remote))
@@ -205,10 +201,10 @@ def _download_newest(config: Config, storage: CheckpointStorage, remote: RemoteC
     if newest is not None:
         _check_resumable(config, storage.downloads / newest.name, str(newest))
     elif present:
-        raise _none_is_whole(remote.store.url)
+        raise _none_is_whole(remote.uri)
     elif list_checkpoints(storage.run / "checkpoints"):
         raise ConfigurationError(
-            f"trainer.checkpoint_folder={remote.store.url} holds no checkpoint, but {storage.run / 'checkpoints'} "
+            f"trainer.checkpoint_folder={remote.uri} holds no checkpoint, but {storage.run / 'checkpoints'} "
             "does, and the run would begin anew. Copy them there, or set trainer.checkpoint_folder=null"
         )
     return newest

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from diffusion.checkpointing.checksums import Checksum, HashingFile, checksum_of, write_checksums
+from diffusion.checkpointing.checksums import HashingFile, checksum_of, write_checksums
 from diffusion.checkpointing.layout import INDEX
 from diffusion.files import atomic_path, write_atomically
 
@@ -109,7 +109,7 @@ class _HashingFileSystem(FileSystem):
     """Keeps the checksums of the files that it writes."""
 
     def __init__(self) -> None:
-        self.checksums: dict[str, Checksum] = {}
+        self.checksums: dict[str, str] = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:  # pyright: ignore

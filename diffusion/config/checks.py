@@ -59,13 +59,13 @@ def check(config: Config, *, world_size: int, vae_factor: int | None = None) -> 
         ConfigurationError: lists all problems.
     """
     problems = list(section_problems(config))
-    if not problems:
-        for part in (_folders, _tasks, _averages, _schedule):
-            problems += part(config)
-        problems += _latent_sizes(config, vae_factor)
+    sections_are_right = not problems
+    problems += [*_folders(config), *_tasks(config)]
+    if sections_are_right:
+        problems += [*_schedule(config), *_averages(config), *_latent_sizes(config, vae_factor)]
         problems += _ranks(config, world_size)
-        if not problems:
-            problems += _cuda_graphs(config, world_size)
+    if not problems:
+        problems += _cuda_graphs(config, world_size)
     raise_all(ConfigurationError, problems)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from diffusion.config.quantities import TIME_UNITS, parse_time
-from diffusion.errors import ConfigurationError
+from diffusion.errors import ConfigurationError, raise_all
 
 MAX_SEED = 2**32 - 1
 
@@ -148,6 +148,15 @@ def section_problems(section: Any, key: str = "") -> Iterator[str]:
     yield from own
     if not own and hasattr(section, "problems"):
         yield from section.problems(key)
+
+
+def check_sections(config: Any) -> None:
+    """Check a configuration section by section.
+
+    Raises:
+        ConfigurationError: lists all problems.
+    """
+    raise_all(ConfigurationError, list(section_problems(config)))
 
 
 def _elements(key: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -31,8 +31,8 @@ __all__ = [
     "dump",
     "from_dict",
     "load",
+    "load_complete",
     "load_config",
-    "missing_error",
     "missing_keys",
     "read_yaml",
     "to_dict",
@@ -41,8 +41,13 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-RENAMED: dict[str, str] = {}
-"""Former names of keys and their names today, within the same section. They are read until 0.3."""
+RENAMED = {  # until 0.3
+    "operations.supervision.check_patience": "operations.supervision.check_timeout",
+    "operations.supervision.data_patience": "operations.supervision.data_timeout",
+    "operations.supervision.pause_patience": "operations.supervision.pause_timeout",
+    "trainer.store_patience": "trainer.store_timeout",
+}
+"""Former names of keys, which are still read, and their names today in the same section."""
 
 Schema = TypeVar("Schema")
 
@@ -50,23 +55,36 @@ Schema = TypeVar("Schema")
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), *, may_miss: Callable[[str], bool] = lambda key: False
 ) -> Config:
-    """Load the configuration of a run.
+    """Load the configuration of a run; arguments and errors as in `load_complete`."""
+    return load_complete(Config, path, overrides, may_miss=may_miss)
+
+
+def load_complete(
+    schema: type[Schema],
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    may_miss: Callable[[str], bool] = lambda key: False,
+) -> Schema:
+    """Load a YAML file into a dataclass that has all values.
 
     Args:
-        path: a YAML file; `extends: other.yaml` in it names a base file, relative to itself.
-        overrides: `key.sub=value` strings, applied in order after the files.
+        schema: a dataclass as in `load`.
+        path: a YAML file.
+        overrides: `key.sub=value` strings.
         may_miss: whether a key may remain without a value (`???`).
-
-    Returns:
-        The configuration; missing values are the text `???`.
 
     Raises:
         ConfigurationError: a file or an override is wrong, or a value is missing.
     """
-    config = load(Config, path, overrides)
+    config = load(schema, path, overrides)
     missing = {key: doc for key, doc in missing_keys(config).items() if not may_miss(key)}
     if missing:
-        raise missing_error(missing, str(path))
+        listed = "; ".join(f"{key} ({doc.rstrip('.')})" if doc else key for key, doc in missing.items())
+        raise ConfigurationError(
+            f"Missing in {path}: {listed}. Set a value in the file, or on the command line as in "
+            f"{next(iter(missing))}=VALUE."
+        )
     return config
 
 
@@ -75,8 +93,8 @@ def load(schema: type[Schema], path: str | Path, overrides: Sequence[str] = ()) 
 
     Args:
         schema: a dataclass whose fields are scalars, enums, dataclasses, and lists and dictionaries of them.
-        path: a YAML file, with `extends` as in `load_config`.
-        overrides: `key.sub=value` strings.
+        path: a YAML file; `extends: other.yaml` in it names a base file, relative to itself.
+        overrides: `key.sub=value` strings, applied in order after the files.
 
     Raises:
         ConfigurationError: a file or an override is wrong.
@@ -127,32 +145,16 @@ def missing_keys(config: Any) -> dict[str, str]:
     return {key: key_doc(type(config), key) for key in keys}
 
 
-def missing_error(missing: dict[str, str], where: str) -> ConfigurationError:
-    """Build the error about missing values.
-
-    Args:
-        missing: result of `missing_keys`.
-        where: the file that was loaded.
-    """
-    listed = "; ".join(f"{key} ({doc.rstrip('.')})" if doc else key for key, doc in missing.items())
-    return ConfigurationError(
-        f"Missing in {where}: {listed}. Set a value in the file, or on the command line as in "
-        f"{next(iter(missing))}=VALUE."
-    )
-
-
 def _missing(value: Any, key: str) -> Iterator[str]:
+    children: dict[Any, Any] = {}
     if isinstance(value, str) and value == MISSING:
         yield key
     elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from _missing(getattr(value, field.name), f"{key}.{field.name}".lstrip("."))
-    elif isinstance(value, dict):
-        for name, child in value.items():
-            yield from _missing(child, f"{key}.{name}")
-    elif isinstance(value, list):
-        for index, child in enumerate(value):
-            yield from _missing(child, f"{key}.{index}")
+        children = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif isinstance(value, dict | list):
+        children = value if isinstance(value, dict) else dict(enumerate(value))
+    for name, child in children.items():
+        yield from _missing(child, _join(key, name))
 
 
 def _plain(value: Any) -> Any:
@@ -180,6 +182,9 @@ def _merge(schema: type[Schema], sources: Sequence[Source]) -> Schema:
             raise ConfigurationError(f"{source.name} is nested too deeply, or refers to itself.") from None
     result = merger.build_section(config, schema, "", sources)
     raise_all(ConfigurationError, merger.problems)
+    if merger.renamed:
+        listed = ", ".join(f"{old} (now {RENAMED[old]})" for old in dict.fromkeys(merger.renamed))
+        log.warning("%s: keys with former names, which are read until 0.3: %s", sources[-1].name, listed)
     return result
 
 
@@ -189,6 +194,7 @@ class _Merger:
     def __init__(self, schema: type):
         self.schema = schema
         self.problems: list[str] = []
+        self.renamed: list[str] = []
 
     def merge_section(self, section: Any, kind: type, values: dict[str, Any], key: str, source: Source) -> None:
         """Set the values of a section, which is at `key`."""
@@ -196,7 +202,7 @@ class _Merger:
         for name, value in values.items():
             child_key = _join(key, name)
             if child_key in RENAMED:
-                log.warning("%s (%s) is now %s.", child_key, source.where(child_key), RENAMED[child_key])
+                self.renamed.append(child_key)
                 name = RENAMED[child_key].rpartition(".")[2]
             if name in types:
                 self.merge_value(section, name, types[name], value, child_key, source)
@@ -208,31 +214,30 @@ class _Merger:
         kind, _ = split_optional(annotation)
         origin = get_origin(kind) or kind
         present = _container(parent, name)
+        if isinstance(value, dict) and (isinstance(present, ListConfig) or origin is list):
+            self.merge_elements(present or [], kind, value, key, source)
+            return
         try:
-            if isinstance(value, dict) and (isinstance(present, ListConfig) or origin is list):
-                self.merge_elements(present or [], kind, value, key, source)
-            elif isinstance(value, dict) and dataclasses.is_dataclass(origin):
-                if present is None:
-                    parent[name] = origin
-                self.merge_section(parent[name], origin, value, key, source)  # type: ignore[arg-type]
-            elif isinstance(value, dict) and origin in (dict, Any):
-                if present is None:
-                    parent[name] = {}
-                for child_name, child in value.items():
-                    self.merge_value(
-                        parent[name], child_name, element_type(kind), child, _join(key, child_name), source
-                    )
-            elif isinstance(value, list) and origin in (list, Any):
+            if isinstance(value, list):
                 parent[name] = [MISSING] * len(value)
-                for index, child in enumerate(value):
-                    self.merge_value(parent[name], index, element_type(kind), child, _join(key, index), source)
-            else:
+            elif not isinstance(value, dict):
                 parent[name] = _scalar(origin, value, key, source)
+            elif present is None:
+                parent[name] = origin if dataclasses.is_dataclass(origin) else {}
         except (OmegaConfBaseException, TypeError, ValueError) as error:
             if isinstance(value, str) and "${" in value:
                 self.problems.append(_unresolved(key, value, source.where(key), error))
             else:
                 self.problems.append(_wrong_type(annotation, value, key, source))
+            return
+        if isinstance(value, list):
+            for index, child in enumerate(value):
+                self.merge_value(parent[name], index, element_type(kind), child, _join(key, index), source)
+        elif isinstance(value, dict) and dataclasses.is_dataclass(origin):
+            self.merge_section(parent[name], origin, value, key, source)  # type: ignore[arg-type]
+        elif isinstance(value, dict):
+            for child_name, child in value.items():
+                self.merge_value(parent[name], child_name, element_type(kind), child, _join(key, child_name), source)
 
     def merge_elements(self, elements: Any, kind: Any, values: dict[str, Any], key: str, source: Source) -> None:
         """Set elements of a list that are addressed by their numbers."""

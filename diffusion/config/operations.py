@@ -46,11 +46,11 @@ class SupervisionConfig:
     hang_factor: float = bounded(10.0, above=0)
     """The timeout as a multiple of the median step; the longer of both counts."""
 
-    data_patience: float = bounded(1800.0, above=0)
+    data_timeout: float = bounded(1800.0, above=0)
     """Timeout in seconds while the slowest rank waits for its batch; an event reports the wait after the timeout of a
     step."""
 
-    pause_patience: float = bounded(3600.0, above=0)
+    pause_timeout: float = bounded(3600.0, above=0)
     """Timeout in seconds while the slowest rank starts, compiles, evaluates, saves, ends, or is in its first steps."""
 
     max_restarts: int = bounded(10, min=0)
@@ -65,7 +65,7 @@ class SupervisionConfig:
     continue_preempted: bool = True
     """Restart immediately after an unexpected exit code 75; false: the supervisor ends, too."""
 
-    check_patience: float | None = bounded(120.0, above=0)
+    check_timeout: float | None = bounded(120.0, above=0)
     """Timeout in seconds of the check of the machines before each start; null: no check."""
 
     webhook_variable: str | None = None

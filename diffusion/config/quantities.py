@@ -1,4 +1,4 @@
-"""Times and sizes as they are written in a configuration: `550000ba`, `0.94dur`, `500gb`."""
+"""Times and sizes in a configuration: `550000ba`, `0.94dur`, `500gb`."""
 
 import re
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Time:
     """A point in a run, or a length of it."""
 
     value: float
-    """How many of the unit: a whole number, for `dur` a fraction in [0, 1]."""
+    """Number of units: a whole number, or for `dur` a fraction in [0, 1]."""
 
     unit: str
     """One of `TIME_UNITS`."""
@@ -29,7 +29,7 @@ class Time:
             global_batch_size: samples of one optimizer step.
 
         Returns:
-            The number of optimizer steps; None for epochs, whose length only the data knows.
+            The number of optimizer steps; None for epochs, whose length depends on the data.
         """
         if self.unit == "ba":
             return self.value
@@ -41,11 +41,11 @@ class Time:
 
 
 def parse_time(text: str, key: str) -> Time:
-    """Read one of Composer's time strings.
+    """Parse a time string of Composer.
 
     Args:
         text: a number and one of `TIME_UNITS`, such as `10ba`.
-        key: where it was written, for the message.
+        key: key of the configuration, for the message.
 
     Raises:
         ConfigurationError: the text is not such a time.
@@ -53,21 +53,21 @@ def parse_time(text: str, key: str) -> Time:
     match = _NUMBER_AND_UNIT.fullmatch(text)
     if match is None or match[2].lower() not in TIME_UNITS:
         units = ", ".join(f"{unit} ({meaning})" for unit, meaning in TIME_UNITS.items())
-        raise ConfigurationError(f"{key} is '{text}', which is not a time: write a number and a unit: {units}.")
+        raise ConfigurationError(f"{key} is '{text}', but must be a number and a unit: {units}.")
     value, unit = float(match[1]), match[2].lower()
     if unit == "dur" and value > 1:
-        raise ConfigurationError(f"{key} is '{text}': a fraction of the run lies between 0dur and 1dur.")
+        raise ConfigurationError(f"{key} is '{text}', but must be between 0dur and 1dur.")
     if unit != "dur" and "." in match[1]:
-        raise ConfigurationError(f"{key} is '{text}': write a whole number of {TIME_UNITS[unit]}.")
+        raise ConfigurationError(f"{key} is '{text}', but must be a whole number of {TIME_UNITS[unit]}.")
     return Time(value, unit)
 
 
 def parse_size(text: str, key: str) -> int:
-    """Read a number of bytes such as `500gb` (1 gb is 2^30 bytes, as in Streaming).
+    """Parse a size such as `500gb` (1 gb is 2^30 bytes, as in Streaming) into bytes.
 
     Args:
         text: a number and one of `SIZE_UNITS`, or a number of bytes.
-        key: where it was written, for the message.
+        key: key of the configuration, for the message.
 
     Raises:
         ConfigurationError: the text is not such a size.
@@ -75,6 +75,6 @@ def parse_size(text: str, key: str) -> int:
     match = _NUMBER_AND_UNIT.fullmatch(text if not text.strip().isdigit() else f"{text.strip()}b")
     if match is None or match[2].lower() not in SIZE_UNITS:
         raise ConfigurationError(
-            f"{key} is '{text}', which is not a size: write a number and a unit ({', '.join(SIZE_UNITS)}), as in 500gb."
+            f"{key} is '{text}', but must be a number and a unit ({', '.join(SIZE_UNITS)}), as in 500gb."
         )
     return int(float(match[1]) * SIZE_UNITS[match[2].lower()])

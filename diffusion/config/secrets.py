@@ -1,4 +1,4 @@
-"""What must not leave a configuration: passwords, keys and tokens, and addresses that hold them."""
+"""Redaction of secrets in configurations and command lines: passwords, keys, tokens, and URLs with them."""
 
 import os
 import re
@@ -8,47 +8,47 @@ from typing import Any
 from diffusion.config.loading import dump, to_dict
 
 HIDDEN = "***"
-"""In place of a secret."""
+"""Replaces a secret."""
 
 _SECRET_NAME = re.compile(
     r"(^|_)(password|passwd|passphrase|secret|token|credentials?|authorization|"
     r"(api|access|secret|private|account|sas)_?key(_id)?)$"
 )
-"""Names of keys and environment variables whose values are secrets: `hf_token`, but not `token_ids`."""
+"""Names of keys and environment variables with secret values: `hf_token`, but not `token_ids`."""
 
 _KNOWN_SHAPES = re.compile(
     r"\b(AKIA|ASIA)[0-9A-Z]{16}\b|\bhf_[A-Za-z0-9]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}"
     r"|\bsk-[A-Za-z0-9_-]{20,}|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*"
 )
-"""Keys that are known by how they look: of AWS, Hugging Face, GitHub, OpenAI, and private keys."""
+"""Formats of the keys of AWS, Hugging Face, GitHub and OpenAI, and of private keys."""
 
 _USER_IN_URL = re.compile(r"(?<=://)[^/\s@]+@")
 _SIGNATURE_IN_URL = re.compile(r"(?i)(?<=[?&])([\w-]*(?:signature|token|key|secret|password|credential|sig)=)[^&\s#]+")
 _WORD_BREAK = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[-. ]")
 _MIN_LENGTH = 8
-"""Shorter values of environment variables are not looked for: they are words that occur by chance."""
+"""Shorter values of environment variables are not redacted, since they may be common words."""
 
 
 def redact(value: Any, environment: Mapping[str, str] | None = None) -> Any:
-    """Hide what is secret in plain containers: by name, by shape, in addresses, and values of secret variables.
+    """Redact secrets in plain containers: by name, by format, in URLs, and values of secret variables.
 
     Args:
         value: dictionaries, lists and scalars.
-        environment: where the values of secret variables come from; None is the process's own.
+        environment: environment variables; None: those of the process.
 
     Returns:
-        A copy in which `***` stands for each secret.
+        A copy with `***` for each secret.
     """
     return _redact(value, _secrets(os.environ if environment is None else environment))
 
 
 def to_public_yaml(config: Any) -> str:
-    """Write a configuration as YAML for files that others may read: as `to_yaml`, without secrets."""
+    """Write a configuration as YAML without secrets, for files that others may read."""
     return dump(redact(to_dict(config)))
 
 
 def redact_arguments(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
-    """Hide what is secret in a command line, of which `key.sub=value` and `--option value` are understood."""
+    """Redact secrets in a command line with `key.sub=value` and `--option value`."""
     result: list[str] = []
     hides_next = False
     for argument in arguments:
@@ -65,7 +65,7 @@ def redact_arguments(arguments: Sequence[str], environment: Mapping[str, str] | 
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a key or an environment variable of this name holds a secret."""
+    """Whether the value of a key or environment variable of this name is a secret."""
     return _SECRET_NAME.search(_WORD_BREAK.sub("_", name).lower()) is not None
 
 
@@ -93,7 +93,7 @@ def _redact(value: Any, secrets: Sequence[str]) -> Any:
 
 
 def _hide_nested(argument: str) -> str:
-    """Hide secrets in a value that is a YAML mapping on one line, as in `{api_key: x}`."""
+    """Redact secrets in a YAML mapping on one line, as in `{api_key: x}`."""
 
     def hide(match: re.Match[str]) -> str:
         return match["head"] + HIDDEN if is_secret_name(match["name"]) else match[0]

@@ -60,7 +60,7 @@ for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(_tag, re.compile(_text), list("-+0123456789."))
 
 
-def dump(values: dict[str, Any]) -> str:
+def dump(values: Any) -> str:
     """Write plain containers as YAML that `read_yaml` reads back to the same values."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
@@ -87,15 +87,8 @@ class Source:
         return node.value if isinstance(node, yaml.ScalarNode) else None
 
     def holds(self, key: str) -> bool:
-        """Whether a dotted key is in this source."""
-        values: Any = self.values
-        for part in key.split("."):
-            if isinstance(values, list):
-                values = dict(zip(map(str, range(len(values))), values, strict=True))
-            if not (isinstance(values, dict) and part in values):
-                return False
-            values = values[part]
-        return True
+        """Whether a dotted key is in this source; without text, it may be."""
+        return not self.text or self._find(key)[0] is not None
 
     def where(self, key: str) -> str:
         """Name the file and the line of a dotted key, or the command line."""
@@ -195,7 +188,7 @@ def read_override(override: str) -> list[Source]:
         return [Source(COMMAND_LINE, _nested(key, value), text, prefix=key)]
     if not isinstance(value, dict):
         raise ConfigurationError(f"'{override}' ({COMMAND_LINE}) is not of the form {OVERRIDES}={{key.sub: value}}.")
-    return [Source(COMMAND_LINE, _nested(one, child)) for one, child in value.items()]
+    return [Source(COMMAND_LINE, _nested(one, child), dump(child), prefix=one) for one, child in value.items()]
 
 
 def _nested(key: str, value: Any) -> dict[str, Any]:

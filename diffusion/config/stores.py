@@ -1,30 +1,27 @@
-"""Places that a configuration names: a folder, or a prefix of a bucket in an object store."""
+"""Locations of checkpoints: a folder, or a prefix of a bucket in an S3 store."""
 
 from urllib.parse import urlsplit
 
 SCHEME = "s3"
 
 
-def is_store(place: str) -> bool:
-    """Whether a place is in an object store that is supported."""
-    return place.startswith(f"{SCHEME}://")
+def is_store(location: str) -> bool:
+    """Whether a location is in an S3 store."""
+    return location.startswith(f"{SCHEME}://")
 
 
-def url_problem(place: str, key: str) -> str | None:
-    """Why a place that a configuration names can be neither a folder nor in a store; None if it can.
+def url_problem(location: str, key: str) -> str | None:
+    """Describe why a location is neither a folder nor in an S3 store; None if it is one of them.
 
     Args:
-        place: path or URL.
+        location: path or URI.
         key: key of the configuration, for the message.
     """
-    if "://" not in place:
+    if "://" not in location:
         return None
-    if not is_store(place):
-        scheme = place.partition("://")[0]
+    if not is_store(location):
         return (
-            f"{key} is '{place}', but {scheme}:// is not supported: give a folder, or s3://bucket/prefix (a store that "
-            "speaks S3 is reached by S3_ENDPOINT_URL)."
+            f"{key} is '{location}', but must be a folder or s3://bucket/prefix. S3_ENDPOINT_URL is the address of "
+            "other stores with the S3 protocol."
         )
-    if not urlsplit(place).netloc:
-        return f"{key} is '{place}', which names no bucket: give s3://bucket/prefix."
-    return None
+    return None if urlsplit(location).netloc else f"{key} is '{location}', which names no bucket: s3://bucket/prefix."

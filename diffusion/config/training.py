@@ -143,7 +143,7 @@ class TrainerConfig:
     async_checkpoints: bool = False
     """Write and upload checkpoints during training; needs host memory for a copy of the rank's state."""
 
-    store_patience: float = bounded(300.0, above=0)
+    store_timeout: float = bounded(300.0, above=0)
     """Seconds of attempts to reach an object store before the run ends; at most 20 at the start of the run."""
 
     keep_checkpoints: int = -1
@@ -163,7 +163,7 @@ class TrainerConfig:
     compiles at every new size of images."""
 
     progress_bar: bool = True
-    """Show progress on rank 0."""
+    """Show progress on rank 0: a bar in a terminal, elsewhere a line each half minute."""
 
     def problems(self, key: str) -> Iterator[str]:
         """Describe wrong relations."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from diffusion.datasets.batch import BatchKey, Entry
-from diffusion.datasets.streams import Sample
+from diffusion.datasets.dataset import Sample
 from diffusion.errors import DataError
 
 SHAPED = frozenset({BatchKey.IMAGE, BatchKey.LATENT_MEAN, BatchKey.LATENT_LOGVAR})

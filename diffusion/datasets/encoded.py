@@ -5,10 +5,10 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 from diffusion.config.data import ImageSize
-from diffusion.datasets.locations import find_manifest
-from diffusion.datasets.stores import Store
+from diffusion.datasets.streams import find_manifest
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
+from diffusion.storage import Access
 
 VERSION = 1
 ENCODED = "encoded"
@@ -99,9 +99,9 @@ class EncodedManifest:
         return cls(**content)
 
 
-def read_encoded_manifest(source: str, store: Store | None = None) -> EncodedManifest | None:
+def read_encoded_manifest(source: str, access: Access | None = None) -> EncodedManifest | None:
     """Read the manifest of an encoded stream, from beside or above its folder or URL; None where there is none."""
-    content = find_manifest(source, store)
+    content = find_manifest(source, access)
     return None if content is None else EncodedManifest.from_json(content, source)
 
 

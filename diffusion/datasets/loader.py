@@ -1,13 +1,21 @@
-"""Loaders: the global order of training, cut into the batches of one rank; and held-out data by index."""
+"""Loaders: the batches of this rank in the global order of training, and validation data by index.
+
+Shape letters: R ranks, B samples of a batch on one rank.
+"""
 
 import logging
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
-from streaming.base.world import World
-from torch.utils.data import DataLoader
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
 
+from diffusion import distributed
 from diffusion.config.data import (
     DataConfig,
     ImageSize,
@@ -18,15 +26,17 @@ from diffusion.config.data import (
     ValidationConfig,
     image_sizes,
 )
-from diffusion.datasets.batching import OrderSettings
+from diffusion.config.quantities import parse_size
+from diffusion.datasets.batch import BatchKey
+from diffusion.datasets.cache import Downloads
 from diffusion.datasets.collation import CollateGroups, collate
+from diffusion.datasets.dataset import Sample, TextImageDataset, Tokenize, TrainingDataset, TrainingSteps
 from diffusion.datasets.encoded import ENCODED, EncodedManifest, check_encoded
-from diffusion.datasets.fetching import Downloads
-from diffusion.datasets.held_out import HeldOutBatches, HeldOutData
-from diffusion.datasets.locations import StreamLocation, check_location, find_manifest, locate_streams
-from diffusion.datasets.streams import TextImageDataset, Tokenize
+from diffusion.datasets.sample_order import OrderSettings
+from diffusion.datasets.streams import StreamLocation, check_location, find_manifest, locate_streams
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
+from diffusion.randomness import sample_address
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +70,7 @@ def train_loader(
     """Build the loader of training data for this rank.
 
     The samples of each global batch are a function of configuration, data and seed, whatever the world size and the
-    number of workers. The world is Streaming's: RANK, WORLD_SIZE and LOCAL_WORLD_SIZE in the environment.
+    number of workers. Rank and world size are those of the environment (`diffusion.distributed`).
 
     Args:
         config: the configuration's section `data`.
@@ -79,7 +89,7 @@ def train_loader(
             the ranks cannot share a batch.
         DataError: streams that are missing, damaged or not what the configuration says.
     """
-    num_ranks = World.detect().num_ranks
+    rank, num_ranks = distributed.rank(), distributed.world_size()
     # `diffusion.config.checks` has the messages about these.
     assert config.global_batch_size == rank_batch_size * num_ranks, (
         config.global_batch_size,
@@ -87,31 +97,30 @@ def train_loader(
         num_ranks,
     )
     sizes = image_sizes(config.streams, config.resolution)
-    dataset = TextImageDataset(
+    dataset = TrainingDataset(
         locations=check_training_streams(config, with_logvar=with_logvar),
+        order=order_settings(config, seed),
+        rank=rank,
+        num_ranks=num_ranks,
+        predownload=config.predownload,
         representation=config.representation,
         transforms=[
             ImageTransform(size=size, crop=config.crop, horizontal_flip=config.horizontal_flip, seed=seed)
             for size in sizes
         ],
         tokenize=tokenize if config.representation == Representation.images else None,
-        seed=seed,
         with_logvar=with_logvar,
         with_text_embeddings=config.text_embeddings,
         choose_caption=True,
-        batch_size=rank_batch_size,
-        order=order_settings(config, seed),
-        num_canonical_nodes=config.num_canonical_nodes,
-        predownload=config.predownload,
-        cache_limit=config.cache_limit,
         downloads=_downloads(config),
+        cache_limit=None if config.cache_limit is None else parse_size(config.cache_limit, "data.cache_limit"),
     )
     collate_fn = collate
     if config.mixing is Mixing.groups and len(set(sizes)) > 1:
         assert config.group_size is not None
         collate_fn = CollateGroups(config.group_size)
-    options = _loader_options(config)
-    return BatchLoader(dataset, batch_size=rank_batch_size, drop_last=True, collate_fn=collate_fn, **options)
+    steps = TrainingSteps(dataset, rank=rank, num_ranks=num_ranks)
+    return BatchLoader(dataset, batch_sampler=steps, collate_fn=collate_fn, **_loader_options(config))
 
 
 def order_settings(config: DataConfig, seed: int) -> OrderSettings:
@@ -127,10 +136,90 @@ def order_settings(config: DataConfig, seed: int) -> OrderSettings:
     )
 
 
+class ValidationDataset(Dataset):
+    """Validation samples by index: the same at each index for every world size; centre crop and first caption.
+
+    Args:
+        samples: the streams.
+        num_samples: number in all: the first of each stream, in proportion to their samples; None is all.
+    """
+
+    def __init__(self, samples: TextImageDataset, num_samples: int | None = None) -> None:
+        self._samples = samples
+        self.stream_names = samples.stream_names
+        total = samples.num_samples
+        wanted = total if num_samples is None else min(num_samples, total)
+        ends = [round(wanted * first / total) for first in [*samples.first_samples, total]]
+        self.parts = [range(*pair) for pair in pairwise(ends)]
+        """Indices of the samples of each stream."""
+
+    @property
+    def stream_names_with_samples(self) -> list[str]:
+        """Names of the streams by their number; empty for one of which nothing is taken."""
+        return [name if part else "" for name, part in zip(self.stream_names, self.parts, strict=True)]
+
+    def addresses(self) -> NDArray[np.int64]:
+        """Addresses of all samples."""
+        of_streams = [
+            sample_address(stream, np.arange(len(part), dtype=np.int64)) for stream, part in enumerate(self.parts)
+        ]
+        return np.concatenate(of_streams)
+
+    def __len__(self) -> int:
+        return self.parts[-1].stop
+
+    def __getitem__(self, index: int) -> Sample:
+        """Read a sample; `~index` is a copy of it that is not counted."""
+        is_counted = index >= 0
+        number = index if is_counted else ~index
+        if number >= len(self):
+            raise IndexError(f"{number} of {len(self)} samples")
+        stream = bisect_right([part.stop for part in self.parts], number)
+        sample = self._samples.read(stream, number - self.parts[stream].start)
+        return sample | {BatchKey.IS_COUNTED: np.bool_(is_counted)}
+
+
+class ValidationBatches(DistributedSampler):
+    """Indices of the batches of one rank.
+
+    A batch holds samples of one stream. All ranks have the same number of batches, of the same sizes, since sharded
+    models compute together; where samples do not suffice for that, batches are filled up with copies that are not
+    counted. Composer takes this for the sampler of a distributed data set, and finds no padding of its own in it.
+
+    Args:
+        data: the samples.
+        batch_size: B.
+        num_ranks: R.
+        rank: number of the rank.
+    """
+
+    def __init__(self, data: ValidationDataset, *, batch_size: int, num_ranks: int, rank: int) -> None:
+        super().__init__(data, num_replicas=num_ranks, rank=rank, shuffle=False)
+        self.total_size = len(data)
+        self._batches = [
+            share_of(part[start : start + batch_size * num_ranks], num_ranks, rank)
+            for part in data.parts
+            for start in range(0, len(part), batch_size * num_ranks)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[list[int]]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return iter(self._batches)
+
+
+def share_of(indices: Sequence[int], num_ranks: int, rank: int) -> list[int]:
+    """Every `num_ranks`-th index, and a copy (`~index`) of the last one where other ranks have one more."""
+    share = list(indices[rank::num_ranks])
+    num = -(-len(indices) // num_ranks)
+    return share if len(share) == num else [*share, ~indices[-1]]
+
+
 def validation_dataset(
     config: ValidationConfig, data: DataConfig, *, tokenize: Tokenize | None, with_logvar: bool = True
-) -> HeldOutData:
-    """Open held-out data, read with the representation and sizes of training.
+) -> ValidationDataset:
+    """Open the validation data, read with the representation and sizes of training.
 
     Args:
         config: the configuration's section `validation`.
@@ -144,22 +233,25 @@ def validation_dataset(
     samples = TextImageDataset(
         locations=check_validation_streams(config, data, with_logvar=with_logvar),
         representation=data.representation,
-        transforms=[ImageTransform(size=size) for size in image_sizes(held_out_streams(config, data), data.resolution)],
+        transforms=[
+            ImageTransform(size=size) for size in image_sizes(validation_streams(config, data), data.resolution)
+        ],
         tokenize=tokenize if data.representation == Representation.images else None,
         seed=0,
         with_logvar=with_logvar,
         with_text_embeddings=data.text_embeddings,
         choose_caption=False,
-        batch_size=config.device_batch_size,
         downloads=_downloads(data),
+        rank=distributed.rank(),
+        num_ranks=distributed.world_size(),
     )
-    return HeldOutData(samples, config.num_samples)
+    return ValidationDataset(samples, config.num_samples)
 
 
 def validation_loader(
-    dataset: HeldOutData, config: ValidationConfig, data: DataConfig, *, rank: int = 0, num_ranks: int = 1
+    dataset: ValidationDataset, config: ValidationConfig, data: DataConfig, *, rank: int = 0, num_ranks: int = 1
 ) -> BatchLoader:
-    """Build the loader of held-out data for this rank.
+    """Build the loader of validation data for this rank.
 
     Args:
         dataset: made by `validation_dataset`.
@@ -171,7 +263,7 @@ def validation_loader(
     Returns:
         Batches of one stream each, of at most `config.device_batch_size` samples.
     """
-    batches = HeldOutBatches(dataset, batch_size=config.device_batch_size, num_ranks=num_ranks, rank=rank)
+    batches = ValidationBatches(dataset, batch_size=config.device_batch_size, num_ranks=num_ranks, rank=rank)
     return BatchLoader(dataset, batch_sampler=batches, collate_fn=collate, **_loader_options(data))
 
 
@@ -194,15 +286,15 @@ def check_training_streams(config: DataConfig, *, with_logvar: bool) -> list[Str
 
 
 def check_validation_streams(config: ValidationConfig, data: DataConfig, *, with_logvar: bool) -> list[StreamLocation]:
-    """Check the held-out streams as `check_training_streams` does those of training."""
-    streams = held_out_streams(config, data)
+    """Check the validation streams as `check_training_streams` does those of training."""
+    streams = validation_streams(config, data)
     locations = locate_streams(config.remote, config.local, streams, "validation")
     _check_locations(locations, image_sizes(streams, data.resolution), data, with_logvar)
     return locations
 
 
-def held_out_streams(config: ValidationConfig, data: DataConfig) -> list[StreamConfig]:
-    """The streams of held-out data: those that are given, or those with the names and sizes of training's."""
+def validation_streams(config: ValidationConfig, data: DataConfig) -> list[StreamConfig]:
+    """The streams of the validation data: those that are given, or those with the names and sizes of training's."""
     return config.streams or [StreamConfig(name=stream.name, resolution=stream.resolution) for stream in data.streams]
 
 
@@ -211,7 +303,7 @@ def _check_locations(
 ) -> None:
     for location, size in zip(locations, sizes, strict=True):
         check_location(location)
-        manifest = find_manifest(location.source, location.store)
+        manifest = find_manifest(location.source, location.access)
         # Data without a manifest, or with one of images, is judged by its columns when it is opened.
         if config.representation == Representation.latents and manifest and manifest.get("kind") == ENCODED:
             encoded = EncodedManifest.from_json(manifest, location.source)

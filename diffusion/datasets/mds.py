@@ -1,7 +1,11 @@
-"""MDS folders: written whole or not at all, and a look at what one holds.
+"""MDS folders (the format of mosaicml-streaming): their indexes, the samples of a shard, and writing them.
 
-Streaming's own `with MDSWriter(...)` writes a valid index even when its block raised, and shards lie in their final
-place from the start. Here a folder gets its name only when everything in it is on the disk.
+A shard file begins with the number of samples n and n + 1 offsets (uint32); sample i lies between offsets i and i + 1.
+The index lists the shards. What is written here a stock `StreamingDataset` reads, and any MDS folder can be read.
+
+Streaming's own `with MDSWriter(...)` writes a valid index even when its block raised, and its shards have their final
+names from the start. Here a folder gets its name when everything in it is on the disk. Streaming's readers open the
+file and decode all columns for each sample (44 us for a latent, here 11 us).
 """
 
 import hashlib
@@ -11,26 +15,263 @@ import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import xxhash
 
+from diffusion.datasets.balanced import Integers
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.files import PARTIAL, atomic_folder, atomic_path, hash_file, read_json, write_atomically
 
 if TYPE_CHECKING:
     from streaming import MDSWriter
 
-"""Suffix of the name of a folder that is being written."""
-
 INDEX = "index.json"
 DEFAULT_SHARD_BYTES = 256 * 2**20
 DEFAULT_HASHES = ("xxh64",)
 _BUFFER_BYTES = 2**20
+
+MAX_OPEN = 256
+"""Shard files that a process keeps open."""
+
+
+# Reading: which shard holds a sample, and its columns.
+
+
+class ShardFile(NamedTuple):
+    """A file of a shard, as the index describes it."""
+
+    name: str
+    num_bytes: int
+    hashes: Mapping[str, str]
+
+
+class Layout(NamedTuple):
+    """How the samples of a shard are encoded; most shards of a stream share one object."""
+
+    names: tuple[str, ...]
+    encodings: tuple[str, ...]
+    """MDS type of each column."""
+    sizes: tuple[int | None, ...]
+    """Bytes of each column; None (or 0) where they vary."""
+    compression: str | None
+
+    @classmethod
+    def of(cls, columns: Mapping[str, str], compression: str | None = None) -> "Layout":
+        """The layout in which shards with columns of some MDS types are written: by name."""
+        names = sorted(columns)
+        encodings = [columns[name] for name in names]
+        return cls(tuple(names), tuple(encodings), tuple(map(_encoded_size, encodings)), compression)
+
+
+class Shard(NamedTuple):
+    """An entry of an index."""
+
+    num_samples: int
+    raw: ShardFile
+    packed: ShardFile | None
+    """The compressed form of a shard."""
+    layout: Layout
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes that it takes in a cache: of both forms of a compressed shard, which exist together for a moment."""
+        return self.raw.num_bytes + (self.packed.num_bytes if self.packed is not None else 0)
+
+
+class ShardIndex:
+    """The index of an MDS folder, in about 800 bytes a shard: 60 MB for the 80,000 shards of 790 million samples.
+
+    Args:
+        shards: its entries.
+    """
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self.shards = shards
+        self.samples_per_shard = np.array([shard.num_samples for shard in shards], np.int64)
+        self.num_samples = int(self.samples_per_shard.sum())
+        self._bounds = np.cumsum(self.samples_per_shard) - self.samples_per_shard
+        self._first_samples: list[int] = self._bounds.tolist()
+
+    def cached_bytes(self) -> Integers:
+        """Bytes that each shard takes in a cache: int64 [K]."""
+        return np.array([shard.cached_bytes for shard in self.shards], np.int64)
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """Shard that holds a sample of the stream, and index of the sample in the shard."""
+        if not 0 <= index < self.num_samples:
+            raise IndexError(f"{index} of {self.num_samples} samples")
+        shard = bisect_right(self._first_samples, index) - 1
+        return shard, index - self._first_samples[shard]
+
+    def shards_of(self, indices: Integers) -> Integers:
+        """Shards that hold samples of the stream: int64 [N] -> int64 [N]."""
+        return np.searchsorted(self._bounds, indices, side="right") - 1
+
+
+def read_shard_index(path: Path) -> ShardIndex:
+    """Read an index.
+
+    Raises:
+        DataError: it cannot be read, or is not that of an MDS folder.
+        ValueError, KeyError, TypeError: it is damaged.
+    """
+    layouts: dict[Layout, Layout] = {}
+
+    def compact(value: dict[str, Any]) -> Any:
+        """Replace each entry as soon as it is parsed: dictionaries would take ten times the memory."""
+        if "basename" in value:
+            name = PurePosixPath(value["basename"])
+            if name.is_absolute() or ".." in name.parts:
+                raise ValueError(f"{value['basename']} is not below the folder")
+            return ShardFile(value["basename"], int(value["bytes"]), value["hashes"])
+        if "raw_data" not in value:
+            return value
+        if (value["version"], value["format"]) != (2, "mds"):
+            raise ValueError(f"a shard has format {value['format']}, version {value['version']}, not mds, version 2")
+        columns = (tuple(value[f"column_{what}"]) for what in ("names", "encodings", "sizes"))
+        layout = Layout(*columns, value["compression"])
+        return Shard(int(value["samples"]), value["raw_data"], value["zip_data"], layouts.setdefault(layout, layout))
+
+    with path.open(encoding="utf-8") as file:
+        content = json.load(file, object_hook=compact)
+    shards = content["shards"]
+    if not all(isinstance(shard, Shard) for shard in shards):
+        raise ValueError("an entry is not that of a shard")
+    index = ShardIndex(shards)
+    if index.num_samples == 0:
+        raise DataError(f"{path} holds no samples: take the stream out of the configuration, or write it again")
+    return index
+
+
+_OFFSETS = struct.Struct("<2I")
+
+
+class ShardFiles:
+    """Reads samples of shard files, and keeps the last `max_open` files open."""
+
+    def __init__(self, max_open: int = MAX_OPEN) -> None:
+        self._max_open = max_open
+        self._open: dict[str, int] = {}
+
+    def read(self, path: str, index: int) -> bytes:
+        """Read the bytes of a sample.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: the file is damaged.
+        """
+        descriptor = self._open.get(path)
+        if descriptor is None:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            while len(self._open) >= self._max_open:
+                os.close(self._open.pop(next(iter(self._open))))
+            self._open[path] = descriptor
+        begin, end = _OFFSETS.unpack(_exactly(os.pread(descriptor, 8, 4 * (1 + index)), 8))
+        if begin > end:
+            raise ValueError(f"it begins at byte {begin} and ends at byte {end}")
+        return _exactly(os.pread(descriptor, end - begin, begin), end - begin)
+
+    def forget(self, path: str) -> None:
+        """Close a file."""
+        if path in self._open:
+            os.close(self._open.pop(path))
+
+    def close(self) -> None:
+        """Close all files; they are opened again when they are needed."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _exactly(data: bytes, size: int) -> bytes:
+    if len(data) != size:
+        raise ValueError(f"{len(data)} bytes instead of {size}: the file is cut off")
+    return data
+
+
+class SampleDecoder:
+    """Decodes columns of a sample: the sizes (uint32) of the columns without a fixed one, then the columns.
+
+    Args:
+        layout: of the shard.
+        wanted: columns to decode; None is all.
+
+    Raises:
+        DataError: a wanted column can hold code (`pkl`).
+    """
+
+    def __init__(self, layout: Layout, wanted: Collection[str] | None = None) -> None:
+        self._columns = [
+            (name, size or None, _decoder(encoding) if wanted is None or name in wanted else None)
+            for name, encoding, size in zip(layout.names, layout.encodings, layout.sizes, strict=True)
+        ]
+        self._sizes = struct.Struct(f"<{sum(size is None for _, size, _ in self._columns)}I")
+
+    def __call__(self, data: bytes) -> dict[str, Any]:
+        """Decode a sample.
+
+        Returns:
+            Values by column; arrays are read-only.
+
+        Raises:
+            ValueError: the bytes are damaged.
+        """
+        try:
+            sizes = iter(self._sizes.unpack_from(data))
+        except struct.error as error:
+            raise ValueError(f"{len(data)} bytes are too few: {error}") from error
+        start = self._sizes.size
+        sample = {}
+        for name, size, decode in self._columns:
+            size = next(sizes) if size is None else size
+            if decode is not None:
+                sample[name] = decode(data, start, size)
+            start += size
+        if start != len(data):
+            raise ValueError(f"its columns take {start} bytes, but it has {len(data)}")
+        return sample
+
+
+def _decoder(encoding: str) -> Callable[[bytes, int, int], Any]:
+    """Return a function of (bytes, start, size) for a column: arrays of a fixed shape directly, others by Streaming."""
+    kind, _, rest = encoding.partition(":")
+    dtype_name, _, shape_text = rest.partition(":")
+    if kind != "ndarray" or not shape_text:
+        decode = _DECODERS.get(encoding) or _streaming_decoder(encoding)
+        return lambda data, start, size: decode(data[start : start + size])
+    dtype = np.dtype(dtype_name).newbyteorder("<")
+    shape = tuple(int(number) for number in shape_text.split(","))
+    count = int(np.prod(shape))
+    return lambda data, start, size: np.frombuffer(data, dtype, count, start).reshape(shape)
+
+
+def _streaming_decoder(encoding: str) -> Callable[[bytes], Any]:
+    from streaming.base.format.mds.encodings import is_mds_encoding_safe, mds_decode
+
+    if not is_mds_encoding_safe(encoding):
+        raise DataError(f"a column has the type {encoding}, which can run code: write the data set without it")
+    return lambda data: mds_decode(encoding, data)
+
+
+_DECODERS: dict[str, Callable[[bytes], Any]] = {
+    "bytes": bytes,
+    "str": bytes.decode,
+    "json": json.loads,
+    "int32": lambda data: struct.unpack("<i", data)[0],
+}
+"""Of the columns of prepared data; Streaming's take seconds to import."""
+
+
+# Writing, and what an index says.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,16 +366,16 @@ class ShardTemplate:
     @classmethod
     def of(cls, shards: ShardFormat) -> "ShardTemplate":
         """Make it."""
-        names = sorted(shards.columns)
+        layout = Layout.of(shards.columns, shards.compression)
         entry = {
             "version": 2,
             "format": "mds",
             "compression": shards.compression,
             "hashes": list(shards.hashes),
             "size_limit": shards.shard_bytes,
-            "column_names": names,
-            "column_encodings": [shards.columns[name] for name in names],
-            "column_sizes": [_encoded_size(shards.columns[name]) for name in names],
+            "column_names": list(layout.names),
+            "column_encodings": list(layout.encodings),
+            "column_sizes": list(layout.sizes),
         }
         return cls(json.dumps(entry, sort_keys=True).encode(), entry)
 
@@ -167,29 +408,11 @@ def encode_sample(sample: Mapping[str, Any], columns: Mapping[str, str]) -> byte
     return struct.pack(f"<{len(sizes)}I", *sizes) + b"".join(data)
 
 
-def decode_sample(data: bytes, columns: Mapping[str, str]) -> dict[str, Any]:
-    """Return the columns that `encode_sample` encoded."""
-    num_sized = sum(kind != "int32" for kind in columns.values())
-    sizes = iter(struct.unpack_from(f"<{num_sized}I", data))
-    sample, at = {}, 4 * num_sized
-    for name in sorted(columns):
-        size = 4 if columns[name] == "int32" else next(sizes)
-        sample[name] = _DECODERS[columns[name]](data[at : at + size])
-        at += size
-    return sample
-
-
 _ENCODERS: dict[str, Callable[[Any], bytes]] = {
     "bytes": bytes,
     "str": str.encode,
     "json": lambda value: json.dumps(value).encode(),
     "int32": lambda value: struct.pack("<i", value),
-}
-_DECODERS: dict[str, Callable[[bytes], Any]] = {
-    "bytes": bytes,
-    "str": bytes.decode,
-    "json": json.loads,
-    "int32": lambda data: struct.unpack("<i", data)[0],
 }
 
 
@@ -257,13 +480,18 @@ def _hash(kind: str, content: Sequence[bytes]) -> str:
     return get_hash(kind, b"".join(content))
 
 
-def find_wrong_hash(path: Path, hashes: Mapping[str, str], kind: str | None = None) -> str | None:
+def choose_hash(hashes: Mapping[str, str]) -> tuple[str, str] | None:
+    """Kind and value of the hash that a file is compared with: xxh64, else the first by name; None without any."""
+    kind = "xxh64" if "xxh64" in hashes else min(hashes, default=None)
+    return None if kind is None else (kind, hashes[kind])
+
+
+def find_wrong_hash(path: Path, hashes: Mapping[str, str]) -> str | None:
     """Compare a file with the hash that the index gives of it.
 
     Args:
         path: The file.
         hashes: What the index gives; nothing is compared where that is nothing.
-        kind: The hash that is compared; None is xxh64, else the first by name.
 
     Returns:
         The name of a hash that differs, or None.
@@ -271,8 +499,8 @@ def find_wrong_hash(path: Path, hashes: Mapping[str, str], kind: str | None = No
     Raises:
         OSError: The file cannot be read.
     """
-    kind = kind or ("xxh64" if "xxh64" in hashes else min(hashes, default=None))
-    return kind if kind is not None and hash_file(path, kind) != hashes[kind] else None
+    digest = choose_hash(hashes)
+    return digest[0] if digest is not None and hash_file(path, digest[0]) != digest[1] else None
 
 
 def check_shard(folder: Path, entry: Mapping[str, Any]) -> None:

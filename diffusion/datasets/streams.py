@@ -1,257 +1,266 @@
-"""The training data: several streams of prepared images or encoded latents, mixed, as samples of a batch."""
+"""The streams of a data set: where they lie, what is checked before they are opened, and the marks beside them.
+
+A stream is an MDS folder, usually one bucket. `manifest.json` lies one or two folders above it. Beside the manifest,
+`withdrawn.json` and `damaged.json` name samples that are not used: images that were removed, or that could not be
+encoded. Such a sample keeps its index, so that the order of the others does not change; the next usable sample of its
+stream is read in its place. That depends on the marks alone: images and their latents get the same substitutes.
+"""
 
 import logging
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
+import tempfile
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
-from streaming.base.world import World
-
-from diffusion.config.data import ImageSize, Representation
-from diffusion.datasets.bad_images import BadImage, BadImages
-from diffusion.datasets.batch import BatchKey
-from diffusion.datasets.fetching import Downloads, FetchedStream
-from diffusion.datasets.images import UndecodableImageError, decode_rgb
-from diffusion.datasets.locations import StreamLocation
-from diffusion.datasets.sample_ids import SampleId
-from diffusion.datasets.shards import ShardDataset
-from diffusion.datasets.substitutes import Substitutes, find_substitutes
-from diffusion.datasets.tiers import TierMeter
-from diffusion.datasets.transforms import ImageTransform
-from diffusion.errors import DataError
-from diffusion.randomness import Purpose, random_word, sample_address
+from diffusion import storage
+from diffusion.config.data import StreamConfig
+from diffusion.datasets.manifest import MANIFEST
+from diffusion.datasets.mds import INDEX
+from diffusion.errors import DataError, MachineError
+from diffusion.files import PARTIAL, read_json
+from diffusion.storage import Access, ForbiddenFileError, MissingFileError, is_url, join, shown
 
 logger = logging.getLogger(__name__)
 
-Tokenize = Callable[[list[str]], NDArray[np.int32]]
-"""K captions -> int32 [K, L]."""
+MARKS = ("withdrawn.json", "damaged.json")
+"""Files beside `manifest.json` that name unusable samples: `{"<split>/<bucket>": [indices]}`."""
 
-Sample = dict[BatchKey, Any]
-"""Arrays and integers of one sample, without the batch dimension."""
-
-PREPARED_COLUMNS = {"image", "captions"}
-ENCODED_COLUMNS = {"latent_mean", "token_ids"}
+MANIFEST_TIMEOUT = 20.0
+"""Seconds without an answer after which a manifest cannot be fetched, in one attempt: a wrong address is found soon."""
 
 
-class TextImageDataset(ShardDataset):
-    """Samples of several streams as dictionaries with the entries of `BatchKey`.
+@dataclass(frozen=True, kw_only=True)
+class StreamLocation:
+    """One stream with its paths joined."""
 
-    Iterated over, it yields this worker's part of the global order; indexed, it gives any sample.
+    name: str
+    remote: str | None
+    local: str
+    section: str = "data"
+    """Of the configuration, whose `streams` name it."""
+
+    proportion: float | None = None
+    repeat: float | None = None
+    access: Access = field(default_factory=Access)
+    """How the store of the remote is reached."""
+
+    @property
+    def source(self) -> str:
+        """Folder or URL of the original."""
+        return self.remote or self.local
+
+
+def locate_streams(
+    remote: str | None, local: str, streams: Sequence[StreamConfig], section: str = "data"
+) -> list[StreamLocation]:
+    """Join the roots of a data set with its streams.
 
     Args:
-        locations: the streams, checked; their order is the stream index in a sample's address.
-        representation: whether the streams hold images or latents.
-        transforms: what is done with the images of each stream; for latents, only their sizes are used.
-        tokenize: encodes captions; None with latents, whose token ids are stored.
-        seed: seed of the run: order, crops, flips and choices of captions.
-        with_logvar: whether the log-variance of latents is wanted.
-        choose_caption: draw one of a sample's captions in each epoch; otherwise the first is taken.
-        with_text_embeddings: whether the text encoder's stored output is wanted; only with latents.
-        downloads: how shards are fetched.
-        options: further arguments of `ShardDataset` and `streaming.StreamingDataset`.
+        remote: root of the data set; None where `local` holds it.
+        local: root on this machine.
+        streams: the streams of the configuration, which `diffusion.config.checks` has checked.
+        section: of the configuration: `data` or `validation`.
+    """
+    return [_locate(remote, local, stream, section) for stream in streams]
+
+
+def _locate(root_remote: str | None, root_local: str, stream: StreamConfig, section: str) -> StreamLocation:
+    local = stream.local or str(Path(root_local, stream.name))
+    remote = stream.remote or (join(root_remote, stream.name) if root_remote else None)
+    if remote is not None and not is_url(remote) and Path(remote).resolve() == Path(local).resolve():
+        remote = None  # An original is never treated as a cached copy.
+    return StreamLocation(
+        name=stream.name,
+        remote=remote,
+        local=local,
+        section=section,
+        proportion=stream.proportion,
+        repeat=stream.repeat,
+        access=Access(endpoint_url=stream.endpoint_url, profile=stream.profile),
+    )
+
+
+def check_location(location: StreamLocation) -> None:
+    """Refuse a stream that is not there or not whole. A URL is left to Streaming, which downloads its index.
 
     Raises:
-        DataError: a stream is damaged or not what was asked for.
+        DataError: what is missing, where, and the command that makes it.
+    """
+    folder = Path(location.source)
+    if folder.name.endswith(PARTIAL) or location.name.endswith(PARTIAL):
+        raise DataError(f"{folder} is half-written: run the command that writes it (prepare or encode) again")
+    if is_url(location.source):
+        return
+    if not folder.is_dir():
+        raise DataError(f"{folder} (stream '{location.name}') does not exist{_what_is_there(folder, location.section)}")
+    if not (folder / INDEX).is_file():
+        raise DataError(
+            f"{folder} (stream '{location.name}') has no {INDEX}: it is not an MDS folder or was not copied whole. "
+            "Copy it again, or write it with scripts/prepare.py or scripts/encode.py"
+        )
+    if not any((parent / MANIFEST).is_file() for parent in folder.absolute().parents[:2]):
+        halves = sorted(path.name for path in folder.parent.glob(f"*{PARTIAL}"))
+        if halves:
+            raise DataError(
+                f"{folder.parent} is unfinished ({halves[0]}, and no {MANIFEST}): run the command that writes it "
+                "(prepare or encode) again; it continues where it was stopped"
+            )
+        _warn_of_another_tool(folder)
+
+
+@cache
+def _warn_of_another_tool(folder: Path) -> None:
+    """Warn once: a run checks its streams before networks are built, and again when it opens them."""
+    logger.warning("%s has no %s beside or above it: taken for an MDS folder of another tool", folder, MANIFEST)
+
+
+def _what_is_there(folder: Path, section: str) -> str:
+    """The second half of the message about a missing folder: the half-written one, or its neighbours."""
+    partial = folder.with_name(folder.name + PARTIAL)
+    if partial.is_dir():
+        return f", only the half-written {partial.name}: run the command that writes it (prepare or encode) again"
+    neighbours = sorted(path.parent.name for path in folder.parent.glob(f"*/{INDEX}"))
+    if neighbours:
+        streams = ", ".join(f"{{name: {name}}}" for name in neighbours)
+        return (
+            f". Streams there: {', '.join(neighbours)}. To read these, set {section}.streams='[{streams}]' (a bucket "
+            "without images has no folder)"
+        )
+    return (
+        f": run scripts/prepare.py (and scripts/encode.py for latents), or correct {section}.local, {section}.remote "
+        f"and {section}.streams"
+    )
+
+
+def find_manifest(source: str, access: Access | None = None) -> dict[str, Any] | None:
+    """Read the `manifest.json` above a stream.
+
+    Args:
+        source: folder or URL of the stream, such as `ROOT/train/256-512` or `s3://bucket/ROOT/train/256-512`.
+        access: how the store of a URL is reached.
+
+    Returns:
+        Its content; None where there is none.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    return next((content for _, content in _find(source, MANIFEST, access or Access())), None)
+
+
+def find_beside(location: StreamLocation, name: str) -> Iterator[tuple[str, Any]]:
+    """Read a JSON file one and two folders above a stream, where it is there.
+
+    Yields:
+        The stream's path below that folder, such as `train/256-512`, and the file's content.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    yield from _find(location.source, name, location.access)
+
+
+def _find(source: str, name: str, access: Access) -> Iterator[tuple[str, Any]]:
+    if not is_url(source):
+        folder = Path(source).absolute()
+        for parent in folder.parents[:2]:
+            if (parent / name).is_file():
+                yield folder.relative_to(parent).as_posix(), read_json(parent / name)
+        return
+    for up in (1, 2):
+        root, *below = source.rstrip("/").rsplit("/", up)
+        content = None if root.endswith((":", "/")) else _download_json(join(root, name), access)
+        if content is not None:
+            yield "/".join(below), content
+
+
+def _download_json(url: str, access: Access) -> Any:
+    """Content of a remote JSON file; None where there is none."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "content.json")
+        try:
+            storage.download(url, path, access=replace(access, attempts=1, timeout=MANIFEST_TIMEOUT))
+        except MissingFileError:
+            return None
+        except ForbiddenFileError as error:
+            raise DataError(
+                f"access to {shown(url)} is denied, so whether it names images that are not to be used is unknown. "
+                "Allow s3:GetObject on it, and s3:ListBucket on its bucket: without that, access to a file that does "
+                "not exist is denied, too"
+            ) from error
+        except MachineError as error:
+            raise DataError(f"{error}. Check data.remote, and that this machine can reach it") from error
+        return read_json(path)
+
+
+class Substitutes:
+    """The unusable samples of a stream, and what is read in their place.
+
+    Args:
+        num_samples: of the stream.
+        absent: indices of the unusable ones.
+        name: of the stream, for messages.
+
+    Raises:
+        DataError: indices beyond the stream, or no sample is usable.
     """
 
-    def __init__(
-        self,
-        *,
-        locations: Sequence[StreamLocation],
-        representation: Representation,
-        transforms: Sequence[ImageTransform],
-        tokenize: Tokenize | None,
-        seed: int,
-        with_logvar: bool,
-        choose_caption: bool,
-        with_text_embeddings: bool = False,
-        downloads: Downloads | None = None,
-        **options: Any,
-    ) -> None:
-        assert (tokenize is None) == (representation == Representation.latents)
-        self.representation = representation
-        self.transforms = list(transforms)
-        self.tokenize = tokenize
-        self.seed = seed
-        self.with_logvar = with_logvar
-        self.choose_caption = choose_caption
-        self.with_text_embeddings = with_text_embeddings
-        self.bad_images = BadImages(World.detect().num_ranks if "order" in options else 1)
-        meter = TierMeter()
-        streams = [FetchedStream(location, downloads or Downloads(), meter) for location in locations]
-        wanted = ["latent_mean", "token_ids"] if tokenize is None else ["image", "captions", "key"]
-        wanted += ["latent_logvar"] if with_logvar else []
-        wanted += ["text_embeddings", "pooled_text_embeddings"] if with_text_embeddings else []
-        wanted += ["placement"]  # Where it is there: some models are told it.
-        names = [location.name for location in locations]
-        super().__init__(
-            stream_names=names,
-            meter=meter,
-            streams=streams,
-            proportions=[location.proportion for location in locations],
-            repeats=[location.repeat for location in locations],
-            shuffle_seed=seed,
-            columns=wanted,
-            **options,
-        )
-        for stream, location in enumerate(locations):
-            self._check_columns(stream, location)
-        self.substitutes: list[Substitutes] = [
-            find_substitutes(location, int(num))
-            for location, num in zip(locations, self.samples_per_stream, strict=True)
-        ]
-        """Of each stream."""
-        for name, substitutes in zip(names, self.substitutes, strict=True):
-            if len(substitutes) and self._unique_rank_world.rank == 0:
-                logger.warning(
-                    "stream '%s': %d of %d samples are withdrawn (or could not be encoded); others take their places",
-                    name, len(substitutes), substitutes.num_samples,
-                )  # fmt: skip
-
-    def substitute_of(self, stream: int, index: int) -> int:
-        """Number of the sample of a stream that is read for a number: itself unless it is withdrawn."""
-        return self.substitutes[stream].substitute_of(index)
-
-    def samples_of_step(self, step: int) -> list[tuple[str, int, str]]:
-        """The samples of all ranks in a step of training, from 0: stream, number in it, and name of the shard."""
-        assert self.order is not None, "data without an order has no steps"
-        epoch, inside = divmod(step, self.order.num_steps)
-        slots = self.order.epoch(epoch).slots(inside, inside + 1)
-        samples = []
-        for stream, drawn in zip(slots.stream[0].tolist(), slots.index[0].tolist(), strict=True):
-            index = self.substitute_of(stream, drawn)
-            shard = bisect_right(self._first_of_shards, self.first_samples[stream] + index) - 1
-            samples.append((self.stream_names[stream], index, self.shard_path(shard).name))
-        return samples
-
-    def _check_columns(self, stream: int, location: StreamLocation) -> None:
-        """Compare a stream's columns with the representation that was asked for."""
-        shard = self.shards[self.shard_offset_per_stream[stream]]
-        columns = dict(zip(shard.column_names, shard.column_encodings, strict=True))
-        where = f"{location.source} (stream '{location.name}')"
-        is_prepared, is_encoded = columns.keys() >= PREPARED_COLUMNS, columns.keys() >= ENCODED_COLUMNS
-        if not is_prepared and not is_encoded:
+    def __init__(self, num_samples: int, absent: Iterable[int] = (), name: str = "") -> None:
+        self.num_samples = num_samples
+        self._absent = array("q", sorted(set(absent)))
+        if self._absent and not 0 <= self._absent[0] <= self._absent[-1] < num_samples:
             raise DataError(
-                f"{where} has the columns {', '.join(sorted(columns))}; prepared data has "
-                f"{', '.join(sorted(PREPARED_COLUMNS))} and encoded data {', '.join(sorted(ENCODED_COLUMNS))}: "
-                "write it with scripts/prepare.py"
+                f"stream '{name}' has {num_samples} samples, but sample {self._absent[-1]} is marked in "
+                f"{' or '.join(MARKS)}: the marks are those of another data set"
             )
-        if self.representation == Representation.images and not is_prepared:
+        if num_samples and len(self._absent) == num_samples:
             raise DataError(
-                f"{where} holds latents, and data.representation is images: set data.representation=latents, or point "
-                "data.local (data.remote) at the output of scripts/prepare.py"
-            )
-        if self.representation == Representation.latents:
-            if not is_encoded:
-                raise DataError(
-                    f"{where} holds images, and data.representation is latents: encode them with "
-                    "`python scripts/encode.py PREPARED OUT --resolution "
-                    f"{self.transforms[stream].size.height}` and point data.local (data.remote) at OUT, or set "
-                    "data.representation=images"
-                )
-            self._check_latents(where, stream, columns)
-
-    def _check_latents(self, where: str, stream: int, columns: dict[str, str]) -> None:
-        """Check that the latents have the stream's size, are of the kind of the first stream's, and have a variance."""
-        expected = self.shards[0].column_encodings[self.shards[0].column_names.index("latent_mean")]
-        (kind, first), (other, latent) = (_latent_type(encoding) for encoding in (expected, columns["latent_mean"]))
-        size = self.transforms[stream].size
-        if other != kind or ("placement" in columns) != ("placement" in self.shards[0].column_names):
-            raise DataError(
-                f"{where} holds latents of type {columns['latent_mean']}, the first stream of type {expected}, or one "
-                "of them holds `placement` and the other does not: encode all streams with one command"
-            )
-        factor = self.transforms[0].size.height // first.height
-        if size.height % latent.height or size != (latent.height * factor, latent.width * factor):
-            raise DataError(
-                f"{where} holds latents of {latent}, which do not fit images of {size} (data.resolution, or the "
-                "resolution of the stream): set the size they were encoded with, or run scripts/encode.py again"
-            )
-        if self.with_text_embeddings and not {"text_embeddings", "pooled_text_embeddings"} <= columns.keys():
-            raise DataError(
-                f"{where} holds no text embeddings, and data.text_embeddings is true: set it to false, or run "
-                "scripts/encode.py with --text-embeddings"
-            )
-        if self.with_logvar and "latent_logvar" not in columns:
-            raise DataError(
-                f"{where} holds only the means of the latents, and objective.posterior is sample: set "
-                "objective.posterior=mean, or run scripts/encode.py without --mean-only"
+                f"all {num_samples} samples of stream '{name}' are marked as unusable: take it out of data.streams"
             )
 
-    def get_item(self, sample_id: int, retry: int = 7) -> Sample:
-        """Read one sample.
+    def __len__(self) -> int:
+        """Number of unusable samples."""
+        return len(self._absent)
 
-        Returns:
-            `TOKEN_IDS` int64 [L]; `IMAGE` uint8 [3, height, width], or `LATENT_MEAN` (and `LATENT_LOGVAR`) float16
-            [C, H, W]; `TEXT_EMBEDDING` float16 [L, D] and `POOLED_TEXT_EMBEDDING` float16 [P] if wanted; `PLACEMENT`
-            int64 [6] if it is there; `SAMPLE` and `STREAM` integers. A sample that is read by its number, not in the
-            order, has occurrence 0.
-        """
-        address = sample_id.address if isinstance(sample_id, SampleId) else None
-        sample_id = int(sample_id)
-        stream = bisect_right(self.first_samples, sample_id) - 1
-        if address is None:
-            address = int(sample_address(stream, sample_id - self.first_samples[stream]))
-        sample: Sample = {BatchKey.SAMPLE: address, BatchKey.STREAM: stream}
-        if self.representation == Representation.latents:
-            first = self.first_samples[stream]
-            columns = super().get_item(first + self.substitutes[stream].substitute_of(sample_id - first), retry)
-            all_ids = columns["token_ids"]
-            sample[BatchKey.LATENT_MEAN] = columns["latent_mean"]
-            if self.with_logvar:
-                sample[BatchKey.LATENT_LOGVAR] = columns["latent_logvar"]
-            if "placement" in columns:
-                sample[BatchKey.PLACEMENT] = columns["placement"].astype(np.int64)
-            caption = self._caption(len(all_ids), address)
-            token_ids = all_ids[caption]
-            if self.with_text_embeddings:
-                sample[BatchKey.TEXT_EMBEDDING] = columns["text_embeddings"][caption]
-                sample[BatchKey.POOLED_TEXT_EMBEDDING] = columns["pooled_text_embeddings"][caption]
-        else:
-            assert self.tokenize is not None
-            columns, image = self._decodable(sample_id, stream, retry)
-            captions = columns["captions"]
-            transform, place = self.transforms[stream], {"epoch": self.epoch, "sample": address}
-            sample[BatchKey.IMAGE] = transform(image, **place)
-            sample[BatchKey.PLACEMENT] = np.array(transform.placement(image.size, **place), np.int64)
-            token_ids = self.tokenize([captions[self._caption(len(captions), address)]])[0]
-        sample[BatchKey.TOKEN_IDS] = token_ids.astype(np.int64)
-        return sample
+    @property
+    def absent(self) -> list[int]:
+        """Indices of the unusable samples, ascending."""
+        return self._absent.tolist()
 
-    def _caption(self, num_captions: int, address: int) -> int:
-        """Which of a sample's captions is used in this epoch."""
-        if num_captions == 1 or not self.choose_caption:
-            return 0
-        return (random_word(self.seed, Purpose.CAPTION_CHOICE, self.epoch, address) * num_captions) >> 32
+    def is_absent(self, index: int) -> bool:
+        """Whether a sample is not to be used."""
+        position = bisect_left(self._absent, index)
+        return position < len(self._absent) and self._absent[position] == index
 
-    def _decodable(self, sample_id: int, stream: int, retry: int) -> tuple[dict[str, Any], Image.Image]:
-        """Read a sample's columns and image; in place of an undecodable one, the next decodable one of its stream."""
-        self.bad_images.count_read()
-        first, substitutes = self.first_samples[stream], self.substitutes[stream]
-        index = start = substitutes.substitute_of(sample_id - first)
-        while True:
-            columns = super().get_item(first + index, retry)
-            try:
-                return columns, decode_rgb(columns["image"])
-            except UndecodableImageError as error:
-                image = BadImage(
-                    stream=self.stream_names[stream],
-                    index=index,
-                    key=columns.get("key", str(index)),
-                    epoch=self.epoch,
-                    error=str(error),
-                )
-                self.bad_images.count_bad(image)
-            index = substitutes.substitute_of((index + 1) % substitutes.num_samples)
-            if index == start:
-                name = self.stream_names[stream]
-                raise DataError(f"no image of the stream '{name}' can be decoded: prepare it again")
+    def substitute_of(self, index: int) -> int:
+        """Index of the sample that is read for an index: itself where it is usable."""
+        position = bisect_left(self._absent, index)
+        while position < len(self._absent) and self._absent[position] == index:
+            position, index = position + 1, index + 1
+            if index == self.num_samples:
+                position = index = 0
+        return index
 
 
-def _latent_type(encoding: str) -> tuple[str, ImageSize]:
-    """Split `ndarray:float16:C,H,W` into dtype and channels, and height and width of the latent."""
-    kind, height, width = encoding.rsplit(",", 2)
-    return kind, ImageSize(int(height), int(width))
+def find_substitutes(location: StreamLocation, num_samples: int) -> Substitutes:
+    """Read the marks beside a data set.
+
+    Args:
+        location: the stream.
+        num_samples: of the stream.
+
+    Raises:
+        DataError: the marks cannot be read, or are not those of this stream.
+    """
+    absent: list[int] = []
+    for name in MARKS:
+        for stream, marks in find_beside(location, name):
+            indices = marks.get(stream, []) if isinstance(marks, dict) else None
+            if not isinstance(indices, list) or not all(type(index) is int for index in indices):
+                raise DataError(f"{name} beside {location.source} is damaged: for '{stream}' it has no list of numbers")
+            absent += indices
+    return Substitutes(num_samples, absent, location.name)

@@ -1,4 +1,4 @@
-"""The arithmetic of weight averaging; knows tensors (sharded or not), but not Composer."""
+"""Averages of tensors, sharded or not; knows nothing of Composer."""
 
 from collections.abc import Iterable, Mapping
 
@@ -19,7 +19,7 @@ def plain_name(name: str) -> str:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
+    """This rank's part of a tensor, which shares its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -29,9 +29,9 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def gather_on_rank_0(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Whole tensors on the CPU on rank 0, nothing on the others; to be called by all ranks.
+    """Gather whole tensors on the CPU of rank 0; nothing on the others. To be called by all ranks.
 
-    Elsewhere than on rank 0's CPU one tensor at a time is whole.
+    On devices and on other ranks, one tensor at a time is whole.
 
     Args:
         tensors: sharded or not, by name.
@@ -64,7 +64,7 @@ class WeightAverage:
 
     Args:
         parameters: fp32, by name; the average starts as a copy of them, which are the weights of time 1.
-        profile: how it follows them.
+        profile: the rule of its updates.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], profile: Profile) -> None:
@@ -79,7 +79,7 @@ class WeightAverage:
 
     @property
     def time(self) -> int:
-        """Number of weights that it has seen, those at its start included."""
+        """Number of weights that are averaged, those at the start included."""
         return self.num_updates + 1
 
     @torch.no_grad()
@@ -99,7 +99,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def load(self, averages: dict[str, Tensor], num_updates: int) -> None:
-        """Take over whole (unsharded) averages.
+        """Load whole (unsharded) averages.
 
         Raises:
             ValueError: the names are not those of the parameters.
@@ -114,7 +114,7 @@ class WeightAverage:
 
 
 def check_names(expected: Iterable[str], found: Iterable[str]) -> None:
-    """Raise a ValueError that says which names are missing or too many."""
+    """Raise a ValueError if names are missing or unexpected."""
     missing, unexpected = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     if missing or unexpected:
         raise ValueError(

@@ -16,8 +16,8 @@ from composer.utils.misc import partial_format
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from diffusion.checkpointing.object_store import ObjectStore
 from diffusion.checkpointing.read import SafeLoadPlanner, SafeReader, open_state
+from diffusion.checkpointing.remote import RemoteCheckpoints
 from diffusion.config.training import EMAConfig, NumberFormat
 from diffusion.distributed import agree, rank
 from diffusion.ema.averaging import WeightAverage, check_names, gather_on_rank_0, reshard, trainable_parameters
@@ -216,13 +216,19 @@ class AverageSnapshots(Callback):
         folder: the folder of the files.
         interval: batches between them, counted from the beginning of the run: `5000ba`.
         dtype: of the stored tensors.
-        store: of the run's checkpoints; None if they are in a folder.
+        remote: the run's checkpoints in an object store; None if they are in a folder.
     """
 
     def __init__(
-        self, ema: LateStartEMA, folder: Path, *, interval: str, dtype: torch.dtype, store: ObjectStore | None = None
+        self,
+        ema: LateStartEMA,
+        folder: Path,
+        *,
+        interval: str,
+        dtype: torch.dtype,
+        remote: RemoteCheckpoints | None = None,
     ) -> None:
-        self.ema, self.folder, self.dtype, self.store = ema, folder, dtype, store
+        self.ema, self.folder, self.dtype, self.remote = ema, folder, dtype, remote
         self.interval = Time.from_timestring(interval)
         self._last_step = -1
 
@@ -238,8 +244,8 @@ class AverageSnapshots(Callback):
     def fit_end(self, state: State, logger: Logger) -> None:
         """Store at the end, unless that was just done."""
         self._store_all(state.timestamp.batch.value)
-        if self.store is not None:
-            agree(self.store.await_uploads, takes_long=True)
+        if self.remote is not None:
+            agree(self.remote.await_uploads, takes_long=True)
 
     def _store_all(self, step: int) -> None:
         averages = [average for average in self.ema.averages if isinstance(average.profile, PowerFunction)]
@@ -256,26 +262,26 @@ class AverageSnapshots(Callback):
             self._upload(write_average(self.folder, record, tensors))
 
     def _upload(self, path: Path) -> None:
-        if self.store is not None:
-            self.store.upload_later(path, f"{STORED}/{path.name}")
+        if self.remote is not None:
+            self.remote.upload_later(path, f"{STORED}/{path.name}")
 
     def _upload_missing(self) -> None:
-        if self.store is not None and rank() == 0:
-            stored = self.store.files()
+        if self.remote is not None and rank() == 0:
+            stored = self.remote.files()
             for path in sorted(self.folder.glob(f"*{AVERAGE_SUFFIX}")):
                 if f"{STORED}/{path.name}" not in stored:
                     self._upload(path)
 
 
 def build_averages(
-    config: EMAConfig | None, folder: Path, store: ObjectStore | None = None
+    config: EMAConfig | None, folder: Path, remote: RemoteCheckpoints | None = None
 ) -> tuple[LateStartEMA | None, list[Callback]]:
     """Build the callbacks that average and store.
 
     Args:
         config: None for no averages.
         folder: the run folder.
-        store: of the run's checkpoints; None if they are in a folder.
+        remote: the run's checkpoints in an object store; None if they are in a folder.
 
     Returns:
         The average to sample and export, None for the weights themselves; and all callbacks, in the order in which
@@ -289,6 +295,6 @@ def build_averages(
     callbacks: list[Callback] = [ema]
     if power is not None:
         dtype = DTYPES[power.snapshot_precision]
-        snapshots = AverageSnapshots(ema, folder / STORED, interval=power.snapshot_interval, dtype=dtype, store=store)
+        snapshots = AverageSnapshots(ema, folder / STORED, interval=power.snapshot_interval, dtype=dtype, remote=remote)
         callbacks.append(snapshots)
     return ema if config.evaluate else None, callbacks

@@ -26,8 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from diffusion.checkpointing.object_store import ObjectStore
-from diffusion.checkpointing.remote import READ_PATIENCE
+from diffusion.checkpointing.remote import READ_PATIENCE, RemoteCheckpoints
 from diffusion.ema.profiles import PowerFunction
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.files import atomic_path
@@ -198,15 +197,13 @@ def fetch_averages(uri: str, run: Path) -> None:
         run: the run folder here.
 
     Raises:
-        ConfigurationError: the URI is of another kind.
+        DataError: the URI is not that of a store.
         MachineError: the store cannot be read, or the disk not be written.
     """
-    store = ObjectStore(uri, patience=READ_PATIENCE)
-    for name, stored in store.files().items():
-        local = run / name
-        is_here = local.is_file() and local.stat().st_size == stored.num_bytes
-        if name.startswith(f"{STORED}/") and not is_here:
-            store.download(name, local)
+    remote = RemoteCheckpoints(uri, patience=READ_PATIENCE)
+    for name, file in remote.files().items():
+        if name.startswith(f"{STORED}/"):
+            remote.download_file(file, run / name)
 
 
 def _read_record(path: Path) -> AverageRecord:

@@ -1,8 +1,8 @@
 """Profiles of averages, the share of each past weight: exponential and power functions.
 
 The power functions are those of Karras et al. 2024, "Analyzing and Improving the Training Dynamics of Diffusion
-Models", section 3.1: at time t, the weight of time tau is proportional to tau^gamma. Time counts the weights that an
-average has seen: its first weights, those at the start of the averaging, are those of time 1.
+Models", section 3.1: at time t, the weight of time tau is proportional to tau^gamma. Time counts the weights that are
+averaged: those at the start of the averaging have time 1.
 """
 
 import math
@@ -69,7 +69,7 @@ class PowerFunction:
 
 
 Profile = Exponential | PowerFunction
-"""How an average follows the weights: a label for files and commands, and the step towards the weights of a time."""
+"""The rule of an average: its label in files and commands, and its step towards the weights of a time."""
 
 
 def width_to_gamma(width: float) -> float:

@@ -1,16 +1,17 @@
-"""Configuration of `evaluate.py`: what is evaluated, by which protocol, and where the numbers go."""
+"""Configuration of `evaluate.py`: model, protocol, and output."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
 from omegaconf import MISSING
 
+from diffusion.config.fields import bounded
 from diffusion.config.training import Device, Plugin, WandbConfig
-from diffusion.errors import ConfigurationError
 
 
 class Metric(str, Enum):
-    """Numbers that compare images with a reference set, or with their prompts."""
+    """Metrics of images against a reference set, or against their prompts."""
 
     fid = "fid"
     kid = "kid"
@@ -24,7 +25,7 @@ OF_REFERENCE = (Metric.fid, Metric.kid, Metric.clip_fid, Metric.cmmd)
 
 
 class ResizeFilter(str, Enum):
-    """How images are brought to the size of a feature network: Pillow's filters, antialiased, on 32-bit numbers."""
+    """Filter that resizes images for a feature network: Pillow's, antialiased, on 32-bit numbers."""
 
     bicubic = "bicubic"
     bilinear = "bilinear"
@@ -33,72 +34,72 @@ class ResizeFilter(str, Enum):
 
 @dataclass(kw_only=True)
 class PromptsConfig:
-    """Prompts that images are generated for."""
+    """Prompts of generated images."""
 
     path: str = MISSING
-    """A .tsv or .csv with a column of prompts (PartiPrompts, DrawBench), a .txt with one a line, or the folder of a
-    prepared data set, whose first captions are taken."""
+    """A .tsv or .csv file with a column of prompts (PartiPrompts, DrawBench), a .txt file with one prompt per line, or
+    the folder of a prepared data set, for the first caption of each image."""
 
     column: str | None = None
-    """Column of the prompts; null: `Prompt`, `Prompts`, `caption` or `text`, whichever is there."""
+    """Column of the prompts; null: the first of `Prompt`, `Prompts`, `caption`, `text`."""
 
     category_column: str | None = None
-    """Column of the categories; null: `Category`, if it is there."""
+    """Column of the categories; null: `Category`, if present."""
 
     num: int | None = None
-    """So many of them, chosen by the hash of their place and text; null is all."""
+    """Number of prompts, chosen by the hash of their position and text; null: all."""
 
 
 @dataclass(kw_only=True)
 class ReferenceConfig:
-    """Real images that generated ones are compared with."""
+    """Real images for comparison with generated ones."""
 
     path: str = MISSING
     """Folder of images, or of a prepared data set (or one split or bucket of it)."""
 
     num: int | None = None
-    """So many of them, chosen by the hash of their names; null is all."""
+    """Number of images, chosen by the hash of their names; null: all."""
 
     size: int | None = None
-    """Side in pixels that the middle square is scaled to before anything else; null keeps its size."""
+    """Side in pixels to which the centre square is scaled first; null: its own size."""
 
 
 @dataclass(kw_only=True)
 class NetworksConfig:
-    """Feature networks: their weights are files of this machine, or CLIP models of the hub."""
+    """Feature networks, with weights from local files, or CLIP models from the hub."""
 
     inception: str | None = None
     """File `weights-inception-2015-12-05-6726825d.pth` of torch-fidelity, for FID and KID."""
 
     inception_replacement: Plugin | None = None
-    """A network of the user's own (`diffusion.evaluation.features.FeatureNetwork`) in its place; the numbers are then
-    called by its name, not FID and KID."""
+    """A user-defined network (`diffusion.evaluation.features.FeatureNetwork`) that replaces it; the metrics then have
+    its name, not FID and KID."""
 
     clip_fid: str = "openai/clip-vit-base-patch32"
     """Folder or hub name of the CLIP model of CLIP-FID (transformers, safetensors)."""
 
     clip_score: str = "openai/clip-vit-base-patch32"
-    """That of the CLIP score."""
+    """CLIP model of the CLIP score."""
 
     cmmd: str = "openai/clip-vit-large-patch14-336"
-    """That of CMMD."""
+    """CLIP model of CMMD."""
 
     local_files_only: bool = False
-    """Never ask the hub; fail when the weights are not on this machine."""
+    """Never download from the hub; fail if the weights are not on this machine."""
 
 
 @dataclass(kw_only=True)
 class CompositionalConfig:
-    """Prompts of colours, counts and spatial relations, whose images a detector judges."""
+    """Prompts of colours, counts and spatial relations; a detector checks their images."""
 
     suite: str = "shapes"
-    """`shapes` (those of the demo), or a .jsonl file in GenEval's format."""
+    """`shapes` (of the demo), or a .jsonl file in GenEval's format."""
 
     detector: str | None = None
     """Folder of an OWL-ViT or OWLv2 model (transformers); null: the oracle of the shapes."""
 
     threshold: float = 0.3
-    """Least confidence of a detected object; without meaning for the oracle."""
+    """Minimum confidence of a detected object; without effect on the oracle."""
 
     images_per_prompt: int = 4
     """Images of each prompt."""
@@ -106,22 +107,22 @@ class CompositionalConfig:
 
 @dataclass(kw_only=True)
 class SamplingConfig:
-    """How images are generated."""
+    """Sampling of images."""
 
     num_inference_steps: int = 50
     """DDIM steps."""
 
     seed: int = 0
-    """Seed of the initial latents, whose addresses are (seed, prompt, image of the prompt)."""
+    """Seed of the initial latents, which depend on (seed, prompt, image of the prompt)."""
 
     height: int | None = None
-    """Pixels; null: as trained."""
+    """Size in pixels; null: the training size."""
 
     width: int | None = None
-    """Pixels; null: as trained."""
+    """Size in pixels; null: the training size."""
 
     negative_prompt: str = ""
-    """What to lead away from; the empty caption, as in training."""
+    """Negative prompt of the guidance; by default the empty caption, as in training."""
 
     images_per_prompt: int = 1
     """Images of each prompt."""
@@ -129,39 +130,39 @@ class SamplingConfig:
 
 @dataclass(kw_only=True)
 class ProtocolConfig:
-    """All that a number depends on besides the images' model and the guidance scale."""
+    """Everything that determines a metric besides the model and the guidance scale."""
 
     metrics: list[Metric] = field(default_factory=lambda: list(Metric))
-    """Numbers to compute."""
+    """Metrics to compute."""
 
     prompts: PromptsConfig | None = None
-    """Null: no metrics of prompts."""
+    """Prompts; null: no metrics of prompts."""
 
     reference: ReferenceConfig | None = None
-    """Null: no metrics of a reference set."""
+    """Reference set; null: no metrics of a reference set."""
 
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     networks: NetworksConfig = field(default_factory=NetworksConfig)
 
     resize_filter: ResizeFilter = ResizeFilter.bicubic
-    """Of all feature networks."""
+    """Resize filter of all feature networks."""
 
     compositional: CompositionalConfig | None = None
-    """Null: none."""
+    """Compositional prompts; null: none."""
 
     validation_loss: bool = False
-    """Loss on the held-out data of the run, over all, by timestep and by stream."""
+    """Compute the loss on the validation data of the run: overall, by timestep and by stream."""
 
 
 @dataclass(kw_only=True)
 class EvaluationLoggersConfig:
-    """Where a watcher writes numbers besides its output folder."""
+    """Additional destinations of the numbers of a watcher."""
 
     tensorboard: bool = False
-    """An event file of its own in the TensorBoard folder of the run, or of the output folder."""
+    """Write an event file in the TensorBoard folder of the run, or of the output folder."""
 
     wandb: WandbConfig | None = None
-    """A run of its own in the group of the run; null is none."""
+    """A separate W&B run in the group of the run; null: none."""
 
 
 @dataclass(kw_only=True)
@@ -173,16 +174,16 @@ class EvaluationConfig:
     weights, or a folder of a pipeline in the diffusers layout."""
 
     weights: list[str] = field(default_factory=lambda: ["raw"])
-    """Of a checkpoint: `raw`, `ema`, or an average such as `decay-0.999`."""
+    """Weights of a checkpoint: `raw`, `ema`, or an average such as `decay-0.999`."""
 
     images: str | None = None
-    """A folder of images in place of a model; `metadata.jsonl` in it names their prompts."""
+    """A folder of images instead of a model; its `metadata.jsonl` has their prompts."""
 
     guidance_scales: list[float] = field(default_factory=lambda: [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
-    """Each is evaluated."""
+    """Guidance scales to evaluate."""
 
     output_folder: str = MISSING
-    """Images, numbers and tables; the same command again continues. All nodes must see it."""
+    """Folder of images, metrics and tables, shared by all nodes; the same command again continues."""
 
     reference_cache: str | None = None
     """Folder of the statistics of reference sets; null: `reference` in the output folder."""
@@ -190,59 +191,48 @@ class EvaluationConfig:
     protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
 
     keep_images: bool = True
-    """Keep the generated images once their numbers are written."""
+    """Keep the generated images after their metrics are written."""
 
-    batch_size: int = 16
-    """Images at a time on each rank. Images change by rounding errors only."""
+    batch_size: int = bounded(16, min=1)
+    """Images per batch on each rank. Changes the images by rounding only."""
 
-    num_threads: int = 4
-    """Threads that read and resize images."""
+    num_threads: int = bounded(4, min=1)
+    """Threads for reading and resizing images."""
 
     device: Device = Device.auto
-    """auto takes a GPU where there is one."""
+    """auto: a GPU if there is one."""
 
     watch: bool = False
-    """Follow a run: evaluate each of its checkpoints once, until the run is finished."""
+    """Follow a run: evaluate each checkpoint once, until the run is finished."""
 
     watch_forever: bool = False
-    """Go on watching when the run is finished, since it may be continued."""
+    """Continue to watch a finished run, since it may be continued."""
 
-    poll_seconds: float = 30.0
-    """Seconds between two looks at the run."""
+    poll_seconds: float = bounded(30.0, above=0)
+    """Seconds between two checks for new checkpoints."""
 
     loggers: EvaluationLoggersConfig = field(default_factory=EvaluationLoggersConfig)
 
-
-def check_evaluation(config: EvaluationConfig) -> None:
-    """Refuse impossible combinations.
-
-    Raises:
-        ConfigurationError: says all that is wrong.
-    """
-    protocol = config.protocol
-    problems = []
-    if (config.model is None) == (config.images is None):
-        problems.append("give either model=CHECKPOINT or images=FOLDER")
-    if config.watch and config.model is None:
-        problems.append("watch=true follows a run: give model=RUN_FOLDER or s3://bucket/prefix")
-    if protocol.reference is None and (
-        asked := [metric.value for metric in protocol.metrics if metric in OF_REFERENCE]
-    ):
-        problems.append(f"{', '.join(asked)} need real images: give protocol.reference.path, or leave them out")
-    if protocol.metrics and protocol.prompts is None and config.images is None:
-        problems.append("protocol.metrics need prompts: give protocol.prompts.path, or protocol.metrics=[]")
-    if not (protocol.metrics or protocol.compositional or protocol.validation_loss):
-        problems.append("nothing is asked for: give protocol.metrics, protocol.compositional or validation_loss")
-    if config.images is not None and (protocol.compositional or protocol.validation_loss):
-        problems.append("protocol.compositional and protocol.validation_loss need a model, not images")
-    if len(set(config.guidance_scales)) != len(config.guidance_scales) or not config.guidance_scales:
-        problems.append(f"guidance_scales={config.guidance_scales} must name at least one, and none twice")
-    for key, number in (("batch_size", config.batch_size), ("num_threads", config.num_threads)):
-        if number < 1:
-            problems.append(f"{key}={number} must be 1 or more")
-    if config.poll_seconds <= 0:
-        problems.append(f"poll_seconds={config.poll_seconds} must be positive")
-    if not config.weights:
-        problems.append("weights=[] names none: give [raw], or [raw, ema]")
-    if problems:
-        raise ConfigurationError("The evaluation cannot be run: " + "; ".join(problems) + ".")
+    def problems(self, key: str) -> Iterator[str]:
+        """Describe wrong relations; `key` is empty, since this is the whole configuration."""
+        protocol = self.protocol
+        if (self.model is None) == (self.images is None):
+            yield "Set either model=CHECKPOINT or images=FOLDER."
+        if self.watch and self.model is None:
+            yield "watch is true without a model. Set model=RUN_FOLDER or model=s3://bucket/prefix."
+        compared = [metric.value for metric in protocol.metrics if metric in OF_REFERENCE]
+        if compared and protocol.reference is None:
+            yield (
+                f"protocol.metrics has {', '.join(compared)}, which need real images. Set protocol.reference.path, or "
+                "remove them."
+            )
+        if protocol.metrics and protocol.prompts is None and self.images is None:
+            yield "protocol.metrics need prompts. Set protocol.prompts.path, or protocol.metrics=[]."
+        if not (protocol.metrics or protocol.compositional or protocol.validation_loss):
+            yield "Nothing is evaluated. Set protocol.metrics, protocol.compositional or protocol.validation_loss."
+        if self.images is not None and (protocol.compositional or protocol.validation_loss):
+            yield "protocol.compositional and protocol.validation_loss need a model, but images is set."
+        if len(set(self.guidance_scales)) != len(self.guidance_scales) or not self.guidance_scales:
+            yield f"guidance_scales is {self.guidance_scales}, but must name at least one, and none twice."
+        if not self.weights:
+            yield "weights is empty. Set weights=[raw] or weights=[raw, ema]."

@@ -1,10 +1,10 @@
-"""Sets of images by number: files of a folder, or samples of a prepared data set; and which of them are taken."""
+"""Sets of images by number: files of a folder, or samples of a prepared data set, and the choice of a subset."""
 
 import hashlib
 import itertools
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from PIL import Image, ImageOps
 
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
 from diffusion.datasets.mds import INDEX, open_shard, read_shards
-from diffusion.errors import ConfigurationError, DataError
+from diffusion.errors import ConfigurationError, DataError, error_context
 from diffusion.evaluation.config import ReferenceConfig
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
@@ -27,37 +27,37 @@ class Images(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Image.Image:
-        """An RGB image.
+        """RGB image.
 
         Raises:
-            DataError: it cannot be decoded.
+            DataError: the image cannot be decoded.
         """
         ...
 
 
 def smallest_hashes(names: Sequence[str], num: int | None) -> list[int]:
-    """Which of some names are taken, in their order: so many whose SHA-256 is smallest, so that a choice is not biased.
+    """Choose `num` names with the smallest SHA-256, an unbiased choice; return their numbers in order.
 
     Raises:
-        ConfigurationError: there are not as many.
+        ConfigurationError: there are fewer than `num` names.
     """
     if num is None:
         return list(range(len(names)))
     if num > len(names):
-        raise ConfigurationError(f"{num} are asked for, but there are {len(names)}")
+        raise ConfigurationError(f"num={num}, but there are {len(names)}")
     return sorted(by_hash(names)[:num])
 
 
 def by_hash(names: Sequence[str]) -> list[int]:
-    """The numbers of some names in the order of their SHA-256."""
+    """Numbers of names in the order of their SHA-256."""
     return sorted(range(len(names)), key=lambda i: hashlib.sha256(names[i].encode()).digest())
 
 
 class ImageFiles:
-    """Files by number.
+    """Image files by number.
 
     Args:
-        files: their paths.
+        files: paths of the files.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -78,15 +78,15 @@ class ImageFiles:
 
 
 def list_images(folder: Path) -> list[Path]:
-    """Image files below a folder, sorted by their paths."""
+    """Image files below a folder, sorted by path."""
     return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
 
 
 class PreparedSamples:
-    """Samples of the MDS folders of a prepared data set, by number. Not for several threads at once.
+    """Samples of the MDS folders of a prepared data set, by number. Not thread-safe.
 
     Args:
-        root: the data set, a split or a bucket of it.
+        root: the data set, or a split or bucket of it.
 
     Raises:
         DataError: an index is damaged.
@@ -105,13 +105,13 @@ class PreparedSamples:
         return self._ends[-1] if self._ends else 0
 
     def sample(self, index: int) -> dict[str, Any]:
-        """The columns of a sample."""
+        """Columns of a sample."""
         shard = bisect_right(self._ends, index)
         first = self._ends[shard - 1] if shard else 0
         return self._reader(shard)[index - first]
 
     def names(self) -> list[str]:
-        """Place of each sample: folder, shard and number."""
+        """Name of each sample: folder, shard and number."""
         return [
             f"{name}/{entry['raw_data']['basename']}/{i}"
             for _, entry, name in self.entries
@@ -119,7 +119,7 @@ class PreparedSamples:
         ]
 
     def identity(self) -> str:
-        """Hash of what the indices say of the shards: their sizes and hashes."""
+        """Hash of the sizes and hashes of the shards in the indices."""
         shards = [(name, entry["raw_data"], entry["samples"]) for _, entry, name in self.entries]
         return hashlib.sha256(repr(shards).encode()).hexdigest()[:16]
 
@@ -140,7 +140,7 @@ class PreparedImages:
 
     Args:
         samples: the data set.
-        indices: which of its samples.
+        indices: numbers of the samples.
     """
 
     def __init__(self, samples: PreparedSamples, indices: Sequence[int]) -> None:
@@ -152,63 +152,55 @@ class PreparedImages:
     def __getitem__(self, index: int) -> Image.Image:
         sample = self.samples.sample(self.indices[index])
         if "image" not in sample:
-            raise DataError("the data set holds no images (is it encoded?): give the prepared one")
+            raise DataError("the data set has no images (is it encoded?): give the prepared one")
         return _decode(sample["image"], f"sample {sample.get('key', index)}")
 
 
 class ScaledSquares:
-    """The middle squares of images, scaled to one size.
+    """Centre squares of images, scaled to one size.
 
     Args:
         images: the images.
         size: side in pixels.
     """
 
-    def __init__(self, pictures: Images, size: int) -> None:
-        self.pictures, self.size = pictures, size
+    def __init__(self, images: Images, size: int) -> None:
+        self.images, self.size = images, size
 
     def __len__(self) -> int:
-        return len(self.pictures)
+        return len(self.images)
 
     def __getitem__(self, index: int) -> Image.Image:
-        return ImageOps.fit(self.pictures[index], (self.size, self.size), method=Image.Resampling.BICUBIC)
+        return ImageOps.fit(self.images[index], (self.size, self.size), method=Image.Resampling.BICUBIC)
 
 
 def open_reference(config: ReferenceConfig) -> tuple[Images, str]:
-    """The reference set, and the hash of what it holds.
+    """Open the reference set; return its images and the hash of its content.
 
     Raises:
-        ConfigurationError: there is no such folder, or it holds too few images.
-        DataError: it is damaged.
+        ConfigurationError: the folder is missing, or has too few images.
+        DataError: the data set is damaged.
     """
+    key = "protocol.reference"
     root = Path(config.path).expanduser()
     if not root.is_dir():
-        raise ConfigurationError(f"protocol.reference.path={config.path} is no folder: give one of real images")
-    if next(iter(_indices(root)), None) is not None:
-        samples = PreparedSamples(root)
-        chosen = _chosen(samples.names(), config)
-        pictures: Images = PreparedImages(samples, chosen)
+        raise ConfigurationError(f"{key}.path={config.path} is no folder: give one of real images")
+    is_prepared = next(root.rglob(INDEX), None) is not None
+    samples = PreparedSamples(root) if is_prepared else None
+    files = [] if is_prepared else list_images(root)
+    names = samples.names() if samples is not None else [str(file.relative_to(root)) for file in files]
+    with error_context(key):
+        chosen = smallest_hashes(names, config.num)
+    if len(chosen) < 2:
+        raise ConfigurationError(f"{key}.path={config.path} has {len(chosen)} images: 2 or more are needed")
+    if samples is not None:
+        images: Images = PreparedImages(samples, chosen)
         content = f"{samples.identity()} {config.num}"
     else:
-        files = list_images(root)
-        names = [str(file.relative_to(root)) for file in files]
-        taken = ImageFiles([files[i] for i in _chosen(names, config)])
-        pictures, content = taken, taken.identity()
-    if len(pictures) < 2:
-        raise ConfigurationError(f"protocol.reference.path={config.path} holds {len(pictures)} images: 2 or more")
+        images = taken = ImageFiles([files[i] for i in chosen])
+        content = taken.identity()
     identity = hashlib.sha256(content.encode()).hexdigest()[:16]
-    return (ScaledSquares(pictures, config.size) if config.size else pictures), identity
-
-
-def _indices(root: Path) -> Iterator[Path]:
-    return root.rglob(INDEX)
-
-
-def _chosen(names: Sequence[str], config: ReferenceConfig) -> list[int]:
-    try:
-        return smallest_hashes(names, config.num)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"protocol.reference.num: of the images in {config.path}, {error}") from error
+    return (ScaledSquares(images, config.size) if config.size else images), identity
 
 
 def _decode(content: bytes, name: str) -> Image.Image:

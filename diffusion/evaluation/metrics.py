@@ -1,4 +1,4 @@
-"""The metrics of a set of images: features of images and reference set, the statistics, and their protocols."""
+"""Metrics of a set of images: FID, KID, CLIP-FID, CMMD and CLIP score, each with its protocol."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -12,17 +12,16 @@ import torch
 from diffusion.distributed import agree
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.evaluation.config import OF_REFERENCE, Metric, ProtocolConfig, ReferenceConfig
-from diffusion.evaluation.extraction import Extractor, FeatureSet
-from diffusion.evaluation.features import FeatureNetwork, Networks
+from diffusion.evaluation.features import Extractor, FeatureNetwork, FeatureSet, Networks
 from diffusion.evaluation.images import Images, open_reference
-from diffusion.evaluation.protocol import Protocol, metric_protocol, protocol_hash, reference_record
-from diffusion.evaluation.results import Number
+from diffusion.evaluation.protocol import Number, Protocol, metric_protocol, protocol_hash, reference_record
+from diffusion.evaluation.ranks import broadcast, is_first_rank
 from diffusion.evaluation.statistics import clip_scores, cmmd, frechet_distance, kernel_distance
 
 log = logging.getLogger(__name__)
 
 _NEED_ALL = (Metric.kid, Metric.cmmd, Metric.clip_score)
-"""Metrics for which the moments of the features do not suffice."""
+"""Metrics that need all features, not only their moments."""
 
 
 @dataclass(kw_only=True)
@@ -32,8 +31,8 @@ class Metrics:
     Args:
         config: the protocol.
         networks: its feature networks, on the device of this rank.
-        extractor: computes features.
-        cache: folder of the statistics of reference sets.
+        extractor: extractor of features.
+        cache: folder with features of reference sets.
     """
 
     config: ProtocolConfig
@@ -42,10 +41,10 @@ class Metrics:
     cache: Path
     _reference: tuple[Images, str] | None = field(default=None, init=False)
     _loaded: dict[Path, FeatureSet | None] = field(default_factory=dict, init=False)
-    """By their files; on other ranks than the first None, so that all know what was read."""
+    """Features of reference sets by file; None on ranks other than the first."""
 
     def open(self) -> None:
-        """Open the reference set and load the networks, so that what is missing is told before images are generated.
+        """Open the reference set and load the networks, before images are generated.
 
         Raises:
             ConfigurationError: the reference set or a network is missing.
@@ -57,30 +56,30 @@ class Metrics:
             self.networks.of(metric)
 
     def name(self, metric: Metric) -> str:
-        """What a number is called: a distance of other features than Inception's is not FID or KID."""
+        """Name of a number: distances of features other than Inception's are not FID or KID."""
         if metric in (Metric.fid, Metric.kid) and self.config.networks.inception_replacement is not None:
             kind = "frechet" if metric is Metric.fid else "kernel"
             return f"{kind}_{self.networks.of(metric).name}"
         return metric.value
 
     def protocols(self, images: Mapping[str, Any]) -> dict[str, Protocol]:
-        """The protocol of each number; `open` comes before.
+        """Protocol of each number; call `open` first.
 
         Args:
-            images: how the images were made.
+            images: record of the images.
         """
         return {self.name(metric): self._protocol(metric, images) for metric in self.config.metrics}
 
     def compute(self, image_set: Images, prompts: Sequence[str] | None, images: Mapping[str, Any]) -> dict[str, Number]:
-        """Compute all numbers; to be called by all ranks.
+        """Compute all numbers; collective.
 
         Args:
             image_set: the images.
-            prompts: of each image, for the CLIP score.
-            images: how they were made.
+            prompts: prompt of each image, for the CLIP score.
+            images: record of the images.
 
         Returns:
-            Numbers by their names, on the first rank; nothing on others.
+            Numbers by name on the first rank; an empty dictionary on others.
 
         Raises:
             ConfigurationError: there are too few images, or no prompts for the CLIP score.
@@ -89,8 +88,8 @@ class Metrics:
             raise ConfigurationError(f"{len(image_set)} images: metrics need 2 or more")
         if prompts is None and Metric.clip_score in self.config.metrics:
             raise ConfigurationError(
-                "clip_score needs the prompts of the images: put metadata.jsonl (file_name, prompt) into their folder, "
-                "or leave it out of protocol.metrics"
+                "clip_score needs prompts: add metadata.jsonl (file_name, prompt) to the folder of images, or remove "
+                "clip_score from protocol.metrics"
             )
         numbers = {}
         for group in self._by_network():
@@ -105,7 +104,7 @@ class Metrics:
         return numbers
 
     def _by_network(self) -> list[list[Metric]]:
-        """Metrics that share a network."""
+        """Metrics grouped by network."""
         groups: dict[int, list[Metric]] = {}
         for metric in self.config.metrics:
             groups.setdefault(id(self.networks.of(metric)), []).append(metric)
@@ -120,12 +119,12 @@ class Metrics:
         return reference_record(identity, len(image_set), settings.size)
 
     def _opened(self) -> tuple[Images, str, ReferenceConfig]:
-        assert self._reference is not None, "open comes before"
+        assert self._reference is not None, "call open first"
         assert self.config.reference is not None
         return *self._reference, self.config.reference
 
     def _reference_features(self, network: FeatureNetwork, keep: bool) -> FeatureSet | None:
-        """Those of the reference set, from the cache if they are there; on the first rank."""
+        """Features of the reference set, cached in a file; on the first rank."""
         key = {
             "reference": self._reference_record(),
             "network": network.identity,
@@ -134,10 +133,8 @@ class Metrics:
         path = self.cache / f"{network.name}-{protocol_hash(key)}{'-all' if keep else ''}.npz"
         if path in self._loaded:
             return self._loaded[path]
-        ranks = self.extractor.ranks
-        is_there = ranks.broadcast(path.is_file())
-        if is_there:
-            found = agree(lambda: _load(path) if ranks.is_first else None)
+        if broadcast(path.is_file()):
+            found = agree(lambda: _load(path) if is_first_rank() else None)
         else:
             image_set = self._opened()[0]
             found = self.extractor.extract(network, image_set, keep=keep, label=f"reference {network.name}")
@@ -173,4 +170,4 @@ def _load(path: Path) -> FeatureSet:
     try:
         return FeatureSet.load(path)
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{path} is damaged ({error}): remove it, and it is computed anew") from error
+        raise DataError(f"{path} is damaged ({error}): remove it") from error

@@ -1,55 +1,67 @@
-"""Prompts from files: PartiPrompts, DrawBench, any table or list, and the captions of a prepared data set."""
+"""Prompts of files and data sets, and the listing of a folder of images with their prompts (`metadata.jsonl`)."""
 
 import csv
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from diffusion.errors import ConfigurationError
-from diffusion.evaluation.config import PromptsConfig
+from diffusion.errors import ConfigurationError, DataError
 from diffusion.evaluation.images import PreparedSamples, by_hash, smallest_hashes
+from diffusion.files import write_atomically
 
-COLUMNS = ("Prompt", "Prompts", "prompt", "caption", "text")
-"""Names that a column of prompts has, tried in this order."""
+PROMPT_COLUMNS = ("prompt", "prompts", "caption", "text")
+"""Default names of the column of prompts, in lower case and in the order of preference."""
 
-CATEGORIES = ("Category", "category")
+CATEGORY_COLUMNS = ("category",)
+
+LISTING = "metadata.jsonl"
+"""Lines of `file_name`, `prompt` and further metadata of an image."""
+
+OLD_LISTING, OLD_KEY = "images.jsonl", "file"
+"""Listing of generate.py 0.1, read until 0.3."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """What an image is generated for."""
+    """Prompt of an image."""
 
     text: str
     category: str = ""
 
 
-def read_prompts(config: PromptsConfig) -> list[Prompt]:
-    """Read prompts in the order of their file; empty ones are left out.
+def read_prompts(
+    path: str | Path, *, column: str | None = None, category_column: str | None = None, num: int | None = None
+) -> list[Prompt]:
+    """Read prompts in the order of their file, without empty ones.
+
+    Args:
+        path: a .tsv or .csv with a column of prompts (PartiPrompts, DrawBench), another text file with one prompt a
+            line, or the folder of a prepared data set, whose first captions are read.
+        column: column of the prompts; one of `PROMPT_COLUMNS` by default.
+        category_column: column of the categories; `CATEGORY_COLUMNS` by default, if there is one.
+        num: number of prompts, chosen by the hash of position and text; all by default.
 
     Raises:
-        ConfigurationError: there is no such file or column, or it holds too few.
+        ConfigurationError: the file or a column is missing, or there are too few prompts.
         DataError: a data set is damaged.
     """
-    path = Path(config.path).expanduser()
+    path = Path(path).expanduser()
     if path.is_dir():
-        return _of_data_set(path, config)
-    if not path.is_file():
-        raise ConfigurationError(f"protocol.prompts.path={config.path} does not exist: give a file or a data set")
-    if path.suffix in (".tsv", ".csv"):
-        prompts = _of_table(path, config)
-    elif path.suffix == ".txt":
-        prompts = [Prompt(text=line) for line in path.read_text(encoding="utf-8").splitlines()]
-    else:
-        raise ConfigurationError(f"protocol.prompts.path={config.path}: give a .tsv, .csv or .txt, or a data set")
-    prompts = [prompt for prompt in prompts if prompt.text.strip()]
+        return _data_set_prompts(path, num)
     try:
-        chosen = smallest_hashes([f"{i} {prompt.text}" for i, prompt in enumerate(prompts)], config.num)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"protocol.prompts.num: of the prompts in {config.path}, {error}") from error
-    if not chosen:
-        raise ConfigurationError(f"protocol.prompts.path={config.path} holds no prompts")
+        if path.suffix in (".tsv", ".csv"):
+            prompts = _table_prompts(path, column, category_column)
+        else:
+            prompts = [Prompt(text=line.strip()) for line in path.read_text(encoding="utf-8-sig").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path} cannot be read: {error}. Give a text file, a table or a data set") from error
+    prompts = [prompt for prompt in prompts if prompt.text]
+    if not prompts:
+        raise ConfigurationError(f"{path} has no prompts")
+    chosen = smallest_hashes([f"{i} {prompt.text}" for i, prompt in enumerate(prompts)], num)
     return [prompts[i] for i in chosen]
 
 
@@ -58,43 +70,85 @@ def prompts_identity(prompts: Sequence[Prompt]) -> str:
     return hashlib.sha256(json.dumps([prompt.text for prompt in prompts]).encode()).hexdigest()[:16]
 
 
-def _of_table(path: Path, config: PromptsConfig) -> list[Prompt]:
+def _table_prompts(path: Path, column: str | None, category_column: str | None) -> list[Prompt]:
     with path.open(encoding="utf-8-sig", newline="") as file:
-        # PartiPrompts has unbalanced quotation marks in its prompts, so a .tsv has no quoting.
+        # Prompts of PartiPrompts have unbalanced quotation marks, so a .tsv has no quoting.
         dialect = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {}
         rows = list(csv.DictReader(file, **dialect))
     names = list(rows[0]) if rows else []
-    column = _column(config.column, COLUMNS, names)
-    if column is None:
-        wanted = f"protocol.prompts.column={config.column}" if config.column else "a column of prompts"
-        raise ConfigurationError(f"{path} has no {wanted}: its columns are {', '.join(names) or 'none'}")
-    category = _column(config.category_column, CATEGORIES, names)
-    if config.category_column is not None and category is None:
-        raise ConfigurationError(f"{path} has no column {config.category_column}: it has {', '.join(names)}")
+    text = _find_column(column, PROMPT_COLUMNS, names)
+    if text is None:
+        raise ConfigurationError(f"{path} has no column {column or 'Prompt'}: its columns are {', '.join(names)}")
+    category = _find_column(category_column, CATEGORY_COLUMNS, names)
+    if category_column is not None and category is None:
+        raise ConfigurationError(f"{path} has no column {category_column}: its columns are {', '.join(names)}")
     return [
-        Prompt(text=(row[column] or "").strip(), category=(row[category] or "").strip() if category else "")
+        Prompt(text=(row[text] or "").strip(), category=(row[category] or "").strip() if category else "")
         for row in rows
     ]
 
 
-def _column(asked: str | None, usual: Sequence[str], names: Sequence[str]) -> str | None:
-    wanted = (asked,) if asked is not None else usual
-    return next((name for name in wanted if name in names), None)
+def _find_column(requested: str | None, defaults: Sequence[str], names: Sequence[str]) -> str | None:
+    if requested is not None:
+        return requested if requested in names else None
+    by_lower = {name.strip().lower(): name for name in reversed(names)}
+    return next((by_lower[name] for name in defaults if name in by_lower), None)
 
 
-def _of_data_set(root: Path, config: PromptsConfig) -> list[Prompt]:
+def _data_set_prompts(root: Path, num: int | None) -> list[Prompt]:
     """First captions of a prepared data set; with `num`, of the samples whose names have the smallest hashes."""
     samples = PreparedSamples(root)
-    order = range(len(samples)) if config.num is None else by_hash(samples.names())
+    order = range(len(samples)) if num is None else by_hash(samples.names())
     found: dict[int, Prompt] = {}
     for i in order:
-        if len(found) == config.num:
+        if len(found) == num:
             break
         sample = samples.sample(i)
         if "captions" not in sample:
-            raise ConfigurationError(f"protocol.prompts.path={root} holds no captions: give a prepared data set")
+            raise ConfigurationError(f"{root} has no captions: give a prepared data set")
         if caption := sample["captions"][0].strip():
             found[i] = Prompt(text=caption)
-    if len(found) < (config.num or 1):
-        raise ConfigurationError(f"protocol.prompts.path={root} holds {len(found)} captions: {config.num or 1} or more")
+    if len(found) < (num or 1):
+        raise ConfigurationError(f"{root} has {len(found)} captions, {num or 1} are needed")
     return [prompt for _, prompt in sorted(found.items())]
+
+
+class ListedImage(NamedTuple):
+    """An image of a folder and its prompt."""
+
+    path: Path
+    prompt: str
+
+
+def write_listing(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write the listing of a folder atomically.
+
+    Args:
+        folder: folder of the images.
+        rows: `file_name`, `prompt` and further metadata of each image.
+    """
+    write_atomically(folder / LISTING, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_listing(folder: Path) -> list[ListedImage] | None:
+    """Read the listing of a folder, or return None if there is none.
+
+    Raises:
+        DataError: a line is invalid, or its image is missing.
+    """
+    for name, key in ((LISTING, "file_name"), (OLD_LISTING, OLD_KEY)):
+        if (path := folder / name).is_file():
+            lines = enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+            return [_read_line(line, key, f"{path}, line {number}", folder) for number, line in lines if line.strip()]
+    return None
+
+
+def _read_line(line: str, key: str, where: str, folder: Path) -> ListedImage:
+    try:
+        row = json.loads(line)
+        image = ListedImage(folder / row[key], str(row["prompt"]).strip())
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{where} is not a JSON object with {key} and prompt: {error!r}") from error
+    if not image.path.is_file():
+        raise DataError(f"{where}: {image.path} is missing")
+    return image

@@ -1,19 +1,33 @@
-"""What a number depends on besides the model and the guidance scale: written beside it, hashed, and compared."""
+"""Protocols and results: how a number was computed, its file, and tables of comparable numbers.
+
+A protocol is the JSON description of everything that a number depends on besides the model and the guidance scale. It
+is stored and hashed with the number. Numbers with different protocols are never in one table.
+"""
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from diffusion.errors import ConfigurationError, DataError
 from diffusion.evaluation.config import CompositionalConfig, Metric, ProtocolConfig
 from diffusion.evaluation.features import FeatureNetwork
 from diffusion.evaluation.statistics import CMMD_SIGMA
+from diffusion.files import read_json, write_json
 
 Protocol = dict[str, Any]
-"""JSON-able description of how one number is computed."""
+"""JSON description of the computation of a number."""
 
 VERSION = 1
-"""Raised when the same description comes to mean another computation."""
+"""Incremented when the computation changes for the same description."""
+
+COMPOSITIONAL = "compositional"
+"""Name of the mean of the object checks; that of a category is `compositional/CATEGORY`."""
+
+RESULTS = "results"
+"""Folder of result files, in the output folder."""
 
 ESTIMATORS = {
     Metric.fid: "squared Frechet distance of normal distributions, float64, unbiased covariances",
@@ -37,14 +51,14 @@ def metric_protocol(
     reference: Mapping[str, Any] | None,
     images: Mapping[str, Any],
 ) -> Protocol:
-    """The protocol of a metric.
+    """Protocol of a metric.
 
     Args:
-        metric: which.
+        metric: the metric.
         config: the configuration.
         network: the feature network.
-        reference: what `reference_record` gave, if the metric needs it.
-        images: what `generated_record` or `given_record` gave.
+        reference: result of `reference_record`, for metrics of a reference set.
+        images: result of `generated_record` or `given_record`.
     """
     return {
         "version": VERSION,
@@ -57,32 +71,32 @@ def metric_protocol(
 
 
 def reference_record(identity: str, num: int, size: int | None) -> dict[str, Any]:
-    """What identifies a reference set."""
+    """Record of a reference set."""
     return {"content": identity, "num": num, "scaled_square": size}
 
 
 def generated_record(record: Mapping[str, Any], num: int) -> dict[str, Any]:
-    """What identifies how images are generated, from the record of a generation task.
+    """Record of generated images, from that of their task.
 
-    Model and guidance scale are what is evaluated. The batch size changes rounding errors only.
+    It excludes model and guidance scale, which are compared, and the batch size, which changes rounding errors only.
     """
-    left_out = ("model", "guidance_scale", "batch_size")
-    return {"num": num, **{key: value for key, value in record.items() if key not in left_out}}
+    excluded = ("model", "guidance_scale", "batch_size")
+    return {"num": num, **{key: value for key, value in record.items() if key not in excluded}}
 
 
 def given_record(num: int) -> dict[str, Any]:
-    """Of images that were given: nothing is known of how they were made."""
+    """Record of given images, whose generation is unknown."""
     return {"num": num, "given": True}
 
 
 def compositional_protocol(
     config: CompositionalConfig, images: Mapping[str, Any], *, suite: str, detector: str
 ) -> Protocol:
-    """The protocol of the compositional checks.
+    """Protocol of the object checks.
 
     Args:
         config: the configuration.
-        images: what `generated_record` gave.
+        images: result of `generated_record`.
         suite: hash of the checks.
         detector: name and hash of the detector.
     """
@@ -98,7 +112,7 @@ def compositional_protocol(
 
 
 def difference(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """What differs between two protocols, as `key: this, that`."""
+    """Differences of two protocols, as `key: this, that`."""
     found = []
     for key in sorted({*a, *b}):
         one, other = a.get(key), b.get(key)
@@ -107,3 +121,149 @@ def difference(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> 
         elif one != other:
             found.append(f"{prefix}{key}: {one}, {other}")
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Number:
+    """A number with its protocol."""
+
+    value: float
+    protocol: Protocol
+
+
+@dataclass(kw_only=True)
+class Result:
+    """Numbers of a model at one guidance scale."""
+
+    name: str
+    """Name of the model: `ep0-ba100-ema`."""
+
+    place: str
+    """Path or URI of the model."""
+
+    step: int | None = None
+    """Optimizer step of its weights."""
+
+    weights: str = ""
+    guidance_scale: float | None = None
+    """None for given images, and for numbers without a guidance scale."""
+
+    identity: str = ""
+    """Hash of the model."""
+
+    numbers: dict[str, Number] = field(default_factory=dict)
+
+    @property
+    def file_name(self) -> str:
+        """Name of its file."""
+        scale = "" if self.guidance_scale is None else f"-cfg{self.guidance_scale:g}"
+        return f"{self.name}{scale}.json"
+
+    def to_json(self) -> dict[str, Any]:
+        """Numbers with the hashes of their protocols; protocols by hash."""
+        hashes = {name: protocol_hash(number.protocol) for name, number in self.numbers.items()}
+        return {
+            "name": self.name,
+            "place": self.place,
+            "step": self.step,
+            "weights": self.weights,
+            "guidance_scale": self.guidance_scale,
+            "identity": self.identity,
+            "numbers": {
+                name: {"value": number.value, "protocol": hashes[name]} for name, number in self.numbers.items()
+            },
+            "protocols": {hashes[name]: number.protocol for name, number in self.numbers.items()},
+        }
+
+    def write(self, folder: Path) -> Path:
+        """Write atomically below an output folder; return the path."""
+        path = folder / RESULTS / self.file_name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, self.to_json())
+        return path
+
+    @classmethod
+    def read(cls, path: Path) -> "Result":
+        """Read a file of `write`.
+
+        Raises:
+            DataError: the file is not a result, or was modified.
+        """
+        content = read_json(path)
+        try:
+            numbers = {
+                name: Number(value=entry["value"], protocol=content["protocols"][entry["protocol"]])
+                for name, entry in content["numbers"].items()
+            }
+            wrong = [
+                name
+                for name in numbers
+                if protocol_hash(numbers[name].protocol) != content["numbers"][name]["protocol"]
+            ]
+            fields = ("name", "place", "step", "weights", "guidance_scale", "identity")
+            result = cls(**{key: content[key] for key in fields}, numbers=numbers)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{path} is not a result of evaluate.py: {error!r}") from error
+        if wrong:
+            raise DataError(f"{path} was modified: the hash of the protocol of {wrong[0]} differs")
+        return result
+
+
+def read_results(folders: Sequence[Path]) -> list[Result]:
+    """Read all results of output folders.
+
+    Raises:
+        ConfigurationError: a folder has no results.
+        DataError: a result is damaged.
+    """
+    results: list[Result] = []
+    for folder in folders:
+        files = sorted((folder / RESULTS).glob("*.json"))
+        if not files:
+            raise ConfigurationError(f"{folder} has no results of evaluate.py")
+        results += [Result.read(file) for file in files]
+    return sorted(results, key=lambda result: (result.step or 0, result.name, result.guidance_scale or 0.0))
+
+
+def check_one_protocol(results: Sequence[Result]) -> None:
+    """Reject numbers of one name with different protocols.
+
+    Raises:
+        ConfigurationError: names the number and the difference.
+    """
+    first: dict[str, tuple[Result, Protocol]] = {}
+    for result in results:
+        for name, number in result.numbers.items():
+            known, protocol = first.setdefault(name, (result, number.protocol))
+            if differing := difference(protocol, number.protocol):
+                raise ConfigurationError(
+                    f"{name} of {known.name} and of {result.name} have different protocols and are not comparable: "
+                    f"{'; '.join(differing)}. Evaluate both with one protocol"
+                )
+
+
+def table(results: Sequence[Result]) -> str:
+    """Markdown table of results, one row each; and a second one of object checks by category, if there are any.
+
+    Raises:
+        ConfigurationError: the protocols differ.
+    """
+    check_one_protocol(results)
+    names = list(dict.fromkeys(name for result in results for name in result.numbers))
+    whole = _table(results, {name: name for name in names if "/" not in name})
+    categories = {
+        name: name.removeprefix(f"{COMPOSITIONAL}/") for name in names if name.startswith(f"{COMPOSITIONAL}/")
+    }
+    return f"{whole}\n{_table(results, categories | {COMPOSITIONAL: 'mean'})}" if categories else whole
+
+
+def _table(results: Sequence[Result], names: Mapping[str, str]) -> str:
+    """Markdown table of numbers, given as name to heading."""
+    rows = [["model", "guidance", *names.values()], ["---", "---:", *["---:"] * len(names)]]
+    for result in results:
+        if not any(name in result.numbers for name in names):
+            continue
+        guidance = "" if result.guidance_scale is None else f"{result.guidance_scale:g}"
+        values = [f"{result.numbers[name].value:.4g}" if name in result.numbers else "" for name in names]
+        rows.append([result.name, guidance, *values])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)

@@ -1,11 +1,9 @@
-"""The ranks of an evaluation: who does which batch, and how they speak with one another.
+"""Ranks of an evaluation: their process group, device and exchange of results.
 
-Evaluation exchanges little (features, file names), so gloo on the CPU serves it on GPUs too.
+The exchanged data are small (features, file names), so all devices use gloo on the CPU.
 """
 
 import datetime
-import os
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -13,66 +11,60 @@ import torch.distributed as dist
 
 from diffusion.config.checks import resolve_device
 from diffusion.config.training import Device
-from diffusion.distributed import local_rank, rank, world_size
+from diffusion.distributed import has_process_group, local_rank, local_world_size, rank, world_size
 from diffusion.errors import MachineError
 
 TIMEOUT = datetime.timedelta(hours=24)
-"""Ranks wait for one another while others generate."""
+"""Longest wait for other ranks, which may be generating images."""
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ranks:
-    """This process among all."""
+def start_process_group() -> None:
+    """Join the process group of the launched ranks, if there are several."""
+    if world_size() > 1 and not has_process_group():
+        dist.init_process_group("gloo", timeout=TIMEOUT)
 
-    rank: int = 0
-    size: int = 1
 
-    @classmethod
-    def start(cls) -> "Ranks":
-        """Join the ranks that the launcher has started."""
-        if world_size() > 1 and not dist.is_initialized():
-            dist.init_process_group("gloo", timeout=TIMEOUT)
-        return cls(rank=rank(), size=world_size())
+def is_first_rank() -> bool:
+    """Whether this rank writes and logs."""
+    return rank() == 0
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank writes and speaks."""
-        return self.rank == 0
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        if self.size > 1:
-            dist.barrier()
+def barrier() -> None:
+    """Wait for all ranks."""
+    if has_process_group():
+        dist.barrier()
 
-    def broadcast(self, value: T) -> T:
-        """The first rank's value, on all ranks."""
-        values: list[Any] = [value]
-        if self.size > 1:
-            dist.broadcast_object_list(values)
-        return values[0]
 
-    def gather(self, value: T) -> list[T]:
-        """The values of all ranks in their order, on the first; an empty list on the others."""
-        if self.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.gather_object(value, values if self.is_first else None)
-        return values if self.is_first else []
+def broadcast(value: T) -> T:
+    """Value of the first rank, on all ranks."""
+    if not has_process_group():
+        return value
+    values: list[Any] = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+def gather(value: T) -> list[T]:
+    """Values of all ranks in their order on the first rank; an empty list on others."""
+    if not has_process_group():
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.gather_object(value, values if is_first_rank() else None)
+    return values if is_first_rank() else []
 
 
 def choose_device(device: Device) -> torch.device:
-    """The device of this rank.
+    """Device of this rank.
 
     Raises:
-        MachineError: a GPU is asked for, and there are fewer than ranks on this machine.
+        MachineError: the machine has fewer GPUs than ranks.
     """
     num_gpus = torch.cuda.device_count()
     if resolve_device(device, num_gpus) == Device.cpu:
         return torch.device("cpu")
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if num_gpus < num_local:
-        raise MachineError(f"{num_local} ranks on this machine, but {num_gpus} GPUs: start one rank for each GPU")
+    if num_gpus < local_world_size():
+        raise MachineError(f"{local_world_size()} ranks on this machine, but {num_gpus} GPUs: start one rank per GPU")
     torch.cuda.set_device(local_rank())
     return torch.device("cuda", local_rank())

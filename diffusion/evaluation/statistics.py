@@ -1,6 +1,9 @@
-"""Distances between two sets of features, in float64: Frechet distance, and squared maximum mean discrepancies.
+"""Distances between two sets of features in float64: Frechet distance and squared maximum mean discrepancies.
 
-Shape letters: N features of one set, M of the other, D numbers of a feature.
+torchmetrics and torch-fidelity give the same numbers from whole kernel matrices (7 GB at 30,000 images, or subsets of
+them) and load their own networks. Here kernels are computed in blocks, and CLIP is shared between metrics.
+
+Shape letters: N features of one set, M of the other, D width of a feature.
 """
 
 import functools
@@ -15,7 +18,7 @@ Kernel = Callable[[Array, Array], Array]
 """Features [N, D] and [M, D] -> values [N, M]."""
 
 BLOCK_ROWS = 1024
-"""Rows of a kernel matrix that are in memory at a time, in both directions."""
+"""Rows and columns of a kernel matrix in memory at a time."""
 
 CMMD_SIGMA, CMMD_SCALE = 10.0, 1000.0
 """Bandwidth and factor of CMMD (Jayasumana et al. 2024, section 4)."""
@@ -23,7 +26,7 @@ CMMD_SIGMA, CMMD_SCALE = 10.0, 1000.0
 
 @dataclass(frozen=True, kw_only=True)
 class Moments:
-    """Number, mean and scatter of features: all that the Frechet distance needs of them."""
+    """Number, mean and scatter of features, for the Frechet distance."""
 
     num: int
     """N."""
@@ -32,18 +35,18 @@ class Moments:
     """float64 [D]."""
 
     scatter: Array
-    """float64 [D, D]: sum over the features of the outer products of their deviations from the mean."""
+    """float64 [D, D]: sum of the outer products of deviations from the mean."""
 
     @classmethod
     def of(cls, features: Array) -> "Moments":
-        """Those of features [N, D], N >= 1."""
+        """Moments of features [N, D], N >= 1."""
         exact = np.asarray(features, dtype=np.float64)
         mean = exact.mean(axis=0)
         deviations = exact - mean
         return cls(num=len(exact), mean=mean, scatter=deviations.T @ deviations)
 
     def merged(self, other: "Moments") -> "Moments":
-        """Those of both sets together (Chan et al. 1979, equation 2.1)."""
+        """Moments of the union of two sets (Chan et al. 1979, equation 2.1)."""
         num = self.num + other.num
         apart = other.mean - self.mean
         scatter = self.scatter + other.scatter + np.outer(apart, apart) * (self.num * other.num / num)
@@ -51,17 +54,17 @@ class Moments:
 
     @property
     def covariance(self) -> Array:
-        """Unbiased sample covariance, float64 [D, D]; needs two features."""
+        """Unbiased sample covariance, float64 [D, D]; N >= 2."""
         return self.scatter / (self.num - 1)
 
 
 def merge_moments(parts: Iterable[Moments]) -> Moments:
-    """Moments of several sets together, merged in the order given."""
+    """Moments of the union of several sets, merged in order."""
     return functools.reduce(Moments.merged, parts)
 
 
 def moments_of_batches(batches: Iterable[Array]) -> Moments | None:
-    """Moments of features [N, D] in one pass over their batches, in memory for one block of them; None without any."""
+    """Moments of batches of features [N, D] in one pass, with one block in memory; None without batches."""
     total, block = None, []
     for batch in batches:
         block.append(batch)
@@ -113,8 +116,8 @@ def kernel_distance(x: Array, y: Array) -> float:
 def cmmd(x: Array, y: Array) -> float:
     """CMMD (Jayasumana et al. 2024, section 4): 1000 times the squared MMD of normalised CLIP embeddings.
 
-    The kernel is Gaussian with bandwidth 10. The estimate is unbiased (equation 3 there), so that it does not depend on
-    the number of images; the authors' program keeps the pairs of an image with itself and gives a little more.
+    The kernel is Gaussian with bandwidth 10. The estimate is unbiased (equation 3 there) and so independent of the
+    number of images; the authors' program includes pairs of an image with itself, and its values are slightly larger.
 
     Args:
         x: features [N, D] of any length, N >= 2.
@@ -142,7 +145,7 @@ def _sum_between(x: Array, y: Array, kernel: Kernel) -> float:
 
 
 def _sum_of_pairs(x: Array, kernel: Kernel) -> float:
-    """Sum over ordered pairs of different features: each unordered pair is computed once."""
+    """Sum over ordered pairs of different features; each unordered pair is computed once."""
     blocks = list(_blocks(x))
     total = 0.0
     for i, rows in enumerate(blocks):

@@ -1,15 +1,8 @@
-"""Models: what notebooks import. Importing needs no GPU, network or distributed start-up."""
+"""Models: the public names for notebooks. The import needs no GPU, network or distributed start-up."""
 
-from diffusion.models.build import (
-    build_model,
-    count_parameters,
-    stable_diffusion_2,
-    stable_diffusion_xl,
-    tiny,
-    tiny_xl,
-)
-from diffusion.models.frozen import FrozenParts, load_frozen_parts
+from diffusion.models.build import build_model, count_parameters, stable_diffusion_2, stable_diffusion_xl, tiny, tiny_xl
 from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.pretrained import FrozenParts, load_frozen_parts
 
 __all__ = [
     "FrozenParts",

@@ -1,19 +1,30 @@
-"""Architectures as local configuration: no hub is asked for what a model looks like.
+"""Architectures as local configuration, and networks with random weights built from them. No hub is asked.
 
-Each is a set of keyword arguments for the Hugging Face classes. `stable_diffusion_2` is the configuration of
-stable-diffusion-2-base (the hub repository was withdrawn in November 2025), `stable_diffusion_xl` that of
-stable-diffusion-xl-base-1.0; `tiny` and `tiny_xl` are of the same kinds and train on two CPU cores.
+Each architecture is a set of keyword arguments for the Hugging Face classes. `stable_diffusion_2` is the configuration
+of stable-diffusion-2-base (the hub repository was removed in November 2025), `stable_diffusion_xl` that of
+stable-diffusion-xl-base-1.0. `tiny` and `tiny_xl` have the same structure and train on two CPU cores.
 """
 
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
-from diffusion.config.model import NUM_TIMESTEPS, Architecture
+import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+from diffusion.config.model import NUM_TIMESTEPS, Architecture, ModelConfig
+from diffusion.errors import ConfigurationError, raise_all, similar_names
+from diffusion.models.conditioning import DualTextEncoder, TextEncoder
+
+Built = TypeVar("Built")
 
 
 class Vocabulary(Enum):
-    """Which byte-pair encoding captions are cut by."""
+    """Byte-pair encoding of captions."""
 
     clip = "clip"
     tiny = "tiny"
@@ -217,3 +228,70 @@ ARCHITECTURES = {
     Architecture.tiny: TINY,
     Architecture.tiny_xl: TINY_XL,
 }
+
+
+# Networks with random weights
+
+
+def with_seed(seed: int, build: Callable[[], Built]) -> Built:
+    """Build something random from a seed, without changing the generator of the process."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build()
+
+
+def build_unet(config: ModelConfig) -> UNet2DConditionModel:
+    """Build the U-Net with random weights from torch's generator.
+
+    Raises:
+        ConfigurationError: `model.unet` holds an unknown argument or an invalid value.
+    """
+    return _build(UNet2DConditionModel, ARCHITECTURES[config.architecture].unet, config.unet, "model.unet")
+
+
+def build_vae(spec: ArchitectureSpec, changes: dict[str, Any] | None = None) -> AutoencoderKL:
+    """Build a VAE with random weights; `changes` (`autoencoder.vae`) replace keyword arguments of the architecture.
+
+    Raises:
+        ConfigurationError: `changes` holds an unknown argument or an invalid value.
+    """
+    return _build(AutoencoderKL, spec.vae, changes or {}, "autoencoder.vae")
+
+
+def build_text_encoder(spec: ArchitectureSpec) -> TextEncoder:
+    """Build the text encoder, or SDXL's two, with random weights."""
+    first = CLIPTextModel(CLIPTextConfig(**spec.text_encoder))
+    if spec.text_encoder_2 is None:
+        return first
+    return DualTextEncoder(first, CLIPTextModelWithProjection(CLIPTextConfig(**spec.text_encoder_2)))
+
+
+def _build(kind: type[Built], arguments: Mapping[str, Any], changes: Mapping[str, Any], key: str) -> Built:
+    """Build a network.
+
+    Args:
+        kind: class with an annotated constructor.
+        arguments: keyword arguments of the architecture.
+        changes: keyword arguments of the configuration, which take precedence.
+        key: key of `changes` in the configuration.
+
+    Raises:
+        ConfigurationError: an argument of `changes` is unknown, or its value is invalid.
+    """
+    parameters = inspect.signature(kind).parameters
+    problems = []
+    for name in changes:
+        if name not in parameters:
+            similar = similar_names(name, parameters)
+            remedy = f": did you mean {key}.{similar[0]}?" if similar else f". Its keys are {', '.join(parameters)}."
+            problems.append(f"Unknown key {key}.{name} (no argument of {kind.__name__}){remedy}")
+    raise_all(ConfigurationError, problems)
+    try:
+        return kind(**{**arguments, **changes})
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if not changes:
+            raise
+        raise ConfigurationError(
+            f"{key} is {dict(changes)}, which does not fit the other arguments of the architecture's "
+            f"{kind.__name__}: {str(error).rstrip('.')}. Change or remove these keys."
+        ) from error

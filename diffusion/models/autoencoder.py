@@ -1,43 +1,134 @@
 """Training of the VAE: absolute and squared error, perceptual distance, KL divergence of the posterior, discriminator.
 
-Shape letters: B batch, C channels, H W height and width of the latent.
+The perceptual distance is torchmetrics' LPIPS (Zhang et al. 2018) on VGG16, whose weights are read from a file instead
+of being downloaded.
+
+Shape letters: B batch, C channels, H W height and width of the latent, P patches.
 """
 
+import pickle
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from composer.models import ComposerModel
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import Tensor, nn
+from torch.func import functional_call
 from torchmetrics import Metric
+from torchmetrics.functional.image.lpips import _LPIPS
 
 from diffusion.config.model import AutoencoderConfig
 from diffusion.datasets.batch import BatchKey
-from diffusion.models.discriminator import AdversarialLosses, PatchDiscriminator, adversarial_losses, no_losses
-from diffusion.models.metrics import HeldOutMean, held_out_means
-from diffusion.models.perceptual import load_perceptual
+from diffusion.errors import ConfigurationError
+from diffusion.models.metrics import ValidationMean, validation_means
+from diffusion.models.pretrained import freeze
 from diffusion.randomness import Purpose, normal
 
 Batch = dict[str, Tensor]
 
+VGG_FILE = "vgg16-397923af.pth"
+
+
+class PatchDiscriminator(nn.Sequential):
+    """Classifies overlapping patches of 70 x 70 pixels (PatchGAN; Isola et al. 2017, section 3.2.2).
+
+    It has GroupNorm instead of BatchNorm, so that the logits of an image do not depend on its microbatch.
+    """
+
+    def __init__(self, num_channels: int = 64) -> None:
+        widths = [num_channels * factor for factor in (1, 2, 4, 8)]
+        layers: list[nn.Module] = [nn.Conv2d(3, widths[0], 4, stride=2, padding=1), nn.LeakyReLU(0.2)]
+        for before, after, stride in zip(widths[:-1], widths[1:], (2, 2, 1), strict=True):
+            convolution = nn.Conv2d(before, after, 4, stride=stride, padding=1, bias=False)
+            layers += [convolution, nn.GroupNorm(num_channels // 4, after), nn.LeakyReLU(0.2)]
+        super().__init__(*layers, nn.Conv2d(widths[-1], 1, 4, padding=1))
+        for module in self:
+            if isinstance(module, nn.Conv2d):
+                nn.init.normal_(module.weight, std=0.02)
+
+
+class AdversarialLosses(NamedTuple):
+    """Losses of both sides, float32 [] each."""
+
+    generator: Tensor
+    """Loss of the VAE; its gradients reach the decoded images only."""
+
+    discriminator: Tensor
+    """Loss of the discriminator; its gradients reach the discriminator only."""
+
+
+def adversarial_losses(discriminator: nn.Module, pixels: Tensor, decoded: Tensor) -> AdversarialLosses:
+    """Hinge losses (Lim and Ye 2017), with one backward pass for both sides.
+
+    Args:
+        discriminator: maps images to logits [B, 1, P, P].
+        pixels: float32 [B, 3, height, width] in [-1, 1].
+        decoded: reconstructions of that shape.
+    """
+    fixed = {name: parameter.detach() for name, parameter in discriminator.named_parameters()}
+    generator = -functional_call(discriminator, fixed, decoded).float().mean()
+    real, fake = discriminator(torch.cat([pixels, decoded.detach()])).float().chunk(2)
+    return AdversarialLosses(generator, (F.relu(1 - real).mean() + F.relu(1 + fake).mean()) / 2)
+
+
+def zero_losses(discriminator: nn.Module) -> AdversarialLosses:
+    """Zero losses before the start. All parameters get zero gradients, because DDP waits for each."""
+    nothing = 0.0 * torch.stack([parameter.sum() for parameter in discriminator.parameters()]).sum()
+    return AdversarialLosses(nothing.detach(), nothing)
+
+
+def build_perceptual() -> _LPIPS:
+    """LPIPS with random weights of VGG16."""
+    return _LPIPS(net="vgg", pnet_rand=True)
+
+
+def load_perceptual(path: str | None, key: str) -> nn.Module:
+    """Build frozen LPIPS: two batches of images, float32 [B, 3, height, width] in [-1, 1] -> [B, 1, 1, 1].
+
+    Args:
+        path: torchvision's weights of VGG16, a state dict with `features.0.weight` and so on.
+        key: key of the path in the configuration, for messages.
+
+    Raises:
+        ConfigurationError: the file is missing, or does not hold these weights.
+    """
+    file = Path(path).expanduser() if path else None
+    if file is None or not file.is_file():
+        raise ConfigurationError(
+            f"{key}={path}: the perceptual loss needs torchvision's {VGG_FILE} (from download.pytorch.org/models). Put "
+            "it on this machine and give its path, or set autoencoder.perceptual_weight=0."
+        )
+    lpips = build_perceptual()
+    try:
+        weights = torch.load(file, map_location="cpu", weights_only=True)
+        # torchmetrics calls layer 5 of torchvision's `features` `slice2.5`.
+        lpips.net.load_state_dict(
+            {name: weights[f"features.{name.split('.', 1)[1]}"] for name in lpips.net.state_dict()}
+        )
+    except (RuntimeError, OSError, ValueError, LookupError, TypeError, EOFError, pickle.UnpicklingError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigurationError(f"{key}={path} does not hold the weights of {VGG_FILE}: {reason}") from error
+    return freeze(lpips)
+
 
 class Reconstruction(NamedTuple):
-    """What a forward pass returns."""
+    """Result of a forward pass."""
 
     pixels: Tensor
-    """float32 [B, 3, 8H, 8W] in [-1, 1], what was encoded."""
+    """float32 [B, 3, 8H, 8W] in [-1, 1], input of the encoder."""
 
     decoded: Tensor
-    """float32 of that shape."""
+    """float32 [B, 3, 8H, 8W], output of the decoder."""
 
     kl: Tensor
     """float32 [B], KL divergence of the posterior from the standard normal, summed over the latent."""
 
     adversarial: AdversarialLosses | None = None
-    """What the discriminator makes of it, in training with one."""
+    """Losses of both sides; None without a discriminator and in validation."""
 
 
 def to_pixels(images: Tensor) -> Tensor:
@@ -48,17 +139,17 @@ def to_pixels(images: Tensor) -> Tensor:
 class AutoencoderTraining(ComposerModel):
     """Trains an AutoencoderKL (Kingma and Welling 2014; Rombach et al. 2022, section 3.1).
 
-    The weight of the discriminator is fixed, not adapted to the size of gradients (Esser et al. 2021, equation 7):
-    those of a microbatch would make the run depend on how a batch is cut.
+    The weight of the discriminator is fixed, not adapted to the norms of gradients (Esser et al. 2021, equation 7):
+    gradients of a microbatch would make the run depend on its size.
 
     Args:
-        vae: what is trained.
-        config: the weights of the terms of the loss.
+        vae: the trained VAE.
+        config: weights of the terms of the loss.
         seed: seed of the draws from the posterior.
-        adversarial_start: the step from which the discriminator takes part, where there is one.
+        adversarial_start: first step with the discriminator, if there is one.
 
     Raises:
-        ConfigurationError: the weights of the perceptual loss are not there.
+        ConfigurationError: the weights of the perceptual loss are missing.
     """
 
     vae: AutoencoderKL
@@ -71,7 +162,7 @@ class AutoencoderTraining(ComposerModel):
         self.seed = seed
         self.adversarial_start = adversarial_start
         self.discriminator = PatchDiscriminator() if config.adversarial_weight > 0 else None
-        # Held in a dictionary, so that it is neither trained nor saved.
+        # In a dictionary instead of the module tree: neither trained nor saved.
         self._frozen: dict[str, nn.Module] = {}
         if config.perceptual_weight > 0:
             self._frozen["perceptual"] = load_perceptual(config.vgg_weights, "autoencoder.vgg_weights")
@@ -84,7 +175,7 @@ class AutoencoderTraining(ComposerModel):
         return self
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """For the optimizer: the VAE, and the discriminator with its own learning rate and without weight decay."""
+        """Parameter groups of the optimizer: VAE, and discriminator with its own learning rate and no weight decay."""
         groups: list[dict[str, Any]] = [{"params": list(self.vae.parameters())}]
         if self.discriminator is not None:
             own_lr = {} if self.config.discriminator_lr is None else {"lr": self.config.discriminator_lr}
@@ -104,16 +195,16 @@ class AutoencoderTraining(ComposerModel):
         return Reconstruction(pixels, decoded.float(), posterior.kl().float())
 
     def forward(self, batch: Batch) -> Reconstruction:
-        """Encode, draw from the posterior, decode, and judge: the discriminator is called here, where DDP sees it."""
+        """Encode, sample the posterior, decode and discriminate; DDP needs the discriminator in `forward`."""
         result = self._reconstruct(batch, draw=True)
         if self.discriminator is None:
             return result
         if batch[BatchKey.STEP][0] < self.adversarial_start:
-            return result._replace(adversarial=no_losses(self.discriminator))
+            return result._replace(adversarial=zero_losses(self.discriminator))
         return result._replace(adversarial=adversarial_losses(self.discriminator, result.pixels, result.decoded))
 
     def loss(self, outputs: Reconstruction, batch: Batch) -> dict[str, Tensor]:
-        """The weighted terms, averaged over the microbatch, float32 [] each; their sum is minimised."""
+        """Weighted terms of the loss, averaged over the microbatch, float32 [] each; Composer adds them."""
         error, num_values = outputs.decoded - outputs.pixels, outputs.pixels[0].numel()
         terms = {
             "l1": self.config.l1_weight * error.abs().mean(),
@@ -134,17 +225,17 @@ class AutoencoderTraining(ComposerModel):
         return outputs if outputs is not None else self._reconstruct(batch, draw=False)
 
     def get_metrics(self, is_train: bool = False) -> dict[str, Metric]:
-        """Peak signal-to-noise ratio of each image, averaged, in dB."""
-        return {} if is_train else held_out_means("psnr")
+        """Mean of the images' peak signal-to-noise ratios, in dB."""
+        return {} if is_train else validation_means("psnr")
 
     def update_metric(self, batch: Any, outputs: Reconstruction, metric: Metric) -> None:
         """Add the images of an evaluation batch."""
-        assert isinstance(metric, HeldOutMean)
+        assert isinstance(metric, ValidationMean)
         metric.add(psnr(outputs.decoded, outputs.pixels), batch)
 
 
 def initialise_logvar(vae: AutoencoderKL, logvar: float) -> None:
-    """Make the posterior of a new VAE start with about the same log-variance everywhere, in place."""
+    """Initialise the posterior of a new VAE with nearly constant log-variance, in place."""
     num_channels = vae.config["latent_channels"]
     with torch.no_grad():
         vae.quant_conv.weight[num_channels:].mul_(0.1)  # pyright: ignore[reportOptionalMemberAccess]
@@ -152,7 +243,7 @@ def initialise_logvar(vae: AutoencoderKL, logvar: float) -> None:
 
 
 def psnr(decoded: Tensor, pixels: Tensor) -> Tensor:
-    """Peak signal-to-noise ratio in dB, [B], of images in [-1, 1]; the decoded ones are clamped."""
+    """Peak signal-to-noise ratio in dB, [B], of images in [-1, 1]; decoded images are clamped."""
     error = (decoded.clamp(-1, 1) - pixels).square().mean(dim=(1, 2, 3))
     return 10.0 * torch.log10(4.0 / error.clamp(min=1e-12))
 
@@ -165,8 +256,8 @@ def latent_statistics(
 
     Args:
         vae: the encoder.
-        batches: this rank's images, uint8 [B, 3, height, width].
-        device: where the VAE is.
+        batches: images of this rank, uint8 [B, 3, height, width].
+        device: device of the VAE.
 
     Returns:
         C means and C standard deviations, accumulated in float64.

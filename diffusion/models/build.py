@@ -1,49 +1,43 @@
-"""From configuration to model: what a notebook imports and what training calls."""
+"""Construction of models: from the configuration for training, from options for notebooks."""
 
 import logging
 from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
-from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 from torch import Tensor
 from typing_extensions import Unpack
 
 from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, PredictionType
 from diffusion.errors import ConfigurationError
-from diffusion.models.architectures import ARCHITECTURES
-from diffusion.models.arguments import whole_number
+from diffusion.models.architectures import ARCHITECTURES, build_text_encoder, build_unet, build_vae, with_seed
 from diffusion.models.conditioning import text_width
-from diffusion.models.construction import construct
-from diffusion.models.frozen import build_text_encoder, build_vae, load_frozen_parts, with_seed
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.layout import SCHEDULER_CONFIG, open_pipeline_unet, read_noise_schedule, unet_folder
+from diffusion.models.pretrained import (
+    SCHEDULER_CONFIG,
+    load_frozen_parts,
+    open_pipeline_unet,
+    read_noise_schedule,
+    unet_folder,
+)
+from diffusion.models.sampling import whole_number
 from diffusion.randomness import MAX_SEED
 
 log = logging.getLogger(__name__)
-
-
-def build_unet(config: ModelConfig) -> UNet2DConditionModel:
-    """Build the U-Net with random weights from torch's generator.
-
-    Raises:
-        ConfigurationError: `model.unet` holds an unknown argument, or one that does not fit.
-    """
-    return construct(UNet2DConditionModel, ARCHITECTURES[config.architecture].unet, config.unet, "model.unet")
 
 
 def build_noise_scheduler(architecture: Architecture, objective: ObjectiveConfig) -> DDPMScheduler:
     """Build the noise scheduler that training and sampling share.
 
     Raises:
-        ConfigurationError: zero-terminal SNR with epsilon prediction: at the last step the noise is the input, and its
-            prediction says nothing about the image.
+        ConfigurationError: zero-terminal SNR with epsilon prediction, which is trivial at the last timestep, where the
+            input is the noise.
     """
     if objective.zero_terminal_snr and objective.prediction_type == PredictionType.epsilon:
         raise ConfigurationError(
             "objective.zero_terminal_snr needs objective.prediction_type=v_prediction (or sample): with epsilon the "
-            "last step cannot be learned"
+            "last timestep cannot be learned"
         )
     return DDPMScheduler(
         **ARCHITECTURES[architecture].noise_schedule,
@@ -53,10 +47,10 @@ def build_noise_scheduler(architecture: Architecture, objective: ObjectiveConfig
 
 
 def build_model(config: ModelConfig, objective: ObjectiveConfig, *, resolution: int, seed: int) -> LatentDiffusion:
-    """Build the model that is trained: random U-Net from the seed, frozen parts as configured.
+    """Build the model for training: a random U-Net from the seed, frozen parts as configured.
 
     Raises:
-        ConfigurationError: the frozen weights are not there, or the combination is impossible.
+        ConfigurationError: frozen weights are missing, or do not fit the U-Net.
     """
     unet = with_seed(seed, lambda: build_unet(config))
     frozen = load_frozen_parts(config)
@@ -83,21 +77,26 @@ def build_model(config: ModelConfig, objective: ObjectiveConfig, *, resolution: 
     )
 
 
-def load_unet(model: LatentDiffusion, weights: dict[str, Tensor], where: str) -> None:
+def load_unet(model: LatentDiffusion, weights: dict[str, Tensor], source: str) -> None:
     """Load weights into a model's U-Net.
 
+    Args:
+        model: the model.
+        weights: state dict of its U-Net.
+        source: path for messages.
+
     Raises:
-        ConfigurationError: names or shapes are not those of the U-Net; says which.
+        ConfigurationError: names or shapes differ from those of the U-Net.
     """
     expected = model.unet.state_dict()
     missing, unexpected = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
     shapes = [name for name in expected.keys() & weights.keys() if expected[name].shape != weights[name].shape]
     if missing or unexpected or shapes:
         example = next(iter(sorted(shapes)), None)
-        detail = f", such as {example}: {tuple(weights[example].shape)} there" if example else ""
+        detail = f", such as {example}: {tuple(weights[example].shape)} stored" if example else ""
         raise ConfigurationError(
-            f"{where} does not fit the U-Net of this configuration: {len(missing)} weights missing, {len(unexpected)} "
-            f"unknown, {len(shapes)} of another shape{detail}. Use the `model` section that it was trained with"
+            f"{source} does not fit the U-Net of this configuration: {len(missing)} weights missing, {len(unexpected)} "
+            f"unknown, {len(shapes)} of another shape{detail}. Use the `model` section of its training run"
         )
     model.unet.load_state_dict(weights)
 
@@ -109,23 +108,24 @@ class ModelOptions(TypedDict, total=False):
     """Diffusers-layout folder or hub name of the U-Net's weights; None (default): random weights from the seed."""
 
     vae: str | Path | None
-    """Folder of a VAE in place of that of `pretrained`."""
+    """Folder of a VAE that replaces the VAE of `pretrained`."""
 
     resolution: int
-    """Default size of generated images, in pixels; by default the one that the family is made for."""
+    """Default size of generated images, in pixels; the usual size of the family by default."""
 
     prediction_type: str | None
-    """"epsilon", "v_prediction" or "sample"; by default as the folder of `unet` says, else as usual with the family."""
+    """"epsilon", "v_prediction" or "sample"; by default as stored in the folder of `unet`, else that of the
+    family."""
 
     zero_terminal_snr: bool | None
-    """Rescale the noise schedule (Lin et al. 2023); not with epsilon. By default as the folder of `unet` says, else
-    False."""
+    """Rescale the noise schedule (Lin et al. 2023); not with epsilon. By default as stored in the folder of
+    `unet`, else False."""
 
     local_files_only: bool
-    """Never ask the hub. False by default."""
+    """Read the local cache instead of the hub. False by default."""
 
     seed: int
-    """Of random weights and of training's random numbers; 17 by default."""
+    """Seed of random weights and of the random numbers of training; 17 by default."""
 
 
 def stable_diffusion_2(pretrained: str | Path | None = None, **options: Unpack[ModelOptions]) -> LatentDiffusion:
@@ -139,8 +139,8 @@ def stable_diffusion_2(pretrained: str | Path | None = None, **options: Unpack[M
         The model, on the CPU, in eval mode.
 
     Raises:
-        ConfigurationError: weights are not there or do not fit, or an option is wrong.
-        DataError: the U-Net's are damaged.
+        ConfigurationError: weights are missing or do not fit, or an option is invalid.
+        DataError: the U-Net's weights are damaged.
     """
     return _assemble(
         Architecture.stable_diffusion_2, pretrained, PredictionType.epsilon, **{"resolution": 512, **options}
@@ -158,12 +158,12 @@ def stable_diffusion_xl(pretrained: str | Path | None = None, **options: Unpack[
 
 
 def tiny(pretrained: str | Path | None = None, **options: Unpack[ModelOptions]) -> LatentDiffusion:
-    """A model like `stable_diffusion_2` that trains on two CPU cores; 32 px and v-prediction by default."""
+    """Small model with the structure of `stable_diffusion_2`, for two CPU cores; 32 px and v-prediction by default."""
     return _assemble(Architecture.tiny, pretrained, PredictionType.v_prediction, **{"resolution": 32, **options})
 
 
 def tiny_xl(pretrained: str | Path | None = None, **options: Unpack[ModelOptions]) -> LatentDiffusion:
-    """A model like `stable_diffusion_xl` that trains on two CPU cores; 32 px and v-prediction by default."""
+    """Small model with the structure of `stable_diffusion_xl`, for two CPU cores; 32 px and v-prediction by default."""
     return _assemble(Architecture.tiny_xl, pretrained, PredictionType.v_prediction, **{"resolution": 32, **options})
 
 
@@ -180,7 +180,7 @@ def _assemble(
     local_files_only: bool = False,
     seed: int = 17,
 ) -> LatentDiffusion:
-    """Build a family's model with the weights and as what they were trained, `usual` where nothing says as what."""
+    """Build a family's model; `usual` is the prediction type where neither option nor folder names one."""
     try:
         resolution = whole_number("resolution", resolution, least=1)
         seed = whole_number("seed", seed, least=0, most=MAX_SEED - 1)
@@ -200,7 +200,7 @@ def _assemble(
     if folder is not None:
         load_unet(model, open_pipeline_unet(folder, model.unet).read_all(), f"{folder}/unet")
     elif pretrained or vae:
-        log.warning("the U-Net has random weights, beside those of %s: give unet=FOLDER", pretrained or vae)
+        log.warning("the U-Net has random weights, the other parts those of %s: give unet=FOLDER", pretrained or vae)
     return model.eval()
 
 
@@ -211,30 +211,32 @@ def _objective(
     zero_terminal_snr: bool | None,
     usual: PredictionType,
 ) -> ObjectiveConfig:
-    """What a U-Net predicts and at which noise: as asked for, as the folder of its weights says, or as usual.
+    """Prediction type and noise schedule of a U-Net: from the options, the folder of its weights, or the defaults.
 
     Raises:
-        ConfigurationError: there is no such prediction type, or the folder says something else than asked for.
+        ConfigurationError: the prediction type is unknown, or the folder contradicts the options.
     """
     stored = read_noise_schedule(folder) if folder is not None else None
     if folder is not None and stored is None and prediction_type is None:
-        log.warning("%s holds no %s: its U-Net is taken to predict %s", folder, SCHEDULER_CONFIG, usual.value)
+        log.warning(
+            "%s has no %s: the prediction type of its U-Net is assumed to be %s", folder, SCHEDULER_CONFIG, usual.value
+        )
     stored = stored or {}
-    asked = {"prediction_type": prediction_type, "rescale_betas_zero_snr": zero_terminal_snr}
-    asked = {key: value for key, value in asked.items() if value is not None}
-    found: dict[str, Any] = {"prediction_type": usual.value, "rescale_betas_zero_snr": False, **stored, **asked}
+    requested = {"prediction_type": prediction_type, "rescale_betas_zero_snr": zero_terminal_snr}
+    requested = {key: value for key, value in requested.items() if value is not None}
+    found: dict[str, Any] = {"prediction_type": usual.value, "rescale_betas_zero_snr": False, **stored, **requested}
     choices = [one.value for one in PredictionType]
     if found["prediction_type"] not in choices:
         raise ConfigurationError(f"prediction_type {found['prediction_type']!r}: choose one of {', '.join(choices)}")
     differing = [
-        f"{key} is {stored[key]} there and {value} here"
-        for key, value in {"trained_betas": None, **ARCHITECTURES[architecture].noise_schedule, **asked}.items()
+        f"{key} is {stored[key]} in the folder and {value} here"
+        for key, value in {"trained_betas": None, **ARCHITECTURES[architecture].noise_schedule, **requested}.items()
         if stored.get(key, value) != value
     ]
     if differing:
         raise ConfigurationError(
-            f"{folder}/{SCHEDULER_CONFIG}: {'; '.join(differing)}. Take the family that its U-Net was trained as, and "
-            "leave prediction_type and zero_terminal_snr out"
+            f"{folder}/{SCHEDULER_CONFIG}: {'; '.join(differing)}. Use the family of its U-Net without "
+            "prediction_type and zero_terminal_snr"
         )
     return ObjectiveConfig(
         prediction_type=PredictionType(found["prediction_type"]), zero_terminal_snr=found["rescale_betas_zero_snr"]
@@ -242,7 +244,7 @@ def _objective(
 
 
 def count_parameters(config: ModelConfig) -> dict[str, int]:
-    """Parameters of `unet`, `vae` and `text_encoder`, counted without allocating any."""
+    """Count the parameters of `unet`, `vae` and `text_encoder` on the meta device."""
     spec = ARCHITECTURES[config.architecture]
     with torch.device("meta"):
         parts = {"unet": build_unet(config), "vae": build_vae(spec), "text_encoder": build_text_encoder(spec)}

@@ -1,9 +1,8 @@
-"""What the U-Net is told besides the noised latents and the timestep: captions and, in SDXL, sizes and crops.
+"""Conditioning of the U-Net: encoded captions, dropped captions and, in SDXL, image sizes and crops.
 
 Shape letters: B batch, L tokens, D width of the text encoding, P width of the pooled text.
 """
 
-from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -13,24 +12,24 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.transforms import Placement
-from diffusion.models.norms import autocast_dtype
+from diffusion.models.fast.norms import autocast_dtype
 
 
 class TextEncoding(NamedTuple):
-    """What a text encoder makes of captions."""
+    """Output of a text encoder."""
 
     hidden: Tensor
-    """[B, L, D], which the U-Net attends to."""
+    """[B, L, D], context of the U-Net's cross-attention."""
 
     pooled: Tensor
-    """[B, P], one vector for the whole caption; only SDXL's U-Net is given it."""
+    """[B, P], one vector per caption; used by SDXL only."""
 
 
 class DualTextEncoder(nn.Module):
     """SDXL's two text encoders as one (Podell et al. 2023, section 2.1).
 
-    Both read the same ids of CLIP's vocabulary. The first was trained with captions padded by the token that ends a
-    caption, the second with "!" (id 0), as the data has them: for the first, the padding is replaced.
+    Both read the same ids of CLIP's vocabulary. The first was trained with captions padded with the end token, the
+    second with "!" (id 0) as in the data. The padding is replaced for the first.
 
     Args:
         first: CLIP ViT-L.
@@ -49,7 +48,7 @@ class DualTextEncoder(nn.Module):
             token_ids: int64 [B, L].
 
         Returns:
-            The last hidden states but one of both, side by side [B, L, D], and the second's projection [B, P].
+            The penultimate hidden states of both, concatenated [B, L, D], and the projection of the second [B, P].
         """
         end = self.text_encoder.config.vocab_size - 1
         has_ended = (token_ids == end).cumsum(dim=1) > 0
@@ -62,36 +61,36 @@ TextEncoder = CLIPTextModel | DualTextEncoder
 
 
 def text_width(text_encoder: TextEncoder) -> int:
-    """D of a text encoder."""
+    """Width D of a text encoder's output."""
     if isinstance(text_encoder, DualTextEncoder):
         return text_encoder.text_encoder.config.hidden_size + text_encoder.text_encoder_2.config.hidden_size
     return text_encoder.config.hidden_size
 
 
 class Conditioning(NamedTuple):
-    """What the U-Net is told."""
+    """Inputs of the U-Net besides noised latents and timesteps."""
 
     text: Tensor
     """[B, L, D]."""
 
     pooled: Tensor | None = None
-    """[B, P]; None where the U-Net takes no more than text."""
+    """[B, P]; None unless the U-Net is SDXL's."""
 
     placement: Tensor | None = None
-    """int64 [B, 6], see `Placement`. Whole numbers, which autocast and FSDP leave as they are: bfloat16 has no 1025."""
+    """int64 [B, 6], see `Placement`. Autocast and FSDP would round floating-point sizes: bfloat16 has no 1025."""
 
-    def added(self) -> dict[str, Any]:
+    def unet_arguments(self) -> dict[str, Any]:
         """Keyword arguments of the U-Net besides the text."""
         if self.pooled is None:
             return {}
         return {"added_cond_kwargs": {"text_embeds": self.pooled, "time_ids": self.placement}}
 
     def to(self, dtype: torch.dtype) -> "Conditioning":
-        """Cast what is text."""
+        """Cast the encoded text."""
         return Conditioning(self.text.to(dtype), None if self.pooled is None else self.pooled.to(dtype), self.placement)
 
-    def then(self, other: "Conditioning") -> "Conditioning":
-        """Append a batch."""
+    def concatenate(self, other: "Conditioning") -> "Conditioning":
+        """Append another batch."""
         joined = [
             None if one is None or two is None else torch.cat([one, two]) for one, two in zip(self, other, strict=True)
         ]
@@ -99,12 +98,12 @@ class Conditioning(NamedTuple):
 
 
 class Conditioner:
-    """From a batch or prompts to what the U-Net is told.
+    """Makes the conditioning of a batch or of prompts, and drops captions.
 
     Args:
-        text_encoder: token ids int64 [B, L] -> hidden states [B, L, D], pooled text [B, P], and perhaps more.
+        text_encoder: maps token ids int64 [B, L] to hidden states [B, L, D] and pooled text [B, P].
         empty_token_ids: int64 [L], the empty caption.
-        is_extended: whether the U-Net takes pooled text, sizes and crops, too (SDXL).
+        is_extended: whether the U-Net takes pooled text, sizes and crops (SDXL).
     """
 
     def __init__(self, text_encoder: TextEncoder, empty_token_ids: Tensor, *, is_extended: bool) -> None:
@@ -115,9 +114,9 @@ class Conditioner:
         self._is_extended = is_extended
 
     def lower_precision(self, dtype: torch.dtype) -> None:
-        """Encode in an autocast of this dtype from now on, with the weights cast once instead of in each call.
+        """Encode under autocast of this dtype from now on, with weights cast once instead of in each call.
 
-        The encoding has the bits of one in an autocast with float32 weights. Norms and embeddings stay in float32.
+        The results equal those of autocast with float32 weights to the bit. Norms and embeddings stay in float32.
         """
         self._dtype = dtype
         for module in self._text_encoder.modules():
@@ -132,17 +131,17 @@ class Conditioner:
         return TextEncoding(hidden, pooled)
 
     def drop(self, token_ids: Tensor, is_dropped: Tensor) -> Tensor:
-        """Replace captions by the empty one: int64 [B, L] where bool [B]."""
+        """Replace captions int64 [B, L] by the empty one where `is_dropped` bool [B]."""
         return torch.where(is_dropped[:, None], self._empty_ids(token_ids.device), token_ids)
 
     def _empty_ids(self, device: torch.device) -> Tensor:
-        """The empty caption int64 [L], copied to a device once: a copy in each step would wait for the device."""
+        """Empty caption int64 [L], cached on the device: a copy in each step would wait for the device."""
         if device not in self._empty_token_ids:
             self._empty_token_ids[device] = next(iter(self._empty_token_ids.values())).to(device)
         return self._empty_token_ids[device]
 
     def _encoded_empty(self, like: Tensor) -> TextEncoding:
-        """The encoding of the empty caption, float16 as the stored ones [1, L, D] and [1, P]; encoded once."""
+        """Encoding of the empty caption, float16 like stored encodings, [1, L, D] and [1, P]; cached."""
         key = like.device, self._dtype or autocast_dtype(like)
         if key not in self._empty_text:
             empty = self.encode_text(self._empty_ids(like.device)[None])
@@ -150,25 +149,25 @@ class Conditioner:
         return self._empty_text[key]
 
     @torch.no_grad()
-    def of_batch(self, batch: dict[str, Tensor], token_ids: Tensor) -> Conditioning:
-        """What the U-Net is told of a batch.
+    def encode_batch(self, batch: dict[str, Tensor], token_ids: Tensor) -> Conditioning:
+        """Conditioning of a batch.
 
         Args:
             batch: the entries of `BatchKey`.
-            token_ids: int64 [B, L], in which captions may have been dropped.
+            token_ids: int64 [B, L], after captions were dropped.
 
         Raises:
-            ValueError: the batch lacks what the model is told.
+            ValueError: the batch lacks sizes and crops for SDXL.
         """
         text = self._stored_text(batch, token_ids) if BatchKey.TEXT_EMBEDDING in batch else self.encode_text(token_ids)
         if not self._is_extended:
             return Conditioning(text.hidden)
         if BatchKey.PLACEMENT not in batch:
-            raise ValueError("the data holds no sizes and crops, which this model is told: encode it again")
+            raise ValueError("the data has no sizes and crops, which SDXL needs: encode it again")
         return Conditioning(text.hidden, text.pooled, batch[BatchKey.PLACEMENT])
 
-    def of_prompts(self, token_ids: Tensor, placement: Placement) -> Conditioning:
-        """What the U-Net is told of prompts int64 [B, L]."""
+    def encode_prompts(self, token_ids: Tensor, placement: Placement) -> Conditioning:
+        """Conditioning of prompts int64 [B, L]."""
         text = self.encode_text(token_ids)
         if not self._is_extended:
             return Conditioning(text.hidden)
@@ -176,7 +175,7 @@ class Conditioner:
         return Conditioning(text.hidden, text.pooled, numbers.expand(len(token_ids), -1))
 
     def _stored_text(self, batch: dict[str, Tensor], token_ids: Tensor) -> TextEncoding:
-        """The stored encoding of captions; of those that were dropped, that of the empty caption."""
+        """Stored encoding of captions, replaced by that of the empty caption where captions were dropped."""
         is_empty = (token_ids == self._empty_ids(token_ids.device)).all(dim=1)
         empty = self._encoded_empty(token_ids)
         hidden, pooled = batch[BatchKey.TEXT_EMBEDDING], batch[BatchKey.POOLED_TEXT_EMBEDDING]
@@ -184,38 +183,3 @@ class Conditioner:
             torch.where(is_empty[:, None, None], empty.hidden, hidden),
             torch.where(is_empty[:, None], empty.pooled, pooled) if self._is_extended else pooled,
         )
-
-
-def expand_prompts(
-    prompts: str | Sequence[str], negative_prompts: str | Sequence[str] | None, num_images_per_prompt: int
-) -> tuple[list[str], list[str]]:
-    """Prompts and negative prompts of each image.
-
-    Args:
-        prompts: one, or P of them.
-        negative_prompts: one for all or one per prompt; none is the empty caption.
-        num_images_per_prompt: images for each prompt, next to one another.
-
-    Raises:
-        ValueError: one is no text, or there are neither one nor P negative prompts.
-    """
-    prompts = _texts("prompts", prompts)
-    negatives = _texts("negative_prompts", "" if negative_prompts is None else negative_prompts)
-    if len(negatives) not in (1, len(prompts)):
-        raise ValueError(f"{len(negatives)} negative prompts for {len(prompts)} prompts: give one, or one each")
-    negatives = negatives * len(prompts) if len(negatives) == 1 else negatives
-    repeat = range(num_images_per_prompt)
-    return [prompt for prompt in prompts for _ in repeat], [negative for negative in negatives for _ in repeat]
-
-
-def _texts(name: str, given: str | Sequence[str]) -> list[str]:
-    """One text or several as a list."""
-    if isinstance(given, str):
-        return [given]
-    if not isinstance(given, Iterable):
-        raise ValueError(f"{name} {given!r}: give one text or a list of texts")
-    texts = list(given)
-    wrong = [text for text in texts if not isinstance(text, str)]
-    if wrong:
-        raise ValueError(f"{name}: {wrong[0]!r} is no text; that of the empty caption is ''")
-    return texts

@@ -1,4 +1,8 @@
-"""The ComposerModel: VAE, text encoder, U-Net and noise scheduler in one.
+"""The model that Composer trains: from a batch to the loss, and from prompts to images.
+
+The loss of a batch, read `LatentDiffusion.forward` and `loss`: latents x_0 from the VAE, noise and timesteps t from
+addressed random numbers, x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) noise, the U-Net's prediction from x_t, t and the
+captions, and its mean squared error against noise, x_0 or v.
 
 Shape letters: B batch, C channels, H W height and width of the latent, L tokens, D width of the text encoding.
 """
@@ -20,12 +24,11 @@ from transformers import CLIPTokenizer
 
 from diffusion.config.model import ObjectiveConfig, Posterior
 from diffusion.datasets.batch import BatchKey, Entry
+from diffusion.datasets.transforms import Placement
 from diffusion.models.conditioning import Conditioner, Conditioning, TextEncoder
+from diffusion.models.fast.norms import autocast_dtype, use_low_precision_norms
 from diffusion.models.flops import batch_flops
-from diffusion.models.frozen import FrozenParts, upcast
-from diffusion.models.image_request import ModelSizes, read_request
-from diffusion.models.metrics import HeldOutMean, held_out_means, timestep_bins
-from diffusion.models.norms import autocast_dtype, use_low_precision_norms
+from diffusion.models.metrics import ValidationMean, timestep_bins, validation_means
 from diffusion.models.objectives import (
     EVALUATION,
     TRAINING,
@@ -35,7 +38,19 @@ from diffusion.models.objectives import (
     draw_stratified_timesteps,
     draw_timesteps,
 )
-from diffusion.models.sampling import inference_scheduler, sample_latents, to_pil
+from diffusion.models.pretrained import FrozenParts, upcast
+from diffusion.models.sampling import (
+    expand_prompts,
+    finite_number,
+    image_seeds,
+    image_size,
+    inference_scheduler,
+    initial_latents,
+    sample_latents,
+    to_pil,
+    whole_number,
+    whole_pair,
+)
 from diffusion.models.tokenizers import tokenize
 from diffusion.randomness import Purpose, bernoulli, normal
 
@@ -43,23 +58,23 @@ Batch = dict[str, Tensor]
 
 
 class Prediction(NamedTuple):
-    """What a forward pass returns."""
+    """Result of a forward pass."""
 
     prediction: Tensor
-    """float [B, C, H, W], by the U-Net."""
+    """float [B, C, H, W], output of the U-Net."""
 
     target: Tensor
-    """float32 [B, C, H, W], what it should be."""
+    """float32 [B, C, H, W], target of the prediction."""
 
     weight: Tensor | None
-    """float32 [B], weight of each sample's error; None is 1."""
+    """float32 [B], weight of each sample's squared error; None is 1."""
 
     timesteps: Tensor
     """int64 [B]."""
 
 
 class Draws(NamedTuple):
-    """The random numbers of one forward pass of training, and what the batch tells the model."""
+    """Random numbers and inputs of a forward pass of training, for `LatentDiffusion.observer`."""
 
     sample: Tensor
     """int64 [B], addresses of the samples."""
@@ -77,36 +92,35 @@ class Draws(NamedTuple):
     """int64 [B, L], after captions were dropped."""
 
     content: Tensor
-    """Images as they were cropped and flipped, uint8 [B, 3, 8H, 8W]; or the means of latents, [B, C, H, W]."""
+    """Cropped and flipped images, uint8 [B, 3, 8H, 8W]; or means of encoded latents, [B, C, H, W]."""
 
     placement: Tensor | None
-    """int64 [B, 6], sizes and crops; None where the U-Net is not told them."""
+    """int64 [B, 6], sizes and crops; None unless the model is SDXL."""
 
 
 class LatentDiffusion(ComposerModel):
-    """A latent diffusion model (Rombach et al. 2022) that is trained by Composer and samples by itself.
+    """A latent diffusion model (Rombach et al. 2022).
 
-    The frozen parts are kept outside of the module tree: they are not in the optimizer, the checkpoints or FSDP, and
-    stay in eval mode; they move with the model.
+    The U-Net is the only child module. The frozen parts are outside of the module tree and so in no optimizer,
+    checkpoint or FSDP unit. They stay in eval mode and move with the model.
 
     Args:
-        unet: the network that is trained.
+        unet: the trained network.
         frozen: VAE, text encoder, tokenizer and latent scaling.
-        noise_scheduler: holds the noise schedule and the prediction type.
-        objective: the training objective; its prediction type must be the scheduler's.
-        resolution: side of the images trained at, in pixels; the default size of generated images.
+        noise_scheduler: noise schedule and prediction type.
+        objective: training objective, with the scheduler's prediction type.
+        resolution: side of the training images in pixels, and default size of generated images.
         seed: seed of noise, timesteps, posterior and dropped captions, 0 <= seed < 2^32.
         low_precision_norms: run the U-Net's GroupNorm and LayerNorm in the autocast precision.
 
     Attributes:
-        observer: called with the draws of each forward pass of training, if it is set.
+        observer: called with the draws of each forward pass of training, unless None.
         loss_observer: called with the weighted error of each sample, float32 [B] without gradients, and its microbatch
-            whenever the loss is computed, if it is set.
-        held_out_streams: names of the streams of held-out data by their number, whose losses are metrics of their own;
-            an empty one is left out.
-        held_out_bins: parts of the timesteps whose losses on held-out data are metrics of their own.
-        num_slots: samples of a global batch, over which `objective.stratified_timesteps` spreads the timesteps; 0
-            outside of the Trainer, where each timestep is drawn by itself.
+            in each computation of the loss, unless None.
+        validation_streams: names of the validation streams by number, each with a metric; empty names are skipped.
+        validation_bins: ranges of timesteps, each with a validation metric.
+        num_slots: samples of a global batch, for `objective.stratified_timesteps`; 0 outside of the Trainer, where
+            timesteps are independent.
     """
 
     unet: UNet2DConditionModel
@@ -136,8 +150,8 @@ class LatentDiffusion(ComposerModel):
         self.seed = seed
         self.observer: Callable[[Draws], None] | None = None
         self.loss_observer: Callable[[Tensor, Batch], None] | None = None
-        self.held_out_streams: Sequence[str] = ()
-        self.held_out_bins: Sequence[range] = ()
+        self.validation_streams: Sequence[str] = ()
+        self.validation_bins: Sequence[range] = ()
         self.num_slots = 0
         empty_token_ids = torch.from_numpy(tokenize(self.tokenizer, [""])).long()[0]
         is_extended = unet.config["addition_embed_type"] == "text_time"
@@ -158,16 +172,6 @@ class LatentDiffusion(ComposerModel):
         """Pixels per latent position along one side."""
         return 2 ** (len(self.vae.config.block_out_channels) - 1)  # pyright: ignore[reportAttributeAccessIssue]
 
-    @property
-    def _sizes(self) -> ModelSizes:
-        """What images that are asked for have to fit."""
-        return ModelSizes(
-            resolution=self.resolution,
-            vae_factor=self.vae_factor,
-            num_channels=self.unet.config["in_channels"],
-            num_timesteps=self.noise_process.num_timesteps,
-        )
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LatentDiffusion":
         """Move or cast the frozen parts with the rest (`to`, `cuda`, `half`)."""
         super()._apply(fn, recurse)
@@ -175,9 +179,53 @@ class LatentDiffusion(ComposerModel):
             module._apply(fn)
         return self
 
+    def forward(self, batch: Batch) -> Prediction:
+        """Predict with the random numbers of training.
+
+        Args:
+            batch: the entries of `BatchKey`; without STEP (outside of the Trainer) the step is 0.
+        """
+        batch = batch if BatchKey.STEP in batch else _with_step_0(batch)
+        return self._predict(batch, self._drop_captions(batch), TRAINING)
+
+    def _predict(self, batch: Batch, token_ids: Tensor, purposes: Purposes) -> Prediction:
+        """Add noise to the latents of a batch and predict the target."""
+        objective, step, sample = self.objective, batch[BatchKey.STEP], batch[BatchKey.SAMPLE]
+        latents = self._latents(batch, purposes)  # x_0
+        shape = (latents.shape[1], latents.shape[2], latents.shape[3])
+        noise = draw_noise(objective, purposes, self.seed, step, sample, shape)
+        timesteps = self._timesteps(batch, purposes)
+        conditioning = self.conditioner.encode_batch(batch, token_ids)
+        if self.observer is not None and purposes is TRAINING:
+            content = batch[BatchKey.IMAGE if BatchKey.IMAGE in batch else BatchKey.LATENT_MEAN]
+            self.observer(Draws(sample, step, noise, timesteps, token_ids, content, conditioning.placement))
+        rates = self.noise_process.signal_and_noise_rate(timesteps)  # sqrt(abar_t), sqrt(1 - abar_t)
+        noised = self.noise_process.add_noise(latents, noise, rates)  # x_t
+        prediction = self._denoise(noised, timesteps, conditioning)
+        target = self.noise_process.target(objective.prediction_type, latents, noise, rates)
+        weight = None
+        if objective.min_snr_gamma is not None:
+            weight = self.noise_process.min_snr_weight(objective.prediction_type, rates, objective.min_snr_gamma)
+        return Prediction(prediction, target, weight, timesteps)
+
+    def _denoise(self, noised: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
+        """Prediction of the U-Net, float [B, C, H, W]; in the precision of its weights unless there is autocast."""
+        if autocast_dtype(noised) is None:
+            dtype = next(self.unet.parameters()).dtype
+            noised, conditioning = noised.to(dtype), conditioning.to(dtype)
+        return self.unet(noised, timesteps, conditioning.text, **conditioning.unet_arguments(), return_dict=False)[0]
+
+    def loss(self, outputs: Prediction, batch: Batch) -> Tensor:
+        """Mean squared error of the microbatch, weighted by sample: float32 []."""
+        error = squared_error(outputs)
+        error = error if outputs.weight is None else error * outputs.weight
+        if self.loss_observer is not None:
+            self.loss_observer(error.detach(), batch)
+        return error.mean()
+
     @torch.no_grad()
     def _latents(self, batch: Batch, purposes: Purposes) -> Tensor:
-        """The U-Net's latents of a batch, float32 [B, C, H, W], drawn from the VAE's posterior or its mean."""
+        """Normalised latents of a batch, float32 [B, C, H, W]: samples of the VAE's posterior, or its means."""
         if BatchKey.LATENT_MEAN in batch:
             mean, logvar = batch[BatchKey.LATENT_MEAN], batch.get(BatchKey.LATENT_LOGVAR)
         else:
@@ -188,7 +236,7 @@ class LatentDiffusion(ComposerModel):
         if self.objective.posterior == Posterior.sample:
             if logvar is None:
                 raise ValueError(
-                    "the data holds no log-variance: encode without --mean-only, or objective.posterior=mean"
+                    "the data has no log-variance: encode without --mean-only, or objective.posterior=mean"
                 )
             noise = normal(
                 self.seed, purposes.posterior, batch[BatchKey.STEP], batch[BatchKey.SAMPLE], tuple(mean.shape[1:])
@@ -197,7 +245,7 @@ class LatentDiffusion(ComposerModel):
         return self.latent_scaling.normalise(mean.float())
 
     def _drop_captions(self, batch: Batch) -> Tensor:
-        """Token ids [B, L] with captions replaced by the empty one, at the configured rate."""
+        """Token ids [B, L], with captions replaced by the empty one at the rate `objective.caption_dropout`."""
         is_dropped = bernoulli(
             self.seed,
             Purpose.CAPTION_DROP,
@@ -214,86 +262,44 @@ class LatentDiffusion(ComposerModel):
             return draw_stratified_timesteps(self.seed, step, sample, batch[BatchKey.SLOT], self.num_slots, num)
         return draw_timesteps(purposes, self.seed, step, sample, num)
 
-    def _predict(self, batch: Batch, token_ids: Tensor, purposes: Purposes) -> Prediction:
-        """Noise the latents of a batch and let the U-Net predict the target."""
-        step, sample = batch[BatchKey.STEP], batch[BatchKey.SAMPLE]
-        latents = self._latents(batch, purposes)
-        shape = (latents.shape[1], latents.shape[2], latents.shape[3])
-        noise = draw_noise(self.objective, purposes, self.seed, step, sample, shape)
-        timesteps = self._timesteps(batch, purposes)
-        told = self.conditioner.of_batch(batch, token_ids)
-        if self.observer is not None and purposes is TRAINING:
-            content = batch[BatchKey.IMAGE if BatchKey.IMAGE in batch else BatchKey.LATENT_MEAN]
-            self.observer(Draws(sample, step, noise, timesteps, token_ids, content, told.placement))
-        rates = self.noise_process.signal_and_noise_rate(timesteps)
-        noised = self.noise_process.add_noise(latents, noise, rates)
-        prediction_type, gamma = self.objective.prediction_type, self.objective.min_snr_gamma
-        target = self.noise_process.target(prediction_type, latents, noise, rates)
-        weight = None if gamma is None else self.noise_process.min_snr_weight(prediction_type, rates, gamma)
-        if autocast_dtype(noised) is None:
-            dtype = next(self.unet.parameters()).dtype
-            noised, told = noised.to(dtype), told.to(dtype)
-        prediction = self.unet(noised, timesteps, told.text, **told.added(), return_dict=False)[0]
-        return Prediction(prediction, target, weight, timesteps)
-
-    def forward(self, batch: Batch) -> Prediction:
-        """Predict with the random numbers of training.
-
-        Args:
-            batch: the entries of `BatchKey`; without STEP (outside of the Trainer) it is step 0.
-
-        Returns:
-            The prediction and what it should be.
-        """
-        batch = _with_step(batch)
-        return self._predict(batch, self._drop_captions(batch), TRAINING)
-
-    def batch_flops(self, batch: Mapping[str, Entry]) -> float:
-        """Operations of the U-Net for a batch, forward and backward; NaN where not known."""
-        has_fixed = self._has_fixed_weights
-        return batch_flops(self.unet.config, batch, vae_factor=self.vae_factor, has_fixed_weights=has_fixed)
-
-    @cached_property
-    def _has_fixed_weights(self) -> bool:
-        """Whether weights of the U-Net are not trained, as under LoRA; remembered, since it is asked in each step."""
-        return not all(parameter.requires_grad for parameter in self.unet.parameters())
-
-    def loss(self, outputs: Prediction, batch: Batch) -> Tensor:
-        """Mean squared error over the microbatch, weighted per sample: float32 []."""
-        error = _squared_error(outputs)
-        error = error if outputs.weight is None else error * outputs.weight
-        if self.loss_observer is not None:
-            self.loss_observer(error.detach(), batch)
-        return error.mean()
-
     def eval_forward(self, batch: Batch, outputs: Prediction | None = None) -> Prediction:
-        """Predict with noise and timesteps that are fixed for each sample; no caption is dropped."""
+        """Predict with noise and timesteps that are fixed per sample, without dropped captions."""
         if outputs is not None:
             return outputs
-        batch = {**batch, BatchKey.STEP: torch.zeros_like(batch[BatchKey.SAMPLE])}
+        batch = _with_step_0(batch)
         return self._predict(batch, batch[BatchKey.TOKEN_IDS], EVALUATION)
 
-    def expect_held_out(self, streams: Sequence[str], samples: Tensor) -> None:
-        """Report the losses on held-out data by stream, and by those parts of the timesteps that its samples fall in.
+    def set_validation_data(self, streams: Sequence[str], samples: Tensor) -> None:
+        """Configure the validation metrics by stream and by timestep, without empty ranges of timesteps.
 
         Args:
-            streams: names of the streams by their number; an empty one is left out.
+            streams: names of the streams by number; empty names are skipped.
             samples: int64 [N], addresses of all samples.
         """
         num = self.noise_process.num_timesteps
         drawn = draw_timesteps(EVALUATION, self.seed, torch.zeros_like(samples), samples, num)
         occupied = [bool(((drawn >= part.start) & (drawn < part.stop)).any()) for part in timestep_bins(num)]
-        self.held_out_streams = list(streams)
-        self.held_out_bins = [part for part, taken in zip(timestep_bins(num), occupied, strict=True) if taken]
+        self.validation_streams = list(streams)
+        self.validation_bins = [part for part, taken in zip(timestep_bins(num), occupied, strict=True) if taken]
 
     def get_metrics(self, is_train: bool = False) -> dict[str, Metric]:
-        """Validation loss, over all held-out data, by stream and by timestep: the unweighted mean squared error."""
-        return {} if is_train else held_out_means("loss", self.held_out_streams, self.held_out_bins)
+        """Validation loss over all data, by stream and by timestep: the unweighted mean squared error."""
+        return {} if is_train else validation_means("loss", self.validation_streams, self.validation_bins)
 
     def update_metric(self, batch: Any, outputs: Prediction, metric: Metric) -> None:
         """Add the error of each sample of an evaluation batch."""
-        assert isinstance(metric, HeldOutMean)
-        metric.add(_squared_error(outputs), batch, outputs.timesteps)
+        assert isinstance(metric, ValidationMean)
+        metric.add(squared_error(outputs), batch, outputs.timesteps)
+
+    def batch_flops(self, batch: Mapping[str, Entry]) -> float:
+        """Floating-point operations of the U-Net for a batch, forward and backward; NaN if unknown."""
+        has_fixed = self._has_fixed_weights
+        return batch_flops(self.unet.config, batch, vae_factor=self.vae_factor, has_fixed_weights=has_fixed)
+
+    @cached_property
+    def _has_fixed_weights(self) -> bool:
+        """Whether weights of the U-Net are frozen, as under LoRA; cached, because each step needs it."""
+        return not all(parameter.requires_grad for parameter in self.unet.parameters())
 
     @torch.no_grad()
     def generate(
@@ -318,19 +324,17 @@ class LatentDiffusion(ComposerModel):
 
         Args:
             prompts: one, or P of them.
-            negative_prompts: what to lead away from, one for all or one per prompt; none is the empty caption, as in
-                training.
-            height: in pixels, a multiple of the VAE's factor; the resolution trained at by default.
-            width: likewise.
-            original_size: height and width of the image that the image is to look as if it were made from, with SDXL;
-                its own by default.
-            crop: rows above it and columns left of it that it is to look as if they were cut off, with SDXL.
-            num_inference_steps: DDIM steps, at most those of the noise schedule.
+            negative_prompts: one for all or one per prompt; None is the empty caption, as in training.
+            height: in pixels, a multiple of the VAE's factor; the training resolution by default.
+            width: as height.
+            original_size: height and width that SDXL is given as the size of the original; the image's by default.
+            crop: rows and columns that SDXL is given as cropped at the top and left.
+            num_inference_steps: DDIM steps, at most the timesteps of the noise schedule.
             guidance_scale: classifier-free guidance; 1 is none.
-            seed: image i gets seed + i; or one per image; None draws them at random.
-            num_images_per_prompt: images for each prompt, next to one another.
+            seed: image i gets seed + i; or one seed per image; None draws them at random.
+            num_images_per_prompt: number of adjacent images of a prompt.
             batch_size: images at a time.
-            latents: initial noise float32 [B, C, H, W] of all images in place of the seeds'.
+            latents: initial noise float32 [B, C, H, W] of all images, instead of seeds.
             output: "pil" for PIL images, "tensor" for float32 [B, 3, height, width] in [0, 1].
             progress: show a bar.
 
@@ -338,51 +342,37 @@ class LatentDiffusion(ComposerModel):
             P * num_images_per_prompt images.
 
         Raises:
-            ValueError: an argument is wrong, or two do not fit one another.
+            ValueError: an argument is invalid, or contradicts another one.
         """
         if output not in ("pil", "tensor"):
             raise ValueError(f"output {output!r}: choose 'pil' or 'tensor'")
-        request = read_request(
-            self._sizes,
-            prompts,
-            negative_prompts,
-            height=height,
-            width=width,
-            original_size=original_size,
-            crop=crop,
-            num_inference_steps=num_inference_steps,
-            guidance_scale=guidance_scale,
-            seed=seed,
-            num_images_per_prompt=num_images_per_prompt,
-            batch_size=batch_size,
-            latents=latents,
-        )
-        parameter = next(self.unet.parameters())
-        device, dtype = parameter.device, self.unet.dtype
-        noise = request.initial_latents(device)
+        num_images_per_prompt = whole_number("num_images_per_prompt", num_images_per_prompt, least=1)
+        texts, negatives = expand_prompts(prompts, negative_prompts, num_images_per_prompt)
+        size = image_size(height, width, default=self.resolution, factor=self.vae_factor)
+        original = size if original_size is None else whole_pair("original_size", original_size, least=1)
+        placement = Placement(*original, *whole_pair("crop", crop, least=0), *size)
+        most_steps = self.noise_process.num_timesteps
+        num_inference_steps = whole_number("num_inference_steps", num_inference_steps, least=1, most=most_steps)
+        guidance_scale = finite_number("guidance_scale", guidance_scale)
+        batch_size = whole_number("batch_size", batch_size, least=1)
+        seeds = image_seeds(seed, len(texts))
+        noise = self._initial_noise(latents, seeds, size)
+
         scheduler = inference_scheduler(self.noise_scheduler)
-
-        def denoise(x: Tensor, timestep: Tensor, told: Conditioning) -> Tensor:
-            return self.unet(x.to(dtype), timestep, told.text, **told.added(), return_dict=False)[0]
-
-        def tell(captions: Sequence[str]) -> Conditioning:
-            token_ids = torch.from_numpy(tokenize(self.tokenizer, captions)).long().to(device)
-            return self.conditioner.of_prompts(token_ids, request.placement).to(dtype)
-
         was_training = self.unet.training
         self.unet.eval()
         try:
-            images = [torch.empty(0, 3, request.placement.height, request.placement.width)]
-            for start in range(0, len(request.prompts), request.batch_size):
-                part = slice(start, start + request.batch_size)
+            images = [torch.empty(0, 3, *size)]
+            for start in range(0, len(texts), batch_size):
+                part = slice(start, start + batch_size)
                 sampled = sample_latents(
-                    denoise,
+                    self._denoise,
                     scheduler,
                     noise[part],
-                    tell(request.prompts[part]),
-                    tell(request.negatives[part]),
-                    num_inference_steps=request.num_inference_steps,
-                    guidance_scale=request.guidance_scale,
+                    self._encode_prompts(texts[part], placement),
+                    self._encode_prompts(negatives[part], placement),
+                    num_inference_steps=num_inference_steps,
+                    guidance_scale=guidance_scale,
                     progress=progress,
                 )
                 images.append(self.decode(sampled).cpu())
@@ -390,6 +380,27 @@ class LatentDiffusion(ComposerModel):
             self.unet.train(was_training)
         result = torch.cat(images)
         return to_pil(result) if output == "pil" else result
+
+    def _initial_noise(self, latents: Tensor | None, seeds: Sequence[int], size: tuple[int, int]) -> Tensor:
+        """Initial noise of images of a size in pixels, given or from their seeds: float32 [B, C, H, W].
+
+        Raises:
+            ValueError: the shape of `latents` does not fit.
+        """
+        device = next(self.unet.parameters()).device
+        shape = (self.unet.config["in_channels"], size[0] // self.vae_factor, size[1] // self.vae_factor)
+        if latents is None:
+            return initial_latents(seeds, shape, device)
+        found = tuple(latents.shape) if isinstance(latents, Tensor) else type(latents).__name__
+        if found != (expected := (len(seeds), *shape)):
+            raise ValueError(
+                f"latents {found}: {len(seeds)} images of {size[0]} x {size[1]} px take a tensor {expected}"
+            )
+        return latents.to(device, torch.float32)
+
+    def _encode_prompts(self, prompts: Sequence[str], placement: Placement) -> Conditioning:
+        token_ids = torch.from_numpy(tokenize(self.tokenizer, prompts)).long().to(self.unet.device)
+        return self.conditioner.encode_prompts(token_ids, placement).to(self.unet.dtype)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
@@ -400,12 +411,10 @@ class LatentDiffusion(ComposerModel):
         return (decoded.float() / 2 + 0.5).clamp(0, 1)
 
 
-def _squared_error(outputs: Prediction) -> Tensor:
+def squared_error(outputs: Prediction) -> Tensor:
     """Mean squared error of each sample: float32 [B]."""
     return F.mse_loss(outputs.prediction.float(), outputs.target, reduction="none").mean(dim=(1, 2, 3))
 
 
-def _with_step(batch: Batch) -> Batch:
-    if BatchKey.STEP in batch:
-        return batch
+def _with_step_0(batch: Batch) -> Batch:
     return {**batch, BatchKey.STEP: torch.zeros_like(batch[BatchKey.SAMPLE])}

@@ -1,4 +1,4 @@
-"""Between the VAE's latents and those that the U-Net sees."""
+"""Scaling between the latents of the VAE and those of the U-Net."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @lru_cache(maxsize=64)
 def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Kept on the device, so that no step copies it there."""
+    """Constant [1, C, 1, 1], cached on the device: a copy in each step would wait for the device."""
     return torch.tensor(values, dtype=dtype, device=device).view(1, -1, 1, 1)
 
 
@@ -29,11 +29,11 @@ class LatentScaling:
     """C numbers, or one for all channels."""
 
     @classmethod
-    def of_vae(cls, config: Any) -> "LatentScaling":
-        """Read it from the configuration of an AutoencoderKL.
+    def from_vae(cls, config: Any) -> "LatentScaling":
+        """Read the configuration of an AutoencoderKL.
 
-        In diffusers a U-Net's latent is (latent - latents_mean) * scaling_factor / latents_std, where mean and std are
-        0 and 1 unless given.
+        In diffusers the latent of the U-Net is (latent - latents_mean) * scaling_factor / latents_std, where mean and
+        std are 0 and 1 by default.
         """
         factor = float(config.scaling_factor)
         mean = getattr(config, "latents_mean", None) or (getattr(config, "shift_factor", None) or 0.0,)
@@ -41,10 +41,10 @@ class LatentScaling:
         return cls(tuple(float(m) for m in mean), tuple(float(s) / factor for s in std))
 
     def normalise(self, latents: Tensor) -> Tensor:
-        """VAE's latents [B, C, H, W] -> U-Net's."""
+        """Latents of the VAE [B, C, H, W] -> latents of the U-Net."""
         centred = latents - _per_channel(self.mean, latents) if any(self.mean) else latents
         return centred / _per_channel(self.std, latents)
 
     def denormalise(self, latents: Tensor) -> Tensor:
-        """U-Net's latents [B, C, H, W] -> VAE's."""
+        """Latents of the U-Net [B, C, H, W] -> latents of the VAE."""
         return latents * _per_channel(self.std, latents) + _per_channel(self.mean, latents)

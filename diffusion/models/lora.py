@@ -1,7 +1,7 @@
-"""LoRA (Hu et al. 2021): beside a weight W of the U-Net, two thin matrices are trained; W + alpha / rank * B A is used.
+"""LoRA (Hu et al. 2021): the U-Net uses W + alpha / rank * B A, where W is frozen and the thin matrices are trained.
 
-The layers are peft's, so that files of them are those that diffusers loads. W stays as it is, and is in the checkpoints
-beside A and B under the names `X.base_layer.weight`, `X.lora_A.default.weight` and `X.lora_B.default.weight`.
+The layers are peft's, whose files diffusers loads. Checkpoints hold W, A and B under the names `X.base_layer.weight`,
+`X.lora_A.default.weight` and `X.lora_B.default.weight`.
 """
 
 from collections.abc import Collection
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from diffusion.config.model import LoraConfig
 from diffusion.errors import ConfigurationError, MachineError
-from diffusion.models.frozen import with_seed
+from diffusion.models.architectures import with_seed
 from diffusion.models.stored_weights import StoredWeights
 
 _ADAPTER = "default"
@@ -23,18 +23,18 @@ _BASE = ".base_layer."
 
 
 def add_lora(unet: nn.Module, config: LoraConfig, seed: int) -> None:
-    """Freeze a U-Net and put new, trainable matrices beside the weights that are configured, in place.
+    """Freeze a U-Net and add trainable matrices to the configured layers, in place.
 
-    B is zero: at first the U-Net computes what it did.
+    B starts at zero, so the output of the U-Net is unchanged at first.
 
     Args:
         unet: a UNet2DConditionModel.
         config: rank and targets.
-        seed: of A.
+        seed: seed of A.
 
     Raises:
         MachineError: peft is not installed.
-        ConfigurationError: a target is not in the U-Net.
+        ConfigurationError: the U-Net has no layer of a target's name.
     """
     if find_spec("peft") is None:
         raise MachineError("model.lora needs the package peft: pip install -e '.[lora]'")
@@ -60,12 +60,12 @@ def _peft_config(config: LoraConfig) -> Any:
 
 
 def has_lora(weights: StoredWeights) -> bool:
-    """Whether there are LoRA's matrices among a U-Net's weights."""
+    """Whether a U-Net's weights include matrices of LoRA."""
     return any(name.endswith(_A) for name in weights.shapes)
 
 
 def merged(weights: StoredWeights, config: LoraConfig | None) -> StoredWeights:
-    """The weights of the U-Net that computes the same without LoRA: W + alpha / rank * B A, when they are read."""
+    """Weights of the equivalent U-Net without LoRA: W + alpha / rank * B A, computed when they are read."""
     assert config is not None, "weights with LoRA come with its configuration"
     stored = {name.replace(_BASE, "."): name for name in weights.shapes if not name.endswith((_A, _B))}
     scale = config.alpha / config.rank
@@ -81,15 +81,15 @@ def merged(weights: StoredWeights, config: LoraConfig | None) -> StoredWeights:
             tensors[name] = (weight + scale * product.view_as(weight)).to(weight.dtype)
         return tensors
 
-    shapes = {name: weights.shapes[there] for name, there in stored.items()}
-    return StoredWeights(place=weights.place, shapes=shapes, read=read)
+    shapes = {name: weights.shapes[original] for name, original in stored.items()}
+    return StoredWeights(source=weights.source, shapes=shapes, read=read)
 
 
 def write_lora(folder: Path, weights: StoredWeights, config: LoraConfig) -> None:
-    """Write LoRA's matrices as the file that `pipeline.load_lora_weights` loads.
+    """Write LoRA's matrices as a file for `pipeline.load_lora_weights`.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
 

@@ -1,4 +1,4 @@
-"""Means over held-out data: of all of it, of each stream, and of parts of the timesteps."""
+"""Validation metrics: means over all validation data, by stream and by timestep."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -11,12 +11,12 @@ from diffusion.datasets.batch import BatchKey
 NUM_TIMESTEP_BINS = 10
 
 
-class HeldOutMean(MeanMetric):
-    """Mean of a number of each held-out sample, over all ranks; copies that fill up batches are left out.
+class ValidationMean(MeanMetric):
+    """Mean of a value per validation sample over all ranks, without the copies that fill up batches.
 
     Args:
-        stream: number of the stream whose samples are taken; None is all.
-        timesteps: the timesteps whose samples are taken; None is all.
+        stream: number of the only stream that counts; None is all.
+        timesteps: the only timesteps that count; None is all.
     """
 
     def __init__(self, stream: int | None = None, timesteps: range | None = None) -> None:
@@ -24,7 +24,7 @@ class HeldOutMean(MeanMetric):
         self.stream, self.timesteps = stream, timesteps
 
     def add(self, values: Tensor, batch: Mapping[str, Tensor], timesteps: Tensor | None = None) -> None:
-        """Add the numbers [B] of a batch; its timesteps [B] are needed where they are chosen from."""
+        """Add the values [B] of a batch; `timesteps` [B] are needed to select by timestep."""
         weight = values.new_ones(len(values))
         if BatchKey.IS_COUNTED in batch:
             weight = weight * batch[BatchKey.IS_COUNTED]
@@ -37,21 +37,21 @@ class HeldOutMean(MeanMetric):
 
 
 def timestep_bins(num_timesteps: int) -> list[range]:
-    """The timesteps 0 .. num_timesteps - 1 in ten parts, as equal as can be."""
+    """Divide the timesteps 0 .. num_timesteps - 1 into ten nearly equal ranges."""
     ends = [num_timesteps * i // NUM_TIMESTEP_BINS for i in range(NUM_TIMESTEP_BINS + 1)]
     return [range(*pair) for pair in pairwise(ends)]
 
 
-def held_out_means(name: str, streams: Sequence[str] = (), bins: Sequence[range] = ()) -> dict[str, Metric]:
-    """The mean over all held-out data under a name, and below it those of streams and of timesteps.
+def validation_means(name: str, streams: Sequence[str] = (), bins: Sequence[range] = ()) -> dict[str, Metric]:
+    """Metrics of a value: over all validation data, by stream and by timestep.
 
     Args:
-        name: of the metric.
-        streams: names of the streams by their number; an empty one is left out. One stream alone has no metric.
-        bins: timesteps that have a mean of their own each.
+        name: name of the metric, and prefix of the others.
+        streams: names of the streams by number; empty names are skipped. A single stream has no metric of its own.
+        bins: ranges of timesteps.
     """
-    metrics: dict[str, Metric] = {name: HeldOutMean()}
+    metrics: dict[str, Metric] = {name: ValidationMean()}
     if len(streams) > 1:
-        metrics |= {f"{name}/{stream}": HeldOutMean(number) for number, stream in enumerate(streams) if stream}
-    metrics |= {f"{name}/timesteps/{part.start}-{part.stop - 1}": HeldOutMean(timesteps=part) for part in bins}
+        metrics |= {f"{name}/{stream}": ValidationMean(number) for number, stream in enumerate(streams) if stream}
+    metrics |= {f"{name}/timesteps/{part.start}-{part.stop - 1}": ValidationMean(timesteps=part) for part in bins}
     return metrics

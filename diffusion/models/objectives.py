@@ -57,7 +57,7 @@ class NoiseProcess:
 
     @staticmethod
     def target(prediction_type: PredictionType, latents: Tensor, noise: Tensor, rates: Rates) -> Tensor:
-        """What the network should predict.
+        """Target of the prediction.
 
         epsilon is the noise, sample the latents, and v = sqrt(abar_t) noise - sqrt(1 - abar_t) x_0 (Salimans and Ho
         2022, appendix D).
@@ -94,7 +94,7 @@ class NoiseProcess:
 
 @dataclass(frozen=True, kw_only=True)
 class Purposes:
-    """What the random numbers of one forward pass are drawn for."""
+    """Purposes of the random numbers of a forward pass (`diffusion.randomness`)."""
 
     noise: Purpose
     timestep: Purpose
@@ -114,7 +114,7 @@ def draw_noise(
 
     Args:
         config: the objective; `offset_noise` adds a constant per channel (training only).
-        purposes: training's or evaluation's numbers.
+        purposes: purposes of training or of evaluation.
         seed: seed of the run.
         step: int64 [B], optimizer step.
         sample: int64 [B], addresses of the samples.
@@ -138,17 +138,17 @@ def draw_timesteps(purposes: Purposes, seed: int, step: Tensor, sample: Tensor, 
 def draw_stratified_timesteps(
     seed: int, step: Tensor, sample: Tensor, slot: Tensor, num_slots: int, num_timesteps: int
 ) -> Tensor:
-    """Draw one timestep per sample such that those of a global batch are spread evenly.
+    """Draw one timestep per sample, spread evenly over the global batch.
 
-    The timesteps are cut into as many strata as the global batch has slots, and each slot draws from one, in an order
-    of strata that is drawn anew in each step (Kingma et al., "Variational diffusion models", 2021, spread them with one
-    random offset instead). Each timestep by itself is uniform; their mean over a global batch varies less.
+    The timesteps are divided into as many strata as the global batch has slots. Each slot draws from one stratum; the
+    order of strata is drawn anew in each step (Kingma et al., "Variational diffusion models", 2021, use one random
+    offset instead). Each timestep by itself is uniform; their mean over a global batch varies less.
 
     Args:
         seed: seed of the run.
         step: int64 [B], optimizer step, the same for all.
         sample: int64 [B], addresses of the samples.
-        slot: int64 [B], places of the samples in the global batch.
+        slot: int64 [B], positions of the samples in the global batch.
         num_slots: samples of the global batch, at most 2^20.
         num_timesteps: T, at most 2^10.
 

@@ -1,10 +1,12 @@
-"""From noise to images: DDIM with classifier-free guidance.
+"""Sampling: DDIM with classifier-free guidance, its initial noise, and checks of its arguments.
 
 Shape letters: B images, C channels, H W height and width of the latent.
 """
 
+import math
+import operator
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,19 +16,18 @@ from PIL import Image
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from diffusion.models.arguments import whole_number
 from diffusion.models.conditioning import Conditioning
 from diffusion.randomness import MAX_SEED, Purpose, normal
 
 Denoiser = Callable[[Tensor, Tensor, Conditioning], Tensor]
-"""(latents [B, C, H, W], timestep [], what it is told of B images) -> prediction [B, C, H, W]."""
+"""(latents [B, C, H, W], timestep [], conditioning of B images) -> prediction [B, C, H, W]."""
 
 
 def inference_scheduler(noise_scheduler: Any) -> DDIMScheduler:
-    """DDIM (Song et al. 2021) over the noise schedule that was trained with.
+    """DDIM (Song et al. 2021) over the noise schedule of training.
 
-    With zero-terminal SNR the last training step must be the first sampling step (Lin et al. 2023, section 3.3), so the
-    steps trail; otherwise they lead with an offset of 1, as published with Stable Diffusion 2.
+    With zero-terminal SNR the first sampling step is the last timestep of training (Lin et al. 2023, section 3.3):
+    "trailing" steps. Otherwise "leading" steps with an offset of 1, as published with Stable Diffusion 2.
     """
     zero_terminal = bool(noise_scheduler.config.rescale_betas_zero_snr)
     return DDIMScheduler.from_config(  # pyright: ignore[reportReturnType]
@@ -38,11 +39,106 @@ def inference_scheduler(noise_scheduler: Any) -> DDIMScheduler:
     )
 
 
+@torch.no_grad()
+def sample_latents(
+    denoiser: Denoiser,
+    scheduler: DDIMScheduler,
+    latents: Tensor,
+    conditioning: Conditioning,
+    unconditional: Conditioning,
+    *,
+    num_inference_steps: int,
+    guidance_scale: float,
+    progress: bool = False,
+) -> Tensor:
+    """Run DDIM with classifier-free guidance (Ho and Salimans 2022, equation 6, where w + 1 is the guidance scale).
+
+    Args:
+        denoiser: the network.
+        scheduler: DDIM; its steps are set here.
+        latents: float32 [B, C, H, W], pure noise.
+        conditioning: conditioning by the prompts.
+        unconditional: conditioning by the empty caption or by negative prompts.
+        num_inference_steps: number of steps, at most the timesteps of the noise schedule.
+        guidance_scale: 1 is no guidance.
+        progress: show a bar.
+
+    Returns:
+        float32 [B, C, H, W].
+    """
+    scheduler.set_timesteps(num_inference_steps, device=latents.device)
+    # Leading steps with an offset would exceed the schedule if all timesteps are steps.
+    last = scheduler.config["num_train_timesteps"] - 1
+    timesteps = scheduler.timesteps - (scheduler.timesteps[0] - last).clamp(min=0)
+    guided = guidance_scale != 1.0
+    context = unconditional.concatenate(conditioning) if guided else conditioning
+    latents = latents * scheduler.init_noise_sigma
+    for timestep in tqdm(timesteps, desc="sampling", disable=not progress, leave=False):
+        model_input = torch.cat([latents, latents]) if guided else latents
+        prediction = denoiser(model_input, timestep, context).float()
+        if guided:
+            without, with_prompt = prediction.chunk(2)
+            prediction = without + guidance_scale * (with_prompt - without)
+        latents = scheduler.step(prediction, timestep, latents, return_dict=False)[0]  # pyright: ignore
+    return latents
+
+
+def initial_latents(seeds: Sequence[int], shape: tuple[int, int, int], device: torch.device) -> Tensor:
+    """Initial noise of sampling; an image's noise depends on its seed alone.
+
+    It is drawn on the CPU, because random numbers on a GPU need a C compiler.
+
+    Returns:
+        float32 [B, C, H, W], on the device.
+    """
+    zero = torch.zeros(1, dtype=torch.int64)
+    noise = (normal(seed, Purpose.INITIAL_LATENTS, zero, zero, shape) for seed in seeds)
+    return torch.cat([torch.empty(0, *shape), *noise]).to(device)
+
+
+# Arguments of `LatentDiffusion.generate`
+
+
+def expand_prompts(
+    prompts: str | Sequence[str], negative_prompts: str | Sequence[str] | None, num_images_per_prompt: int
+) -> tuple[list[str], list[str]]:
+    """Prompt and negative prompt of each image.
+
+    Args:
+        prompts: one, or P of them.
+        negative_prompts: one for all or one per prompt; None is the empty caption.
+        num_images_per_prompt: number of adjacent images of a prompt.
+
+    Raises:
+        ValueError: a prompt is no text, or the number of negative prompts is neither 1 nor P.
+    """
+    prompts = _texts("prompts", prompts)
+    negatives = _texts("negative_prompts", "" if negative_prompts is None else negative_prompts)
+    if len(negatives) not in (1, len(prompts)):
+        raise ValueError(f"{len(negatives)} negative prompts for {len(prompts)} prompts: give one, or one each")
+    negatives = negatives * len(prompts) if len(negatives) == 1 else negatives
+    repeat = range(num_images_per_prompt)
+    return [prompt for prompt in prompts for _ in repeat], [negative for negative in negatives for _ in repeat]
+
+
+def _texts(name: str, given: str | Sequence[str]) -> list[str]:
+    """One text or several as a list."""
+    if isinstance(given, str):
+        return [given]
+    if not isinstance(given, Iterable):
+        raise ValueError(f"{name} {given!r}: give one text or a list of texts")
+    texts = list(given)
+    wrong = [text for text in texts if not isinstance(text, str)]
+    if wrong:
+        raise ValueError(f"{name}: {wrong[0]!r} is no text; the empty caption is ''")
+    return texts
+
+
 def image_seeds(seed: int | Sequence[int] | None, num_images: int) -> list[int]:
     """One seed per image: consecutive from a number, as given, or random.
 
     Raises:
-        ValueError: the number of seeds is not the number of images, or one is not a whole number in 0 .. 2^32 - 1.
+        ValueError: the number of seeds differs from that of images, or a seed is not a whole number in 0 .. 2^32 - 1.
     """
     if seed is None:
         return [secrets.randbelow(MAX_SEED) for _ in range(num_images)]
@@ -55,71 +151,79 @@ def image_seeds(seed: int | Sequence[int] | None, num_images: int) -> list[int]:
     return [whole_number("seed", one, least=0, most=MAX_SEED - 1) for one in given]
 
 
-def initial_latents(seeds: Sequence[int], shape: tuple[int, int, int], device: torch.device) -> Tensor:
-    """Noise that sampling starts from; that of an image depends on its seed alone.
-
-    It is drawn on the CPU: on a GPU random numbers are compiled, which takes a C compiler.
-
-    Returns:
-        float32 [B, C, H, W], on the device.
-    """
-    zero = torch.zeros(1, dtype=torch.int64)
-    noise = (normal(seed, Purpose.INITIAL_LATENTS, zero, zero, shape) for seed in seeds)
-    return torch.cat([torch.empty(0, *shape), *noise]).to(device)
-
-
-@torch.no_grad()
-def sample_latents(
-    denoiser: Denoiser,
-    scheduler: DDIMScheduler,
-    latents: Tensor,
-    told: Conditioning,
-    unconditional: Conditioning,
-    *,
-    num_inference_steps: int,
-    guidance_scale: float,
-    progress: bool = False,
-) -> Tensor:
-    """Run DDIM with classifier-free guidance (Ho and Salimans 2022, equation 6, with guidance scale 1 + w).
+def image_size(height: int | None, width: int | None, *, default: int, factor: int) -> tuple[int, int]:
+    """Height and width of images, in pixels.
 
     Args:
-        denoiser: the network.
-        scheduler: DDIM; its steps are set here.
-        latents: float32 [B, C, H, W], pure noise.
-        told: of the prompts.
-        unconditional: of the empty caption or of negative prompts.
-        num_inference_steps: number of steps, at most those of the noise schedule.
-        guidance_scale: 1 is none.
-        progress: show a bar.
+        height: None is the default.
+        width: None is the default.
+        default: default of both.
+        factor: pixels per latent position along one side.
 
-    Returns:
-        float32 [B, C, H, W].
+    Raises:
+        ValueError: a side is not a multiple of the factor.
     """
-    scheduler.set_timesteps(num_inference_steps, device=latents.device)
-    # With all steps of the schedule those that lead with an offset would begin beyond it.
-    last = scheduler.config["num_train_timesteps"] - 1
-    timesteps = scheduler.timesteps - (scheduler.timesteps[0] - last).clamp(min=0)
-    guided = guidance_scale != 1.0
-    context = unconditional.then(told) if guided else told
-    latents = latents * scheduler.init_noise_sigma
-    for timestep in tqdm(timesteps, desc="sampling", disable=not progress, leave=False):
-        model_input = torch.cat([latents, latents]) if guided else latents
-        prediction = denoiser(model_input, timestep, context).float()
-        if guided:
-            away, towards = prediction.chunk(2)
-            prediction = away + guidance_scale * (towards - away)
-        latents = scheduler.step(prediction, timestep, latents, return_dict=False)[0]  # pyright: ignore
-    return latents
+    height = default if height is None else whole_number("height", height, least=1)
+    width = default if width is None else whole_number("width", width, least=1)
+    if height % factor or width % factor:
+        raise ValueError(f"size {height} x {width}: both must be multiples of {factor}")
+    return height, width
+
+
+def whole_number(name: str, value: Any, *, least: int, most: float = math.inf) -> int:
+    """Check a whole number of any library against a range.
+
+    Raises:
+        ValueError: the value is not a whole number in the range.
+    """
+    wanted = f"a whole number of {least} or more" if most == math.inf else f"a whole number in {least} .. {most}"
+    try:
+        number = operator.index(value)
+    except TypeError as error:
+        raise ValueError(f"{name} {value!r}: give {wanted}") from error
+    if not least <= number <= most:
+        raise ValueError(f"{name} {number}: give {wanted}")
+    return number
+
+
+def whole_pair(name: str, values: Any, *, least: int) -> tuple[int, int]:
+    """Check a pair of whole numbers.
+
+    Raises:
+        ValueError: the values are not two whole numbers, or too small.
+    """
+    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != 2:
+        raise ValueError(f"{name} {values!r}: give two whole numbers, of rows and of columns")
+    first, second = (whole_number(name, value, least=least) for value in values)
+    return first, second
+
+
+def finite_number(name: str, value: Any) -> float:
+    """Check a finite number.
+
+    Raises:
+        ValueError: the value is infinite, NaN or no number.
+    """
+    try:
+        number = math.nan if isinstance(value, str) else float(value)
+    except TypeError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{name} {value!r}: give a finite number")
+    return number
+
+
+# Images
 
 
 def to_pil(images: Tensor) -> list[Image.Image]:
-    """Images [B, 3, height, width] in [0, 1] -> PIL."""
+    """Convert images [B, 3, height, width] in [0, 1] to PIL."""
     arrays = (images * 255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
     return [Image.fromarray(array) for array in arrays]
 
 
 def image_grid(images: Sequence[Image.Image], num_columns: int, pad: int = 2) -> Image.Image:
-    """Arrange images of one size in rows on white, with so many pixels between them."""
+    """Arrange images of one size in rows on white, `pad` pixels apart."""
     width, height = images[0].size
     num_rows = -(-len(images) // num_columns)
     size = (num_columns * (width + pad) + pad, num_rows * (height + pad) + pad)

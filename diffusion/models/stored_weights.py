@@ -1,4 +1,4 @@
-"""Weights where they lie, of which some are read at a time; safetensors files that are larger than the memory."""
+"""Weights that are read in parts, and safetensors files larger than the memory."""
 
 import json
 import struct
@@ -14,7 +14,7 @@ from torch import Tensor
 from diffusion.errors import DataError
 
 READ_BYTES = 256 * 2**20
-"""Bytes of weights that are read at once when they are copied."""
+"""Bytes of weights in memory while a file is written."""
 
 _DTYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
@@ -24,21 +24,21 @@ _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 class StoredWeights:
     """Weights in a file or folder."""
 
-    place: str
-    """Where they are, for messages."""
+    source: str
+    """Path for messages."""
 
     shapes: Mapping[str, Tensor]
-    """What they are: tensors without content (of the meta device), by name."""
+    """Names, shapes and dtypes, as tensors on the meta device."""
 
     read: Callable[[Collection[str]], dict[str, Tensor]]
-    """Reads those of some names, to the CPU."""
+    """Reads weights by name to the CPU."""
 
     def read_all(self) -> dict[str, Tensor]:
-        """Read all."""
+        """Read all weights."""
         return self.read(self.shapes.keys())
 
     def below(self, prefix: str) -> "StoredWeights":
-        """Those whose names begin with a prefix, without it."""
+        """Select names with a prefix, which is removed."""
 
         def read(names: Collection[str]) -> dict[str, Tensor]:
             return {
@@ -46,28 +46,28 @@ class StoredWeights:
             }
 
         found = {name.removeprefix(prefix): shape for name, shape in self.shapes.items() if name.startswith(prefix)}
-        return StoredWeights(place=self.place, shapes=found, read=read)
+        return StoredWeights(source=self.source, shapes=found, read=read)
 
     def over(self, base: "StoredWeights") -> "StoredWeights":
-        """These, and from another place what is not among them."""
+        """Merge with other weights; these take precedence."""
 
         def read(names: Collection[str]) -> dict[str, Tensor]:
             here = [name for name in names if name in self.shapes]
             there = [name for name in names if name not in self.shapes]
             return {**(base.read(there) if there else {}), **(self.read(here) if here else {})}
 
-        return StoredWeights(place=self.place, shapes={**base.shapes, **self.shapes}, read=read)
+        return StoredWeights(source=self.source, shapes={**base.shapes, **self.shapes}, read=read)
 
 
-def open_safetensors(files: Sequence[Path], place: Path) -> StoredWeights:
-    """Open the weights in files.
+def open_safetensors(files: Sequence[Path], source: Path) -> StoredWeights:
+    """Open safetensors files.
 
     Args:
-        files: of different weights.
-        place: what to call them in messages.
+        files: files with disjoint names.
+        source: path for messages.
 
     Raises:
-        DataError: a file is not there, damaged, or holds other types than weights have.
+        DataError: a file is missing or damaged, or holds a dtype other than float32, float16 or bfloat16.
     """
     paths: dict[str, Path] = {}
     shapes: dict[str, Tensor] = {}
@@ -88,22 +88,22 @@ def open_safetensors(files: Sequence[Path], place: Path) -> StoredWeights:
                 tensors.update({name: file.get_tensor(name) for name in names if paths[name] == path})
         return tensors
 
-    return StoredWeights(place=str(place), shapes=shapes, read=read)
+    return StoredWeights(source=str(source), shapes=shapes, read=read)
 
 
 def write_safetensors(path: Path, weights: StoredWeights, names: Collection[str], metadata: Mapping[str, str]) -> None:
-    """Write weights as a safetensors file, reading `READ_BYTES` of them at a time.
+    """Write a safetensors file with `READ_BYTES` of weights in memory at a time.
 
-    The library's own writer needs all of them in memory. Equal weights and metadata give equal bytes.
+    The library's writer needs all weights in memory. Equal weights and metadata give equal bytes.
 
     Args:
-        path: the file; it is to lie where nobody looks for whole files yet.
-        weights: from where.
-        names: which of them, in the order of the file.
-        metadata: of the file's header.
+        path: the file, which the caller renames when it is complete.
+        weights: source of the weights.
+        names: names of the weights, in the order of the file.
+        metadata: metadata of the header.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
@@ -130,7 +130,7 @@ def _append(file: BinaryIO, tensors: dict[str, Tensor], names: list[str]) -> Non
 
 
 def cut_by_size(shapes: Mapping[str, Tensor], names: Iterable[str], max_bytes: int) -> Iterator[list[str]]:
-    """Cut names, in their order, into lists of so many bytes of weights at most, or of one larger weight."""
+    """Group names, in their order, by at most `max_bytes` of weights; a larger weight is a group of its own."""
     group: list[str] = []
     size = 0
     for name in names:

@@ -1,16 +1,16 @@
 """Tokenizers, built without a hub.
 
-CLIP's byte-pair encoding is made from the merges that the PyPI package open_clip_torch ships: 49,408 entries, pad token
-"!" (id 0), as in stable-diffusion-2-base. The tiny families have a small one of the same kind, from files in this
-package. SDXL has two tokenizers, which differ in the pad token only: ids are those of the second, and the model
-replaces the padding for the first (`models.conditioning.DualTextEncoder`).
+The merges of CLIP's byte-pair encoding come from the PyPI package open_clip_torch: 49,408 entries, pad token "!" (id
+0), as in stable-diffusion-2-base. The tiny families have a small vocabulary in a file of this package. SDXL has two
+tokenizers with different pad tokens: ids are those of the second, and the model replaces the padding for the first
+(`models.conditioning.DualTextEncoder`).
 """
 
 import gzip
 import importlib.util
 import json
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,10 @@ def byte_symbols() -> list[str]:
 
 
 def clip_merges() -> list[str]:
-    """The merges of CLIP's byte-pair encoding, in order, from the installed package open_clip_torch.
+    """Merges of CLIP's byte-pair encoding in order, from the installed package open_clip_torch.
 
     Raises:
-        MachineError: the package, or its file, is not there.
+        MachineError: the package or its file is missing.
     """
     package = importlib.util.find_spec("open_clip")
     folder = Path(package.origin).parent if package and package.origin else Path()
@@ -51,16 +51,16 @@ def clip_merges() -> list[str]:
 
 
 def tiny_merges() -> list[str]:
-    """The merges of the tiny family's tokenizer, in order."""
+    """Merges of the tiny families' tokenizer in order."""
     return TINY_MERGES.read_text(encoding="utf-8").splitlines()
 
 
 def build_clip_tokenizer(merges: Sequence[str], max_tokens: int) -> CLIPTokenizer:
-    """Build a tokenizer of CLIP's kind: 256 bytes, the same ending a word, one entry per merge, start and end.
+    """Build a tokenizer like CLIP's: 256 bytes, 256 bytes at the end of a word, one entry per merge, start and end.
 
     Args:
-        merges: pairs of symbols separated by a space, in the order of their priority.
-        max_tokens: length that captions are padded and cut to.
+        merges: pairs of symbols separated by a space, in order of priority.
+        max_tokens: length of padded and truncated captions.
 
     Returns:
         A tokenizer whose pad token is "!", id 0.
@@ -93,12 +93,12 @@ def build_tokenizer(architecture: Architecture) -> CLIPTokenizer:
 
 
 def repair(caption: str) -> str:
-    """Repair and lower a caption as CLIP does and transformers 5 does not; `PAD` ends what is repaired at once."""
+    """Repair and lower-case a caption like CLIP, which transformers 5 omits; parts between `PAD` are separate."""
     return PAD.join(ftfy.fix_text(part) for part in caption.split(PAD)).lower()
 
 
 def tokenize(tokenizer: Any, captions: Sequence[str]) -> NDArray[np.int32]:
-    """Encode captions, padded and cut to the tokenizer's length.
+    """Encode captions, padded and truncated to the tokenizer's length.
 
     Returns:
         int32 [K, L] for K captions.
@@ -111,25 +111,3 @@ def tokenize(tokenizer: Any, captions: Sequence[str]) -> NDArray[np.int32]:
         return_tensors="np",
     )
     return encoded["input_ids"].astype(np.int32)
-
-
-def train_merges(captions: Iterable[str], num_merges: int) -> list[str]:
-    """Learn the merges of a small byte-pair encoding of CLIP's kind (lower case, words apart) from captions."""
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
-
-    symbols = byte_symbols()
-    alphabet = [*symbols, *(symbol + END_OF_WORD for symbol in symbols)]
-    model = Tokenizer(models.BPE(end_of_word_suffix=END_OF_WORD))
-    model.normalizer = normalizers.Lowercase()  # pyright: ignore[reportAttributeAccessIssue]
-    model.pre_tokenizer = pre_tokenizers.Sequence(  # pyright: ignore[reportAttributeAccessIssue]
-        [pre_tokenizers.BertPreTokenizer(), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    trainer = trainers.BpeTrainer(
-        vocab_size=num_merges + len(alphabet),
-        initial_alphabet=symbols,
-        end_of_word_suffix=END_OF_WORD,
-        show_progress=False,
-    )
-    model.train_from_iterator(captions, trainer)
-    merges = json.loads(model.to_str())["model"]["merges"]
-    return [" ".join(pair) for pair in merges[:num_merges]]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from diffusion.errors import UserError
 from diffusion.files import write_json
-from diffusion.tables import align
+from diffusion.reports.tables import text_table
 
 COSTS = "costs.jsonl"
 """File in the run folder with a row for each start, overwritten at each step."""
@@ -213,7 +213,7 @@ def cost_table(starts: Sequence[StartCosts], gpu_utilisation: float | None) -> l
         share = f"{hours / totals.gpu_hours:.1%}" if totals.gpu_hours else "-"
         rows.append((label, f"{hours:,.3f}", share, f"{hours * price:,.2f}" if price is not None else "-"))
     return [
-        *align(rows),
+        *text_table(rows),
         f"lost to restarts: {totals.restart_hours:,.3f} GPU-hours, and {totals.gap_hours:,.2f} h between the starts "
         "(not in the table)",
         f"GPU utilisation, mean of the run: {_percentage(gpu_utilisation)}",

@@ -93,7 +93,7 @@ class HangDetector:
         """Return the condition of a silent job before its timeout, the timeout in seconds, and the slowest ranks."""
         active = [heartbeat for heartbeat in heartbeats if heartbeat.phase is not Phase.ended]
         if not active:
-            return Condition.working, self.settings.pause_patience, "no rank has started"
+            return Condition.working, self.settings.pause_timeout, "no rank has started"
         if stopped:
             return Condition.hang, self._step_timeout(heartbeats), f"{_rank_list(stopped)} was stopped"
         progress = {heartbeat.rank: (heartbeat.step, _PHASE_ORDER[heartbeat.phase]) for heartbeat in active}
@@ -101,10 +101,10 @@ class HangDetector:
         ranks, phase = _rank_list([heartbeat.rank for heartbeat in slowest]), slowest[0].phase
         reason = f"{ranks} of {len(heartbeats)} in phase {phase.value} of step {slowest[0].step}"
         if phase is Phase.data:
-            return Condition.slow_data, self.settings.data_patience, reason
+            return Condition.slow_data, self.settings.data_timeout, reason
         if phase is Phase.step and slowest[0].median_step is not None:
             return Condition.hang, self._step_timeout(heartbeats), reason
-        return Condition.working, self.settings.pause_patience, reason
+        return Condition.working, self.settings.pause_timeout, reason
 
     def _step_timeout(self, heartbeats: Sequence[HeartbeatRecord]) -> float:
         medians = [heartbeat.median_step for heartbeat in heartbeats if heartbeat.median_step is not None]

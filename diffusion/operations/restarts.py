@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from diffusion.config.operations import SupervisionConfig
-from diffusion.launch import PREEMPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
+from diffusion.distributed import PREEMPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,15 +16,16 @@ from diffusion.config.loading import load
 from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config
 from diffusion.config.stores import is_store
-from diffusion.datasets.loader import held_out_streams
-from diffusion.datasets.locations import StreamLocation, is_url, locate_streams
-from diffusion.datasets.shared_memory import take_away
+from diffusion.datasets.cache import move_unused_cache
+from diffusion.datasets.loader import validation_streams
+from diffusion.datasets.streams import StreamLocation, locate_streams
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.files import lock
 from diffusion.operations.costs import BUDGET, StartCosts, read_costs
 from diffusion.operations.heartbeats import HeartbeatRecord, Phase, heartbeat_folder, read_heartbeats
 from diffusion.operations.processes import is_alive, terminate
 from diffusion.operations.supervisor import SUPERVISED
+from diffusion.storage import is_url
 
 REMOVED = ".removed"
 """Suffix of a cache during its removal, so that no job finds half of it."""
@@ -97,7 +98,7 @@ def _may_be_alive(heartbeat: HeartbeatRecord, config: Config) -> bool:
     if heartbeat.host == socket.gethostname():
         return is_alive(heartbeat)
     silence = time.time() - heartbeat.time
-    return heartbeat.phase is not Phase.ended and silence < config.operations.supervision.pause_patience
+    return heartbeat.phase is not Phase.ended and silence < config.operations.supervision.pause_timeout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +209,7 @@ def _caches(run: Path, config: Config) -> Iterator[Removable]:
     data, validation = config.data, config.validation
     locations = locate_streams(data.remote, data.local, data.streams)
     if validation is not None:
-        locations += locate_streams(validation.remote, validation.local, held_out_streams(validation, data))
+        locations += locate_streams(validation.remote, validation.local, validation_streams(validation, data))
     for cache in filter(None, (_cache(run, location) for location in locations)):
         partial, why = _renamed(cache), "cache of a finished run"
         if partial.is_dir():
@@ -235,7 +236,7 @@ def _absolute(run: Path, path: Path | str) -> Path | None:
 
 def _remove_cache(cache: Path) -> None:
     partial = _renamed(cache)
-    if not take_away(cache, partial):
+    if not move_unused_cache(cache, partial):
         raise MachineError(f"{cache} is in use by a running job, and stays")
     shutil.rmtree(partial)
 

@@ -20,9 +20,9 @@ from diffusion.checkpointing.roll_back import read_request
 from diffusion.config.loading import load_config
 from diffusion.config.operations import SupervisionConfig
 from diffusion.config.schema import Config
+from diffusion.distributed import PREEMPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.files import open_lock
-from diffusion.launch import PREEMPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from diffusion.operations import processes
 from diffusion.operations.events import EventKind, EventLog
 from diffusion.operations.hang_detection import Condition, HangDetector, collect_stacks

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from diffusion.datasets.balanced import Integers
-from diffusion.datasets.batching import EpochOrder, GlobalOrder, OrderSettings, StreamShape, WorkerSlots
+from diffusion.datasets.sample_order import EpochOrder, GlobalOrder, OrderSettings, RankOrder, StreamShape
 from diffusion.errors import DataError
 
 WINDOW_SECONDS = 60.0
@@ -144,18 +144,9 @@ def hash_steps(order: GlobalOrder, world: World, *, epoch: int, start: int, stop
     batches = np.empty((num_steps, world.num_ranks, share), np.int64)
     for rank in range(world.num_ranks):
         for worker in range(min(num_workers, num_steps)):
-            slots = WorkerSlots(
-                order.epoch(epoch),
-                first_step=start,
-                rank=rank,
-                num_ranks=world.num_ranks,
-                worker=worker,
-                num_workers=num_workers,
-                ahead=num_steps * share,
-            )
-            mine = range(worker, num_steps, num_workers)
-            read = np.fromiter((slots[i] for i in range(len(mine) * share)), np.int64, len(mine) * share)
-            batches[mine, rank] = read.reshape(len(mine), share)
+            samples = RankOrder(order, rank=rank, num_ranks=world.num_ranks)
+            for step in range(worker, num_steps, num_workers):
+                batches[step, rank] = samples.slots(epoch, start + step).addresses()
     # A batch is a set: which rank reads a sample must not matter.
     return hashlib.sha256(np.sort(batches.reshape(num_steps, -1)).tobytes()).hexdigest()
 
@@ -242,22 +233,22 @@ def measure_cost(streams: Sequence[FleetStream], settings: OrderSettings, world:
         num_samples: samples over which the speed is measured.
     """
 
-    def begin() -> tuple[float, float, WorkerSlots]:
+    def begin() -> tuple[float, float, RankOrder]:
         began = time.perf_counter()
         order = make_order(streams, settings)
-        epoch = order.epoch(1)
+        samples = RankOrder(order, rank=world.num_ranks // 2, num_ranks=world.num_ranks)
+        order.epoch(1)
         made = time.perf_counter()
-        slots = WorkerSlots(
-            epoch, first_step=order.num_steps // 2, rank=world.num_ranks // 2, num_ranks=world.num_ranks
-        )
-        slots[0]
-        return made - began, time.perf_counter() - made, slots
+        samples.slots(1, order.num_steps // 2)
+        return made - began, time.perf_counter() - made, samples
 
-    order_seconds, first_batch_seconds, slots = begin()
-    num_samples = min(num_samples, len(slots))
+    order_seconds, first_batch_seconds, samples = begin()
+    first, num_steps = samples.order.num_steps // 2, samples.order.num_steps
+    share = settings.global_batch_size // world.num_ranks
+    steps = range(first, min(num_steps, first + -(-num_samples // share)))
     began = time.perf_counter()
-    for i in range(num_samples):
-        slots[i]
+    for step in steps:
+        samples.slots(1, step).addresses()
     seconds = time.perf_counter() - began
     tracemalloc.start()
     begin()
@@ -268,5 +259,5 @@ def measure_cost(streams: Sequence[FleetStream], settings: OrderSettings, world:
         order_seconds=order_seconds,
         first_batch_seconds=first_batch_seconds,
         peak_bytes=peak,
-        samples_per_second=num_samples / seconds,
+        samples_per_second=len(steps) * share / seconds,
     )

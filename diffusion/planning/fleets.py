@@ -1,6 +1,7 @@
 """Fleets of GPUs side by side: how fast they are, and what several runs together take and cost on each."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,12 +11,34 @@ from diffusion.config.data import ImageSize
 from diffusion.config.model import Architecture, ModelConfig
 from diffusion.config.schema import Config, Task
 from diffusion.errors import ConfigurationError
-from diffusion.planning.failures import Failures, recommend_interval, simulate
 from diffusion.planning.network import training_flops
 from diffusion.planning.plan import SECONDS_PER_DAY, Plan, plan_run
 from diffusion.planning.scaling import Interconnect, StepModel, predict_images_per_second
 
 DAYS_PER_MONTH = 365.25 / 12
+
+# From MosaicML's "Training Stable Diffusion from Scratch for <$50k, part 2" and its benchmark tables: the U-Net alone,
+# latents computed beforehand, fp16, global batch 2,048, at most 16 images per GPU at a time.
+
+A100_RATES = {
+    8: {256: 1_100, 512: 290},
+    16: {256: 2_180, 512: 585},
+    32: {256: 4_080, 512: 1_195},
+    64: {256: 8_530, 512: 2_340},
+    128: {256: 11_600, 512: 4_590},
+}
+"""Images per second of so many A100, by resolution."""
+
+PRICE_PER_A100_HOUR = 2.0
+"""In dollars."""
+
+A100_MEMORY_BYTES = 80e9
+
+TRAINING_A100_HOURS, LATENTS_A100_HOURS = 20_051, 3_784
+"""What the published run took: training, and latents computed beforehand."""
+
+HARDWARE_FAILURES = 2
+"""Of the published run, in so many A100-hours of training: few to estimate a rate from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +63,19 @@ class Fleet:
     source: str = "given"
 
 
+A100_FLEETS = [
+    Fleet(
+        name=f"{num_gpus} A100",
+        num_gpus=num_gpus,
+        price_per_gpu_hour=PRICE_PER_A100_HOUR,
+        gpu_memory_bytes=A100_MEMORY_BYTES,
+        images_per_second={side: float(rate) for side, rate in rates.items()},
+        source="published table",
+    )
+    for num_gpus, rates in A100_RATES.items()
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prices:
     """What is paid beside GPUs, in dollars; 0 is not counted."""
@@ -57,7 +93,14 @@ class Breakdowns:
 
     gpu_hours_between_failures: float
     restart_seconds: float = 600.0
+    """From a failure to the next step."""
+
     save_seconds: float = 30.0
+    """Stall of a step that saves a checkpoint."""
+
+    def mean_seconds(self, num_gpus: int) -> float:
+        """Return the mean time between two failures of a fleet."""
+        return self.gpu_hours_between_failures * 3600 / num_gpus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +117,7 @@ class Budget:
     request_cost: float | None
     disk_cost: float | None
     days_with_failures: float
-    """With checkpoints, failures and restarts, the mean of simulated runs."""
+    """With checkpoints, failures and restarts: the mean by Daly's formula."""
 
     save_interval_steps: list[int]
     """Recommended, for each run."""
@@ -133,7 +176,6 @@ def make_budget(
     *,
     prices: Prices,
     breakdowns: Breakdowns,
-    seed: int = 0,
 ) -> Budget:
     """Work out what runs take on a fleet.
 
@@ -142,7 +184,6 @@ def make_budget(
         fleet: on which they run one after the other.
         prices: of storage and egress.
         breakdowns: how often GPUs fail.
-        seed: of the simulated failures.
     """
     plans, steps, with_failures = [], [], 0.0
     for config in configs:
@@ -156,13 +197,8 @@ def make_budget(
         plan = plan_run(replace(config, plan=planned))
         assert plan.days is not None
         seconds = plan.days * SECONDS_PER_DAY
-        failures = Failures(
-            mean_time_between=breakdowns.gpu_hours_between_failures * 3600 / fleet.num_gpus,
-            restart=breakdowns.restart_seconds,
-            save=breakdowns.save_seconds,
-        )
-        interval = recommend_interval(seconds, failures, seed=seed)
-        with_failures += float(simulate(seconds, interval, failures, seed=seed).mean())
+        interval = min(seconds, save_interval(breakdowns, fleet.num_gpus))
+        with_failures += expected_seconds(seconds, interval, breakdowns, fleet.num_gpus)
         steps.append(max(1, round(interval / seconds * plan.num_iterations)))
         plans.append(plan)
     days = sum(plan.days or 0.0 for plan in plans)
@@ -181,6 +217,31 @@ def make_budget(
         save_interval_steps=steps,
         assumptions=_assumptions(fleet, breakdowns, prices),
     )
+
+
+def save_interval(breakdowns: Breakdowns, num_gpus: int) -> float:
+    """Return the best time between checkpoints in seconds, to first order: sqrt(2 save M) (Young 1974).
+
+    M is the mean time between two failures of the fleet.
+    """
+    return math.sqrt(2 * breakdowns.save_seconds * breakdowns.mean_seconds(num_gpus))
+
+
+def expected_seconds(work: float, interval: float, breakdowns: Breakdowns, num_gpus: int) -> float:
+    """Return the mean duration of a run with independent failures (Daly 2006, equation 13).
+
+    (M + restart) (exp((interval + save) / M) - 1) for each interval: after a failure the run restarts and repeats the
+    work since its newest checkpoint.
+
+    Args:
+        work: seconds of training.
+        interval: seconds of training between two checkpoints.
+        breakdowns: how often GPUs fail.
+        num_gpus: of the fleet.
+    """
+    mean = breakdowns.mean_seconds(num_gpus)
+    segment = (mean + breakdowns.restart_seconds) * math.expm1((interval + breakdowns.save_seconds) / mean)
+    return work / interval * segment
 
 
 def _stored(plan: Plan) -> float | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from diffusion.planning.fleets import Budget
 from diffusion.planning.plan import Plan
 from diffusion.planning.plan_text import UNKNOWN, largest_microbatch, size_text
-from diffusion.tables import align
+from diffusion.reports.tables import text_table
 
 
 def format_budgets(budgets: Sequence[Budget]) -> str:
@@ -26,16 +26,16 @@ def format_budgets(budgets: Sequence[Budget]) -> str:
     rows = [head, *(_row(budget) for budget in budgets)]
     lines = [
         "Together " + " and ".join(f"{plan.num_images:,} images ({plan.run_name})" for plan in plans),
-        *align(rows),
+        *text_table(rows),
         "",
         "Memory of one GPU, and what all of them read",
-        *align([_MEMORY_HEAD, *(row for budget in budgets for row in _memory_rows(budget))]),
+        *text_table([_MEMORY_HEAD, *(row for budget in budgets for row in _memory_rows(budget))]),
         "",
         "Data and checkpoints",
-        *align([_DATA_HEAD, *(_data_row(budget, i) for i in range(len(plans)) for budget in budgets[:1])]),
+        *text_table([_DATA_HEAD, *(_data_row(budget, i) for i in range(len(plans)) for budget in budgets[:1])]),
         "",
         "Tiers of storage: what the store gives, and what a node holds",
-        *align([_TIERS_HEAD, *(_tier_row(budget, plan) for budget in budgets for plan in budget.plans)]),
+        *text_table([_TIERS_HEAD, *(_tier_row(budget, plan) for budget in budgets for plan in budget.plans)]),
         "",
         "Assumed",
     ]

@@ -15,11 +15,9 @@ from diffusion.config.data import ImageSize, Representation, image_sizes, microb
 from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config, Task
 from diffusion.config.training import NumberFormat, Parallelism, Precision
-from diffusion.planning.averages import STORED_BYTES, average_file_bytes, count_average_files
 from diffusion.planning.network import activation_bytes, largest_unit, parameter_counts, training_flops
-from diffusion.planning.state_bytes import StateBytes
 from diffusion.planning.streams import EpochPlan, plan_epoch
-from diffusion.planning.tiers import TierPlan, plan_tiers, stored_bytes
+from diffusion.planning.tiers import STORED_BYTES, TierPlan, plan_tiers, stored_bytes
 
 WEIGHT_BYTES = GRADIENT_BYTES = EMA_BYTES = 4
 """Master weights, gradients and their average are fp32."""
@@ -41,11 +39,23 @@ SECONDS_PER_DAY = 86400
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryPlan(StateBytes):
-    """Bytes per rank for one way to spread the model; weights include copies that stay for the backward pass."""
+class MemoryPlan:
+    """Bytes of the training state per rank for one parallelism, without activations."""
 
     name: str
     is_chosen: bool
+    weights: int
+    """With the copies that stay for the backward pass."""
+
+    gradients: int
+    optimizer: int
+    ema: int
+    """Of all averages."""
+
+    @property
+    def total(self) -> int:
+        """Weights, gradients, optimizer and averages."""
+        return self.weights + self.gradients + self.optimizer + self.ema
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,8 +224,8 @@ def make_plan(
         checkpoint_bytes=largest,
         num_checkpoints=len(saves) if saves is not None else None,
         storage_bytes=sum(saves) if saves is not None else None,
-        num_average_files=count_average_files(config, num_iterations),
-        average_file_bytes=average_file_bytes(config, num_parameters),
+        num_average_files=_count_average_files(config, num_iterations),
+        average_file_bytes=_average_file_bytes(config, num_parameters),
         images_per_second=throughput,
         days=seconds / SECONDS_PER_DAY if seconds is not None else None,
         gpu_hours=gpu_hours,
@@ -343,3 +353,33 @@ def _assumptions(config: Config, throughput: float | None, activations: float | 
     if config.task is Task.diffusion and config.model.pretrained is None and config.model.vae is None:
         assumptions.append("VAE and text encoder: random weights (model.pretrained is null).")
     return assumptions
+
+
+def _count_average_files(config: Config, num_iterations: int) -> int | None:
+    """Files of `algorithms.ema.power`: of each width at each interval after the start, and at the end.
+
+    Args:
+        config: the configuration.
+        num_iterations: length of the run in steps.
+
+    Returns:
+        The number; None where the start is in epochs, whose length only the data knows.
+    """
+    ema = config.algorithms.ema
+    if ema is None or ema.power is None:
+        return 0
+    scale = {"num_batches": num_iterations, "global_batch_size": config.data.global_batch_size}
+    start = parse_time(ema.start, "algorithms.ema.start").in_batches(**scale)
+    every = parse_time(ema.power.snapshot_interval, "algorithms.ema.power.snapshot_interval").in_batches(**scale)
+    if start is None or every is None:
+        return None
+    first, interval = max(1, math.ceil(start)), int(every)
+    at_intervals = num_iterations // interval - first // interval
+    at_the_end = 1 if num_iterations % interval and num_iterations > first else 0
+    return (at_intervals + at_the_end) * len(ema.power.relative_widths)
+
+
+def _average_file_bytes(config: Config, num_parameters: int) -> int:
+    """Bytes of the tensors in one such file."""
+    power = config.algorithms.ema.power if config.algorithms.ema is not None else None
+    return num_parameters * STORED_BYTES[power.snapshot_precision] if power is not None else 0

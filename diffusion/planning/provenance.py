@@ -11,11 +11,10 @@ from tqdm import tqdm
 
 from diffusion.config.schema import Config
 from diffusion.datasets.bad_images import BadImage
-from diffusion.datasets.batching import GlobalOrder, StreamShape, describe_changes, draws_per_stream
 from diffusion.datasets.loader import order_settings
-from diffusion.datasets.locations import StreamLocation, locate_streams
 from diffusion.datasets.mds import INDEX, open_shard, read_shards
-from diffusion.datasets.substitutes import Substitutes, find_substitutes
+from diffusion.datasets.sample_order import GlobalOrder, StreamShape, describe_changes, draws_per_stream
+from diffusion.datasets.streams import StreamLocation, Substitutes, find_substitutes, locate_streams
 from diffusion.errors import DataError
 
 CHUNK = 2**18

@@ -10,10 +10,11 @@ from omegaconf import MISSING
 
 from diffusion.config.data import StreamConfig
 from diffusion.config.schema import Config
-from diffusion.datasets.batching import GlobalOrder, StreamShape, draws_per_stream
-from diffusion.datasets.loader import held_out_streams, order_settings
-from diffusion.datasets.locations import StreamLocation, is_url, locate_streams
+from diffusion.datasets.loader import order_settings, validation_streams
+from diffusion.datasets.sample_order import GlobalOrder, StreamShape, draws_per_stream
+from diffusion.datasets.streams import StreamLocation, locate_streams
 from diffusion.errors import ConfigurationError
+from diffusion.storage import is_url
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +114,7 @@ def absent_streams(config: Config) -> dict[str, str]:
     if config.plugins.train_dataset is None and isinstance(config.data.streams, list):
         sections["data.streams"] = (config.data, config.data.streams)
     if config.validation is not None and (config.validation.streams or "data.streams" in sections):
-        sections["validation.streams"] = (config.validation, held_out_streams(config.validation, config.data))
+        sections["validation.streams"] = (config.validation, validation_streams(config.validation, config.data))
     absent = {}
     for key, (section, streams) in sections.items():
         if MISSING in (section.local, section.remote):

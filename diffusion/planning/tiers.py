@@ -11,7 +11,8 @@ from diffusion.config.training import NumberFormat
 from diffusion.datasets.loader import order_settings
 from diffusion.datasets.mds import DEFAULT_SHARD_BYTES
 from diffusion.models.architectures import ARCHITECTURES
-from diffusion.planning.averages import STORED_BYTES
+
+STORED_BYTES = {NumberFormat.fp32: 4, NumberFormat.fp16: 2, NumberFormat.bf16: 2}
 
 REQUESTS_PER_SHARD = 2
 """A HEAD and a GET, of S3."""

@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from diffusion.html_page import Page
+from diffusion.reports.page import image_uri, write_page
 
 CHROMIUM = shutil.which("chromium")
 OPTIONS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--hide-scrollbars"]
 OPTIONS += ["--disable-checker-imaging", "--run-all-compositor-stages-before-draw"]  # Images are decoded before.
+
+TEMPLATE = """{% extends "page.html" %}{% from "macros.html" import figure %}
+{% block body %}<p>Some words.</p>{{ figure(image, "wider than the window") }}{% endblock %}"""
 
 pytestmark = [
     pytest.mark.browser,
@@ -30,10 +33,9 @@ def screenshot(page, folder, size: tuple[int, int]) -> np.ndarray:
 
 @pytest.mark.parametrize("width", [1000, 500])
 def test_a_page_shows_its_images_and_fits_the_window(tmp_path, width):
-    page = Page("Report")
-    page.text("Some words.")
-    page.image(Image.new("RGB", (1600, 400), (255, 0, 0)), "wider than the window")
-    page.write(tmp_path / "page.html")
+    (tmp_path / "template.html").write_text(TEMPLATE)
+    values = {"title": "Report", "image": image_uri(Image.new("RGB", (1600, 400), (255, 0, 0)))}
+    write_page(tmp_path / "page.html", tmp_path / "template.html", values)
     shown = screenshot(tmp_path / "page.html", tmp_path, (width, 700)).astype(int)
     red = (np.abs(shown - (255, 0, 0)).max(axis=-1) < 8).any(axis=0)
     columns = np.flatnonzero(red)

@@ -21,8 +21,8 @@ from diffusion.errors import MachineError
 from diffusion.loading import load_model
 from diffusion.models.build import build_model
 from diffusion.models.sampling import image_grid
+from tests.tools.devtools import CHROMIUM, Tab
 from tests.tools.training_runs import ROOT
-from tests.unit.evaluation.devtools import CHROMIUM, Tab
 
 YAML = str(ROOT / "tests/tools/toy.yaml")
 PROMPT, NEGATIVE = "a red circle", "a blue star"

@@ -13,7 +13,7 @@ from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.config.loading import load_config
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.operations.lease import leased
-from diffusion.train_data import build_train_data
+from diffusion.train import build_train_data
 from tests.tools.training_runs import SMALL_UNET, launch
 
 SMALL = [

@@ -19,13 +19,12 @@ from diffusion.checkpointing.read import open_unet, read_all, read_unet
 from diffusion.config.loading import load_config
 from diffusion.config.model import Weights
 from diffusion.errors import ConfigurationError, MachineError
-from diffusion.evaluation.results import Number, Result
+from diffusion.evaluation.protocol import Number, Result
 from diffusion.export import export
 from diffusion.loading import load_model
 from diffusion.model_card import Licences
-from diffusion.models.architectures import TINY
+from diffusion.models.architectures import TINY, build_vae
 from diffusion.models.autoencoder import save_autoencoder
-from diffusion.models.frozen import build_vae
 from diffusion.models.sampling import initial_latents
 from diffusion.planning.plan import plan_run
 from tests.tools.training_runs import Run
@@ -167,7 +166,7 @@ def test_the_card_says_what_it_is_and_how_good(runs, tmp_path):
 
 
 def test_what_cannot_be_exported_is_said_and_leaves_nothing(runs, tmp_path, monkeypatch):
-    with pytest.raises(ConfigurationError, match="is there already"):
+    with pytest.raises(ConfigurationError, match="exists"):
         export(str(runs["base"]), tmp_path)
     with pytest.raises(ConfigurationError, match=r"trained without model\.lora"):
         export(str(runs["base"]), tmp_path / "out", lora_only=True)

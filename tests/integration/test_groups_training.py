@@ -27,7 +27,7 @@ Run = tuple[str, list[str]]
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Images in three buckets in images/, and their latents in latents/."""
     from diffusion.models import tiny
-    from diffusion.models.identity import module_identity, tokenizer_identity
+    from diffusion.models.pretrained import module_identity, tokenizer_identity
     from diffusion.models.tokenizers import tokenize
 
     root = tmp_path_factory.mktemp("sizes")

@@ -5,15 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
-from types import FrameType
 
 import psutil
 import pytest
 
-from diffusion import telling
+from diffusion import launch as launch_module
 from diffusion.cli import train_command
 from diffusion.distributed import agree, rank, world_size
 from diffusion.errors import ConfigurationError, DataError, MachineError
@@ -22,53 +20,33 @@ from tests.tools.training_runs import ROOT, launcher_environment
 from verification.ports import free_port
 
 SCRIPT = """\
-import os, signal, sys, threading, time
+import os, signal, sys, time
 from pathlib import Path
-from diffusion import telling
+from diffusion.distributed import agree, rank
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.launch import run_command
-from diffusion.distributed import agree, rank
 
-def fail(text):
-    raise DataError(text)
+def fail():
+    raise DataError("a shard is damaged")
 
 def main():
     mode = sys.argv[1]
     if mode == "before":
-        time.sleep(1.0 if rank() == 0 else 0.0)
         raise ConfigurationError("the key is wrong")
-    if mode == "one late":
-        time.sleep(5.0 if rank() == 1 else 0.0)
-        fail("a shard is damaged")
+    if mode == "first late":
+        time.sleep(2.0 if rank() == 0 else 0.0)
+        fail()
+    if mode == "terminated":  # As the launcher does, while the error is being raised.
+        try:
+            fail()
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
     import torch.distributed as dist
     dist.init_process_group("gloo")
-    if mode == "some":
-        agree(lambda: fail("a shard is damaged") if rank() == 1 else None)
-    if mode == "one asks late" and rank() == 2:
-        ask, telling._ask_store = telling._ask_store, lambda *a, **b: time.sleep(1.5) or ask(*a, **b)
-    if mode in ("alone", "one asks late"):
-        fail("a shard is damaged") if rank() == 1 else dist.barrier()
-    if mode == "first late":
-        time.sleep(3.3 if rank() == 0 else 0.0)  # About when the other one no longer waits for it.
-        fail("a shard is damaged")
-    if mode.startswith("terminated"):
-        if rank() == 1:
-            fail("a shard is damaged")
-        if mode == "terminated after":  # While this rank asks why its collective failed.
-            ask, by = telling._ask_store, signal.SIGTERM
-            telling._ask_store = lambda *a, **b: os.kill(os.getpid(), by) or ask(*a, **b)
-            dist.barrier()
-        barrier = dist.group.WORLD.barrier()
-        if mode == "terminated within":  # Python handles the signal only when the collective has failed.
-            threading.Thread(target=terminate).start()
-            barrier.wait()
-        terminate()
-        barrier.wait()
-
-def terminate():
-    while not telling.is_known_elsewhere():
-        time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGTERM)
+    if mode == "agreed":
+        agree(lambda: fail() if rank() == 1 else None)
+    if mode == "alone":
+        fail() if rank() == 1 else dist.barrier()
 
 def end(code):
     Path(sys.argv[2], f"code{rank()}").write_text(str(code))
@@ -88,35 +66,44 @@ def launch(tmp_path: Path, launcher: list[str], mode: str) -> subprocess.Complet
     return subprocess.run(command, env=launcher_environment(), capture_output=True, text=True, timeout=600, check=False)
 
 
+TORCHRUN = "torchrun --nproc-per-node 2 --master-port PORT"
+
+
+def codes(tmp_path: Path) -> dict[str, str]:
+    return {path.name.removeprefix("code"): path.read_text() for path in tmp_path.glob("code*")}
+
+
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     ("launcher", "mode", "message"),
     [
-        ("composer -n 2", "before", "ConfigurationError: the key is wrong"),
-        ("composer -n 2", "one late", "DataError: a shard is damaged"),
-        ("composer -n 2", "first late", "a shard is damaged"),
-        ("composer -n 2", "some", "DataError: rank 1 of 2: a shard is damaged"),
-        ("torchrun --nproc-per-node 2 --master-port PORT", "before", "ConfigurationError: the key is wrong"),
-        ("torchrun --nproc-per-node 2 --master-port PORT", "alone", "a shard is damaged"),
-        ("composer -n 4", "alone", "a shard is damaged"),
-        ("composer -n 3", "one asks late", "a shard is damaged"),
-        ("composer -n 2", "terminated before", "a shard is damaged"),
-        ("composer -n 2", "terminated within", "a shard is damaged"),
-        ("composer -n 2", "terminated after", "a shard is damaged"),
+        ("composer -n 2", "before", "rank 0: ConfigurationError: the key is wrong"),
+        ("composer -n 2", "first late", "rank 0: DataError: a shard is damaged"),
+        ("composer -n 2", "terminated", "rank 0: DataError: a shard is damaged"),
+        ("composer -n 2", "agreed", "rank 0: DataError: rank 1 of 2: a shard is damaged"),
+        (TORCHRUN, "before", "rank 0: ConfigurationError: the key is wrong"),
+        (TORCHRUN, "agreed", "rank 0: DataError: rank 1 of 2: a shard is damaged"),
     ],
 )
-def test_one_message_and_exit_code_2_on_all_ranks(tmp_path, launcher, mode, message):
-    arguments = launcher.replace("PORT", str(free_port())).split()
-    result = launch(tmp_path, arguments, mode)
+def test_the_first_rank_of_a_node_prints_the_error_and_all_end_with_exit_code_2(tmp_path, launcher, mode, message):
+    result = launch(tmp_path, launcher.replace("PORT", str(free_port())).split(), mode)
     output = result.stdout + result.stderr
     assert output.count(message) == 1, output
-    assert result.returncode != 0
-    codes = {path.name.removeprefix("code"): path.read_text() for path in tmp_path.glob("code*")}
-    assert codes == {str(number): "2" for number in range(int(arguments[2]))}, output
-    assert str(tmp_path / "script.py") + '"' not in output, "a traceback through the command"
+    assert output.count("Error: ") == 1 + output.count("ChildFailedError: "), output
+    assert codes(tmp_path) == {"0": "2", "1": "2"}, output
     if launcher.startswith("composer"):
         assert result.returncode == 2, output
         assert "Traceback" not in output
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("launcher", ["composer -n 3", TORCHRUN])
+def test_an_error_that_another_rank_meets_alone_is_printed_by_that_rank(tmp_path, launcher):
+    result = launch(tmp_path, launcher.replace("PORT", str(free_port())).split(), "alone")
+    output = result.stdout + result.stderr
+    assert output.count("rank 1: DataError: a shard is damaged") == 1, output
+    assert codes(tmp_path)["1"] == "2"
+    assert result.returncode != 0
 
 
 def test_ranks_without_a_launcher(monkeypatch):
@@ -171,19 +158,25 @@ def test_ctrl_c_is_one_line_and_exit_code_130(monkeypatch):
     assert said == ["interrupted"]
 
 
-def test_before_the_process_group_rank_0_speaks_and_of_its_machine_the_first_rank_of_a_node(monkeypatch):
+def test_the_first_rank_of_each_node_prints_with_its_rank_in_front(monkeypatch):
     said: list[str] = []
 
     def fail(error: Exception):
         raise error
 
-    monkeypatch.setenv("RANK", "8")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    assert run_command(lambda: fail(ConfigurationError("same everywhere")), say=said.append) == 2
-    assert said == []
+    for name, value in {"RANK": "8", "LOCAL_RANK": "0", "WORLD_SIZE": "16"}.items():
+        monkeypatch.setenv(name, value)
+    assert run_command(lambda: fail(ConfigurationError("the key is wrong")), say=said.append) == 2
     assert run_command(lambda: fail(MachineError("no GPU")), say=said.append) == 2
-    assert said[0].startswith("MachineError: rank 8 on ")
-    assert said[0].endswith(": no GPU")
+    assert said == ["rank 8: ConfigurationError: the key is wrong", "rank 8: MachineError: no GPU"]
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(launch_module, "_FIRST_SECONDS", 0.1)
+    assert run_command(lambda: fail(MachineError("no GPU")), say=said.append) == 2
+    assert len(said) == 3, "the first rank has not ended"
+    error = DataError("agreed")
+    error.is_agreed = True
+    assert run_command(lambda: fail(error), say=said.append) == 2
+    assert len(said) == 3
 
 
 def test_torchrun_names_the_node_for_composer(monkeypatch):
@@ -211,7 +204,7 @@ def test_dry_run_goes_on_without_locations(tmp_path):
     assert "seed: 5\n" in text
     assert "80 = 10 iterations x 8" in text
     assert "Still missing before it can start\n  data.local: Root of the data set" in text
-    with pytest.raises(ConfigurationError, match=r"1 value is missing in .*run.yaml: data.local"):
+    with pytest.raises(ConfigurationError, match=r"run.yaml: data.local"):
         train_command([str(path), "seed=5"], say=said.append)
 
 
@@ -226,42 +219,6 @@ def test_dry_run_goes_on_without_locations(tmp_path):
 def test_mistakes_on_the_command_line(arguments, message):
     with pytest.raises(ConfigurationError, match=message):
         train_command(arguments, say=lambda text: None)
-
-
-def test_a_signal_at_any_place_of_the_wait_for_it_ends_the_wait():
-    """Also within what it waits by."""
-    files, places = {telling.__file__, threading.__file__}, []
-
-    def give_up(number: int, frame: FrameType | None) -> None:
-        raise AssertionError("it waits for itself")
-
-    def interrupt(frame: FrameType, event: str, argument: object):
-        if frame.f_code.co_filename not in files:
-            return None
-        place = (frame.f_code.co_filename, frame.f_lineno)
-        if event == "line" and not has_told and place not in places:
-            places.append(place)
-            has_told.append(True)
-            signal.raise_signal(signal.SIGTERM)
-        return interrupt
-
-    before, previous, trace = signal.getsignal(signal.SIGTERM), signal.signal(signal.SIGALRM, give_up), sys.gettrace()
-    signal.alarm(120)
-    try:
-        while True:
-            termination, has_told = telling.Termination(), []
-            sys.settrace(interrupt)
-            has_come = termination.wait(0.1)
-            sys.settrace(trace)
-            assert has_come == bool(has_told)
-            if not has_told:
-                break
-    finally:
-        sys.settrace(trace)
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, previous)
-        signal.signal(signal.SIGTERM, before)
-    assert len(places) >= 4
 
 
 PARENT = """\

@@ -35,41 +35,32 @@ MISTAKES = {
     ),
     "missing value": (
         ["data.local=???"],
-        [
-            f"1 value is missing in {TINY}: data.local (Root of the data set on this machine",
-            "Write it there or on the command line, as in data.local=VALUE.",
-        ],
+        [TINY, "data.local (", "data.local=VALUE"],
     ),
     "missing file": (None, ["The configuration file yamls/phase9.yaml does not exist."]),
     "control character": (
         ["group=a\x92b"],
-        ["'group=a\x92b' (command line) is not YAML: the character U+0092 cannot stand there; take it out."],
+        ["'group=a\x92b' (command line)", "U+0092"],
     ),
     "batch not divisible by the ranks": (
         ["data.global_batch_size=33"],
-        ["data.global_batch_size is 33, which cannot be divided among 2 ranks", "Start 1 or 3 ranks", "to 32 or 34"],
+        ["data.global_batch_size is 33", "1 or 3 ranks", "32 or 34"],
     ),
     "EMA after the end": (
         ["algorithms.ema={start: 5000ba}"],
-        [
-            "algorithms.ema.start is '5000ba', at or after the end of the run",
-            "or switch it off with algorithms.ema=null",
-        ],
+        ["algorithms.ema.start is '5000ba'", "algorithms.ema=null"],
     ),
     "cache limit without a remote": (
         ["data.cache_limit=1gb"],
-        [
-            "data.cache_limit is '1gb', but stream '64-up' has no remote: evicting its shards would delete the only",
-            "Set data.cache_limit=null, or give the remote.",
-        ],
+        ["data.cache_limit is '1gb', but stream '64-up' has no remote", "data.cache_limit=null"],
     ),
     "random crop of latents": (
         ["data.crop=random"],
-        ["data.crop is random with data.representation latents", "Set data.representation=images, or encode"],
+        ["data.crop is random with data.representation latents", "data.representation=images"],
     ),
     "flip of latents": (
         ["data.horizontal_flip=0.5"],
-        ["data.horizontal_flip is 0.5 with data.representation latents", "Set data.representation=images, or encode"],
+        ["data.horizontal_flip is 0.5 with data.representation latents", "data.representation=images"],
     ),
     "zero-terminal SNR with epsilon": (
         ["objective.zero_terminal_snr=true", "objective.prediction_type=epsilon"],

@@ -6,8 +6,7 @@ from composer.loggers import LoggerDestination
 
 from diffusion.config.training import Plugin, PluginsConfig
 from diffusion.errors import ConfigurationError
-from diffusion.plugins import build_plugin, check_plugins
-from diffusion.train_data import IndexedDataset
+from diffusion.plugins import IndexedDataset, build_plugin, check_plugins
 
 HERE = "tests.integration.test_run_plugins"
 NUMBER = 5
@@ -50,7 +49,7 @@ def test_what_is_asked_for_is_made():
         ),
         ("composer.callbacks.LRMonitor", LoggerDestination, "composer.loggers.logger_destination.LoggerDestination"),
         (f"{HERE}.five", Callback, "makes an object of type int, but must make a composer.core.callback.Callback"),
-        (f"{HERE}.Endless", IndexedDataset, "but must make a diffusion.train_data.IndexedDataset"),
+        (f"{HERE}.Endless", IndexedDataset, "but must make a diffusion.plugins.IndexedDataset"),
     ],
 )
 def test_an_object_of_the_wrong_kind_is_told(path, kind, message):

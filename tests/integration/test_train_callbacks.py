@@ -1,13 +1,15 @@
 """Callbacks that depend on the configuration."""
 
+from typing import Any
+
 import pytest
 
-from diffusion.callbacks.collective_timeout import CollectiveTimeout
+from diffusion.callbacks import build_callbacks
+from diffusion.callbacks.collectives import CollectiveTimeout
 from diffusion.checkpointing.resume import checkpoint_storage
 from diffusion.config.loading import load_config
 from diffusion.config.training import Device
 from diffusion.models.build import build_model
-from diffusion.train_callbacks import build_callbacks
 
 
 @pytest.mark.parametrize(
@@ -25,6 +27,7 @@ def test_collectives_wait_longer_where_it_compiles(tmp_path, compilation, device
     )
     config.trainer.init_timeout, config.trainer.dist_timeout = 50.0, 40.0
     model = build_model(config.model, config.objective, resolution=config.data.resolution, seed=0)
-    callbacks = build_callbacks(config, model, checkpoint_storage(config, tmp_path), device)
+    heartbeat: Any = object()
+    callbacks = build_callbacks(config, model, None, checkpoint_storage(config, tmp_path), device, heartbeat, [])
     found = [(one.first, one.then) for one in callbacks if isinstance(one, CollectiveTimeout)]
     assert found == ([(50.0, 40.0)] if is_there else [])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
+from diffusion.callbacks.autoencoder import statistics_images
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.find import find_checkpoints
 from diffusion.cli import train_command
@@ -16,9 +17,8 @@ from diffusion.config.loading import load_config
 from diffusion.config.model import Architecture, InitFromConfig, Posterior, Weights
 from diffusion.config.training import Precision
 from diffusion.models.autoencoder import to_pixels
-from diffusion.models.frozen import load_pretrained
+from diffusion.models.pretrained import load_pretrained
 from diffusion.planning.plan import plan_run
-from diffusion.train_data import statistics_images
 from tests.tools.training_runs import ROOT, SMALL_UNET
 from tests.tools.vgg import write_vgg
 from verification.trace import step_hashes

@@ -58,7 +58,7 @@ KEPT_STEP, LAST_STEP = 30, 60
 def open_loader(yaml: Path, overrides: list[str]) -> Any:
     """Open the training data of this rank as run.py does."""
     from diffusion.config.loading import load_config
-    from diffusion.train_data import build_train_data
+    from diffusion.train import build_train_data
 
     return build_train_data(load_config(str(yaml), overrides)).dataloader
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torchvision.models import vgg16
 
-from diffusion.models.frozen import with_seed
+from diffusion.models.architectures import with_seed
 
 
 def write_vgg(path: Path) -> nn.Sequential:

@@ -1,23 +1,126 @@
-"""Images as raters get them: pixels only, in one format, and the images of attention checks."""
+"""The images of a study: those of each model for each prompt, and as raters receive them."""
 
 import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import xxhash
 from PIL import Image, ImageOps
 
-from diffusion.errors import DataError
+from diffusion.errors import ConfigurationError, DataError
+from diffusion.evaluation.prompts import Prompt, read_listing, read_prompts
 
-NOISE = -1
-BLANK = -2
-"""In place of a model's number: no image of a model, but noise, or one grey."""
+NOISE, BLANK = -1, -2
+"""Numbers in place of a model's: the images of attention checks, noise or one grey."""
 
 _GREY = 128
+_IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One image of each model for one prompt."""
+
+    prompt: str
+    category: str
+    """Empty where the prompts have none."""
+
+    images: tuple[Path, ...]
+    """In the order of the models."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSet:
+    """All images of a study."""
+
+    models: tuple[str, ...]
+    items: tuple[Item, ...]
+
+    @property
+    def pairs(self) -> list[tuple[int, int, int]]:
+        """Item and two models, as numbers, of each pair of images."""
+        num = len(self.models)
+        return [(i, a, b) for i in range(len(self.items)) for a in range(num) for b in range(a + 1, num)]
+
+
+def collect(folders: Mapping[str, Path], prompts_file: Path) -> ImageSet:
+    """Find the images of each model for each prompt.
+
+    A folder has a listing (`metadata.jsonl`, as scripts/generate.py writes it), or only images, sorted in the order of
+    the prompts, the same number for each. The k-th images of a prompt are compared.
+
+    Args:
+        folders: name of a model to folder of images; at least two.
+        prompts_file: prompts, one a line, or a table (`evaluation.prompts.read_prompts`).
+
+    Raises:
+        ConfigurationError: fewer than two models, or no prompts in the file.
+        DataError: a folder has no images, lacks a prompt, or has another number for a prompt than the first folder.
+    """
+    if len(folders) < 2:
+        raise ConfigurationError("a comparison takes two models or more: A=FOLDER B=FOLDER")
+    prompts: dict[str, Prompt] = {}
+    for prompt in read_prompts(prompts_file):
+        prompts.setdefault(prompt.text.strip(), prompt)
+    found = {name: _images_by_prompt(folder, list(prompts), prompts_file) for name, folder in folders.items()}
+    first = next(iter(folders))
+    items = []
+    for text, prompt in prompts.items():
+        num_images = len(found[first].get(text, []))
+        for name, folder in folders.items():
+            images = found[name].get(text, [])
+            if not images:
+                raise DataError(f"{folder}: no image of the prompt {text!r} of {prompts_file}")
+            if len(images) != num_images:
+                raise DataError(
+                    f"{folder}: {len(images)} images of the prompt {text!r}, {folders[first]} has {num_images}; "
+                    "generate the same number with each model"
+                )
+        for images in zip(*(found[name][text] for name in folders), strict=True):
+            items.append(Item(prompt=text, category=prompt.category, images=images))
+    return ImageSet(models=tuple(folders), items=tuple(items))
+
+
+def _images_by_prompt(folder: Path, texts: Sequence[str], prompts_file: Path) -> dict[str, list[Path]]:
+    if (listed := read_listing(folder)) is not None:
+        found: dict[str, list[Path]] = {}
+        for image in listed:
+            found.setdefault(image.prompt, []).append(image.path)
+        return found
+    if not folder.exists():
+        raise DataError(f"{folder}: no such folder")
+    images = sorted(path for path in folder.iterdir() if path.suffix.lower() in _IMAGE_SUFFIXES and path.stem != "grid")
+    if not images:
+        raise DataError(
+            f"{folder}: no images. Generate those of a run or checkpoint first, from a text file of prompts: "
+            f"python scripts/generate.py {folder} --prompts-file {prompts_file.with_suffix('.txt')} --seed 17 "
+            f"--out {folder.name}-images"
+        )
+    per_prompt, rest = divmod(len(images), len(texts))
+    if rest:
+        raise DataError(
+            f"{folder}: {len(images)} images without metadata.jsonl are no multiple of {len(texts)} prompts; give the "
+            "same number for each, in the order of the prompts"
+        )
+    return {text: images[i * per_prompt : (i + 1) * per_prompt] for i, text in enumerate(texts)}
+
+
+def checksum(path: Path) -> str:
+    """Checksum of a file's bytes, hexadecimal.
+
+    Raises:
+        DataError: the file is not readable.
+    """
+    try:
+        return xxhash.xxh3_128_hexdigest(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"{path}: not readable: {error}") from error
 
 
 def served_image(path: Path) -> bytes:
-    """Encode an image anew as an RGB PNG: the same pixels, and nothing else of the file.
+    """Encode an image anew as an RGB PNG: the same pixels, nothing else of the file.
 
     Raises:
         DataError: the file is no image.
@@ -25,31 +128,18 @@ def served_image(path: Path) -> bytes:
     return _png(_decoded(path))
 
 
-def check_image(model: int, path: Path, seed: int) -> bytes:
-    """Make the meaningless image of an attention check, PNG, as large as the image beside it.
+def check_image(kind: int, beside: Path, seed: int) -> bytes:
+    """Make the meaningless image of an attention check as a PNG.
 
     Args:
-        model: NOISE or BLANK.
-        path: the image beside it.
+        kind: NOISE or BLANK.
+        beside: the image of a model, which gives the size.
         seed: of the noise.
     """
-    width, height = _decoded(path).size
-    if model == BLANK:
+    width, height = _decoded(beside).size
+    if kind == BLANK:
         return _png(Image.new("RGB", (width, height), (_GREY, _GREY, _GREY)))
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return _png(Image.fromarray(pixels))
-
-
-def checksum(path: Path) -> str:
-    """Checksum of a file's bytes, hexadecimal.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
-    try:
-        return xxhash.xxh3_128_hexdigest(path.read_bytes())
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
+    return _png(Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)))
 
 
 def _decoded(path: Path) -> Image.Image:
@@ -57,7 +147,7 @@ def _decoded(path: Path) -> Image.Image:
         with Image.open(path) as image:
             return ImageOps.exif_transpose(image).convert("RGB")
     except (OSError, ValueError, SyntaxError) as error:
-        raise DataError(f"{path}: cannot be decoded as an image: {error}") from error
+        raise DataError(f"{path}: not decodable as an image: {error}") from error
 
 
 def _png(image: Image.Image) -> bytes:

@@ -1,8 +1,7 @@
-"""The page that asks raters: two images for one prompt, and which of them is better."""
+"""The web server of a study: two images for one prompt, and which of them is better."""
 
 import functools
 import hmac
-import logging
 import re
 import secrets
 import socket
@@ -15,8 +14,7 @@ from waitress.server import create_server
 from werkzeug.wrappers import Response as AnyResponse
 
 from diffusion.errors import MachineError
-from diffusion.evaluation.preference.images import check_image, served_image
-from diffusion.evaluation.preference.pairs import Material, drawer
+from diffusion.evaluation.preference.images import ImageSet, check_image, served_image
 from diffusion.evaluation.preference.store import (
     ANSWERS,
     QUESTIONS,
@@ -24,13 +22,12 @@ from diffusion.evaluation.preference.store import (
     Store,
     StudyFullError,
     UnknownPresentationError,
+    generator,
 )
-
-log = logging.getLogger(__name__)
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LOOPBACK_NAMES = ["127.0.0.1", "localhost", "[::1]"]
-"""What the Host header of a request to these addresses says."""
+"""Values of the Host header of requests to these addresses."""
 
 RATER = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 _YEAR_SECONDS = 365 * 24 * 3600
@@ -44,18 +41,18 @@ _SECURITY = {
 
 @dataclass
 class Site:
-    """What the pages are made of."""
+    """The study, and who may take part."""
 
     store: Store
-    material: Material
+    images: ImageSet
     token: str | None
-    """Who does not bring it sees nothing; None: nobody is asked for it."""
+    """Required of every visitor; None: no token."""
 
     hosts: list[str] | None = None
-    """Host names that a request may name; None: any."""
+    """Allowed values of the Host header; None: any."""
 
     max_raters: int | None = None
-    """Raters that the study may have; None: any number."""
+    """Largest number of raters; None: any."""
 
     _encode: Callable[[int, int], bytes] = field(init=False)
 
@@ -67,12 +64,12 @@ class Site:
         return f"{what}-{self.store.study_id}"
 
     def signed(self, rater: str) -> str:
-        """A rater's name with what proves that this study has given it."""
+        """A rater's name with the signature of this study."""
         key = hmac.new(self.store.secret.encode(), rater.encode(), "sha256").hexdigest()[:32]
         return f"{rater}:{key}"
 
     def rater(self, signed: str) -> str | None:
-        """The rater of a proof; None if it is none."""
+        """The rater of a signed name; None if the signature is wrong."""
         rater = signed.rpartition(":")[0]
         is_ours = hmac.compare_digest(signed.encode(), self.signed(rater).encode())
         return rater if is_ours and RATER.fullmatch(rater) else None
@@ -84,18 +81,19 @@ class Site:
             model, other = other, model
         if model >= 0:
             return self._encode(presentation.item, model)
-        path = self.material.items[presentation.item].images[other]
-        return check_image(model, path, drawer(0, presentation.id).getrandbits(32))
+        path = self.images.items[presentation.item].images[other]
+        return check_image(model, path, generator(0, presentation.id).getrandbits(32))
 
     def _encoded(self, item: int, model: int) -> bytes:
-        return served_image(self.material.items[item].images[model])
+        return served_image(self.images.items[item].images[model])
 
 
 def build_app(site: Site) -> Flask:
     """Make the web application.
 
-    `/` explains, `/begin` makes a rater, `/rate` asks, `/vote` stores, `/images/PRESENTATION/1` and `/2` are the
-    images. A link may carry `?token=` and `?rater=` (`Site.signed`); both move into cookies.
+    `/` has the instructions, `/begin` makes a rater, `/rate` shows a pair, `/vote` stores the answers,
+    `/images/PRESENTATION/1` and `/2` are the images. A link may carry `?token=` and `?rater=` (`Site.signed`); both
+    move into cookies.
     """
     app = Flask(__name__, template_folder="web", static_folder="web", static_url_path="/web")
     app.config["MAX_CONTENT_LENGTH"] = 16_384
@@ -113,7 +111,7 @@ def build_app(site: Site) -> Flask:
 
 
 def _admit(site: Site) -> AnyResponse | None:
-    """Turn away who lacks the token; move what the link carries into cookies."""
+    """Reject visitors without the token; move token and rater of a link into cookies."""
     given = request.args.get("token") or request.cookies.get(site.cookie("token"), "")
     if site.token is not None and not hmac.compare_digest(given.encode(), site.token.encode()):
         if request.path.startswith("/web/") and request.method == "GET" and request.path.endswith(".css"):
@@ -166,7 +164,7 @@ def _rate(site: Site) -> AnyResponse | str:
     try:
         presentation = site.store.next_presentation(rater, max_raters=site.max_raters)
     except StudyFullError:
-        abort(403, "this study has as many raters as it wants")
+        abort(403, "this study has its largest number of raters")
     total = site.store.num_presentations
     if presentation is None:
         return render_template("done.html", total=total)
@@ -203,23 +201,23 @@ def _image(site: Site, identifier: str, side: int) -> AnyResponse:
 
 
 def open_server(site: Site, host: str, port: int) -> tuple[Any, int]:
-    """Open the port, for `run()` to answer.
+    """Open the port; `run()` of the server answers requests.
 
     Args:
-        site: what is shown.
+        site: the study.
         host: address to listen on.
-        port: 0 takes a free one.
+        port: 0: a free one.
 
     Returns:
         The server, and its port.
 
     Raises:
-        MachineError: the port cannot be had.
+        MachineError: the port is not available.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
-        raise MachineError(f"--host {host} --port {port}: cannot listen there: {error}") from error
+        raise MachineError(f"--host {host} --port {port}: not available: {error}") from error
     server = create_server(build_app(site), sockets=[listener], threads=8, ident=None)
     return server, listener.getsockname()[1]

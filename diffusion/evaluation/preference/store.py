@@ -1,12 +1,13 @@
-"""Votes in one SQLite file: a vote that was acknowledged is on the disk, and is there once.
+"""A study in one SQLite file: what each rater is shown, and the votes.
 
-Each vote is a transaction of its own in a write-ahead log that is synchronised with the disk before the transaction
-returns. The presentation is the key of its vote, so that a second click, a second tab or a repeated request adds
-nothing. The file must be on a local disk: SQLite's write-ahead log does not work on network file systems.
+An acknowledged vote is on the disk, and counted once: each vote is a transaction of its own in a write-ahead log that
+is synchronised with the disk before the transaction returns, and the presentation is the key of its vote. The file must
+be on a local disk: SQLite's write-ahead log does not work on network file systems.
 """
 
 import contextlib
 import json
+import random
 import secrets
 import sqlite3
 import threading
@@ -14,11 +15,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from enum import Enum
 from pathlib import Path
 
+import pandas as pd
+
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.evaluation.preference.images import BLANK, NOISE, checksum
-from diffusion.evaluation.preference.pairs import Kind, Material, are_sides_exchanged, drawer, repeated_pairs, schedule
+from diffusion.evaluation.preference.images import BLANK, NOISE, ImageSet, checksum
 from diffusion.files import atomic_path, unique_partial
 
 _FORMAT = 1
@@ -42,19 +45,33 @@ CREATE TABLE votes (presentation TEXT PRIMARY KEY, rater TEXT NOT NULL,
 ANSWERS = ("first", "neither", "second")
 QUESTIONS = ("quality", "alignment")
 
+_REPEAT_DISTANCE = 5
+"""Least distance of a repeat from the first showing, in pairs, where there are enough pairs."""
+
+
+class Kind(str, Enum):
+    """Purpose of a presentation."""
+
+    pair = "pair"
+    repeat = "repeat"
+    """A pair that the same rater has answered, with its sides exchanged."""
+
+    check = "check"
+    """Attention check: an image beside noise or a blank one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a rater is asked to do."""
+    """What each rater is shown."""
 
     seed: int
     """Of sides, order and checks."""
 
     num_pairs: int
-    """Pairs per rater, at most as many as there are."""
+    """Pairs per rater, at most all of them."""
 
     num_repeats: int
-    """Pairs that are shown to the same rater again."""
+    """Pairs shown to the same rater again, at most half of the pairs."""
 
     num_checks: int
     """Attention checks per rater."""
@@ -70,46 +87,17 @@ class Presentation:
     item: int
     prompt: str
     first: int
-    """Number of the model whose image comes first, or NOISE or BLANK."""
+    """Number of the model of the first image, or NOISE or BLANK."""
 
     second: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Vote:
-    """An answered presentation."""
-
-    rater: str
-    position: int
-    kind: Kind
-    pair: int | None
-    """Number of the pair; None for a check."""
-
-    prompt: str
-    category: str
-    first: int
-    second: int
-    quality: str
-    """One of ANSWERS."""
-
-    alignment: str
-    shown_at: float
-    """Seconds since 1970."""
-
-    voted_at: float
-
-    def preferred(self, question: str) -> int | None:
-        """Number of the model that was chosen, None for "no difference"."""
-        answer = self.quality if question == "quality" else self.alignment
-        return {"first": self.first, "second": self.second, "neither": None}[answer]
 
 
 class StudyFullError(Exception):
-    """There are as many raters as there may be."""
+    """The study has its largest number of raters."""
 
 
 class UnknownPresentationError(Exception):
-    """A vote on something that was not shown to this rater."""
+    """A presentation that was not shown to this rater."""
 
 
 class Store:
@@ -125,40 +113,42 @@ class Store:
         self.study_id: str = row[0]
         self.models: tuple[str, ...] = tuple(json.loads(row[1]))
         self.settings = Settings(**json.loads(row[2]))
-        self._num_pairs = connection.execute("SELECT COUNT(*) FROM pairs").fetchone()[0]
+        num_pairs = connection.execute("SELECT COUNT(*) FROM pairs").fetchone()[0]
+        self._num_pairs = min(self.settings.num_pairs, num_pairs)
 
     @classmethod
     def open(cls, path: Path) -> "Store":
-        """Open a file that is there.
+        """Open an existing study.
 
         Raises:
-            ConfigurationError: there is none, or it holds no votes of this package.
+            ConfigurationError: there is no such file, or it is no study.
         """
         if not path.is_file():
-            raise ConfigurationError(f"{path}: there is no such file of votes; `serve` makes it")
+            raise ConfigurationError(f"{path}: no such file of votes; `serve` makes it")
         try:
             connection = _connect(path)
             row = connection.execute("SELECT format FROM study").fetchone()
         except sqlite3.DatabaseError as error:
-            raise ConfigurationError(f"{path}: is no file of votes: {error}") from error
+            raise ConfigurationError(f"{path}: not a file of votes: {error}") from error
         if row is None or row[0] != _FORMAT:
-            raise ConfigurationError(f"{path}: is no file of votes of format {_FORMAT}")
+            raise ConfigurationError(f"{path}: not a file of votes of format {_FORMAT}")
         return cls(connection)
 
     @classmethod
-    def create_or_continue(cls, path: Path, material: Material, settings: Settings) -> "Store":
-        """Begin a study, or go on with the one in the file.
+    def create_or_continue(cls, path: Path, images: ImageSet, settings: Settings) -> "Store":
+        """Begin a study, or continue the one in the file.
 
         Raises:
-            ConfigurationError: the file is of another study: models, prompts, or settings differ.
-            DataError: an image is not the one that the study began with.
+            ConfigurationError: the file has another study: models, prompts, or settings differ.
+            DataError: an image has changed since the study began.
         """
-        checksums = [[checksum(image) for image in item.images] for item in material.items]
+        checksums = [[checksum(image) for image in item.images] for item in images.items]
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            _create(path, material, settings, checksums)
+            with atomic_path(path, partial=unique_partial(path)) as partial:
+                _create(partial, images, settings, checksums)
         store = cls.open(path)
-        store._compare(path, material, settings, checksums)
+        store._check_same_study(path, images, settings, checksums)
         return store
 
     def close(self) -> None:
@@ -171,14 +161,14 @@ class Store:
         return len(self._schedule(""))
 
     def next_presentation(self, rater: str, *, max_raters: int | None = None) -> Presentation | None:
-        """Give the rater's open presentation, or a new one; None when the rater has answered all.
+        """Return the rater's open presentation, or a new one; None when the rater has answered all.
 
-        A new pair is one of those that this rater has seen the prompt of least often, and of these one of those that
-        were shown least often to anybody.
+        A new pair is one whose prompt this rater has seen least often, and of these, one that was shown least often to
+        anybody.
 
         Args:
             rater: who asks.
-            max_raters: raters that the study may have; None: any number.
+            max_raters: largest number of raters; None: any.
 
         Raises:
             StudyFullError: this rater would be one too many.
@@ -199,9 +189,9 @@ class Store:
                     raise StudyFullError
             if position >= len(kinds):
                 return None
-            identifier = secrets.token_urlsafe(12)
-            kind = kinds[position]
-            pair, item, first, second = self._chosen(rater, kind, kinds[:position].count(kind))
+            identifier, kind = secrets.token_urlsafe(12), kinds[position]
+            choose = {Kind.pair: self._choose_pair, Kind.repeat: self._choose_repeat, Kind.check: self._choose_check}
+            pair, item, first, second = choose[kind](rater, kinds[:position].count(kind))
             connection.execute(
                 "INSERT INTO presentations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (identifier, rater, position, kind.value, pair, item, first, second, time.time()),
@@ -209,10 +199,10 @@ class Store:
             return self._presentation(rater, identifier)
 
     def presentation(self, rater: str, identifier: str) -> Presentation:
-        """Give a presentation of this rater.
+        """Return a presentation of this rater.
 
         Raises:
-            UnknownPresentationError: it is none of this rater's.
+            UnknownPresentationError: it was not shown to this rater.
         """
         with self._lock:
             return self._presentation(rater, identifier)
@@ -227,10 +217,10 @@ class Store:
             alignment: one of ANSWERS.
 
         Returns:
-            False if there was a vote on the presentation already, which stays as it is.
+            False if the presentation has a vote already, which stays.
 
         Raises:
-            UnknownPresentationError: the presentation is none of this rater's.
+            UnknownPresentationError: the presentation was not shown to this rater.
         """
         with self._transaction() as connection:
             self._presentation(rater, identifier)
@@ -241,37 +231,41 @@ class Store:
             return cursor.rowcount == 1
 
     def num_votes(self, rater: str) -> int:
-        """How many presentations the rater has answered."""
+        """Number of presentations that the rater has answered."""
         with self._lock:
             return self._count("votes", rater)
 
-    def votes(self) -> list[Vote]:
-        """All votes, rater by rater, in the order in which they were shown."""
+    def votes(self) -> pd.DataFrame:
+        """All votes, rater by rater, in the order of presentation.
+
+        Returns:
+            Columns `rater`, `position`, `kind`, `pair` (missing for a check), `prompt`, `category`, `first`, `second`
+            (numbers of models, or NOISE or BLANK), an answer for each question, `shown_at` and `voted_at` (Unix time).
+        """
         with self._lock:
-            rows = self._connection.execute(
+            votes = pd.read_sql_query(
                 "SELECT rater, position, kind, pair, prompt, category, first, second, quality, alignment, shown_at, "
                 "voted_at FROM votes JOIN presentations p USING (rater) JOIN items USING (item) "
-                "WHERE p.id = votes.presentation ORDER BY rater, position"
-            ).fetchall()
-        names = Vote.__dataclass_fields__
-        return [Vote(**{**dict(zip(names, row, strict=True)), "kind": Kind(row[2])}) for row in rows]
+                "WHERE p.id = votes.presentation ORDER BY rater, position",
+                self._connection,
+            )
+        return votes.astype({"pair": "Int64"})
 
-    def _compare(self, path: Path, material: Material, settings: Settings, checksums: list[list[str]]) -> None:
+    def _check_same_study(self, path: Path, images: ImageSet, settings: Settings, checksums: list[list[str]]) -> None:
         rows = self._connection.execute("SELECT prompt, category, checksums FROM items ORDER BY item").fetchall()
-        prompts = [(item.prompt.text, item.prompt.category) for item in material.items]
         for what, stored, given in (
-            ("models", list(self.models), list(material.models)),
-            ("prompts", [row[:2] for row in rows], prompts),
-            ("settings", asdict(self.settings), asdict(settings)),
+            ("models", self.models, images.models),
+            ("prompts", [row[:2] for row in rows], [(item.prompt, item.category) for item in images.items]),
+            ("settings", self.settings, settings),
         ):
             if stored != given:
                 raise ConfigurationError(
                     f"{path}: its study has other {what}; give those it began with, or another file with --votes"
                 )
-        for item, row, given in zip(material.items, rows, checksums, strict=True):
+        for item, row, given in zip(images.items, rows, checksums, strict=True):
             for image, old, new in zip(item.images, json.loads(row[2]), given, strict=True):
                 if old != new:
-                    raise DataError(f"{image}: is not the image that the study of {path} began with")
+                    raise DataError(f"{image}: changed since the study of {path} began")
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -285,8 +279,8 @@ class Store:
             self._connection.execute("COMMIT")
 
     def _schedule(self, rater: str) -> list[Kind]:
-        s = self.settings
-        return schedule(s.seed, rater, min(s.num_pairs, self._num_pairs), s.num_repeats, s.num_checks)
+        settings = self.settings
+        return schedule(settings.seed, rater, self._num_pairs, settings.num_repeats, settings.num_checks)
 
     def _count(self, table: str, rater: str) -> int:
         return self._connection.execute(f"SELECT COUNT(*) FROM {table} WHERE rater = ?", (rater,)).fetchone()[0]
@@ -302,15 +296,8 @@ class Store:
         names = Presentation.__dataclass_fields__
         return Presentation(**{**dict(zip(names, row, strict=True)), "kind": Kind(row[2])})
 
-    def _chosen(self, rater: str, kind: Kind, number: int) -> tuple[int | None, int, int, int]:
-        """Pair, item, first and second model of the rater's presentation of that kind with that number."""
-        if kind == Kind.check:
-            return self._chosen_check(rater, number)
-        if kind == Kind.repeat:
-            return self._chosen_repeat(rater, number)
-        return self._chosen_pair(rater)
-
-    def _chosen_pair(self, rater: str) -> tuple[int, int, int, int]:
+    def _choose_pair(self, rater: str, number: int) -> tuple[int, int, int, int]:
+        """Pair, item, first and second model of a pair that is new to the rater."""
         execute = self._connection.execute
         times = dict(execute("SELECT pair, COUNT(*) FROM presentations WHERE kind = 'pair' GROUP BY pair").fetchall())
         shown = execute(
@@ -322,13 +309,14 @@ class Store:
         ranked = [((seen[row[4]], times.get(row[0], 0)), row[:4]) for row in rows if row[0] not in own]
         least = min(rank for rank, _ in ranked)
         candidates = [row for rank, row in ranked if rank == least]
-        number = self._count("presentations", rater)
-        pair, item, a, b = drawer(self.settings.seed, rater, number, "pair").choice(candidates)
-        return (pair, item, b, a) if are_sides_exchanged(self.settings.seed, rater, pair) else (pair, item, a, b)
+        seed, position = self.settings.seed, self._count("presentations", rater)
+        pair, item, a, b = generator(seed, rater, position, "pair").choice(candidates)
+        is_exchanged = generator(seed, rater, pair, "sides").random() < 0.5
+        return (pair, item, b, a) if is_exchanged else (pair, item, a, b)
 
-    def _chosen_repeat(self, rater: str, number: int) -> tuple[int, int, int, int]:
-        s = self.settings
-        which = repeated_pairs(s.seed, rater, min(s.num_pairs, self._num_pairs), s.num_repeats)[number]
+    def _choose_repeat(self, rater: str, number: int) -> tuple[int, int, int, int]:
+        """Pair, item, first and second model of the rater's repeat with that number."""
+        which = repeated_pairs(self.settings.seed, rater, self._num_pairs, self.settings.num_repeats)[number]
         pair, item, first, second = self._connection.execute(
             "SELECT pair, item, first, second FROM presentations WHERE rater = ? AND kind = 'pair' "
             "ORDER BY position LIMIT 1 OFFSET ?",
@@ -336,12 +324,42 @@ class Store:
         ).fetchone()
         return pair, item, second, first
 
-    def _chosen_check(self, rater: str, number: int) -> tuple[None, int, int, int]:
-        draw = drawer(self.settings.seed, rater, number, "check")
+    def _choose_check(self, rater: str, number: int) -> tuple[None, int, int, int]:
+        """Item, first and second model of the rater's check with that number; one of them is NOISE or BLANK."""
+        draw = generator(self.settings.seed, rater, number, "check")
         item = draw.randrange(self._connection.execute("SELECT COUNT(*) FROM items").fetchone()[0])
         sides = [draw.randrange(len(self.models)), draw.choice([NOISE, BLANK])]
         draw.shuffle(sides)
         return None, item, sides[0], sides[1]
+
+
+def schedule(seed: int, rater: str, num_pairs: int, num_repeats: int, num_checks: int) -> list[Kind]:
+    """Order of the kinds that a rater is shown.
+
+    Repeats, at most half as many as pairs, come in the second half; checks are spread evenly, each at a random position
+    of its part.
+    """
+    draw = generator(seed, rater, "schedule")
+    num_first = num_pairs - num_pairs // 2
+    second = [Kind.pair] * (num_pairs // 2) + [Kind.repeat] * min(num_repeats, num_pairs // 2)
+    draw.shuffle(second)
+    kinds = [Kind.pair] * num_first + second
+    length = len(kinds)
+    for k in reversed(range(num_checks)):
+        kinds.insert(draw.randint(k * length // num_checks, (k + 1) * length // num_checks), Kind.check)
+    return kinds
+
+
+def repeated_pairs(seed: int, rater: str, num_pairs: int, num_repeats: int) -> list[int]:
+    """Numbers of the rater's pairs, in the order of presentation, that the repeats show again, all different."""
+    num_repeats = min(num_repeats, num_pairs // 2)
+    candidates = range(max(num_repeats, num_pairs - num_pairs // 2 - _REPEAT_DISTANCE))
+    return generator(seed, rater, "repeats").sample(candidates, num_repeats)
+
+
+def generator(seed: int, *purpose: object) -> random.Random:
+    """Generator of random numbers that depend on the seed and the purpose only."""
+    return random.Random("/".join(str(word) for word in (seed, *purpose)))
 
 
 def _connect(path: Path) -> sqlite3.Connection:
@@ -352,25 +370,18 @@ def _connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _create(path: Path, material: Material, settings: Settings, checksums: list[list[str]]) -> None:
-    """Write the study, atomically."""
-    with atomic_path(path, partial=unique_partial(path)) as partial:
-        _write_study(partial, material, settings, checksums)
-
-
-def _write_study(path: Path, material: Material, settings: Settings, checksums: list[list[str]]) -> None:
+def _create(path: Path, images: ImageSet, settings: Settings, checksums: list[list[str]]) -> None:
+    """Write a study without votes."""
     connection = sqlite3.connect(path, isolation_level=None)
     connection.execute("PRAGMA synchronous = FULL")
     connection.executescript("BEGIN;" + _TABLES)
     connection.execute(
         "INSERT INTO study VALUES (0, ?, ?, ?, ?)",
-        (_FORMAT, secrets.token_hex(4), json.dumps(material.models), json.dumps(asdict(settings))),
+        (_FORMAT, secrets.token_hex(4), json.dumps(images.models), json.dumps(asdict(settings))),
     )
-    items = [
-        (i, item.prompt.text, item.prompt.category, json.dumps(checksums[i])) for i, item in enumerate(material.items)
-    ]
+    items = [(i, item.prompt, item.category, json.dumps(checksums[i])) for i, item in enumerate(images.items)]
     connection.executemany("INSERT INTO items VALUES (?, ?, ?, ?)", items)
-    pairs = [(i, *pair) for i, pair in enumerate(material.pairs)]
+    pairs = [(i, *pair) for i, pair in enumerate(images.pairs)]
     connection.executemany("INSERT INTO pairs VALUES (?, ?, ?, ?)", pairs)
     connection.execute("COMMIT")
     connection.close()

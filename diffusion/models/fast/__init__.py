@@ -1,5 +1,51 @@
-"""The U-Net made fast: the same parameters, names and results up to rounding, in less time."""
+"""Faster U-Net: the same parameters, names and results up to rounding."""
 
-from diffusion.models.fast.applying import apply, resolve_compilation
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 
-__all__ = ["apply", "resolve_compilation"]
+from diffusion.config.performance import AttentionBackend, Compilation, PerformanceConfig
+from diffusion.config.training import Device
+from diffusion.errors import ConfigurationError
+from diffusion.models.fast.attention import is_faster_with_cudnn, set_attention
+from diffusion.models.fast.channels_last import keep_channels_last
+from diffusion.models.fast.compilation import compile_blocks, compile_modules, find_blocks, mark_steps
+
+
+def resolve_compilation(compilation: Compilation, device: Device) -> Compilation:
+    """Resolve `auto` for a device."""
+    if compilation is not Compilation.auto:
+        return compilation
+    return Compilation.blocks if device is Device.gpu else Compilation.none
+
+
+def apply(unet: UNet2DConditionModel, config: PerformanceConfig, device: Device) -> None:
+    """Change a U-Net in place, before it is sharded or has adapters: classes of modules only, no parameter.
+
+    Args:
+        unet: unchanged U-Net of diffusers.
+        config: options.
+        device: device of the training.
+
+    Raises:
+        ConfigurationError: the device does not support CUDA graphs or the kernel of the attention.
+    """
+    if device is Device.cpu and config.cuda_graphs:
+        raise ConfigurationError("performance.cuda_graphs is for GPUs, and this run is on a CPU: set it to false")
+    if device is Device.cpu and config.attention in (AttentionBackend.cudnn, AttentionBackend.efficient):
+        raise ConfigurationError(
+            f"performance.attention={config.attention.value} is for GPUs, and this run is on a CPU: set it to auto"
+        )
+    if config.channels_last:
+        keep_channels_last(unet, is_fused=config.fused_norms)
+    is_auto = config.attention is AttentionBackend.auto and device is Device.gpu
+    set_attention(
+        unet, config.attention, is_fused=config.fused_projections, prefers_cudnn=is_auto and is_faster_with_cudnn()
+    )
+    if config.cuda_graphs:
+        mark_steps(unet)
+    compilation = resolve_compilation(config.compilation, device)
+    if compilation is Compilation.unet:
+        compile_modules([unet], cuda_graphs=config.cuda_graphs)
+        return
+    unet.fsdp_wrap_fn = set(find_blocks(unet)).__contains__  # pyright: ignore[reportArgumentType]
+    if compilation is Compilation.blocks:
+        compile_blocks(unet, cuda_graphs=config.cuda_graphs)

@@ -13,8 +13,7 @@ from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
-from diffusion.models.fast.norms import fuse
-from diffusion.models.norms import LowPrecisionGroupNorm
+from diffusion.models.fast.norms import LowPrecisionGroupNorm, fuse
 
 INT32_ELEMENTS = 2**31
 """From so many elements on, torch's channels-last upsampling is not to be trusted."""

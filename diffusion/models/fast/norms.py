@@ -1,4 +1,8 @@
-"""GroupNorm with what stands around it, in few passes over memory: the addition before it and the SiLU after it.
+"""Norms of the U-Net: in the precision of autocast, and fused with the addition before and the SiLU after them.
+
+Autocast runs norms in fp32 and so moves twice the bytes, although the kernels accumulate the statistics in fp32 either
+way. The class of existing modules is changed in place, so that parameters, `requires_grad`, names and hooks stay
+(Composer's algorithm of the same name creates new modules and so un-freezes frozen ones).
 
 Shape letters: B batch, C channels, G groups, H W height and width.
 """
@@ -7,18 +11,69 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diffusion.models.norms import LowPrecisionGroupNorm, autocast_dtype
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Dtype of the active autocast for the device of x, or None."""
+    device_type = x.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if tensor is None else tensor.to(dtype)
+
+
+class LowPrecisionGroupNorm(nn.GroupNorm):
+    """GroupNorm whose input, weight, bias and output have the autocast dtype; plain GroupNorm without autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x [B, C, ...]; same shape."""
+        dtype = autocast_dtype(x)
+        if dtype is None:
+            return super().forward(x)
+        with torch.autocast(x.device.type, enabled=False):
+            weight, bias = _cast(self.weight, dtype), _cast(self.bias, dtype)
+            return F.group_norm(x.to(dtype), self.num_groups, weight, bias, self.eps)
+
+
+class LowPrecisionLayerNorm(nn.LayerNorm):
+    """LayerNorm whose input, weight, bias and output have the autocast dtype; plain LayerNorm without autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x [..., *normalized_shape]; same shape."""
+        dtype = autocast_dtype(x)
+        if dtype is None:
+            return super().forward(x)
+        with torch.autocast(x.device.type, enabled=False):
+            weight, bias = _cast(self.weight, dtype), _cast(self.bias, dtype)
+            return F.layer_norm(x.to(dtype), self.normalized_shape, weight, bias, self.eps)
+
+
+def use_low_precision_norms(module: nn.Module) -> int:
+    """Change each GroupNorm and LayerNorm below a module to its low-precision form, in place.
+
+    Returns:
+        Number of changed modules.
+    """
+    num_changed = 0
+    for child in module.modules():
+        if type(child) is nn.GroupNorm:
+            child.__class__ = LowPrecisionGroupNorm
+            num_changed += 1
+        elif type(child) is nn.LayerNorm:
+            child.__class__ = LowPrecisionLayerNorm
+            num_changed += 1
+    return num_changed
 
 
 class FusedGroupNorm(LowPrecisionGroupNorm):
-    """GroupNorm of a sum, and the SiLU after it if `silu` is set: for Inductor in `group_norm`'s form, else by torch.
+    """GroupNorm of a sum with an optional SiLU: `group_norm` in compiled graphs, torch's operator otherwise.
 
-    Existing modules take on this class (`fuse`): parameters, names and hooks stay.
+    `fuse` changes existing modules to this class.
 
     Attributes:
-        silu: whether the SiLU is part of it.
-        is_fused: whether a compiled graph has `group_norm` instead of torch's operator.
-        is_low_precision: compute in the dtype of the autocast, as `LowPrecisionGroupNorm` does, and not in fp32.
+        silu: apply SiLU.
+        is_fused: use `group_norm` in compiled graphs.
+        is_low_precision: compute in the dtype of autocast, like `LowPrecisionGroupNorm`, instead of fp32.
     """
 
     silu: bool
@@ -40,12 +95,11 @@ class FusedGroupNorm(LowPrecisionGroupNorm):
 
 
 def group_norm(x: Tensor, weight: Tensor, bias: Tensor, num_groups: int, eps: float, shift: Tensor | None) -> Tensor:
-    """GroupNorm of x + shift, in a form that Inductor fuses into as few passes as there can be.
+    """GroupNorm of x + shift, in a form that Inductor fuses into the fewest passes over memory.
 
-    The moments are those of channels, which lie side by side in channels-last order, merged into those of groups (Chan
-    et al., "Updating formulae and a pairwise algorithm for computing sample variances", 1979, equation 2.1). What
-    remains is one multiplication and one addition for each value. Their gradients, and with them that of `shift`, are
-    two sums over the positions.
+    The moments of channels, which are adjacent in channels-last order, are merged into those of groups (Chan et al.,
+    "Updating formulae and a pairwise algorithm for computing sample variances", 1979, equation 2.1). One multiplication
+    and one addition per value remain. Their gradients and that of `shift` are two sums over the positions.
 
     Args:
         x: floating point [B, C, H, W].
@@ -53,10 +107,10 @@ def group_norm(x: Tensor, weight: Tensor, bias: Tensor, num_groups: int, eps: fl
         bias: [C].
         num_groups: G, divides C.
         eps: added to the variance.
-        shift: [B, C], or nothing.
+        shift: [B, C], or None.
 
     Returns:
-        float32 [B, C, H, W], in the order of x.
+        float32 [B, C, H, W], in the memory format of x.
     """
     groups = (num_groups, -1)
     x = x.float()
@@ -70,7 +124,7 @@ def group_norm(x: Tensor, weight: Tensor, bias: Tensor, num_groups: int, eps: fl
 
 
 def fuse(norm: nn.GroupNorm, *, silu: bool, is_fused: bool) -> None:
-    """Let a GroupNorm become a fused one, in place."""
+    """Change a GroupNorm to a fused one, in place."""
     is_low_precision = isinstance(norm, LowPrecisionGroupNorm)
     norm.__class__ = FusedGroupNorm
     assert isinstance(norm, FusedGroupNorm)

@@ -12,24 +12,25 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from diffusion import storage
 from diffusion.config.data import DataConfig, Representation, ValidationConfig
 from diffusion.config.model import Posterior
 from diffusion.config.quantities import parse_size
 from diffusion.config.schema import Config
 from diffusion.datasets.batch import BatchKey, num_samples
-from diffusion.datasets.batching import GlobalOrder, StreamShape, draws_per_stream
 from diffusion.datasets.collation import collate
-from diffusion.datasets.loader import BatchLoader, held_out_streams, order_settings, validation_dataset
-from diffusion.datasets.locations import StreamLocation, check_location, find_manifest, is_url, join, locate_streams
+from diffusion.datasets.dataset import ENCODED_COLUMNS, PREPARED_COLUMNS, Tokenize, TrainingDataset
+from diffusion.datasets.loader import BatchLoader, order_settings, validation_dataset, validation_streams
 from diffusion.datasets.mds import INDEX, find_wrong_hash
-from diffusion.datasets.storage_errors import fetch_errors
-from diffusion.datasets.streams import ENCODED_COLUMNS, PREPARED_COLUMNS, TextImageDataset
+from diffusion.datasets.sample_order import GlobalOrder, StreamShape, draws_per_stream
+from diffusion.datasets.streams import StreamLocation, check_location, find_manifest, locate_streams
 from diffusion.errors import DataError, UserError
 from diffusion.models.tokenizers import build_tokenizer, tokenize
 from diffusion.operations.checks.check import Check, Job, Stage
 from diffusion.operations.checks.machine import DiskProbe, probe_disk
 from diffusion.operations.checks.verdicts import Verdict, ok, problem, size_text, warning
 from diffusion.planning.fleet import FleetStream, World, traffic
+from diffusion.storage import is_url, join
 
 NUM_EXAMPLES = 3
 """Damaged files that a verdict names."""
@@ -49,7 +50,7 @@ def data_sections(config: Config) -> list[tuple[str, ValidationConfig]]:
     data = config.data
     sections = [("", ValidationConfig(remote=data.remote, local=data.local, streams=data.streams))]
     if config.validation is not None:
-        streams = held_out_streams(config.validation, data)
+        streams = validation_streams(config.validation, data)
         sections.append(("validation ", replace(config.validation, streams=streams)))
     return sections
 
@@ -149,7 +150,7 @@ def probe_stream(location: StreamLocation, timeout: float, *, deep: bool = False
         damaged=tuple(_find_damaged(folder, files, deep=deep)) if folder is not None else (),
         is_deep=deep and folder is not None,
         cached_sha256=hashlib.sha256(cached.read_bytes()).hexdigest() if is_cached else None,
-        manifest=find_manifest(location.source, location.store),
+        manifest=find_manifest(location.source, location.access),
     )
 
 
@@ -163,10 +164,9 @@ def _read_index(location: StreamLocation, timeout: float) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, INDEX)
         try:
-            location.store.fetch(url, str(path), timeout)
-        except fetch_errors() as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise DataError(f"{url} cannot be downloaded ({reason}): check address, credentials and network") from error
+            storage.download(url, path, access=replace(location.access, attempts=1, timeout=timeout))
+        except UserError as error:
+            raise DataError(f"{url} cannot be downloaded: {error}. Check address, credentials and network") from error
         return path.read_bytes()
 
 
@@ -322,19 +322,19 @@ def probe_cache(job: Job) -> CacheProbe | UserError | None:
     )
 
 
-def probe_cache_of(dataset: TextImageDataset, job: Job) -> CacheProbe:
+def probe_cache_of(dataset: TrainingDataset, job: Job) -> CacheProbe:
     """Probe the cache by the open data set of training."""
     order = dataset.order
-    assert order is not None
-    sizes = np.array([shard.get_max_size() for shard in dataset.shards], np.int64)
-    parts = np.split(sizes, dataset.shard_offset_per_stream[1:])
-    streams = [FleetStream(shape=shape, bytes_per_shard=part) for shape, part in zip(order.streams, parts, strict=True)]
-    index_bytes = sum(stream.get_index_size() for stream in dataset.streams)
+    streams = [
+        FleetStream(shape=shape, bytes_per_shard=stream.index.cached_bytes())
+        for shape, stream in zip(order.streams, dataset.streams, strict=True)
+    ]
+    index_bytes = sum((stream.folder / INDEX).stat().st_size for stream in dataset.streams)
     remotes = zip(dataset.stream_names, dataset.streams, strict=True)
     return CacheProbe(
         demand=find_cache_demand(streams, order, job.config.data, _world(job), index_bytes=index_bytes),
         limit=job.config.data.cache_limit,
-        held_bytes=dataset.cache_usage,
+        held_bytes=dataset.cache_bytes(),
         disks=_cache_disks(_locations(job.config)[""]),
         originals=tuple(name for name, stream in remotes if stream.remote is None),
     )
@@ -454,7 +454,7 @@ def read_batches(config: Config, prefix: str, section: ValidationConfig, *, read
     return verdicts
 
 
-def _tokenize(config: Config):
+def _tokenize(config: Config) -> Tokenize | None:
     if config.data.representation is Representation.latents:
         return None
     tokenizer = build_tokenizer(config.model.architecture)

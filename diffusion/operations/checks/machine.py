@@ -78,7 +78,7 @@ class Demand:
 def find_demand(job: Job) -> Demand:
     """Compute the demand of a run from its configuration."""
     # These take many seconds, and the checks before each start need none of them.
-    from diffusion.datasets.shard_files import MAX_OPEN
+    from diffusion.datasets.mds import MAX_OPEN
     from diffusion.planning.plan import USABLE_MEMORY, plan_run
     from diffusion.planning.tiers import waiting_bytes
 

@@ -11,7 +11,7 @@ from diffusion.config.checks import check as check_config
 from diffusion.config.checks import check_machine, resolve_device
 from diffusion.config.schema import Config
 from diffusion.config.training import Device
-from diffusion.datasets.streams import TextImageDataset
+from diffusion.datasets.dataset import TrainingDataset
 from diffusion.distributed import agree
 from diffusion.errors import ConfigurationError, MachineError, UserError
 from diffusion.models.architectures import ARCHITECTURES
@@ -87,7 +87,7 @@ def check_machines(config: Config, device: Device) -> None:
     _log_and_raise(_on_each_machine(lambda: run_checks(MACHINE_CHECKS, job, Stage.start)), MachineError)
 
 
-def check_caches(config: Config, dataset: TextImageDataset) -> None:
+def check_caches(config: Config, dataset: TrainingDataset) -> None:
     """Check each machine's cache at the start of training; called by all ranks.
 
     Args:

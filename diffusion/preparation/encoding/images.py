@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from diffusion.config.data import ImageSize
+from diffusion.datasets.dataset import Tokenize
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
 from diffusion.datasets.loader import BatchLoader
 from diffusion.datasets.mds import check_shard, open_shard
-from diffusion.datasets.streams import Tokenize
 from diffusion.datasets.transforms import ImageTransform, Placement
 from diffusion.launch import end_with_parent
 

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from diffusion.config.data import ImageSize
-from diffusion.datasets.streams import Tokenize
+from diffusion.datasets.dataset import Tokenize
 from diffusion.errors import ConfigurationError
 from diffusion.models.conditioning import TextEncoding
-from diffusion.models.frozen import FrozenParts
-from diffusion.models.identity import module_identity, tokenizer_identity
+from diffusion.models.pretrained import FrozenParts, module_identity, tokenizer_identity
 from diffusion.models.tokenizers import tokenize
 from diffusion.preparation.encoding.images import ImageBatch
 

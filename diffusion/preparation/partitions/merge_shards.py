@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from diffusion.datasets.mds import ShardTemplate, decode_sample, write_shard
+from diffusion.datasets.mds import Layout, SampleDecoder, ShardTemplate, write_shard
 from diffusion.files import atomic_path, read_json, unique_partial, write_json
 from diffusion.preparation.output_folder import FACTS, REFUSED, writing
 from diffusion.preparation.partitions.merge import LeftOut
@@ -145,7 +145,8 @@ def _shown(task: FactsTask) -> pa.Table:
     for reason in sorted({one.reason for one in task.left_out}):
         chosen += [one for one in task.left_out if one.reason is reason][:NUM_REFUSED]
     rows = np.load(task.partition / INDEX)[[one.sample for one in chosen]] if chosen else _NO_ROWS
-    samples = [decode_sample(data, COLUMNS) for data in read_samples(task.partition, rows)]
+    decode = SampleDecoder(Layout.of(COLUMNS))
+    samples = [decode(data) for data in read_samples(task.partition, rows)]
     return refused_table(
         [
             (sample["key"], one.reason.value, sample["image"])

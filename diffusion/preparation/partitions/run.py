@@ -271,7 +271,7 @@ class Run:
 
     def _write_report(self, parts: list[Part]) -> None:
         """Write the page and the numbers of the report."""
-        from diffusion.preparation.report.writing import write_report  # brings plotting along
+        from diffusion.preparation.report import write_report  # brings plotting along
 
         facts = [self.out / FACTS / f"{part.name}.parquet" for part in parts]
         reader = ImageReader(self.out, facts, [self.out / REFUSED / f"{part.name}.parquet" for part in parts])

@@ -18,7 +18,7 @@ from diffusion.callbacks.metrics_file import (
     running_mean,
     series,
 )
-from diffusion.curves import MAX_BINS, Curve
+from diffusion.reports.curves import MAX_BINS, Curve
 
 
 def state_at(step: int):

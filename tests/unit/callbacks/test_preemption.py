@@ -13,7 +13,9 @@ import pytest
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.find import find_checkpoints, resolve_checkpoint
 from diffusion.checkpointing.layout import batch_of
-from diffusion.launch import PREEMPTED_EXIT_CODE, PreemptedError, run_command
+from diffusion.distributed import PREEMPTED_EXIT_CODE
+from diffusion.errors import PreemptedError
+from diffusion.launch import run_command
 from tests.tools.training_runs import BIN, ROOT, environment, launcher_environment
 
 COMMON = ["trainer.save_interval=100ba", "samples.prompts=[]"]

@@ -1,16 +1,24 @@
-"""What is logged of the machines and of the tiers of storage, on recorded counters."""
+"""Load of machines and storage on recorded counters; waiting for data on a fake clock and in real runs."""
 
+import logging
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from composer import Callback, Logger, State
 
 from diffusion.callbacks import utilisation as module
-from diffusion.callbacks.utilisation import Utilisation
-from diffusion.datasets.tiers import TierCounts, TierMeter
-from diffusion.errors import ConfigurationError
-from diffusion.operations.utilisation import Counters
+from diffusion.callbacks.metrics_file import read_metrics, series
+from diffusion.callbacks.utilisation import QUIET_INTERVALS, Utilisation
+from diffusion.datasets.cache import TierCounts, TierMeter
+from diffusion.operations.utilisation import Counters, LoaderSettings
+from tests.tools.toys import ToyLatents
+
+SLEEP = 0.08
+HERE = "tests.unit.callbacks.test_utilisation"
+SLOW = f"{HERE}.SlowLatents"
 
 FIRST = Counters(
     clock=100.0, cpu_busy=0.0, cpu_waiting=0.0, cpu_total=0.0, received=0, sent=0, disk_read=0, memory_total=1000,
@@ -30,14 +38,12 @@ class Log:
         self.metrics |= metrics
 
 
-def state_at(step: int, batch_size: int = 8) -> Any:
-    def value(number: int) -> SimpleNamespace:
-        return SimpleNamespace(value=number)
+def state_at(step: int) -> Any:
+    return SimpleNamespace(timestamp=SimpleNamespace(batch=SimpleNamespace(value=step)))
 
-    return SimpleNamespace(
-        timestamp=SimpleNamespace(batch=value(step), sample=value(step * batch_size)),
-        device=SimpleNamespace(tensor_to_device=lambda tensor: tensor),
-    )
+
+def loader(num_workers: int) -> LoaderSettings:
+    return LoaderSettings(num_workers=num_workers, num_cores=2, decodes=False)
 
 
 def run_interval(callback: Utilisation, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
@@ -49,12 +55,12 @@ def run_interval(callback: Utilisation, monkeypatch: pytest.MonkeyPatch) -> dict
     callback.batch_end(state_at(1), log)
     assert log.metrics == {}
     callback.batch_end(state_at(2), log)
+    assert 0 <= log.metrics.pop("time/data_waiting_share") <= 1
     return log.metrics
 
 
 def test_logs_shares_and_rates_of_the_interval(monkeypatch):
-    callback = Utilisation(2, num_workers=1)
-    metrics = run_interval(callback, monkeypatch)
+    metrics = run_interval(Utilisation(2, loader(1)), monkeypatch)
     assert metrics == pytest.approx({
         "utilisation/cpu": 0.25,
         "utilisation/cpu_waiting_for_disk": 0.1,
@@ -65,23 +71,17 @@ def test_logs_shares_and_rates_of_the_interval(monkeypatch):
         "throughput/disk_read_bytes_per_sec": 1000,
         "memory/job_rss": 2.0,
     })  # fmt: skip
-    assert callback.latest is not None
-    assert callback.latest.busiest.workers == pytest.approx(0.9)
-    assert callback.latest.downloaded == 0
 
 
-def test_logs_what_came_from_each_tier_in_the_interval_and_in_all(monkeypatch):
+def test_logs_storage_of_the_interval_and_in_all(monkeypatch):
     tiers = TierMeter()
     tiers.add(TierCounts(samples=16, hits=12, fetched_shards=2, fetched_bytes=400, read_bytes=1600))
-    callback = Utilisation(2, num_workers=0, tiers=tiers)
+    callback = Utilisation(2, loader(0), tiers)
     metrics = run_interval(callback, monkeypatch)
     first = {"fetched_bytes": 400, "fetched_shards": 2, "read_bytes": 1600, "cache_hit_rate": 0.75}
     assert {name: metrics[f"storage/{name}"] for name in first} == first
     assert {name: metrics[f"storage/total_{name}"] for name in first} == first
     assert "utilisation/loader_workers" not in metrics
-    assert callback.latest is not None
-    assert callback.latest.busiest.workers is None
-    assert callback.latest.downloaded == 40
     tiers.add(TierCounts(samples=16, hits=16, read_bytes=1600))
     metrics = run_interval(callback, monkeypatch)
     second = {"fetched_bytes": 0, "fetched_shards": 0, "read_bytes": 1600, "cache_hit_rate": 1.0}
@@ -91,12 +91,103 @@ def test_logs_what_came_from_each_tier_in_the_interval_and_in_all(monkeypatch):
 
 
 def test_logs_gpus_where_there_are_some(monkeypatch):
-    callback = Utilisation(2, num_workers=0)
+    callback = Utilisation(2, loader(0))
     callback._gpus = SimpleNamespace(read=lambda: (0.5, 0.75))  # pyright: ignore[reportAttributeAccessIssue]
     metrics = run_interval(callback, monkeypatch)
     assert (metrics["utilisation/gpu"], metrics["utilisation/gpu_memory"]) == (0.5, 0.75)
 
 
-def test_an_interval_below_one_step_is_refused():
-    with pytest.raises(ConfigurationError, match=r"loggers.utilisation_interval is 0"):
-        Utilisation(0, num_workers=0)
+class Steps:
+    """Runs steps of given lengths through the callback, on a clock that only they advance."""
+
+    def __init__(self, interval: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.callback = Utilisation(interval, loader(0))
+        self.now, self.step = 0.0, 0
+        self.metrics: list[dict[str, float]] = []
+        monkeypatch.setattr(module.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(module, "read_counters", lambda: FIRST)
+        self.log: Any = SimpleNamespace(log_metrics=self.metrics.append)
+        self.callback.fit_start(state_at(0), self.log)
+
+    def run(self, num: int, *, wait: float, compute: float, between: float = 5.0) -> None:
+        for _ in range(num):
+            self.step += 1
+            state = state_at(self.step)
+            self.now += between  # Evaluation and checkpoints.
+            self.callback.before_dataloader(state, self.log)
+            self.now += wait
+            self.callback.after_dataloader(state, self.log)
+            self.now += compute
+            self.callback.batch_end(state, self.log)
+
+    def shares(self) -> list[float]:
+        return [row["time/data_waiting_share"] for row in self.metrics if "time/data_waiting_share" in row]
+
+
+def test_waiting_is_measured_without_what_comes_between_steps(monkeypatch):
+    steps = Steps(2, monkeypatch)
+    steps.run(2, wait=1.0, compute=3.0)
+    steps.run(1, wait=0.0, compute=1.0)
+    steps.run(1, wait=1.0, compute=8.0)
+    assert [row["time/data_waiting"] for row in steps.metrics if "time/data_waiting" in row] == [1.0, 1.0, 0.0, 1.0]
+    assert steps.shares() == pytest.approx([0.25, 0.1])
+
+
+def test_warns_after_the_first_interval_and_then_not_again_for_a_while(monkeypatch, caplog):
+    caplog.set_level(logging.WARNING)
+    steps = Steps(1, monkeypatch)
+    steps.run(1, wait=9.0, compute=1.0)
+    steps.run(5, wait=0.05, compute=1.0)
+    assert caplog.messages == []
+    steps.run(1 + QUIET_INTERVALS, wait=1.0, compute=1.0)
+    (message,) = caplog.messages
+    assert "50 %" in message
+    assert "data.num_workers" in message
+    steps.run(1, wait=1.0, compute=1.0)
+    assert len(caplog.messages) == 2
+
+
+class SlowLatents(ToyLatents):
+    """Each sample takes `SLEEP` seconds."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        time.sleep(SLEEP)
+        return super().__getitem__(index)
+
+
+class LongSteps(Callback):
+    """Lets each step take half a second, beside which other programs do not slow the loader down."""
+
+    def before_forward(self, state: State, logger: Logger) -> None:
+        time.sleep(0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dataset", "num_workers"), [(SLOW, 0), (SLOW, 1), ("tests.tools.toys.ToyLatents", 0)])
+def test_a_slow_data_set_is_measured_and_reported_with_its_cause(server, tmp_path, dataset, num_workers):
+    overrides = [
+        f"output_folder={tmp_path}",
+        f"plugins.train_dataset.path={dataset}",
+        f"data.num_workers={num_workers}",
+        "loggers.utilisation_interval=4",
+        "samples.prompts=[]",
+        "algorithms.ema=null",
+        "trainer.save_interval=8ba",
+    ]
+    is_slow = dataset == SLOW
+    if not is_slow:
+        overrides.append(f"plugins.callbacks=[{{path: {HERE}.LongSteps}}]")
+    output = server.train(1, [("tests/tools/toy.yaml", overrides)]).output
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    waited, shares = series(rows, "time/data_waiting")[1], series(rows, "time/data_waiting_share")[1]
+    assert (len(waited), len(shares), len(series(rows, "utilisation/cpu")[1])) == (8, 2, 2)
+    assert output.count("training waits for data") == int(is_slow)
+    if not is_slow:
+        assert shares[1] < 0.1
+    elif num_workers:
+        # What other programs do on this machine may be a cause as well.
+        assert any(cause in output for cause in ("the loader workers idle", "cores are busy", "cores wait for it"))
+    else:
+        assert min(waited) >= 8 * SLEEP
+        assert all(share > 0.1 for share in shares)
+        assert "set data.num_workers" in output

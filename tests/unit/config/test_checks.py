@@ -122,6 +122,7 @@ def test_legal_combinations(configuration, overrides):
         ),
         (["output_folder=s3://b/x"], 1, ["output_folder is 's3://b/x'", "trainer.checkpoint_folder"]),
         (["trainer.checkpoint_folder=gs://b/x"], 1, ["trainer.checkpoint_folder is 'gs://b/x'"]),
+        (["trainer.checkpoint_folder=s3:///x"], 1, ["trainer.checkpoint_folder is 's3:///x'"]),
         (["data.local=s3://bucket/x"], 1, ["data.local is 's3://bucket/x'", "Set data.remote to"]),
         (["validation.local=gs://b/x"], 1, ["validation.local is 'gs://b/x'", "validation.remote"]),
         (["data.streams.0.local=s3://b/x"], 1, ["data.streams.0.local is 's3://b/x'", "data.streams.0.remote"]),

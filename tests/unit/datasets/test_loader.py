@@ -1,7 +1,3 @@
-import json
-import os
-import subprocess
-import sys
 import time
 from itertools import chain
 from pathlib import Path
@@ -14,8 +10,7 @@ import torch
 from diffusion.config.data import Crop, ImageSize, Mixing, Representation, Shuffling, StreamConfig, ValidationConfig
 from diffusion.datasets.batch import BatchKey, split_batch
 from diffusion.datasets.collation import CollateGroups, collate
-from diffusion.datasets.held_out import share_of
-from diffusion.datasets.loader import BatchLoader, train_loader, validation_dataset, validation_loader
+from diffusion.datasets.loader import BatchLoader, share_of, train_loader, validation_dataset, validation_loader
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import ConfigurationError, DataError
 from tests.tools.written_data import data_config, smooth_image, tokenize, write_encoded, write_prepared
@@ -72,87 +67,6 @@ def test_batches_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
     assert not torch.equal(epochs[0][0][0][BatchKey.SAMPLE], epochs[1][0][0][BatchKey.SAMPLE])
 
 
-RANK_PROGRAM = """
-import atexit, json, os, sys
-from pathlib import Path
-import torch.distributed as dist
-rank, world, root, work = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
-dist.init_process_group("gloo", init_method=f"file://{work}/store", rank=rank, world_size=world)
-from tests.tools.written_data import data_config
-from diffusion.config.data import Representation
-from diffusion.datasets.batch import BatchKey
-from diffusion.datasets.loader import train_loader
-runs = []
-size = int(sys.argv[5])
-for start, num_workers in [(3 * size, 0), (0, 2)]:
-    config = data_config(
-        root, "a", "b", representation=Representation.latents, num_workers=num_workers, global_batch_size=size
-    )
-    loader = train_loader(config, seed=3, tokenize=None, rank_batch_size=size // world)
-    if start:
-        state = loader.dataset.state_dict(0, from_beginning=True)
-        dist.barrier()  # the shared state is not to be read while another rank creates it
-        loader.dataset.load_state_dict(state | {"epoch": 0, "sample_in_epoch": start})
-    runs.append([len(loader), [[batch[BatchKey.SAMPLE].tolist() for batch in loader] for _ in range(2)]])
-Path(work, f"rank{rank}.json").write_text(json.dumps(runs))
-dist.barrier()
-atexit._run_exitfuncs()
-sys.stdout.flush()
-sys.stderr.flush()
-os._exit(0)  # The interpreter's exit can abort while a gloo group is there.
-"""
-
-
-def run_world(world: int, root: Path, work: Path, size: int) -> list[tuple[int, list[list[list[int]]]]]:
-    """Read two epochs in real processes: once from the fourth batch of the first epoch on, once from the beginning.
-
-    Returns:
-        For both: batches that the loader announces; the samples of each global batch, sorted, by epoch.
-    """
-    work.mkdir()
-    processes = []
-    for rank in range(world):
-        environment = os.environ | {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
-            "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        command = [sys.executable, "-c", RANK_PROGRAM, str(rank), str(world), str(root), str(work), str(size)]
-        with (work / f"log{rank}").open("w") as log:
-            processes.append(subprocess.Popen(command, env=environment, stderr=log))
-    began = time.monotonic()
-    while any(process.poll() is None for process in processes) and time.monotonic() - began < 600:
-        if any(process.poll() for process in processes):
-            break
-        time.sleep(0.1)
-    codes = [process.poll() for process in processes]
-    for process in processes:
-        process.kill()
-        process.wait()
-    assert codes == [0] * world, "\n".join((work / f"log{rank}").read_text() for rank in range(world))
-    ranks = [json.loads((work / f"rank{rank}.json").read_text()) for rank in range(world)]
-    merged = []
-    for runs in zip(*ranks, strict=True):
-        assert len({length for length, _ in runs}) == 1
-        epochs = [
-            [sorted(chain.from_iterable(batches)) for batches in zip(*epoch, strict=True)]
-            for epoch in zip(*(epochs for _, epochs in runs), strict=True)
-        ]
-        merged.append((runs[0][0], epochs))
-    return merged
-
-
-@pytest.mark.world_size(3)
-@pytest.mark.parametrize(("world", "size"), [(2, 8), (3, 12)])  # of four canonical nodes
-def test_global_batches_do_not_depend_on_the_world_size_or_a_resumption(tmp_path: Path, world: int, size: int) -> None:
-    root = write_encoded(tmp_path, {"a": 30, "b": 40})
-    loader = open_loader(root, "a", "b", global_batch_size=size, **LATENTS)
-    alone = [[sorted(batch) for batch in addresses(loader)] for _ in range(2)]
-    (_, resumed), (length, together) = run_world(world, root, tmp_path / "ranks", size)
-    assert length == len(loader) == len(alone[0])
-    assert together == alone
-    assert resumed == [alone[0][3:], alone[1]]
-
-
 def test_less_than_a_global_batch_is_refused(tmp_path: Path) -> None:
     root = write_encoded(tmp_path, {"a": 6})
     with pytest.raises(ConfigurationError, match=r"6 samples an epoch, less than data.global_batch_size 8"):
@@ -187,7 +101,7 @@ def test_streams_that_do_not_give_a_batch_or_a_group(tmp_path: Path) -> None:
 def test_an_empty_stream_is_refused(tmp_path: Path, mixing: Mixing) -> None:
     root = write_encoded(tmp_path, {"a": 40, "b": 0})
     group_size = 2 if mixing is Mixing.groups else None
-    with pytest.raises(DataError, match=r"streams a, b cannot be opened: Stream contains no samples: .*train/b/index"):
+    with pytest.raises(DataError, match=r"train/b/index\.json"):
         open_loader(root, "a", "b", mixing=mixing, group_size=group_size, **LATENTS)
 
 
@@ -222,11 +136,11 @@ def test_streams_of_several_sizes(tmp_path: Path, representation: Representation
         assert isinstance(batch[key], list) == (mixing is Mixing.groups)
         meetings += len(set(batch[BatchKey.STREAM].tolist()))
         for part in split_batch(batch, 2):
-            streams, pictures = part[BatchKey.STREAM], part[key]
+            streams, images = part[BatchKey.STREAM], part[key]
             assert streams[0] == streams[1]
             drawn[int(streams[0])] += 2
-            assert tuple(pictures.shape[2:]) == shapes[int(streams[0])]
-            for address, pixels in zip(part[BatchKey.SAMPLE].tolist(), pictures, strict=True):
+            assert tuple(images.shape[2:]) == shapes[int(streams[0])]
+            for address, pixels in zip(part[BatchKey.SAMPLE].tolist(), images, strict=True):
                 number = address % 2**40
                 if representation == Representation.images:
                     size = SIZED_STREAMS[int(streams[0])].resolution
@@ -252,7 +166,7 @@ def test_streams_of_several_sizes(tmp_path: Path, representation: Representation
     ],
     ids=["bucket", "groups", "mixed"],
 )
-def test_what_an_epoch_drops_is_told_by_stream(
+def test_what_an_epoch_drops_is_logged_by_stream(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], dropped: str
 ) -> None:
     root = write_encoded(tmp_path, {"a": 42, "b": 33})
@@ -306,50 +220,6 @@ def test_a_resumption_in_another_order_is_refused(tmp_path: Path) -> None:
         resumed()
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_shard_that_cannot_be_fetched_ends_the_run(tmp_path: Path, num_workers: int) -> None:
-    root = write_encoded(tmp_path / "remote", {"a": 80})
-    shards = sorted((root / "a").glob("*.mds"))
-    assert len(shards) > 3
-    shards[2].unlink()
-    loader = open_loader(tmp_path / "cache", "a", remote=str(root), num_workers=num_workers, **LATENTS)
-    began = time.monotonic()
-    with pytest.raises(DataError) as caught:
-        addresses(loader)
-    assert time.monotonic() - began < 20
-    message = str(caught.value)
-    assert message.startswith(f"stream 'a', shard {shards[2].name} could not be fetched from {root}/a: FileNotFound")
-    assert message.endswith("then start the same command again")
-    assert "Traceback" not in message
-
-
-def test_workers_that_wait_for_another_ones_failed_download_fail_too(tmp_path: Path) -> None:
-    root = write_encoded(tmp_path / "remote", {"a": 16})
-    loader = open_loader(tmp_path / "cache", "a", remote=str(root), num_workers=2, shuffle=Shuffling.none, **LATENTS)
-
-    def fail_slowly(remote: str, local: str, timeout: float) -> None:
-        time.sleep(1)
-        raise TimeoutError("no answer")
-
-    loader.dataset.streams[0]._downloader.download = fail_slowly  # pyright: ignore[reportAttributeAccessIssue]
-    began = time.monotonic()
-    with pytest.raises(DataError, match="TimeoutError: no answer"):
-        addresses(loader)
-    assert time.monotonic() - began < 30  # and not the 60 s of the time-out
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_shard_with_a_wrong_hash_ends_the_run_and_leaves_the_cache_clean(tmp_path: Path, num_workers: int) -> None:
-    root = write_encoded(tmp_path / "remote", {"a": 40})
-    shard = root / "a" / "shard.00000.mds"
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    options = {"remote": str(root), "num_workers": num_workers, "validate_hash": "xxh64"} | LATENTS
-    with pytest.raises(DataError, match=r"shard.00000.mds could not be fetched .*is damaged"):
-        addresses(open_loader(tmp_path / "cache", "a", **options))
-    assert not (tmp_path / "cache" / "a" / shard.name).exists()
-
-
 def test_an_error_in_a_worker_arrives_without_its_traceback(tmp_path: Path) -> None:
     root = write_prepared(tmp_path, {"a": 40}, bad=tuple(range(0, 40, 2)))
     with pytest.raises(DataError) as caught:
@@ -369,7 +239,7 @@ def test_a_worker_that_gives_nothing_ends_the_run(tmp_path: Path) -> None:
         addresses(loader)
 
 
-def test_held_out_data_is_read_in_order_without_dropping_or_drawing(tmp_path: Path) -> None:
+def test_validation_data_is_read_in_order_without_dropping_or_drawing(tmp_path: Path) -> None:
     root = write_prepared(tmp_path, {"a": 7, "b": 6}, num_captions=3)
     data = data_config(root, "a", "b", crop=Crop.random, horizontal_flip=1.0)
     config = ValidationConfig(local=str(root), device_batch_size=4)
@@ -387,7 +257,7 @@ def test_held_out_data_is_read_in_order_without_dropping_or_drawing(tmp_path: Pa
     np.testing.assert_array_equal(ids, tokenize([f"{i} a 0" for i in range(7)] + [f"{i} b 0" for i in range(6)]))
 
 
-def test_held_out_data_of_each_rank_with_workers_and_a_remote(tmp_path: Path) -> None:
+def test_validation_data_of_each_rank_with_workers_and_a_remote(tmp_path: Path) -> None:
     root = write_encoded(tmp_path / "remote", {"a": 30, "b": 9})
     data = data_config(root, "a", num_workers=2, **LATENTS)
     config = ValidationConfig(
@@ -414,7 +284,7 @@ def test_held_out_data_of_each_rank_with_workers_and_a_remote(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("num", range(1, 9))
-def test_ranks_get_equal_shares_of_held_out_data(num: int) -> None:
+def test_ranks_get_equal_shares_of_validation_data(num: int) -> None:
     for num_ranks in (1, 2, 3, 5):
         shares = [share_of(range(100, 100 + num), num_ranks, rank) for rank in range(num_ranks)]
         assert len({len(share) for share in shares}) == 1
@@ -423,7 +293,7 @@ def test_ranks_get_equal_shares_of_held_out_data(num: int) -> None:
         assert {index for share in shares for index in share if index < 0} <= {~(100 + num - 1)}
 
 
-def test_held_out_data_of_several_sizes(tmp_path: Path) -> None:
+def test_validation_data_of_several_sizes(tmp_path: Path) -> None:
     root = write_prepared(tmp_path, {"a": 7, "b": 5, "c": 6})
     data = data_config(root, streams=SIZED_STREAMS, mixing=Mixing.bucket)
     config = ValidationConfig(local=str(root), device_batch_size=4)
@@ -434,7 +304,7 @@ def test_held_out_data_of_several_sizes(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_held_out_data_that_is_missing(tmp_path: Path) -> None:
+def test_validation_data_that_is_missing(tmp_path: Path) -> None:
     root = write_prepared(tmp_path, {"a": 8})
     config = ValidationConfig(local=str(tmp_path / "validation"))
     with pytest.raises(DataError, match=r"validation/a \(stream 'a'\) does not exist"):

@@ -1,4 +1,8 @@
+import pytest
+
 from benchmarks.loading import measure_image_loading, measure_latent_loading
+
+pytestmark = pytest.mark.slow
 
 
 def test_latents_load_faster_than_with_a_stock_loader() -> None:

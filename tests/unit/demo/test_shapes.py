@@ -11,8 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from demo import shapes
-from demo.shapes import Scene, Thing
+from demo.shapes import write_data_set
+from diffusion.evaluation import shapes
+from diffusion.evaluation.shapes import Scene, Thing
 
 NUM_IMAGES = 120
 
@@ -20,7 +21,7 @@ NUM_IMAGES = 120
 @pytest.fixture(scope="module")
 def data_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shapes") / "train"
-    counts = shapes.write_data_set(folder, NUM_IMAGES, seed=3, shard_size=25)
+    counts = write_data_set(folder, NUM_IMAGES, seed=3, shard_size=25)
     assert counts == {"images": 40, "webdataset": 40, "parquet": 40}
     return folder
 
@@ -58,7 +59,7 @@ def _read(folder: Path) -> list[tuple[bytes, str]]:
 
 def test_same_seed_same_bytes_and_another_seed_or_split_other_images(tmp_path: Path) -> None:
     for name, seed, split in (("a", 1, "train"), ("b", 1, "train"), ("c", 2, "train"), ("d", 1, "validation")):
-        shapes.write_data_set(tmp_path / name, 60, seed, split=split, shard_size=7)
+        write_data_set(tmp_path / name, 60, seed, split=split, shard_size=7)
     first = _digests(tmp_path / "a")
     assert _digests(tmp_path / "b") == first
     pictures = {digest for name, digest in first.items() if not name.endswith(".txt")}
@@ -131,7 +132,7 @@ def test_webdataset_has_the_records_of_img2dataset(data_set: Path) -> None:
 
 def test_an_existing_data_set_is_not_overwritten(data_set: Path) -> None:
     with pytest.raises(FileExistsError, match="images"):
-        shapes.write_data_set(data_set, 3)
+        write_data_set(data_set, 3)
 
 
 def test_captions() -> None:

@@ -16,7 +16,7 @@ def write_clip(folder: Path, seed: int = 0) -> Path:
     from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel
 
     from diffusion.config.model import Architecture
-    from diffusion.models.frozen import with_seed
+    from diffusion.models.architectures import with_seed
     from diffusion.models.tokenizers import build_tokenizer
 
     tokenizer = build_tokenizer(Architecture.tiny)

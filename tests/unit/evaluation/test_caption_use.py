@@ -3,7 +3,7 @@ import torch
 
 from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, PredictionType
 from diffusion.datasets.batch import BatchKey
-from diffusion.evaluation.caption_use import measure_caption_use, with_other_captions
+from diffusion.evaluation.validation_loss import measure_caption_use, with_shifted_captions
 from diffusion.models import build_model
 
 
@@ -79,7 +79,7 @@ def test_captions_that_are_stored_as_embeddings_are_exchanged_too():
         {BatchKey.SAMPLE: numbers, BatchKey.TEXT_EMBEDDING: numbers[:, None, None].half().expand(-1, 24, 8)}
         for numbers in (torch.arange(3), torch.arange(3, 8))
     ]
-    others = with_other_captions(parts)
+    others = with_shifted_captions(parts)
     assert torch.cat([other[BatchKey.SAMPLE] for other in others]).tolist() == list(range(8))
     found = torch.cat([other[BatchKey.TEXT_EMBEDDING] for other in others])
     assert found[:, 0, 0].tolist() == [4, 5, 6, 7, 0, 1, 2, 3]

@@ -11,10 +11,9 @@ from torchvision.ops import box_iou
 
 from diffusion.config.model import Architecture
 from diffusion.errors import ConfigurationError
-from diffusion.evaluation.compositional import open_compositional
 from diffusion.evaluation.config import CompositionalConfig
-from diffusion.evaluation.detectors import MAX_OVERLAP, Detection, ZeroShotDetector
-from diffusion.models.frozen import with_seed
+from diffusion.evaluation.object_checks import MAX_OVERLAP, Detection, ZeroShotDetector, open_object_checks
+from diffusion.models.architectures import with_seed
 from diffusion.models.tokenizers import build_tokenizer
 
 CPU = torch.device("cpu")
@@ -114,7 +113,7 @@ def test_nothing_is_found_above_the_greatest_confidence(folder: str, image: Imag
 def test_a_suite_is_judged_by_a_detector_whose_weights_are_in_the_protocol(folder: str, tmp_path: Path) -> None:
     suite = tmp_path / "suite.jsonl"
     suite.write_text('{"tag": "single", "prompt": "a cat", "include": [{"class": "cat", "count": 1}]}\n')
-    judge = open_compositional(CompositionalConfig(suite=str(suite), detector=folder, threshold=0.0), CPU)
+    judge = open_object_checks(CompositionalConfig(suite=str(suite), detector=folder, threshold=0.0), CPU)
     kind, weights = judge.detector.identity.split()
     assert kind == Path(folder).name.rstrip("0")
     assert len(weights) == 16

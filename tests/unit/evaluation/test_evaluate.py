@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.evaluation.results import Result, read_results, table
+from diffusion.evaluation.protocol import Result, read_results, table
 from tests.unit.evaluation.evaluation_toys import evaluate_on, numbers, overrides, write_all
 
 COMPOSITIONAL = "protocol.compositional={images_per_prompt: 1}"

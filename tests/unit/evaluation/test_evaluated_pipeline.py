@@ -9,20 +9,20 @@ import torch
 from diffusion.config.model import Architecture
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.config import SamplingConfig
-from diffusion.evaluation.generation import Task, generate_images
-from diffusion.evaluation.images import ImageFiles
-from diffusion.evaluation.models import (
+from diffusion.evaluation.generate import (
     CheckpointGenerator,
+    EvaluatedModel,
     Generator,
     PipelineGenerator,
-    Subject,
-    find_subjects,
+    Task,
+    find_models,
+    generate_images,
     load_generator,
 )
+from diffusion.evaluation.images import ImageFiles
 from diffusion.evaluation.prompts import Prompt
-from diffusion.evaluation.ranks import Ranks
 from diffusion.models.latent_diffusion import LatentDiffusion
-from tests.unit.models.test_layout import build, write
+from tests.unit.models.test_pretrained import build, write
 
 CPU = torch.device("cpu")
 
@@ -49,13 +49,13 @@ def generated(generator: Generator, folder: Path, scale: float) -> np.ndarray:
     prompts = [Prompt(text=text) for text in ("a red circle", "a blue star on a white background", "")]
     sampling = SamplingConfig(num_inference_steps=3, seed=5, images_per_prompt=2)
     task = Task(prompts=prompts, sampling=sampling, guidance_scale=scale, batch_size=4)
-    pictures = ImageFiles(generate_images(generator, task, folder / f"cfg{scale:g}", Ranks(), "test"))
+    pictures = ImageFiles(generate_images(generator, task, folder / f"cfg{scale:g}", "test"))
     return np.stack([np.asarray(pictures[i]).astype(int) for i in range(len(pictures))])
 
 
 def test_its_images_are_those_of_the_model(model: LatentDiffusion, folder: Path, tmp_path: Path) -> None:
-    (subject,) = find_subjects(str(folder), ["raw", "ema"])
-    assert subject == Subject(name="pipeline", place=str(folder), step=None, weights="")
+    (subject,) = find_models(str(folder), ["raw", "ema"])
+    assert subject == EvaluatedModel(name="pipeline", path=str(folder), step=None, weights="")
     pipeline, checkpoint = load_generator(subject, CPU), CheckpointGenerator(model, CPU)
     assert isinstance(pipeline, PipelineGenerator)
     assert (pipeline.resolution, pipeline.identity) == (32, checkpoint.identity)
@@ -87,4 +87,4 @@ def test_a_size_that_the_vae_cannot_make_is_an_error(folder: Path) -> None:
 def test_a_folder_that_is_no_such_pipeline_or_lacks_a_part_is_an_error(tmp_path: Path, index: str) -> None:
     (tmp_path / "model_index.json").write_text(index)
     with pytest.raises(ConfigurationError, match="is no StableDiffusionPipeline or StableDiffusionXLPipeline: "):
-        load_generator(Subject(name="p", place=str(tmp_path), step=None, weights=""), CPU)
+        load_generator(EvaluatedModel(name="p", path=str(tmp_path), step=None, weights=""), CPU)

@@ -7,8 +7,7 @@ import torch
 from PIL import Image
 
 from diffusion.evaluation.config import ResizeFilter
-from diffusion.evaluation.extraction import Extractor
-from diffusion.evaluation.ranks import Ranks
+from diffusion.evaluation.features import Extractor
 from diffusion.evaluation.statistics import Moments
 
 
@@ -39,7 +38,6 @@ class RandomProjection:
 
 def extract(num: int, width: int, batch_size: int, keep: bool):
     extractor = Extractor(
-        ranks=Ranks(),
         device=torch.device("cpu"),
         resize_filter=ResizeFilter.bicubic,
         batch_size=batch_size,

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from diffusion.checkpointing.object_store import ObjectStore
-from diffusion.evaluation.followed_run import LocalRun, RemoteRun, follow
+from diffusion import storage
+from diffusion.evaluation.watch import LocalRun, RemoteRun, open_run
 from diffusion.files import write_json
 from tests.tools.s3_server import s3_process, s3_server
 
@@ -28,12 +28,12 @@ def test_a_held_checkpoint_stays_when_the_run_removes_its_own(tmp_path):
     half = tmp_path / "run" / "checkpoints" / "ep0-ba12"
     half.mkdir()
     (half / "__0_0.distcp").write_bytes(b"half")
-    assert run.present() == ["ep0-ba2.pt", "ep0-ba10.pt"]
-    held = run.hold("ep0-ba2.pt", tmp_path / "held")
+    assert run.list_checkpoints() == ["ep0-ba2.pt", "ep0-ba10.pt"]
+    held = run.copy("ep0-ba2.pt", tmp_path / "held")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     assert held is not None
     assert torch.load(held, weights_only=True) == {"state": {}}
-    assert run.hold("ep0-ba10.pt", tmp_path / "held") is None
+    assert run.copy("ep0-ba10.pt", tmp_path / "held") is None
     assert run.finished_step() is None
     write_json(tmp_path / "run" / "finished.json", {"step": 10})
     assert run.finished_step() == 10
@@ -42,35 +42,34 @@ def test_a_held_checkpoint_stays_when_the_run_removes_its_own(tmp_path):
 @pytest.mark.parametrize("named", ["run", "run/checkpoints"])
 def test_a_run_is_named_by_its_folder_or_that_of_its_checkpoints(tmp_path, named):
     write_checkpoint(tmp_path / "run" / "checkpoints" / "ep0-ba2.pt")
-    assert follow(str(tmp_path / named)).present() == ["ep0-ba2.pt"]
+    assert open_run(str(tmp_path / named)).list_checkpoints() == ["ep0-ba2.pt"]
 
 
 def test_a_run_whose_checkpoints_are_elsewhere_leads_there(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text(f"trainer: {{checkpoint_folder: {tmp_path / 'other'}}}\n")
     write_checkpoint(tmp_path / "other" / "ep0-ba4.pt")
-    assert follow(str(tmp_path / "run")).present() == ["ep0-ba4.pt"]
+    assert open_run(str(tmp_path / "run")).list_checkpoints() == ["ep0-ba4.pt"]
 
 
 def test_checkpoints_in_a_store_are_downloaded_and_gone_ones_left_out(tmp_path, s3_server):
     url = "s3://tests/followed/checkpoints"
-    store = ObjectStore(url, patience=10)
-    store.upload(write_checkpoint(tmp_path / "ep0-ba2.pt"), "ep0-ba2.pt")
-    store.write("ep0-ba4/__0_0.distcp", b"half")
-    run = follow(url)
+    storage.upload(write_checkpoint(tmp_path / "ep0-ba2.pt"), f"{url}/ep0-ba2.pt")
+    storage.write(f"{url}/ep0-ba4/__0_0.distcp", b"half")
+    run = open_run(url)
     assert isinstance(run, RemoteRun)
-    assert run.present() == ["ep0-ba2.pt"]
-    held = run.hold("ep0-ba2.pt", tmp_path / "held")
+    assert run.list_checkpoints() == ["ep0-ba2.pt"]
+    held = run.copy("ep0-ba2.pt", tmp_path / "held")
     assert held is not None
     assert torch.load(held, weights_only=True) == {"state": {}}
-    store.remove(["ep0-ba2.pt"])
-    assert run.hold("ep0-ba2.pt", tmp_path / "held") is None
+    storage.delete([f"{url}/ep0-ba2.pt"])
+    assert run.copy("ep0-ba2.pt", tmp_path / "held") is None
 
 
 def test_a_run_folder_whose_checkpoints_are_in_a_store_says_that_it_is_finished(tmp_path, s3_server):
     url = "s3://tests/finished/checkpoints"
     (tmp_path / "config.yaml").write_text(f"trainer: {{checkpoint_folder: '{url}'}}\n")
-    assert follow(str(tmp_path)).finished_step() is None
+    assert open_run(str(tmp_path)).finished_step() is None
     write_json(tmp_path / "finished.json", {"step": 10})
-    assert follow(str(tmp_path)).finished_step() == 10
-    assert follow(url).finished_step() is None
+    assert open_run(str(tmp_path)).finished_step() == 10
+    assert open_run(url).finished_step() is None

@@ -49,7 +49,7 @@ def losses(model, batch, size: int) -> dict[str, float]:
 
 def test_losses_by_timestep_are_means_of_the_samples_in_each_bin(model):
     batch = held_out_batch(23)
-    model.expect_held_out(["low", "high"], batch[BatchKey.SAMPLE][:22])
+    model.set_validation_data(["low", "high"], batch[BatchKey.SAMPLE][:22])
     found = losses(model, batch, 23)
     with torch.no_grad():
         outputs = model.eval_forward(batch)

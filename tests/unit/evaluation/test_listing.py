@@ -7,10 +7,8 @@ from PIL import Image
 
 from diffusion.datasets.mds import write_mds
 from diffusion.errors import DataError
-from diffusion.evaluation.config import PromptsConfig
-from diffusion.evaluation.listing import LISTING, OLD_LISTING, read_listing, write_listing
-from diffusion.evaluation.preference.pairs import Prompt, collect
-from diffusion.evaluation.prompts import read_prompts
+from diffusion.evaluation.preference.images import collect
+from diffusion.evaluation.prompts import LISTING, OLD_LISTING, read_listing, read_prompts, write_listing
 
 
 def folder_of_images(root, num: int):
@@ -31,7 +29,8 @@ def test_what_generate_writes_is_what_evaluation_and_preference_read(tmp_path):
             ("00001.png", "two"),
             ("00002.png", "two"),
         ]
-    items = collect(folders, [Prompt(text="one"), Prompt(text="two")], tmp_path / "prompts.txt").items
+    (tmp_path / "prompts.txt").write_text("one\ntwo\n")
+    items = collect(folders, tmp_path / "prompts.txt").items
     assert [[path.name for path in item.images] for item in items] == [[f"{i:05d}.png"] * 2 for i in range(3)]
 
 
@@ -55,9 +54,9 @@ def test_prompts_of_a_data_set_are_read_without_its_other_shards(tmp_path):
     with write_mds(tmp_path / "set", columns, shard_bytes=2000) as writer:
         for i in range(30):
             writer.write({"image": bytes(1000), "captions": ["" if i % 3 == 0 else f"caption {i}"]})
-    every = read_prompts(PromptsConfig(path=str(tmp_path / "set")))
+    every = read_prompts(tmp_path / "set")
     assert [prompt.text for prompt in every] == [f"caption {i}" for i in range(30) if i % 3]
-    chosen = read_prompts(PromptsConfig(path=str(tmp_path / "set"), num=3))
+    chosen = read_prompts(tmp_path / "set", num=3)
     assert len({prompt.text for prompt in chosen}) == 3
     shards = sorted((tmp_path / "set").glob("*.mds"))
     held = [shard for shard in shards if any(prompt.text.encode() in shard.read_bytes() for prompt in chosen)]
@@ -65,4 +64,4 @@ def test_prompts_of_a_data_set_are_read_without_its_other_shards(tmp_path):
     assert len(removed) > len(held)
     for shard in removed:
         shard.unlink()
-    assert read_prompts(PromptsConfig(path=str(tmp_path / "set"), num=3)) == chosen
+    assert read_prompts(tmp_path / "set", num=3) == chosen

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from diffusion.callbacks.continued_loggers import _event_points, read_wandb, wandb_history
-from diffusion.evaluation.protocol import protocol_hash
-from diffusion.evaluation.results import Number, Result
-from diffusion.evaluation.watch_writers import COLUMNS, table_of
+from diffusion.evaluation.protocol import Number, Result, protocol_hash
+from diffusion.evaluation.watch_loggers import COLUMNS, table_of
+from tests.tools.logged_points import tensorboard_points, wandb_history, wandb_rows
 from tests.tools.s3_server import s3_process
 from tests.tools.training_runs import Job, TrainingServer
 from tests.unit.evaluation.evaluation_toys import write_images, write_prompts
@@ -101,14 +100,11 @@ def test_numbers_stand_at_the_steps_of_training(watched):
 
 def test_writers_never_meet_and_write_no_point_twice(watched):
     output, run, _, _ = watched
-    files = list((run / "tensorboard" / "toy").glob("events.out.tfevents.*"))
-    own = [path for path in files if path.name.endswith(".evaluation")]
-    assert own
-    assert len(own) < len(files)
-    points = Counter(point for path in own for point in _event_points(path))
-    assert set(points.values()) == {1}
+    points = tensorboard_points(run / "tensorboard" / "toy.evaluation")
+    assert set(Counter(points).values()) == {1}
     assert {step for name, step in points if "/raw/" in name} == set(STEPS)
-    rows = [row for path in output.glob("wandb/offline-run-*/*.wandb") for row in read_wandb(path)]
+    assert not any("evaluation/" in name for name, _ in tensorboard_points(run / "tensorboard" / "toy"))
+    rows = [row for path in output.glob("wandb/offline-run-*/*.wandb") for row in wandb_rows(path)]
     assert sorted(row["_step"] for row in rows) == STEPS
     assert all(row["trainer/step"] == row["_step"] for row in rows)
 

@@ -148,7 +148,7 @@ def stand_in(folder: Path, *, seconds: int = 0, code: int = 1, unfit: str = "") 
     (programs / "python").write_text(STAND_IN.format(folder=folder, seconds=seconds, code=code))
     (programs / "python").chmod(0o755)
     for host in ADDRESSES:
-        verdicts = [problem("output folder", "no room", "free space")] if host == unfit else []
+        verdicts = [problem("no room", "free space", check="output folder")] if host == unfit else []
         answer = {"reading": {"name": host, "host": host, "num_gpus": 0}, "verdicts": to_json(verdicts)}
         (folder / f"answer-{host}").write_text(json.dumps(answer))
     return programs

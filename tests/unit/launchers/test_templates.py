@@ -15,7 +15,7 @@ from torch.distributed.run import config_from_args, parse_args
 
 from diffusion.config.loading import load_config
 from diffusion.config.schema import Config
-from diffusion.launch import USER_ERROR_EXIT_CODE
+from diffusion.distributed import USER_ERROR_EXIT_CODE
 from launchers.sagemaker import command
 from tests.tools.training_runs import BIN, ROOT, environment
 

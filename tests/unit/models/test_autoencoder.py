@@ -14,11 +14,8 @@ from diffusion.checkpointing.read import flatten, load_safely
 from diffusion.config.model import AutoencoderConfig
 from diffusion.datasets.batch import BatchKey
 from diffusion.errors import ConfigurationError
-from diffusion.models.architectures import ARCHITECTURES, Architecture
-from diffusion.models.autoencoder import AutoencoderTraining
-from diffusion.models.discriminator import PatchDiscriminator, adversarial_losses
-from diffusion.models.frozen import build_vae, with_seed
-from diffusion.models.perceptual import load_perceptual
+from diffusion.models.architectures import ARCHITECTURES, Architecture, build_vae, with_seed
+from diffusion.models.autoencoder import AutoencoderTraining, PatchDiscriminator, adversarial_losses, load_perceptual
 from tests.tools.vgg import write_vgg
 
 KEY = "autoencoder.vgg_weights"

@@ -8,7 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion.config.model import Architecture, LoraConfig, ModelConfig
 from diffusion.datasets.batch import BatchKey
-from diffusion.models.build import build_unet, tiny
+from diffusion.models.architectures import build_unet
+from diffusion.models.build import tiny
 from diffusion.models.flops import Kind, batch_flops, count_unet_flops
 from diffusion.models.lora import add_lora
 

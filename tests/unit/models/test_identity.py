@@ -5,7 +5,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 from diffusion.config.model import Architecture
 from diffusion.models.conditioning import DualTextEncoder
-from diffusion.models.identity import module_identity, released_state_dict, tokenizer_identity
+from diffusion.models.pretrained import module_identity, released_state_dict, tokenizer_identity
 from diffusion.models.tokenizers import build_tokenizer
 
 PREFIX = "text_model."

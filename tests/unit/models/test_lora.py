@@ -6,9 +6,9 @@ from diffusion.config.checks import check
 from diffusion.config.loading import load_config
 from diffusion.config.model import Architecture, LoraConfig, ModelConfig
 from diffusion.errors import ConfigurationError
-from diffusion.models.build import build_unet
+from diffusion.models.architectures import build_unet
 from diffusion.models.lora import add_lora, has_lora, merged, write_lora
-from tests.unit.models.test_layout import in_memory
+from tests.unit.models.test_pretrained import in_memory
 
 
 def small_unet() -> UNet2DConditionModel:

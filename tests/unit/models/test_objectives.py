@@ -78,7 +78,7 @@ def test_zero_terminal_snr_applies_to_training_and_sampling_alike():
 
 
 def test_zero_terminal_snr_is_refused_with_epsilon():
-    with pytest.raises(ConfigurationError, match=r"zero_terminal_snr needs objective\.prediction_type=v_prediction"):
+    with pytest.raises(ConfigurationError, match=r"objective\.zero_terminal_snr"):
         build_noise_scheduler(Architecture.tiny, ObjectiveConfig(zero_terminal_snr=True))
 
 

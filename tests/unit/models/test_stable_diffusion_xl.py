@@ -96,7 +96,7 @@ def test_the_model_heeds_sizes_and_crops_and_the_whole_caption(model):
     batch = batch_of()
     other = {**batch, BatchKey.PLACEMENT: batch[BatchKey.PLACEMENT] + 1}
     assert not torch.equal(model(batch).prediction, model(other).prediction)
-    told = model.conditioner.of_batch(batch, batch[BatchKey.TOKEN_IDS]).to(torch.bfloat16)
+    told = model.conditioner.encode_batch(batch, batch[BatchKey.TOKEN_IDS]).to(torch.bfloat16)
     assert (told.text.dtype, told.pooled.dtype) == (torch.bfloat16, torch.bfloat16)
     assert torch.equal(told.placement, batch[BatchKey.PLACEMENT]), "1001 is no bfloat16"
 
@@ -138,7 +138,7 @@ def test_what_the_batch_tells_the_model_is_observed():
 def test_data_without_sizes_and_crops_is_refused(model):
     batch = batch_of()
     del batch[BatchKey.PLACEMENT]
-    with pytest.raises(ValueError, match="no sizes and crops"):
+    with pytest.raises(ValueError, match="encode it again"):
         model(batch)
 
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from diffusion.config.model import Architecture
-from diffusion.models.tokenizers import build_tokenizer, clip_merges, tokenize, train_merges
+from diffusion.models.tokenizers import build_tokenizer, clip_merges, tokenize
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +51,6 @@ def test_tiny_reads_any_text(tiny):
     assert (ids < 2048).all()
     assert tiny.tokenize(captions[0]) == [word + "</w>" for word in captions[0].split()]
     assert tiny.unk_token_id not in ids[1, 1:5]
-
-
-def test_merges_are_learned_from_the_most_frequent_pairs():
-    merges = train_merges(["hug hug hug pug", "hug"], 3)
-    assert len(merges) == 3
-    assert merges[0] in ("u g</w>", "h u")
-    assert "hug</w>" in ["".join(merge.split()) for merge in merges]
 
 
 def test_captions_are_repaired_as_clip_does(clip):

@@ -17,7 +17,7 @@ from diffusion.operations.hang_detection import Condition, HangDetector, collect
 from diffusion.operations.heartbeats import HeartbeatRecord, Phase, read_heartbeats
 from tests.tools.training_runs import ROOT, environment
 
-SETTINGS = SupervisionConfig(hang_floor=60, hang_factor=10, data_patience=1800, pause_patience=3600)
+SETTINGS = SupervisionConfig(hang_floor=60, hang_factor=10, data_timeout=1800, pause_timeout=3600)
 
 
 class Clock:

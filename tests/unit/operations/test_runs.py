@@ -22,8 +22,9 @@ from diffusion.checkpointing.save import write_file
 from diffusion.config.loading import load_config
 from diffusion.config.schema import Config
 from diffusion.config.secrets import to_public_yaml
-from diffusion.datasets import shared_memory
+from diffusion.datasets.cache import LOCKS
 from diffusion.errors import ConfigurationError, MachineError
+from diffusion.files import lock
 from diffusion.operations import runs
 from diffusion.operations.costs import BUDGET, CostsFile, Kind, StartCosts
 from diffusion.operations.heartbeats import HeartbeatFile, HeartbeatRecord, Phase
@@ -95,7 +96,7 @@ def test_a_run_of_another_machine_is_at_work_until_it_is_silent_or_has_ended(tmp
     assert is_running(tmp_path / "run", config)
     with pytest.raises(MachineError, match="on elsewhere"):
         stop(tmp_path / "run", config)
-    beat(config, host="elsewhere", pid=1, age=2 * config.operations.supervision.pause_patience)
+    beat(config, host="elsewhere", pid=1, age=2 * config.operations.supervision.pause_timeout)
     assert not is_running(tmp_path / "run", config)
     beat(config, host="elsewhere", pid=1, phase=Phase.ended)
     assert not is_running(tmp_path / "run", config)
@@ -183,10 +184,7 @@ def test_old_checkpoints_go_and_those_of_a_run_at_work_stay(tmp_path):
     assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["ep0-ba4.pt", "ep0-ba8.pt", "ep0-ba10.pt"]
 
 
-def test_the_cache_of_a_finished_run_goes_unless_a_job_uses_it(tmp_path, monkeypatch):
-    place = tmp_path / "shm"
-    place.mkdir()
-    monkeypatch.setattr(shared_memory, "PLACE", place)
+def test_the_cache_of_a_finished_run_goes_unless_a_job_uses_it(tmp_path):
     cache, remote = tmp_path / "cache" / "a", tmp_path / "remote"
     streams = f"data.streams=[{{name: a}}, {{name: own, remote: null, local: {tmp_path}/own}}]"
     overrides = ["plugins.train_dataset=null", f"data.remote={remote}", f"data.local={tmp_path}/cache", streams]
@@ -201,12 +199,11 @@ def test_the_cache_of_a_finished_run_goes_unless_a_job_uses_it(tmp_path, monkeyp
     (tmp_path / "run" / FINISHED).write_text("{}")
     found = {one.path: one for one in find_removable(tmp_path / "run", config, None)}
     assert found[cache].num_bytes == 1000
-    for places in (([str(cache)], []), ([], [str(cache)])):
-        number = shared_memory.claim_number(*places)
+    (cache / LOCKS).mkdir()
+    with lock(cache / LOCKS / "in_use", shared=True):
         (failure,) = remove_all([found[cache]])
         assert "in use" in failure
         assert cache.exists()
-        number.release()
     assert remove_all(list(found.values())) == []
     assert not cache.exists()
     assert not list(cache.parent.glob(f"*{runs.REMOVED}"))

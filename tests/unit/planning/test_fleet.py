@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from diffusion.config.data import Mixing
-from diffusion.datasets.batching import OrderSettings
 from diffusion.datasets.mds import write_mds
+from diffusion.datasets.sample_order import OrderSettings
 from diffusion.errors import DataError
 from diffusion.planning.fleet import (
     World,

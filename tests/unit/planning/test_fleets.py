@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from diffusion.config.checks import is_location
@@ -13,19 +14,19 @@ from diffusion.config.loading import load_config
 from diffusion.config.model import Architecture, ModelConfig
 from diffusion.errors import ConfigurationError
 from diffusion.planning.fleets import (
-    Breakdowns,
-    Fleet,
-    Prices,
-    fleets_from_benchmark,
-    make_budget,
-    rate_for,
-    read_fleets,
-)
-from diffusion.planning.published import (
     A100_FLEETS,
     LATENTS_A100_HOURS,
     PRICE_PER_A100_HOUR,
     TRAINING_A100_HOURS,
+    Breakdowns,
+    Fleet,
+    Prices,
+    expected_seconds,
+    fleets_from_benchmark,
+    make_budget,
+    rate_for,
+    read_fleets,
+    save_interval,
 )
 from diffusion.planning.scaling import PUBLISHED_INTERCONNECT
 from tests.tools.training_runs import ROOT
@@ -180,3 +181,28 @@ def test_fleets_from_files(tmp_path):
     path.write_text("{}")
     with pytest.raises(ConfigurationError, match="holds no steps of the Trainer"):
         fleets_from_benchmark(path, [1], **options)
+
+
+def test_the_mean_duration_is_that_of_simulated_runs():
+    breakdowns = Breakdowns(gpu_hours_between_failures=20_000 / 3600, restart_seconds=300, save_seconds=60)
+    work, interval, generator = 100_000.0, 2_000.0, np.random.default_rng(0)
+    durations = []
+    for _ in range(2_000):
+        clock, saved = 0.0, 0.0
+        while saved < work:
+            until_failure, needed = generator.exponential(20_000), (work - saved) * (1 + 60 / interval)
+            if until_failure >= needed:
+                clock, saved = clock + needed, work
+            else:
+                clock += until_failure + 300
+                saved += until_failure // (interval + 60) * interval
+        durations.append(clock)
+    assert expected_seconds(work, interval, breakdowns, num_gpus=1) == pytest.approx(np.mean(durations), rel=0.01)
+
+
+@pytest.mark.parametrize(("hours", "save"), [(10, 30), (80, 300), (1_250, 60)])
+def test_the_recommended_interval_is_about_the_best(hours, save):
+    breakdowns = Breakdowns(gpu_hours_between_failures=hours, save_seconds=save)
+    best = save_interval(breakdowns, num_gpus=1)
+    around = [expected_seconds(5e6, best * factor, breakdowns, num_gpus=1) for factor in (0.5, 1.0, 2.0)]
+    assert around[1] < min(around[0], around[2])

@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from diffusion.sharding import fsdp_config
 from diffusion.config.checks import is_location
 from diffusion.config.loading import load_config
-from diffusion.planning.memory import count_rank_memory
+from tests.tools.rank_memory import count_rank_memory
 
 def count(phase, num_ranks, rank, *overrides):
     config = load_config(f"yamls/phase{phase}.yaml", list(overrides), may_miss=is_location)

@@ -10,9 +10,8 @@ from diffusion.config.loading import load_config
 from diffusion.config.model import AutoencoderConfig
 from diffusion.errors import ConfigurationError
 from diffusion.models import build_model
-from diffusion.models.architectures import TINY
+from diffusion.models.architectures import TINY, build_vae
 from diffusion.models.autoencoder import AutoencoderTraining
-from diffusion.models.frozen import build_vae
 from diffusion.models.lora import add_lora
 from diffusion.planning.fleets import Fleet, rate_for
 from diffusion.planning.network import (

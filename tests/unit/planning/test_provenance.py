@@ -9,9 +9,9 @@ import numpy as np
 from diffusion.config.loading import load_config
 from diffusion.datasets.bad_images import BadImage
 from diffusion.planning.provenance import apply_substitutes
+from tests.integration.test_bad_images import runs
 from tests.integration.test_failures import SMALL
 from tests.tools.written_data import write_encoded, write_prepared
-from tests.unit.datasets.test_bad_images import runs
 
 
 def test_substitutes_are_counted_instead_of_what_could_not_be_encoded_or_decoded(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from diffusion.planning.published import A100_RATES
+from diffusion.planning.fleets import A100_RATES
 from diffusion.planning.scaling import (
     PUBLISHED_INTERCONNECT,
     StepModel,

@@ -1,5 +1,4 @@
 import base64
-import html
 import io
 import json
 import re
@@ -9,14 +8,14 @@ import subprocess
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from markupsafe import escape
 from PIL import Image
 
 from diffusion.config.loading import from_dict
 from diffusion.errors import DataError
 from diffusion.preparation.config import DuplicatesConfig, FiltersConfig
 from diffusion.preparation.prepare import prepare
-from diffusion.preparation.report.numbers import NUM_SHOWN, summarize
-from diffusion.preparation.report.writing import write_report
+from diffusion.preparation.report import NUM_SHOWN, summarize, write_report
 from tests.tools.image_files import encode, noise
 
 CHROMIUM = shutil.which("chromium")
@@ -57,10 +56,10 @@ def facts(tmp_path):
 
 def test_counts(facts):
     report = summarize(facts)
-    assert (report.kept.pictures, report.kept.bytes, report.refused.pictures) == (22, 24_000, 4)
+    assert (report.kept.images, report.kept.bytes, report.refused.images) == (22, 24_000, 4)
     assert report.reasons == {"aesthetic": 1, "duplicate": 1, "near_duplicate": 1, "undecodable": 1}
     assert report.sources["a"] == {"": 2, "aesthetic": 1, "undecodable": 1}
-    assert {name: counts.pictures for name, counts in report.buckets.items()} == {
+    assert {name: counts.images for name, counts in report.buckets.items()} == {
         "train/64-up": 1,
         "train/1024-up": 20,
         "validation/256-512": 1,
@@ -95,7 +94,7 @@ def test_samples_are_few_the_same_in_any_order_and_only_what_can_be_read(facts):
 
 
 def test_no_facts_and_wrong_files(tmp_path, facts):
-    assert summarize([]).kept.pictures == 0
+    assert summarize([]).kept.images == 0
     (tmp_path / "damaged.parquet").write_bytes(b"PAR1 no")
     pq.write_table(pa.table({"key": ["a"]}), tmp_path / "other.parquet")
     for name, message in (("damaged", "cannot be read"), ("other", "no column source"), ("absent", "cannot be read")):
@@ -128,13 +127,13 @@ def test_the_page_is_self_contained_and_escapes_everything(tmp_path):
     assert "<script" not in page
     assert "<b>" not in page
     assert re.findall(r"<img[^>]*src=\"(?!data:)", page) == []
-    assert html.escape(HOSTILE) in page
+    assert str(escape(HOSTILE)) in page
     images = [
-        Image.open(io.BytesIO(base64.b64decode(data))) for data in re.findall(r"data:image/png;base64,([^\"]+)", page)
+        Image.open(io.BytesIO(base64.b64decode(data))) for data in re.findall(r"data:image/jpeg;base64,([^\"]+)", page)
     ]
-    assert len(images) >= 3  # histograms, kept, duplicates
+    assert len(images) == 3, "two kept images, and one of them beside its duplicate"
     numbers = json.loads((tmp_path / "report.json").read_text())
-    assert numbers["kept"] == {"pictures": 2, "bytes": 2000}
+    assert numbers["kept"] == {"images": 2, "bytes": 2000}
     assert numbers["sources"][HOSTILE] == {"": 1}
 
 
@@ -169,7 +168,7 @@ def test_of_a_finished_data_set(tmp_path):
     out = tmp_path / "prepared"
     prepare([source], out, edges=[32], filters=filters, duplicates=DuplicatesConfig(), num_workers=1, report=True)
     report = summarize(sorted((out / "facts").glob("*.parquet")))
-    assert report.kept.pictures == 11
+    assert report.kept.images == 11
     assert report.reasons == {"caption_words": 1, "duplicate": 1, "undecodable": 1}
     [pair] = report.duplicates
     assert {pair.key, pair.of} == {"images/copy.png", "images/05.png"}
@@ -177,6 +176,6 @@ def test_of_a_finished_data_set(tmp_path):
         f"images/{i:02d}.png" for i in range(12) if i not in (3, 5)
     } | {pair.of}
     page = (out / "report.html").read_text(encoding="utf-8")
-    # distributions, the kept, the refused by words and as duplicates, and the pair; what is broken has no sheet
-    assert page.count("<img ") == 5
+    shown = 1 + 11 + 2 + 2  # Histograms, kept images, one refused by its caption and the duplicate, the pair of it.
+    assert page.count("<img ") == shown
     assert json.loads((out / "report.json").read_text())["reasons"] == report.reasons

@@ -68,7 +68,7 @@ document.addEventListener("keydown", (event) => {
 for (const image of images) {
   image.addEventListener("load", show);
   image.addEventListener("error", () => {
-    message.textContent = "A image did not load. Reload the page; your earlier answers are saved.";
+    message.textContent = "An image did not load. Reload the page; your earlier answers are saved.";
   });
 }
 window.addEventListener("pageshow", (event) => {

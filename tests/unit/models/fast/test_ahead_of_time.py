@@ -12,9 +12,9 @@ from diffusion.config.model import Architecture, ModelConfig
 from diffusion.config.performance import Compilation, PerformanceConfig
 from diffusion.config.training import Device
 from diffusion.models import fast
-from diffusion.models.build import build_unet
+from diffusion.models.architectures import build_unet
 from diffusion.models.fast.compilation import find_blocks
-from diffusion.models.norms import use_low_precision_norms
+from diffusion.models.fast.norms import use_low_precision_norms
 from tests.tools.inductor_aot import Graph, lowering_for_gpu
 from tests.tools.triton_aot import ARCHITECTURES
 

@@ -22,10 +22,9 @@ from diffusion.config.training import Precision as TrainPrecision
 from diffusion.ema.averaging import full_tensor, plain_name
 from diffusion.errors import ConfigurationError
 from diffusion.models import fast
-from diffusion.models.architectures import STABLE_DIFFUSION_2, TINY
+from diffusion.models.architectures import STABLE_DIFFUSION_2, TINY, with_seed
 from diffusion.models.fast import compilation
-from diffusion.models.frozen import with_seed
-from diffusion.models.norms import use_low_precision_norms
+from diffusion.models.fast.norms import use_low_precision_norms
 from diffusion.sharding import fsdp_config, set_last_microbatch
 
 SHRUNK = {"block_out_channels": (16, 32, 32, 32), "attention_head_dim": (2, 4, 4, 4), "cross_attention_dim": 16}

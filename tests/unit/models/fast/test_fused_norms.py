@@ -9,8 +9,7 @@ from torch import nn
 
 from diffusion.models.fast.channels_last import ChannelsLastResnet
 from diffusion.models.fast.compilation import compile_modules
-from diffusion.models.fast.norms import FusedGroupNorm, fuse, group_norm
-from diffusion.models.norms import use_low_precision_norms
+from diffusion.models.fast.norms import FusedGroupNorm, fuse, group_norm, use_low_precision_norms
 from tests.tools.generated_code import traffic
 from tests.tools.inductor_aot import Graph, lowering_for_gpu
 from tests.tools.triton_aot import ARCHITECTURES

@@ -8,7 +8,7 @@ import pytest
 
 from diffusion.config.data import Representation, StreamConfig, ValidationConfig
 from diffusion.config.loading import load_config
-from diffusion.datasets.locations import locate_streams
+from diffusion.datasets.streams import locate_streams
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.operations.checks.data import (
     CacheDemand,

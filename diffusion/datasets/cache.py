@@ -1,0 +1,537 @@
+"""The shards of a stream on this machine: originals, or a cache of shards that are fetched when they are needed.
+
+Processes share nothing but files, so any number of ranks, loader workers and jobs may use one cache, and a process may
+be killed at any moment:
+
+- A shard is fetched under a lock of its own (flock on `.locks/NAME` in the stream's folder, which the kernel releases),
+  to a file beside it, which gets the shard's name when its size and hash have been compared with the index.
+- A process that waited for another one's attempt in vain fails with that one's message, and does not try for itself.
+- The workers of a rank hash a shard that was here before once in a start. A damaged copy is fetched again, a damaged
+  original is an error.
+- With a size limit, the shards whose last use is longest ago make room (their modification time is that of their last
+  use). A process that has one open reads on; one that finds it gone fetches it again.
+- `.locks/in_use` is locked while a job uses the folder, so that nobody removes it (`move_unused_cache`).
+"""
+
+import json
+import logging
+import mmap
+import multiprocessing
+import os
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from diffusion import storage
+from diffusion.datasets.mds import (
+    INDEX,
+    SampleDecoder,
+    Shard,
+    ShardFile,
+    ShardFiles,
+    ShardIndex,
+    choose_hash,
+    read_shard_index,
+)
+from diffusion.datasets.streams import StreamLocation
+from diffusion.errors import DataError, UserError
+from diffusion.files import PARTIAL, atomic_path, hash_file, lock, open_lock, unique_partial
+from diffusion.storage import join, shown
+
+logger = logging.getLogger(__name__)
+
+LOCKS = ".locks"
+"""Folder in that of a stream; its files are empty, or hold the last failure to fetch a shard."""
+
+IN_USE = "in_use"
+EVICTION = "eviction"
+
+LEFTOVER_SECONDS = 3600.0
+"""Age from which an unfinished copy is one that a killed process left, here or on another machine."""
+
+READ_ATTEMPTS = 8
+"""Times that a shard is fetched because it was removed to make room before it was read."""
+
+_NUM_HASHING = 32
+"""Shards that the workers of a rank hash at a time."""
+
+_LEFTOVER = re.compile(rf"\..+\.[0-9]+-[0-9a-f]+{re.escape(PARTIAL)}")
+"""Name of an unfinished copy (`diffusion.files.unique_partial`)."""
+
+
+class TierCounts(NamedTuple):
+    """What a rank has read since its data was opened."""
+
+    samples: int = 0
+    """Samples of streams that have a remote."""
+
+    hits: int = 0
+    """... whose shard was in the cache when the loader first looked for it."""
+
+    fetched_shards: int = 0
+    """Files that this rank fetched from the store, for itself or for others of its node."""
+
+    fetched_bytes: int = 0
+    read_bytes: int = 0
+    """Bytes of samples, from the disk."""
+
+    def plus(self, other: "TierCounts") -> "TierCounts":
+        """Both together."""
+        return TierCounts(*(one + two for one, two in zip(self, other, strict=True)))
+
+    def since(self, before: "TierCounts") -> "TierCounts":
+        """What has been added."""
+        return TierCounts(*(now - then for now, then in zip(self, before, strict=True)))
+
+
+class TierMeter:
+    """Counts over the loader workers of a rank, in memory that they inherit."""
+
+    def __init__(self) -> None:
+        self._numbers = multiprocessing.Array("q", len(TierCounts._fields))
+
+    def add(self, counts: TierCounts) -> None:
+        """Add what was read."""
+        with self._numbers.get_lock():
+            for position, number in enumerate(counts):
+                self._numbers[position] += number
+
+    def read(self) -> TierCounts:
+        """All that was added."""
+        with self._numbers.get_lock():
+            return TierCounts(*self._numbers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Downloads:
+    """How files are fetched."""
+
+    attempts: int = 8
+    """Attempts for each file, with growing pauses between them."""
+
+    timeout: float = 30.0
+    """Seconds without an answer after which an attempt has failed."""
+
+    validate_hash: str | None = None
+    """Hash that shards are checked against; None is one that the index gives, if it gives any."""
+
+
+class CacheLimit:
+    """Keeps the caches of a job on this machine below a size.
+
+    Shards that several processes fetch at the same time may exceed it.
+
+    Args:
+        num_bytes: the size, of shards, indexes and unfinished copies.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._shards: dict[Path, frozenset[str]] = {}
+
+    def add(self, folder: Path, index: ShardIndex) -> None:
+        """Add a cache; only the files that its index names are ever removed."""
+        self._shards[folder] = frozenset(
+            file.name for shard in index.shards for file in (shard.raw, shard.packed) if file is not None
+        )
+
+    def make_room(self, num_bytes: int) -> None:
+        """Remove the shards whose last use is longest ago until so many bytes fit, as far as shards can be removed."""
+        with lock(_lock_path(next(iter(self._shards)), EVICTION)):
+            files = [(folder, *found) for folder in self._shards for found in files_of_cache(folder)]
+            excess = sum(found.st_size for _, _, found in files) + num_bytes - self.num_bytes
+            for folder, name, found in sorted(files, key=lambda file: file[2].st_mtime_ns):
+                if excess <= 0:
+                    return
+                if name in self._shards[folder] and _remove(folder, name):
+                    excess -= found.st_size
+
+
+def files_of_cache(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """List the files of a cache but the locks, by their names below it."""
+    for parent, folders, names in os.walk(folder):
+        if LOCKS in folders:
+            folders.remove(LOCKS)
+        for name in names:
+            path = Path(parent, name)
+            with suppress(FileNotFoundError):  # Another process has removed or renamed it.
+                yield path.relative_to(folder).as_posix(), path.stat()
+
+
+def _remove(folder: Path, name: str) -> bool:
+    """Remove a shard, unless a process is fetching it."""
+    try:
+        with lock(_lock_path(folder, name), timeout=0):
+            (folder / name).unlink(missing_ok=True)
+            return True
+    except TimeoutError:
+        return False
+
+
+def _lock_path(folder: Path, name: str) -> Path:
+    path = folder / LOCKS / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def move_unused_cache(folder: Path, target: Path) -> bool:
+    """Rename a cache, so that no job finds half of it; return False where a job uses it."""
+    try:
+        with lock(_lock_path(folder, IN_USE), timeout=0):
+            folder.rename(target)
+    except TimeoutError:
+        return False
+    return True
+
+
+class StreamShards:
+    """The shards of one stream, on this machine when they are read.
+
+    Args:
+        location: where the stream lies, checked.
+        downloads: how its files are fetched.
+        limit: of the cache; None is none.
+        meter: counts what is fetched.
+        columns: columns that are read; None is all.
+
+    Raises:
+        DataError: its index cannot be fetched or read.
+    """
+
+    def __init__(
+        self,
+        location: StreamLocation,
+        *,
+        downloads: Downloads | None = None,
+        limit: CacheLimit | None = None,
+        meter: TierMeter | None = None,
+        columns: Collection[str] | None = None,
+    ) -> None:
+        downloads = downloads or Downloads()
+        self.name, self.remote, self.folder = location.name, location.remote, Path(location.local)
+        self._access = replace(location.access, attempts=downloads.attempts, timeout=downloads.timeout)
+        self._hash_kind, self._columns = downloads.validate_hash, columns
+        self._limit, self._meter = limit if self.remote else None, meter or TierMeter()
+        self._hold()
+        self.index = self._open_index()
+        if self._limit is not None:
+            self._limit.add(self.folder, self.index)
+        # One byte for each shard, shared with the workers that this process forks: 1 once its hash has been compared.
+        self._checked = mmap.mmap(-1, len(self.index.shards))
+        self._hashing = [multiprocessing.Lock() for _ in range(_NUM_HASHING)]
+        self._files = ShardFiles()
+        self._at_hand: dict[int, str] = {}
+        self._decoders: dict[int, SampleDecoder] = {}
+        self._read_bytes = 0
+
+    def path(self, shard: int) -> Path:
+        """Raw file of a shard on this machine."""
+        return self.folder / self.index.shards[shard].raw.name
+
+    def is_here(self, shard: int) -> bool:
+        """Whether a shard is on this machine."""
+        return self.path(shard).exists()
+
+    def check_sizes(self, part: slice) -> None:
+        """Compare the sizes of some shards of an original with the index.
+
+        Raises:
+            DataError: one is missing, or has another size.
+        """
+        if self.remote is not None:  # A copy is checked when it is first read.
+            return
+        for shard in self.index.shards[part]:
+            files = [file for file in (shard.raw, shard.packed) if file is not None]
+            sizes = [_size(self.folder / file.name) for file in files]
+            for file, size in zip(files, sizes, strict=True):
+                if size is None and any(sizes):  # The other form of a compressed shard is there.
+                    continue
+                if size != file.num_bytes:
+                    state = "is missing" if size is None else f"has {size} bytes instead of {file.num_bytes}"
+                    raise DataError(f"{self.folder / file.name} {state}, and there is no remote. {_REWRITE}")
+
+    def ensure(self, shard: int) -> None:
+        """Have a shard on this machine, whole; several threads may ask.
+
+        Raises:
+            DataError: it cannot be fetched, or an original is missing or damaged.
+        """
+        path = self.path(shard)
+        if self._checked[shard] and path.exists():
+            if self._limit is not None:
+                with suppress(OSError):  # Another process has just removed it.
+                    os.utime(path)
+            return
+        try:
+            if not self._is_whole(shard):
+                self._fetch(shard)
+            self._checked[shard] = 1
+        except (UserError, OSError) as error:
+            origin = shown(self.remote) if self.remote is not None else str(self.folder)
+            remedy = _REWRITE if self.remote is None else _CHECK
+            message = f"stream '{self.name}', shard {path.name} could not be fetched from {origin}: {error}. {remedy}"
+            raise DataError(message) from error
+
+    def read(self, index: int) -> dict[str, Any]:
+        """Read the wanted columns of a sample of the stream.
+
+        Raises:
+            DataError: its shard cannot be fetched, or its bytes are damaged.
+        """
+        shard, inside = self.index.locate(index)
+        for _ in range(READ_ATTEMPTS):
+            path = self._at_hand.get(shard) or self._have_at_hand(shard)
+            try:
+                data = self._files.read(path, inside)
+                self._read_bytes += len(data)
+                return self._decoder(self.index.shards[shard])(data)
+            except FileNotFoundError:  # Removed to make room.
+                self._at_hand.pop(shard)
+            except (ValueError, IndexError, KeyError) as error:
+                remedy = _REWRITE if self.remote is None else "Delete the file: it is fetched again"
+                what = f"{type(error).__name__}: {error}"
+                raise DataError(f"{path} is damaged at its sample {inside} ({what}). {remedy}") from error
+        raise DataError(
+            f"stream '{self.name}', shard {self.path(shard).name} was removed from the cache {READ_ATTEMPTS} times "
+            "before it was read: raise data.cache_limit"
+        )
+
+    def end_batch(self) -> int:
+        """Look for the files anew in the next batch; with a limit, close them, so that they can make room.
+
+        Returns:
+            Bytes of samples that this process has read since the last call.
+        """
+        self._at_hand.clear()
+        if self._limit is not None:
+            self._files.close()
+        num_bytes, self._read_bytes = self._read_bytes, 0
+        return num_bytes
+
+    def close(self) -> None:
+        """Close all files, and let the folder be removed."""
+        self._files.close()
+        self._at_hand.clear()
+        if self._holding is not None:
+            self._holding()
+
+    def _have_at_hand(self, shard: int) -> str:
+        path = str(self.path(shard))
+        if not os.access(path, os.F_OK):  # An open file would be read on although it is gone.
+            self._files.forget(path)
+        self.ensure(shard)
+        self._at_hand[shard] = path
+        return path
+
+    def _decoder(self, shard: Shard) -> SampleDecoder:
+        decoder = self._decoders.get(id(shard.layout))
+        if decoder is None:
+            decoder = self._decoders[id(shard.layout)] = SampleDecoder(shard.layout, self._columns)
+        return decoder
+
+    def _hold(self) -> None:
+        """Mark the folder as in use, if it is a cache: of this job, or of another one for which this is an original."""
+        self._holding = None
+        with suppress(OSError):  # A cache that is whole may be read-only.
+            if self.remote is not None or (self.folder / LOCKS).is_dir():
+                descriptor = open_lock(_lock_path(self.folder, IN_USE), shared=True)
+                self._holding = weakref.finalize(self, os.close, descriptor)
+
+    def _open_index(self) -> ShardIndex:
+        path = self.folder / INDEX
+        if self.remote is not None:
+            self._remove_leftovers()
+            try:
+                if not path.exists():
+                    with lock(_lock_path(self.folder, INDEX)):
+                        if not path.exists():
+                            storage.download(join(self.remote, INDEX), path, access=self._access)
+            except (UserError, OSError) as error:
+                raise DataError(
+                    f"{shown(self.remote)}/{INDEX} cannot be fetched: {error}. Check data.remote, and that this "
+                    "machine can reach it"
+                ) from error
+        try:
+            return read_shard_index(path)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            remedy = _REWRITE if self.remote is None else "Delete it: it is fetched again"
+            raise DataError(f"{path} cannot be read ({type(error).__name__}: {error}). {remedy}") from error
+
+    def _remove_leftovers(self) -> None:
+        """Remove unfinished copies that killed processes left."""
+        with suppress(OSError):
+            for name, found in files_of_cache(self.folder):
+                if _LEFTOVER.fullmatch(Path(name).name) and time.time() - found.st_mtime > LEFTOVER_SECONDS:
+                    (self.folder / name).unlink(missing_ok=True)
+
+    def _is_whole(self, shard: int) -> bool:
+        """Compare a shard that is here with the index; the workers of a rank do so once.
+
+        Raises:
+            DataError: an original is damaged.
+        """
+        path = self.path(shard)
+        with self._hashing[shard % _NUM_HASHING]:
+            if self._checked[shard] and path.exists():
+                return True
+            try:
+                damage = self._find_damage(self.index.shards[shard].raw)
+            except FileNotFoundError:
+                return False
+            if damage is None:
+                self._checked[shard] = 1
+                return True
+        if self.remote is None:
+            raise DataError(damage)
+        logger.warning("%s; fetching it again from %s", damage, shown(self.remote))
+        return False
+
+    def _find_damage(self, file: ShardFile) -> str | None:
+        """Compare size and hash of a file with the index; return what differs.
+
+        Raises:
+            FileNotFoundError: it is not here.
+        """
+        path = self.folder / file.name
+        if (size := path.stat().st_size) != file.num_bytes:
+            return f"{path} has {size} bytes instead of {file.num_bytes}"
+        digest = self._digest(file)
+        if digest is not None and hash_file(path, digest[0]) != digest[1]:
+            return f"{path} is damaged: its {digest[0]} is not that of the index"
+        return None
+
+    def _digest(self, file: ShardFile) -> tuple[str, str] | None:
+        """Kind and value of the hash that a file is compared with."""
+        if self._hash_kind is not None and self._hash_kind not in file.hashes:
+            known = ", ".join(sorted(file.hashes)) or "none"
+            raise DataError(
+                f"the index gives no {self._hash_kind} of {file.name} ({known}): set data.validate_hash=null"
+            )
+        return choose_hash(file.hashes) if self._hash_kind is None else (self._hash_kind, file.hashes[self._hash_kind])
+
+    def _fetch(self, shard: int) -> None:
+        """Fetch a shard, or wait for the process that fetches it."""
+        entry = self.index.shards[shard]
+        if self.remote is None and entry.packed is None:
+            raise FileNotFoundError("the file is gone, and there is no remote")
+        began = time.time()
+        with lock(_lock_path(self.folder, entry.raw.name)) as descriptor:
+            with suppress(FileNotFoundError):
+                if self._checked[shard] and self.is_here(shard):
+                    return
+                if self._find_damage(entry.raw) is None:  # Another rank or job has fetched it.
+                    return
+            with _shared_failure(descriptor, began):
+                if entry.packed is not None:
+                    self._unpack(entry, entry.packed)
+                else:
+                    self._copy(entry.raw, entry.cached_bytes)
+            self._checked[shard] = 1
+
+    def _copy(self, file: ShardFile, num_bytes: int) -> None:
+        """Fetch a file from the remote, and make room for so many bytes before."""
+        assert self.remote is not None
+        if self._limit is not None:
+            self._limit.make_room(num_bytes)
+        (self.folder / file.name).unlink(missing_ok=True)
+        uri, digest = join(self.remote, file.name), self._digest(file)
+        storage.download(uri, self.folder / file.name, size=file.num_bytes, digest=digest, access=self._access)
+        self._meter.add(TierCounts(fetched_shards=1, fetched_bytes=file.num_bytes))
+
+    def _unpack(self, entry: Shard, packed: ShardFile) -> None:
+        """Make the raw file of a compressed shard; the compressed one may be here."""
+        from streaming.base.compression import decompress
+
+        path = self.folder / packed.name
+        damage = self._find_damage(packed) if path.exists() else f"{path} is missing"
+        if damage is not None:
+            if self.remote is None:
+                raise DataError(damage)
+            self._copy(packed, entry.cached_bytes)
+        raw = self.folder / entry.raw.name
+        try:
+            content = decompress(entry.layout.compression, path.read_bytes())
+        except Exception as error:  # Each decompressor has exceptions of its own.
+            raise DataError(f"{path} cannot be decompressed ({type(error).__name__}: {error})") from error
+        if len(content) != entry.raw.num_bytes:
+            raise DataError(f"{path} holds {len(content)} bytes instead of {entry.raw.num_bytes}")
+        with atomic_path(raw, partial=unique_partial(raw), durable=False) as partial:
+            partial.write_bytes(content)
+        if self.remote is not None:
+            path.unlink()
+
+
+_REWRITE = "Copy or write the data set again"
+_CHECK = "Check that it is there and whole and that this machine can reach it, then start the same command again"
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
+
+
+@contextmanager
+def _shared_failure(descriptor: int, began: float) -> Iterator[None]:
+    """Note a failure of the block in the file of the lock; raise one that was noted since a time.
+
+    Args:
+        descriptor: of the file, whose lock is held.
+        began: when this process began to wait for the lock.
+    """
+    content = os.pread(descriptor, 2**16, 0)
+    with suppress(ValueError):  # Empty, or cut off.
+        failed, message = json.loads(content)
+        if failed >= began:
+            raise DataError(message)
+    try:
+        yield
+    except Exception as error:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps([time.time(), str(error)]).encode(), 0)
+        raise
+    if content:
+        os.ftruncate(descriptor, 0)
+
+
+class Prefetcher:
+    """Visits what comes next in a thread of this process.
+
+    Args:
+        visit: a function of what comes next, such as (epoch, step); several calls at a time are made by nobody.
+    """
+
+    def __init__(self, visit: Callable[[Any], None]) -> None:
+        self._visit = visit
+        self._upcoming: list[Any] = []
+        self._visited: set[Any] = set()
+        self._changed = threading.Condition()
+        self._is_closed = False
+        threading.Thread(target=self._run, name="prefetch", daemon=True).start()
+
+    def reach(self, upcoming: Sequence[Any]) -> None:
+        """Visit these from now on, in order, without those that were visited."""
+        with self._changed:
+            self._visited &= set(upcoming)
+            self._upcoming = [position for position in upcoming if position not in self._visited]
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End the thread after what it visits now."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._upcoming or self._is_closed)
+                if self._is_closed:
+                    return
+                position = self._upcoming.pop(0)
+                self._visited.add(position)
+            self._visit(position)

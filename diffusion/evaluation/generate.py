@@ -1,0 +1,367 @@
+"""Generation of images for prompts by all ranks, from a checkpoint or a pipeline in the diffusers layout.
+
+Image i is a function of model, prompt, guidance scale and protocol. The address of its initial latents is (seed,
+prompt, image of the prompt), and batches are divided by image number. So an image is the same on any number of ranks,
+to the bit on one kind of machine. Another batch size changes rounding errors. An interrupted generation continues.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from PIL import Image
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from diffusion.checkpointing.find import resolve_checkpoint
+from diffusion.checkpointing.layout import batch_of
+from diffusion.distributed import agree, rank, world_size
+from diffusion.ema.posthoc import AVERAGE_SUFFIX
+from diffusion.errors import ConfigurationError, MachineError
+from diffusion.evaluation.config import SamplingConfig
+from diffusion.evaluation.prompts import Prompt, prompts_identity, write_listing
+from diffusion.evaluation.ranks import barrier, broadcast, is_first_rank
+from diffusion.files import atomic_path, read_json, write_json
+from diffusion.loading import load_model
+from diffusion.models.conditioning import DualTextEncoder
+from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.pretrained import PIPELINE_INDEX, is_pipeline, module_identity
+from diffusion.models.sampling import inference_scheduler
+from diffusion.randomness import Purpose, normal
+
+log = logging.getLogger(__name__)
+
+GENERATION = "generation.json"
+"""Record of everything that the images of a folder depend on; written first."""
+
+
+class Generator(Protocol):
+    """Generates images from prompts and initial latents."""
+
+    identity: str
+    """Hash of the weights."""
+
+    resolution: int
+    """Default side of images in pixels."""
+
+    device: torch.device
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
+        """Channels, height and width of the latents of an image, whose size is in pixels."""
+        ...
+
+    def generate(
+        self, prompts: Sequence[str], latents: Tensor, *, negative_prompt: str, num_steps: int, guidance_scale: float
+    ) -> list[Image.Image]:
+        """Generate one image for each prompt, from latents [B, C, H, W]."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatedModel:
+    """A model to evaluate."""
+
+    name: str
+    """Name in file names: `ep0-ba100-ema`."""
+
+    path: str
+    """Checkpoint, file of averaged weights, or folder of a pipeline."""
+
+    step: int | None
+    """Optimizer step of the weights, if known."""
+
+    weights: str
+    """Weights of a checkpoint: `raw`, `ema` ...; empty otherwise."""
+
+    origin: str | None = None
+    """Path or URI of the original, if `path` is a copy."""
+
+
+class CheckpointGenerator:
+    """Generator from a model of this package.
+
+    Args:
+        model: the model.
+        device: device of the model.
+
+    Attributes:
+        vae_identity: hash of the VAE's weights.
+    """
+
+    def __init__(self, model: LatentDiffusion, device: torch.device) -> None:
+        self.vae_identity = module_identity(model.vae)
+        self.identity = _joined(module_identity(model.unet), self.vae_identity, module_identity(model.text_encoder))
+        self.model, self.device, self.resolution = model.to(device).eval(), device, model.resolution
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
+        """Channels, height and width of the latents."""
+        factor = self.model.vae_factor
+        _check_size(height, width, factor)
+        return self.model.unet.config["in_channels"], height // factor, width // factor
+
+    def generate(
+        self, prompts: Sequence[str], latents: Tensor, *, negative_prompt: str, num_steps: int, guidance_scale: float
+    ) -> list[Image.Image]:
+        """Generate one image for each prompt."""
+        factor = self.model.vae_factor
+        images = self.model.generate(
+            prompts,
+            negative_prompt,
+            height=latents.shape[2] * factor,
+            width=latents.shape[3] * factor,
+            num_inference_steps=num_steps,
+            guidance_scale=guidance_scale,
+            latents=latents,
+            batch_size=len(prompts),
+            progress=False,
+        )
+        assert isinstance(images, list)
+        return images
+
+
+class PipelineGenerator:
+    """Generator from a text-to-image pipeline of diffusers, with the DDIM sampler of this package.
+
+    Args:
+        folder: folder in the diffusers layout.
+        device: device of the pipeline.
+
+    Raises:
+        ConfigurationError: the pipeline cannot be loaded.
+    """
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        from diffusers.schedulers.scheduling_ddim import DDIMScheduler
+
+        pipeline = _load_pipeline(folder)
+        pipeline.scheduler = inference_scheduler(DDIMScheduler.from_config(pipeline.scheduler.config))
+        pipeline.set_progress_bar_config(disable=True)
+        text_encoder = pipeline.text_encoder
+        if hasattr(pipeline, "text_encoder_2"):
+            text_encoder = DualTextEncoder(text_encoder, pipeline.text_encoder_2)
+            pipeline.watermark = None
+        self.identity = _joined(*(module_identity(part) for part in (pipeline.unet, pipeline.vae, text_encoder)))
+        self.pipeline, self.device = pipeline.to(device), device
+        self.resolution = pipeline.unet.config.sample_size * pipeline.vae_scale_factor
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
+        """Channels, height and width of the latents."""
+        factor = self.pipeline.vae_scale_factor
+        _check_size(height, width, factor)
+        return self.pipeline.unet.config.in_channels, height // factor, width // factor
+
+    def generate(
+        self, prompts: Sequence[str], latents: Tensor, *, negative_prompt: str, num_steps: int, guidance_scale: float
+    ) -> list[Image.Image]:
+        """Generate one image for each prompt."""
+        factor = self.pipeline.vae_scale_factor
+        return self.pipeline(
+            list(prompts),
+            negative_prompt=[negative_prompt] * len(prompts),
+            height=latents.shape[2] * factor,
+            width=latents.shape[3] * factor,
+            num_inference_steps=num_steps,
+            guidance_scale=guidance_scale,
+            latents=latents.to(self.pipeline.unet.dtype),
+        ).images
+
+
+def _load_pipeline(folder: Path) -> Any:
+    """Load a pipeline of the class in its index: Stable Diffusion or SDXL."""
+    from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
+    from diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl import StableDiffusionXLPipeline
+
+    kinds: dict[str, Any] = {kind.__name__: kind for kind in (StableDiffusionPipeline, StableDiffusionXLPipeline)}
+    try:
+        kind = kinds[json.loads((folder / PIPELINE_INDEX).read_text(encoding="utf-8"))["_class_name"]]
+        return kind.from_pretrained(folder, use_safetensors=True, local_files_only=True)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigurationError(f"model={folder} is no {' or '.join(kinds)}: {reason}") from error
+
+
+def find_models(source: str, weights: Sequence[str]) -> list[EvaluatedModel]:
+    """Find the models to evaluate.
+
+    Args:
+        source: as `EvaluationConfig.model`.
+        weights: as `EvaluationConfig.weights`; unused for a pipeline or a file of averaged weights.
+
+    Raises:
+        ConfigurationError: there is no model.
+    """
+    path = Path(source).expanduser()
+    if is_pipeline(source):
+        return [EvaluatedModel(name=path.resolve().name, path=str(path), step=None, weights="")]
+    if path.suffix == AVERAGE_SUFFIX:
+        return [EvaluatedModel(name=path.stem, path=str(path), step=None, weights="")]
+    return checkpoint_models(resolve_checkpoint(source), weights)
+
+
+def checkpoint_models(checkpoint: Path, weights: Sequence[str]) -> list[EvaluatedModel]:
+    """One model for each of the weights of a checkpoint."""
+    stem, step = checkpoint.name.removesuffix(".pt"), batch_of(checkpoint)
+    return [
+        EvaluatedModel(name=f"{stem}-{one}", path=str(checkpoint), step=step if step >= 0 else None, weights=one)
+        for one in weights
+    ]
+
+
+def load_generator(model: EvaluatedModel, device: torch.device) -> Generator:
+    """Load the generator of a model.
+
+    Raises:
+        ConfigurationError: weights are missing, or do not fit.
+        DataError: the checkpoint is damaged, or lacks the average.
+    """
+    if is_pipeline(model.path):
+        return PipelineGenerator(Path(model.path), device)
+    return CheckpointGenerator(load_model(model.path, weights=model.weights or "raw"), device)
+
+
+def _check_size(height: int, width: int, factor: int) -> None:
+    if height % factor or width % factor:
+        raise ConfigurationError(
+            f"protocol.sampling.height={height} and width={width} must be multiples of {factor} for this model"
+        )
+
+
+def _joined(*identities: str) -> str:
+    return hashlib.sha256(" ".join(identities).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Images to generate."""
+
+    prompts: Sequence[Prompt]
+    sampling: SamplingConfig
+    guidance_scale: float
+    batch_size: int
+
+    @property
+    def num_images(self) -> int:
+        """Number of images; those of one prompt are adjacent."""
+        return len(self.prompts) * self.sampling.images_per_prompt
+
+    def prompt_of(self, image: int) -> int:
+        """Number of the prompt of an image."""
+        return image // self.sampling.images_per_prompt
+
+    def size(self, generator: Generator) -> tuple[int, int]:
+        """Height and width in pixels."""
+        return self.sampling.height or generator.resolution, self.sampling.width or generator.resolution
+
+    def record(self, generator: Generator) -> dict[str, Any]:
+        """Everything that the images depend on."""
+        height, width = self.size(generator)
+        return {
+            "model": generator.identity,
+            "prompts": prompts_identity(self.prompts),
+            "images_per_prompt": self.sampling.images_per_prompt,
+            "guidance_scale": self.guidance_scale,
+            "sampler": "ddim",
+            "num_inference_steps": self.sampling.num_inference_steps,
+            "seed": self.sampling.seed,
+            "height": height,
+            "width": width,
+            "negative_prompt": self.sampling.negative_prompt,
+            "batch_size": self.batch_size,
+        }
+
+
+def addressed_latents(task: Task, images: Sequence[int], shape: tuple[int, int, int], device: torch.device) -> Tensor:
+    """Initial latents of images by number, drawn on the CPU like `initial_latents`: float32 [B, C, H, W]."""
+    addresses = [divmod(image, task.sampling.images_per_prompt) for image in images]
+    prompt, copy = (torch.tensor(part) for part in zip(*addresses, strict=True))
+    return normal(task.sampling.seed, Purpose.INITIAL_LATENTS, copy, prompt, shape).to(device)
+
+
+def image_file(folder: Path, image: int) -> Path:
+    """File of an image."""
+    return folder / f"{image:06d}.png"
+
+
+def generate_images(generator: Generator, task: Task, folder: Path, label: str) -> list[Path]:
+    """Generate the missing images of a folder; collective. All ranks must see the folder.
+
+    Args:
+        generator: generator on the device of this rank.
+        task: the images.
+        folder: folder for the images of this task only.
+        label: label of the progress bar.
+
+    Returns:
+        The files in the order of the images.
+
+    Raises:
+        ConfigurationError: the folder has images of another task; names the difference.
+        MachineError: the folder cannot be written.
+    """
+    files = [image_file(folder, image) for image in range(task.num_images)]
+    agree(lambda: _open_folder(folder, task.record(generator)) if is_first_rank() else None)
+
+    def find_missing() -> list[int]:
+        starts = range(0, task.num_images, task.batch_size)
+        return [start for start in starts if not all(file.is_file() for file in files[start : start + task.batch_size])]
+
+    missing = broadcast(agree(find_missing))
+    with torch.no_grad():
+        for start in tqdm(missing[rank() :: world_size()], desc=label, disable=not is_first_rank(), leave=False):
+            numbers = range(start, min(start + task.batch_size, task.num_images))
+            for number, image in zip(numbers, _generate(generator, task, numbers), strict=True):
+                _save(image, files[number])
+    barrier()
+    agree(lambda: _write_listing(folder, task, files) if is_first_rank() else None)
+    return files
+
+
+def _generate(generator: Generator, task: Task, images: Sequence[int]) -> list[Image.Image]:
+    shape = generator.latent_shape(*task.size(generator))
+    return generator.generate(
+        [task.prompts[task.prompt_of(image)].text for image in images],
+        addressed_latents(task, images, shape, generator.device),
+        negative_prompt=task.sampling.negative_prompt,
+        num_steps=task.sampling.num_inference_steps,
+        guidance_scale=task.guidance_scale,
+    )
+
+
+def _open_folder(folder: Path, record: dict[str, Any]) -> None:
+    """Create the folder, or check that it is of this task."""
+    if (folder / GENERATION).is_file():
+        found = read_json(folder / GENERATION)
+        differing = [key for key in sorted({*found, *record}) if found.get(key) != record.get(key)]
+        if differing:
+            listed = "; ".join(f"{key}: {found.get(key)} there, {record.get(key)} now" for key in differing)
+            raise ConfigurationError(f"{folder} has images of another task ({listed}): choose another output_folder")
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / GENERATION, record)
+    except OSError as error:
+        raise MachineError(f"{folder} cannot be written: {error.strerror}") from error
+
+
+def _save(image: Image.Image, file: Path) -> None:
+    """Write an image atomically."""
+    try:
+        with atomic_path(file, durable=False) as partial:
+            image.save(partial, format="PNG", compress_level=1)
+    except OSError as error:
+        raise MachineError(f"{file} cannot be written: {error.strerror or error}") from error
+
+
+def _write_listing(folder: Path, task: Task, files: Sequence[Path]) -> None:
+    rows = []
+    for image, file in enumerate(files):
+        number, copy = divmod(image, task.sampling.images_per_prompt)
+        prompt = task.prompts[number]
+        row = {"file_name": file.name, "prompt": prompt.text, "category": prompt.category}
+        rows.append({**row, "prompt_index": number, "image_of_prompt": copy})
+    write_listing(folder, rows)

@@ -1,0 +1,361 @@
+"""Automatic checks of colours, counts and spatial relations of generated objects, by an object detector.
+
+The checks are those of GenEval (Ghosh et al. 2023, section 3), whose prompt files are read: required classes, each with
+a minimum count, a colour and a position relative to another class, and upper limits of counts. The detector is a
+zero-shot detector of transformers, or image processing for the shapes of the demo.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from PIL import Image
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from diffusion.distributed import rank, world_size
+from diffusion.errors import ConfigurationError
+from diffusion.evaluation.config import CompositionalConfig
+from diffusion.evaluation.oracle import describe
+from diffusion.evaluation.prompts import Prompt
+from diffusion.evaluation.protocol import COMPOSITIONAL, Number, compositional_protocol
+from diffusion.evaluation.protocol import Protocol as NumberProtocol
+from diffusion.evaluation.ranks import gather, is_first_rank
+from diffusion.evaluation.shapes import COLOURS, Scene, caption
+from diffusion.evaluation.shapes import SHAPES as SHAPE_NAMES
+from diffusion.evaluation.shapes import prompts as shape_scenes
+from diffusion.models.pretrained import freeze, module_identity
+
+SHAPES = "shapes"
+
+ANY_SHAPE = "shape"
+"""Label of the oracle for an unknown outline."""
+
+MAX_OVERLAP = 0.5
+"""Boxes of one label with a greater intersection over union are one object."""
+
+MIN_DISTANCE, MIN_LENGTH = 0.1, 1e-3
+"""Ignored part of an offset as a fraction of the sum of both sides, and minimum length of the rest (GenEval)."""
+
+COLOUR_NAMES = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
+"""Colours of GenEval."""
+
+RELATIONS = ("left of", "right of", "above", "below")
+
+COUNTS = {2: "two", 3: "three", 4: "four"}
+"""Counts in prompts of the demo."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Detection:
+    """Detected object; lengths are fractions of the image's sides, from the top left."""
+
+    label: str
+    colour: str | None
+    x: float
+    """Horizontal centre."""
+
+    y: float
+    """Vertical centre."""
+
+    width: float = 0.0
+    height: float = 0.0
+    confidence: float = 1.0
+
+
+class Detector(Protocol):
+    """Object detector."""
+
+    identity: str
+    """Name and hash, for the protocol."""
+
+    def find(self, image: Image.Image, labels: Sequence[str], colours: Sequence[str]) -> list[Detection]:
+        """Detect objects of the labels and the best of the colours for each; by descending confidence."""
+        ...
+
+
+class ShapesOracle:
+    """Detector of the demo's coloured shapes by image processing."""
+
+    identity = "shapes oracle 1"
+
+    def find(self, image: Image.Image, labels: Sequence[str], colours: Sequence[str]) -> list[Detection]:
+        """Detect shapes with colours, the largest first; an unknown outline has the label `shape`."""
+        return [
+            Detection(label=found.shape or ANY_SHAPE, colour=found.colour, x=found.x, y=found.y)
+            for found in describe(image)
+        ]
+
+
+class ZeroShotDetector:
+    """OWL-ViT (Minderer et al. 2022) or OWLv2: boxes for any label.
+
+    The boxes do not depend on the labels. The colour of an object is that of the query ("a red apple") with the highest
+    score of its box.
+
+    Args:
+        folder: config.json, safetensors, tokenizer and preprocessor of transformers.
+        threshold: minimum confidence.
+        device: device of the model.
+
+    Raises:
+        ConfigurationError: the folder has no such model.
+    """
+
+    def __init__(self, folder: str, threshold: float, device: torch.device) -> None:
+        from transformers import AutoModelForZeroShotObjectDetection, AutoProcessor
+
+        path = Path(folder).expanduser()
+        try:
+            options: dict[str, Any] = {"local_files_only": True}
+            self._processor: Any = AutoProcessor.from_pretrained(path, **options)
+            model: Any = AutoModelForZeroShotObjectDetection.from_pretrained(path, use_safetensors=True, **options)
+        except (OSError, ValueError, ImportError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ConfigurationError(
+                f"protocol.compositional.detector={folder}: {reason} Give a folder with config.json, "
+                "model.safetensors, tokenizer files and preprocessor_config.json of an OWL-ViT or OWLv2 model"
+            ) from error
+        self._model = freeze(model).to(device)
+        self._device, self.threshold = device, threshold
+        self._pads_to_square = model.config.model_type == "owlv2"  # On the right and below.
+        self.identity = f"{model.config.model_type} {module_identity(model)}"
+
+    @torch.no_grad()
+    def find(self, image: Image.Image, labels: Sequence[str], colours: Sequence[str]) -> list[Detection]:
+        """Detect objects of the labels, with non-maximum suppression for each label."""
+        queries = [[f"a photo of a {label}" for label in labels]]
+        queries += [[f"a photo of a {colour} {label}" for colour in colours] for label in labels] if colours else []
+        flat = [query for group in queries for query in group]
+        inputs = self._processor(text=[flat], images=image, return_tensors="pt").to(self._device)
+        outputs = self._model(**inputs)
+        scores, boxes = outputs.logits[0].sigmoid().cpu(), outputs.pred_boxes[0].cpu()
+        if self._pads_to_square:
+            boxes = boxes * max(image.size) / torch.tensor([*image.size, *image.size])
+        of_labels, of_colours = scores[:, : len(labels)], scores[:, len(labels) :]
+        found = []
+        for number, label in enumerate(labels):
+            for box in _suppressed(boxes, of_labels[:, number], self.threshold):
+                near = of_colours[box, number * len(colours) : (number + 1) * len(colours)]
+                colour = colours[int(near.argmax())] if colours else None
+                x, y, width, height = boxes[box].tolist()
+                confidence = float(of_labels[box, number])
+                found.append(
+                    Detection(label=label, colour=colour, confidence=confidence, x=x, y=y, width=width, height=height)
+                )
+        return sorted(found, key=lambda one: one.confidence, reverse=True)
+
+
+def _suppressed(boxes: Tensor, scores: Tensor, threshold: float) -> list[int]:
+    """Numbers of the boxes above the threshold after non-maximum suppression."""
+    from torchvision.ops import nms
+
+    chosen = (scores >= threshold).nonzero()[:, 0]
+    centre, half = boxes[chosen, :2], boxes[chosen, 2:] / 2
+    corners = torch.cat([centre - half, centre + half], dim=1)
+    return chosen[nms(corners, scores[chosen], MAX_OVERLAP)].tolist()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Required objects of one class."""
+
+    label: str
+    count: int = 1
+    """Minimum count."""
+
+    colour: str | None = None
+    relation: str | None = None
+    """One of RELATIONS: position relative to the objects of `target`."""
+
+    target: int | None = None
+    """Number of another entry of the check."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """A prompt and the objects that its images must show."""
+
+    prompt: str
+    category: str
+    include: tuple[Wanted, ...]
+    exclude: tuple[Wanted, ...] = ()
+    """Classes with fewer than `count` objects."""
+
+
+def is_shown(check: Check, found: Sequence[Detection]) -> bool:
+    """Whether detected objects pass a check."""
+    taken: list[list[Detection]] = []
+    for wanted in check.include:
+        same = [one for one in found if one.label == wanted.label]
+        fitting = [one for one in same if wanted.colour is None or one.colour == wanted.colour]
+        if wanted.relation is not None and wanted.target is not None:
+            targets = taken[wanted.target]
+            fitting = [one for one in fitting if any(wanted.relation in relations(one, other) for other in targets)]
+        if len(fitting) < wanted.count:
+            return False
+        taken.append(fitting[: wanted.count])
+    return all(sum(one.label == limit.label for one in found) < limit.count for limit in check.exclude)
+
+
+def relations(first: Detection, second: Detection) -> set[str]:
+    """Position of the first object relative to the second: one relation, or two on a diagonal (as in GenEval)."""
+    apart = (
+        _beyond(first.x - second.x, MIN_DISTANCE * (first.width + second.width)),
+        _beyond(first.y - second.y, MIN_DISTANCE * (first.height + second.height)),
+    )
+    length = math.hypot(*apart)
+    if length < MIN_LENGTH:
+        return set()
+    right, down = apart[0] / length, apart[1] / length
+    found = {"left of": right < -0.5, "right of": right > 0.5, "above": down < -0.5, "below": down > 0.5}
+    return {relation for relation, is_so in found.items() if is_so}
+
+
+def _beyond(offset: float, margin: float) -> float:
+    """Part of an offset beyond a margin, with its sign."""
+    return math.copysign(max(abs(offset) - margin, 0.0), offset)
+
+
+def shape_checks() -> list[Check]:
+    """Checks of the demo: pairs of colour and shape, relations of two objects, and counts of each shape."""
+    single, pairs = shape_scenes()
+    colours = itertools.cycle(COLOURS)
+    counted = [_counted(num, next(colours), shape) for num in COUNTS for shape in SHAPE_NAMES]
+    return [*(_single(scene) for scene in single), *(_pair(scene) for scene in pairs), *counted]
+
+
+def _single(scene: Scene) -> Check:
+    thing = scene.things[0]
+    include = (Wanted(label=thing.shape, colour=thing.colour),)
+    return Check(prompt=caption(scene), category="colour and shape", include=include)
+
+
+def _pair(scene: Scene) -> Check:
+    first, second = scene.things
+    target = Wanted(label=second.shape, colour=second.colour)
+    wanted = Wanted(label=first.shape, colour=first.colour, relation=scene.relation, target=0)
+    return Check(prompt=caption(scene), category="relation", include=(target, wanted))
+
+
+def _counted(num: int, colour: str, shape: str) -> Check:
+    """Check of exactly `num` objects of one shape, all of one colour."""
+    return Check(
+        prompt=f"{COUNTS[num]} {colour} {shape}s on a gray background",
+        category="count",
+        include=(Wanted(label=shape, count=num, colour=colour),),
+        exclude=(Wanted(label=shape, count=num + 1),),
+    )
+
+
+def read_checks(path: Path) -> list[Check]:
+    """Read a file of GenEval: one JSON object a line with `prompt`, `tag`, `include` and `exclude`.
+
+    Raises:
+        ConfigurationError: the file is missing, or a line is invalid.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigurationError(f"protocol.compositional.suite={path} cannot be read: {error.strerror}") from error
+    checks = []
+    for number, line in enumerate(lines, 1):
+        try:
+            if line.strip():
+                checks.append(_check(json.loads(line)))
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise ConfigurationError(f"{path}, line {number}, is not in GenEval's format: {error!r}") from error
+    if not checks:
+        raise ConfigurationError(f"protocol.compositional.suite={path} has no checks")
+    return checks
+
+
+def _check(row: Mapping[str, Any]) -> Check:
+    include = tuple(_wanted(entry) for entry in row["include"])
+    exclude = tuple(_wanted(entry) for entry in row.get("exclude", ()))
+    for number, wanted in enumerate(include):
+        if wanted.relation is not None and (wanted.relation not in RELATIONS or not 0 <= (wanted.target or 0) < number):
+            raise ValueError(f"position {wanted.relation} of {wanted.target}")
+    return Check(prompt=row["prompt"], category=row.get("tag", ""), include=include, exclude=exclude)
+
+
+def _wanted(entry: Mapping[str, Any]) -> Wanted:
+    relation, target = entry.get("position") or (None, None)
+    count, colour = int(entry.get("count", 1)), entry.get("color")
+    return Wanted(label=entry["class"], count=count, colour=colour, relation=relation, target=target)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectChecks:
+    """Checks and their detector."""
+
+    config: CompositionalConfig
+    checks: Sequence[Check]
+    detector: Detector
+
+    def prompts(self) -> list[Prompt]:
+        """Prompts of the checks."""
+        return [Prompt(text=check.prompt, category=check.category) for check in self.checks]
+
+    def protocols(self, images: Mapping[str, Any]) -> dict[str, NumberProtocol]:
+        """Protocol of each number."""
+        content = json.dumps([asdict(check) for check in self.checks])
+        suite = hashlib.sha256(content.encode()).hexdigest()[:16]
+        protocol = compositional_protocol(self.config, images, suite=suite, detector=self.detector.identity)
+        categories = dict.fromkeys(check.category for check in self.checks)
+        return {COMPOSITIONAL: protocol, **{f"{COMPOSITIONAL}/{category}": protocol for category in categories}}
+
+    def evaluate(self, files: Sequence[Path], images: Mapping[str, Any]) -> dict[str, Number]:
+        """Compute the shares of images that pass their checks; collective.
+
+        Args:
+            files: images, with those of one check adjacent.
+            images: record of the images.
+
+        Returns:
+            `compositional/CATEGORY`, and `compositional`, the mean of the categories (as in GenEval), on the first
+            rank; an empty dictionary on others.
+        """
+        colours = sorted({one.colour for check in self.checks for one in check.include if one.colour})
+        names = list(COLOURS) if self.config.suite == SHAPES else [*COLOUR_NAMES] if colours else []
+        own = []
+        numbers = range(rank(), len(files), world_size())
+        for number in tqdm(numbers, desc="object checks", disable=not is_first_rank(), leave=False):
+            check = self.checks[number // self.config.images_per_prompt]
+            labels = list(dict.fromkeys(one.label for one in (*check.include, *check.exclude)))
+            with Image.open(files[number]) as image:
+                found = self.detector.find(image.convert("RGB"), labels, names)
+            own.append((check.category, is_shown(check, found)))
+        by_category: dict[str, list[bool]] = {}
+        for category, is_right in (one for part in gather(own) for one in part):
+            by_category.setdefault(category, []).append(is_right)
+        if not by_category:
+            return {}
+        shares = {f"{COMPOSITIONAL}/{category}": sum(right) / len(right) for category, right in by_category.items()}
+        values = {COMPOSITIONAL: sum(shares.values()) / len(shares), **shares}
+        protocols = self.protocols(images)
+        return {name: Number(value=values[name], protocol=protocols[name]) for name in protocols}
+
+
+def open_object_checks(config: CompositionalConfig, device: torch.device) -> ObjectChecks:
+    """Read the checks and load the detector.
+
+    Raises:
+        ConfigurationError: a file or the detector is missing.
+    """
+    if config.suite != SHAPES and config.detector is None:
+        raise ConfigurationError(
+            f"protocol.compositional.suite={config.suite} needs a detector: give protocol.compositional.detector, a "
+            "folder with an OWL-ViT or OWLv2 model; only suite=shapes works without one"
+        )
+    checks = shape_checks() if config.suite == SHAPES else read_checks(Path(config.suite).expanduser())
+    detector = (
+        ShapesOracle() if config.detector is None else ZeroShotDetector(config.detector, config.threshold, device)
+    )
+    return ObjectChecks(config=config, checks=checks, detector=detector)

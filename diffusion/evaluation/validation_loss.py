@@ -1,0 +1,169 @@
+"""Validation loss of any weights on any number of ranks, and its dependence on the captions."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from diffusion.checkpointing.find import resolve_checkpoint
+from diffusion.config.model import Posterior
+from diffusion.config.schema import Config
+from diffusion.datasets.batch import BatchKey, num_samples
+from diffusion.datasets.loader import ValidationDataset, validation_dataset, validation_loader
+from diffusion.distributed import agree, rank, world_size
+from diffusion.errors import ConfigurationError
+from diffusion.evaluation.generate import CheckpointGenerator, EvaluatedModel, Generator
+from diffusion.evaluation.protocol import VERSION, Number
+from diffusion.evaluation.ranks import is_first_rank
+from diffusion.loading import load_config_of
+from diffusion.models.latent_diffusion import Batch, LatentDiffusion, squared_error
+from diffusion.models.tokenizers import tokenize
+
+NAME = "validation_loss"
+
+CAPTION_KEYS = frozenset({BatchKey.TOKEN_IDS, BatchKey.TEXT_EMBEDDING, BatchKey.POOLED_TEXT_EMBEDDING})
+"""Entries of a batch that depend on its captions."""
+
+
+def validation_losses(evaluated: EvaluatedModel, generator: Generator) -> dict[str, Number]:
+    """Compute the mean squared error on the run's validation data; collective.
+
+    Data, noise and timesteps of each sample are those of the run's own validation. This machine must reach the data.
+
+    Args:
+        evaluated: a checkpoint.
+        generator: its model.
+
+    Returns:
+        `validation_loss`, and below it the means by stream and by tenths of the timesteps, on the first rank; an empty
+        dictionary on others. The values do not depend on the number of ranks.
+
+    Raises:
+        ConfigurationError: the model is no checkpoint of a run with validation data.
+        DataError: the data is missing or damaged.
+    """
+    if not isinstance(generator, CheckpointGenerator):
+        raise ConfigurationError(
+            f"protocol.validation_loss: {evaluated.path} is no checkpoint, and has no validation data"
+        )
+    model = generator.model
+    config = agree(lambda: load_config_of(resolve_checkpoint(evaluated.path)))
+    dataset = agree(lambda: open_validation_data(config, model))
+    model.set_validation_data(dataset.stream_names_with_samples, torch.from_numpy(dataset.addresses()))
+    metrics: Any = model.get_metrics()
+    assert config.validation is not None
+    loader = validation_loader(dataset, config.validation, config.data, rank=rank(), num_ranks=world_size())
+    with torch.no_grad():
+        for batch in tqdm(loader, desc="validation loss", disable=not is_first_rank(), leave=False):
+            outputs = model.eval_forward({key: value.to(generator.device) for key, value in batch.items()})
+            error = squared_error(outputs).cpu()
+            for metric in metrics.values():
+                metric.add(error, batch, outputs.timesteps.cpu())
+    values = {name: metric.compute().item() for name, metric in metrics.items()}
+    protocol = {
+        "version": VERSION,
+        "estimator": "mean squared error at fixed noise and timesteps, not weighted",
+        "samples": len(dataset),
+        "streams": list(dataset.stream_names),
+        "seed": model.seed,
+        "objective": model.objective.prediction_type.value,
+        "zero_terminal_snr": model.objective.zero_terminal_snr,
+        "resolution": config.data.resolution,
+        "vae": generator.vae_identity,
+    }
+    if not is_first_rank():
+        return {}
+    return {name.replace("loss", NAME, 1): Number(value=value, protocol=protocol) for name, value in values.items()}
+
+
+def open_validation_data(config: Config, model: LatentDiffusion) -> ValidationDataset:
+    """Open the validation data of a run.
+
+    Raises:
+        ConfigurationError: the run has none.
+        DataError: the data is missing or damaged.
+    """
+    if config.validation is None:
+        raise ConfigurationError("the run has no validation data (validation)")
+    config.data.num_workers = 0
+    return validation_dataset(
+        config.validation,
+        config.data,
+        tokenize=lambda captions: tokenize(model.tokenizer, captions),
+        with_logvar=config.objective.posterior == Posterior.sample,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptionUse:
+    """Validation losses with true and with shuffled captions, one of each per evaluation seed."""
+
+    true: list[float]
+    """Losses with the captions of the samples."""
+
+    shuffled: list[float]
+    """Losses with the captions of other samples."""
+
+    @property
+    def gain(self) -> float:
+        """Mean over the seeds of the loss with shuffled captions minus the loss with true captions."""
+        return _mean(self.shuffled) - _mean(self.true)
+
+    @property
+    def spread(self) -> float:
+        """Largest minus smallest gain over the seeds."""
+        gains = [s - t for t, s in zip(self.true, self.shuffled, strict=True)]
+        return max(gains) - min(gains)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+@torch.no_grad()
+def measure_caption_use(model: LatentDiffusion, batches: Iterable[Batch], seeds: Sequence[int]) -> CaptionUse:
+    """Measure the validation loss with true captions, and with captions shifted by half the set.
+
+    Noise and timesteps of a sample are the same for both, and depend on the seed.
+
+    Args:
+        model: the model.
+        batches: batches of the validation loader on any device, each with images of one size.
+        seeds: evaluation seeds.
+    """
+    own = list(batches)
+    training_seed, was_training = model.seed, model.unet.training
+    model.unet.eval()
+    try:
+        losses = []
+        for batches in (own, with_shifted_captions(own)):
+            losses.append([])
+            for seed in seeds:
+                model.seed = seed
+                losses[-1].append(_mean_loss(model, batches))
+    finally:
+        model.seed = training_seed
+        model.unet.train(was_training)
+    return CaptionUse(true=losses[0], shuffled=losses[1])
+
+
+def with_shifted_captions(batches: Sequence[Batch]) -> list[Batch]:
+    """Copies of batches with captions shifted by half the set."""
+    sizes = [num_samples(batch) for batch in batches]
+    others: list[Batch] = [dict(batch) for batch in batches]
+    for key in CAPTION_KEYS & batches[0].keys():
+        moved = torch.cat([batch[key] for batch in batches]).roll(sum(sizes) // 2, dims=0)
+        for batch, part in zip(others, moved.split(sizes), strict=True):
+            batch[key] = part
+    return others
+
+
+def _mean_loss(model: LatentDiffusion, batches: Sequence[Batch]) -> float:
+    device = next(model.unet.parameters()).device
+    total = torch.zeros((), dtype=torch.float64)
+    for batch in batches:
+        outputs = model.eval_forward({key: value.to(device) for key, value in batch.items()})
+        total += squared_error(outputs).double().sum().cpu()
+    return (total / sum(map(num_samples, batches))).item()

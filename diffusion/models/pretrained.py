@@ -1,0 +1,474 @@
+"""Pretrained weights: loaded from a folder in the diffusers layout or from the hub, written as such a folder, hashed.
+
+The layout is what `StableDiffusionPipeline.from_pretrained` loads, with safetensors only:
+model_index.json, README.md, scheduler/, tokenizer/, text_encoder/, vae/, unet/, and for SDXL tokenizer_2/ and
+text_encoder_2/.
+"""
+
+import copy
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import requests
+import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from diffusers.schedulers.scheduling_ddim import DDIMScheduler
+from huggingface_hub import constants, snapshot_download
+from torch import Tensor, nn
+from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer, PreTrainedModel
+
+from diffusion.config.model import ModelConfig
+from diffusion.errors import ConfigurationError, DataError, error_context
+from diffusion.models.architectures import (
+    ARCHITECTURES,
+    ArchitectureSpec,
+    build_text_encoder,
+    build_vae,
+    with_seed,
+)
+from diffusion.models.conditioning import DualTextEncoder, TextEncoder
+from diffusion.models.latent_scaling import LatentScaling
+from diffusion.models.stored_weights import StoredWeights, cut_by_size, open_safetensors, write_safetensors
+from diffusion.models.tokenizers import build_tokenizer
+
+Loaded = TypeVar("Loaded")
+
+HUB_TIMEOUT = 10.0
+"""Seconds for the connection to the hub, and for its answer."""
+
+PIPELINE_INDEX = "model_index.json"
+UNET_SHARD_BYTES = 5 * 10**9
+"""Largest file of the U-Net's weights."""
+
+SCHEDULER_CONFIG = "scheduler/scheduler_config.json"
+SCHEDULE_DEFAULTS = {
+    "prediction_type": "epsilon",
+    "rescale_betas_zero_snr": False,
+    "num_train_timesteps": 1000,
+    "beta_schedule": "linear",
+    "beta_start": 0.0001,
+    "beta_end": 0.02,
+    "trained_betas": None,
+}
+"""Defaults of diffusers' schedulers for keys that `SCHEDULER_CONFIG` lacks."""
+
+_WEIGHTS = "diffusion_pytorch_model"
+_NOT_THE_NETWORK = ("sample_size", "_")
+"""Prefixes of keys of a U-Net's configuration that do not change its results."""
+
+
+# VAE, text encoder and tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenParts:
+    """The parts that are not trained. Modules are in eval mode and need no gradients."""
+
+    vae: AutoencoderKL
+    text_encoder: TextEncoder
+    tokenizer: CLIPTokenizer
+    latent_scaling: LatentScaling
+
+
+def freeze(module: nn.Module) -> nn.Module:
+    """Put a module into eval mode without gradients, in place."""
+    return module.eval().requires_grad_(False)
+
+
+@contextmanager
+def upcast(vae: AutoencoderKL) -> Iterator[AutoencoderKL]:
+    """Run a float16 VAE in float32 if its configuration says that float16 overflows (`force_upcast`, as SDXL's)."""
+    is_cast = vae.dtype == torch.float16 and bool(vae.config["force_upcast"])
+    if is_cast:
+        vae.float()
+    try:
+        yield vae
+    finally:
+        if is_cast:
+            vae.half()
+
+
+def load_frozen_parts(config: ModelConfig) -> FrozenParts:
+    """Load the frozen parts, or initialise them at random without `pretrained`.
+
+    Raises:
+        ConfigurationError: weights are missing.
+    """
+    spec = ARCHITECTURES[config.architecture]
+    if config.pretrained:
+        options = {"local_files_only": config.local_files_only, "use_safetensors": True}
+        with error_context("model.pretrained"):
+            text_encoder = load_text_encoder(spec, config.pretrained, **options)
+    else:
+        options = {"local_files_only": True, "use_safetensors": True}
+        text_encoder = with_seed(config.frozen_seed, lambda: build_text_encoder(spec))
+    if config.vae:
+        with error_context("model.vae"):
+            vae = load_pretrained(AutoencoderKL, config.vae, None, **options)
+    elif config.pretrained:
+        with error_context("model.pretrained"):
+            vae = load_pretrained(AutoencoderKL, config.pretrained, "vae", **options)
+    else:
+        vae = with_seed(config.frozen_seed + 1, lambda: build_vae(spec))
+    freeze(vae)
+    freeze(text_encoder)
+    return FrozenParts(
+        vae=vae,
+        text_encoder=text_encoder,
+        tokenizer=build_tokenizer(config.architecture),
+        latent_scaling=LatentScaling.from_vae(vae.config),
+    )
+
+
+def load_text_encoder(spec: ArchitectureSpec, source: str, **options: Any) -> TextEncoder:
+    """Load the text encoder, or SDXL's two, from a folder in the diffusers layout or from the hub.
+
+    Raises:
+        ConfigurationError: weights are missing.
+    """
+    first = load_pretrained(CLIPTextModel, source, "text_encoder", **options)
+    if spec.text_encoder_2 is None:
+        return first
+    return DualTextEncoder(first, load_pretrained(CLIPTextModelWithProjection, source, "text_encoder_2", **options))
+
+
+def local_folder(source: str) -> Path | None:
+    """Path of a local folder; None for a hub name.
+
+    Raises:
+        ConfigurationError: `source` is a path without a folder.
+    """
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    if source.startswith((".", "/", "~")) or source.count("/") > 1:
+        raise ConfigurationError(f"there is no folder {source}: give a folder in the diffusers layout, or a hub name")
+    return None
+
+
+def hub_unavailable_reason() -> str | None:
+    """Reason why the hub is not available, or None.
+
+    One attempt is made, because huggingface_hub repeats its own for more than a minute per file.
+    """
+    if constants.HF_HUB_OFFLINE:
+        return None  # huggingface_hub reports this itself.
+    try:
+        requests.head(constants.ENDPOINT, timeout=HUB_TIMEOUT)
+    except requests.RequestException as error:
+        return f"{constants.ENDPOINT} does not answer ({type(error).__name__})."
+    return None
+
+
+def load_pretrained(
+    kind: type[Loaded], source: str, subfolder: str | None, local_files_only: bool, **options: Any
+) -> Loaded:
+    """Load one part from a folder in the diffusers layout, from the hub, or from the local cache of the hub.
+
+    Only safetensors are read, because other formats can run code.
+
+    Raises:
+        ConfigurationError: the part is missing, incomplete or in another layout.
+    """
+    where = f"{source}/{subfolder}" if subfolder else source
+    folder = local_folder(source)
+    unavailable = None if folder is not None or local_files_only else hub_unavailable_reason()
+    if issubclass(kind, nn.Module):
+        options["output_loading_info"] = True
+    try:
+        loaded: Any = kind.from_pretrained(  # pyright: ignore[reportAttributeAccessIssue]
+            source if folder is None else str(folder),
+            **({"subfolder": subfolder} if subfolder else {}),
+            local_files_only=local_files_only or unavailable is not None,
+            low_cpu_mem_usage=False,
+            **options,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = " ".join(filter(None, [unavailable, str(error).strip().split("\n")[0]]))
+        raise ConfigurationError(
+            f"{kind.__name__} could not be loaded from {where}: {reason} Give a folder in the diffusers layout with "
+            f"safetensors (vae/, text_encoder/, with SDXL text_encoder_2/), or a hub name that this machine can reach."
+        ) from error
+    if not issubclass(kind, nn.Module):
+        return loaded
+    module, info = loaded
+    if info["missing_keys"]:  # The libraries would initialise them at random, with a warning only.
+        raise ConfigurationError(
+            f"{where} lacks {len(info['missing_keys'])} weights of {kind.__name__}, {min(info['missing_keys'])} among "
+            f"them: if a newer version of transformers wrote it, export it with `scripts/export.py` or load it there"
+        )
+    return module
+
+
+# The U-Net of a folder
+
+
+def is_pipeline(path: str | Path) -> bool:
+    """Whether a path is a folder in the diffusers layout."""
+    return (Path(path).expanduser() / PIPELINE_INDEX).is_file()
+
+
+def open_pipeline_unet(folder: Path, unet: UNet2DConditionModel | None = None) -> StoredWeights:
+    """Open the weights of a folder's U-Net.
+
+    Args:
+        folder: in the diffusers layout.
+        unet: network that will load them; its configuration is compared with the stored one.
+
+    Raises:
+        ConfigurationError: there is no U-Net in safetensors, or its configuration differs.
+        DataError: a file is damaged.
+    """
+    part = folder / "unet"
+    files = sorted(part.glob(f"{_WEIGHTS}*.safetensors"))
+    # Weights of another precision may lie beside them: diffusion_pytorch_model.fp16.safetensors.
+    files = [file for file in files if file.name.removesuffix(".safetensors").count(".") == 0]
+    if not files or not (part / "config.json").is_file():
+        raise ConfigurationError(f"{part} holds no config.json and {_WEIGHTS}.safetensors: give a pipeline's folder")
+    if unet is not None:
+        _check_config(part / "config.json", unet)
+    return open_safetensors(files, part)
+
+
+def unet_folder(source: str, *, local_files_only: bool) -> Path:
+    """Folder with a U-Net and its noise schedule, downloaded from the hub if `source` is a hub name.
+
+    Args:
+        source: a folder in the diffusers layout, or a hub name.
+        local_files_only: read the local cache instead of the hub.
+
+    Raises:
+        ConfigurationError: the U-Net is missing.
+    """
+    if (folder := local_folder(source)) is not None:
+        return folder
+    wanted = ["unet/config.json", f"unet/{_WEIGHTS}.safetensors", f"unet/{_WEIGHTS}-*.safetensors", SCHEDULER_CONFIG]
+    try:
+        return Path(snapshot_download(source, allow_patterns=wanted, local_files_only=local_files_only))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigurationError(
+            f"{source}/unet could not be loaded: {reason} Give a folder in the diffusers layout with safetensors, or a "
+            "hub name that this machine can reach"
+        ) from error
+
+
+def read_noise_schedule(folder: Path) -> dict[str, Any] | None:
+    """Noise schedule and prediction type of a folder's U-Net, in diffusers' names.
+
+    Args:
+        folder: in the diffusers layout.
+
+    Returns:
+        The keys of `SCHEDULE_DEFAULTS`; None without `SCHEDULER_CONFIG`.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    path = folder / SCHEDULER_CONFIG
+    if not path.is_file():
+        return None
+    stored = _read_config(path)
+    return {key: stored.get(key, default) for key, default in SCHEDULE_DEFAULTS.items()}
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def _check_config(path: Path, unet: UNet2DConditionModel) -> None:
+    """Reject a U-Net whose configuration changes the results of the same weights."""
+    stored = _read_config(path)
+    with torch.device("meta"):
+        there: Any = UNet2DConditionModel(**{k: v for k, v in stored.items() if not k.startswith("_")}).config
+    differing = [
+        f"{key} is {there[key]} there and {value} here"
+        for key, value in unet.config.items()
+        if not key.startswith(_NOT_THE_NETWORK) and _plain(there[key]) != _plain(value)
+    ]
+    if differing:
+        raise ConfigurationError(
+            f"{path}: {'; '.join(differing)}. Set model.architecture and model.unet to what the weights were trained as"
+        )
+
+
+def _plain(value: Any) -> Any:
+    if value is None:  # Released configurations have None for False.
+        return False
+    return list(value) if isinstance(value, tuple) else value
+
+
+# Writing
+
+
+def fold_scaling(vae: AutoencoderKL, scaling: LatentScaling) -> AutoencoderKL:
+    """Copy a VAE, with the normalisation of latents moved into its 1x1 convolutions.
+
+    StableDiffusionPipeline supports a scalar factor only and would ignore means and standard deviations per channel.
+    The latents of the copy are those of the U-Net; its scaling factor is 1.
+    """
+    vae = copy.deepcopy(vae)
+    num_channels = vae.config["latent_channels"]
+    mean, std = (torch.tensor(values).expand(num_channels) for values in (scaling.mean, scaling.std))
+    quant_conv = vae.quant_conv or _identity(2 * num_channels)
+    post_quant_conv = vae.post_quant_conv or _identity(num_channels)
+    with torch.no_grad():
+        # Moments: mean and log-variance. (m - mean) / std, and logvar - 2 log(std).
+        assert quant_conv.bias is not None and post_quant_conv.bias is not None
+        quant_conv.weight[:num_channels] /= std.view(-1, 1, 1, 1)
+        quant_conv.bias[:num_channels] = (quant_conv.bias[:num_channels] - mean) / std
+        quant_conv.bias[num_channels:] -= 2.0 * std.log()
+        post_quant_conv.bias += post_quant_conv.weight[:, :, 0, 0] @ mean
+        post_quant_conv.weight *= std.view(1, -1, 1, 1)
+    vae.quant_conv, vae.post_quant_conv = quant_conv, post_quant_conv
+    vae.register_to_config(
+        scaling_factor=1.0,
+        shift_factor=None,
+        latents_mean=None,
+        latents_std=None,
+        use_quant_conv=True,
+        use_post_quant_conv=True,
+    )
+    return vae
+
+
+def _identity(num_channels: int) -> nn.Conv2d:
+    """Identity as a 1x1 convolution."""
+    convolution = nn.Conv2d(num_channels, num_channels, 1)
+    with torch.no_grad():
+        convolution.weight.copy_(torch.eye(num_channels)[:, :, None, None])
+        convolution.bias.zero_()  # pyright: ignore[reportOptionalMemberAccess]
+    return convolution.requires_grad_(False)
+
+
+def write_pipeline(
+    folder: Path, *, unet: UNet2DConditionModel, weights: StoredWeights, frozen: FrozenParts, scheduler: DDIMScheduler
+) -> None:
+    """Write all parts of a pipeline.
+
+    Args:
+        folder: empty folder, which the caller renames when it is complete.
+        unet: network on the meta device, whose configuration is written.
+        weights: weights of the U-Net.
+        frozen: the other parts.
+        scheduler: sampler of the pipeline.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    is_factor = frozen.latent_scaling == LatentScaling((0.0,), (1.0 / frozen.vae.config["scaling_factor"],))
+    vae = frozen.vae if is_factor else fold_scaling(frozen.vae, frozen.latent_scaling)
+    pipeline = build_pipeline(unet=unet, vae=vae, frozen=frozen, scheduler=scheduler)
+    pipeline.save_config(folder)
+    for name, part in pipeline.components.items():
+        if isinstance(part, PreTrainedModel):
+            part.save_pretrained(folder / name, state_dict=released_state_dict(part))
+        elif part is not None and part is not unet:
+            part.save_pretrained(folder / name)
+        if isinstance(part, CLIPTokenizer) and not (folder / name / "vocab.json").is_file():
+            backend: Any = part.backend_tokenizer
+            backend.model.save(str(folder / name))  # transformers 5 writes tokenizer.json only, which 4 does not read.
+    unet.save_config(folder / "unet")
+    write_unet(folder / "unet", weights)
+
+
+def build_pipeline(
+    *, unet: UNet2DConditionModel, vae: AutoencoderKL, frozen: FrozenParts, scheduler: DDIMScheduler
+) -> Any:
+    """Assemble a pipeline; with two text encoders, that of SDXL."""
+    from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
+    from diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl import StableDiffusionXLPipeline
+
+    parts: dict[str, Any] = {"vae": vae, "unet": unet, "scheduler": scheduler}
+    if not isinstance(frozen.text_encoder, DualTextEncoder):
+        return StableDiffusionPipeline(
+            **parts,
+            tokenizer=frozen.tokenizer,
+            text_encoder=frozen.text_encoder,
+            safety_checker=None,  # pyright: ignore[reportArgumentType]
+            feature_extractor=None,  # pyright: ignore[reportArgumentType]
+            requires_safety_checker=False,
+        )
+    return StableDiffusionXLPipeline(
+        **parts,
+        tokenizer=_padded_by_end(frozen.tokenizer),
+        tokenizer_2=frozen.tokenizer,
+        text_encoder=frozen.text_encoder.text_encoder,
+        text_encoder_2=frozen.text_encoder.text_encoder_2,
+        force_zeros_for_empty_prompt=False,
+        add_watermarker=False,
+    )
+
+
+def _padded_by_end(tokenizer: CLIPTokenizer) -> CLIPTokenizer:
+    """Tokenizer of SDXL's first text encoder, which pads with the end token."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def write_unet(folder: Path, weights: StoredWeights, shard_bytes: int = UNET_SHARD_BYTES) -> None:
+    """Write a U-Net's weights: one file, or several files of at most `shard_bytes` with an index.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    metadata = {"format": "pt"}
+    groups = list(cut_by_size(weights.shapes, sorted(weights.shapes), shard_bytes))
+    if len(groups) == 1:
+        write_safetensors(folder / f"{_WEIGHTS}.safetensors", weights, groups[0], metadata)
+        return
+    weight_map: dict[str, str] = {}
+    for i, names in enumerate(groups, start=1):
+        file = f"{_WEIGHTS}-{i:05d}-of-{len(groups):05d}.safetensors"
+        write_safetensors(folder / file, weights, names, metadata)
+        weight_map.update(dict.fromkeys(names, file))
+    index = {"metadata": {"total_size": sum(s.nbytes for s in weights.shapes.values())}, "weight_map": weight_map}
+    (folder / f"{_WEIGHTS}.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+# Hashes
+
+
+def released_state_dict(module: nn.Module) -> dict[str, Tensor]:
+    """State dict with the names of released weights: transformers 5 drops `text_model.` in `CLIPTextModel`."""
+    paths = [path for path, part in module.named_modules() if isinstance(part, CLIPTextModel)]
+    # The text encoder of a larger CLIP model is itself called text_model.
+    shortened = [f"{path}." if path else "" for path in paths if path.split(".")[-1] != "text_model"]
+    state = module.state_dict()
+    for start in shortened:
+        names = [name for name in state if name.startswith(start) and not name.startswith(f"{start}text_model.")]
+        state |= {f"{start}text_model.{name.removeprefix(start)}": state.pop(name) for name in names}
+    return state
+
+
+def module_identity(module: nn.Module) -> str:
+    """Hash of a module's weights: SHA-256 over released names, shapes, dtypes and bytes, 16 hexadecimal digits.
+
+    The hash is the same with each version of the libraries. Weights in another precision have another hash.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(released_state_dict(module).items()):
+        data = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {tuple(data.shape)} {data.dtype}".encode())
+        digest.update(data.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
+
+
+def tokenizer_identity(tokenizer: Any) -> str:
+    """Hash of a tokenizer's vocabulary, special tokens and length, 16 hexadecimal digits."""
+    content = {
+        "vocabulary": sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1]),
+        "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "length": tokenizer.model_max_length,
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

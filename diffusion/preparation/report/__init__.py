@@ -1,1 +1,0 @@
-"""What a preparation kept and refused, as a page and as JSON."""

@@ -1,0 +1,87 @@
+"""Figures of reports, drawn with matplotlib in one style; the same drawing gives the same bytes."""
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from diffusion.reports.page import data_uri
+
+WIDTH, HEIGHT = 9.6, 3.3
+"""Size of a figure across the page, in inches."""
+
+COLOURS = ("#2f6fb2", "#d98a29", "#3f8f4f", "#b0413e", "#7a5ea8", "#5c6b73", "#c2639b", "#8a8a2b")
+DARK, GREY = "#1b1f24", "#57606a"
+
+_STYLE: Any = {"svg.hashsalt": "report", "font.size": 9.5, "axes.spines.top": False, "axes.spines.right": False}
+
+
+def subplots(rows: int = 1, columns: int = 1, *, width: float = WIDTH, height: float = HEIGHT) -> tuple[Figure, Any]:
+    """Make a figure and its axes; width and height are in inches."""
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        return figure, figure.subplots(rows, columns)
+
+
+def svg_uri(figure: Figure) -> str:
+    """Figure as the data URI of an SVG."""
+    buffer = io.BytesIO()
+    with matplotlib.rc_context(_STYLE):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return data_uri(buffer.getvalue(), "image/svg+xml")
+
+
+def save_png(figure: Figure, path: Path) -> None:
+    """Write a figure as a PNG file."""
+    with matplotlib.rc_context(_STYLE):
+        figure.savefig(path, dpi=110)
+
+
+def plot_profiles(profiles: Mapping[str, Sequence[tuple[float, float]]], *, x: str, y: str, bins: bool = False) -> str:
+    """Draw curves over a common axis.
+
+    Args:
+        profiles: points (x, y) by name of the curve.
+        x: label of the axis.
+        y: label of the axis.
+        bins: draw steps between the points.
+    """
+    figure, axes = subplots()
+    for colour, (name, points) in zip(cycle(len(profiles)), profiles.items(), strict=True):
+        positions, values = zip(*points, strict=True)
+        style = "steps-mid" if bins else "default"
+        axes.plot(positions, values, "o-", markersize=4, drawstyle=style, color=colour, label=plain(name))
+    axes.set(xlabel=x, ylabel=y)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: step_text(value)))
+    axes.grid(alpha=0.25, linewidth=0.6)
+    if len(profiles) > 1:
+        legend_beside(axes)
+    return svg_uri(figure)
+
+
+def legend_beside(axes: Axes) -> None:
+    """Put the legend to the right of the axes."""
+    axes.legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def cycle(number: int) -> list[str]:
+    """Colours of so many curves."""
+    return [COLOURS[i % len(COLOURS)] for i in range(number)]
+
+
+def plain(text: str) -> str:
+    """Text for matplotlib, where a dollar sign begins mathematics and a leading underscore hides a legend entry."""
+    return ("\u200b" if text.startswith("_") else "") + text.replace("$", r"\$")
+
+
+def step_text(step: float) -> str:
+    """Number of steps in few characters."""
+    for factor, unit in ((1e6, "M"), (1e3, "k")):
+        if abs(step) >= factor:
+            return f"{step / factor:g}{unit}"
+    return f"{step:g}"

@@ -1,0 +1,316 @@
+"""Checkpoints in an object store: a real server that is killed, damaged data, other numbers of ranks."""
+
+import re
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from diffusion import storage
+from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
+from diffusion.checkpointing import remote
+from diffusion.checkpointing.find import find_newest, resolve_checkpoint
+from diffusion.checkpointing.layout import batch_of
+from diffusion.checkpointing.read import read_all
+from diffusion.checkpointing.remote import RemoteCheckpoints
+from diffusion.ema.posthoc import STORED, fetch_averages, reconstruct
+from diffusion.errors import ConfigurationError, DataError, MachineError
+from diffusion.loading import load_config_of, load_model
+from tests.tools.s3_server import S3Server, object_file, s3_process, s3_server
+
+__all__ = ["s3_process", "s3_server"]
+
+pytestmark = pytest.mark.s3
+
+NUM_STEPS = 9
+COMMON = [f"trainer.max_duration={NUM_STEPS}ba", "samples.prompts=[]", "algorithms.ema.start=4ba"]
+FORMS = ("fsdp", "ddp")
+PATIENCE = 120.0
+PLACES = ("run", "elsewhere")
+
+
+@pytest.fixture
+def url(request, s3_server, tmp_path, monkeypatch) -> str:
+    """A place of this test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return f"s3://tests/{request.node.name.replace('[', '-').replace(']', '')}"
+
+
+def options(run: Path, form: str, url: str | None, *more: str) -> tuple[str, list[str]]:
+    place = f"trainer.checkpoint_folder={url or 'null'}"
+    return "tests/tools/toy.yaml", [f"output_folder={run}", f"trainer.parallelism={form}", place, *COMMON, *more]
+
+
+@pytest.fixture(scope="module")
+def reference(server, tmp_path_factory) -> dict[str, Path]:
+    """Uninterrupted runs of two ranks whose checkpoints are in a folder."""
+    root = tmp_path_factory.mktemp("reference")
+    server.train(2, [options(root / form, form, None) for form in FORMS])
+    return {form: root / form for form in FORMS}
+
+
+def steps(url: str) -> list[int]:
+    """The steps of the whole checkpoints of a place."""
+    present = RemoteCheckpoints(url, patience=PATIENCE).present()
+    return [batch_of(Path(found.name)) for found in present if found.is_complete]
+
+
+def final_state(checkpoint: Path) -> dict[str, object]:
+    wanted = ("state.model.", "state.optimizers.", "state.callbacks.LateStartEMA.")
+    return {key: value for key, value in read_all(checkpoint).items() if key.startswith(wanted)}
+
+
+def is_equal(one: object, other: object) -> bool:
+    return (
+        torch.equal(one, other) if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) else one == other
+    )
+
+
+def losses(run: Path) -> list[float]:
+    found, values = series(read_metrics(run / "metrics.jsonl"), TRAIN_LOSS)
+    assert found == list(range(len(found))), "a step is missing or doubled"
+    return values
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_same_checkpoints_as_in_a_folder_and_the_same_ones_stay(
+    server, reference, tmp_path, url, monkeypatch, form, in_background
+):
+    run = tmp_path / "run"
+    keep = ["trainer.save_interval=1ba", "trainer.keep_every=4ba", "trainer.keep_checkpoints=2"]
+    server.train(2, [options(run, form, url, *keep, f"trainer.async_checkpoints={in_background}")])
+    assert steps(url) == [4, 8, 9]
+    assert list((run / "uploads").iterdir()) == []
+    assert not (run / "checkpoints").exists()
+    newest = find_newest(reference[form] / "checkpoints")
+    assert newest is not None
+    expected, found = final_state(newest), final_state(resolve_checkpoint(url))
+    assert expected.keys() == found.keys()
+    assert [key for key in expected if not is_equal(expected[key], found[key])] == []
+    assert resolve_checkpoint(str(run)) == resolve_checkpoint(url)
+
+
+@pytest.mark.world_size(2)
+def test_a_killed_run_continues_at_another_number_of_ranks(server, reference, tmp_path, url):
+    run = tmp_path / "run"
+    kill = "plugins.callbacks=[{path: tests.tools.toys.SignalAt, arguments: {step: 5, number: 9}}]"
+    job = server.run(2, [options(run, "fsdp", url, kill)])
+    assert -9 in job.codes
+    assert steps(url) == [2, 4]
+    server.train(1, [options(run, "fsdp", url, "trainer.async_checkpoints=true")])
+    assert steps(url) == [2, 4, 6, 8, 9]
+    assert not list((run / "downloads").glob("*/*"))
+    assert losses(run) == pytest.approx(losses(reference["fsdp"]), rel=1e-5)
+
+
+def test_half_written_and_damaged_ones_are_passed_over(server, s3_server, tmp_path, url):
+    run = tmp_path / "run"
+    server.train(1, [options(run, "fsdp", url, "trainer.max_duration=8ba")])
+    place = s3_server.path(url)
+    (place / "ep0-ba8" / ".metadata._S3rver_object").rename(tmp_path / "index")
+    for name in (".metadata._S3rver_metadata.json", ".metadata._S3rver_object.md5"):
+        (place / "ep0-ba8" / name).unlink()
+    shard = object_file(s3_server, f"{url}/ep0-ba6/__0_0.distcp")
+    flip_bit(shard)
+    assert steps(url) == [2, 4, 6]
+    job = server.train(1, [options(run, "fsdp", url)])
+    assert f"removing {url}/ep0-ba8, which is incomplete" in job.output
+    assert f"skipping checkpoint {url}/ep0-ba6" in job.output
+    assert "__0_0.distcp does not have its checksum" in job.output
+    assert steps(url) == [2, 4, 6, 8, 9]
+    assert len(losses(run)) == NUM_STEPS
+
+
+def test_where_none_is_whole_the_run_does_not_begin_anew(server, s3_server, tmp_path, url):
+    run = tmp_path / "run"
+    server.train(1, [options(run, "fsdp", url, "trainer.max_duration=2ba", "algorithms.ema=null")])
+    flip_bit(object_file(s3_server, f"{url}/ep0-ba2/__0_0.distcp"))
+    job = server.run(1, [options(run, "fsdp", url)])
+    assert job.codes == [2], job.output[-3000:]
+    assert f"DataError: all checkpoints in {url} are damaged" in job.output
+
+
+def flip_bit(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_models_and_runs_start_from_a_store(server, tmp_path, url, monkeypatch):
+    first, second = tmp_path / "first", tmp_path / "second"
+    server.train(1, [options(first, "fsdp", url, "trainer.max_duration=4ba", "algorithms.ema=null")])
+    model = load_model(f"{url}/ep0-ba2")
+    assert load_config_of(resolve_checkpoint(url)).run_name == "toy"
+    job = server.run(
+        1,
+        [
+            options(
+                second,
+                "ddp",
+                None,
+                f"init_from.checkpoint={url}/ep0-ba2",
+                "optimizer.lr=0",
+                "optimizer.weight_decay=0",
+                "algorithms.ema=null",
+            )
+        ],
+    )
+    assert job.codes == [0], job.output[-3000:]
+    copied = load_model(second)
+    for (name, expected), (_, found) in zip(model.unet.named_parameters(), copied.unet.named_parameters(), strict=True):
+        assert torch.equal(expected, found), name
+    with pytest.raises(ConfigurationError, match="holds no complete checkpoint"):
+        resolve_checkpoint(f"{url}/ep0-ba3")
+
+    for found in RemoteCheckpoints(url, patience=PATIENCE).present():
+        RemoteCheckpoints(url, patience=PATIENCE).remove(found)
+    other = ["trainer.max_duration=4ba", "algorithms.ema=null", "seed=18"]
+    server.train(1, [options(tmp_path / "other", "fsdp", url, *other)])
+    replaced = load_model(f"{url}/ep0-ba2")
+    differs = [not torch.equal(a, b) for a, b in zip(replaced.unet.parameters(), model.unet.parameters(), strict=True)]
+    assert any(differs), "a cached copy was taken for what is in the store now"
+
+
+# Outages
+
+
+def kill_at(step: int, s3_server: S3Server, *, between_uploads: bool = False) -> str:
+    arguments = f"step: {step}, pid: {s3_server.pid}, between_uploads: {between_uploads}"
+    return f"plugins.callbacks=[{{path: tests.tools.s3_server.KillServerAt, arguments: {{{arguments}}}}}]"
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("in_background", [False, True])
+def test_an_outage_loses_no_checkpoint(server, s3_server, reference, tmp_path, url, in_background):
+    run = tmp_path / "run"
+    more = [kill_at(3, s3_server), f"trainer.async_checkpoints={in_background}"]
+    job = server.start_training(2, [options(run, "fsdp", url, *more)])
+    s3_server.await_end()
+    job.wait_for(lambda: "trying again" in job.output)
+    s3_server.start()
+    assert job.finish().codes == [0, 0], job.output[-3000:]
+    assert steps(url) == [2, 4, 6, 8, 9]
+    assert losses(run) == losses(reference["fsdp"])
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_store_that_is_gone_ends_the_run_and_nothing_is_lost(
+    server, s3_server, reference, tmp_path, url, in_background
+):
+    run = tmp_path / "run"
+    more = [
+        kill_at(3, s3_server, between_uploads=True),
+        "trainer.store_timeout=10",
+        f"trainer.async_checkpoints={in_background}",
+    ]
+    job = server.run(2, [options(run, "fsdp", url, *more)])
+    s3_server.await_end()
+    assert job.codes == [2, 2], job.output[-4000:]
+    assert job.output.count("MachineError") == 1, job.output[-4000:]
+    assert re.findall(rf"checkpoint {url}/ep0-ba(\d) cannot be written", job.output)[0] == "4"
+    assert f"Its files are kept in {run / 'uploads'}/ep0-ba4" in job.output
+    assert "Traceback" not in job.output
+    s3_server.start()
+    assert steps(url) == [2]
+    kill = "plugins.callbacks=[{path: tests.tools.toys.SignalAt, arguments: {step: 4, number: 9}}]"
+    assert server.run(1, [options(run, "fsdp", url, kill)]).codes == [-9]
+    assert steps(url) == [2, 4]
+    server.train(1, [options(run, "fsdp", url)])
+    assert losses(run) == pytest.approx(losses(reference["fsdp"]), rel=1e-5)
+
+
+# Files
+
+
+def test_a_neighbour_with_a_longer_name_is_not_listed(s3_server, url):
+    storage.write(f"{url}-more/ep0-ba1.pt", b"")
+    assert steps(url) == []
+
+
+@pytest.mark.world_size(2)
+def test_stored_averages_follow_and_make_the_same_average_elsewhere(server, s3_server, tmp_path, url):
+    power = "algorithms.ema.power={relative_widths: [0.1, 0.2], snapshot_interval: 3ba}"
+    server.train(2, [options(tmp_path / "run", "fsdp", url, power)])
+    fetch_averages(url, tmp_path / "elsewhere")
+    here, there = ({path.name: path.read_bytes() for path in (tmp_path / name / STORED).iterdir()} for name in PLACES)
+    assert sorted(here) == [f"step-{step:06d}-width-{width}.safetensors" for step in (6, 9) for width in (0.1, 0.2)]
+    assert there == here
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "elsewhere" / STORED).iterdir()}
+    fetch_averages(url, tmp_path / "elsewhere")
+    assert written == {path: path.stat().st_mtime_ns for path in written}
+    paths = [reconstruct(tmp_path / name, 0.15)[0] for name in PLACES]
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+@pytest.mark.world_size(2)
+def test_a_store_slower_than_collectives_may_be_stops_neither_steps_nor_a_continued_start(
+    server, s3_server, tmp_path, url
+):
+    run, goes_on, timeout = tmp_path / "run", tmp_path / "goes-on", 12
+    settings = [f"trainer.dist_timeout={timeout}", "trainer.async_checkpoints=true", "trainer.save_interval=9ba"]
+    power = "algorithms.ema.power={relative_widths: [0.1, 0.2], snapshot_interval: 5ba}"
+    freeze = f"{{path: tests.tools.s3_server.FreezeServerAt, arguments: {{step: 4, pid: {s3_server.pid}}}}}"
+    announce = f"{{path: tests.tools.toys.Announce, arguments: {{step: 7, path: {goes_on}}}}}"
+    plugins = f"plugins.callbacks=[{freeze}, {announce}]"
+    try:
+        job = server.start_training(2, [options(run, "fsdp", url, *settings, power, plugins)])
+        job.wait_for(goes_on.exists)
+        time.sleep(1.5 * timeout)
+        s3_server.thaw()
+        ended = job.finish()
+        assert not any(ended.codes), ended.output[-6000:]
+        assert steps(url) == [9]
+        stored = {name for name in RemoteCheckpoints(url, patience=PATIENCE).files() if name.startswith(STORED)}
+        assert stored == {f"{STORED}/step-{step:06d}-width-{w}.safetensors" for step in (5, 9) for w in (0.1, 0.2)}
+
+        beats = run / "heartbeats"
+        shutil.rmtree(beats)
+        s3_server.freeze()
+        job = server.start_training(2, [options(run, "fsdp", url, *settings, power, "trainer.max_duration=10ba")])
+        job.wait_for(lambda: len(list(beats.glob("rank-*"))) == 2)
+        time.sleep(1.5 * timeout)
+        s3_server.thaw()
+        ended = job.finish()
+        assert not any(ended.codes), ended.output[-6000:]
+        assert steps(url) == [9, 10]
+    finally:
+        s3_server.thaw()
+
+
+# Mistakes
+
+
+def test_a_store_that_does_not_answer_is_told_soon_at_the_start(monkeypatch):
+    monkeypatch.setenv("S3_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setattr(remote, "FIRST_CONTACT", 0.2)
+    start = time.monotonic()
+    with pytest.raises(MachineError, match="s3://bucket/runs"):
+        RemoteCheckpoints("s3://bucket/runs", patience=300).check_access()
+    assert time.monotonic() - start < 20
+
+
+def test_what_is_wrong_with_a_bucket_is_said_at_the_start(server, s3_server, tmp_path, url):
+    run = tmp_path / "run"
+    job = server.run(1, [options(run, "fsdp", "s3://none/runs")])
+    assert job.codes == [2], job.output[-3000:]
+    assert "DataError: s3://none/runs/.access: there is no such bucket" in job.output
+    server.train(1, [options(run, "fsdp", None, "trainer.max_duration=2ba", "algorithms.ema=null")])
+    job = server.run(1, [options(run, "fsdp", url)])
+    assert job.codes == [2], job.output[-3000:]
+    assert "the run would begin anew" in job.output
+
+
+def test_a_damaged_download_of_a_named_checkpoint_is_told(server, s3_server, tmp_path, url, monkeypatch):
+    server.train(1, [options(tmp_path / "run", "fsdp", url, "trainer.max_duration=2ba", "algorithms.ema=null")])
+    flip_bit(object_file(s3_server, f"{url}/ep0-ba2/__0_0.distcp"))
+    with pytest.raises(DataError, match="does not have its checksum"):
+        load_model(url)

@@ -1,0 +1,88 @@
+"""Saving in real runs: which checkpoints stay, full disks, ranks that cannot write."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
+from diffusion.checkpointing.find import find_checkpoints, find_damage
+from diffusion.checkpointing.layout import batch_of, list_checkpoints
+
+COMMON = ["trainer.max_duration=4ba", "samples.prompts=[]"]
+FORMS = ("fsdp", "ddp")
+
+
+def options(run: Path, form: str, *more: str) -> tuple[str, list[str]]:
+    return "tests/tools/toy.yaml", [f"output_folder={run}", f"trainer.parallelism={form}", *COMMON, *more]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_checkpoints_of_earlier_starts_are_removed_too(server, tmp_path, form):
+    run = tmp_path / "run"
+    plugin = "plugins.callbacks=[{path: tests.tools.toys.SignalAt, arguments: {step: 6, number: 9}}]"
+    keep = ["trainer.max_duration=9ba", "trainer.save_interval=1ba", "trainer.keep_every=4ba"]
+    server.run(1, [options(run, form, *keep, plugin)])
+    assert [batch_of(path) for path in find_checkpoints(run / "checkpoints")] == [1, 2, 3, 4, 5, 6]
+    server.train(1, [options(run, form, *keep, "trainer.keep_checkpoints=2")])
+    assert [batch_of(path) for path in find_checkpoints(run / "checkpoints")] == [4, 8, 9]
+
+
+# Full disk
+
+
+def size_of(path: Path) -> int:
+    return sum(file.stat().st_size for file in [path, *path.rglob("*")])
+
+
+@pytest.fixture(params=FORMS)
+def small_disk(request, server, tmp_path):
+    """A disk with room for one checkpoint and a half."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    server.train(1, [options(tmp_path / "run", request.param)])
+    size = int(1.5 * size_of(list_checkpoints(tmp_path / "run" / "checkpoints")[0]))
+    try:
+        made = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)], capture_output=True, check=False
+        )
+    except FileNotFoundError:
+        pytest.skip("needs mount")
+    if made.returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield request.param, place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.world_size(2)
+def test_a_full_disk_ends_the_run_with_one_message(server, small_disk):
+    form, disk = small_disk
+    run = disk / "run"
+    job = server.run(2, [options(run, form)])
+    assert job.codes == [2, 2], job.output[-4000:]
+    first = run / "checkpoints" / ("ep0-ba2" if form == "fsdp" else "ep0-ba2.pt")
+    second = run / "checkpoints" / first.name.replace("ba2", "ba4")
+    assert job.output.count("MachineError") == 1, job.output[-4000:]
+    assert f"checkpoint {second} cannot be written: No space left on device" in job.output
+    assert f"it continues from {first}" in job.output
+    assert "Traceback" not in job.output
+    assert list_checkpoints(run / "checkpoints") == [first]
+    assert find_damage(first) is None
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_where_one_rank_cannot_write_all_end_and_the_run_continues(server, tmp_path, form, in_background):
+    run = tmp_path / "run"
+    limit = "plugins.callbacks=[{path: tests.tools.toys.LimitFileSize, arguments: {step: 2, num_bytes: 60000}}]"
+    # The write of step 2 in the background would meet the limit, too.
+    interval, kept = ("4ba", []) if in_background else ("2ba", [2])
+    more = [f"trainer.async_checkpoints={in_background}", f"trainer.save_interval={interval}"]
+    job = server.run(2, [options(run, form, limit, *more)])
+    assert job.codes == [2, 2], job.output[-4000:]
+    assert job.output.count("MachineError") == 1, job.output[-4000:]
+    assert "cannot be written: File too large" in job.output
+    assert [batch_of(path) for path in list_checkpoints(run / "checkpoints")] == kept
+    server.train(2, [options(run, form)])
+    assert series(read_metrics(run / "metrics.jsonl"), TRAIN_LOSS)[0] == list(range(4))

@@ -1,0 +1,283 @@
+"""Training data from object stores and SFTP servers: the same batches as from the disk, whatever the servers do."""
+
+import json
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diffusion.config.data import Representation, StreamConfig
+from diffusion.datasets.batch import BatchKey
+from diffusion.datasets.loader import BatchLoader, train_loader
+from diffusion.errors import DataError
+from tests.tools.faulty_proxy import FaultyProxy
+from tests.tools.s3_server import KEY, S3Server, find_s3rver, object_file, s3_process, s3_server
+from tests.tools.written_data import data_config, write_encoded
+from verification.ports import free_port
+
+assert s3_process
+assert s3_server
+pytestmark = pytest.mark.s3
+
+
+def upload(server: S3Server, folder: Path, url: str) -> None:
+    """Put the files of a folder into a bucket."""
+    import boto3
+
+    client = boto3.client(
+        "s3",
+        endpoint_url=server.endpoint,
+        aws_access_key_id=KEY,
+        aws_secret_access_key=KEY,
+        region_name="us-east-1",
+    )
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        client.upload_file(str(path), bucket, f"{prefix}/{path.relative_to(folder)}")
+
+
+@pytest.fixture
+def proxy(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    """A proxy in front of the server, with which streams are fetched."""
+    proxy = FaultyProxy(s3_server.port)
+    monkeypatch.setenv("S3_ENDPOINT_URL", proxy.endpoint)
+    yield proxy
+    proxy.close()
+
+
+def open_loader(local: Path, remote: str | None = None, *names: str, **options: Any) -> BatchLoader:
+    defaults: dict[str, Any] = {
+        "representation": Representation.latents,
+        "remote": remote,
+        "download_retry": 3,
+        "validate_hash": "xxh64",
+    }
+    config = data_config(local, *names, **(defaults | options))
+    return train_loader(config, seed=3, tokenize=None, rank_batch_size=config.global_batch_size)
+
+
+def read(loader: BatchLoader) -> list[tuple[list[int], list[float]]]:
+    return [(batch[BatchKey.SAMPLE].tolist(), batch[BatchKey.LATENT_MEAN][:, 0, 0, 0].tolist()) for batch in loader]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_encoded(tmp_path_factory.mktemp("original"), {"a": 120, "b": 72})
+
+
+@pytest.fixture(scope="module")
+def expected(original: Path) -> list[tuple[list[int], list[float]]]:
+    return read(open_loader(original, None, "a", "b"))
+
+
+@pytest.fixture
+def remote(original: Path, s3_server: S3Server, request: pytest.FixtureRequest) -> str:
+    url = f"s3://tests/{request.node.originalname}"
+    upload(s3_server, original, url)
+    return url
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_from_s3_as_from_the_disk(tmp_path, remote, expected, num_workers) -> None:
+    assert read(open_loader(tmp_path, remote, "a", "b", num_workers=num_workers)) == expected
+
+
+def test_several_stores_in_one_run(tmp_path, original, remote, expected, monkeypatch) -> None:
+    program = find_s3rver()
+    assert program is not None
+    other = S3Server(tmp_path / "other", program)
+    other.start("elsewhere")
+    try:
+        upload(other, original / "b", "s3://elsewhere/b")
+        credentials = tmp_path / "credentials"
+        lines = [f"[other]\naws_access_key_id = {KEY}\naws_secret_access_key = {KEY}\n"]
+        lines.append("[wrong]\naws_access_key_id = nobody\naws_secret_access_key = nothing\n")
+        credentials.write_text("".join(lines))
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
+
+        def streams(profile: str, a: str) -> list[StreamConfig]:
+            b = StreamConfig(name="b", remote="s3://elsewhere/b", endpoint_url=other.endpoint, profile=profile)
+            return [StreamConfig(name="a", remote=a), b]
+
+        for name, a in (("s3", f"{remote}/a"), ("disk", str(original / "a"))):
+            assert read(open_loader(tmp_path / name, streams=streams("other", a))) == expected
+        with pytest.raises(DataError, match=r"s3://elsewhere/"):
+            open_loader(tmp_path / "refused", streams=streams("wrong", f"{remote}/a"))
+    finally:
+        other.kill()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_server_that_is_killed_and_comes_back(tmp_path, remote, expected, proxy, s3_server, num_workers) -> None:
+    killed = threading.Event()
+
+    def kill(name: str, count: int) -> str | None:
+        if name == "shard.00003.mds" and not killed.is_set():
+            killed.set()
+            s3_server.kill()
+            threading.Timer(0.7, s3_server.start).start()
+            return "drop"
+        return None
+
+    proxy.fault = kill
+    loader = open_loader(tmp_path, remote, "a", "b", num_workers=num_workers, download_retry=8)
+    assert read(loader) == expected
+    assert killed.is_set()
+
+
+def test_a_server_that_is_slow_fails_now_and_then_or_cuts_its_answers(tmp_path, remote, expected, proxy) -> None:
+    faults = {"shard.00000.mds": "error", "shard.00001.mds": "cut", "shard.00002.mds": "damage", "index.json": "slow"}
+    proxy.fault = lambda name, count: faults.get(name) if count == 1 else None
+    assert read(open_loader(tmp_path, remote, "a", "b")) == expected
+    assert all(proxy.requests[name] >= 3 for name in faults if name != "index.json")  # of a and b, and once more
+
+
+@pytest.mark.parametrize("fault", ["error", "silent"])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_server_that_is_down_for_good(tmp_path, remote, proxy, fault, num_workers) -> None:
+    proxy.fault = lambda name, count: fault if name == "shard.00002.mds" else None
+    options = {"num_workers": num_workers, "download_retry": 2, "download_timeout": 1.0}
+    loader = open_loader(tmp_path, remote, "a", **options)
+    began = time.monotonic()
+    with pytest.raises(DataError) as caught:
+        read(loader)
+    # Two attempts (perhaps each by the two threads of a reader), a pause; the rest is for a slow machine.
+    assert time.monotonic() - began < 30
+    message = str(caught.value)
+    assert message.startswith(f"stream 'a', shard shard.00002.mds could not be fetched from {remote}/a: ")
+    assert "Traceback" not in message
+
+
+@pytest.fixture
+def sftp_root(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Address of an SFTP server that shows the original."""
+    import paramiko
+
+    program = shutil.which("rclone")
+    if program is None:
+        pytest.skip("needs rclone (Debian)")
+    key = paramiko.RSAKey.generate(2048)
+    key.write_private_key_file(str(tmp_path / "host-key"))
+    port = free_port()
+    known = tmp_path / "known_hosts"
+    known.write_text(f"[127.0.0.1]:{port} {key.get_name()} {key.get_base64()}\n")
+    monkeypatch.setenv("COMPOSER_SFTP_KNOWN_HOSTS_FILE", str(known))
+    command = [
+        program,
+        "serve",
+        "sftp",
+        str(original),
+        "--addr",
+        f"127.0.0.1:{port}",
+        "--user",
+        "me",
+        "--pass",
+        "secret",
+    ]
+    server = subprocess.Popen([*command, "--key", str(tmp_path / "host-key"), "--read-only"])
+    try:
+        deadline = time.monotonic() + 60
+        while not _listens(port):
+            assert server.poll() is None, "rclone has ended"
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield f"sftp://me:secret@127.0.0.1:{port}"
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_from_sftp_s3_and_the_disk(tmp_path, remote, expected, sftp_root, num_workers) -> None:
+    streams = [StreamConfig(name="a", remote=f"{remote}/a"), StreamConfig(name="b", remote=f"{sftp_root}/b")]
+    assert read(open_loader(tmp_path / "cache", streams=streams, num_workers=num_workers)) == expected
+    streams[1] = StreamConfig(name="b", remote=f"{sftp_root}/nothing")
+    with pytest.raises(DataError, match=r"/nothing/index\.json") as caught:
+        open_loader(tmp_path / "other", streams=streams)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_store_that_is_not_there(tmp_path, remote, monkeypatch) -> None:
+    with pytest.raises(DataError, match=r"nothing/index\.json"):
+        open_loader(tmp_path / "a", remote, "nothing")
+    monkeypatch.setenv("S3_ENDPOINT_URL", "http://127.0.0.1:9")
+    with pytest.raises(DataError, match=r"S3_ENDPOINT_URL"):
+        open_loader(tmp_path / "b", remote, "a", download_retry=1)
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_damaged_object_is_fetched_again_and_then_reported(tmp_path, remote, proxy, s3_server, is_cut) -> None:
+    path = object_file(s3_server, f"{remote}/a/shard.00001.mds")
+    data = path.read_bytes()
+    try:
+        if is_cut:
+            proxy.fault = lambda name, count: "cut" if name == "shard.00001.mds" else None
+        else:
+            path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        with pytest.raises(DataError, match=r"stream 'a', shard shard.00001.mds could not be fetched from .*"):
+            read(open_loader(tmp_path, remote, "a"))
+    finally:
+        path.write_bytes(data)
+    assert proxy.requests["shard.00001.mds"] >= 2
+    assert not (tmp_path / "a" / "shard.00001.mds").exists()
+
+
+def test_eviction_does_not_change_the_batches(tmp_path, original, remote, expected) -> None:
+    shards = sorted(original.glob("*/*.mds"))
+    indexes = sum(path.stat().st_size for path in original.glob("*/index.json"))
+    limit = indexes + 12 * max(path.stat().st_size for path in shards)
+    assert limit < indexes + sum(path.stat().st_size for path in shards)
+    options = {"cache_limit": f"{limit}b", "predownload": 8, "num_workers": 2}
+    loader = open_loader(tmp_path, remote, "a", "b", **options)
+    batches = read(loader)
+    assert batches == expected
+    held = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    # Room for a shard is made before it comes, but two threads of each worker do so at the same time.
+    assert held <= limit + 4 * max(path.stat().st_size for path in shards)
+    assert held < indexes + sum(path.stat().st_size for path in shards), "something was removed"
+
+
+SHARD_SAMPLES = 8
+
+NUM_AHEAD = 16
+"""Samples of two batches, which are fetched before the first one is there; each may be of another shard."""
+
+
+def write_shards(server: S3Server, url: str, num_shards: int, folder: Path) -> None:
+    """Write a stream of many equal shards: one goes through the server, which keeps an object in a few files."""
+    stream = write_encoded(folder, {"a": SHARD_SAMPLES}) / "a"
+    index = json.loads((stream / "index.json").read_text())
+    (shard,) = index["shards"]
+    name = shard["raw_data"]["basename"]
+    for number in range(1, num_shards):
+        raw_data = shard["raw_data"] | {"basename": f"{number:06}.mds"}
+        index["shards"].append(shard | {"raw_data": raw_data})
+    (stream / "index.json").write_text(json.dumps(index))
+    upload(server, stream, f"{url}/a")
+    for file in server.path(f"{url}/a").glob(f"{name}.*"):
+        for number in range(1, num_shards):
+            shutil.copyfile(file, file.with_name(file.name.replace(name, f"{number:06}.mds")))
+
+
+def test_what_a_cold_start_fetches_before_its_first_batch_does_not_grow(tmp_path, s3_server, proxy) -> None:
+    requests = {}
+    for num_shards in (50, 500):
+        url = f"s3://tests/shards-{num_shards}"
+        write_shards(s3_server, url, num_shards, tmp_path / f"{num_shards}")
+        proxy.requests.clear()
+        loader = open_loader(tmp_path / f"cache-{num_shards}", url, "a", predownload=8, download_timeout=60.0)
+        assert len(next(iter(loader))[BatchKey.SAMPLE]) == 8
+        requests[num_shards] = proxy.requests.total()
+    # manifest.json and two lists of marks, each looked for in two folders, and the index.
+    assert max(requests.values()) <= 7 + NUM_AHEAD, requests

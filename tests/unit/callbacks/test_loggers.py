@@ -1,0 +1,113 @@
+"""TensorBoard, wandb and progress lines of runs that are interrupted: each point once."""
+
+import logging
+import shutil
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from diffusion.callbacks import loggers
+from diffusion.callbacks.loggers import ProgressLines
+from diffusion.callbacks.metrics_file import TRAIN_LOSS
+from diffusion.checkpointing.find import resolve_checkpoint
+from diffusion.checkpointing.layout import batch_of
+from diffusion.launch import PREEMPTED_EXIT_CODE
+from tests.tools.logged_points import tensorboard_points, wandb_rows
+
+NUM_STEPS = 16
+KILLED_AT = 9
+
+
+def signal_at(step: int, number: int) -> str:
+    return f"plugins.callbacks=[{{path: tests.tools.toys.SignalAt, arguments: {{step: {step}, number: {number}}}}}]"
+
+
+@pytest.fixture(scope="module")
+def run(server, tmp_path_factory) -> Path:
+    """A run that was killed after steps that no checkpoint has, then pre-empted, then put back, and ended."""
+    root = tmp_path_factory.mktemp("logged")
+    folder = root / "run"
+    options = [
+        f"output_folder={folder}",
+        f"trainer.max_duration={NUM_STEPS}ba",
+        "trainer.save_interval=5ba",
+        "samples.interval=5ba",
+        "loggers.tensorboard=true",
+        "loggers.wandb={project: toy}",
+    ]
+    assert server.run(1, [("tests/tools/toy.yaml", [*options, signal_at(KILLED_AT, 9)])]).codes == [-9]
+    assert batch_of(resolve_checkpoint(str(folder))) == 5
+    assert server.run(1, [("tests/tools/toy.yaml", [*options, signal_at(11, 15)])]).codes == [PREEMPTED_EXIT_CODE]
+    newest = resolve_checkpoint(str(folder))
+    assert batch_of(newest) == 13
+    shutil.rmtree(newest)
+    server.train(1, [("tests/tools/toy.yaml", options)])
+    return folder
+
+
+def steps_of(name: str, points: list[tuple[str, int]]) -> list[int]:
+    assert not [point for point, num in Counter(points).items() if num > 1]
+    return sorted(step for other, step in points if other == name)
+
+
+def test_tensorboard_shows_each_point_once_from_one_file_per_start(run: Path) -> None:
+    folder = run / "tensorboard" / "toy"
+    assert len(list(folder.rglob("events.out.tfevents.*"))) == 3
+    points = tensorboard_points(folder)
+    assert len({name for name, _ in points}) > 5
+    assert steps_of(TRAIN_LOSS, points) == list(range(NUM_STEPS))
+    assert steps_of("time/checkpoint_stall", points) == [5, 10, 15, 16]
+    assert steps_of("lr-AdamW/group0", points) == list(range(NUM_STEPS))
+    assert steps_of("samples", points) == [5, 10, 15, 16]
+
+
+def test_wandb_has_each_point_once_in_files_of_one_run(run: Path) -> None:
+    files = sorted(run.glob("wandb/offline-run-*/*.wandb"))
+    assert len(files) == 3
+    assert len({path.name for path in files}) == 1, "the run has changed its id"
+    points = [(name, row["_step"]) for path in files for row in wandb_rows(path) for name in row if name[0] != "_"]
+    # What wandb had not written when the run was killed is in the metrics file only.
+    assert steps_of(TRAIN_LOSS, points) == list(range(KILLED_AT, NUM_STEPS))
+    assert steps_of("samples", points) == [10, 15, 16]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("wandb", "reason"),
+    [("{offline: false}", "api_key not configured"), ("{project: 'a/b:c'}", "project name 'a/b:c'")],
+)
+def test_an_error_of_wandb_is_reported_once_with_its_key(server, tmp_path: Path, wandb: str, reason: str) -> None:
+    program = ["run.py", "tests/tools/toy.yaml", f"output_folder={tmp_path / 'run'}", f"loggers.wandb={wandb}"]
+    account = {"WANDB_MODE": "online", "WANDB_API_KEY": "", "HOME": str(tmp_path)}
+    job = server.start(2, program, **account).finish()
+    assert job.codes == [2, 2], job.output
+    assert job.output.count("Error: ") == 1
+    assert "loggers.wandb: " in job.output
+    assert reason in job.output
+    assert "loggers.wandb.offline=true" in job.output
+    assert "Traceback" not in job.output
+
+
+def test_progress_lines_come_now_and_then(monkeypatch, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    now = 0.0
+    monkeypatch.setattr(loggers.time, "monotonic", lambda: now)
+    lines, log = ProgressLines(), SimpleNamespace()
+
+    def at(step: int) -> Any:
+        share = SimpleNamespace(value=step / 1000)
+        return SimpleNamespace(
+            timestamp=SimpleNamespace(batch=SimpleNamespace(value=step)), get_elapsed_duration=lambda: share
+        )
+
+    lines.fit_start(at(100), log)  # pyright: ignore[reportArgumentType]
+    for step in range(101, 161):
+        now += 1.0
+        lines.log_metrics({TRAIN_LOSS: 0.5}, step - 1)
+        lines.batch_end(at(step), log)  # pyright: ignore[reportArgumentType]
+    lines.fit_end(at(160), log)  # pyright: ignore[reportArgumentType]
+    assert len(caplog.messages) == 3
+    assert caplog.messages[1] == "step 160 (16.0 %): loss 0.5, 1 steps/s, 14 min left"

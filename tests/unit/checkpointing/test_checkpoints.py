@@ -1,0 +1,310 @@
+"""Which checkpoint is used: damaged ones are not, and ones that try to run code are rejected."""
+
+import contextlib
+import os
+import pickle
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
+from diffusion.checkpointing.checksums import read_checksums
+from diffusion.checkpointing.find import (
+    check_checkpoint,
+    find_checkpoints,
+    find_newest,
+    resolve_checkpoint,
+)
+from diffusion.checkpointing.layout import CHECKSUMS, batch_of, list_checkpoints
+from diffusion.checkpointing.read import UnsafeCheckpointError, read_entries, read_unet
+from diffusion.config.model import Weights
+from diffusion.errors import ConfigurationError, DataError
+from diffusion.loading import load_model
+from tests.tools.malicious_checkpoints import ATTACKS, evil_entry, evil_optimizer_entry, evil_tensor
+
+COMMON = ["trainer.max_duration=4ba", "samples.prompts=[]"]
+FORMS = ("fsdp", "ddp")
+
+
+def options(run: Path, form: str, *more: str) -> tuple[str, list[str]]:
+    return "tests/tools/toy.yaml", [f"output_folder={run}", f"trainer.parallelism={form}", *COMMON, *more]
+
+
+@pytest.fixture(scope="module")
+def trained(server, tmp_path_factory) -> dict[str, Path]:
+    """A run of four steps with checkpoints at 2 and 4, sharded and not."""
+    root = tmp_path_factory.mktemp("trained")
+    server.train(1, [options(root / form, form) for form in FORMS])
+    return {form: root / form for form in FORMS}
+
+
+@pytest.fixture(params=FORMS)
+def run(request, trained, tmp_path) -> tuple[str, Path]:
+    """A copy of the run, to be damaged."""
+    shutil.copytree(trained[request.param], tmp_path / "run")
+    return request.param, tmp_path / "run"
+
+
+# Damage
+
+
+def data_file(checkpoint: Path) -> Path:
+    return checkpoint / "__0_0.distcp" if checkpoint.is_dir() else checkpoint
+
+
+def truncate(checkpoint: Path) -> None:
+    path = data_file(checkpoint)
+    os.truncate(path, path.stat().st_size - 1000)
+
+
+def remove_shards(checkpoint: Path) -> None:
+    data_file(checkpoint).unlink()
+    if checkpoint.suffix:
+        checkpoint.touch()
+
+
+def zero_in_the_middle(checkpoint: Path) -> None:
+    """As a file looks whose blocks were not on disk when the power went."""
+    path = data_file(checkpoint)
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.seek(size // 4)
+        file.write(bytes(size // 2))
+
+
+def flip_a_bit(checkpoint: Path) -> None:
+    """In the middle of the largest tensor."""
+    path = data_file(checkpoint)
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+
+
+def flip_a_bit_of_the_index(checkpoint: Path) -> None:
+    """In the number of an offset, so that it is still an index."""
+    if not checkpoint.is_dir():
+        flip_a_bit(checkpoint)
+        return
+    metadata = FileSystemReader(checkpoint).read_metadata()
+    next(iter(metadata.storage_data.values())).offset ^= 1
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def cut_the_index(checkpoint: Path) -> None:
+    path = checkpoint / ".metadata" if checkpoint.is_dir() else checkpoint
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def leave_half_written(checkpoint: Path) -> None:
+    if checkpoint.is_dir():
+        (checkpoint / ".metadata").rename(checkpoint / ".metadata.tmp")
+    else:
+        os.truncate(checkpoint, 10_000)
+
+
+CHEAP = [truncate, remove_shards, cut_the_index, leave_half_written]
+"""Damage that is seen without reading everything."""
+
+
+@pytest.mark.parametrize("damage", [*CHEAP, zero_in_the_middle, flip_a_bit, flip_a_bit_of_the_index])
+def test_of_a_damaged_checkpoint_the_one_before_is_taken(run, damage, caplog):
+    _, folder = run
+    before, newest = list_checkpoints(folder / "checkpoints")
+    assert (batch_of(before), batch_of(newest)) == (2, 4)
+    check_checkpoint(newest)
+    damage(newest)
+    with pytest.raises(DataError, match=newest.name):
+        check_checkpoint(newest)
+    assert find_newest(folder / "checkpoints", check_checkpoint) == before
+    assert f"skipping checkpoint {newest}" in caplog.text
+    if damage in CHEAP:
+        assert find_checkpoints(folder / "checkpoints") == [before]
+        assert resolve_checkpoint(str(folder)) == before
+        with pytest.raises((ConfigurationError, DataError)):
+            load_model(newest)
+
+
+def test_a_flipped_bit_is_noticed_before_anything_is_loaded(trained, tmp_path):
+    checkpoint = tmp_path / "ep0-ba4"
+    shutil.copytree(resolve_checkpoint(str(trained["fsdp"])), checkpoint)
+    checksums = read_checksums(checkpoint)
+    assert checksums is not None
+    assert set(checksums) == {".metadata", "__0_0.distcp"}
+    flip_a_bit(checkpoint)
+    whole = tmp_path / "whole"
+    shutil.copytree(checkpoint, whole)
+    (whole / CHECKSUMS).unlink()
+    read_unet(whole, Weights.raw)  # Nothing else would notice.
+    for read in (lambda: read_unet(checkpoint, Weights.raw), lambda: load_model(checkpoint)):
+        with pytest.raises(DataError, match=r"__0_0\.distcp does not have its checksum"):
+            read()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"__0_0.distcp": 1}', b'{".metadata": {"xxh64": "0"}}', b"{}"])
+def test_damaged_checksums_are_damage(trained, tmp_path, content):
+    checkpoint = tmp_path / "ep0-ba4"
+    shutil.copytree(resolve_checkpoint(str(trained["fsdp"])), checkpoint)
+    (checkpoint / CHECKSUMS).write_bytes(content)
+    with pytest.raises(DataError, match=CHECKSUMS):
+        check_checkpoint(checkpoint)
+
+
+def test_a_run_continues_from_the_one_before_and_removes_what_is_half_written(server, trained, tmp_path):
+    starts = {}
+    for form, damage in [("fsdp", flip_a_bit), ("ddp", zero_in_the_middle), ("fsdp", leave_half_written)]:
+        run = tmp_path / f"{form}-{damage.__name__}"
+        shutil.copytree(trained[form], run)
+        damage(list_checkpoints(run / "checkpoints")[-1])
+        (run / "checkpoints" / "ep9-ba99").mkdir()
+        starts[run] = options(run, form, "trainer.max_duration=5ba", "trainer.save_interval=100ba")
+    job = server.train(1, list(starts.values()))
+    for run in starts:
+        assert f"skipping checkpoint {run / 'checkpoints' / 'ep0-ba4'}" in job.output or (
+            f"removing {run / 'checkpoints' / 'ep0-ba4'}," in job.output
+        )
+        assert not (run / "checkpoints" / "ep9-ba99").exists()
+        rows = read_metrics(run / "metrics.jsonl")
+        assert series(rows, TRAIN_LOSS)[0] == list(range(5))
+        assert batch_of(resolve_checkpoint(str(run))) == 5
+
+
+def test_where_none_is_whole_the_run_does_not_begin_anew(server, run):
+    form, folder = run
+    for checkpoint in list_checkpoints(folder / "checkpoints"):
+        zero_in_the_middle(checkpoint)
+    job = server.run(1, [options(folder, form)])
+    assert job.codes == [2], job.output[-3000:]
+    assert f"DataError: all checkpoints in {folder / 'checkpoints'} are damaged" in job.output
+
+
+def test_the_newest_complete_checkpoint_is_taken(trained, tmp_path):
+    checkpoints = tmp_path / "checkpoints"
+    for batch in (10, 2, 9):
+        shutil.copytree(resolve_checkpoint(str(trained["fsdp"])), checkpoints / f"ep0-ba{batch}")
+    (checkpoints / "ep0-ba11").mkdir()
+    (checkpoints / "ep0-ba12.pt").write_bytes(b"PK\x03\x04 half of an archive")
+    assert resolve_checkpoint(str(tmp_path)).name == "ep0-ba10"
+
+
+# Checkpoints that try to run code
+
+
+def test_the_attacks_work_on_readers_that_do_not_look(trained, tmp_path):
+    for form, attack in ATTACKS:
+        if attack is evil_tensor:
+            continue
+        proof, checkpoint = tmp_path / f"proof-{attack.__name__}", tmp_path / attack.__name__ / "ep0-ba4"
+        newest = list_checkpoints(trained[form] / "checkpoints")[-1]
+        checkpoint.parent.mkdir()
+        if form == "ddp":
+            shutil.copy(newest, checkpoint)
+            attack(checkpoint, proof)
+            torch.load(checkpoint, weights_only=False)
+        else:
+            shutil.copytree(newest, checkpoint)
+            attack(checkpoint, proof)
+            read_carelessly(checkpoint)
+        assert proof.exists(), attack
+
+
+def read_carelessly(checkpoint: Path) -> None:
+    """As torch and Composer do without this package."""
+    reader = FileSystemReader(checkpoint)
+    with contextlib.suppress(AttributeError):
+        names = [
+            name for name, entry in reader.read_metadata().state_dict_metadata.items() if not hasattr(entry, "size")
+        ]
+        load(dict.fromkeys(names), storage_reader=reader, planner=DefaultLoadPlanner(False, False), no_dist=True)
+
+
+@pytest.mark.parametrize(("form", "attack"), ATTACKS)
+def test_a_malicious_checkpoint_is_refused_and_runs_nothing(server, trained, tmp_path, form, attack):
+    run, proof = tmp_path / "run", tmp_path / "proof"
+    shutil.copytree(trained[form], run)
+    newest = list_checkpoints(run / "checkpoints")[-1]
+    attack(newest, proof)
+    if newest.is_dir():
+        (newest / CHECKSUMS).unlink()  # As whoever attacks would do.
+
+    refused: list[str] = []
+    for read in (
+        lambda: load_model(newest),
+        lambda: load_model(run),
+        lambda: read_unet(newest, Weights.raw),
+        lambda: read_unet(newest, Weights.ema),
+    ):
+        try:
+            read()
+        except DataError as error:
+            refused.append(str(error))
+    needed = {evil_entry: 2, evil_optimizer_entry: 0, evil_tensor: 3}.get(attack, 4)
+    assert len(refused) >= needed, refused
+    assert not proof.exists()
+
+    longer = options(run, form, "trainer.max_duration=6ba")
+    job = server.run(1, [longer])
+    assert job.codes == [2], job.output[-3000:]
+    assert job.output.count("CheckpointError: ") + job.output.count("DataError: ") == 1, job.output[-3000:]
+    assert "Traceback" not in job.output
+    if needed > 2:
+        other = options(tmp_path / "other", form, f"init_from.checkpoint={newest}")
+        job = server.run(1, [other])
+        assert job.codes == [2], job.output[-3000:]
+    assert not proof.exists()
+    assert "Nothing was loaded" in job.output or "cannot be loaded" in job.output
+
+
+@pytest.mark.parametrize("place", ["../ep0-ba2/__0_0.distcp", "/etc/passwd", "..", ""])
+def test_an_index_names_files_of_its_own_folder_only(trained, tmp_path, place):
+    checkpoint = tmp_path / "ep0-ba4"
+    shutil.copytree(resolve_checkpoint(str(trained["fsdp"])), checkpoint)
+    metadata = FileSystemReader(checkpoint).read_metadata()
+    next(iter(metadata.storage_data.values())).relative_path = place
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UnsafeCheckpointError, match="outside of its folder"):
+        read_entries(checkpoint)
+    with pytest.raises(UnsafeCheckpointError, match="outside of its folder"):
+        load_model(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "opcodes",
+    [
+        b"cbuiltins\neval\n(V1\ntR.",
+        b"cposix\nsystem\n(Vtrue\ntR.",
+        b"\x80\x04\x8c\x05torch\x94\x8c\x08hub.load\x94\x93.",
+        b"ctorch.distributed.checkpoint.metadata\nMetadata.__init__.__globals__\n.",
+        b"ctorch.distributed.checkpoint.filesystem\nFileSystem\n)R.",
+        b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N}V__setstate__\nctorch\nSize\nstb.",
+        b"P1\n.",
+        b"\x82\x01.",
+        b"",
+        b"not a pickle",
+    ],
+)
+def test_an_index_can_only_be_an_index(tmp_path, opcodes):
+    (tmp_path / ".metadata").write_bytes(opcodes)
+    with pytest.raises(DataError, match="is not the index of a checkpoint"):
+        read_entries(tmp_path)
+
+
+def test_a_file_with_a_wrong_checksum_is_damaged(trained, tmp_path):
+    path = tmp_path / "ep0-ba4.pt"
+    shutil.copy(resolve_checkpoint(str(trained["ddp"])), path)
+    with zipfile.ZipFile(path) as archive:
+        largest = max(archive.infolist(), key=lambda entry: entry.file_size)
+    with path.open("r+b") as file:
+        file.seek(largest.header_offset + largest.file_size // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(DataError, match=r"checksum|Bad CRC"):
+        check_checkpoint(path)

@@ -1,0 +1,186 @@
+"""A run that is started again: settings that may change, and what is left to do after a kill at its end."""
+
+import os
+import shutil
+import signal
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from composer import Callback, Logger, State
+
+from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
+from diffusion.checkpointing.find import resolve_checkpoint
+from diffusion.checkpointing.layout import batch_of, list_checkpoints
+from diffusion.checkpointing.resume import FINISHED, check_changes
+from diffusion.config.loading import load_config
+from diffusion.config.secrets import to_public_yaml
+from diffusion.errors import ConfigurationError
+from diffusion.loading import load_config_of
+
+SHORT = ["samples.prompts=[]", "algorithms.ema=null", "trainer.device=cpu"]
+OTHER_OBJECTIVE = ["objective.prediction_type=epsilon", "objective.offset_noise=0.3"]
+
+
+def command(run: Path, *overrides: str) -> list[str]:
+    return ["run.py", "tests/tools/toy.yaml", f"output_folder={run}", "trainer.max_duration=2ba", *SHORT, *overrides]
+
+
+@pytest.fixture(scope="module")
+def finished(server, tmp_path_factory) -> dict[str, Path]:
+    """A run of two steps with each parallelism."""
+    root = tmp_path_factory.mktemp("finished")
+    for parallelism in ("fsdp", "ddp"):
+        server.command(1, command(root / parallelism, f"trainer.parallelism={parallelism}"))
+    return {parallelism: root / parallelism for parallelism in ("fsdp", "ddp")}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            OTHER_OBJECTIVE,
+            "objective.prediction_type (was v_prediction, is epsilon); objective.offset_noise (was 0.0, is 0.3)",
+        ),
+        (["model.unet.block_out_channels=[8]"], "model.unet (was {"),
+    ],
+)
+def test_another_model_or_objective_is_refused(server, finished, overrides, message):
+    run = finished["fsdp"]
+    config, checkpoints = (run / "config.yaml").read_bytes(), list_checkpoints(run / "checkpoints")
+    job = server.start(1, command(run, "trainer.max_duration=4ba", *overrides)).finish()
+    assert job.codes == [2], job.output
+    assert message in job.output
+    assert "another run_name or output_folder" in job.output
+    assert "Traceback" not in job.output
+    assert (run / "config.yaml").read_bytes() == config
+    assert list_checkpoints(run / "checkpoints") == checkpoints
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "refused"),
+    [
+        (["model.vae=/a/vae"], ["model.vae=/b/vae", "model.local_files_only=true"], []),
+        ([], ["model.vae=/b/vae"], ["model.vae (was null, is /b/vae)"]),
+        (["init_from.checkpoint=/a", "model.lora.rank=2"], [], ["model.lora (was {"]),
+        (
+            ["task=autoencoder", "autoencoder.vae={latent_channels: 4}"],
+            ["task=autoencoder"],
+            ["autoencoder.vae ("],
+        ),
+        (["task=autoencoder"], ["task=autoencoder", "objective.offset_noise=0.1"], []),
+        ([], ["task=autoencoder"], ["task (was diffusion, is autoencoder)"]),
+    ],
+)
+def test_which_changes_make_another_run(tmp_path, before, now, refused):
+    checkpoint, toy = tmp_path / "ep0-ba1.pt", "tests/tools/toy.yaml"
+    record = {"config": to_public_yaml(load_config(toy, before))}
+    torch.save({"state": {"callbacks": {"RunRecord": record}}}, checkpoint)
+    with pytest.raises(ConfigurationError) if refused else nullcontext() as caught:
+        check_changes(load_config(toy, now), checkpoint, "it")
+    assert all(part in str(caught.value) for part in refused if caught is not None)
+
+
+def test_a_key_that_the_checkpoint_does_not_know_had_its_default(tmp_path):
+    checkpoint, toy = tmp_path / "ep0-ba1.pt", "tests/tools/toy.yaml"
+    record = to_public_yaml(load_config(toy)).replace("  posterior: sample\n", "") + "a_key_of_another_version: 1\n"
+    assert "posterior" not in record
+    torch.save({"state": {"callbacks": {"RunRecord": {"config": record}}}}, checkpoint)
+    check_changes(load_config(toy), checkpoint, "it")
+    with pytest.raises(ConfigurationError, match=r"objective.posterior \(was sample, is mean\)"):
+        check_changes(load_config(toy, ["objective.posterior=mean"]), checkpoint, "it")
+
+
+@pytest.mark.parametrize("parallelism", ["fsdp", "ddp"])
+def test_a_finished_run_keeps_its_configuration_and_says_so(server, finished, parallelism):
+    run = finished[parallelism]
+    config = (run / "config.yaml").read_bytes()
+    job = server.command(1, command(run, f"trainer.parallelism={parallelism}", "optimizer.lr=0.77"))
+    assert (run / "config.yaml").read_bytes() == config
+    assert job.output.count(f"resuming from {run / 'checkpoints'}") == 1
+    assert job.output.count("run toy has reached its end (2) before; nothing is left to do") == 1
+    job = server.start(1, command(run, f"trainer.parallelism={parallelism}", *OTHER_OBJECTIVE)).finish()
+    assert job.codes == [2], job.output
+    assert "objective.prediction_type (was v_prediction, is epsilon)" in job.output
+
+
+def test_what_may_be_another_is_told_and_recorded(server, finished, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished["fsdp"], run)
+    free = ["trainer.max_duration=3ba", "optimizer.lr=0.002", "model.low_precision_norms=false"]
+    job = server.command(1, command(run, *free))
+    told = [line for line in job.output.splitlines() if line.startswith("settings that differ from")]
+    assert len(told) == 1, job.output
+    for change in (
+        "trainer.max_duration (was 2ba, is 3ba)",
+        "optimizer.lr (was 0.001, is 0.002)",
+        "model.low_precision_norms (was true, is false)",
+    ):
+        assert change in told[0]
+    newest = list_checkpoints(run / "checkpoints")[-1]
+    assert batch_of(newest) == 3
+    for config in (load_config(run / "config.yaml"), load_config_of(newest)):
+        assert (config.optimizer.lr, config.trainer.max_duration) == (0.002, "3ba")
+    assert "composer" not in job.output.lower()
+
+
+# After the last checkpoint
+
+NUM_STEPS = 8
+"""An epoch of the toy data."""
+
+
+class KillAtEpochEnd(Callback):
+    """Kill the process at the end of the epoch, which is that of the run: after its last checkpoint, before its end."""
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.world_size(2)
+def test_samples_and_metrics_follow_after_a_kill(server, shapes, tmp_path):
+    runs = {name: tmp_path / name for name in ("whole", "killed")}
+    common = ["samples.interval=100ba", "trainer.eval_interval=5ba", f"trainer.max_duration={NUM_STEPS}ba"]
+    common += [f"validation.local={shapes / 'latents-32' / 'validation'}", "validation.device_batch_size=8"]
+    common += ["validation.streams=[{name: 32-64}, {name: 64-up}]", "model.vae=" + str(shapes / "vae")]
+    toy = {name: ("tests/tools/toy.yaml", [f"output_folder={run}", *common]) for name, run in runs.items()}
+    server.train(2, [toy["whole"]])
+    kill = "plugins.callbacks=[{path: tests.unit.checkpointing.test_resume.KillAtEpochEnd}]"
+    job = server.run(2, [(toy["killed"][0], [*toy["killed"][1], kill])])
+    assert -9 in job.codes
+    assert batch_of(resolve_checkpoint(str(runs["killed"]))) == NUM_STEPS
+    grid = f"samples/step-{NUM_STEPS:06d}.png"
+    assert not (runs["killed"] / grid).exists()
+    assert not (runs["killed"] / FINISHED).exists()
+
+    server.train(2, [toy["killed"]])
+    assert (runs["killed"] / grid).read_bytes() == (runs["whole"] / grid).read_bytes()
+    assert (runs["killed"] / "loss.png").is_file()
+    rows = {name: read_metrics(run / "metrics.jsonl") for name, run in runs.items()}
+    for metric in (TRAIN_LOSS, "metrics/validation/loss"):
+        assert series(rows["killed"], metric) == series(rows["whole"], metric)
+    assert series(rows["whole"], "metrics/validation/loss")[0] == [5, NUM_STEPS]
+
+    before = {path: path.stat().st_mtime_ns for path in runs["killed"].rglob("*.png")}
+    server.train(2, [toy["killed"]])
+    assert {path: path.stat().st_mtime_ns for path in runs["killed"].rglob("*.png")} == before
+
+
+def test_the_vae_and_its_statistics_follow_after_a_kill(server, shapes, tmp_path):
+    run = tmp_path / "run"
+    overrides = [
+        f"output_folder={run}",
+        f"data.local={shapes / 'prepared' / 'train'}",
+        "validation=null",
+        "trainer.max_duration=2ba",
+        "schedule.warmup=1ba",
+        "data.num_workers=0",
+    ]
+    server.train(1, [("yamls/tiny/autoencoder.yaml", overrides)])
+    expected = {path.name: path.read_bytes() for path in (run / "vae").iterdir()}
+    assert {"config.json", FINISHED} <= {*expected, *(path.name for path in run.iterdir())}
+    shutil.rmtree(run / "vae")
+    (run / FINISHED).unlink()
+    server.train(1, [("yamls/tiny/autoencoder.yaml", overrides)])
+    assert {path.name: path.read_bytes() for path in (run / "vae").iterdir()} == expected

@@ -1,0 +1,279 @@
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from diffusion.config.data import Crop, Mixing, Representation, Shuffling, StreamConfig
+from diffusion.datasets.bad_images import MAX_BAD_IMAGES
+from diffusion.datasets.batch import BatchKey
+from diffusion.datasets.dataset import PREPARED_COLUMNS, TrainingDataset
+from diffusion.datasets.loader import BatchLoader, train_loader
+from diffusion.datasets.transforms import ImageTransform
+from diffusion.errors import DataError
+from diffusion.randomness import NUM_INDEX_BITS, NUM_OCCURRENCE_BITS, Purpose, random_word, sample_address
+from tests.tools.written_data import (
+    PREPARED,
+    data_config,
+    prepared_sample,
+    smooth_image,
+    tokenize,
+    write_encoded,
+    write_mds,
+    write_prepared,
+)
+
+LATENTS = {"representation": Representation.latents}
+
+
+def open_loader(local: Path, *names: str, with_logvar: bool = True, **options: Any) -> BatchLoader:
+    config = data_config(local, *names, **options)
+    return train_loader(
+        config, seed=3, tokenize=tokenize, rank_batch_size=config.global_batch_size, with_logvar=with_logvar
+    )
+
+
+def open_data(*arguments: Any, **options: Any) -> TrainingDataset:
+    dataset = open_loader(*arguments, **options).dataset
+    assert isinstance(dataset, TrainingDataset)
+    return dataset
+
+
+def addresses_of(loader: BatchLoader) -> list[int]:
+    return [address for batch in loader for address in batch[BatchKey.SAMPLE].tolist()]
+
+
+def split_address(address: int) -> tuple[int, int]:
+    """Stream and index of an address whose occurrence is 0."""
+    assert (address >> NUM_INDEX_BITS) % 2**NUM_OCCURRENCE_BITS == 0
+    return address >> (NUM_INDEX_BITS + NUM_OCCURRENCE_BITS), address % 2**NUM_INDEX_BITS
+
+
+def test_a_sample_of_images(tmp_path: Path) -> None:
+    root = write_prepared(tmp_path, {"16-32": 10, "32-64": 12})
+    sample = open_data(root, "16-32", "32-64")[10 + 4]
+    assert split_address(sample[BatchKey.SAMPLE]) == (1, 4)
+    assert sample[BatchKey.STREAM] == 1
+    np.testing.assert_array_equal(sample[BatchKey.IMAGE], ImageTransform.square(16)(smooth_image(4)))
+    assert sample[BatchKey.TOKEN_IDS].dtype == np.int64
+    np.testing.assert_array_equal(sample[BatchKey.TOKEN_IDS], tokenize(["4 32-64 0"])[0])
+    assert set(sample) == {BatchKey.SAMPLE, BatchKey.STREAM, BatchKey.IMAGE, BatchKey.PLACEMENT, BatchKey.TOKEN_IDS}
+    assert sample[BatchKey.PLACEMENT].tolist() == [32, 40, 0, 2, 16, 16]
+
+
+def test_a_sample_of_latents(tmp_path: Path) -> None:
+    root = write_encoded(tmp_path, {"16-32": 10, "32-64": 12})
+    sample = open_data(root, "16-32", "32-64", **LATENTS)[10 + 4]
+    assert split_address(sample[BatchKey.SAMPLE]) == (1, 4)
+    np.testing.assert_array_equal(sample[BatchKey.LATENT_MEAN], np.full((4, 4, 4), 4, np.float16))
+    np.testing.assert_array_equal(sample[BatchKey.LATENT_LOGVAR], np.full((4, 4, 4), -4, np.float16))
+    np.testing.assert_array_equal(sample[BatchKey.TOKEN_IDS], tokenize(["4 32-64 0"])[0])
+
+
+def test_log_variance_is_left_out_where_it_is_not_wanted(tmp_path: Path) -> None:
+    root = write_encoded(tmp_path, {"16-32": 10})
+    assert BatchKey.LATENT_LOGVAR not in open_data(root, "16-32", with_logvar=False, **LATENTS)[0]
+
+
+def test_the_caption_is_drawn_by_epoch_and_sample_alike_for_images_and_latents(tmp_path: Path) -> None:
+    from_images = open_data(write_prepared(tmp_path / "a", {"b": 60}, num_captions=3), "b")
+    from_latents = open_data(write_encoded(tmp_path / "b", {"b": 60}, num_captions=3), "b", **LATENTS)
+    chosen = []
+    for epoch in (0, 1):
+        for i in range(60):
+            expected = random_word(3, Purpose.CAPTION_CHOICE, epoch, i) * 3 >> 32
+            for dataset in (from_images, from_latents):
+                np.testing.assert_array_equal(
+                    dataset.read(0, i, epoch=epoch)[BatchKey.TOKEN_IDS],
+                    tokenize([f"{i} b {k}" for k in range(3)])[expected],
+                )
+            chosen.append(expected)
+    assert set(chosen) == {0, 1, 2}
+    assert chosen[:60] != chosen[60:]
+
+
+def test_crop_and_flip_are_addressed_by_epoch_and_sample(tmp_path: Path) -> None:
+    root = write_prepared(tmp_path, {"b": 10})
+    dataset = open_data(root, "b", crop=Crop.random, horizontal_flip=0.5)
+    transform = ImageTransform.square(16, crop=Crop.random, horizontal_flip=0.5, seed=3)
+    for epoch in (0, 5):
+        for i in range(10):
+            expected = transform(smooth_image(i), epoch=epoch, sample=i)
+            np.testing.assert_array_equal(dataset.read(0, i, epoch=epoch)[BatchKey.IMAGE], expected)
+
+
+def test_an_undecodable_image_is_replaced_by_the_next_of_its_stream(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = write_prepared(tmp_path, {"a": 8, "b": 10}, bad=(6, 7))
+    dataset = open_data(root, "a", "b", crop=Crop.random)
+    transform = ImageTransform.square(16, crop=Crop.random, seed=3)
+    for slot, address, number, name in [(6, 6, 0, "a"), (8 + 6, (1 << 53) + 6, 8, "b")]:
+        sample = dataset[slot]
+        assert sample[BatchKey.SAMPLE] == address
+        np.testing.assert_array_equal(sample[BatchKey.IMAGE], transform(smooth_image(number), sample=address))
+        np.testing.assert_array_equal(sample[BatchKey.TOKEN_IDS], tokenize([f"{number} {name} 0"])[0])
+    assert dataset.bad_images.num_bad == 4
+    assert "stream 'b', key 'b/7'" in caplog.text
+
+
+def test_too_many_undecodable_images_end_the_run(tmp_path: Path) -> None:
+    root = write_prepared(tmp_path, {"b": 30}, bad=tuple(range(0, 22, 2)))
+    dataset = open_data(root, "b")
+    for _ in range(2):  # Each counts once.
+        for number in range(MAX_BAD_IMAGES):
+            assert dataset[2 * number][BatchKey.SAMPLE] == 2 * number
+    with pytest.raises(DataError, match="key 'b/20'"):
+        dataset[20]
+
+
+def test_a_stream_without_any_decodable_image(tmp_path: Path) -> None:
+    root = write_prepared(tmp_path, {"b": 8}, bad=tuple(range(8)))
+    with pytest.raises(DataError, match="no image of the stream 'b' can be decoded"):
+        open_data(root, "b")[2]
+
+
+def test_natural_proportions_give_each_sample_once(tmp_path: Path) -> None:
+    root = write_encoded(tmp_path, {"a": 40, "b": 24})
+    addresses = [split_address(address) for address in addresses_of(open_loader(root, "a", "b", **LATENTS))]
+    assert sorted(addresses) == [(0, i) for i in range(40)] + [(1, i) for i in range(24)]
+
+
+def test_proportions_and_repeats_change_the_mix(tmp_path: Path) -> None:
+    root = write_encoded(tmp_path, {"a": 40, "b": 24})
+    halves = [StreamConfig(name="a", proportion=0.5), StreamConfig(name="b", proportion=0.5)]
+    numbers = [address >> 53 for address in addresses_of(open_loader(root, streams=halves, **LATENTS))]
+    assert (numbers.count(0), numbers.count(1)) == (32, 32)
+    repeated = [StreamConfig(name="a"), StreamConfig(name="b", repeat=2.0)]
+    addresses = addresses_of(open_loader(root, streams=repeated, **LATENTS))
+    expected = [sample_address(0, i) for i in range(40)] + [sample_address(1, i, k) for i in range(24) for k in (0, 1)]
+    assert sorted(addresses) == sorted(expected)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_position_is_entered_and_left_behind(tmp_path: Path, num_workers: int) -> None:
+    root = write_encoded(tmp_path, {"b": 48})
+    loader = open_loader(root, "b", num_workers=num_workers, **LATENTS)
+    epochs = [addresses_of(loader) for _ in range(9)]
+    assert len({tuple(epoch) for epoch in epochs}) == 9
+    data = loader.dataset
+    assert isinstance(data, TrainingDataset)
+    assert data.state_dict(16, from_beginning=True)["epoch"] == 8
+    data.load_state_dict(data.state_dict(16, from_beginning=True) | {"epoch": 7})  # In workers that have begun.
+    assert data.state_dict(8, from_beginning=False)["sample_in_epoch"] == 24
+    assert [addresses_of(loader) for _ in range(2)] == [epochs[7][16:], epochs[8]]
+
+
+def test_the_state_of_a_run_on_a_streaming_dataset_is_continued(tmp_path: Path) -> None:
+    root = write_encoded(tmp_path, {"b": 48})
+    loader = open_loader(root, "b", **LATENTS)
+    state = open_data(root, "b", **LATENTS).state_dict(16, from_beginning=True)
+    of_streaming = {"num_canonical_nodes": 4, "shuffle_seed": 3, "initial_physical_nodes": 1}
+    dataset = loader.dataset
+    assert isinstance(dataset, TrainingDataset)
+    first = addresses_of(loader)
+    dataset.load_state_dict({**state, **of_streaming})
+    assert addresses_of(loader) == first[16:]
+    dataset.load_state_dict({**state, **of_streaming, "epoch": -1, "sample_in_epoch": 0})  # Before the first step.
+    assert addresses_of(loader) == first
+
+
+def test_missing_and_half_written_streams(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = write_prepared(tmp_path, {"a": 8, "b": 8})
+    advice = r"data\.streams='\[{name: a}, {name: b}\]'"
+    with pytest.raises(DataError, match=rf"train/c \(stream 'c'\) does not exist. Streams there: a, b. .*{advice}"):
+        open_data(root, "c")
+    with pytest.raises(DataError, match=r"does not exist: run scripts/prepare.py"):
+        open_data(tmp_path / "nowhere", "a")
+    with pytest.raises(DataError, match=r"does not exist"):
+        open_data(tmp_path / "cache", "c", remote=str(root))
+    (root / "a" / "index.json").rename(root / "a" / "index.gone")
+    with pytest.raises(DataError, match=r"train/a \(stream 'a'\) has no index.json"):
+        open_data(root, "a")
+    (root / "a").rename(root / "a.partial")
+    with pytest.raises(DataError, match=r"only the half-written a.partial: run the command that writes it"):
+        open_data(root, "a")
+    with pytest.raises(DataError, match=r"a.partial is half-written"):
+        open_data(root, "a.partial")
+    (tmp_path / "manifest.json").unlink()
+    with pytest.raises(DataError, match=r"is unfinished \(a.partial, and no manifest.json\)"):
+        open_data(root, "b")
+    shutil.rmtree(root / "a.partial")
+    open_data(root, "b")
+    open_data(root, "b")
+    assert caplog.text.count("taken for an MDS folder of another tool") == 1, "said once, though it is opened twice"
+
+
+def test_images_instead_of_latents_and_the_reverse(tmp_path: Path) -> None:
+    images, latents = write_prepared(tmp_path / "a", {"b": 8}), write_encoded(tmp_path / "b", {"b": 8})
+    with pytest.raises(DataError, match=r"holds images.*scripts/encode.py PREPARED OUT --resolution 16"):
+        open_data(images, "b", **LATENTS)
+    with pytest.raises(DataError, match=r"holds latents, and data.representation is images"):
+        open_data(latents, "b")
+    write_mds(tmp_path / "c" / "b", {"text": "str"}, [{"text": "x"}] * 8)
+    with pytest.raises(DataError, match=r"has the columns text; prepared data has captions, image"):
+        open_data(tmp_path / "c", "b")
+
+
+def test_latents_that_do_not_fit_the_configuration(tmp_path: Path) -> None:
+    root = write_encoded(tmp_path, {"b": 8}, logvar=False)
+    with pytest.raises(DataError, match=r"only the means.*objective.posterior=mean"):
+        open_data(root, "b", **LATENTS)
+    assert BatchKey.LATENT_LOGVAR not in open_data(root, "b", with_logvar=False, **LATENTS)[0]
+    with pytest.raises(DataError, match=r"latents of 4 x 4, which do not fit images of 18 x 18"):
+        open_data(root, "b", resolution=18, with_logvar=False, **LATENTS)
+    for size in ([16, 24], [32, 32]):
+        streams_ = [StreamConfig(name="a"), StreamConfig(name="b", resolution=size)]
+        sized = write_encoded(tmp_path / str(size), {"a": 8, "b": 8})
+        with pytest.raises(DataError, match=rf"train/b .*latents of 4 x 4, which do not fit images of {size[0]} x"):
+            open_data(sized, streams=streams_, mixing=Mixing.bucket, **LATENTS)
+
+
+def test_a_truncated_original_is_refused_at_the_start(tmp_path: Path) -> None:
+    root = write_prepared(tmp_path, {"b": 8})
+    shard = root / "b" / "shard.00000.mds"
+    size = shard.stat().st_size
+    shard.write_bytes(shard.read_bytes()[:-5])
+    with pytest.raises(DataError, match=f"has {size - 5} bytes instead of {size}, and there is no remote"):
+        open_data(root, "b")
+    shard.unlink()
+    with pytest.raises(DataError, match=r"shard.00000.mds is missing, and there is no remote"):
+        open_data(root, "b")
+
+
+def test_damaged_bytes_of_a_sample_name_the_file(tmp_path: Path) -> None:
+    root = write_prepared(tmp_path, {"b": 8})
+    shard = root / "b" / "shard.00000.mds"
+    data = shard.read_bytes()
+    shard.write_bytes(data.replace(b'["0 b 0"]', b'["0 b 0" '))
+    with pytest.raises(DataError, match=r"shard.00000.mds is damaged"):
+        open_data(root, "b")[0]
+
+
+def test_a_truncated_cached_shard_is_fetched_again(tmp_path: Path) -> None:
+    root = write_prepared(tmp_path / "remote", {"b": 30})
+    cache = tmp_path / "cache"
+    options: dict[str, Any] = {"remote": str(root), "shuffle": Shuffling.none}
+    whole = [image for batch in open_loader(cache, "b", **options) for image in batch[BatchKey.IMAGE]]
+    shutil.copytree(cache, tmp_path / "next")
+    shard = tmp_path / "next" / "b" / "shard.00001.mds"
+    shard.write_bytes(shard.read_bytes()[:100])
+    again = [image for batch in open_loader(tmp_path / "next", "b", **options) for image in batch[BatchKey.IMAGE]]
+    assert len(whole) == len(again) == 24
+    assert all(torch.equal(one, other) for one, other in zip(whole, again, strict=True))
+
+
+def test_an_original_is_not_taken_for_a_cached_copy(tmp_path: Path) -> None:
+    root = write_prepared(tmp_path, {"b": 8})
+    shard = root / "b" / "shard.00000.mds"
+    shard.write_bytes(shard.read_bytes()[:100])
+    with pytest.raises(DataError, match=r"there is no remote"):
+        open_data(root, "b", remote=str(root))
+    assert shard.is_file()
+
+
+def test_prepared_columns_are_the_contract() -> None:
+    assert set(PREPARED) > PREPARED_COLUMNS
+    assert set(prepared_sample("b", 0)) == set(PREPARED)

@@ -1,0 +1,142 @@
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from diffusion.evaluation.preference.statistics import (
+    Interval,
+    bootstrap,
+    bradley_terry,
+    krippendorff_alpha,
+    share_of_decided,
+    wilson,
+)
+
+
+def test_wilson_ends_solve_the_score_equation():
+    z = 1.959963984540054
+    for successes, total in [(1, 10), (5, 10), (81, 263), (499, 500)]:
+        interval = wilson(successes, total)
+        for p in (interval.low, interval.high):
+            assert abs(successes / total - p) == pytest.approx(z * math.sqrt(p * (1 - p) / total), rel=1e-9)
+    # Newcombe 1998, table I: 81 of 263 and 0 of 20
+    assert [wilson(81, 263).low, wilson(81, 263).high] == pytest.approx([0.2553, 0.3662], abs=5e-5)
+    assert [wilson(0, 20).low, wilson(0, 20).high] == pytest.approx([0.0, 0.1611], abs=5e-5)
+    assert wilson(20, 20).high == 1
+    assert wilson(0, 0) is None
+
+
+def test_bootstrap_of_a_mean_has_the_normal_width_and_knows_clusters():
+    generator = np.random.default_rng(0)
+    wins = generator.binomial(1, 0.5, 400).astype(float)
+    counts = np.stack([wins, 1 - wins], axis=1)
+    [interval] = bootstrap(counts, share_of_decided, seed=1)
+    assert interval.high - interval.low == pytest.approx(2 * 1.96 * 0.5 / 20, rel=0.08)
+    [tenfold] = bootstrap(10 * counts, share_of_decided, seed=1)
+    assert tenfold == interval, "ten equal votes on a prompt tell no more than one"
+    assert bootstrap(counts, share_of_decided, seed=1) == [interval]
+
+
+def test_bootstrap_says_nothing_where_nothing_is_known():
+    assert bootstrap(np.array([[3.0, 1.0]]), share_of_decided, seed=0) == [None]
+    assert bootstrap(np.array([[1.0, 0.0], [0.0, 0.0]]), share_of_decided, seed=0) == [None]
+
+
+def counts_of(units):
+    values = sorted({value for unit in units for value in unit})
+    return np.array([[list(unit).count(value) for value in values] for unit in units])
+
+
+def test_alpha_of_the_published_example():
+    """Krippendorff 2011, section C: four observers, twelve units, missing values; nominal alpha 0.743."""
+    table = [
+        [1, 2, 3, 3, 2, 1, 4, 1, 2, None, None, None],
+        [1, 2, 3, 3, 2, 2, 4, 1, 2, 5, None, 3],
+        [None, 3, 3, 3, 2, 3, 4, 2, 2, 5, 1, None],
+        [1, 2, 3, 3, 2, 4, 4, 1, 2, 5, 1, None],
+    ]
+    units = [[row[i] for row in table if row[i] is not None] for i in range(12)]
+    assert krippendorff_alpha(counts_of(units)) == pytest.approx(0.743421052631579, abs=1e-12)
+
+
+def test_alpha_by_hand():
+    # Coincidences: two units agree (aa, bb), one disagrees; n = 6, D_o = 2/6, D_e = 2*3*3/(6*5).
+    assert krippendorff_alpha(counts_of(["aa", "bb", "ab"])) == pytest.approx(1 - (2 / 6) / (18 / 30))
+    assert krippendorff_alpha(counts_of(["aa", "bb"])) == 1
+    assert krippendorff_alpha(counts_of(["a", "b"])) is None
+    assert krippendorff_alpha(counts_of(["aa", "aa"])) is None
+
+
+def test_bradley_terry_of_two_models_is_the_log_odds():
+    strengths = bradley_terry(np.array([[0.0, 30.0], [10.0, 0.0]]))
+    assert strengths[0] - strengths[1] == pytest.approx(math.log(3), abs=1e-7)
+    assert strengths.sum() == pytest.approx(0, abs=1e-12)
+
+
+def test_bradley_terry_finds_the_strengths_that_wins_were_made_from():
+    truth = np.array([0.7, 0.1, -0.2, -0.6])
+    rates = 1 / (1 + np.exp(truth[None, :] - truth[:, None]))
+    played = np.array([[0, 9, 4, 0], [9, 0, 5, 2], [4, 5, 0, 7], [0, 2, 7, 0]], dtype=float)
+    assert bradley_terry(rates * played) == pytest.approx(truth, abs=1e-8)
+
+
+def test_bradley_terry_solves_the_equations_of_the_maximum():
+    """Hunter 2004, equation 3: the wins of each model are those that its strength predicts."""
+    generator = np.random.default_rng(1)
+    for _ in range(50):
+        wins = generator.integers(0, 20, (5, 5)) + 0.5 * (1 - np.eye(5))
+        np.fill_diagonal(wins, 0)
+        strengths = bradley_terry(wins)
+        expected = (wins + wins.T) / (1 + np.exp(strengths[None, :] - strengths[:, None]))
+        assert expected.sum(axis=1) == pytest.approx(wins.sum(axis=1), abs=1e-5)
+
+
+def test_bradley_terry_without_a_maximum():
+    never_beaten = np.array([[0.0, 3, 2], [0, 0, 1], [0, 1, 0]])
+    cycle = np.array([[0.0, 1, 0], [0, 0, 1], [1, 0, 0]])
+    assert np.isnan(bradley_terry(never_beaten)).all()
+    assert bradley_terry(cycle) == pytest.approx([0, 0, 0])
+
+
+def test_the_bootstrap_agrees_with_scipy():
+    """The same method with other resamples: both ends within the error of 2,000 of them."""
+    counts = np.random.default_rng(2).multinomial(4, [0.5, 0.3, 0.2], 60).astype(float)[:, :2]
+    [interval] = bootstrap(counts, share_of_decided, seed=1)
+    options = {"paired": True, "method": "percentile", "n_resamples": 2000, "vectorized": True, "random_state": 1}
+    share = lambda a, b, axis: a.sum(axis) / (a.sum(axis) + b.sum(axis))  # noqa: E731
+    reference = scipy.stats.bootstrap((counts[:, 0], counts[:, 1]), share, **options).confidence_interval
+    assert (interval.low, interval.high) == pytest.approx((reference.low, reference.high), abs=0.01)
+
+
+def test_intervals_hold_the_true_preference_as_often_as_they_say():
+    """200 raters who prefer the first with 0.6, 200 times."""
+    generator = np.random.default_rng(17)
+    held = {"wilson": 0, "bootstrap": 0}
+    for repetition in range(200):
+        wins = generator.random((100, 2)) < 0.6
+        counts = np.stack([wins.sum(axis=1), (~wins).sum(axis=1)], axis=1).astype(float)
+        held["wilson"] += 0.6 in wilson(int(wins.sum()), wins.size)
+        [interval] = bootstrap(counts, share_of_decided, seed=repetition)
+        held["bootstrap"] += 0.6 in interval
+    assert 0.91 <= held["wilson"] / 200 <= 0.98, held
+    assert 0.91 <= held["bootstrap"] / 200 <= 0.98, held
+
+
+def test_the_bootstrap_holds_where_prompts_differ_and_wilson_does_not():
+    """60 prompts of 20 votes, whose preference is 0.3 or 0.9, 0.6 on the average."""
+    generator = np.random.default_rng(17)
+    held = {"wilson": 0, "bootstrap": 0}
+    for repetition in range(200):
+        rates = generator.choice([0.3, 0.9], size=60)
+        wins = generator.binomial(20, rates).astype(float)
+        held["wilson"] += 0.6 in wilson(int(wins.sum()), 1200)
+        [interval] = bootstrap(np.stack([wins, 20 - wins], axis=1), share_of_decided, seed=repetition)
+        held["bootstrap"] += 0.6 in interval
+    assert 0.91 <= held["bootstrap"] / 200 <= 0.98, held
+    assert held["wilson"] / 200 < 0.75, held
+
+
+def test_an_interval_contains_its_ends():
+    assert 0.25 in Interval(0.25, 0.5)
+    assert 0.51 not in Interval(0.25, 0.5)

@@ -1,0 +1,159 @@
+import random
+from collections import Counter
+
+import pandas as pd
+import pytest
+
+from diffusion.errors import ConfigurationError, DataError
+from diffusion.evaluation.preference.images import collect
+from diffusion.evaluation.preference.report import make_report, to_csv, write_report
+from diffusion.evaluation.preference.store import Kind, UnknownPresentationError, schedule
+from tests.tools.preference_studies import MODELS, attentive, check, open_study, rate_all, vote, write_models
+
+SHOWN = [
+    *[("pair", 3, 1, 0), ("pair", 4, 1, 0), ("pair", 0, 1, 0), ("pair", 8, 1, 0), ("pair", 6, 1, 0)],
+    *[("check", -9, 0, -1), ("repeat", 0, 0, 1), ("pair", 2, 0, 1), ("pair", 10, 0, 1), ("repeat", 4, 0, 1)],
+    *[("pair", 9, 1, 0), ("pair", 5, 0, 1), ("pair", 11, 1, 0), ("repeat", 3, 0, 1), ("check", -9, -1, 0)],
+]
+
+
+def test_a_vote_counts_once_and_the_first_stays(tmp_path):
+    write_models(tmp_path)
+    store, other = open_study(tmp_path), open_study(tmp_path)
+    shown = store.next_presentation("r")
+    assert other.next_presentation("r") == shown, "a second tab shows the same"
+    assert store.vote("r", shown.id, quality="first", alignment="neither")
+    assert not other.vote("r", shown.id, quality="second", alignment="second")
+    [stored] = other.votes().itertuples()
+    assert (stored.quality, stored.alignment) == ("first", "neither")
+    with pytest.raises(UnknownPresentationError):
+        store.vote("s", shown.id, quality="first", alignment="first")
+
+
+def test_sides_do_not_depend_on_when_and_are_exchanged_on_repeats(tmp_path):
+    write_models(tmp_path)
+    one, other = open_study(tmp_path, votes="a.sqlite"), open_study(tmp_path, votes="b.sqlite")
+    for store in (one, other):
+        rate_all(store, "r", lambda shown: max(shown.first, shown.second))
+    shown, again = (store.votes()[["kind", "pair", "first", "second"]] for store in (one, other))
+    assert shown.equals(again)
+    assert Counter(shown["kind"]) == {"pair": 10, "repeat": 3, "check": 2}
+    first = {pair: (a, b) for kind, pair, a, b in shown.itertuples(index=False) if kind == "pair"}
+    assert len(first) == 10
+    assert all(first[pair] == (b, a) for kind, pair, a, b in shown.itertuples(index=False) if kind == "repeat")
+
+
+def test_a_study_of_an_earlier_version_is_continued_as_it_began(tmp_path):
+    """The first pairs, sides and checks that version 0.1 showed: a change would break studies in progress."""
+    write_models(tmp_path)
+    store = open_study(tmp_path)
+    rate_all(store, "r", lambda shown: max(shown.first, shown.second))
+    shown = store.votes()[["kind", "pair", "first", "second"]].fillna(-9)
+    assert list(shown.itertuples(index=False, name=None)) == SHOWN
+
+
+def test_pairs_are_shown_equally_often_and_sides_fairly(tmp_path):
+    write_models(tmp_path)
+    store = open_study(tmp_path, num_pairs=6)
+    for i in range(40):
+        rate_all(store, f"r{i}", lambda shown: max(shown.first, shown.second))
+    pairs = store.votes().query("kind == 'pair'")
+    assert set(pairs["pair"].value_counts()) == {20}
+    assert 90 < (pairs["first"] == 0).sum() < 150
+
+
+def test_schedules_have_all_kinds_and_repeats_late():
+    for rater in "abcdef":
+        kinds = schedule(3, rater, 20, 50, 3)
+        assert Counter(kinds) == {Kind.pair: 20, Kind.repeat: 10, Kind.check: 3}
+        assert kinds[: kinds.index(Kind.repeat)].count(Kind.pair) >= 10
+
+
+def test_another_study_or_other_images_are_refused(tmp_path):
+    write_models(tmp_path)
+    open_study(tmp_path).close()
+    with pytest.raises(ConfigurationError, match="other settings"):
+        open_study(tmp_path, seed=4)
+    image = tmp_path / MODELS[0] / "00000.png"
+    image.write_bytes((tmp_path / MODELS[0] / "00001.png").read_bytes())
+    with pytest.raises(DataError, match="00000"):
+        open_study(tmp_path)
+
+
+def test_folders_that_do_not_fit_are_refused(tmp_path):
+    write_models(tmp_path)
+    prompts = tmp_path / "prompts.txt"
+    one, two = (tmp_path / name for name in MODELS[:2])
+    (tmp_path / "run").mkdir()
+    with pytest.raises(DataError, match=r"scripts/generate\.py"):
+        collect({"a": one, "b": tmp_path / "run"}, prompts)
+    (two / "metadata.jsonl").write_text((two / "metadata.jsonl").read_text().replace("number 3", "number x"))
+    with pytest.raises(DataError, match="prompt number 3"):
+        collect({"a": one, "b": two}, prompts)
+    (two / "metadata.jsonl").unlink()
+    assert len(collect({"a": one, "b": two}, prompts).items) == 12
+
+
+def test_tables_of_prompts_have_categories(tmp_path):
+    write_models(tmp_path, prompts=['a "cat"', "a car"])
+    (tmp_path / "p.tsv").write_text('Prompt\tCategory\na "cat"\tAnimals\n a car \tVehicles\na car\tOther\n')
+    images = collect({name: tmp_path / name for name in MODELS[:2]}, tmp_path / "p.tsv")
+    assert [(item.prompt, item.category) for item in images.items] == [('a "cat"', "Animals"), ("a car", "Vehicles")]
+
+
+def test_two_hundred_raters_through_the_store_give_their_preference(tmp_path):
+    write_models(tmp_path, prompts=[f"prompt {i}" for i in range(40)])
+    store = open_study(tmp_path, num_pairs=5, num_repeats=1, num_checks=1)
+    draw = random.Random(17)
+    for i in range(200):
+        rate_all(store, f"r{i}", lambda shown: attentive(shown, 0.6, draw))
+    report = make_report(store.votes(), store.models)
+    assert (report.num_votes, report.num_raters) == (1000, 200)
+    for comparison in report.comparisons:
+        assert 0.6 in comparison.interval
+        assert 0.5 not in comparison.interval
+    assert abs(report.agreement["quality"]) < 0.1
+    assert report.consistency["quality"].total == 200
+    assert 0.52 in report.consistency["quality"].interval
+
+
+def test_inattentive_raters_are_left_out_unless_kept():
+    votes = [vote("good", pair, 0) for pair in range(4)] + [check("good", 0)]
+    votes += [vote("bad", pair, 1) for pair in range(4)] + [check("bad", -1), check("bad", 0)]
+    votes = pd.DataFrame(votes)
+    strict, lenient = make_report(votes, ["m", "n"]), make_report(votes, ["m", "n"], max_failed=1)
+    assert (strict.comparisons[0].wins_a, strict.comparisons[0].wins_b) == (4, 0)
+    assert (lenient.comparisons[0].wins_a, lenient.comparisons[0].wins_b) == (4, 4)
+    assert strict.comparisons[0].interval.low < 0.6, "few unanimous prompts are no certainty"
+
+
+def test_ties_repeats_and_categories_by_hand():
+    votes = [vote("r", 0, 0, category="x"), vote("r", 1, None, category="x"), vote("r", 2, 1, category="y")]
+    votes += [vote("r", 0, 0, kind=Kind.repeat, models=(1, 0)), vote("r", 2, 0, kind=Kind.repeat, models=(1, 0))]
+    votes = pd.DataFrame(votes)
+    report = make_report(votes, ["m", "n"])
+    comparison = report.comparisons[0]
+    assert (comparison.wins_a, comparison.wins_b, comparison.ties, comparison.share) == (1, 1, 1, 0.5)
+    assert (report.consistency["quality"].count, report.consistency["quality"].total) == (1, 2)
+    assert (report.first_side["quality"].count, report.first_side["quality"].total) == (1, 2)
+    assert report.by_category["x"][0].num_votes == 2
+    head, first, tie = to_csv(votes, ["m", "n"]).splitlines()[:3]
+    assert head.startswith("rater,position,kind,pair,prompt,category,first,second,quality,alignment,voted_at,")
+    assert first == "r,0,pair,0,prompt 0,x,m,n,m,m,1970-01-01T00:01:44.000+00:00,4.0"
+    assert tie.startswith("r,0,pair,1,prompt 1,x,m,n,,,")
+
+
+def test_three_models_get_strengths_and_names_are_escaped(tmp_path):
+    draw = random.Random(1)
+    votes = []
+    for pair in range(90):
+        a, b = [(0, 1), (0, 2), (1, 2)][pair % 3]
+        votes.append(vote("<i>r", pair, a if draw.random() < 0.75 else b, models=(a, b), category="<u>"))
+    report = make_report(pd.DataFrame(votes), ["<script>x</script>", "n$", "_o"])
+    values = [row.strength for row in report.strengths if row.question == "quality"]
+    assert values == sorted(values, reverse=True)
+    assert all(row.strength in row.interval for row in report.strengths)
+    write_report(report, tmp_path)
+    page = (tmp_path / "index.html").read_text()
+    assert not any(tag in page for tag in ("<script", "<i>", "<u>"))
+    assert {path.name for path in tmp_path.iterdir()} >= {"preference-2.png", "strengths.png", "report.json"}

@@ -1,0 +1,291 @@
+"""Metrics in bounded memory, run folders as they are read, and the page of a run."""
+
+import base64
+import datetime
+import json
+import math
+import re
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from diffusion.callbacks.metrics_file import TRAIN_LOSS, last_step
+from diffusion.datasets.sample_order import GlobalOrder, Mixing, OrderSettings, StreamShape
+from diffusion.errors import ConfigurationError
+from diffusion.operations.costs import CostsFile, Kind, StartCosts
+from diffusion.reports.curves import Curve, read_curves, read_json_lines
+from diffusion.reports.run import read_phases, read_run, read_starts, read_timeline
+from diffusion.reports.run_page import count_draws, write_report
+
+CONFIG = """
+run_name: {name}
+model: {{architecture: tiny, unet: {{block_out_channels: [16, 32], norm_num_groups: 4}}}}
+data: {{representation: latents, resolution: 32, global_batch_size: 8}}
+trainer: {{max_duration: 100ba, device: cpu, precision: fp32}}
+plan: {{images_per_second: 2, price_per_gpu_hour: 3}}
+plugins:
+  train_dataset: {{path: tests.tools.toys.ToyLatents}}
+  callbacks: [{{path: a.B, arguments: {{api_key: planted-value}}}}]
+"""
+
+
+def at(second: int) -> str:
+    return (
+        datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone.utc) + datetime.timedelta(seconds=second)
+    ).isoformat()
+
+
+def start(step: int, second: int, **more: object) -> dict[str, object]:
+    return {"event": "start", "time": at(second), "step": step, "world_size": 2, "device": "CPU", **more}
+
+
+STARTS = [
+    start(0, 0),
+    start(10, 100, reached_before=14, written_before=at(90)),
+    {"event": "end", "time": at(200), "step": 31, "signal": "SIGTERM"},
+    start(31, 300),
+    {"event": "end", "time": at(400), "step": 40},
+    start(40, 500),
+]
+
+
+def write_run(folder: Path, rows: list[dict[str, float]]) -> Path:
+    (folder / "samples").mkdir(parents=True)
+    (folder / "config.yaml").write_text(CONFIG.format(name=folder.name))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 99, "los')
+    return folder
+
+
+def test_intervals_are_widened_and_keep_means_and_extremes() -> None:
+    curve = Curve(max_bins=16)
+    values = np.random.default_rng(0).normal(size=1000)
+    for step, value in enumerate(values.tolist()):
+        curve.add(step, value)
+    assert curve.width == 64
+    assert curve.steps == list(range(0, 1000, 64))
+    parts = [values[first : first + 64] for first in range(0, 1000, 64)]
+    assert curve.means == pytest.approx([part.mean() for part in parts])
+    lowest, highest = curve.extremes
+    assert lowest == pytest.approx([part.min() for part in parts])
+    assert highest == pytest.approx([part.max() for part in parts])
+    assert (curve.num_values, curve.total) == (1000, pytest.approx(values.sum()))
+    assert (curve.last_step, curve.last) == (999, values[-1])
+
+
+def test_a_metric_that_comes_twice_at_a_step_counts_once_and_rows_of_a_step_are_merged() -> None:
+    rows = [{"step": 1, "a": 1.0}, {"step": 2, "a": 5.0, "b": 1.0}, {"step": 2, "a": 3.0, "c": 2.0}]
+    curves, num_damaged = read_curves(rows)
+    assert num_damaged == 0
+    assert (curves["a"].steps, curves["a"].means, curves["a"].extremes[1]) == ([1, 2], [1.0, 3.0], [1.0, 3.0])
+    assert (curves["a"].num_values, curves["a"].total) == (2, 4.0)
+    assert [curves[name].steps for name in "bc"] == [[2], [2]]
+
+
+def test_numbers_that_are_not_finite_are_counted_and_left_out() -> None:
+    curve = Curve()
+    for step, value in enumerate([1.0, math.nan, math.inf, 2.0]):
+        curve.add(step, value)
+    assert (curve.num_not_finite, curve.first_not_finite, curve.means) == (2, 1, [1.0, 2.0])
+
+
+def test_a_damaged_line_is_left_out_wherever_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0, "a": 1}\n{"step": 1, "a"\n[3]\n\xff\xfe\n{"step": 2, "a": 3}\n{"step": 3, "a": 4')
+    curves, num_damaged = read_curves(read_json_lines(path))
+    assert curves["a"].means == [1.0, 3.0]
+    assert num_damaged == 4
+    assert last_step(path) == 2
+    assert last_step(tmp_path / "none.jsonl") is None
+
+
+def test_memory_does_not_grow_with_the_number_of_steps() -> None:
+    def peak(num_steps: int) -> int:
+        tracemalloc.start()
+        read_curves({"step": step, "a": step * 0.5, "b": -step * 0.5} for step in range(num_steps))
+        _, result = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return result
+
+    assert peak(40_000) < 1.5 * peak(4_000)
+
+
+def test_starts_tell_how_each_ended_what_was_redone_and_how_long_it_ran(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [{"step": step, TRAIN_LOSS: 1.0} for step in range(50)])
+    (folder / "starts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in STARTS))
+    last_written = datetime.datetime.fromisoformat(at(600))
+    starts = read_starts(STARTS, last_written)
+    assert [one.end for one in starts] == ["killed", "pre-empted (SIGTERM)", "ended early", ""]
+    assert [round(3600 * one.hours) for one in starts] == [90, 100, 100, 100]
+    run = read_run(folder)
+    assert run.num_steps_redone == 14 - 10
+    assert run.gpu_hours == pytest.approx(2 * sum(one.hours for one in run.starts))
+    assert (run.num_steps, run.num_planned, run.status) == (50, 100, "in progress, or killed")
+    assert not read_starts([], last_written)
+
+
+EVENTS = [
+    {"time": at(1), "event": "started", "reason": ""},
+    {"time": at(50), "event": "slow_data", "reason": "no batch for 60 s"},
+    {"time": at(62), "event": "data_came", "reason": ""},
+    {"time": at(100), "event": "hang", "reason": "no sign of any rank", "step": 20},
+    {"time": at(101), "event": "ended", "reason": "no sign of any rank", "step": 20, "code": 124},
+    {"time": at(111), "event": "unfit", "reason": "no room: free space", "host": "n3"},
+    {"time": at(112), "event": "started", "reason": ""},
+    {"time": at(300), "event": "going_back", "reason": "the loss of step 31 is nan"},
+    {
+        "time": at(301),
+        "event": "ended",
+        "reason": "RolledBackError: the loss of step 31 is nan",
+        "step": 31,
+        "code": 75,
+    },
+]
+
+
+def costs(began: int, ended: int, starting: float, repeated: float) -> StartCosts:
+    beginning = datetime.datetime.fromisoformat(at(0)).timestamp()
+    costs = StartCosts(began=beginning + began, ended=beginning + ended, num_devices=2, step=0, reached=9)
+    costs.seconds |= {Kind.starting.value: starting, Kind.repeated.value: repeated}
+    return costs
+
+
+def test_what_happened_is_listed_with_the_time_that_it_took(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [{"step": step, TRAIN_LOSS: 1.0} for step in range(50)])
+    (folder / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in EVENTS) + '{"time"')
+    wrong = {"step": 31, "loss": "nan", "limit": 30, "skipped": [30, 31]}
+    second = datetime.datetime.fromisoformat(at(302)).timestamp()
+    (folder / "rollbacks.jsonl").write_text(json.dumps({**wrong, "time": second}) + "\n")
+    for row in (costs(0, 40, 20, 0), costs(113, 300, 25, 8)):
+        file = CostsFile(folder)
+        file.write(row)
+        file.close()
+    run = read_run(folder)
+    assert [(one.kind, one.step, one.seconds_lost) for one in run.timeline] == [
+        ("slow_data", None, 12),
+        ("hang", 20, None),
+        ("ended", 20, 113 - 40 + 25 + 8),
+        ("unfit", None, None),
+        ("ended", 31, None),
+        ("rollback", 31, None),
+    ]
+    write_report([run], folder / "report.html")
+    page = (folder / "report.html").read_text()
+    for text in ("n3: no room: free space", "<td>1.8 min</td>", "30, 31"):
+        assert text in page, text
+    [svg] = re.findall(r"data:image/svg\+xml;base64,([^\"]+)", page)
+    assert "rollback" in base64.b64decode(svg).decode()
+
+
+def test_the_time_of_a_restart_is_that_of_the_first_end_before_it(tmp_path: Path) -> None:
+    """A crash, and two starts that the check refused: one time without steps, not three."""
+    ends = [{"event": "ended", "reason": "", "time": at(second)} for second in (45, 60, 90)]
+    ends += [{**ends[0], "time": time} for time in ("yesterday", "2026-01-01T00:00:00", 3e99, None)]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ends))
+    (tmp_path / "rollbacks.jsonl").write_text(json.dumps({"time": "then", "step": 1}) + "\n")
+    for row in (costs(0, 40, 20, 0), costs(113, 300, 25, 8)):
+        file = CostsFile(tmp_path)
+        file.write(row)
+        file.close()
+    assert [one.seconds_lost for one in read_timeline(tmp_path)] == [113 - 40 + 25 + 8, None, None]
+
+
+def test_draws_are_those_of_the_order() -> None:
+    shapes = [
+        StreamShape(name=name, samples_per_shard=np.array([num // 2, num - num // 2]), draws=num)
+        for name, num in (("a", 61), ("b", 23))
+    ]
+    settings = OrderSettings(
+        seed=1, global_batch_size=8, num_canonical_nodes=2, mixing=Mixing.mixed, shuffle=True, shuffle_block_size=None
+    )
+    order = GlobalOrder(shapes, settings)
+    counted = np.zeros(2, np.int64)
+    for step in range(2 * order.num_steps + 3):
+        epoch, of_epoch = divmod(step, order.num_steps)
+        counted += np.bincount(order.epoch(epoch).slots(of_epoch, of_epoch + 1).stream.ravel(), minlength=2)
+    assert count_draws(order, 2 * order.num_steps + 3) == (counted.tolist(), True)
+    near, is_exact = count_draws(order, 2 * order.num_steps + 3, max_counted=8)
+    assert not is_exact
+    assert np.abs(np.array(near) - counted).max() <= 3
+
+
+def test_a_run_in_its_first_steps_has_a_page_that_says_what_would_make_the_missing_parts(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [])
+    write_report([read_run(folder)], folder / "report.html")
+    page = (folder / "report.html").read_text()
+    for key in (
+        "samples.prompts",
+        "evaluate.py",
+        "trainer.eval_interval",
+        "loggers.utilisation_interval",
+        "starts.jsonl",
+    ):
+        assert key in page, key
+    assert "<img" not in page
+
+
+def test_a_page_of_two_phases_has_all_parts_and_no_secret(tmp_path: Path) -> None:
+    rows: list[dict[str, float]] = []
+    for step in range(60):
+        row = {
+            "step": step,
+            TRAIN_LOSS: 2 / (step + 1),
+            "loss/train/stream/a$b": 1.0,
+            "throughput/samples_per_sec": 4.0,
+            "throughput/device/mfu": 0.4321,
+            "time/data_waiting_share": 0.0625,
+        }
+        rows.append(row)
+        if step % 20 == 19:
+            losses = {
+                f"metrics/validation/loss/timesteps/{low}-{low + 99}": 1 / (low + 1) for low in range(0, 1000, 100)
+            }
+            tiers = {"fetched_bytes": 1e6, "fetched_shards": 2, "read_bytes": 3e6, "cache_hit_rate": 0.875}
+            losses |= {f"storage/{name}": value for name, value in tiers.items()}
+            rows.append({"step": step, "metrics/validation/loss": 0.5, "time/checkpoint_stall": 2.0, **losses})
+    folders = [write_run(tmp_path / name, rows) for name in ("one", "two")]
+    (folders[0] / "starts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in STARTS))
+    Image.new("RGB", (60, 30), "red").save(folders[1] / "samples" / "step-000020.png")
+    results = folders[1] / "evaluation" / "results"
+    results.mkdir(parents=True)
+    for step in (20, 40):
+        for scale in (1.0, 3.0):
+            numbers = {
+                "fid": {"value": step + scale, "protocol": "0123456789abcdef"},
+                "compositional/count": {"value": scale / 4, "protocol": "fedcba9876543210"},
+            }
+            content = {"name": f"ep0-ba{step}", "step": step, "guidance_scale": scale, "numbers": numbers}
+            (results / f"{step}-{scale}.json").write_text(json.dumps(content))
+    (results / "damaged.json").write_text("{")
+    runs = read_phases(folders)
+    assert [run.first_step for run in runs] == [0, 60]
+    write_report(runs, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert not re.search(r'(src|href)="(?!data:|#)', page)
+    assert "planted-value" not in page
+    metric, compositional, mfu, waiting, share_done = "<td>21</td><td>23</td>", "<td>75%</td>", "43.2%", "6.2%", "60.0%"
+    for text in (metric, compositional, mfu, waiting, share_done, "0123456789ab", "fedcba987654"):
+        assert text in page, text
+    for text in ("two, step 20", "pre-empted (SIGTERM)", "6 s in 3", "3.00 MB in 6 shards", "9.00 MB", "87.5%"):
+        assert text in page, text
+    assert len(re.findall(r"skipped: 1\b", page)) == 3, "damaged results, and a damaged line of metrics in each phase"
+    assert page.count("data:image/svg+xml") == 9
+    write_report(runs, tmp_path / "again.html")
+    assert (tmp_path / "again.html").read_text() == page
+
+
+def test_a_folder_that_is_no_run_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"config\.yaml"):
+        read_run(tmp_path)
+
+
+def test_a_configuration_of_another_version_is_shown_without_a_plan(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [{"step": 0, TRAIN_LOSS: 1.0}])
+    (folder / "config.yaml").write_text("run_name: old\nnot_a_key: {password: planted-value}\n")
+    write_report([read_run(folder)], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "actual / planned" not in page
+    assert "planted-value" not in page
+    assert "not_a_key" in page
