@@ -18,14 +18,17 @@ TESTS ?= tests
 JOBS ?= 2
 DEMO ?=
 OTHER ?=
-THOROUGH ?=
 UPGRADE ?=
+SELECT ?= -m "not slow"
 COMPILE := $(BIN)/uv pip compile setup.py --quiet --all-extras --no-annotate --no-header --no-emit-index-url $(UPGRADE)
+
+PYTEST = $(BIN)/python -m pytest $(TESTS) -n $(JOBS) --dist loadfile --no-loadscope-reorder $(if $(DATA),--data $(DATA)) \
+  $(if $(OTHER),--other-python $(abspath $(OTHER)))
 
 # Without bytecode each start compiles 5,000 modules again, which takes longer than all else about it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install lock demo test test-next lint format docs clean help
+.PHONY: install lock demo test test-slow test-next lint format docs clean help
 
 help:              ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/ -/'
@@ -47,12 +50,14 @@ lock: install      ## pin what setup.py asks for, with all extras, for both stac
 demo: install      ## from drawn shapes to a trained model, images and a report; DEMO="--quick" for a short one
 	$(BIN)/python -m demo $(DEMO)
 
-test: install      ## run the tests, JOBS at a time; DATA=FOLDER adds those on real images, THOROUGH=1 long ones, TESTS=PATH chooses some
-	$(BIN)/python -m pytest $(TESTS) -n $(JOBS) --dist loadfile --no-loadscope-reorder $(if $(DATA),--data $(DATA)) \
-	  $(if $(OTHER),--other-python $(abspath $(OTHER))) $(if $(THOROUGH),--thorough)
+test: install      ## run the tests of a commit, JOBS at a time; DATA=FOLDER adds those on real images, TESTS=PATH chooses some
+	$(PYTEST) $(SELECT)
+
+test-slow: install ## run the long tests: several processes, kills, servers
+	$(PYTEST) -m slow
 
 test-next: install ## the same on the newest stack; what one stack writes, the other reads, too
-	$(MAKE) test STACK=next OTHER=$(BIN)/python
+	$(MAKE) test STACK=next SELECT= OTHER=$(BIN)/python
 
 lint: install      ## ruff (lint and format) and pyright
 	$(BIN)/ruff check .

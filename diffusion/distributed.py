@@ -14,6 +14,9 @@ from diffusion.errors import UserError
 
 T = TypeVar("T")
 
+WORK_TIMEOUT = datetime.timedelta(days=1)
+"""How long the ranks of an evaluation or an encoding wait for the work of others."""
+
 USER_ERROR_EXIT_CODE = 2
 
 PREEMPTED_EXIT_CODE = 75
@@ -52,24 +55,73 @@ def has_process_group() -> bool:
     return dist is not None and dist.is_available() and dist.is_initialized()
 
 
+def start_process_group() -> None:
+    """Join the process group of the launched ranks (gloo), if there are several."""
+    if world_size() > 1 and not has_process_group():
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", timeout=WORK_TIMEOUT)
+
+
+def is_first_rank() -> bool:
+    """Whether this rank writes and logs for all."""
+    return rank() == 0
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    if has_process_group():
+        import torch.distributed as dist
+
+        dist.barrier()
+
+
+def broadcast(value: T) -> T:
+    """Return the value of rank 0 on all ranks."""
+    if not has_process_group():
+        return value
+    import torch.distributed as dist
+
+    values: list[Any] = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+def gather(value: T) -> list[T]:
+    """Return the values of all ranks in their order on the first rank, an empty list on the others."""
+    if not has_process_group():
+        return [value]
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * world_size()
+    dist.gather_object(value, values if is_first_rank() else None)
+    return values if is_first_rank() else []
+
+
+def on_first_rank(step: Callable[[], T], *, takes_long: bool = False) -> T:
+    """Run a step on rank 0 and return its result on all ranks, or fail together as `agree` does."""
+    result: Any = agree(lambda: step() if not has_process_group() or rank() == 0 else None, takes_long=takes_long)
+    return broadcast(result)
+
+
 def agree(step: Callable[[], T], *, takes_long: bool = False) -> T:
     """Run a step on every rank and fail together.
 
-    To be called by all ranks at the same place. Without a process group the step is just run. A step may take steps of
-    its own, but no other collective operation before the last thing that can fail on some ranks only: a rank that has
-    failed takes part in the next `agree` of the others, of whichever step.
+    All ranks call it at the same point. Without a process group the step is just run. A step may contain further
+    `agree`, but no other collective operation before the last operation that can fail on some ranks only: a rank that
+    has failed takes part in the next `agree` of the others, whatever its step.
 
     Args:
         step: may raise a `UserError` on some ranks or on all.
         takes_long: wait for `LONG_TIMEOUT`, over a group of its own, instead of the time-out of collectives.
 
     Returns:
-        What the step gave on this rank.
+        The result of the step on this rank.
 
     Raises:
         UserError: the step failed somewhere: on all ranks the same error, of the class that the lowest failing rank
-            raised; its message names the failing ranks unless all said the same.
-        StepFailedElsewhereError: the step raised something else than a `UserError` on other ranks only.
+            raised; its message names the failing ranks unless all have the same message.
+        StepFailedElsewhereError: the step raised another exception than a `UserError`, on other ranks only.
     """
     if not has_process_group():
         return step()

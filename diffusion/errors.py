@@ -10,16 +10,16 @@ from collections.abc import Iterable, Iterator
 
 
 class UserError(Exception):
-    """A mistake that the person who started the command can mend.
+    """A mistake that the person who started the command can correct.
 
-    The message says what is wrong, where (the key or the file), and what to do about it.
+    The message says what is wrong, where (the key or the file), and what to do.
     """
 
     is_lasting = False
-    """Whether the same command meets the same error again for sure."""
+    """Whether the same command fails again for certain."""
 
     is_agreed = False
-    """Whether all ranks raise it at the same place (`diffusion.distributed.agree`)."""
+    """Whether all ranks raise it together (`diffusion.distributed.agree`)."""
 
 
 class ConfigurationError(UserError):
@@ -29,11 +29,11 @@ class ConfigurationError(UserError):
 
 
 class DataError(UserError):
-    """The data is missing, damaged, or not what the configuration says it is."""
+    """The data is missing, damaged, or does not match the configuration."""
 
 
 class UnfitDataError(DataError):
-    """More of the data is damaged than may be."""
+    """More data is damaged than the configuration allows."""
 
     is_lasting = True
 

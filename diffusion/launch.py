@@ -56,10 +56,10 @@ def say_to_stderr(message: str) -> None:
 
 
 def named_device(given: str | None) -> str:
-    """The Torch device that a command is to compute on: the given one, or a GPU where there is one.
+    """Choose the Torch device of a command: the given one, or a GPU if there is one.
 
     Raises:
-        ConfigurationError: it is no device.
+        ConfigurationError: it is not a device.
     """
     import torch
 
@@ -74,7 +74,7 @@ def named_device(given: str | None) -> str:
 
 
 def check_device(name: str) -> None:
-    """Compute something on a Torch device.
+    """Check that a Torch device computes.
 
     Raises:
         MachineError: it cannot be used here.
@@ -91,13 +91,13 @@ def check_device(name: str) -> None:
 
 
 def prepare_environment() -> None:
-    """Give Composer, before it is imported, the variables that torchrun calls by another name."""
+    """Set the variables that Composer reads when it is imported, and torchrun names otherwise."""
     if "GROUP_RANK" in os.environ:
         os.environ.setdefault("NODE_RANK", os.environ["GROUP_RANK"])
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An argument parser whose complaints are `ConfigurationError`s, so that each job prints them once."""
+    """An argument parser that raises `ConfigurationError`, so that each node prints a mistake once."""
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing on every rank."""
@@ -207,8 +207,7 @@ def _report_mistake(error: UserError, say: Callable[[str], None], termination: _
 def _exit_on_termination() -> None:
     """Turn SIGTERM to one of several ranks into `SystemExit`, as Composer does when it is imported.
 
-    In a collective the handler waits until that fails, which it does when the rank that failed alone is gone: so the
-    rank still learns why it is terminated.
+    Python runs the handler when a collective in progress has ended or failed.
     """
     is_main_thread = threading.current_thread() is threading.main_thread()
     if world_size() > 1 and is_main_thread and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
@@ -216,13 +215,13 @@ def _exit_on_termination() -> None:
 
 
 def end_with_parent(number: int, parent: int | None = None) -> None:
-    """From now on, send this process a signal within a second or so of the death of its parent process.
+    """Send this process a signal within about a second of its parent's death.
 
-    The kernel's own way (PR_SET_PDEATHSIG) goes by the thread that has started the process, which may end long before.
+    The kernel's own signal (PR_SET_PDEATHSIG) comes when the thread that started the process ends, which may be early.
 
     Args:
         number: the signal.
-        parent: process ID of the parent; None is the present one, which may have changed since this one was started.
+        parent: process ID of the parent; None is the present one.
     """
     expected = os.getppid() if parent is None else parent
     if sys.platform == "linux":

@@ -120,7 +120,7 @@ def _evaluations(path: Path, weights: str) -> str:
     by_folder: dict[Path, list[Result]] = {}
     for file in find_results(run.parent):
         result = Result.read(file)
-        if Path(result.place).parts[-3:] == path.resolve().parts[-3:] and result.weights == weights:
+        if Path(result.path).parts[-3:] == path.resolve().parts[-3:] and result.weights == weights:
             by_folder.setdefault(file.parent, []).append(result)
     if not by_folder:
         return ""

@@ -31,7 +31,7 @@ _Words = TypeVar("_Words", int, Tensor)
 
 
 class Purpose(IntEnum):
-    """What a random number is drawn for. The numbers are part of the address: never renumber them."""
+    """Purpose of a random number. Its value is part of the address: never renumber them."""
 
     NOISE = 1
     OFFSET_NOISE = 2

@@ -491,7 +491,7 @@ class _S3Store:
 
     def write(self, uri: str, content: bytes) -> None:
         bucket, key = _bucket_and_key(uri)
-        self._request(uri, lambda client: client.put_object(Bucket=bucket, Key=key, Body=content))
+        self._write(uri, lambda client: client.put_object(Bucket=bucket, Key=key, Body=content))
 
     def upload(self, path: Path, uri: str) -> None:
         from boto3.s3.transfer import TransferConfig
@@ -504,7 +504,7 @@ class _S3Store:
                 client.upload_fileobj(file, bucket, key, Config=config)
 
         with _local_errors(str(path)):
-            self._request(uri, request)
+            self._write(uri, request)
 
     def download(self, uri: str, path: Path, parallel: int) -> None:
         bucket, key = _bucket_and_key(uri)
@@ -528,7 +528,7 @@ class _S3Store:
     def delete(self, uris: list[str]) -> None:
         bucket = _bucket_and_key(uris[0])[0]
         objects = [{"Key": _bucket_and_key(uri)[1]} for uri in uris]
-        self._request(
+        self._write(
             uris[0], lambda client: client.delete_objects(Bucket=bucket, Delete={"Objects": objects, "Quiet": True})
         )
 
@@ -548,6 +548,12 @@ class _S3Store:
                     raise
 
         return self._request(uri, request_either_way)
+
+    def _write(self, uri: str, request: Callable[[Any], Any]) -> None:
+        try:
+            self._request(uri, request)
+        except DataError as error:  # There is no such bucket, which is no fault of the data here.
+            raise MachineError(str(error)) from error
 
     def _request(self, uri: str, request: Callable[[Any], T]) -> T:
         with self._errors(uri):
@@ -589,7 +595,9 @@ class _S3Store:
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         if code == "NoSuchBucket":
             where = f" at {shown(self._endpoint)}" if self._endpoint else ""
-            return DataError(f"{shown(uri)}: there is no such bucket{where}; correct the name or S3_ENDPOINT_URL")
+            return DataError(
+                f"{shown(uri).rstrip('/')}: there is no such bucket{where}; correct the name or S3_ENDPOINT_URL"
+            )
         if status == 404:
             return _missing(uri)
         if status == 412 or code == "PreconditionFailed":
@@ -660,11 +668,18 @@ class _WebStore:
         with self._get(uri, headers) as answer, _web_errors(uri):
             if ranged and (answer.status_code != 206 or (version is not None and _web_version(answer) != version)):
                 raise _changed(uri)
-            return answer.raw.read(None if stop is None else stop - start)
+            limit = None if stop is None else stop - start
+            body = answer.raw.read(limit)
+            expected = _length(answer) if limit is None else min(limit, _length(answer))
+            if len(body) < expected:
+                raise ConnectionError("the transfer broke off")
+            return body
 
     def download(self, uri: str, path: Path, parallel: int) -> None:
         with self._get(uri, {}) as answer, _web_errors(uri), path.open("wb") as file:
             shutil.copyfileobj(answer.raw, file, _CHUNK_BYTES)
+            if file.tell() < _length(answer):
+                raise ConnectionError("the transfer broke off")
 
     def write(self, uri: str, content: bytes) -> None:
         raise ConfigurationError(f"{shown(uri)}: files on a web server cannot be written")
@@ -708,6 +723,11 @@ def _web_errors(uri: str) -> Iterator[None]:
         raise
     except (RequestException, HTTPError, ConnectionError, TimeoutError) as error:
         raise _silent(uri, error) from error
+
+
+def _length(answer: Any) -> int:
+    """Bytes that the server announced; 0 if it did not."""
+    return int(answer.headers.get("Content-Length") or 0)
 
 
 def _web_version(answer: Any) -> str:

@@ -9,7 +9,7 @@ From here to the loss: `datasets/loader.py` gives the batches of `datasets/batch
 
 import logging
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ from diffusion.checkpointing.resume import (
 )
 from diffusion.checkpointing.roll_back import roll_back
 from diffusion.config.checks import check, check_machine, num_batches, resolve_device
-from diffusion.config.data import ImageSize, Representation, Shuffling, image_sizes, microbatch_size
+from diffusion.config.data import Shuffling, microbatch_size
 from diffusion.config.model import Posterior
 from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config, Task
@@ -52,18 +52,13 @@ from diffusion.config.secrets import to_public_yaml
 from diffusion.config.training import Decay, Device, Parallelism, Precision
 from diffusion.datasets.batch import num_samples, split_batch
 from diffusion.datasets.dataset import TrainingDataset
-from diffusion.datasets.encoded import EncodedManifest, check_encoded, read_encoded_manifest
 from diffusion.datasets.loader import (
-    check_training_streams,
-    check_validation_streams,
     train_loader,
     validation_dataset,
     validation_loader,
-    validation_streams,
 )
-from diffusion.datasets.streams import StreamLocation, locate_streams
 from diffusion.distributed import agree
-from diffusion.errors import ConfigurationError, DataError, MachineError, PreemptedError, error_context
+from diffusion.errors import ConfigurationError, MachineError, PreemptedError, error_context
 from diffusion.files import write_atomically
 from diffusion.loading import open_initial
 from diffusion.models import fast
@@ -72,10 +67,11 @@ from diffusion.models.autoencoder import AutoencoderTraining, initialise_logvar
 from diffusion.models.build import build_model, load_unet
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.lora import add_lora
-from diffusion.models.pretrained import is_pipeline, module_identity, tokenizer_identity
+from diffusion.models.pretrained import is_pipeline
 from diffusion.models.tokenizers import build_tokenizer, tokenize
 from diffusion.operations.checks.device import computes_bf16
 from diffusion.operations.checks.registry import check_caches, check_machines
+from diffusion.operations.checks.startup import check_identity, check_streams
 from diffusion.operations.costs import BudgetSpentError
 from diffusion.operations.heartbeats import heartbeat_folder
 from diffusion.operations.lease import leased
@@ -107,7 +103,8 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
     """
     # Check
     device = start_ranks(config)
-    agree(lambda: check(config, world_size=dist.get_world_size(), vae_factor=_vae_factor(config)))
+    vae_factor = ARCHITECTURES[config.model.architecture].vae_factor
+    agree(lambda: check(config, world_size=dist.get_world_size(), vae_factor=vae_factor))
     agree(lambda: check_plugins(config.plugins))
     folder = agree(lambda: open_run_folder(config))
     with leased(folder) as lease, Heartbeat(heartbeat_folder(config, folder), lease) as heartbeat:
@@ -168,10 +165,6 @@ def start_ranks(config: Config) -> Device:
     return device
 
 
-def _vae_factor(config: Config) -> int:
-    return ARCHITECTURES[config.model.architecture].vae_factor
-
-
 def open_run_folder(config: Config) -> Path:
     """Create the run folder on rank 0, test that it can be written, and return it on all ranks.
 
@@ -209,47 +202,6 @@ def record_config(folder: Path, config: Config) -> None:
 
 def _not_writable(folder: Path, error: OSError) -> MachineError:
     return MachineError(f"output_folder={folder} cannot be written: {error.strerror}. Choose another one")
-
-
-def check_streams(config: Config) -> None:
-    """Check that the data exists and is what the configuration says, as far as that is known without the model.
-
-    Raises:
-        DataError: what is missing or differs, and what to do.
-    """
-    with_logvar = _uses_logvar(config)
-    if config.plugins.train_dataset is None:
-        check_training_streams(config.data, with_logvar=with_logvar)
-    if config.validation is not None:
-        check_validation_streams(config.validation, config.data, with_logvar=with_logvar)
-    for _ in _encoded_streams(config):
-        pass
-
-
-def _uses_logvar(config: Config) -> bool:
-    return config.objective.posterior == Posterior.sample
-
-
-def _encoded_streams(config: Config) -> Iterator[tuple[StreamLocation, ImageSize, EncodedManifest]]:
-    """Iterate over the streams of latents for training and validation, with their image sizes and manifests.
-
-    Raises:
-        DataError: one has no manifest, or one of something else.
-    """
-    data = config.data
-    if data.representation != Representation.latents or config.plugins.train_dataset is not None:
-        return
-    roots = [(data.remote, data.local, data.streams)]
-    if config.validation is not None:
-        streams = validation_streams(config.validation, data)
-        roots.append((config.validation.remote, config.validation.local, streams))
-    for remote, local, streams in roots:
-        sizes = image_sizes(streams, data.resolution)
-        for location, size in zip(locate_streams(remote, local, streams), sizes, strict=True):
-            manifest = read_encoded_manifest(location.source, location.access)
-            if manifest is None:
-                raise DataError(f"{location.source} has no manifest.json beside it: encode it with scripts/encode.py")
-            yield location, size, manifest
 
 
 # Resume or initialise
@@ -312,29 +264,6 @@ def _build_autoencoder(config: Config) -> AutoencoderTraining:
     return AutoencoderTraining(vae, settings, config.seed, start)
 
 
-def check_identity(config: Config, model: LatentDiffusion) -> None:
-    """Check that latents were encoded by the VAE, tokenizer and text encoder of the model.
-
-    Raises:
-        DataError: they were not.
-    """
-    streams = list(_encoded_streams(config))
-    if not streams:
-        return
-    vae, tokenizer = module_identity(model.vae), tokenizer_identity(model.tokenizer)
-    text_encoder = module_identity(model.text_encoder) if config.data.text_embeddings else None
-    for location, size, manifest in streams:
-        check_encoded(
-            manifest,
-            where=location.source,
-            size=size,
-            needs_logvar=_uses_logvar(config),
-            vae_identity=vae,
-            tokenizer_identity=tokenizer,
-            text_encoder_identity=text_encoder,
-        )
-
-
 def prepare_frozen(config: Config, model: LatentDiffusion, device: Device) -> None:
     """Move VAE and text encoder to the device of this rank, in the precision of training.
 
@@ -365,7 +294,7 @@ def build_train_data(config: Config) -> DataSpec:
         seed=config.seed,
         tokenize=partial(tokenize, build_tokenizer(config.model.architecture)),
         rank_batch_size=rank_batch_size,
-        with_logvar=_uses_logvar(config),
+        with_logvar=config.objective.posterior == Posterior.sample,
     )
     return DataSpec(loader, split_batch=split_batch, get_num_samples_in_batch=num_samples)
 
@@ -396,7 +325,7 @@ def build_evaluator(config: Config, model: ComposerModel) -> Evaluator | None:
         config.validation,
         config.data,
         tokenize=partial(tokenize, build_tokenizer(config.model.architecture)),
-        with_logvar=_uses_logvar(config),
+        with_logvar=config.objective.posterior == Posterior.sample,
     )
     if isinstance(model, LatentDiffusion):
         model.set_validation_data(dataset.stream_names_with_samples, torch.from_numpy(dataset.addresses()))

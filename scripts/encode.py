@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from diffusion.config.loading import load, missing_keys
 from diffusion.config.model import Architecture, ModelConfig
 from diffusion.config.schema import Config
-from diffusion.distributed import local_rank, local_world_size, rank, world_size
+from diffusion.distributed import local_rank, local_world_size, rank, start_process_group, world_size
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.launch import CommandParser, check_device, named_device, run_command
 from diffusion.preparation.config import Engine
@@ -121,7 +121,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO if rank() == 0 else logging.WARNING, format="%(message)s")
 
     from diffusion.preparation.encoding.encode import encode
-    from diffusion.preparation.encoding.ranks import RayWorkers, end_group, start_group
+    from diffusion.preparation.encoding.ranks import RayWorkers, end_group
     from diffusion.preparation.output_folder import local_folder
     from diffusion.preparation.partitions.engine import available_cores
 
@@ -130,7 +130,7 @@ def main() -> None:
     if num_workers is None:
         num_workers = max(1, min(_MOST_WORKERS, available_cores() // local_world_size()))
     device = device_of(arguments.device, in_ray)
-    start_group()
+    start_process_group()
     ray = None
     if in_ray:
         ray = RayWorkers(number=arguments.ray_workers, load=partial(load_models, config, arguments.text_embeddings))

@@ -33,7 +33,6 @@ os.environ.setdefault("WANDB_MODE", "offline")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--thorough", action="store_true", help="also the tests that take long")
     parser.addoption("--data", default=None, help="folder with real images: emoji/ and prompts/")
     parser.addoption("--other-python", help="interpreter with other pins, for what goes from one stack to the other")
     parser.addoption("--kills", type=int, default=2, help="how often a preparation is killed in a test of that")
@@ -59,8 +58,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     for item in items:
-        if item.get_closest_marker("thorough") and not config.getoption("--thorough"):
-            item.add_marker(pytest.mark.skip(reason="takes long: pytest --thorough"))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from diffusion import storage
 from diffusion.errors import ConfigurationError
 from diffusion.launch import CommandParser, run_command
 
@@ -168,12 +169,9 @@ def quiet() -> dict[str, str]:
 
 def upload(folder: Path, bucket: str) -> None:
     """Copy a folder to a bucket of the server that the environment names."""
-    import boto3
-
-    client = boto3.client("s3", endpoint_url=os.environ["S3_ENDPOINT_URL"])
     for path in folder.rglob("*"):
         if path.is_file():
-            client.upload_file(str(path), bucket, str(path.relative_to(folder)))
+            storage.upload(path, f"s3://{bucket}/{path.relative_to(folder).as_posix()}")
 
 
 if __name__ == "__main__":

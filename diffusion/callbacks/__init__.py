@@ -165,7 +165,9 @@ def _build_utilisation(config: Config, dataset: Any) -> Utilisation:
         has_cache_limit=data.cache_limit is not None,
     )
     is_remote = streams is not None and any(stream.remote is not None for stream in streams.streams)
-    return Utilisation(config.loggers.utilisation_interval, loader, streams.meter if streams and is_remote else None)
+    return Utilisation(
+        config.loggers.utilisation_interval, loader, streams.meter if streams is not None and is_remote else None
+    )
 
 
 def _build_saver(config: Config, storage: CheckpointStorage) -> SaveCheckpoints:

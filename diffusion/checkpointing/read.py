@@ -400,7 +400,7 @@ class Position:
     """Optimizer steps that were done."""
 
     order: dict[str, str | int | None]
-    """Fingerprint of the order of its samples (`diffusion.datasets.batching.GlobalOrder.fingerprint`)."""
+    """Fingerprint of the order of its samples (`diffusion.datasets.sample_order.GlobalOrder.fingerprint`)."""
 
 
 def read_position(checkpoint: Path) -> Position:

@@ -4,10 +4,10 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 from composer import Event, Trainer
@@ -22,13 +22,12 @@ from diffusion.config.loading import to_yaml
 from diffusion.config.schema import Config, Task
 from diffusion.config.secrets import to_public_yaml
 from diffusion.config.training import Parallelism
-from diffusion.distributed import agree, local_rank, rank
+from diffusion.distributed import agree, local_rank, on_first_rank, rank
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.files import write_json
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 
 FINISHED = "finished.json"
 """In the run folder: the step at which the run ended, written when everything after it is done."""
@@ -95,7 +94,7 @@ def find_resumption(config: Config, storage: CheckpointStorage) -> str | None:
     """
     if storage.remote is not None:
         return _find_remote(config, storage, storage.remote)
-    path = _on_first_rank(lambda: _find_local(config, storage.folder))
+    path = on_first_rank(lambda: _find_local(config, storage.folder), takes_long=True)
     if path is not None:
         agree(lambda: check_checkpoint(path, thoroughly=False) if _is_first_of_another_node() else None)
         _log_resumption(path)
@@ -142,13 +141,6 @@ def _none_is_whole(location: Path | str) -> DataError:
     )
 
 
-def _on_first_rank(step: Callable[[], T]) -> T:
-    """The result of a long step that rank 0 takes, on all ranks."""
-    results: list[Any] = [agree(lambda: step() if rank() == 0 else None, takes_long=True)]
-    dist.broadcast_object_list(results)
-    return results[0]
-
-
 def _is_first_of_another_node() -> bool:
     return local_rank() == 0 and rank() != 0
 
@@ -162,10 +154,10 @@ def _log_resumption(checkpoint: object) -> None:
 
 
 def _find_remote(config: Config, storage: CheckpointStorage, remote: RemoteCheckpoints) -> str | None:
-    _on_first_rank(remote.check_access)
+    on_first_rank(remote.check_access, takes_long=True)
     if config.trainer.autoresume:
         _finish_upload(storage.folder, remote)
-    found = _on_first_rank(lambda: _download_newest(config, storage, remote))
+    found = on_first_rank(lambda: _download_newest(config, storage, remote), takes_long=True)
     if found is None:
         return None
     path = storage.downloads / found.name
@@ -215,10 +207,10 @@ def _finish_upload(folder: Path, remote: RemoteCheckpoints) -> None:
 
     To be called by all ranks. Each node uploads the files that it has: each rank's file may be on its own node only.
     """
-    local = _on_first_rank(lambda: _newest_to_upload(folder, remote))
+    local = on_first_rank(lambda: _newest_to_upload(folder, remote), takes_long=True)
     if local is not None:
         agree(lambda: remote.upload_parts(local) if local_rank() == 0 else None, takes_long=True)
-        _on_first_rank(lambda: _finish_upload_of(local, remote))
+        on_first_rank(lambda: _finish_upload_of(local, remote), takes_long=True)
     if local_rank() == 0:
         for path in list_checkpoints(folder):
             remove_copy(path)
@@ -337,7 +329,7 @@ def finish(trainer: Trainer) -> None:
 
 def is_finished(run: Path, step: int) -> bool:
     """Whether nothing is left to do after a step, as rank 0 sees it. To be called by all ranks."""
-    return _on_first_rank(lambda: _finished_step(run) == step)
+    return on_first_rank(lambda: _finished_step(run) == step, takes_long=True)
 
 
 def mark_finished(run: Path, step: int) -> None:

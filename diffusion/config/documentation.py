@@ -13,7 +13,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import MISSING
 
-from diffusion.config.fields import field_check
+from diffusion.config.fields import Limits, TimeLimits, field_check
 
 
 @cache
@@ -168,7 +168,10 @@ def _shown_type(field: dataclasses.Field[Any], annotation: Any) -> str:
     else:
         shown = describe_type(kind)
         check = field_check(field)
-        shown += f", {check}" if check else ""
+        if isinstance(check, Limits):
+            shown += f", {check}"
+        elif isinstance(check, TimeLimits):
+            shown = str(check)
     return f"{shown}, or null" if optional else shown
 
 

@@ -28,6 +28,8 @@ class Limits:
     below: float | None = None
 
     def __str__(self) -> str:
+        if self.min is not None and self.max is not None:
+            return f"between {self.min:.10g} and {self.max:.10g}"
         limits = {
             "at least": self.min,
             "greater than": self.above,
@@ -57,7 +59,7 @@ class TimeLimits:
     positive: bool
 
     def __str__(self) -> str:
-        return f"a time in {', '.join(self.units)}"
+        return f"a time in {' or '.join(self.units)}"
 
     def problem(self, value: str, key: str) -> str | None:
         """Describe a violation, if there is one."""
@@ -76,9 +78,6 @@ class Location:
     """A path or URI; `local` refuses URIs."""
 
     local: bool
-
-    def __str__(self) -> str:
-        return "a path" if self.local else "a path or URI"
 
     def problem(self, value: str, key: str) -> str | None:
         """Describe a violation, if there is one."""

@@ -81,9 +81,13 @@ def floor_sum(num: Any, modulus: Any, factor: Any, shift: Any) -> Integers:
     n, m, a, b = (argument.copy() for argument in np.broadcast_arrays(*arguments))
     total = np.zeros_like(n)
     while True:
+        # Whole multiples of m in a and b: floor((a i + b) / m) = (a // m) i + (b // m) + floor((a % m i + b % m) / m),
+        # and the sum of i over 0 <= i < n is n (n - 1) / 2.
         total += n * (n - 1) // 2 * (a // m) + n * (b // m)
         a %= m
         b %= m
+        # The rest counts the lattice points below the line from i = 0 to n, which ends at the height top / m. Counted
+        # by rows instead of columns, they are a sum of top // m terms, with a and m exchanged: Euclid's step.
         top = a * n + b
         goes_on = top >= m
         if not goes_on.any():
@@ -136,6 +140,9 @@ class BalancedSequence:
         """
         factor, shift = self._line(stride, phase)
         num, shift = (array[..., None] for array in np.broadcast_arrays(np.asarray(num, np.int64), shift))
+        # The value at position i is v(i) = (factor i + shift) mod total, and its label is below m where v(i) is below
+        # bounds[m]. For 0 <= v < total, floor((v + total - bound) / total) is 1 where v >= bound and else 0. So the
+        # number of values below a bound is num + sum floor(... + shift) - sum floor(... + shift + total - bound).
         rounds, rest = num // self.total, num % self.total
         # After `total` positions a stride that is not prime to the total has met each of its values several times.
         assert stride == 1 or not rounds.any(), "a stride is only counted within one round"

@@ -1,4 +1,4 @@
-"""Names of the entries of a training batch, and how it is cut into microbatches.
+"""Names of the entries of a training batch, how samples are collated to one, and how it is cut into microbatches.
 
 Entries are tensors with the samples along the first dimension. Where groups of several shapes meet in one step
 (`data.mixing: groups`), the entries that have a shape of their own (images, latents) are lists instead: one tensor
@@ -8,11 +8,16 @@ Shape letters: B batch, G samples of a group.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
+
+from diffusion.errors import DataError
 
 Entry = Tensor | list[Tensor]
 
@@ -52,13 +57,63 @@ class BatchKey(str, Enum):
     """int64 [B]: the optimizer step that the sample is used in; 0 while evaluating."""
 
     SLOT = "slot"
-    """int64 [B]: place of the sample in the global batch; only while training."""
+    """int64 [B]: position of the sample in the global batch; only while training."""
 
     STREAM = "stream"
     """int64 [B]: index of the stream (resolution bucket) that the sample came from."""
 
     IS_COUNTED = "is_counted"
-    """bool [B], in batches of held-out data: false for a copy that only fills up the batches of the ranks."""
+    """bool [B], in batches of validation data: false for a copy that only fills up the batches of the ranks."""
+
+
+Sample = dict[BatchKey, Any]
+"""Arrays and integers of one sample, without the batch dimension."""
+
+SHAPED = frozenset({BatchKey.IMAGE, BatchKey.LATENT_MEAN, BatchKey.LATENT_LOGVAR})
+"""Entries whose shape is that of the image."""
+
+
+def collate(samples: Sequence[Sample]) -> dict[BatchKey, Tensor]:
+    """Stack the entries of samples: [...] each -> [B, ...].
+
+    Raises:
+        DataError: they have several shapes.
+    """
+    return {key: _stack(key, samples) for key in samples[0]}
+
+
+@dataclass(frozen=True)
+class CollateGroups:
+    """Stacks the entries of samples that come in groups of one shape.
+
+    The entries in `SHAPED` become lists with one tensor [G, ...] for each group, the others tensors [B, ...].
+    """
+
+    group_size: int
+    """G."""
+
+    def __call__(self, samples: Sequence[Sample]) -> dict[BatchKey, Entry]:
+        """Stack the entries of whole groups.
+
+        Raises:
+            DataError: the samples of a group have several shapes.
+        """
+        groups = [samples[start : start + self.group_size] for start in range(0, len(samples), self.group_size)]
+        return {
+            key: [_stack(key, group) for group in groups] if key in SHAPED else _stack(key, samples)
+            for key in samples[0]
+        }
+
+
+def _stack(key: BatchKey, samples: Sequence[Sample]) -> Tensor:
+    try:
+        return torch.from_numpy(np.stack([sample[key] for sample in samples]))
+    except ValueError as error:
+        shapes = sorted({np.shape(sample[key]) for sample in samples})
+        raise DataError(
+            f"one batch (or group) holds {key.value} of the shapes {', '.join(map(str, shapes))}: give the streams the "
+            "`resolution` of what they hold, and set data.mixing to groups or bucket"
+        ) from error
 
 
 def num_samples(batch: Mapping[str, Any]) -> int:

@@ -58,8 +58,8 @@ LEFTOVER_SECONDS = 3600.0
 READ_ATTEMPTS = 8
 """Times that a shard is fetched because it was removed to make room before it was read."""
 
-_NUM_HASHING = 32
-"""Shards that the workers of a rank hash at a time."""
+_NUM_HASHING = 8
+"""Shards of a stream that the workers of a rank hash at a time."""
 
 _LEFTOVER = re.compile(rf"\..+\.[0-9]+-[0-9a-f]+{re.escape(PARTIAL)}")
 """Name of an unfinished copy (`diffusion.files.unique_partial`)."""
@@ -199,6 +199,7 @@ class StreamShards:
         limit: of the cache; None is none.
         meter: counts what is fetched.
         columns: columns that are read; None is all.
+        files: reads the shards of several streams.
 
     Raises:
         DataError: its index cannot be fetched or read.
@@ -212,6 +213,7 @@ class StreamShards:
         limit: CacheLimit | None = None,
         meter: TierMeter | None = None,
         columns: Collection[str] | None = None,
+        files: ShardFiles | None = None,
     ) -> None:
         downloads = downloads or Downloads()
         self.name, self.remote, self.folder = location.name, location.remote, Path(location.local)
@@ -225,7 +227,7 @@ class StreamShards:
         # One byte for each shard, shared with the workers that this process forks: 1 once its hash has been compared.
         self._checked = mmap.mmap(-1, len(self.index.shards))
         self._hashing = [multiprocessing.Lock() for _ in range(_NUM_HASHING)]
-        self._files = ShardFiles()
+        self._files = files or ShardFiles()
         self._at_hand: dict[int, str] = {}
         self._decoders: dict[int, SampleDecoder] = {}
         self._read_bytes = 0
@@ -273,10 +275,10 @@ class StreamShards:
                 self._fetch(shard)
             self._checked[shard] = 1
         except (UserError, OSError) as error:
-            origin = shown(self.remote) if self.remote is not None else str(self.folder)
-            remedy = _REWRITE if self.remote is None else _CHECK
-            message = f"stream '{self.name}', shard {path.name} could not be fetched from {origin}: {error}. {remedy}"
-            raise DataError(message) from error
+            what = f"read: {error}. {_REWRITE}"
+            if self.remote is not None:
+                what = f"fetched from {shown(self.remote)}: {error}. {_CHECK}"
+            raise DataError(f"stream '{self.name}', shard {path.name} could not be {what}") from error
 
     def read(self, index: int) -> dict[str, Any]:
         """Read the wanted columns of a sample of the stream.

@@ -23,7 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from diffusion.config.data import ImageSize, Representation
 from diffusion.datasets.bad_images import BadImage, BadImages
-from diffusion.datasets.batch import BatchKey
+from diffusion.datasets.batch import BatchKey, Sample
 from diffusion.datasets.cache import (
     CacheLimit,
     Downloads,
@@ -34,6 +34,7 @@ from diffusion.datasets.cache import (
     files_of_cache,
 )
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
+from diffusion.datasets.mds import ShardFiles
 from diffusion.datasets.sample_order import (
     GlobalOrder,
     OrderSettings,
@@ -52,9 +53,6 @@ logger = logging.getLogger(__name__)
 
 Tokenize = Callable[[list[str]], NDArray[np.int32]]
 """K captions -> int32 [K, L]."""
-
-Sample = dict[BatchKey, Any]
-"""Arrays and integers of one sample, without the batch dimension."""
 
 PREPARED_COLUMNS = {"image", "captions"}
 ENCODED_COLUMNS = {"latent_mean", "token_ids"}
@@ -109,9 +107,9 @@ class TextImageDataset(Dataset):
         wanted += ["latent_logvar"] if with_logvar else []
         wanted += ["text_embeddings", "pooled_text_embeddings"] if with_text_embeddings else []
         wanted += ["placement"]  # Where it is there: some models are conditioned on it.
-        limit = None if cache_limit is None else CacheLimit(cache_limit)
+        limit, files = None if cache_limit is None else CacheLimit(cache_limit), ShardFiles()
         self.streams = [
-            StreamShards(location, downloads=downloads, limit=limit, meter=self.meter, columns=wanted)
+            StreamShards(location, downloads=downloads, limit=limit, meter=self.meter, columns=wanted, files=files)
             for location in locations
         ]
         self.stream_names = [location.name for location in locations]

@@ -27,10 +27,9 @@ from diffusion.config.data import (
     image_sizes,
 )
 from diffusion.config.quantities import parse_size
-from diffusion.datasets.batch import BatchKey
+from diffusion.datasets.batch import BatchKey, CollateGroups, Sample, collate
 from diffusion.datasets.cache import Downloads
-from diffusion.datasets.collation import CollateGroups, collate
-from diffusion.datasets.dataset import Sample, TextImageDataset, Tokenize, TrainingDataset, TrainingSteps
+from diffusion.datasets.dataset import TextImageDataset, Tokenize, TrainingDataset, TrainingSteps
 from diffusion.datasets.encoded import ENCODED, EncodedManifest, check_encoded
 from diffusion.datasets.sample_order import OrderSettings
 from diffusion.datasets.streams import StreamLocation, check_location, find_manifest, locate_streams

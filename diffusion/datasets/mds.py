@@ -135,8 +135,8 @@ def read_shard_index(path: Path) -> ShardIndex:
             return value
         if (value["version"], value["format"]) != (2, "mds"):
             raise ValueError(f"a shard has format {value['format']}, version {value['version']}, not mds, version 2")
-        columns = (tuple(value[f"column_{what}"]) for what in ("names", "encodings", "sizes"))
-        layout = Layout(*columns, value["compression"])
+        names, encodings, sizes = (tuple(value[f"column_{what}"]) for what in ("names", "encodings", "sizes"))
+        layout = Layout(names, encodings, sizes, value["compression"])
         return Shard(int(value["samples"]), value["raw_data"], value["zip_data"], layouts.setdefault(layout, layout))
 
     with path.open(encoding="utf-8") as file:

@@ -159,7 +159,7 @@ class EvaluationLoggersConfig:
     """Additional destinations of the numbers of a watcher."""
 
     tensorboard: bool = False
-    """Write an event file in the TensorBoard folder of the run, or of the output folder."""
+    """Write event files to `RUN.evaluation` in the TensorBoard folder of the run, or of the output folder."""
 
     wandb: WandbConfig | None = None
     """A separate W&B run in the group of the run; null: none."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from diffusion.distributed import agree
+from diffusion.distributed import agree, broadcast, is_first_rank, start_process_group
 from diffusion.errors import ConfigurationError, error_context
 from diffusion.evaluation.config import EvaluationConfig, SamplingConfig
 from diffusion.evaluation.features import Extractor, Networks
@@ -26,7 +26,7 @@ from diffusion.evaluation.protocol import (
     read_results,
     table,
 )
-from diffusion.evaluation.ranks import broadcast, choose_device, is_first_rank, start_process_group
+from diffusion.evaluation.ranks import choose_device
 from diffusion.evaluation.validation_loss import NAME as VALIDATION_LOSS
 from diffusion.evaluation.validation_loss import validation_losses
 from diffusion.files import write_atomically
@@ -93,7 +93,7 @@ class Evaluation:
         files = list_images(folder) if listed is None else [image.path for image in listed]
         texts = None if listed is None else [image.prompt for image in listed]
         numbers = self.metrics.compute(ImageFiles(files), texts, given_record(len(files)))
-        return self._write(Result(name=folder.resolve().name, place=str(folder), numbers=numbers))
+        return self._write(Result(name=folder.resolve().name, path=str(folder), numbers=numbers))
 
     def _read_prompts(self) -> list[Prompt]:
         config = self.config.protocol.prompts
@@ -216,7 +216,7 @@ def evaluate(config: EvaluationConfig) -> list[Result]:
 def _empty_result(model: EvaluatedModel, generator: Generator, guidance_scale: float | None) -> Result:
     return Result(
         name=model.name,
-        place=model.origin or model.path,
+        path=model.origin or model.path,
         step=model.step,
         weights=model.weights,
         guidance_scale=guidance_scale,

@@ -19,11 +19,10 @@ from PIL import Image
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from diffusion.distributed import rank, world_size
+from diffusion.distributed import gather, is_first_rank, rank, world_size
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.config import Metric, NetworksConfig, ResizeFilter
 from diffusion.evaluation.images import Images
-from diffusion.evaluation.ranks import gather, is_first_rank
 from diffusion.evaluation.statistics import Array, Moments, merge_moments, moments_of_batches
 from diffusion.files import atomic_path
 from diffusion.models.architectures import with_seed

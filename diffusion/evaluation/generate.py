@@ -7,11 +7,11 @@ to the bit on one kind of machine. Another batch size changes rounding errors. A
 
 import hashlib
 import json
-import logging
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from PIL import Image
@@ -20,12 +20,11 @@ from tqdm.auto import tqdm
 
 from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.layout import batch_of
-from diffusion.distributed import agree, rank, world_size
+from diffusion.distributed import agree, barrier, broadcast, is_first_rank, rank, world_size
 from diffusion.ema.posthoc import AVERAGE_SUFFIX
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.evaluation.config import SamplingConfig
 from diffusion.evaluation.prompts import Prompt, prompts_identity, write_listing
-from diffusion.evaluation.ranks import barrier, broadcast, is_first_rank
 from diffusion.files import atomic_path, read_json, write_json
 from diffusion.loading import load_model
 from diffusion.models.conditioning import DualTextEncoder
@@ -34,32 +33,44 @@ from diffusion.models.pretrained import PIPELINE_INDEX, is_pipeline, module_iden
 from diffusion.models.sampling import inference_scheduler
 from diffusion.randomness import Purpose, normal
 
-log = logging.getLogger(__name__)
-
 GENERATION = "generation.json"
 """Record of everything that the images of a folder depend on; written first."""
 
 
-class Generator(Protocol):
-    """Generates images from prompts and initial latents."""
+class Generator(ABC):
+    """Generates images from prompts and initial latents.
+
+    Attributes:
+        identity: hash of the weights.
+        resolution: default side of images in pixels.
+        vae_factor: pixels per latent position along one side.
+        num_channels: channels of the latents.
+        device: device of the weights.
+    """
 
     identity: str
-    """Hash of the weights."""
-
     resolution: int
-    """Default side of images in pixels."""
-
+    vae_factor: int
+    num_channels: int
     device: torch.device
 
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
-        """Channels, height and width of the latents of an image, whose size is in pixels."""
-        ...
+        """Channels, height and width of the latents of an image, whose size is in pixels.
 
+        Raises:
+            ConfigurationError: a side is not a multiple of the VAE's factor.
+        """
+        if height % self.vae_factor or width % self.vae_factor:
+            raise ConfigurationError(
+                f"protocol.sampling.height={height} and width={width} must be multiples of {self.vae_factor}"
+            )
+        return self.num_channels, height // self.vae_factor, width // self.vae_factor
+
+    @abstractmethod
     def generate(
         self, prompts: Sequence[str], latents: Tensor, *, negative_prompt: str, num_steps: int, guidance_scale: float
     ) -> list[Image.Image]:
         """Generate one image for each prompt, from latents [B, C, H, W]."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +93,7 @@ class EvaluatedModel:
     """Path or URI of the original, if `path` is a copy."""
 
 
-class CheckpointGenerator:
+class CheckpointGenerator(Generator):
     """Generator from a model of this package.
 
     Args:
@@ -97,23 +108,17 @@ class CheckpointGenerator:
         self.vae_identity = module_identity(model.vae)
         self.identity = _joined(module_identity(model.unet), self.vae_identity, module_identity(model.text_encoder))
         self.model, self.device, self.resolution = model.to(device).eval(), device, model.resolution
-
-    def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
-        """Channels, height and width of the latents."""
-        factor = self.model.vae_factor
-        _check_size(height, width, factor)
-        return self.model.unet.config["in_channels"], height // factor, width // factor
+        self.vae_factor, self.num_channels = model.vae_factor, model.unet.config["in_channels"]
 
     def generate(
         self, prompts: Sequence[str], latents: Tensor, *, negative_prompt: str, num_steps: int, guidance_scale: float
     ) -> list[Image.Image]:
         """Generate one image for each prompt."""
-        factor = self.model.vae_factor
         images = self.model.generate(
             prompts,
             negative_prompt,
-            height=latents.shape[2] * factor,
-            width=latents.shape[3] * factor,
+            height=latents.shape[2] * self.vae_factor,
+            width=latents.shape[3] * self.vae_factor,
             num_inference_steps=num_steps,
             guidance_scale=guidance_scale,
             latents=latents,
@@ -124,7 +129,7 @@ class CheckpointGenerator:
         return images
 
 
-class PipelineGenerator:
+class PipelineGenerator(Generator):
     """Generator from a text-to-image pipeline of diffusers, with the DDIM sampler of this package.
 
     Args:
@@ -147,24 +152,18 @@ class PipelineGenerator:
             pipeline.watermark = None
         self.identity = _joined(*(module_identity(part) for part in (pipeline.unet, pipeline.vae, text_encoder)))
         self.pipeline, self.device = pipeline.to(device), device
-        self.resolution = pipeline.unet.config.sample_size * pipeline.vae_scale_factor
-
-    def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
-        """Channels, height and width of the latents."""
-        factor = self.pipeline.vae_scale_factor
-        _check_size(height, width, factor)
-        return self.pipeline.unet.config.in_channels, height // factor, width // factor
+        self.vae_factor, self.num_channels = pipeline.vae_scale_factor, pipeline.unet.config.in_channels
+        self.resolution = pipeline.unet.config.sample_size * self.vae_factor
 
     def generate(
         self, prompts: Sequence[str], latents: Tensor, *, negative_prompt: str, num_steps: int, guidance_scale: float
     ) -> list[Image.Image]:
         """Generate one image for each prompt."""
-        factor = self.pipeline.vae_scale_factor
         return self.pipeline(
             list(prompts),
             negative_prompt=[negative_prompt] * len(prompts),
-            height=latents.shape[2] * factor,
-            width=latents.shape[3] * factor,
+            height=latents.shape[2] * self.vae_factor,
+            width=latents.shape[3] * self.vae_factor,
             num_inference_steps=num_steps,
             guidance_scale=guidance_scale,
             latents=latents.to(self.pipeline.unet.dtype),
@@ -222,13 +221,6 @@ def load_generator(model: EvaluatedModel, device: torch.device) -> Generator:
     if is_pipeline(model.path):
         return PipelineGenerator(Path(model.path), device)
     return CheckpointGenerator(load_model(model.path, weights=model.weights or "raw"), device)
-
-
-def _check_size(height: int, width: int, factor: int) -> None:
-    if height % factor or width % factor:
-        raise ConfigurationError(
-            f"protocol.sampling.height={height} and width={width} must be multiples of {factor} for this model"
-        )
 
 
 def _joined(*identities: str) -> str:

@@ -1,6 +1,5 @@
 """Metrics of a set of images: FID, KID, CLIP-FID, CMMD and CLIP score, each with its protocol."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,16 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from diffusion.distributed import agree
+from diffusion.distributed import agree, broadcast, is_first_rank
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.evaluation.config import OF_REFERENCE, Metric, ProtocolConfig, ReferenceConfig
 from diffusion.evaluation.features import Extractor, FeatureNetwork, FeatureSet, Networks
 from diffusion.evaluation.images import Images, open_reference
 from diffusion.evaluation.protocol import Number, Protocol, metric_protocol, protocol_hash, reference_record
-from diffusion.evaluation.ranks import broadcast, is_first_rank
 from diffusion.evaluation.statistics import clip_scores, cmmd, frechet_distance, kernel_distance
-
-log = logging.getLogger(__name__)
 
 _NEED_ALL = (Metric.kid, Metric.cmmd, Metric.clip_score)
 """Metrics that need all features, not only their moments."""

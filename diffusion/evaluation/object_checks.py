@@ -2,11 +2,10 @@
 
 The checks are those of GenEval (Ghosh et al. 2023, section 3), whose prompt files are read: required classes, each with
 a minimum count, a colour and a position relative to another class, and upper limits of counts. The detector is a
-zero-shot detector of transformers, or image processing for the shapes of the demo.
+zero-shot detector of transformers, or image processing for the shapes of the demo (`shape_checks.py`).
 """
 
 import hashlib
-import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -19,23 +18,15 @@ from PIL import Image
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from diffusion.distributed import rank, world_size
+from diffusion.distributed import gather, is_first_rank, rank, world_size
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.config import CompositionalConfig
-from diffusion.evaluation.oracle import describe
 from diffusion.evaluation.prompts import Prompt
 from diffusion.evaluation.protocol import COMPOSITIONAL, Number, compositional_protocol
 from diffusion.evaluation.protocol import Protocol as NumberProtocol
-from diffusion.evaluation.ranks import gather, is_first_rank
-from diffusion.evaluation.shapes import COLOURS, Scene, caption
-from diffusion.evaluation.shapes import SHAPES as SHAPE_NAMES
-from diffusion.evaluation.shapes import prompts as shape_scenes
 from diffusion.models.pretrained import freeze, module_identity
 
 SHAPES = "shapes"
-
-ANY_SHAPE = "shape"
-"""Label of the oracle for an unknown outline."""
 
 MAX_OVERLAP = 0.5
 """Boxes of one label with a greater intersection over union are one object."""
@@ -47,9 +38,6 @@ COLOUR_NAMES = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "b
 """Colours of GenEval."""
 
 RELATIONS = ("left of", "right of", "above", "below")
-
-COUNTS = {2: "two", 3: "three", 4: "four"}
-"""Counts in prompts of the demo."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,19 +66,6 @@ class Detector(Protocol):
     def find(self, image: Image.Image, labels: Sequence[str], colours: Sequence[str]) -> list[Detection]:
         """Detect objects of the labels and the best of the colours for each; by descending confidence."""
         ...
-
-
-class ShapesOracle:
-    """Detector of the demo's coloured shapes by image processing."""
-
-    identity = "shapes oracle 1"
-
-    def find(self, image: Image.Image, labels: Sequence[str], colours: Sequence[str]) -> list[Detection]:
-        """Detect shapes with colours, the largest first; an unknown outline has the label `shape`."""
-        return [
-            Detection(label=found.shape or ANY_SHAPE, colour=found.colour, x=found.x, y=found.y)
-            for found in describe(image)
-        ]
 
 
 class ZeroShotDetector:
@@ -223,37 +198,6 @@ def _beyond(offset: float, margin: float) -> float:
     return math.copysign(max(abs(offset) - margin, 0.0), offset)
 
 
-def shape_checks() -> list[Check]:
-    """Checks of the demo: pairs of colour and shape, relations of two objects, and counts of each shape."""
-    single, pairs = shape_scenes()
-    colours = itertools.cycle(COLOURS)
-    counted = [_counted(num, next(colours), shape) for num in COUNTS for shape in SHAPE_NAMES]
-    return [*(_single(scene) for scene in single), *(_pair(scene) for scene in pairs), *counted]
-
-
-def _single(scene: Scene) -> Check:
-    thing = scene.things[0]
-    include = (Wanted(label=thing.shape, colour=thing.colour),)
-    return Check(prompt=caption(scene), category="colour and shape", include=include)
-
-
-def _pair(scene: Scene) -> Check:
-    first, second = scene.things
-    target = Wanted(label=second.shape, colour=second.colour)
-    wanted = Wanted(label=first.shape, colour=first.colour, relation=scene.relation, target=0)
-    return Check(prompt=caption(scene), category="relation", include=(target, wanted))
-
-
-def _counted(num: int, colour: str, shape: str) -> Check:
-    """Check of exactly `num` objects of one shape, all of one colour."""
-    return Check(
-        prompt=f"{COUNTS[num]} {colour} {shape}s on a gray background",
-        category="count",
-        include=(Wanted(label=shape, count=num, colour=colour),),
-        exclude=(Wanted(label=shape, count=num + 1),),
-    )
-
-
 def read_checks(path: Path) -> list[Check]:
     """Read a file of GenEval: one JSON object a line with `prompt`, `tag`, `include` and `exclude`.
 
@@ -322,8 +266,8 @@ class ObjectChecks:
             `compositional/CATEGORY`, and `compositional`, the mean of the categories (as in GenEval), on the first
             rank; an empty dictionary on others.
         """
-        colours = sorted({one.colour for check in self.checks for one in check.include if one.colour})
-        names = list(COLOURS) if self.config.suite == SHAPES else [*COLOUR_NAMES] if colours else []
+        colours = list(dict.fromkeys(one.colour for check in self.checks for one in check.include if one.colour))
+        names = colours if self.config.suite == SHAPES else list(COLOUR_NAMES) if colours else []
         own = []
         numbers = range(rank(), len(files), world_size())
         for number in tqdm(numbers, desc="object checks", disable=not is_first_rank(), leave=False):
@@ -354,8 +298,14 @@ def open_object_checks(config: CompositionalConfig, device: torch.device) -> Obj
             f"protocol.compositional.suite={config.suite} needs a detector: give protocol.compositional.detector, a "
             "folder with an OWL-ViT or OWLv2 model; only suite=shapes works without one"
         )
-    checks = shape_checks() if config.suite == SHAPES else read_checks(Path(config.suite).expanduser())
-    detector = (
-        ShapesOracle() if config.detector is None else ZeroShotDetector(config.detector, config.threshold, device)
-    )
+    if config.suite == SHAPES:
+        from diffusion.evaluation.shape_checks import ShapesOracle, shape_checks
+
+        checks = shape_checks()
+        if config.detector is None:
+            return ObjectChecks(config=config, checks=checks, detector=ShapesOracle())
+    else:
+        checks = read_checks(Path(config.suite).expanduser())
+    assert config.detector is not None
+    detector = ZeroShotDetector(config.detector, config.threshold, device)
     return ObjectChecks(config=config, checks=checks, detector=detector)

@@ -138,7 +138,7 @@ class Result:
     name: str
     """Name of the model: `ep0-ba100-ema`."""
 
-    place: str
+    path: str
     """Path or URI of the model."""
 
     step: int | None = None
@@ -164,7 +164,7 @@ class Result:
         hashes = {name: protocol_hash(number.protocol) for name, number in self.numbers.items()}
         return {
             "name": self.name,
-            "place": self.place,
+            "path": self.path,
             "step": self.step,
             "weights": self.weights,
             "guidance_scale": self.guidance_scale,
@@ -200,7 +200,8 @@ class Result:
                 for name in numbers
                 if protocol_hash(numbers[name].protocol) != content["numbers"][name]["protocol"]
             ]
-            fields = ("name", "place", "step", "weights", "guidance_scale", "identity")
+            content["path"] = content["place"] if "place" in content else content["path"]  # Until 0.3.
+            fields = ("name", "path", "step", "weights", "guidance_scale", "identity")
             result = cls(**{key: content[key] for key in fields}, numbers=numbers)
         except (KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{path} is not a result of evaluate.py: {error!r}") from error

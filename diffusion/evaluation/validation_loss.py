@@ -12,11 +12,10 @@ from diffusion.config.model import Posterior
 from diffusion.config.schema import Config
 from diffusion.datasets.batch import BatchKey, num_samples
 from diffusion.datasets.loader import ValidationDataset, validation_dataset, validation_loader
-from diffusion.distributed import agree, rank, world_size
+from diffusion.distributed import agree, is_first_rank, rank, world_size
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.generate import CheckpointGenerator, EvaluatedModel, Generator
 from diffusion.evaluation.protocol import VERSION, Number
-from diffusion.evaluation.ranks import is_first_rank
 from diffusion.loading import load_config_of
 from diffusion.models.latent_diffusion import Batch, LatentDiffusion, squared_error
 from diffusion.models.tokenizers import tokenize

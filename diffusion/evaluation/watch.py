@@ -20,20 +20,19 @@ from diffusion.checkpointing.layout import batch_of, is_half_written, list_check
 from diffusion.checkpointing.remote import READ_PATIENCE, RemoteCheckpoints
 from diffusion.config.checks import num_batches
 from diffusion.config.stores import is_store
-from diffusion.distributed import agree
+from diffusion.distributed import agree, barrier, broadcast, is_first_rank, start_process_group
 from diffusion.errors import DataError, MachineError
 from diffusion.evaluation.config import EvaluationConfig
 from diffusion.evaluation.evaluate import Evaluation
 from diffusion.evaluation.generate import checkpoint_models
 from diffusion.evaluation.protocol import read_results
-from diffusion.evaluation.ranks import barrier, broadcast, is_first_rank, start_process_group
 from diffusion.evaluation.watch_loggers import WatchLoggers
 from diffusion.files import read_json, write_json
 from diffusion.loading import load_config_of
 
 log = logging.getLogger(__name__)
 
-COPIES = "held"
+COPIES = "copies"
 """Folder of the checkpoint that is being read, in the output folder."""
 
 FINISHED = "finished.json"
@@ -237,24 +236,24 @@ class LocalRun:
 
     def copy(self, name: str, folder: Path) -> Path | None:
         """Link the files, or copy them to another file system."""
-        source, held = self.checkpoints / name, folder / name
-        remove_copy(held)
+        source, copied = self.checkpoints / name, folder / name
+        remove_copy(copied)
         try:
             if source.is_dir():
-                held.mkdir(parents=True)
+                copied.mkdir(parents=True)
                 for file in sorted(source.iterdir()):
-                    _link(file, held / file.name)
+                    _link(file, copied / file.name)
             else:
                 folder.mkdir(parents=True, exist_ok=True)
-                _link(source, held)
+                _link(source, copied)
         except FileNotFoundError:
-            remove_copy(held)
+            remove_copy(copied)
             return None
-        if damage := find_damage(held):
+        if damage := find_damage(copied):
             log.info("checkpoint %s: %s", source, damage)
-            remove_copy(held)
+            remove_copy(copied)
             return None
-        return held
+        return copied
 
     def finished_step(self) -> int | None:
         """Step of `FINISHED`, or None."""
@@ -282,16 +281,16 @@ class RemoteRun:
         if found is None:
             return None
         try:
-            held = self._remote.download(found, folder)
+            copied = self._remote.download(found, folder)
         except (DataError, MachineError):
             remove_copy(folder / name)
             if name in self.list_checkpoints():
                 raise
             return None
-        if find_damage(held):
-            remove_copy(held)
+        if find_damage(copied):
+            remove_copy(copied)
             return None
-        return held
+        return copied
 
     def finished_step(self) -> int | None:
         """Step of `FINISHED` in the run folder; the store has checkpoints only."""

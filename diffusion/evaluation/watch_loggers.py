@@ -89,7 +89,7 @@ class WatchLoggers:
             self._wandb.finish()
 
     def _to_tensorboard(self, rows: Sequence[dict[str, float]]) -> None:
-        """Into one event file per start, which hides those of earlier starts, in a folder beside that of the run."""
+        """Write one event file per start, which hides those of earlier starts, in a folder beside that of the run."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
         if self._tensorboard is None:

@@ -1,1 +1,1 @@
-"""Operators of our own that torch lacks; they know torch and Triton, and nothing else of the project."""
+"""Triton kernels, independent of the rest of the package."""

@@ -1,6 +1,6 @@
-"""Random numbers of samples as one kernel; written as operations of torch they are 130 launches and more.
+"""Random numbers of samples by one Triton kernel, instead of 130 launches and more of torch operations.
 
-Triton computes them, on a GPU or in Triton's interpreter. `diffusion.randomness` has the definition.
+The definition is in `diffusion.randomness`. It runs on a GPU or in Triton's interpreter.
 
 Shape letters: B batch, N numbers per sample.
 """
@@ -16,14 +16,14 @@ from torch import Tensor
 # pyright: reportGeneralTypeIssues=false
 
 _COUNTERS = 256
-"""Counters of a program; each gives four words."""
+"""Counters per program, with four words each."""
 
 _TO_ANGLE = tl.constexpr(2.0 * math.pi * 2.0**-32)
 
 
 @triton.jit
 def _box_muller(first, second):
-    """Two standard normal numbers of two words."""
+    """Two standard normal numbers from two words."""
     radius = tl.sqrt_rn(-2.0 * tl.log((first.to(tl.float32) + 0.5) * 2.0**-32))
     angle = second.to(tl.float32) * _TO_ANGLE
     return radius * tl.cos(angle), radius * tl.sin(angle)
@@ -31,7 +31,7 @@ def _box_muller(first, second):
 
 @triton.jit(do_not_specialize=["key"])
 def _draw_kernel(out, step, sample, key, num, counters: tl.constexpr):
-    """Numbers of a sample, [B, N]: standard normal ones if `out` is float32, else 32-bit words."""
+    """Numbers [B, N]: standard normal if `out` is float32, else 32-bit words."""
     row = tl.program_id(0).to(tl.int64)
     position = tl.program_id(1) * counters + tl.arange(0, counters)
     step = tl.load(step + row).to(tl.uint32)
@@ -50,7 +50,7 @@ def draw(key: int, step: Tensor, sample: Tensor, num: int, dtype: torch.dtype) -
     """Draw random numbers.
 
     Args:
-        key: seed, and the purpose times 2^32, which is above 0: of one width for all, so that one kernel serves all.
+        key: seed + purpose * 2^32, with a purpose above 0: 64 bits for all, so that one kernel is compiled.
         step: int64 [B], optimizer step or epoch.
         sample: int64 [B], addresses of the samples.
         num: N.

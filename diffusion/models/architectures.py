@@ -32,7 +32,7 @@ class Vocabulary(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class ArchitectureSpec:
-    """Keyword arguments from which the parts of a latent diffusion model are built."""
+    """Keyword arguments of the parts of a latent diffusion model."""
 
     unet: dict[str, Any]
     """UNet2DConditionModel."""
@@ -44,17 +44,16 @@ class ArchitectureSpec:
     """CLIPTextConfig."""
 
     text_encoder_2: dict[str, Any] | None = None
-    """CLIPTextConfig of SDXL's second text encoder, which has a projection; with it, hidden states are the last but
-    one."""
+    """CLIPTextConfig of SDXL's second text encoder, which has a projection."""
 
     noise_schedule: dict[str, Any]
     """DDPMScheduler, without the prediction type."""
 
     max_tokens: int
-    """Length of a caption in tokens (L)."""
+    """Tokens of a caption (L)."""
 
     vocabulary: Vocabulary = Vocabulary.clip
-    """Of the tokenizer."""
+    """Vocabulary of the tokenizer."""
 
     @property
     def vae_factor(self) -> int:

@@ -68,10 +68,6 @@ class UNetFlops:
         fixed = sum(layer.forward for layer in self.layers if layer.kind is not Kind.attention)
         return self.training - fixed
 
-    def share(self, kind: Kind) -> float:
-        """Share of a kind in the forward pass."""
-        return sum(layer.forward for layer in self.layers if layer.kind is kind) / self.forward
-
 
 def count_unet_flops(unet: Mapping[str, Any], *, height: int, width: int, num_tokens: int) -> UNetFlops | None:
     """Count the operations of a diffusers UNet2DConditionModel for one image.

@@ -18,10 +18,10 @@ Rates = tuple[Tensor, Tensor]
 
 @dataclass
 class NoiseProcess:
-    """The forward process of DDPM for one noise schedule."""
+    """Forward process of DDPM for one noise schedule."""
 
     alphas_cumprod: Tensor
-    """float64 [T]: abar_t, from nearly 1 to nearly (with zero-terminal SNR exactly) 0."""
+    """float64 [T]: abar_t, from nearly 1 to nearly 0 (exactly 0 with zero-terminal SNR)."""
 
     _tables: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
 

@@ -30,7 +30,7 @@ def runs(root: Path, folder: Path, steps: int) -> list[tuple[str, list[str]]]:
 def test_ranks_count_list_and_end_together(server, tmp_path: Path) -> None:
     few = write_prepared(tmp_path / "few", {"b": 64}, bad=(3, 20, 41))
     server.train(2, runs(few, tmp_path / "run", 8))
-    lines = (tmp_path / "run" / "bad_pictures.jsonl").read_text().splitlines()
+    lines = (tmp_path / "run" / "bad_images.jsonl").read_text().splitlines()
     assert len(lines) == 3
     assert {json.loads(line)["key"] for line in lines} == {"b/3", "b/20", "b/41"}
     # Each of two ranks meets fewer than eleven in an epoch, both together more.
@@ -38,7 +38,7 @@ def test_ranks_count_list_and_end_together(server, tmp_path: Path) -> None:
     job = server.run(2, runs(many, tmp_path / "ended", 8))
     assert job.codes == [2, 2], job.output[-3000:]
     assert job.output.count("images cannot be decoded") == 1
-    assert len((tmp_path / "ended" / "bad_pictures.jsonl").read_text().splitlines()) >= 11
+    assert len((tmp_path / "ended" / "bad_images.jsonl").read_text().splitlines()) >= 11
 
 
 def test_each_bad_image_counts_once_in_a_run(server, tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_each_bad_image_counts_once_in_a_run(server, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     for steps in (24, 48):  # Three epochs in each of two starts: 60 encounters.
         server.train(1, runs(few, folder, steps))
-    assert len((folder / "bad_pictures.jsonl").read_text().splitlines()) == 10
+    assert len((folder / "bad_images.jsonl").read_text().splitlines()) == 10
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -55,5 +55,5 @@ def test_a_run_that_a_loader_worker_ends_lists_what_it_met(server, tmp_path: Pat
     ((yaml, overrides),) = runs(root, tmp_path / "run", 8)
     job = server.run(num_ranks, [(yaml, [*overrides, "loggers.utilisation_interval=1000"])])
     assert set(job.codes) == {2}, job.output[-3000:]
-    lines = (tmp_path / "run" / "bad_pictures.jsonl").read_text().splitlines()
+    lines = (tmp_path / "run" / "bad_images.jsonl").read_text().splitlines()
     assert len({json.loads(line)["index"] for line in lines}) >= 11

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from diffusers import StableDiffusionPipeline
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from safetensors import safe_open
@@ -154,12 +155,13 @@ def test_the_card_says_what_it_is_and_how_good(runs, tmp_path):
     run = shutil.copytree(runs["base"], tmp_path / "base")
     protocol = {"metric": "fid", "sampling": {"num_inference_steps": 20}}
     for step, value in (("ep0-ba2", 99.5), ("ep0-ba4", 12.25)):
-        result = Result(name=f"{step}-raw", place=f"elsewhere/base/checkpoints/{step}", weights="raw")
+        result = Result(name=f"{step}-raw", path=f"elsewhere/base/checkpoints/{step}", weights="raw")
         result.numbers["fid"] = Number(value=value, protocol=protocol)
         result.write(run / "evaluation")
     export(str(run), tmp_path / "out", licences=Licences(model="apache-2.0", data="own drawings"))
     card = (tmp_path / "out" / "README.md").read_text()
-    assert card.startswith("---\nlicense: apache-2.0\nlibrary_name: diffusers\n")
+    header = yaml.safe_load(card.split("---\n")[1])
+    assert (header["license"], header["library_name"]) == ("apache-2.0", "diffusers")
     for text in ("- data: own drawings", "the training weights after 4 steps of 8 images", "num_inference_steps"):
         assert text in card, text
     assert "12.25" in card and "99.5" not in card, "the numbers are those of the checkpoint"

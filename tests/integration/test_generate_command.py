@@ -39,7 +39,7 @@ def command(model, tmp_path, monkeypatch):
     return run
 
 
-def test_images_and_what_they_are_of_are_written(command, tmp_path):
+def test_images_and_their_listing_are_written(command, tmp_path):
     (tmp_path / "prompts.txt").write_text("a red circle\n\n  a blue star \n")
     options = ["--images-per-prompt", "2", "--steps", "1", "--seed", "7", "--columns", "3", "--width", "40"]
     command("--prompts-file", str(tmp_path / "prompts.txt"), *options)
@@ -67,7 +67,7 @@ def test_images_and_what_they_are_of_are_written(command, tmp_path):
         (["--device", "foo"], "--device foo"),
     ],
 )
-def test_a_mistake_is_told_before_the_model_is_loaded(options, message, command):
+def test_errors_are_reported_before_the_model_is_loaded(options, message, command):
     with pytest.raises(ConfigurationError, match=message):
         command(*options, is_loaded=False)
 
@@ -84,14 +84,14 @@ def test_invalid_options_of_the_model_are_errors(options, message, command):
         command(*options)
 
 
-def test_a_folder_that_cannot_be_written_to_is_told_before_the_model_is_loaded(command, tmp_path):
+def test_an_unwritable_folder_is_reported_before_the_model_is_loaded(command, tmp_path):
     (tmp_path / "file").write_text("")
     for out in (Path("/proc/zzz"), tmp_path / "file"):
         with pytest.raises(MachineError, match=f"--out {out}"):
             command(is_loaded=False, out=out)
 
 
-def test_a_disk_that_is_full_is_told(command, monkeypatch):
+def test_a_full_disk_is_reported(command, monkeypatch):
     def save(self, *arguments, **options) -> None:
         raise OSError(28, "No space left on device")
 

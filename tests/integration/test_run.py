@@ -75,10 +75,7 @@ MISTAKES = {
     ),
     "argument that does not fit the U-Net": (
         ["model.unet.norm_num_groups=5"],
-        [
-            "model.unet is {{'norm_num_groups': 5}}, of which no UNet2DConditionModel",
-            "Change these keys, or leave them",
-        ],
+        ["model.unet is {{'norm_num_groups': 5}}", "UNet2DConditionModel"],
     ),
     "plug-in that is not there": (
         ["plugins.callbacks=[{path: nope.B}]"],

@@ -13,6 +13,7 @@ import pytest
 from composer import Callback, Logger, State
 from composer.utils import dist
 
+from diffusion import storage
 from diffusion.callbacks.saving import SaveCheckpoints
 from verification.store import KEY as KEY
 from verification.store import S3Server, find_s3rver
@@ -73,6 +74,8 @@ def s3_server(s3_process: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator
         monkeypatch.setenv(name, value)
     if not s3_process.is_running:
         s3_process.start()
+    storage._s3_client.cache_clear()
     yield s3_process
+    storage._s3_client.cache_clear()
     if not s3_process.is_running:
         s3_process.start()

@@ -193,9 +193,9 @@ class TestS3:
     def test_mistakes_are_not_tried_again(self, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         access = Access(seconds=300.0)
         began = time.monotonic()
-        with pytest.raises(DataError, match=r"s3://nowhere/x/: there is no such bucket"):
+        with pytest.raises(DataError, match=r"s3://nowhere/x: there is no such bucket at"):
             storage.list_files("s3://nowhere/x", access)
-        with pytest.raises(DataError, match=r"s3://nowhere/x: there is no such bucket"):
+        with pytest.raises(MachineError, match=r"s3://nowhere/x: there is no such bucket"):
             storage.write("s3://nowhere/x", b"", access)
         with pytest.raises(MachineError, match="nonsense is no address"):
             storage.read("s3://tests/x", access=Access(endpoint_url="nonsense"))
@@ -230,12 +230,8 @@ class TestS3:
             monkeypatch.delenv(name)
         monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
         monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-        storage._s3_client.cache_clear()
-        try:
-            with pytest.raises(MachineError, match="AWS_ACCESS_KEY_ID"):
-                storage.write("s3://tests/public/a", b"")
-        finally:
-            storage._s3_client.cache_clear()
+        with pytest.raises(MachineError, match="AWS_ACCESS_KEY_ID"):
+            storage.write("s3://tests/public/a", b"")
 
     def test_a_damaged_object_is_downloaded_twice(self, s3_server: S3Server, proxy: FaultyProxy, tmp_path: Path):
         (tmp_path / "a").write_bytes(b"content")

@@ -1,8 +1,8 @@
-"""Attention with fewer matrix products, by the kernel that is asked for.
+"""Attention with fewer matrix products and a configurable kernel.
 
-The matrices of queries, keys and values stay three parameters, of the names and shapes that checkpoints, averages,
-optimizer and adapters know; they are put together in each forward pass. That copies these weights once, which is little
-beside the activations that are then read once instead of three times.
+Queries, keys and values keep three parameters, with the names and shapes of checkpoints, averages, optimizer and
+adapters. They are concatenated in each forward pass: one copy of these weights, but the activations are read once
+instead of three times.
 """
 
 from typing import Any
@@ -23,16 +23,16 @@ _BACKENDS = {
 }
 
 _CUDNN_CAPABILITIES = ((9, 0), (10, 0))
-"""Hopper and Blackwell: newer versions of torch take cuDNN's kernel first there by themselves."""
+"""Hopper and Blackwell, where newer versions of torch prefer cuDNN's kernel."""
 
 
 class AttentionProcessor(AttnProcessor2_0):
-    """Attention of a transformer block; what it does not know is left to that of diffusers.
+    """Attention of a transformer block; calls with masks or further arguments use diffusers' implementation.
 
     Args:
         backend: kernel of the attention.
-        is_fused: one matrix product for all projections of the same input.
-        prefers_cudnn: cuDNN's kernel for self-attention where it can, whatever `backend` says.
+        is_fused: compute all projections of one input by one matrix product.
+        prefers_cudnn: use cuDNN's kernel for self-attention where possible, regardless of `backend`.
     """
 
     def __init__(self, backend: AttentionBackend, *, is_fused: bool, prefers_cudnn: bool = False) -> None:
@@ -66,7 +66,7 @@ class AttentionProcessor(AttnProcessor2_0):
         return attn.to_out[1](attn.to_out[0](attended))  # pyright: ignore[reportOptionalSubscript]
 
     def _project(self, x: Tensor, *layers: Any) -> tuple[Tensor, ...]:
-        """Each layer's output for x."""
+        """Outputs of the layers for x."""
         if not self.is_fused or any(type(layer) is not nn.Linear or layer.bias is not None for layer in layers):
             return tuple(layer(x) for layer in layers)
         return F.linear(x, torch.cat([layer.weight for layer in layers])).chunk(len(layers), dim=-1)
@@ -80,12 +80,12 @@ class AttentionProcessor(AttnProcessor2_0):
 
 
 def is_faster_with_cudnn() -> bool:
-    """Whether cuDNN's kernel is to be taken first on this GPU."""
+    """Whether cuDNN's kernel is preferred on this GPU."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() in _CUDNN_CAPABILITIES
 
 
 def _fits_cudnn(query: Tensor) -> bool:
-    """Whether cuDNN's kernel takes [B, heads, N, D] in forward and backward pass."""
+    """Whether cuDNN's kernel supports [B, heads, N, D] in forward and backward pass."""
     is_half = query.dtype in (torch.float16, torch.bfloat16)
     size = query.shape[-1]
     return is_half and size <= 128 and size % 8 == 0 and not torch.are_deterministic_algorithms_enabled()
@@ -105,7 +105,7 @@ def _is_plain(attention: Attention) -> bool:
 
 
 def set_attention(module: nn.Module, backend: AttentionBackend, *, is_fused: bool, prefers_cudnn: bool = False) -> None:
-    """Give the attention layers below a module our processor; layers of other kinds stay as they are."""
+    """Set this processor in the plain attention layers below a module."""
     processor = AttentionProcessor(backend, is_fused=is_fused, prefers_cudnn=prefers_cudnn)
     for layer in module.modules():
         if isinstance(layer, Attention) and _is_plain(layer):

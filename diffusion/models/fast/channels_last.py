@@ -1,8 +1,8 @@
-"""The U-Net's blocks with activations in channels-last order (NHWC) from end to end.
+"""Blocks of the U-Net with activations in channels-last order (NHWC) throughout.
 
-In training those of diffusers fall back to NCHW: after each transformer block, in the shortcut of a ResNet block, and
+In training, the blocks of diffusers return to NCHW after each transformer block, in the shortcut of a ResNet block, and
 before upsampling at batches of 64 and more. The classes of existing blocks are changed in place; their parameters,
-names and hooks stay. Parameters stay in their own order, too: FSDP2 takes no other.
+names and hooks stay. The memory format of parameters stays too, because FSDP2 supports no other.
 """
 
 import torch
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from diffusion.models.fast.norms import LowPrecisionGroupNorm, fuse
 
 INT32_ELEMENTS = 2**31
-"""From so many elements on, torch's channels-last upsampling is not to be trusted."""
+"""Smallest number of elements at which torch's channels-last upsampling can be wrong."""
 
 
 class ChannelsLastConv(nn.Conv2d):
-    """The first convolution, which brings its input into channels-last order."""
+    """First convolution, which converts its input to channels-last order."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Convolve [B, C, H, W]."""
@@ -28,7 +28,7 @@ class ChannelsLastConv(nn.Conv2d):
 
 
 class ChannelsLastResnet(ResnetBlock2D):
-    """ResNet block whose norms include the activation, and the second one the additions before it."""
+    """ResNet block with the activations and the addition of the timestep fused into its norms."""
 
     def forward(self, input_tensor: Tensor, temb: Tensor) -> Tensor:
         """Transform [B, C, H, W] with the embedding of the timestep [B, D]."""
@@ -36,19 +36,19 @@ class ChannelsLastResnet(ResnetBlock2D):
         hidden, conv = self.norm1(input_tensor), self.conv1
         if type(conv) is nn.Conv2d:
             hidden, shift = F.conv2d(hidden, conv.weight, padding=conv.padding), shift + conv.bias
-        else:  # An adapter takes its place.
+        else:  # An adapter wraps the convolution.
             hidden = conv(hidden)
         hidden = self.conv2(self.dropout(self.norm2(hidden, shift)))
         return (input_tensor if self.conv_shortcut is None else self.conv_shortcut(input_tensor)) + hidden
 
 
 class ChannelsLastTransformer(Transformer2DModel):
-    """Transformer over the positions of a feature map, whose output is a view in channels-last order."""
+    """Transformer over the positions of a feature map, with a channels-last view as output."""
 
     def _get_output_for_continuous_inputs(
         self, hidden_states: Tensor, residual: Tensor, batch_size: int, height: int, width: int, inner_dim: int
     ) -> Tensor:
-        """Back from [B, H*W, C] to [B, C, H, W], and add the residual."""
+        """Reshape [B, H*W, C] to [B, C, H, W] and add the residual."""
         if self.use_linear_projection:
             hidden_states = self.proj_out(hidden_states)
         hidden_states = hidden_states.reshape(batch_size, height, width, -1).permute(0, 3, 1, 2)
@@ -56,10 +56,10 @@ class ChannelsLastTransformer(Transformer2DModel):
 
 
 class ChannelsLastUpsample(Upsample2D):
-    """Doubling by nearest neighbour, then a convolution."""
+    """Nearest-neighbour upsampling and a convolution."""
 
     def forward(self, hidden_states: Tensor, output_size: tuple[int, int] | None = None) -> Tensor:
-        """Upsample [B, C, H, W] to twice its size, or to another one."""
+        """Upsample [B, C, H, W] to twice its size, or to `output_size`."""
         if hidden_states.numel() * 5 >= INT32_ELEMENTS:
             return super().forward(hidden_states, output_size)  # pyright: ignore[reportArgumentType]
         scale = 2.0 if output_size is None else None
@@ -92,11 +92,11 @@ def _is_plain_upsample(block: nn.Module) -> bool:
 
 
 def keep_channels_last(unet: UNet2DConditionModel, *, is_fused: bool) -> None:
-    """Let the U-Net's blocks keep channels-last order, in place; blocks of other kinds stay as they are.
+    """Change the plain blocks of a U-Net to channels-last order, in place.
 
     Args:
-        unet: diffusers' U-Net.
-        is_fused: GroupNorm in the form for Inductor where it is compiled.
+        unet: U-Net of diffusers.
+        is_fused: use `group_norm` in compiled graphs.
     """
     unet.conv_in.__class__ = ChannelsLastConv
     for block in unet.modules():

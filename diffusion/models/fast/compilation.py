@@ -1,8 +1,8 @@
 """`torch.compile` of the U-Net or of its blocks, in training only.
 
-Sampling and evaluation come with other shapes and run as they are. What is compiled is the forward function and not the
-module's call, so that hooks around it (FSDP2's) stay outside of the graph, which may not break. The classes of existing
-modules are changed in place.
+Sampling and evaluation have other shapes and run uncompiled. The forward function is compiled instead of the module's
+call, so that its hooks (FSDP2's) stay outside of the graph, which must not break. The classes of existing modules are
+changed in place.
 """
 
 import functools
@@ -17,16 +17,16 @@ from torch import nn
 from diffusion.models.fast.norms import FusedGroupNorm
 
 MAX_GRAPHS = 256
-"""Graphs of one function: one for each shape of the blocks, times the sizes of images that are trained at."""
+"""Largest number of graphs of one function: shapes of the blocks times sizes of images."""
 
 RECOMPUTE = {"realize_reads_threshold": 16, "realize_acc_reads_threshold": 32, "realize_opcount_threshold": 100}
-"""Inductor's options: in the backward pass each kernel works out the normalised values again. By default, as they
-depend on many (small) tensors, one kernel writes them in fp32 for the others to read. Transformers keep the default:
-there it is chains of residuals that would be worked out again."""
+"""Options of Inductor: each kernel of the backward pass recomputes the normalised values. By default, one kernel writes
+them in fp32 for the others, because they depend on many (small) tensors. Transformers keep the default, because chains
+of residuals would be recomputed there."""
 
 
 def find_blocks(network: nn.Module) -> list[nn.Module]:
-    """Units of compilation and of FSDP2: ResNet blocks and transformers, of which deep ones are a unit per block."""
+    """Units of compilation and of FSDP2: ResNet blocks, shallow transformers, and blocks of deep transformers."""
     shallow = [
         module
         for module in network.modules()
@@ -38,7 +38,7 @@ def find_blocks(network: nn.Module) -> list[nn.Module]:
 
 
 def compile_blocks(network: nn.Module, *, cuda_graphs: bool = False) -> None:
-    """Compile the blocks, and each GroupNorm that is outside of them."""
+    """Compile the blocks, and each GroupNorm outside of them."""
     blocks = find_blocks(network)
     inside = {module for block in blocks for module in block.modules()}
     norms = [module for module in network.modules() if isinstance(module, FusedGroupNorm) and module not in inside]
@@ -47,11 +47,11 @@ def compile_blocks(network: nn.Module, *, cuda_graphs: bool = False) -> None:
 
 @functools.cache
 def _compiled(kind: type[nn.Module], cuda_graphs: bool) -> type[nn.Module]:
-    """A subclass, of the same name (which diffusers stores with a model), that is compiled in training."""
+    """Subclass with a forward pass that is compiled in training; it keeps the name, which diffusers stores."""
     plain: Any = kind.forward
     options: dict[str, Any] = {} if issubclass(kind, Transformer2DModel | BasicTransformerBlock) else dict(RECOMPUTE)
     if cuda_graphs:
-        options["triton.cudagraphs"] = True  # `mode="reduce-overhead"`, which torch does not take beside options.
+        options["triton.cudagraphs"] = True  # As `mode="reduce-overhead"`, which cannot be combined with options.
     compiled = torch.compile(plain, fullgraph=True, dynamic=False, options=options or None)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -67,19 +67,19 @@ def compile_modules(modules: list[nn.Module], *, cuda_graphs: bool = False) -> N
 
     Args:
         modules: units of compilation.
-        cuda_graphs: record their kernels as CUDA graphs; `mark_steps` says when a step begins.
+        cuda_graphs: record kernels as CUDA graphs; needs `mark_steps`.
     """
     torch._dynamo.config.recompile_limit = MAX_GRAPHS
     torch._dynamo.config.accumulated_recompile_limit = MAX_GRAPHS
-    torch._dynamo.config.optimize_ddp = False  # It would split a block at the buckets of DDP, which are larger.
+    torch._dynamo.config.optimize_ddp = False  # It would split blocks at the boundaries of DDP's buckets.
     for module in modules:
         module.__class__ = _compiled(type(module), cuda_graphs)
 
 
 def mark_steps(network: nn.Module) -> None:
-    """Begin a step of the CUDA graphs at each forward pass in training: memory of the step before is used again.
+    """Mark each forward pass in training as a step of the CUDA graphs, which then reuse memory.
 
-    Without the mark, torch takes each compiled block for a step of its own.
+    Without the mark, torch assumes one step per compiled block.
     """
 
     def mark(module: nn.Module, _: Any) -> None:

@@ -17,8 +17,7 @@ from diffusion.config.data import DataConfig, Representation, ValidationConfig
 from diffusion.config.model import Posterior
 from diffusion.config.quantities import parse_size
 from diffusion.config.schema import Config
-from diffusion.datasets.batch import BatchKey, num_samples
-from diffusion.datasets.collation import collate
+from diffusion.datasets.batch import BatchKey, collate, num_samples
 from diffusion.datasets.dataset import ENCODED_COLUMNS, PREPARED_COLUMNS, Tokenize, TrainingDataset
 from diffusion.datasets.loader import BatchLoader, order_settings, validation_dataset, validation_streams
 from diffusion.datasets.mds import INDEX, find_wrong_hash

@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 
 from diffusion.datasets.encoded import EncodedManifest
-from diffusion.distributed import agree, rank
+from diffusion.distributed import agree, on_first_rank, rank
 from diffusion.errors import ConfigurationError
 from diffusion.preparation.encoding.images import Item
 from diffusion.preparation.encoding.models import EncodingModels
 from diffusion.preparation.encoding.output import OutputState, look_at
 from diffusion.preparation.encoding.plan import Output, plan_outputs, shard_identity
-from diffusion.preparation.encoding.ranks import RayWorkers, on_first_rank, shared_counters
+from diffusion.preparation.encoding.ranks import RayWorkers, shared_counters
 from diffusion.preparation.encoding.work import Work, encode_items
 from diffusion.preparation.encoding.writer import MAX_SHARD_BYTES
 from diffusion.preparation.output_folder import locked, writing
@@ -47,8 +47,8 @@ def encode(
 ) -> list[EncodedManifest]:
     """Encode the buckets that are large enough: those by the shorter side at the resolutions, others at their size.
 
-    All ranks of a launcher call it, if there is one (`encode_ranks.start_group`); prepared and encoded data lie on a
-    file system that all of them see. The same call again continues one that was stopped, encodes what the prepared data
+    All ranks of a launcher call it, if there is one (`start_process_group`); prepared and encoded data lie on a file
+    system that all of them see. The same call again continues one that was stopped, encodes what the prepared data
     grew by, and marks what was withdrawn since. Shards hold the samples that the prepared ones hold, unless one would
     be too large: the global order of training goes by shards, and so it is the same for images and latents.
 

@@ -3,21 +3,13 @@
 import logging
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
-from diffusion.distributed import agree, rank, world_size
 from diffusion.errors import ConfigurationError, MachineError, UserError
 from diffusion.preparation.encoding.models import Load
 from diffusion.preparation.encoding.work import Counters, LocalCounters, Work, encode_items
 from diffusion.preparation.ray_session import ray_session
-
-T = TypeVar("T")
-
-GROUP_TIMEOUT = timedelta(days=1)
-"""How long the ranks wait for one another at the end: as long as one shard takes."""
 
 
 class StoreCounters:
@@ -32,14 +24,6 @@ class StoreCounters:
     def add(self, name: str, amount: int) -> int:
         """Add to a number, which begins at 0; return it."""
         return self._store.add(f"diffusion/encode/{self._name}/{name}", amount)
-
-
-def start_group() -> None:
-    """Start the process group of the ranks of a launcher; a single process needs none."""
-    import torch.distributed as dist
-
-    if world_size() > 1 and not dist.is_initialized():
-        dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
 
 
 def end_group() -> None:
@@ -59,22 +43,6 @@ def has_group() -> bool:
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def on_first_rank(step: Callable[[], T]) -> T:
-    """Run a step on rank 0 and return its result on all ranks.
-
-    Raises:
-        UserError: The step failed; on all ranks.
-    """
-    result = agree(lambda: step() if not has_group() or rank() == 0 else None)
-    if not has_group():
-        return result  # pyright: ignore[reportReturnType]
-    import torch.distributed as dist
-
-    box: list[Any] = [result]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
 
 
 def shared_counters(name: str) -> Counters:

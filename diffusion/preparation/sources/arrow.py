@@ -11,7 +11,8 @@ from diffusion.errors import DataError
 from diffusion.preparation.records import Partition, Record, Refused
 from diffusion.preparation.sources.columns import Row, find_columns, first_line, records_of_rows
 from diffusion.preparation.sources.files import FileSource, whole_files
-from diffusion.preparation.sources.remote_files import is_url, join, open_file, read_file, shown
+from diffusion.preparation.sources.remote_files import join, open_file, read_file
+from diffusion.storage import is_url, shown
 
 STATE = "state.json"
 

@@ -7,7 +7,8 @@ import pyarrow as pa
 
 from diffusion.errors import DataError, MachineError
 from diffusion.preparation.records import Reason, Record, Refused, make_record
-from diffusion.preparation.sources.remote_files import is_url, join, parent_of, read_remote_image, shown
+from diffusion.preparation.sources.remote_files import join, parent_of, read_remote_image
+from diffusion.storage import is_url, shown
 
 IMAGE_COLUMNS = ("image", "jpg", "png", "webp", "image_bytes", "image_path", "file_name", "path")
 CAPTION_COLUMNS = ("caption", "captions", "text")

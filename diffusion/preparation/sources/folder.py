@@ -29,16 +29,15 @@ from diffusion.preparation.records import (
     unfit_file,
 )
 from diffusion.preparation.sources.remote_files import (
-    is_url,
     join,
     list_files,
     open_file,
     read_file,
     read_remote_image,
-    shown,
     state_of,
 )
 from diffusion.preparation.sources.webdataset import Sample, record_of
+from diffusion.storage import is_url, shown
 
 logger = logging.getLogger(__name__)
 

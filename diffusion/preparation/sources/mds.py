@@ -27,7 +27,8 @@ from diffusion.preparation.records import (
 )
 from diffusion.preparation.sources.columns import CAPTION_COLUMNS, IMAGE_COLUMNS
 from diffusion.preparation.sources.files import FileSource
-from diffusion.preparation.sources.remote_files import BLOCK_BYTES, is_url, join, open_file, read_file, shown, state_of
+from diffusion.preparation.sources.remote_files import join, open_file, read_file, state_of
+from diffusion.storage import BLOCK_BYTES, is_url, shown
 
 INDEX = "index.json"
 MANIFEST = "manifest.json"

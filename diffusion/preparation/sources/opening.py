@@ -26,8 +26,9 @@ from diffusion.preparation.sources.folder import FolderSource, is_image_name, re
 from diffusion.preparation.sources.huggingface import PREFIX, SPELLING, HuggingFaceSource, open_huggingface
 from diffusion.preparation.sources.mds import MANIFEST, MDSSource, check_mds, mds_folders, prepared_root
 from diffusion.preparation.sources.parquet import ParquetSource, check_parquet
-from diffusion.preparation.sources.remote_files import check_url, each, exists, is_url, join, list_files, shown
+from diffusion.preparation.sources.remote_files import check_url, each, join, list_files
 from diffusion.preparation.sources.webdataset import WebDatasetSource
+from diffusion.storage import exists, is_url, shown
 
 __all__ = ["Reason", "Record", "Refused", "Source", "open_source", "open_sources"]
 

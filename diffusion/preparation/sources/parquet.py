@@ -11,7 +11,8 @@ from diffusion.errors import DataError, MachineError
 from diffusion.preparation.records import Partition, Record, Refused, fingerprint_of, key_of
 from diffusion.preparation.sources.columns import Row, find_columns, first_line, metadata_columns, records_of_rows
 from diffusion.preparation.sources.files import FileSource
-from diffusion.preparation.sources.remote_files import BLOCK_BYTES, each, is_url, open_file, shown, state_of
+from diffusion.preparation.sources.remote_files import each, open_file, state_of
+from diffusion.storage import BLOCK_BYTES, is_url, shown
 
 _BATCH_ROWS = 32
 _BUFFER_BYTES = 2**20

@@ -19,7 +19,8 @@ from diffusion.preparation.records import (
     parse_object,
 )
 from diffusion.preparation.sources.files import FileSource, whole_files
-from diffusion.preparation.sources.remote_files import open_file, shown
+from diffusion.preparation.sources.remote_files import open_file
+from diffusion.storage import shown
 
 _CAPTION_KEYS = ("captions", "caption", "text")
 _DAMAGE = (tarfile.TarError, EOFError, zlib.error)

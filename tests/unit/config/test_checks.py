@@ -248,7 +248,7 @@ def test_legal_combinations(configuration, overrides):
         (
             ["samples.seed=4294967296"],
             1,
-            ["samples.seed is 4294967296, but must be at least 0 and at most 4294967295."],
+            ["samples.seed is 4294967296, but must be between 0 and 4294967295."],
         ),
         (["trainer.keep_checkpoints=0"], 1, ["trainer.keep_checkpoints is 0"]),
         (["loggers.stream_loss_interval=0"], 1, ["loggers.stream_loss_interval is 0"]),

@@ -1,3 +1,4 @@
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from diffusion.datasets.bad_images import MAX_BAD_IMAGES
 from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.dataset import PREPARED_COLUMNS, TrainingDataset
 from diffusion.datasets.loader import BatchLoader, train_loader
+from diffusion.datasets.mds import SampleDecoder, ShardFiles, read_shard_index, read_shards
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
 from diffusion.randomness import NUM_INDEX_BITS, NUM_OCCURRENCE_BITS, Purpose, random_word, sample_address
@@ -277,3 +279,29 @@ def test_an_original_is_not_taken_for_a_cached_copy(tmp_path: Path) -> None:
 def test_prepared_columns_are_the_contract() -> None:
     assert set(PREPARED) > PREPARED_COLUMNS
     assert set(prepared_sample("b", 0)) == set(PREPARED)
+
+
+def test_an_mds_folder_of_another_tool(tmp_path: Path) -> None:
+    """Shards in subfolders below one index, columns that are not read, and of types that are not decoded here."""
+    columns = PREPARED | {"score": "float64", "extra": "pkl", "size": "uint16"}
+    samples = [prepared_sample("b", i) | {"score": 0.5, "extra": {"a": 1}, "size": np.uint16(3)} for i in range(16)]
+    entries = []
+    for part in range(2):
+        write_mds(tmp_path / "b" / f"{part}", columns, samples[8 * part : 8 * part + 8])
+        for entry in read_shards(tmp_path / "b" / f"{part}"):
+            raw_data = entry["raw_data"] | {"basename": f"{part}/{entry['raw_data']['basename']}"}
+            entries.append(entry | {"raw_data": raw_data})
+        (tmp_path / "b" / f"{part}" / "index.json").unlink()
+    (tmp_path / "b" / "index.json").write_text(json.dumps({"version": 2, "shards": entries}))
+    for options in ({}, {"remote": str(tmp_path)}):
+        dataset = open_data(tmp_path / "cache" if options else tmp_path, "b", **options)
+        for number in (0, 9, 15):
+            np.testing.assert_array_equal(
+                dataset[number][BatchKey.IMAGE], ImageTransform.square(16)(smooth_image(number))
+            )
+    index = read_shard_index(tmp_path / "b" / "index.json")
+    decoder = SampleDecoder(index.shards[0].layout, {"score", "size", "captions", "metadata"})
+    sample = decoder(ShardFiles().read(str(tmp_path / "b" / index.shards[0].raw.name), 0))
+    assert sample == {"captions": ["0 b 0"], "metadata": {}, "score": 0.5, "size": 3}
+    with pytest.raises(DataError, match="pkl"):  # It would run code.
+        SampleDecoder(index.shards[0].layout)

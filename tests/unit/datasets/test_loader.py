@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from diffusion.config.data import Crop, ImageSize, Mixing, Representation, Shuffling, StreamConfig, ValidationConfig
-from diffusion.datasets.batch import BatchKey, split_batch
-from diffusion.datasets.collation import CollateGroups, collate
+from diffusion.datasets.batch import BatchKey, CollateGroups, collate, split_batch
 from diffusion.datasets.loader import BatchLoader, share_of, train_loader, validation_dataset, validation_loader
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import ConfigurationError, DataError

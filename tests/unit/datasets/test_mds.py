@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from streaming import LocalDataset, MDSWriter
+from streaming import MDSWriter, StreamingDataset
 
 from diffusion.datasets.mds import (
     ShardFormat,
@@ -29,8 +29,8 @@ def write(folder, num=10, **options):
 def test_what_is_written_is_read(tmp_path):
     folder = tmp_path / "train" / "256-512"
     write(folder, shard_bytes=600)
-    dataset = LocalDataset(str(folder))
-    assert [dataset[index]["number"] for index in range(len(dataset))] == list(range(10))
+    stock = StreamingDataset(local=str(folder), shuffle=False, batch_size=1)
+    assert [sample["number"] for sample in stock] == list(range(10))
     index = read_index(folder)
     assert (index.num_samples, index.columns) == (10, COLUMNS)
     assert index.num_shards > 1

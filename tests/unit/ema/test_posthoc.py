@@ -82,7 +82,7 @@ def test_the_command(trajectories):
     assert [line.partition(":")[0] for line in lines] == [
         str(run / "reconstructed" / f"step-002000-width-{width}.safetensors") for width in (0.09, 0.07)
     ]
-    assert "from 40 averages" in lines[0]
+    assert "40 averages" in lines[0]
     command[-2:] = ["0.3"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 2

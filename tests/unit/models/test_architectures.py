@@ -61,8 +61,8 @@ def test_text_encoders_and_unets_fit_one_another():
         encoders = [encoder for encoder in (spec.text_encoder, spec.text_encoder_2) if encoder]
         assert spec.unet["cross_attention_dim"] == sum(encoder["hidden_size"] for encoder in encoders)
         if spec.text_encoder_2 is not None:
-            told = spec.text_encoder_2["projection_dim"] + 6 * spec.unet["addition_time_embed_dim"]
-            assert spec.unet["projection_class_embeddings_input_dim"] == told
+            width = spec.text_encoder_2["projection_dim"] + 6 * spec.unet["addition_time_embed_dim"]
+            assert spec.unet["projection_class_embeddings_input_dim"] == width
         assert spec.unet["in_channels"] == spec.vae["latent_channels"]
         assert spec.text_encoder["max_position_embeddings"] == spec.max_tokens
     assert STABLE_DIFFUSION_2.vae_factor == 8

@@ -29,7 +29,7 @@ def model() -> AutoencoderTraining:
     return with_seed(1, lambda: AutoencoderTraining(vae, config, seed=0, adversarial_start=START))
 
 
-def pictures(*shape: int, seed: int = 0) -> Tensor:
+def random_pixels(*shape: int, seed: int = 0) -> Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
 
 
@@ -42,7 +42,7 @@ def gradients(module: nn.Module | None) -> list[Tensor]:
 
 
 def batch_at(step: int) -> dict[str, Tensor]:
-    images = ((pictures(2, 3, 32, 32) + 1) * 127).to(torch.uint8)
+    images = ((random_pixels(2, 3, 32, 32) + 1) * 127).to(torch.uint8)
     return {
         BatchKey.IMAGE: images,
         BatchKey.SAMPLE: torch.arange(2),
@@ -52,7 +52,7 @@ def batch_at(step: int) -> dict[str, Tensor]:
 
 def test_one_backward_pass_gives_each_side_the_gradients_of_its_own_loss():
     discriminator = with_seed(0, PatchDiscriminator)
-    pixels, decoded = pictures(2, 3, 32, 32), pictures(2, 3, 32, 32, seed=1).requires_grad_()
+    pixels, decoded = random_pixels(2, 3, 32, 32), random_pixels(2, 3, 32, 32, seed=1).requires_grad_()
     losses = adversarial_losses(discriminator, pixels, decoded)
     (losses.generator + losses.discriminator).backward()
     both = gradients(discriminator)
@@ -70,7 +70,7 @@ def test_one_backward_pass_gives_each_side_the_gradients_of_its_own_loss():
 
 def test_an_image_is_judged_by_itself():
     discriminator = with_seed(0, PatchDiscriminator)
-    images = pictures(3, 3, 40, 32)
+    images = random_pixels(3, 3, 40, 32)
     alone = torch.cat([discriminator(image[None]) for image in images])
     assert torch.allclose(discriminator(images), alone, rtol=1e-5, atol=1e-6)
 
@@ -107,7 +107,7 @@ def test_the_optimizer_has_a_group_for_each_side(model):
 def test_the_perceptual_distance_is_lpips_on_the_weights_of_the_file(tmp_path):
     features = write_vgg(tmp_path / "vgg.pth")
     lpips = load_perceptual(str(tmp_path / "vgg.pth"), KEY)
-    images, others = pictures(2, 3, 32, 32), pictures(2, 3, 32, 32, seed=1)
+    images, others = random_pixels(2, 3, 32, 32), random_pixels(2, 3, 32, 32, seed=1)
     shift, scale = torch.tensor([-0.030, -0.088, -0.188]), torch.tensor([0.458, 0.448, 0.450])
     maps = [(x - shift[:, None, None]) / scale[:, None, None] for x in (images, others)]
     expected = torch.zeros(2)

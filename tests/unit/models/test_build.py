@@ -102,7 +102,7 @@ def are_equal(one: LatentDiffusion, other: LatentDiffusion) -> bool:
 
 
 @pytest.mark.parametrize("kind", [Path, str])
-def test_a_folder_s_unet_is_what_it_was_trained_as(kind, folder, epsilon):
+def test_a_unet_keeps_the_prediction_type_of_its_folder(kind, folder, epsilon):
     loaded = tiny(kind(folder), unet=kind(folder), vae=kind(folder / "vae"))
     assert are_equal(loaded, epsilon)
     assert loaded.objective.prediction_type == loaded.noise_scheduler.config["prediction_type"] == "epsilon"
@@ -113,15 +113,15 @@ def test_a_folder_s_unet_is_what_it_was_trained_as(kind, folder, epsilon):
 
 
 def test_a_zero_terminal_schedule_is_taken_from_the_folder(tmp_path):
-    place = str(write(tiny(zero_terminal_snr=True), tmp_path / "pipe"))
-    loaded = tiny(place, unet=place)
+    path = str(write(tiny(zero_terminal_snr=True), tmp_path / "pipe"))
+    loaded = tiny(path, unet=path)
     assert loaded.objective.zero_terminal_snr
     assert loaded.noise_scheduler.alphas_cumprod[-1] == 0
     with pytest.raises(ConfigurationError, match="rescale_betas_zero_snr"):
-        tiny(place, unet=place, zero_terminal_snr=False)
+        tiny(path, unet=path, zero_terminal_snr=False)
 
 
-def test_another_prediction_type_than_the_folder_s_is_refused(folder):
+def test_another_prediction_type_than_the_folder_s_is_rejected(folder):
     assert tiny(str(folder), unet=str(folder), prediction_type="epsilon").objective.prediction_type == "epsilon"
     with pytest.raises(
         ConfigurationError,
@@ -138,24 +138,24 @@ def test_another_prediction_type_than_the_folder_s_is_refused(folder):
         ({"prediction_type": "flow_prediction"}, "flow_prediction"),
     ],
 )
-def test_another_noise_schedule_than_the_family_s_is_refused(entries, message, changed):
+def test_another_noise_schedule_than_the_family_s_is_rejected(entries, message, changed):
     change(changed / SCHEDULER_CONFIG, **entries)
     with pytest.raises(ConfigurationError, match=message):
         tiny(str(changed), unet=str(changed))
 
 
-def test_other_attention_heads_of_equal_shapes_are_refused(changed):
+def test_other_attention_heads_of_equal_shapes_are_rejected(changed):
     change(changed / "unet" / "config.json", attention_head_dim=[4, 4])
     with pytest.raises(ConfigurationError, match="attention_head_dim"):
         tiny(str(changed), unet=str(changed))
 
 
-def test_what_released_configurations_leave_empty_is_off(changed, epsilon):
+def test_none_in_released_configurations_is_false(changed, epsilon):
     change(changed / "unet" / "config.json", upcast_attention=None, cross_attention_norm=None)
     assert are_equal(tiny(str(changed), unet=str(changed)), epsilon)
 
 
-def test_a_text_encoder_that_lacks_weights_is_refused(changed):
+def test_a_text_encoder_that_lacks_weights_is_rejected(changed):
     file = changed / "text_encoder" / "model.safetensors"
     tensors = load_file(file)
     del tensors["text_model.final_layer_norm.weight"]
@@ -164,13 +164,13 @@ def test_a_text_encoder_that_lacks_weights_is_refused(changed):
         tiny(changed)
 
 
-def test_weights_of_another_size_are_refused(changed):
+def test_weights_of_another_size_are_rejected(changed):
     change(changed / "unet" / "config.json", block_out_channels=[32, 128])
     with pytest.raises(ConfigurationError, match="block_out_channels"):
         tiny(str(changed), unet=str(changed))
 
 
-def test_a_random_unet_beside_pretrained_parts_is_told(folder, caplog):
+def test_a_random_unet_beside_pretrained_parts_is_reported(folder, caplog):
     with caplog.at_level(logging.WARNING):
         tiny()
         tiny(str(folder), unet=str(folder))
@@ -181,7 +181,7 @@ def test_a_random_unet_beside_pretrained_parts_is_told(folder, caplog):
     assert "unet=" in message
 
 
-def test_a_folder_that_does_not_say_what_its_unet_predicts_is_told(changed, caplog):
+def test_a_missing_prediction_type_is_reported(changed, caplog):
     (changed / SCHEDULER_CONFIG).unlink()
     with caplog.at_level(logging.WARNING):
         assert tiny(str(changed), unet=str(changed)).objective.prediction_type == "v_prediction"
@@ -206,7 +206,7 @@ def test_with_local_files_only_the_hub_is_not_asked(cache, requests, epsilon):
     assert requests, "without it the hub is asked"
 
 
-def test_a_hub_that_does_not_answer_is_asked_once_and_told(requests):
+def test_an_unavailable_hub_is_tried_once_and_reported(requests):
     start = time.monotonic()
     with pytest.raises(ConfigurationError, match=r"https://huggingface\.co"):
         tiny("someone/other")
@@ -214,7 +214,7 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_told(requests):
     assert len(requests) == 1
 
 
-def test_what_was_fetched_before_does_without_a_hub_that_answers(cache, requests, epsilon):
+def test_the_cache_suffices_without_the_hub(cache, requests, epsilon):
     loaded = tiny(HUB_NAME)
     pairs = zip(loaded.vae.parameters(), epsilon.vae.parameters(), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)

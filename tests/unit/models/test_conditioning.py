@@ -44,11 +44,11 @@ def test_the_empty_caption_is_encoded_once_for_each_precision():
     dropped = model.conditioner.drop(TOKEN_IDS, torch.tensor([True, False, True, False]))
     calls.clear()
     for _ in range(3):
-        told = model.conditioner.encode_batch(batch, dropped)
+        conditioning = model.conditioner.encode_batch(batch, dropped)
     assert len(calls) == 1
     empty = model.conditioner.encode_text(dropped[:1]).hidden.half()
     expected = torch.cat([empty, text.hidden[1:2].half(), empty, text.hidden[3:].half()])
-    assert torch.equal(told.text.half(), expected)
+    assert torch.equal(conditioning.text.half(), expected)
     calls.clear()
     for _ in range(3):
         with torch.autocast("cpu", torch.bfloat16):

@@ -54,5 +54,5 @@ def test_a_text_encoder_s_identity_is_that_of_released_names(is_dual, identity, 
     ("architecture", "identity"),
     [(Architecture.stable_diffusion_2, "33d0bcd713681955"), (Architecture.tiny, "059e0164749f967a")],
 )
-def test_a_tokenizer_s_identity_is_what_data_sets_hold(architecture, identity):
+def test_the_identity_of_a_tokenizer_is_that_in_data_sets(architecture, identity):
     assert tokenizer_identity(build_tokenizer(architecture)) == identity

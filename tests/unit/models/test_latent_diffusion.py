@@ -166,7 +166,7 @@ def test_min_snr_weights_enter_the_loss_but_not_the_metric():
     assert plain.loss(plain(batch), batch) != weighted.loss(outputs, batch)
 
 
-def test_held_out_losses_by_stream_leave_copies_out(model):
+def test_validation_losses_by_stream_exclude_copies(model):
     batch = image_batch() | {
         BatchKey.STREAM: torch.tensor([0, 0, 2, 2, 2, 2]),
         BatchKey.IS_COUNTED: torch.tensor([True, True, True, True, True, False]),
@@ -232,14 +232,14 @@ def test_autocast_on_the_cpu_reaches_the_norms(low_precision_norms, monkeypatch)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_latents_in_the_precision_of_the_run_are_what_it_computes_from_images(precision):
+def test_latents_in_the_precision_of_the_run_equal_those_from_images(precision):
     model, images = small_model(), image_batch()
     rest = {key: value for key, value in images.items() if key != BatchKey.IMAGE}
     encoder = Encoder(
         EncodingModels.of(load_frozen_parts(ModelConfig(architecture=Architecture.tiny))), "cpu", precision
     )
-    pictures = {ImageSize(32, 32): images[BatchKey.IMAGE]}
-    encoded = encoder.start(ImageBatch(0, 0, pictures, {}, [], [], {}, []))
+    by_size = {ImageSize(32, 32): images[BatchKey.IMAGE]}
+    encoded = encoder.start(ImageBatch(0, 0, by_size, {}, [], [], {}, []))
     [(mean, logvar)] = encoded.moments.values()
     latents = rest | {BatchKey.LATENT_MEAN: mean, BatchKey.LATENT_LOGVAR: logvar}
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -295,16 +295,16 @@ def test_loads_frozen_parts_from_a_diffusers_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("key", "place", "message"),
+    ("key", "source", "message"),
     [
         ("pretrained", "./nowhere", "model.pretrained: .*./nowhere"),
         ("pretrained", "someone/something", "someone/something"),
         ("vae", "runs/none/vae", "model.vae: .*runs/none/vae"),
     ],
 )
-def test_missing_weights_are_a_clear_error(key, place, message):
+def test_missing_weights_are_a_clear_error(key, source, message):
     with pytest.raises(ConfigurationError, match=message):
-        load_frozen_parts(ModelConfig(architecture=Architecture.tiny, **{key: place}))
+        load_frozen_parts(ModelConfig(architecture=Architecture.tiny, **{key: source}))
 
 
 class TestGenerate:
@@ -408,13 +408,13 @@ class TestGenerate:
         process = small_model(zero_terminal_snr=zero_terminal_snr).noise_scheduler
         seen = []
 
-        def denoise(x, timestep, told):
+        def denoise(x, timestep, conditioning):
             seen.append(timestep.item())
             return torch.zeros_like(x)
 
-        told = Conditioning(torch.zeros(1, 1, 1))
+        conditioning = Conditioning(torch.zeros(1, 1, 1))
         sampled = sample_latents(
-            denoise, inference_scheduler(process), torch.ones(1, 4, 2, 2), told, told,
+            denoise, inference_scheduler(process), torch.ones(1, 4, 2, 2), conditioning, conditioning,
             num_inference_steps=1000, guidance_scale=1.0,
         )  # fmt: skip
         assert seen == list(range(999, -1, -1))

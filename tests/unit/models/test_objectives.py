@@ -77,7 +77,7 @@ def test_zero_terminal_snr_applies_to_training_and_sampling_alike():
     assert sampler.config["prediction_type"] == "v_prediction"
 
 
-def test_zero_terminal_snr_is_refused_with_epsilon():
+def test_zero_terminal_snr_is_rejected_with_epsilon():
     with pytest.raises(ConfigurationError, match=r"objective\.zero_terminal_snr"):
         build_noise_scheduler(Architecture.tiny, ObjectiveConfig(zero_terminal_snr=True))
 

@@ -111,7 +111,7 @@ def test_clip_s_tokenizer_is_loaded_as_it_was(tmp_path):
     assert loaded.pad_token_id == 0
 
 
-def test_a_unet_in_several_files_is_what_it_was_in_one(tmp_path):
+def test_a_unet_in_several_files_equals_that_in_one(tmp_path):
     model = build(Architecture.tiny)
     tensors = model.unet.state_dict()
     model.unet.save_config(tmp_path / "unet")
@@ -126,7 +126,7 @@ def test_a_unet_in_several_files_is_what_it_was_in_one(tmp_path):
     assert loaded.keys() == ours.keys() == tensors.keys()
 
 
-def test_weights_of_another_network_with_the_same_shapes_are_refused(tmp_path):
+def test_weights_of_another_network_with_the_same_shapes_are_rejected(tmp_path):
     model = build(Architecture.tiny)
     write(model, tmp_path / "folder")
     other = ModelConfig(architecture=Architecture.tiny, unet={"block_out_channels": [16, 32], "norm_num_groups": 8})
@@ -135,7 +135,7 @@ def test_weights_of_another_network_with_the_same_shapes_are_refused(tmp_path):
         open_pipeline_unet(tmp_path / "folder", unet)
 
 
-def test_what_is_missing_or_damaged_is_named(tmp_path):
+def test_missing_or_damaged_files_are_named(tmp_path):
     with pytest.raises(ConfigurationError, match=r"unet .*config\.json"):
         open_pipeline_unet(tmp_path)
     (tmp_path / "unet").mkdir()
@@ -145,7 +145,7 @@ def test_what_is_missing_or_damaged_is_named(tmp_path):
         open_pipeline_unet(tmp_path)
 
 
-def test_files_of_weights_are_what_the_library_reads_and_are_read_in_parts(tmp_path, monkeypatch):
+def test_files_of_weights_are_read_by_the_library_and_in_parts(tmp_path, monkeypatch):
     tensors = {
         "a": torch.randn(3, 5),
         "b": torch.randn(7).half(),

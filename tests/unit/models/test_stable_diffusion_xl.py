@@ -96,19 +96,19 @@ def test_the_model_heeds_sizes_and_crops_and_the_whole_caption(model):
     batch = batch_of()
     other = {**batch, BatchKey.PLACEMENT: batch[BatchKey.PLACEMENT] + 1}
     assert not torch.equal(model(batch).prediction, model(other).prediction)
-    told = model.conditioner.encode_batch(batch, batch[BatchKey.TOKEN_IDS]).to(torch.bfloat16)
-    assert (told.text.dtype, told.pooled.dtype) == (torch.bfloat16, torch.bfloat16)
-    assert torch.equal(told.placement, batch[BatchKey.PLACEMENT]), "1001 is no bfloat16"
+    conditioning = model.conditioner.encode_batch(batch, batch[BatchKey.TOKEN_IDS]).to(torch.bfloat16)
+    assert (conditioning.text.dtype, conditioning.pooled.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert torch.equal(conditioning.placement, batch[BatchKey.PLACEMENT]), "1001 is no bfloat16"
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_images_latents_and_stored_texts_give_the_same_loss(dropout):
     model = small_model(caption_dropout=dropout)
-    pictures = batch_of()
-    expected = model.loss(model(pictures), pictures).item()
-    posterior = model.vae.encode(pictures[BatchKey.IMAGE].float() / 127.5 - 1).latent_dist
-    text = model.conditioner.encode_text(pictures[BatchKey.TOKEN_IDS])
-    latents = {key: value for key, value in pictures.items() if key != BatchKey.IMAGE} | {
+    from_images = batch_of()
+    expected = model.loss(model(from_images), from_images).item()
+    posterior = model.vae.encode(from_images[BatchKey.IMAGE].float() / 127.5 - 1).latent_dist
+    text = model.conditioner.encode_text(from_images[BatchKey.TOKEN_IDS])
+    latents = {key: value for key, value in from_images.items() if key != BatchKey.IMAGE} | {
         BatchKey.LATENT_MEAN: posterior.mean.detach().half(),
         BatchKey.LATENT_LOGVAR: posterior.logvar.detach().half(),
     }
@@ -125,7 +125,7 @@ def test_images_latents_and_stored_texts_give_the_same_loss(dropout):
     assert bool(changed.all()) == (dropout == 0.0), "a dropped caption's is that of the empty caption"
 
 
-def test_what_the_batch_tells_the_model_is_observed():
+def test_draws_are_observed():
     model, batch, seen = small_model(caption_dropout=0.0), batch_of(), []
     model.observer = seen.append
     model(batch)
@@ -135,7 +135,7 @@ def test_what_the_batch_tells_the_model_is_observed():
     assert torch.equal(draws.token_ids, batch[BatchKey.TOKEN_IDS])
 
 
-def test_data_without_sizes_and_crops_is_refused(model):
+def test_data_without_sizes_and_crops_is_rejected(model):
     batch = batch_of()
     del batch[BatchKey.PLACEMENT]
     with pytest.raises(ValueError, match="encode it again"):
@@ -163,6 +163,6 @@ def test_ids_are_those_of_clip_padded_as_for_the_second_encoder():
     assert ids == [49406, *words, 49407, *[0] * 72]
 
 
-def test_options_that_are_not_there_are_refused():
+def test_unknown_options_are_rejected():
     with pytest.raises(TypeError, match="resolutoin"):
         tiny_xl(resolutoin=64)  # pyright: ignore[reportCallIssue]

@@ -75,7 +75,7 @@ def test_blocks_compile_in_bf16():
         check(lower(module, inputs, torch.bfloat16))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("architecture", [Architecture.stable_diffusion_2, Architecture.stable_diffusion_xl])
 def test_blocks_compile_with_every_tiling(architecture, dtype):
@@ -83,7 +83,7 @@ def test_blocks_compile_with_every_tiling(architecture, dtype):
         check(lower(module, inputs, dtype), every_tiling=True)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_whole_unet_compiles():
     module = unet(Architecture.tiny, Compilation.unet)
     text = torch.empty(BATCH, 77, module.config["cross_attention_dim"])

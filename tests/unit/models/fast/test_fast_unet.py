@@ -134,7 +134,7 @@ def test_the_backend_that_is_asked_for_computes_the_attention(monkeypatch):
     assert set(found) == {(True, False)}
 
 
-def test_what_is_for_gpus_is_refused_on_a_cpu():
+def test_options_for_gpus_are_rejected_on_a_cpu():
     with pytest.raises(ConfigurationError, match=r"performance\.attention=cudnn"):
         build(TOY, PerformanceConfig(attention=AttentionBackend.cudnn))
     with pytest.raises(ConfigurationError, match=r"performance\.cuda_graphs"):

@@ -146,7 +146,7 @@ SELECTION = [(torch.bfloat16, arch, shape) for arch, shape in zip(ARCHITECTURES,
 @pytest.mark.parametrize(
     ("dtype", "num_channels", "side", "arch"),
     [
-        pytest.param(dtype, *shape, arch, marks=() if (dtype, arch, shape) in SELECTION else pytest.mark.thorough)
+        pytest.param(dtype, *shape, arch, marks=() if (dtype, arch, shape) in SELECTION else pytest.mark.slow)
         for dtype in (torch.bfloat16, torch.float16, torch.float32)
         for shape in SHAPES_OF_NETWORKS
         for arch in ARCHITECTURES

@@ -29,16 +29,16 @@ SIZE_FROM_VALUES = ("nonzero", "masked_select", "unique", "_local_scalar_dense",
 
 
 class WatchReads(TorchDispatchMode):
-    """Notes who asks for a tensor's value: the innermost place that is not torch's."""
+    """Notes who asks for a tensor's value: the innermost position that is not torch's."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.places: list[str] = []
+        self.positions: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket.__name__.startswith(SIZE_FROM_VALUES):
             frames = [frame for frame in traceback.extract_stack()[:-1] if not frame.filename.startswith(TORCH)]
-            self.places.append(f"{frames[-1].filename}:{frames[-1].lineno}")
+            self.positions.append(f"{frames[-1].filename}:{frames[-1].lineno}")
         return func(*args, **(kwargs or {}))
 
 
@@ -55,7 +55,7 @@ class WatchSteps(Callback):
             self.mode.__enter__()
         if state.timestamp.batch.value == END:
             self.mode.__exit__(None, None, None)
-            type(self).found = self.mode.places
+            type(self).found = self.mode.positions
 
 
 class WatchSynchronisations(Callback):
@@ -99,14 +99,14 @@ def train_watched(tmp_path, callback, *settings):
 
 def test_nothing_of_ours_reads_from_the_device_in_a_step(tmp_path):
     train_watched(tmp_path, WatchSteps)
-    reads = [place for place in WatchSteps.found if not place.startswith(IN_HOST_MEMORY)]
-    assert [place for place in reads if place.startswith(PACKAGE)] == []
+    reads = [position for position in WatchSteps.found if not position.startswith(IN_HOST_MEMORY)]
+    assert [position for position in reads if position.startswith(PACKAGE)] == []
     assert len(reads) == 2 * (END - FIRST), reads
 
 
 @pytest.mark.gpu
 def test_a_step_on_a_gpu_waits_for_it_twice(tmp_path):
     train_watched(tmp_path, WatchSynchronisations, "trainer.device=gpu", "trainer.precision=amp_bf16")
-    places = WatchSynchronisations.found
-    assert [place for place in places if place.startswith(PACKAGE)] == []
-    assert 0 < len(places) <= 2 * (END - FIRST), places
+    positions = WatchSynchronisations.found
+    assert [position for position in positions if position.startswith(PACKAGE)] == []
+    assert 0 < len(positions) <= 2 * (END - FIRST), positions

@@ -1,9 +1,9 @@
-"""The held-out loss of a run's checkpoints through `evaluate.py`: that of the run itself, on one rank and on two."""
+"""The validation loss of a run's checkpoints by `evaluate.py` is that of the run, on one rank and on two."""
 
 import pytest
 
 from diffusion.callbacks.metrics_file import read_metrics
-from tests.unit.evaluation.evaluation_toys import evaluate_on, numbers
+from tests.tools.evaluation_toys import evaluate_on, numbers
 
 EVALUATE = [
     "protocol.metrics=[]",
@@ -17,7 +17,7 @@ EVALUATE = [
 @pytest.fixture(scope="module")
 def outputs(server, shapes, tmp_path_factory):
     """Run folder, and output folders by the number of ranks."""
-    root = tmp_path_factory.mktemp("held-out")
+    root = tmp_path_factory.mktemp("validation-loss")
     data = shapes / "latents-32"
     overrides = [
         f"output_folder={root / 'run'}",

@@ -1,4 +1,4 @@
-"""The checkpoints of a run that is followed: in a folder, and in an object store."""
+"""Checkpoints of a watched run, in a folder and in an object store; the ledger."""
 
 import shutil
 from pathlib import Path
@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from diffusion import storage
-from diffusion.evaluation.watch import LocalRun, RemoteRun, open_run
+from diffusion.errors import DataError
+from diffusion.evaluation.watch import Entry, Ledger, LocalRun, RemoteRun, open_run
 from diffusion.files import write_json
 from tests.tools.s3_server import s3_process, s3_server
 
@@ -52,7 +53,7 @@ def test_a_run_whose_checkpoints_are_elsewhere_leads_there(tmp_path):
     assert open_run(str(tmp_path / "run")).list_checkpoints() == ["ep0-ba4.pt"]
 
 
-def test_checkpoints_in_a_store_are_downloaded_and_gone_ones_left_out(tmp_path, s3_server):
+def test_checkpoints_in_a_store_are_downloaded_and_removed_ones_are_skipped(tmp_path, s3_server):
     url = "s3://tests/followed/checkpoints"
     storage.upload(write_checkpoint(tmp_path / "ep0-ba2.pt"), f"{url}/ep0-ba2.pt")
     storage.write(f"{url}/ep0-ba4/__0_0.distcp", b"half")
@@ -73,3 +74,17 @@ def test_a_run_folder_whose_checkpoints_are_in_a_store_says_that_it_is_finished(
     write_json(tmp_path / "finished.json", {"step": 10})
     assert open_run(str(tmp_path)).finished_step() == 10
     assert open_run(url).finished_step() is None
+
+
+def test_the_ledger_is_of_one_run(tmp_path):
+    Ledger.open(tmp_path, "runs/a").add("ep0-ba2", Entry(step=2))
+    assert Ledger.open(tmp_path, "runs/a").entries == {"ep0-ba2": Entry(step=2)}
+    with pytest.raises(DataError, match="runs/a"):
+        Ledger.open(tmp_path, "runs/b")
+
+
+def test_a_checkpoint_that_is_gone_is_not_held(tmp_path):
+    run = LocalRun(tmp_path / "run")
+    assert run.list_checkpoints() == []
+    assert run.copy("ep0-ba2", tmp_path / "held") is None
+    assert not (tmp_path / "held" / "ep0-ba2").exists()

@@ -7,7 +7,7 @@ import pytest
 
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.evaluation.protocol import Result, read_results, table
-from tests.unit.evaluation.evaluation_toys import evaluate_on, numbers, overrides, write_all
+from tests.tools.evaluation_toys import evaluate_on, numbers, overrides, write_all
 
 COMPOSITIONAL = "protocol.compositional={images_per_prompt: 1}"
 NUM_IMAGES = 10
@@ -70,7 +70,7 @@ def test_the_table_has_one_row_for_each_result_and_the_compositional_checks_by_c
     assert ["ep0-ba4-ema", "3", *shown] in [[*row[:2], *row[-2:]] for row in rows]
 
 
-def test_what_is_there_is_not_generated_again(server, root, outputs, tmp_path):
+def test_existing_images_are_not_generated_again(server, root, outputs, tmp_path):
     again = tmp_path / "again"
     shutil.copytree(outputs[1], again)
     shutil.rmtree(again / "results")
@@ -98,9 +98,9 @@ def test_numbers_of_two_protocols_are_not_put_into_one_table(outputs, tmp_path):
         table(read_results([outputs[1], other]))
 
 
-def test_a_protocol_that_was_changed_by_hand_is_told(outputs, tmp_path):
+def test_a_modified_protocol_is_reported(outputs, tmp_path):
     path = tmp_path / "result.json"
     text = (outputs[1] / "results" / "ep0-ba4-raw-cfg3.json").read_text()
     path.write_text(text.replace('"num_inference_steps": 2', '"num_inference_steps": 50'))
-    with pytest.raises(DataError, match="was changed"):
+    with pytest.raises(DataError, match=r"result\.json"):
         Result.read(path)

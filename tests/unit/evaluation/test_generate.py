@@ -1,4 +1,4 @@
-"""A pipeline in the diffusers layout makes the images of the model that it was made from."""
+"""Images of an evaluation: a pipeline makes those of its model, from noise drawn on the CPU."""
 
 from pathlib import Path
 
@@ -8,13 +8,16 @@ import torch
 
 from diffusion.config.model import Architecture
 from diffusion.errors import ConfigurationError
-from diffusion.evaluation.config import SamplingConfig
+from diffusion.evaluation.config import (
+    SamplingConfig,
+)
 from diffusion.evaluation.generate import (
     CheckpointGenerator,
     EvaluatedModel,
     Generator,
     PipelineGenerator,
     Task,
+    addressed_latents,
     find_models,
     generate_images,
     load_generator,
@@ -49,8 +52,8 @@ def generated(generator: Generator, folder: Path, scale: float) -> np.ndarray:
     prompts = [Prompt(text=text) for text in ("a red circle", "a blue star on a white background", "")]
     sampling = SamplingConfig(num_inference_steps=3, seed=5, images_per_prompt=2)
     task = Task(prompts=prompts, sampling=sampling, guidance_scale=scale, batch_size=4)
-    pictures = ImageFiles(generate_images(generator, task, folder / f"cfg{scale:g}", "test"))
-    return np.stack([np.asarray(pictures[i]).astype(int) for i in range(len(pictures))])
+    images = ImageFiles(generate_images(generator, task, folder / f"cfg{scale:g}", "test"))
+    return np.stack([np.asarray(images[i]).astype(int) for i in range(len(images))])
 
 
 def test_its_images_are_those_of_the_model(model: LatentDiffusion, folder: Path, tmp_path: Path) -> None:
@@ -88,3 +91,16 @@ def test_a_folder_that_is_no_such_pipeline_or_lacks_a_part_is_an_error(tmp_path:
     (tmp_path / "model_index.json").write_text(index)
     with pytest.raises(ConfigurationError, match="is no StableDiffusionPipeline or StableDiffusionXLPipeline: "):
         load_generator(EvaluatedModel(name="p", path=str(tmp_path), step=None, weights=""), CPU)
+
+
+def test_initial_noise_is_drawn_on_the_cpu_for_any_device(monkeypatch):
+    drawn_on = []
+
+    def normal(seed, purpose, step, sample, shape):
+        drawn_on.append((step.device.type, sample.device.type))
+        return torch.zeros(len(sample), *shape)
+
+    monkeypatch.setattr("diffusion.evaluation.generate.normal", normal)
+    task = Task(prompts=[Prompt(text="a")], sampling=SamplingConfig(), guidance_scale=3.0, batch_size=2)
+    assert addressed_latents(task, [0], (4, 8, 8), torch.device("meta")).device.type == "meta"
+    assert drawn_on == [("cpu", "cpu")]

@@ -11,10 +11,10 @@ import pytest
 
 from diffusion.evaluation.protocol import Number, Result, protocol_hash
 from diffusion.evaluation.watch_loggers import COLUMNS, table_of
+from tests.tools.evaluation_toys import write_images, write_prompts
 from tests.tools.logged_points import tensorboard_points, wandb_history, wandb_rows
 from tests.tools.s3_server import s3_process
 from tests.tools.training_runs import Job, TrainingServer
-from tests.unit.evaluation.evaluation_toys import write_images, write_prompts
 
 __all__ = ["s3_process"]
 
@@ -34,7 +34,7 @@ def state_of(folder: Path) -> dict[str, int]:
 def watched(
     request: pytest.FixtureRequest, server: TrainingServer, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path, str, dict[str, int]]:
-    """Output folder, run folder and place after three watchers, the first of them killed; what the third found done."""
+    """Output folder, run folder and URI after three watchers, the first one killed; files before the third."""
     root = tmp_path_factory.mktemp("watch")
     write_images(root / "reference", 5)
     write_prompts(root / "prompts.txt", ["a red star", "a blue star"])
@@ -43,9 +43,9 @@ def watched(
     url, of_store = None, {}
     if num_ranks > 1:
         url, of_store = "s3://tests/watched", request.getfixturevalue("s3_process").environment
-    place = url or str(run)
+    uri = url or str(run)
     overrides = [
-        f"model={place}",
+        f"model={uri}",
         f"output_folder={output}",
         f"protocol.prompts.path={root / 'prompts.txt'}",
         f"protocol.reference.path={root / 'reference'}",
@@ -58,7 +58,7 @@ def watched(
     ]
 
     def start_watcher() -> Job:
-        command = ["evaluate.py", "tests/unit/evaluation/toy_evaluation.yaml", "watch=true", *overrides]
+        command = ["evaluate.py", "tests/tools/toy_evaluation.yaml", "watch=true", *overrides]
         return server.start(num_ranks, command, WANDB_SILENT="true", **of_store)
 
     first = start_watcher()
@@ -72,7 +72,7 @@ def watched(
         assert not any(ended.codes), ended.output[-3000:]
     before = state_of(output)
     assert not any(start_watcher().finish().codes)
-    return output, run, place, before
+    return output, run, uri, before
 
 
 def test_each_checkpoint_is_evaluated_once(watched):
@@ -85,17 +85,17 @@ def test_each_checkpoint_is_evaluated_once(watched):
     }
     assert {path.name for path in (output / "results").iterdir()} == names
     assert state_of(output) == before
-    assert not list((output / "held").iterdir())
+    assert not list((output / "copies").iterdir())
 
 
 def test_numbers_stand_at_the_steps_of_training(watched):
-    output, _, place, _ = watched
+    output, _, uri, _ = watched
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == STEPS
     name = "evaluation/raw/cfg1/frechet_random-4"
     result = json.loads((output / "results" / "ep0-ba4-raw-cfg1.json").read_text())
     assert rows[1][name] == result["numbers"]["frechet_random-4"]["value"]
-    assert result["place"] == f"{place}/ep0-ba4"
+    assert result["path"] == f"{uri}/ep0-ba4"
 
 
 def test_writers_never_meet_and_write_no_point_twice(watched):
@@ -130,7 +130,7 @@ def test_wandb_has_a_table_of_each_step_without_a_network(watched):
 def test_compositional_numbers_stand_in_the_table_by_category():
     protocol = {"metric": "compositional"}
     numbers = {name: Number(value=0.5, protocol=protocol) for name in ("compositional", "compositional/two_objects")}
-    results = [Result(name=f"ba{step}", place="", step=step, guidance_scale=3.0, numbers=numbers) for step in (1, 2)]
+    results = [Result(name=f"ba{step}", path="", step=step, guidance_scale=3.0, numbers=numbers) for step in (1, 2)]
     of_model = ["ba2", "raw", 3.0, "compositional"]
     key = protocol_hash(protocol)
     assert table_of(results, 2) == [[*of_model, "", 0.5, key], [*of_model, "two_objects", 0.5, key]]

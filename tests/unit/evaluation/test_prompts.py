@@ -1,14 +1,17 @@
-"""The listing of a folder's images, and prompts of a prepared data set."""
+"""Prompts of files and data sets, and the listing of a folder."""
 
+import hashlib
 import json
 
 import pytest
 from PIL import Image
 
 from diffusion.datasets.mds import write_mds
-from diffusion.errors import DataError
+from diffusion.errors import ConfigurationError, DataError
+from diffusion.evaluation.config import ReferenceConfig
+from diffusion.evaluation.images import open_reference, smallest_hashes
 from diffusion.evaluation.preference.images import collect
-from diffusion.evaluation.prompts import LISTING, OLD_LISTING, read_listing, read_prompts, write_listing
+from diffusion.evaluation.prompts import LISTING, OLD_LISTING, Prompt, read_listing, read_prompts, write_listing
 
 
 def folder_of_images(root, num: int):
@@ -65,3 +68,41 @@ def test_prompts_of_a_data_set_are_read_without_its_other_shards(tmp_path):
     for shard in removed:
         shard.unlink()
     assert read_prompts(tmp_path / "set", num=3) == chosen
+
+
+def test_prompts_of_tables_and_lists(tmp_path):
+    parti = tmp_path / "PartiPrompts.tsv"
+    parti.write_text('Prompt\tCategory\tChallenge\na "bond\tAbstract\tBasic\na dog, a cat\tAnimals\tBasic\n')
+    assert read_prompts(parti) == [
+        Prompt(text='a "bond', category="Abstract"),
+        Prompt(text="a dog, a cat", category="Animals"),
+    ]
+    bench = tmp_path / "DrawBench.csv"
+    bench.write_text('Prompts,Category\n"a red, small car",Colors\n\n')
+    assert read_prompts(bench) == [Prompt(text="a red, small car", category="Colors")]
+    lines = tmp_path / "list.txt"
+    lines.write_text("one\n\ntwo\n")
+    assert [prompt.text for prompt in read_prompts(lines)] == ["one", "two"]
+    with pytest.raises(ConfigurationError, match=r"DrawBench\.csv .*Text"):
+        read_prompts(bench, column="Text")
+    with pytest.raises(ConfigurationError, match="num=3"):
+        read_prompts(lines, num=3)
+
+
+def test_captions_and_images_of_a_prepared_data_set(shapes):
+    prompts = read_prompts(shapes / "prepared" / "validation", num=7)
+    assert len(prompts) == 7
+    assert all("background" in prompt.text for prompt in prompts)
+    images, identity = open_reference(ReferenceConfig(path=str(shapes / "prepared" / "validation"), num=7, size=32))
+    assert {images[i].size for i in range(len(images))} == {(32, 32)}
+    assert len(images) == 7
+    other = open_reference(ReferenceConfig(path=str(shapes / "prepared" / "train"), num=7, size=32))[1]
+    assert identity != other
+
+
+def test_a_choice_is_a_function_of_the_names():
+    names = [f"image-{i}" for i in range(50)]
+    chosen = smallest_hashes(names, 10)
+    wanted = sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())[:10]
+    assert chosen == sorted(chosen)
+    assert {names[i] for i in chosen} == set(wanted)

@@ -48,7 +48,7 @@ def write_prompts(path: Path, prompts: list[str]) -> Path:
 
 
 def overrides(root: Path, output: Path, *more: str) -> list[str]:
-    """For `tests/unit/evaluation/toy_evaluation.yaml`, with what `write_all` wrote."""
+    """For `tests/tools/toy_evaluation.yaml`, with what `write_all` wrote."""
     return [
         f"output_folder={output}",
         f"protocol.prompts.path={root / 'prompts.txt'}",
@@ -68,7 +68,7 @@ def write_all(root: Path) -> Path:
 
 def evaluate_on(server: TrainingServer, num_ranks: int, arguments: list[str]) -> None:
     """Run `evaluate.py` on so many ranks; it must succeed."""
-    server.command(num_ranks, ["evaluate.py", "tests/unit/evaluation/toy_evaluation.yaml", *arguments])
+    server.command(num_ranks, ["evaluate.py", "tests/tools/toy_evaluation.yaml", *arguments])
 
 
 def numbers(output: Path) -> dict[str, dict[str, float]]:

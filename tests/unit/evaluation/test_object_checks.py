@@ -1,5 +1,8 @@
-"""The zero-shot detectors, with small random models of transformers."""
+"""Object checks: relations, counts and colours; the oracle of the shapes and zero-shot detectors."""
 
+import dataclasses
+import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +14,28 @@ from torchvision.ops import box_iou
 
 from diffusion.config.model import Architecture
 from diffusion.errors import ConfigurationError
-from diffusion.evaluation.config import CompositionalConfig
-from diffusion.evaluation.object_checks import MAX_OVERLAP, Detection, ZeroShotDetector, open_object_checks
+from diffusion.evaluation.config import (
+    CompositionalConfig,
+)
+from diffusion.evaluation.object_checks import (
+    MAX_OVERLAP,
+    Check,
+    Detection,
+    Wanted,
+    ZeroShotDetector,
+    is_shown,
+    open_object_checks,
+    read_checks,
+    relations,
+)
+from diffusion.evaluation.shape_checks import ShapesOracle, shape_checks
+from diffusion.evaluation.shapes import BACKGROUNDS, COLOURS, SHAPES, Scene, Thing, draw
+from diffusion.evaluation.shapes import prompts as shape_scenes
 from diffusion.models.architectures import with_seed
 from diffusion.models.tokenizers import build_tokenizer
 
 CPU = torch.device("cpu")
-LABELS, COLOURS = ["dog", "cat"], ["red", "green", "blue"]
+LABELS, QUERY_COLOURS = ["dog", "cat"], ["red", "green", "blue"]
 SIDE = 64
 
 
@@ -97,17 +115,17 @@ def test_boxes_are_those_of_transformers_and_overlapping_ones_count_once(folder:
 
 
 def test_the_colour_is_that_whose_query_a_box_answers_to_best(folder: str, image: Image.Image) -> None:
-    by_colour = {colour: scored_boxes(folder, image, f"a photo of a {colour} cat") for colour in COLOURS}
+    by_colour = {colour: scored_boxes(folder, image, f"a photo of a {colour} cat") for colour in QUERY_COLOURS}
     scores = torch.stack([scores for scores, _ in by_colour.values()])
     boxes = by_colour["red"][1]
-    found = ZeroShotDetector(folder, 0.0, CPU).find(image, ["dog", "cat"], COLOURS)
+    found = ZeroShotDetector(folder, 0.0, CPU).find(image, ["dog", "cat"], QUERY_COLOURS)
     cats = [one for one in found if one.label == "cat"]
     numbers = (boxes[:, None] - corners(cats, image)[None]).abs().amax(dim=2).argmin(dim=0)
-    assert [one.colour for one in cats] == [COLOURS[int(best)] for best in scores[:, numbers].argmax(dim=0)]
+    assert [one.colour for one in cats] == [QUERY_COLOURS[int(best)] for best in scores[:, numbers].argmax(dim=0)]
 
 
 def test_nothing_is_found_above_the_greatest_confidence(folder: str, image: Image.Image) -> None:
-    assert ZeroShotDetector(folder, 1.1, CPU).find(image, LABELS, COLOURS) == []
+    assert ZeroShotDetector(folder, 1.1, CPU).find(image, LABELS, QUERY_COLOURS) == []
 
 
 def test_a_suite_is_judged_by_a_detector_whose_weights_are_in_the_protocol(folder: str, tmp_path: Path) -> None:
@@ -123,3 +141,115 @@ def test_a_suite_is_judged_by_a_detector_whose_weights_are_in_the_protocol(folde
 def test_a_folder_without_a_detector_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"protocol\.compositional\.detector=.*OWLv2"):
         ZeroShotDetector(str(tmp_path), 0.3, CPU)
+
+
+def box(label, colour, x, y, side=0.2):
+    return Detection(label=label, colour=colour, x=x, y=y, width=side, height=side)
+
+
+def test_relations_need_a_clear_distance():
+    left, right = box("dog", None, 0.2, 0.5), box("cat", None, 0.8, 0.5)
+    assert relations(left, right) == {"left of"}
+    assert relations(right, left) == {"right of"}
+    assert relations(box("dog", None, 0.2, 0.2), box("cat", None, 0.7, 0.7)) == {"left of", "above"}
+    assert relations(box("dog", None, 0.5, 0.51), box("cat", None, 0.5, 0.5)) == set()
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ([box("dog", "red", 0.2, 0.5), box("cat", "blue", 0.8, 0.5)], True),
+        ([box("dog", "red", 0.8, 0.5), box("cat", "blue", 0.2, 0.5)], False),
+        ([box("dog", "green", 0.2, 0.5), box("cat", "blue", 0.8, 0.5)], False),
+        ([box("dog", "red", 0.2, 0.5)], False),
+        ([box("dog", "red", 0.2, 0.5), *[box("cat", "blue", 0.8, 0.5)] * 2], False),
+    ],
+)
+def test_a_check_of_colour_count_and_relation(tmp_path, found, expected):
+    row = {
+        "tag": "position",
+        "prompt": "a red dog left of a cat",
+        "include": [
+            {"class": "cat", "count": 1},
+            {"class": "dog", "count": 1, "color": "red", "position": ["left of", 0]},
+        ],
+        "exclude": [{"class": "cat", "count": 2}],
+    }
+    path = tmp_path / "suite.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    (check,) = read_checks(path)
+    assert check.category == "position"
+    assert is_shown(check, found) is expected
+
+
+def test_counts_are_least_counts():
+    check = Check(prompt="", category="", include=(Wanted(label="dog", count=2),))
+    dog = box("dog", None, 0.5, 0.5)
+    assert [is_shown(check, [dog] * num) for num in (1, 2, 3)] == [False, True, True]
+
+
+def several(num, colour, shape, background="gray"):
+    """A scene of so many equal objects, up to nine, in rows of three."""
+    places = [((place % 3 + 0.5) / 3, (place // 3 + 0.5) / 3) for place in range(num)]
+    things = tuple(Thing(colour=colour, shape=shape, size="small", x=x, y=y, radius=0.12) for x, y in places)
+    return Scene(things=things, background=background)
+
+
+def asked_for(check):
+    """A scene of counted objects as a check asks for."""
+    (wanted,) = check.include
+    return several(wanted.count, wanted.colour, wanted.label)
+
+
+@pytest.mark.parametrize("side", [32, 64])
+def test_the_oracle_finds_drawn_objects_only(tmp_path, side):
+    suite = open_object_checks(CompositionalConfig(images_per_prompt=1), torch.device("cpu"))
+    assert suite.detector.identity == ShapesOracle.identity
+    single, pairs = shape_scenes()
+    counted = [asked_for(check) for check in suite.checks if check.category == "count"]
+    assert len(counted) == 12
+    files = []
+    for i, scene in enumerate([*single, *pairs, *counted]):
+        files.append(tmp_path / f"{i}.png")
+        draw(scene, side).save(files[-1])
+    found = suite.evaluate(files, {})
+    assert {name: number.value for name, number in found.items()} == {
+        f"compositional{category}": 1.0 for category in ("", "/colour and shape", "/relation", "/count")
+    }
+    shifted = [*files[1:], files[0]]
+    wrong = suite.evaluate(shifted, {})
+    assert wrong["compositional/colour and shape"].value == 0.0
+    assert wrong["compositional/relation"].value < 0.2
+    assert wrong["compositional/count"].value == 0.0
+
+
+@pytest.mark.parametrize("background", BACKGROUNDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_oracle_counts(shape, background):
+    for num, colour in zip(range(1, 10), itertools.cycle(COLOURS)):
+        found = ShapesOracle().find(draw(several(num, colour, shape, background), 64), [shape], [colour])
+        assert [(one.label, one.colour) for one in found] == [(shape, colour)] * num
+
+
+@pytest.mark.parametrize(
+    ("num", "colour", "more", "expected"),
+    [
+        (3, "purple", None, True),
+        (2, "purple", None, False),
+        (4, "purple", None, False),
+        (3, "blue", None, False),
+        (3, "purple", "blue", False),
+    ],
+)
+def test_a_count_is_of_that_colour_and_of_no_more_of_that_shape(num, colour, more, expected):
+    (check,) = [check for check in shape_checks() if check.prompt == "three purple circles on a gray background"]
+    scene = several(num, colour, "circle")
+    if more is not None:
+        another = dataclasses.replace(scene.things[0], colour=more, x=0.8, y=0.8)
+        scene = dataclasses.replace(scene, things=(*scene.things, another))
+    assert is_shown(check, ShapesOracle().find(draw(scene, 64), [], [])) is expected
+
+
+def test_a_suite_of_other_things_needs_a_detector():
+    with pytest.raises(ConfigurationError, match="OWL-ViT"):
+        open_object_checks(CompositionalConfig(suite="geneval.jsonl"), torch.device("cpu"))

@@ -1,3 +1,5 @@
+"""Validation losses by timestep and stream, and with captions of other samples."""
+
 import pytest
 import torch
 
@@ -5,6 +7,8 @@ from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, P
 from diffusion.datasets.batch import BatchKey
 from diffusion.evaluation.validation_loss import measure_caption_use, with_shifted_captions
 from diffusion.models import build_model
+from diffusion.models.metrics import timestep_bins
+from diffusion.randomness import sample_address
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +68,7 @@ def test_equal_captions_make_no_difference(trained):
     assert use.gain == 0.0
 
 
-def test_held_out_data_may_have_several_sizes(trained):
+def test_validation_data_may_have_several_sizes(trained):
     whole = data(64)
     first, second = ({key: value[part] for key, value in whole.items()} for part in (slice(0, 40), slice(40, 64)))
     wide = {key: second[key].repeat(1, 1, 1, 2) for key in (BatchKey.LATENT_MEAN, BatchKey.LATENT_LOGVAR)}
@@ -84,3 +88,59 @@ def test_captions_that_are_stored_as_embeddings_are_exchanged_too():
     found = torch.cat([other[BatchKey.TEXT_EMBEDDING] for other in others])
     assert found[:, 0, 0].tolist() == [4, 5, 6, 7, 0, 1, 2, 3]
     assert found.shape == (8, 24, 8)
+
+
+@pytest.fixture(scope="module")
+def small_model():
+    config = ModelConfig(architecture=Architecture.tiny, unet={"block_out_channels": [16, 32], "norm_num_groups": 4})
+    objective = ObjectiveConfig(prediction_type=PredictionType.v_prediction)
+    return build_model(config, objective, resolution=32, seed=17).eval()
+
+
+def validation_batch(num: int) -> dict:
+    generator = torch.Generator().manual_seed(1)
+    stream = torch.arange(num) % 2
+    return {
+        BatchKey.LATENT_MEAN: torch.randn(num, 4, 8, 8, generator=generator).half(),
+        BatchKey.LATENT_LOGVAR: torch.full((num, 4, 8, 8), -8.0).half(),
+        BatchKey.TOKEN_IDS: torch.randint(1, 500, (num, 24), generator=generator),
+        BatchKey.SAMPLE: sample_address(stream, torch.arange(num) // 2),
+        BatchKey.STREAM: stream,
+        BatchKey.IS_COUNTED: torch.arange(num) < num - 1,
+    }
+
+
+def test_bins_cut_the_timesteps_into_ten():
+    bins = timestep_bins(1000)
+    assert [len(part) for part in bins] == [100] * 10
+    assert sorted(t for part in timestep_bins(7) for t in part) == list(range(7))
+
+
+def losses(model, batch, size: int) -> dict[str, float]:
+    metrics = model.get_metrics()
+    with torch.no_grad():
+        for start in range(0, len(batch[BatchKey.SAMPLE]), size):
+            part = {key: value[start : start + size] for key, value in batch.items()}
+            outputs = model.eval_forward(part)
+            for metric in metrics.values():
+                model.update_metric(part, outputs, metric)
+    return {name: metric.compute().item() for name, metric in metrics.items()}
+
+
+def test_losses_by_timestep_are_means_of_the_samples_in_each_bin(small_model):
+    batch = validation_batch(23)
+    small_model.set_validation_data(["low", "high"], batch[BatchKey.SAMPLE][:22])
+    found = losses(small_model, batch, 23)
+    with torch.no_grad():
+        outputs = small_model.eval_forward(batch)
+    error = (outputs.prediction - outputs.target).square().mean(dim=(1, 2, 3))[:22]
+    timesteps = outputs.timesteps[:22]
+    expected = {"loss": error.mean().item()}
+    expected |= {f"loss/{name}": error[i::2].mean().item() for i, name in enumerate(("low", "high"))}
+    for part in timestep_bins(1000):
+        chosen = (timesteps >= part.start) & (timesteps < part.stop)
+        if chosen.any():
+            expected[f"loss/timesteps/{part.start}-{part.stop - 1}"] = error[chosen].mean().item()
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert 5 <= sum("timesteps" in name for name in found) <= 10
+    assert losses(small_model, batch, 4) == pytest.approx(expected, rel=1e-5)

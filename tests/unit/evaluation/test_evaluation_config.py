@@ -1,0 +1,18 @@
+"""The configuration of evaluations."""
+
+import pytest
+
+from diffusion.config.fields import check_sections
+from diffusion.config.loading import load
+from diffusion.errors import ConfigurationError
+from diffusion.evaluation.config import EvaluationConfig
+
+
+def test_configurations_that_ship_load_and_impossible_ones_are_rejected(tmp_path):
+    for yaml in ("yamls/evaluate.yaml", "yamls/tiny/evaluate.yaml"):
+        paths = [f"protocol.{part}.path=x" for part in ("prompts", "reference")]
+        config = load(EvaluationConfig, yaml, ["output_folder=x", "model=x", *paths])
+        check_sections(config)
+    config.images, config.guidance_scales = "y", [1.0, 1.0]
+    with pytest.raises(ConfigurationError, match=r"(?s)model=.*guidance_scales"):
+        check_sections(config)

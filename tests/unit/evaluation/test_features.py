@@ -1,0 +1,124 @@
+"""Feature networks, and features of a set computed in batches."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from diffusion.errors import ConfigurationError
+from diffusion.evaluation.config import (
+    NetworksConfig,
+    ResizeFilter,
+)
+from diffusion.evaluation.features import Extractor, resized
+from diffusion.evaluation.statistics import Moments
+
+
+class MadeUpImages:
+    """So many images of 8 x 8 pixels of one colour each."""
+
+    def __init__(self, num: int) -> None:
+        self.num = num
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, index: int) -> Image.Image:
+        return Image.new("RGB", (8, 8), (index % 256, index // 256 % 256, 7 * index % 256))
+
+
+class RandomProjection:
+    """Features [B, D] that depend linearly on the colour of an image."""
+
+    name, size = "projection", 8
+
+    def __init__(self, width: int) -> None:
+        self.matrix = torch.randn(3, width, generator=torch.Generator().manual_seed(0))
+
+    def image_features(self, pixels: torch.Tensor) -> torch.Tensor:
+        return pixels.float().mean(dim=(2, 3)) @ self.matrix
+
+
+def extract(num: int, width: int, batch_size: int, keep: bool):
+    extractor = Extractor(
+        device=torch.device("cpu"),
+        resize_filter=ResizeFilter.bicubic,
+        batch_size=batch_size,
+        num_threads=1,
+    )
+    return extractor.extract(RandomProjection(width), MadeUpImages(num), keep=keep, label="test")
+
+
+def test_moments_are_those_of_the_features_whether_these_are_kept_or_not():
+    kept, moments_only = extract(2500, 5, 16, keep=True), extract(2500, 5, 16, keep=False)
+    expected = Moments.of(kept.features)
+    assert kept.features.shape == (2500, 5)
+    assert moments_only.features is None
+    for found in (kept.moments, moments_only.moments):
+        assert found.num == 2500
+        np.testing.assert_allclose(found.mean, expected.mean, rtol=1e-12)
+        np.testing.assert_allclose(found.scatter, expected.scatter, rtol=1e-10)
+
+
+def test_memory_for_20_000_images_of_2048_features_stays_under_1_gb():
+    tracemalloc.start()
+    try:
+        found = extract(20_000, 2048, 256, keep=True)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found.features.shape == (20_000, 2048)
+    assert peak < 1e9
+
+
+def test_resizing_is_antialiased_and_rounded_once():
+    pixels = np.zeros((40, 40, 3), dtype=np.uint8)
+    pixels[:, ::2] = 255
+    small = resized(Image.fromarray(pixels), 5, ResizeFilter.bilinear)
+    assert small.shape == (3, 5, 5)
+    assert small.dtype == np.uint8
+    assert np.abs(small[:, :, 1:-1].astype(int) - 127).max() <= 1
+
+
+def test_missing_weights_say_which_file_to_put_where(tmp_path):
+    from diffusion.evaluation.features import Clip, Inception
+
+    with pytest.raises(ConfigurationError, match=r"weights-inception-2015-12-05-6726825d\.pth"):
+        Inception(NetworksConfig().inception)
+    with pytest.raises(ConfigurationError, match=r"cmmd=.*model\.safetensors"):
+        Clip(str(tmp_path), "protocol.networks.cmmd", local_files_only=True)
+
+
+class Code:
+    def __reduce__(self):
+        return (print, ("run",))
+
+
+def test_a_file_of_weights_that_would_run_code_is_rejected(tmp_path, capsys):
+    from diffusion.evaluation.features import Inception
+
+    path = tmp_path / "weights.pth"
+    torch.save({"weight": Code()}, path)
+    with pytest.raises(ConfigurationError, match=r"weights\.pth"):
+        Inception(str(path))
+    assert capsys.readouterr().out == ""
+
+
+def test_inception_gives_the_features_of_torch_fidelity(tmp_path, monkeypatch):
+    from torch_fidelity import feature_extractor_inceptionv3 as original
+
+    from diffusion.evaluation.features import Inception
+
+    network = original.FeatureExtractorInceptionV3
+    with monkeypatch.context() as patched:
+        patched.setattr(original, "load_state_dict_from_url", lambda *arguments, **options: {})
+        patched.setattr(network, "load_state_dict", lambda *arguments, **options: None)
+        random = network("random", ["2048"]).eval()
+    torch.save(random.state_dict(), tmp_path / "weights.pth")
+    inception = Inception(str(tmp_path / "weights.pth"))
+    pixels = torch.randint(0, 256, (2, 3, inception.size, inception.size), dtype=torch.uint8)
+    features = inception.image_features(pixels)
+    assert features.shape == (2, 2048)
+    assert torch.equal(features, random(pixels)[0])

@@ -1,0 +1,83 @@
+"""Steps that the ranks of a job take together."""
+
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diffusion import distributed
+from diffusion.distributed import StepFailedElsewhereError, agree, broadcast, gather, on_first_rank
+from diffusion.errors import ConfigurationError, DataError, MachineError, UserError
+
+NUM_RANKS = 2
+
+
+def on_ranks(folder: Path, step: Callable[[int], Any]) -> list[Any]:
+    """Run a step on two ranks; return the result or the error of each."""
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+
+    def run(rank: int) -> None:
+        import torch.distributed as dist
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RANK", str(rank))
+            patch.setenv("WORLD_SIZE", str(NUM_RANKS))
+            dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=NUM_RANKS)
+            try:
+                result = step(rank)
+            except (UserError, StepFailedElsewhereError, ZeroDivisionError) as error:
+                result = (type(error), str(error))
+            results.put((rank, result))
+            dist.barrier()
+
+    processes = [context.Process(target=run, args=(rank,)) for rank in range(NUM_RANKS)]
+    for process in processes:
+        process.start()
+    found = dict(results.get() for _ in processes)
+    for process in processes:
+        process.join()
+    return [found[rank] for rank in range(NUM_RANKS)]
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.world_size(2)
+def test_values_of_other_ranks(tmp_path):
+    def step(rank: int) -> tuple[Any, ...]:
+        return broadcast(f"of {rank}"), gather(rank * 10), on_first_rank(lambda: f"by {rank}"), agree(lambda: rank)
+
+    assert on_ranks(tmp_path, step) == [("of 0", [0, 10], "by 0", 0), ("of 0", [], "by 0", 1)]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("errors", "expected"),
+    [
+        ({1: DataError("x")}, [(DataError, "rank 1 of 2: x")] * 2),
+        ({0: DataError("x"), 1: DataError("x")}, [(DataError, "x")] * 2),
+        ({0: MachineError("x"), 1: DataError("y")}, [(MachineError, "rank 0 of 2: x\nrank 1 of 2: y")] * 2),
+        (
+            {1: ZeroDivisionError("z")},
+            [(StepFailedElsewhereError, "rank 1 of 2 failed; the traceback is in its log."), (ZeroDivisionError, "z")],
+        ),
+    ],
+)
+def test_all_ranks_fail_together(tmp_path, errors, expected):
+    def step(rank: int) -> None:
+        agree(lambda: agree(lambda: fail(errors[rank]) if rank in errors else None))
+
+    assert on_ranks(tmp_path, step) == expected
+
+
+def test_a_single_process_needs_no_group(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert (distributed.rank(), distributed.world_size(), distributed.local_rank()) == (0, 1, 0)
+    assert (broadcast(1), gather(2), on_first_rank(lambda: 3), agree(lambda: 4)) == (1, [2], 3, 4)
+    with pytest.raises(ConfigurationError, match="key"):
+        agree(lambda: fail(ConfigurationError("key")))
