@@ -92,10 +92,10 @@ class Access:
     """Seconds without an answer after which an attempt has failed."""
 
     attempts: int = 8
-    """Attempts for each request; `AWS_MAX_ATTEMPTS` replaces the default."""
+    """Attempts for each request. Without an `Access` it is `AWS_MAX_ATTEMPTS`, or 8."""
 
     seconds: float | None = None
-    """Time for attempts, in place of their number."""
+    """Seconds from the first failure in which the request is tried again, in place of a number of attempts."""
 
 
 @dataclass(frozen=True)
@@ -304,15 +304,16 @@ def _attempt(uri: str, access: Access | None, request: Callable[["_Store"], T]) 
     """Make a request to the store of a URI, several times while the store does not answer."""
     access = access or Access(attempts=int(os.environ.get("AWS_MAX_ATTEMPTS", "8")))
     store = _store_of(uri, access)
-    deadline = None if access.seconds is None else time.monotonic() + access.seconds
+    first_failure: float | None = None
     for number in itertools.count(1):
         try:
             return request(store)
         except UnavailableError as error:
+            first_failure = first_failure or time.monotonic()
             pause = min(FIRST_PAUSE * 2.0 ** (number - 1), LONGEST_PAUSE) + random.random() / 2
-            if deadline is not None:
-                pause = min(pause, deadline - time.monotonic())
-            if pause <= 0 or (deadline is None and number >= access.attempts):
+            if access.seconds is not None:
+                pause = min(pause, first_failure + access.seconds - time.monotonic())
+            if pause <= 0 or (access.seconds is None and number >= access.attempts):
                 raise
             logger.warning("%s. Attempt %d failed; trying again in %.1f s", error, number, pause)
         threading.Event().wait(pause)

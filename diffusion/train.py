@@ -52,11 +52,7 @@ from diffusion.config.secrets import to_public_yaml
 from diffusion.config.training import Decay, Device, Parallelism, Precision
 from diffusion.datasets.batch import num_samples, split_batch
 from diffusion.datasets.dataset import TrainingDataset
-from diffusion.datasets.loader import (
-    train_loader,
-    validation_dataset,
-    validation_loader,
-)
+from diffusion.datasets.loader import train_loader, validation_dataset, validation_loader
 from diffusion.distributed import agree
 from diffusion.errors import ConfigurationError, MachineError, PreemptedError, error_context
 from diffusion.files import write_atomically
