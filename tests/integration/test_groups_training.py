@@ -97,7 +97,7 @@ def overrides(data: Path, kind: str = "images", mixing: str = "groups") -> list[
         "latents": (data / "latents" / "train", data / "latents" / "held-out"),
     }[kind]
     return [
-        f"data.representation={'images' if kind == 'pictures' else 'latents'}",
+        f"data.representation={'images' if kind == 'images' else 'latents'}",
         f"data.local={train}",
         f"data.streams=[{streams}]",
         f"data.mixing={mixing}",
