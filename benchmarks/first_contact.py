@@ -24,7 +24,7 @@ from diffusion.ema.averaging import full_tensor
 from diffusion.models import fast
 from diffusion.models.architectures import ARCHITECTURES, build_unet
 from diffusion.models.fast.norms import use_low_precision_norms
-from diffusion.operations.checks.device import measure_machine, time_runs
+from diffusion.operations.checks.device import measure_device, time_runs
 from diffusion.randomness import Purpose, normal
 
 REPEATS = 10
@@ -33,7 +33,7 @@ REPEATS = 10
 
 def measure_rates(device: torch.device) -> dict[str, Any]:
     """Measure the rates of matrix products and of copies; see `Machine`."""
-    return asdict(measure_machine(device))
+    return asdict(measure_device(device))
 
 
 def measure_precision(

@@ -9,7 +9,6 @@ of 128 with 16 samples each, in a fresh process with an empty cache. Imports are
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -69,7 +68,7 @@ def _measure(folder: Path, num_streams: int) -> dict[str, Any]:
     )
     os.environ |= {"RANK": "5", "WORLD_SIZE": str(WORLD_SIZE), "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "8"}
     storage.download = count
-    before = _resident_bytes()
+    before = _memory("VmRSS")
     began, began_cpu = time.perf_counter(), time.process_time()
     try:
         loader = train_loader(config, seed=0, tokenize=None, rank_batch_size=RANK_BATCH_SIZE)
@@ -78,7 +77,7 @@ def _measure(folder: Path, num_streams: int) -> dict[str, Any]:
     finally:
         storage.download = download
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - began_cpu
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = _memory("VmHWM")
     assert len(batch["sample"]) == RANK_BATCH_SIZE
     loader.dataset.close()  # pyright: ignore[reportAttributeAccessIssue]
     return {
@@ -107,8 +106,10 @@ def _write_stream(folder: Path, num_shards: int) -> None:
     (folder / INDEX).write_text(json.dumps({"version": 2, "shards": entries}))
 
 
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+def _memory(key: str) -> int:
+    """Bytes by a line of /proc/self/status; getrusage counts those of the process that started this one, too."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
 def main() -> None:

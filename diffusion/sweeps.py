@@ -29,7 +29,7 @@ from diffusion.checkpointing.resume import FINISHED
 from diffusion.config.loading import from_dict, load_config, read_yaml, to_yaml
 from diffusion.errors import ConfigurationError
 from diffusion.files import open_lock
-from diffusion.operations.command import split_command
+from diffusion.operations.supervisor import split_command
 from diffusion.reports.run import find_results, read_points, read_run
 
 log = logging.getLogger(__name__)

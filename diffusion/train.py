@@ -69,10 +69,11 @@ from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.lora import add_lora
 from diffusion.models.pretrained import is_pipeline
 from diffusion.models.tokenizers import build_tokenizer, tokenize
-from diffusion.operations.beats import beats_folder
 from diffusion.operations.checks.device import computes_bf16
-from diffusion.operations.checks.startup import check_caches, check_identity, check_machines, check_streams
+from diffusion.operations.checks.registry import check_caches, check_machines
+from diffusion.operations.checks.startup import check_identity, check_streams
 from diffusion.operations.costs import BudgetSpentError
+from diffusion.operations.heartbeats import heartbeat_folder
 from diffusion.operations.lease import leased
 from diffusion.plugins import IndexedDataset, build_plugin, check_plugins
 from diffusion.sharding import correct_gradient_average, fsdp_config
@@ -106,7 +107,7 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
     agree(lambda: check(config, world_size=dist.get_world_size(), vae_factor=vae_factor))
     agree(lambda: check_plugins(config.plugins))
     folder = agree(lambda: open_run_folder(config))
-    with leased(folder) as lease, Heartbeat(beats_folder(config, folder), lease) as heartbeat:
+    with leased(folder) as lease, Heartbeat(heartbeat_folder(config, folder), lease) as heartbeat:
         check_machines(config, device)
         agree(lambda: check_streams(config))
 

@@ -1,13 +1,12 @@
-"""See, stop, continue and tidy up runs.
+"""List, stop, resume and prune runs.
 
-    python scripts/runs.py list [FOLDER ...]                  where each run stands, and what it has cost
-    python scripts/runs.py show RUN                           what its time went into
-    python scripts/runs.py stop RUN                           it saves and ends
-    python scripts/runs.py resume RUN [key.sub=value ...]     under its supervisor, with the command of the last time
+    python scripts/runs.py list [FOLDER ...]                  status and costs of each run
+    python scripts/runs.py show RUN                           time of a run by activity
+    python scripts/runs.py stop RUN                           save and end
+    python scripts/runs.py resume RUN [key.sub=value ...]     restart under its supervisor, with its last command
     python scripts/runs.py prune FOLDER ... [--keep N] [--dry-run]
 
-`prune` removes checkpoints beyond the newest N, caches of finished runs and shared memory of processes that have ended,
-never anything of a run that is at work.
+`prune` removes checkpoints beyond the newest N and caches of finished runs, but nothing of a running run.
 """
 
 import argparse
@@ -23,19 +22,17 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="action", required=True)
-    listing = commands.add_parser("list", help="where each run stands, and what it has cost")
-    listing.add_argument("folders", nargs="*", type=Path, default=[Path("runs")], help="runs/ if none is given")
-    for name, text in (("show", "what its time went into"), ("stop", "let it save and end")):
+    listing = commands.add_parser("list", help="status and costs of each run")
+    listing.add_argument("folders", nargs="*", type=Path, default=[Path("runs")], help="default: runs/")
+    for name, text in (("show", "time of a run by activity"), ("stop", "save and end")):
         commands.add_parser(name, help=text).add_argument("run", type=Path)
-    resume = commands.add_parser("resume", help="start it again under its supervisor")
+    resume = commands.add_parser("resume", help="restart under its supervisor")
     resume.add_argument("run", type=Path)
-    resume.add_argument("overrides", nargs="*", metavar="key.sub=value", help="added to the command of the last time")
-    prune = commands.add_parser("prune", help="remove what no run needs any more")
-    prune.add_argument("folders", nargs="+", type=Path, help="run folders, or folders that hold them")
-    prune.add_argument(
-        "--keep", type=int, help="whole checkpoints of each run that stay; else trainer.keep_checkpoints"
-    )
-    prune.add_argument("--dry-run", action="store_true", help="only tell what would be removed")
+    resume.add_argument("overrides", nargs="*", metavar="key.sub=value", help="added to its last command")
+    prune = commands.add_parser("prune", help="remove what no run needs")
+    prune.add_argument("folders", nargs="+", type=Path, help="run folders, or folders that contain them")
+    prune.add_argument("--keep", type=int, help="whole checkpoints of each run that stay (trainer.keep_checkpoints)")
+    prune.add_argument("--dry-run", action="store_true", help="only print what would be removed")
     return parser.parse_args()
 
 
@@ -60,68 +57,73 @@ def show_list(folders: list[Path]) -> None:
 
 
 def show(run: Path) -> None:
-    """Print what a run's time went into."""
-    from diffusion.operations.costs_text import describe_costs
+    """Print a run's time by activity."""
+    from diffusion.operations.costs import cost_table
     from diffusion.operations.runs import read_config, read_overview
     from diffusion.reports.run import read_run
 
     overview = read_overview(run, read_config(run))
     gpu = read_run(run).curve("utilisation/gpu")
-    print(describe_costs(overview, gpu.mean if gpu is not None and gpu.num_values else None))
+    print(f"{overview.folder}: {overview.status}, step {overview.step:,}")
+    print(*cost_table(overview.starts, gpu.mean if gpu is not None and gpu.num_values else None), sep="\n")
+
+
+def stop(run: Path) -> None:
+    """Tell a run to save and end."""
+    from diffusion.operations import runs
+
+    pids = runs.stop(run, runs.read_config(run))
+    print(f"told {', '.join(map(str, pids))} to end: the run saves first; `list` shows when it has ended")
 
 
 def resume(run: Path, overrides: list[str]) -> None:
     """Become the supervisor of a run."""
-    from diffusion.operations.runs import is_live, read_config, read_supervision
+    from diffusion.operations.runs import is_running, read_config, read_supervisor
 
-    if is_live(run, read_config(run)):
-        raise MachineError(f"{run} is at work: stop it first (runs.py stop {run}), or let it go on")
-    supervision = read_supervision(run)
-    if supervision is None or not supervision.arguments:
+    if is_running(run, read_config(run)):
+        raise MachineError(f"{run} is running: stop it first (runs.py stop {run})")
+    supervisor = read_supervisor(run)
+    if supervisor is None or not supervisor.arguments:
         raise ConfigurationError(
-            f"{run} was never started by scripts/supervise.py, so its command is not known: start the same command as "
-            "before, which continues it"
+            f"{run} was never started by scripts/supervise.py, so its command is unknown: repeat its command, which "
+            "continues it"
         )
     program = Path(__file__).resolve().with_name("supervise.py")
-    os.chdir(supervision.folder)
-    os.execv(sys.executable, [sys.executable, str(program), *supervision.arguments, *overrides])
+    os.chdir(supervisor.folder)
+    os.execv(sys.executable, [sys.executable, str(program), *supervisor.arguments, *overrides])
 
 
 def prune(folders: list[Path], keep: int | None, *, is_dry: bool) -> None:
     """Remove what no run needs."""
     from diffusion.operations.checks.verdicts import size_text
-    from diffusion.operations.pruning import find_dead_memory, find_removable, remove_all
-    from diffusion.operations.runs import find_runs, read_config
+    from diffusion.operations.runs import Removable, find_removable, find_runs, read_config, remove_all
 
     if keep is not None and keep < 1:
         raise ConfigurationError(f"--keep {keep}: at least 1 checkpoint stays, from which the run continues")
-    found = find_dead_memory()
+    found: list[Removable] = []
     for run in find_runs(folders):
         try:
             found += find_removable(run, read_config(run), keep)
         except (UserError, OSError) as error:
-            print(f"{run}  stays as it is: {error}")
+            print(f"{run}  is skipped: {error}")
     for one in found:
         print(f"{one.path}  {size_text(one.num_bytes)}  ({one.why})")
     failures = [] if is_dry else remove_all(found)
     what = "would be removed" if is_dry else "removed"
-    print(f"{len(found) - len(failures)} things of together {size_text(sum(one.num_bytes for one in found))} {what}")
+    print(f"{what}: {len(found) - len(failures)} items, {size_text(sum(one.num_bytes for one in found))}")
     if failures:
         raise MachineError("; ".join(failures))
 
 
 def main() -> None:
-    """Do what the command line says."""
+    """Run the command."""
     options = parse_arguments()
     if options.action == "list":
         show_list(options.folders)
     elif options.action == "show":
         show(options.run)
     elif options.action == "stop":
-        from diffusion.operations.runs import read_config, stop
-
-        asked = stop(options.run, read_config(options.run))
-        print(f"asked {', '.join(map(str, asked))} to end: it saves first; `list` shows when it is done")
+        stop(options.run)
     elif options.action == "resume":
         resume(options.run, options.overrides)
     else:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from diffusion.callbacks.run_record import STARTS
-from diffusion.operations.beats import Beat
 from diffusion.operations.events import read_events
+from diffusion.operations.heartbeats import HeartbeatRecord
 from verification.faults import FAULTS, Scene
 from verification.runner import VerificationError
 
@@ -133,8 +133,8 @@ class Chaos:
 
     def _step(self) -> int:
         """Steps that the run has done, as its last start sees it; -1 before its first one."""
-        beats: Sequence[Beat] = self.scene.beats()
-        return min((beat.step if beat.num_done else -1 for beat in beats), default=-1)
+        heartbeats: Sequence[HeartbeatRecord] = self.scene.heartbeats()
+        return min((one.step if one.num_done else -1 for one in heartbeats), default=-1)
 
     def _wait(self, condition: Callable[[], bool], what: str) -> None:
         deadline, pause = time.monotonic() + PATIENCE, threading.Event()

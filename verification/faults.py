@@ -9,10 +9,9 @@ from pathlib import Path
 import psutil
 
 from diffusion.checkpointing.layout import list_checkpoints
-from diffusion.operations.beats import Beat, read_beats
 from diffusion.operations.events import read_events
-from diffusion.operations.jobs import kill, tree
-from diffusion.operations.stacks import is_alive
+from diffusion.operations.heartbeats import HeartbeatRecord, read_heartbeats
+from diffusion.operations.processes import is_alive, kill, tree
 from verification.store import S3Server
 
 ROOM_LEFT = 1_000_000
@@ -41,9 +40,9 @@ class Scene:
     outage: float = 5.0
     """Seconds for which the store stays out of order."""
 
-    def beats(self) -> list[Beat]:
-        """The last signs of life of the ranks."""
-        return read_beats(self.run / "heartbeats")
+    def heartbeats(self) -> list[HeartbeatRecord]:
+        """Last heartbeats of the ranks."""
+        return read_heartbeats(self.run / "heartbeats")
 
     def num_ends(self) -> int:
         """How often the job has ended."""
@@ -51,13 +50,13 @@ class Scene:
 
     def rank(self, number: int) -> psutil.Process:
         """The process of a rank."""
-        beats = self.beats()
-        return psutil.Process(beats[number % len(beats)].pid)
+        heartbeats = self.heartbeats()
+        return psutil.Process(heartbeats[number % len(heartbeats)].pid)
 
     def kill_job(self) -> None:
         """End the launcher and all ranks at once, as when the machine loses power."""
         started = [event["processes"] for event in read_events(self.run) if event["event"] == "started"]
-        kill(tree([*started[-1], *(beat.pid for beat in self.beats())]))
+        kill(tree([*started[-1], *(heartbeat.pid for heartbeat in self.heartbeats())]))
 
 
 def _kill_rank(scene: Scene, rank: int) -> None:
@@ -115,7 +114,7 @@ def _replace_node(scene: Scene, trouble: Callable[[S3Server], None], end: Callab
 
     def restore() -> None:
         pause = threading.Event()
-        while scene.num_ends() <= num_ends and not any(beat.step >= 0 and is_alive(beat) for beat in scene.beats()):
+        while scene.num_ends() <= num_ends and not any(one.step >= 0 and is_alive(one) for one in scene.heartbeats()):
             pause.wait(0.1)
         pause.wait(scene.outage)
         end(store)

@@ -39,8 +39,8 @@ from diffusion.ema.callbacks import LateStartEMA, build_averages
 from diffusion.models import fast
 from diffusion.models.autoencoder import AutoencoderTraining
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.operations.checks.readings import num_cores
-from diffusion.operations.checks.waiting import LoaderSettings
+from diffusion.operations.checks.machine import num_cores
+from diffusion.operations.utilisation import LoaderSettings
 from diffusion.plugins import build_plugin
 from diffusion.trainer import HostSpeedMonitor
 

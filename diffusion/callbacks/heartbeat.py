@@ -17,9 +17,9 @@ from torch._dynamo.callback import callback_handler
 
 from diffusion.distributed import PREEMPTED_EXIT_CODE, USER_ERROR_EXIT_CODE, rank
 from diffusion.errors import MachineError, PreemptedError, UserError
-from diffusion.operations.beats import Beat, BeatFile, Phase, stacks_file
+from diffusion.operations.hang_detection import STACKS_SIGNAL
+from diffusion.operations.heartbeats import HeartbeatFile, HeartbeatRecord, Phase, stacks_file
 from diffusion.operations.lease import RENEWAL_SECONDS, Lease
-from diffusion.operations.stacks import STACKS_SIGNAL
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Heartbeat(Callback):
         self._changed = time.perf_counter()
         self._waited = 0.0
         self._steps: deque[float] = deque(maxlen=_NUM_STEPS)
-        self._file: BeatFile | None = None
+        self._file: HeartbeatFile | None = None
         self._stacks: IO[str] | None = None
 
     def __enter__(self) -> "Heartbeat":
@@ -70,7 +70,7 @@ class Heartbeat(Callback):
             MachineError: they cannot be written.
         """
         try:
-            self._file = BeatFile(self.folder, self._rank)
+            self._file = HeartbeatFile(self.folder, self._rank)
             self._stacks = stacks_file(self.folder, self._rank).open("w")
         except OSError as error:
             raise MachineError(
@@ -154,7 +154,7 @@ class Heartbeat(Callback):
         assert self._file is not None
         self._phase = phase
         self._file.write(
-            Beat(
+            HeartbeatRecord(
                 rank=self._rank,
                 pid=os.getpid(),
                 host=self._host,

@@ -12,9 +12,15 @@ from composer import Callback, Logger, State
 from composer.utils import dist
 
 from diffusion.datasets.cache import TierCounts, TierMeter
-from diffusion.operations.checks.counters import Counters, Usage, read_counters, usage_between
-from diffusion.operations.checks.gpus import GpuMeter
-from diffusion.operations.checks.waiting import LoaderSettings, explain_waiting
+from diffusion.operations.checks.gpu import GpuMeter
+from diffusion.operations.utilisation import (
+    Counters,
+    LoaderSettings,
+    Usage,
+    explain_waiting,
+    read_counters,
+    usage_between,
+)
 
 log = logging.getLogger(__name__)
 

@@ -86,7 +86,7 @@ class Shard(NamedTuple):
 
 
 class ShardIndex:
-    """The index of an MDS folder, in about 800 bytes a shard: 60 MB for the 80,000 shards of 790 million samples.
+    """The index of an MDS folder, in about 800 bytes a shard: 64 MB for the 80,000 shards of 790 million samples.
 
     Args:
         shards: its entries.

@@ -1,1 +1,1 @@
-"""Running unattended: signs of life, supervision and restarts, going back after a loss that is no number."""
+"""Unattended runs: heartbeats, hang detection, restarts, checks of machines, events, costs."""

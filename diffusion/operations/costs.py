@@ -1,4 +1,4 @@
-"""What a run has cost: seconds of each start by what they went into, in GPU-hours and dollars, and its budget."""
+"""Costs of a run: seconds of each start by activity, in GPU-hours and dollars, and the budget."""
 
 import datetime
 import itertools
@@ -11,53 +11,64 @@ from pathlib import Path
 
 from diffusion.errors import UserError
 from diffusion.files import write_json
+from diffusion.reports.tables import text_table
 
 COSTS = "costs.jsonl"
-"""In the run folder: a row for each start, which it overwrites in each step."""
+"""File in the run folder with a row for each start, overwritten at each step."""
 
 BUDGET = "budget.json"
-"""In the run folder: the run has ended because its budget is spent."""
+"""File in the run folder of a run that has ended because its budget is spent."""
 
 _ROW_BYTES = 1024
 
 
 class BudgetSpentError(UserError):
-    """All that the run may cost is spent; it was saved."""
+    """The budget of the run is spent; the run was saved."""
 
     is_lasting = True
 
 
 class Kind(str, Enum):
-    """What the time of a start goes into."""
+    """Activity that time is spent on."""
 
     starting = "starting"
     """From the start of the process to the first request for a batch: imports, model, data, checkpoint."""
 
     training = "training"
-    """Steps that were not done before."""
+    """New steps."""
 
     repeated = "repeated"
-    """Steps that a start before has done, but no checkpoint held."""
+    """Steps that an earlier start has completed, but no checkpoint contained."""
 
     data = "data"
     """Waiting for batches."""
 
     evaluation = "evaluation"
-    """Evaluation on held-out data."""
+    """Evaluation on validation data."""
 
     between = "between"
-    """Between steps: checkpoints, samples, averages, and what follows the last step."""
+    """Between steps and after the last one: checkpoints, samples, averages."""
+
+
+_LABELS = {
+    Kind.training: "training",
+    Kind.repeated: "repeated steps after a restart",
+    Kind.starting: "starting",
+    Kind.data: "waiting for data",
+    Kind.evaluation: "evaluation",
+    Kind.between: "checkpoints and samples",
+}
 
 
 @dataclass(kw_only=True)
 class StartCosts:
-    """What one start has cost so far, by the clock of rank 0: in each step all ranks wait for the slowest."""
+    """Costs of one start, by the clock of rank 0: in each step all ranks wait for the slowest."""
 
     began: float
     """Seconds since 1970."""
 
     ended: float
-    """When this was written."""
+    """Time of the last update."""
 
     num_devices: int
     """GPUs, or ranks on the CPU."""
@@ -66,33 +77,33 @@ class StartCosts:
     """Dollars per GPU-hour."""
 
     step: int
-    """Steps of the run at its start."""
+    """Completed steps of the run at the beginning of the start."""
 
     reached: int
-    """And by now."""
+    """Completed steps of the run at the last update."""
 
     flops: float = 0.0
-    """Operations of a device for the steps of this start, repeated ones included; NaN where not known."""
+    """Operations of one device in this start, repeated steps included; NaN if unknown."""
 
     peak_flops: float | None = None
     """Operations per second of a device by its data sheet."""
 
     seconds: dict[str, float] = field(default_factory=lambda: {kind.value: 0.0 for kind in Kind})
-    """By kind."""
+    """Seconds by kind."""
 
     @property
     def gpu_hours(self) -> float:
-        """Of all devices, whatever they did."""
+        """GPU-hours of all devices."""
         return sum(self.seconds.values()) * self.num_devices / 3600
 
     @property
     def dollars(self) -> float:
-        """Price of these; 0 where none is known."""
+        """Price of the GPU-hours; 0 without a price."""
         return self.gpu_hours * (self.price or 0.0)
 
 
 class CostsFile:
-    """The row of this start, overwritten in place: one system call, which needs no room on a disk that is full.
+    """Row of this start, overwritten in place by one system call, which needs no space on a full disk.
 
     Args:
         run: the run folder.
@@ -112,10 +123,10 @@ class CostsFile:
 
 
 def read_costs(run: Path) -> list[StartCosts]:
-    """What the starts of a run have cost, the present one included; a row that was cut off is left out."""
+    """Read the costs of the starts of a run, the current one included; truncated rows are skipped."""
     content = (run / COSTS).read_bytes() if (run / COSTS).is_file() else b""
     starts = []
-    for row in (content[place : place + _ROW_BYTES] for place in range(0, len(content), _ROW_BYTES)):
+    for row in (content[offset : offset + _ROW_BYTES] for offset in range(0, len(content), _ROW_BYTES)):
         try:
             starts.append(StartCosts(**json.loads(row)))
         except (ValueError, TypeError):
@@ -126,7 +137,7 @@ def read_costs(run: Path) -> list[StartCosts]:
 def budget_left(
     starts: Sequence[StartCosts], *, max_gpu_hours: float | None, max_dollars: float | None
 ) -> tuple[bool, str]:
-    """Whether anything is left to spend, and what was spent, in words."""
+    """Return whether budget is left, and the expenses in words."""
     hours, dollars = sum(start.gpu_hours for start in starts), sum(start.dollars for start in starts)
     is_left = (max_gpu_hours is None or hours < max_gpu_hours) and (max_dollars is None or dollars < max_dollars)
     parts = []
@@ -138,31 +149,30 @@ def budget_left(
 
 
 def mark_spent(run: Path, step: int, reason: str) -> None:
-    """Write down why a run has ended."""
+    """Record that the budget of a run is spent."""
     time = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     write_json(run / BUDGET, {"time": time, "step": step, "reason": reason})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """What a run has cost, of all of its starts."""
+    """Costs of all starts of a run."""
 
     gpu_hours: float
     dollars: float | None
-    """None where a start has no price."""
+    """None if a start has no price."""
 
     hours: dict[str, float]
-    """GPU-hours by kind; those of restarts are `starting` after the first start, and `repeated`."""
+    """GPU-hours by kind."""
 
     restart_hours: float
-    """GPU-hours lost to restarts."""
+    """GPU-hours lost to restarts: repeated steps, and `starting` of all starts but the first."""
 
     gap_hours: float
-    """Hours (of the clock) between the last sign of a start and the beginning of the next one, which cost nothing
-    here: whether they are paid depends on who keeps the machines."""
+    """Hours of the clock between the starts, which cost nothing here."""
 
     mfu: float | None
-    """Operations of new steps against what the devices could have done in all of the time; None where not known."""
+    """Operations of new steps as a share of the devices' peak over all of the time; None if unknown."""
 
 
 def total(starts: Sequence[StartCosts]) -> Totals:
@@ -183,6 +193,33 @@ def total(starts: Sequence[StartCosts]) -> Totals:
 
 
 def _share_new(start: StartCosts) -> float:
-    """Share of a start's computing that went into steps that are new."""
+    """Return the share of new steps in the computing time of a start."""
     new, repeated = start.seconds[Kind.training.value], start.seconds[Kind.repeated.value]
     return new / (new + repeated) if new + repeated else 0.0
+
+
+def cost_table(starts: Sequence[StartCosts], gpu_utilisation: float | None) -> list[str]:
+    """Return the lines of a table of a run's time by activity, with totals.
+
+    Args:
+        starts: starts of the run.
+        gpu_utilisation: mean over the run from 0 to 1; None if unknown.
+    """
+    totals = total(starts)
+    price = totals.dollars / totals.gpu_hours if totals.dollars and totals.gpu_hours else None
+    hours_by_label = {label: totals.hours[kind.value] for kind, label in _LABELS.items()} | {"total": totals.gpu_hours}
+    rows = [("", "GPU-hours", "share", "dollars")]
+    for label, hours in hours_by_label.items():
+        share = f"{hours / totals.gpu_hours:.1%}" if totals.gpu_hours else "-"
+        rows.append((label, f"{hours:,.3f}", share, f"{hours * price:,.2f}" if price is not None else "-"))
+    return [
+        *text_table(rows),
+        f"lost to restarts: {totals.restart_hours:,.3f} GPU-hours, and {totals.gap_hours:,.2f} h between the starts "
+        "(not in the table)",
+        f"GPU utilisation, mean of the run: {_percentage(gpu_utilisation)}",
+        f"MFU over all of the time: {_percentage(totals.mfu)}",
+    ]
+
+
+def _percentage(value: float | None) -> str:
+    return f"{value:.1%}" if value is not None else "unknown"

@@ -1,4 +1,4 @@
-"""What happened to a job: JSON lines in the run folder, and posted to an address for whoever is to know at once."""
+"""Events of a supervised job: JSON lines in the run folder, and posts to a webhook."""
 
 import datetime
 import json
@@ -12,7 +12,7 @@ from typing import Any
 import requests
 
 EVENTS = "events.jsonl"
-"""In the run folder: a row for each thing that happened under supervision."""
+"""File in the run folder with a row for each event."""
 
 _POST_SECONDS = 10.0
 _LAST_POSTS_SECONDS = 20.0
@@ -21,34 +21,40 @@ log = logging.getLogger(__name__)
 
 
 class EventKind(str, Enum):
-    """What happens under supervision; what each means and what to do about it is in docs/operations.md."""
+    """Kind of an event; docs/operations.md explains each."""
 
     unfit = "unfit"
-    """A check before a start found something wrong with a machine."""
+    """A check before a start found a problem of a machine."""
 
     started = "started"
     told = "told"
+    """The supervisor passed on a signal."""
+
     slow_data = "slow_data"
     data_came = "data_came"
+    """The wait for data is over."""
+
     hang = "hang"
     going_back = "going_back"
+    """The next start rolls back to an earlier checkpoint."""
+
     ended = "ended"
-    """It will be started again."""
+    """A restart follows."""
 
     finished = "finished"
     stopped = "stopped"
-    """It will not."""
+    """No restart follows."""
 
 
 class EventLog:
-    """Writes events, and posts them in the background; an address that does not answer delays and harms nothing.
+    """Writes events, and posts them in the background; failures of the webhook have no effect on the job.
 
-    The body of a post is the row with `run` and `text`, a line for people, which chat services show. The address, a
-    secret, is never logged.
+    The body of a post is the row with `run` and `text`, a line that chat services show. The address is a secret and
+    never logged.
 
     Args:
         run: the run folder.
-        webhook: address; None: nothing is posted.
+        webhook: address; None posts nothing.
     """
 
     def __init__(self, run: Path, webhook: str | None = None) -> None:
@@ -63,9 +69,9 @@ class EventLog:
         """Write and post an event.
 
         Args:
-            event: its kind.
-            reason: in words.
-            more: numbers and names.
+            event: kind of the event.
+            reason: explanation in words.
+            more: further fields.
         """
         time = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
         row = {"time": time, "event": event.value, "reason": reason, **more}
@@ -81,7 +87,7 @@ class EventLog:
             self._queue.put({**row, "run": self._run, "text": f"{self._run}: {event.value} {reason}".rstrip()})
 
     def close(self) -> None:
-        """Wait for the last posts, for a short time."""
+        """Wait for the last posts, up to a time-out."""
         if self._poster is not None:
             self._queue.put(None)
             self._poster.join(_LAST_POSTS_SECONDS)
@@ -90,7 +96,7 @@ class EventLog:
         while (row := self._queue.get()) is not None:
             try:
                 answer = requests.post(webhook, json=row, timeout=_POST_SECONDS)
-            except (requests.RequestException, ValueError) as error:  # Their messages hold the address.
+            except (requests.RequestException, ValueError) as error:  # The messages contain the address.
                 log.warning("event %s was not posted: %s", row["event"], type(error).__name__)
                 continue
             if not answer.ok:
@@ -98,6 +104,6 @@ class EventLog:
 
 
 def read_events(run: Path) -> list[dict[str, Any]]:
-    """All events of a run, in order."""
+    """Read the events of a run, in order."""
     path = run / EVENTS
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []

@@ -1,4 +1,4 @@
-"""What follows the end of a job: nothing, another start, or giving up."""
+"""Restart policy: what follows the end of a job."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from diffusion.distributed import PREEMPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How one start of a job ended."""
+    """Ending of one start of a job."""
 
     code: int
     """Exit code."""
@@ -17,66 +17,66 @@ class Ending:
     """In words."""
 
     step: int = -1
-    """Steps that the run had done; -1 if this start did none."""
+    """Completed steps of the run; -1 if this start completed none."""
 
     is_lasting: bool = False
-    """The error comes again for sure."""
+    """Whether a restart meets the same error again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What to do."""
+    """Reaction to an ending."""
 
     starts_again: bool
     pause: float = 0.0
-    """Seconds before that."""
+    """Seconds before the restart."""
 
     code: int = 0
-    """Exit code of the supervisor otherwise."""
+    """Exit code of the supervisor without a restart."""
 
     reason: str = ""
 
 
 class Restarts:
-    """Decides after each end of a job, and remembers how often in a row it came to nothing.
+    """Decides after each ending, and counts the restarts without progress.
 
-    - A configuration error, data past its threshold, or a loss that going back does not mend ends it.
-    - Any other mistake of the user (missing data, a full disk, a store that does not answer) ends it if the run has
-      never come to a step under this supervision: it is set up wrongly. Later it may pass.
-    - Exit code 75 starts again at once; everything else after a pause that doubles while no new step is reached.
+    - Lasting errors end the job: a configuration error, data past its threshold, a loss that a rollback does not mend.
+    - Other user errors (missing data, a full disk, a store without an answer) end it before its first step under this
+      supervisor, since it is set up wrongly. Later they may be transient.
+    - Exit code 75 restarts immediately; everything else after a pause that doubles while no new step is reached.
 
     Args:
-        settings: the limits.
+        settings: limits.
     """
 
     def __init__(self, settings: SupervisionConfig) -> None:
         self.settings = settings
-        self._furthest, self._in_vain = -1, 0
+        self._last_step, self._num_in_vain = -1, 0
 
-    def after(self, ending: Ending, *, was_told: bool) -> Decision:
+    def after(self, ending: Ending, *, was_signalled: bool) -> Decision:
         """Decide.
 
         Args:
-            ending: how the job ended.
-            was_told: the supervisor itself was asked to end.
+            ending: ending of the job.
+            was_signalled: whether the supervisor itself was told to end.
         """
         settings = self.settings
-        if ending.code == 0 or was_told:
+        if ending.code == 0 or was_signalled:
             return Decision(starts_again=False, code=ending.code, reason=ending.reason)
         if ending.is_lasting:
-            return _stop(ending, "starting again does not mend it")
-        if ending.code == USER_ERROR_EXIT_CODE and max(ending.step, self._furthest) < 0:
-            return _stop(ending, "the run has not come to a step yet, so it is not tried again")
+            return _stop(ending, "a restart meets the same error")
+        if ending.code == USER_ERROR_EXIT_CODE and max(ending.step, self._last_step) < 0:
+            return _stop(ending, "no restart before the first step of the run")
         is_preempted = ending.code == PREEMPTED_EXIT_CODE
         if is_preempted and not settings.continue_preempted:
             return _stop(ending, "operations.supervision.continue_preempted is false")
-        if ending.step > self._furthest:
-            self._furthest, self._in_vain = ending.step, 0
+        if ending.step > self._last_step:
+            self._last_step, self._num_in_vain = ending.step, 0
         else:
-            self._in_vain += 1
-        if self._in_vain > settings.max_restarts:
-            return _stop(ending, f"{settings.max_restarts} restarts in a row reached no step after {self._furthest}")
-        pause = min(settings.first_pause * 2.0**self._in_vain, settings.longest_pause)
+            self._num_in_vain += 1
+        if self._num_in_vain > settings.max_restarts:
+            return _stop(ending, f"{settings.max_restarts} consecutive restarts without a step after {self._last_step}")
+        pause = min(settings.first_pause * 2.0**self._num_in_vain, settings.longest_pause)
         return Decision(starts_again=True, pause=0.0 if is_preempted else pause, reason=ending.reason)
 
 

@@ -74,7 +74,7 @@ def test_an_exported_folder_gives_equal_images(stacks, uninterrupted, tmp_path, 
     writer = stacks[DIRECTIONS.index(direction)]
     writer.command(0, ["scripts/export.py", str(uninterrupted), str(tmp_path / "folder")])
     for name, reader in zip(("this", "other"), stacks, strict=True):
-        reader.command(0, ["tests/test_stacks.py", str(tmp_path / "folder"), str(tmp_path / f"{name}.npy")])
+        reader.command(0, ["tests/integration/test_stacks.py", str(tmp_path / "folder"), str(tmp_path / f"{name}.npy")])
     images = np.load(tmp_path / "this.npy")
     assert images.std() > 0.01
     np.testing.assert_allclose(np.load(tmp_path / "other.npy"), images, atol=1e-4)

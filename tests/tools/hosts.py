@@ -140,7 +140,7 @@ class Agents:
         """
         request = {"namespace": self._namespaces.get(host), "torchrun": torchrun, "runs": runs, "meet": meet}
         variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "HOST": host}
-        self._agents.append(Agent(self._server.start(0, ["tests/hosts.py", json.dumps(request)], **variables)))
+        self._agents.append(Agent(self._server.start(0, ["tests/tools/hosts.py", json.dumps(request)], **variables)))
         return self._agents[-1]
 
     def start_together(

@@ -1,1 +1,1 @@
-"""Whether data, machines and ranks are fit for a run, and how busy they are while it goes on."""
+"""Checks of machines, GPUs, data and ranks, in one registry."""

@@ -1,4 +1,4 @@
-"""What a device computes in, and how fast it is: rates of a matrix product and of a copy."""
+"""Precision and speed of a device: rates of a matrix product and of a copy."""
 
 import time
 from collections.abc import Callable
@@ -12,24 +12,24 @@ DATASHEET_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
-    """Limits of a device, measured."""
+class DeviceSpeed:
+    """Measured limits of a device."""
 
     name: str
     datasheet_flops: float | None
     matmul_flops: float
-    """Multiply-adds count twice; bf16 on a GPU, fp32 on a CPU."""
+    """Operations per second (multiply-adds count twice); bf16 on a GPU, fp32 on a CPU."""
 
     copy_bytes_per_second: float
-    """Read and written together."""
+    """Bytes read and written."""
 
 
 def computes_bf16() -> bool:
-    """Whether there are GPUs and they compute in bfloat16; emulation by the library does not count."""
+    """Return whether there are GPUs with bfloat16; emulation by the library does not count."""
     return torch.cuda.device_count() > 0 and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def measure_machine(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> Machine:
+def measure_device(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> DeviceSpeed:
     """Measure the rates of a matrix product and of a copy, by a clock."""
     is_gpu = device.type == "cuda"
     side, dtype = (8192, torch.bfloat16) if is_gpu else (1024, torch.float32)
@@ -39,7 +39,7 @@ def measure_machine(device: torch.device, clock: Callable[[], float] = time.perf
     product = min(time_runs(lambda: a @ b, device, 10 if is_gpu else 3, clock))
     copied = min(time_runs(lambda: target.copy_(source), device, 10 if is_gpu else 3, clock))
     name = torch.cuda.get_device_name(device) if is_gpu else f"CPU, {torch.get_num_threads()} threads"
-    return Machine(
+    return DeviceSpeed(
         name=name,
         datasheet_flops=next((rate for part, rate in DATASHEET_FLOPS.items() if part in name), None),
         matmul_flops=2 * side**3 / product,
@@ -50,7 +50,7 @@ def measure_machine(device: torch.device, clock: Callable[[], float] = time.perf
 def time_runs(
     run: Callable[[], Any], device: torch.device, number: int, clock: Callable[[], float] = time.perf_counter
 ) -> list[float]:
-    """Seconds of each run, after one that is not counted."""
+    """Return the seconds of each run, after one for warm-up."""
     run()
     times = []
     for _ in range(number):
@@ -63,6 +63,6 @@ def time_runs(
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

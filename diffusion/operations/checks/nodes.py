@@ -1,4 +1,4 @@
-"""Which node is out of line: each is compared with the median over all nodes of the job."""
+"""Comparison of the nodes of a job with their median, which names the slow ones."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -6,26 +6,20 @@ from dataclasses import dataclass, replace
 
 from diffusion.operations.checks.verdicts import Level, Verdict, ok, size_text, warning
 
-SLOW_SHARE = 0.8
-"""Share of the median below which a node holds up all others: each step waits for the slowest."""
-
-SLOW_LINK_SHARE = 0.5
-"""The same of its network, which varies more."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class NodeReading:
-    """What one node has measured: of its ranks the slowest, which is the one that the others wait for."""
+class NodeSpeed:
+    """Measurements of one node, of its slowest rank; None is not measured."""
 
     name: str
     """Such as `node 3`."""
 
     host: str
     num_gpus: int
-    """That NVML or CUDA sees; 0 for a run on the CPU."""
+    """Visible GPUs; 0 for training on the CPU."""
 
     flops: float | None = None
-    """Operations per second of a matrix product; None where it was not measured, as all that follows."""
+    """Operations per second of a matrix product."""
 
     copied: float | None = None
     """Bytes per second of a copy in the device's memory, read and written."""
@@ -34,41 +28,76 @@ class NodeReading:
     """Bytes per second of the disk for checkpoints."""
 
     link: float | None = None
-    """Bytes per second to the better of two other nodes, and back; None with one node."""
+    """Bytes per second to the better of two other nodes, and back."""
 
 
-FIGURES: tuple[tuple[str, Callable[[NodeReading], float | None], float, str, str], ...] = (
-    ("GPUs of nodes", lambda node: float(node.num_gpus) or None, 1.0, "GPUs", "look at its kernel log for lost GPUs"),
-    ("matrix product", lambda node: node.flops, SLOW_SHARE, "operations/s", "look at its clocks and its cooling"),
-    ("memory copy", lambda node: node.copied, SLOW_SHARE, "B/s", "look for other processes on it, and at its clocks"),
-    ("disk of nodes", lambda node: node.written, 0.2, "B/s", "look for other users of its disk, and how full it is"),
-    ("network of nodes", lambda node: node.link, SLOW_LINK_SHARE, "B/s", "look at its cable, its NIC and its errors"),
-)
-"""Name, value, share of the median below which it is out of line, unit and what to do."""
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A quantity by which nodes are compared."""
+
+    name: str
+    value: Callable[[NodeSpeed], float | None]
+    share: float
+    """Share of the median below which a node is slow."""
+
+    unit: str
+    remedy: str
 
 
-def check_nodes(nodes: Sequence[NodeReading]) -> list[Verdict]:
-    """Name the nodes that are below the median; of two nodes the slower one is compared with the faster one."""
-    return [_check(nodes, *figure) for figure in FIGURES if any(figure[1](node) is not None for node in nodes)]
+COMPARISONS = [
+    Comparison(
+        name="GPUs of nodes",
+        value=lambda node: float(node.num_gpus) or None,
+        share=1.0,
+        unit="GPUs",
+        remedy="look for lost GPUs in its kernel log",
+    ),
+    Comparison(
+        name="matrix product",
+        value=lambda node: node.flops,
+        share=0.8,  # Each step waits for the slowest node.
+        unit="operations/s",
+        remedy="check its clocks and its cooling",
+    ),
+    Comparison(
+        name="memory copy",
+        value=lambda node: node.copied,
+        share=0.8,
+        unit="B/s",
+        remedy="check it for other processes, and its clocks",
+    ),
+    Comparison(
+        name="disk of nodes",
+        value=lambda node: node.written,
+        share=0.2,
+        unit="B/s",
+        remedy="check its disk for other users and free space",
+    ),
+    Comparison(
+        name="network of nodes",
+        value=lambda node: node.link,
+        share=0.5,
+        unit="B/s",
+        remedy="check its cable, its NIC and its error counters",
+    ),
+]
 
 
-def _check(
-    nodes: Sequence[NodeReading],
-    name: str,
-    value: Callable[[NodeReading], float | None],
-    share: float,
-    unit: str,
-    remedy: str,
-) -> Verdict:
-    values = [value(node) or 0.0 for node in nodes]
+def compare_nodes(nodes: Sequence[NodeSpeed]) -> list[Verdict]:
+    """Compare nodes with their median; of two nodes the slower one with the faster one."""
+    return [_compare(nodes, by) for by in COMPARISONS if any(by.value(node) is not None for node in nodes)]
+
+
+def _compare(nodes: Sequence[NodeSpeed], by: Comparison) -> Verdict:
+    values = [by.value(node) or 0.0 for node in nodes]
     usual = max(values) if len(nodes) == 2 else statistics.median(values)
-    low = [(node, number) for node, number in zip(nodes, values, strict=True) if number < share * usual]
-    if not low:
-        return ok(name, f"{_text(min(values), unit)} on the slowest of {len(nodes)} nodes")
-    found = ", ".join(f"{node.host} has {_text(number, unit)}" for node, number in low)
-    what = f"{found}, usual on the {len(nodes)} nodes is {_text(usual, unit)}"
-    where = ", ".join(node.name for node, _ in low)
-    return replace(warning(name, what, f"{remedy}, or leave it out"), where=where)
+    slow = [(node, value) for node, value in zip(nodes, values, strict=True) if value < by.share * usual]
+    if not slow:
+        return ok(f"{_text(min(values), by.unit)} on the slowest of {len(nodes)} nodes", check=by.name)
+    found = ", ".join(f"{node.host} has {_text(value, by.unit)}" for node, value in slow)
+    what = f"{found}, the median of the {len(nodes)} nodes is {_text(usual, by.unit)}"
+    where = ", ".join(node.name for node, _ in slow)
+    return replace(warning(what, f"{by.remedy}, or remove it from the job", check=by.name), where=where)
 
 
 def _text(value: float, unit: str) -> str:
@@ -78,25 +107,15 @@ def _text(value: float, unit: str) -> str:
 
 
 def unfit_nodes(names: Sequence[str], verdicts: Sequence[Verdict]) -> list[str]:
-    """Nodes that are to be left out: with a problem that not all have, or out of line.
+    """Return the slow nodes, and those with a problem that not all nodes have.
 
     Args:
-        names: of all nodes.
-        verdicts: of all checks.
+        names: names of all nodes.
+        verdicts: verdicts of all checks.
     """
-    figures = {figure[0] for figure in FIGURES}
-    blamed: set[str] = set()
+    comparisons = {by.name for by in COMPARISONS}
+    unfit: set[str] = set()
     for verdict in verdicts:
-        if verdict.level is Level.problem or (verdict.level is Level.warning and verdict.check in figures):
-            blamed.update(verdict.where.split(", "))
-    return [name for name in names if name in blamed]
-
-
-def pairings(num_nodes: int) -> list[list[tuple[int, int]]]:
-    """Two ways to pair nodes with their neighbours in a circle, so that each has two partners where that is possible.
-
-    A node is judged by the better of its links, so that it is not blamed for its neighbour.
-    """
-    second = [(node, (node + 1) % num_nodes) for node in range(1, num_nodes - num_nodes % 2, 2)]
-    found = [[(node, node + 1) for node in range(0, num_nodes - 1, 2)]]
-    return [*found, second] if num_nodes > 2 else found if num_nodes == 2 else []
+        if verdict.level is Level.problem or (verdict.level is Level.warning and verdict.check in comparisons):
+            unfit.update(verdict.where.split(", "))
+    return [name for name in names if name in unfit]

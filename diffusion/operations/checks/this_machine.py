@@ -1,10 +1,9 @@
-"""A quick check of this machine by itself: its GPUs, its kernel's log, and the disk for checkpoints.
-
-It builds no model, opens no data and asks no other rank, so it takes seconds and can be made before each start.
+"""Checks of this machine before a start: seconds, without model, data and other ranks.
 
     python -m diffusion.operations.checks.this_machine CONFIG.yaml [key.sub=value ...]
 
-writes what was found as one line of JSON, which `diffusion.operations.checks.hosts` reads.
+prints the results as one line of JSON, which `diffusion.operations.hosts` reads. They do not depend on the demand of
+the run, which checks that itself, so this also suits a machine that only starts the job elsewhere.
 """
 
 import json
@@ -19,54 +18,44 @@ from diffusion.config.loading import load_config
 from diffusion.config.schema import Config
 from diffusion.config.training import Device
 from diffusion.launch import run_command
-from diffusion.operations.checks.device import measure_machine
-from diffusion.operations.checks.gpus import check_faults, read_gpus
-from diffusion.operations.checks.kernel_log import check_xids, parse_xids, read_kernel_log
-from diffusion.operations.checks.nodes import NodeReading
-from diffusion.operations.checks.readings import checkpoint_folder, measure_write_speed
-from diffusion.operations.checks.verdicts import Verdict, ok, problem, size_text, to_json
+from diffusion.operations.checks import gpu, machine
+from diffusion.operations.checks.check import Job, Stage, run_checks
+from diffusion.operations.checks.device import measure_device
+from diffusion.operations.checks.nodes import NodeSpeed
+from diffusion.operations.checks.verdicts import Verdict, to_json
 
 
-def check_this_machine(config: Config) -> tuple[NodeReading, list[Verdict]]:
+def check_this_machine(config: Config) -> tuple[NodeSpeed, list[Verdict]]:
     """Check this machine.
 
-    What it has is not compared with what the run needs, which the run does itself when it starts: so this may run on
-    a machine that only starts the job elsewhere.
+    Only GPUs are measured: the speed of cores and shared disks depends on their load at the moment.
 
     Args:
-        config: says where checkpoints go, and whether GPUs matter.
+        config: names the folder of checkpoints and the device of training.
 
     Returns:
-        What it is compared with other machines by, and what was found. Only GPUs are compared: the speed of cores
-        and of a disk that others use, too, depends on what else they do at the moment.
+        Measurements for the comparison with other machines, and verdicts.
     """
     host, num_gpus = socket.gethostname(), torch.cuda.device_count()
-    folder = checkpoint_folder(config)
-    try:
-        verdicts = [ok("output folder", f"{folder} is written at {size_text(measure_write_speed(folder))}/s")]
-    except OSError as error:
-        remedy = "free space, or choose another output_folder (or trainer.checkpoint_folder)"
-        verdicts = [problem("output folder", f"{folder} cannot be written to: {error.strerror}", remedy)]
-    if resolve_device(config.trainer.device, num_gpus) is not Device.gpu:
-        return NodeReading(name=host, host=host, num_gpus=0), verdicts
-    log = read_kernel_log()
-    verdicts.append(check_xids(parse_xids(log) if log is not None else None))
-    verdicts += [verdict for gpu in read_gpus() for verdict in check_faults(gpu)]
-    measured = [measure_machine(torch.device("cuda", number)) for number in range(num_gpus)]
-    reading = NodeReading(
+    device = resolve_device(config.trainer.device, num_gpus)
+    verdicts = run_checks([*machine.CHECKS, *gpu.CHECKS], Job(config=config, device=device), Stage.host)
+    if device is not Device.gpu:
+        return NodeSpeed(name=host, host=host, num_gpus=0), verdicts
+    speeds = [measure_device(torch.device("cuda", number)) for number in range(num_gpus)]
+    speed = NodeSpeed(
         name=host,
         host=host,
         num_gpus=num_gpus,
-        flops=min((one.matmul_flops for one in measured), default=None),
-        copied=min((one.copy_bytes_per_second for one in measured), default=None),
+        flops=min((speed.matmul_flops for speed in speeds), default=None),
+        copied=min((speed.copy_bytes_per_second for speed in speeds), default=None),
     )
-    return reading, verdicts
+    return speed, verdicts
 
 
 def main() -> None:
-    """Check, and write down what was found."""
-    reading, verdicts = check_this_machine(load_config(sys.argv[1], sys.argv[2:]))
-    sys.stdout.write(json.dumps({"reading": asdict(reading), "verdicts": to_json(verdicts)}) + "\n")
+    """Print the results."""
+    speed, verdicts = check_this_machine(load_config(sys.argv[1], sys.argv[2:]))
+    sys.stdout.write(json.dumps({"reading": asdict(speed), "verdicts": to_json(verdicts)}) + "\n")
 
 
 if __name__ == "__main__":

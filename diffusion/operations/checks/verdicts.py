@@ -1,4 +1,4 @@
-"""What a check says, and many of them as a table."""
+"""Verdicts of checks, merged over machines, as a table, as JSON and as an error."""
 
 import textwrap
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ from typing import Any
 from diffusion.errors import UserError
 
 WIDTH = 100
-"""Columns that a table's texts are wrapped to."""
+"""Columns to which the texts of a table are wrapped."""
 
 
 class Level(str, Enum):
-    """How bad it is."""
+    """Severity of a verdict."""
 
     ok = "ok"
     warning = "warning"
@@ -22,103 +22,102 @@ class Level(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What one check found."""
+    """Result of one check."""
 
-    check: str
-    """Name of the check."""
+    check: str = ""
+    """Name of the check; the registry fills it in."""
 
     level: Level
     what: str
-    """What was found, in one sentence."""
+    """Finding, in one sentence."""
 
     remedy: str = ""
-    """What to do about it; empty where nothing is to be done, or where `what` says it."""
+    """What to do; empty if there is nothing to do, or if `what` says it."""
 
     where: str = ""
-    """Machines that it concerns; empty where it concerns the whole job."""
+    """Machines with this finding; empty if it concerns the whole job."""
 
     @property
     def sentence(self) -> str:
-        """What was found, and what to do about it."""
+        """Finding and remedy."""
         return f"{self.what}: {self.remedy}" if self.remedy else self.what
 
+    @property
+    def line(self) -> str:
+        """Machines, finding and remedy."""
+        return f"{self.where}: {self.sentence}" if self.where else self.sentence
 
-def ok(check: str, what: str) -> Verdict:
-    """A check that found nothing."""
+
+def ok(what: str, *, check: str = "") -> Verdict:
+    """Return a verdict without a finding."""
     return Verdict(check=check, level=Level.ok, what=what)
 
 
-def warning(check: str, what: str, remedy: str) -> Verdict:
-    """A check that found what may become a problem, or costs time."""
+def warning(what: str, remedy: str, *, check: str = "") -> Verdict:
+    """Return a verdict on what may become a problem, or costs time."""
     return Verdict(check=check, level=Level.warning, what=what, remedy=remedy)
 
 
-def problem(check: str, what: str, remedy: str = "") -> Verdict:
-    """A check that found what ends the run, or spoils it."""
+def problem(what: str, remedy: str = "", *, check: str = "") -> Verdict:
+    """Return a verdict on what ends the run, or spoils it."""
     return Verdict(check=check, level=Level.problem, what=what, remedy=remedy)
 
 
 def merge(by_machine: Sequence[tuple[str, Sequence[Verdict]]]) -> list[Verdict]:
-    """Put the verdicts of several machines together; those that all machines share appear once.
+    """Merge the verdicts of several machines; those that all machines share appear once.
 
     Args:
         by_machine: name of each machine and its verdicts.
 
     Returns:
-        In the order in which they first appear, with the machines that they concern unless those are all.
+        In the order of their first appearance, with the machines that they concern unless those are all.
     """
     machines: dict[Verdict, list[str]] = {}
     for name, verdicts in by_machine:
         for verdict in verdicts:
             machines.setdefault(verdict, []).append(name)
-    everywhere = len(by_machine)
     return [
-        verdict if len(names) == everywhere else replace(verdict, where=", ".join(names))
+        verdict if len(names) == len(by_machine) else replace(verdict, where=", ".join(names))
         for verdict, names in machines.items()
     ]
 
 
 def format_table(verdicts: Sequence[Verdict]) -> str:
-    """Write verdicts for a terminal: check, verdict, and what and remedy below each other."""
+    """Format verdicts for a terminal: check, level, and finding above remedy."""
     checks = [f"{verdict.check} ({verdict.where})" if verdict.where else verdict.check for verdict in verdicts]
-    width, levels = max(map(len, checks), default=0), max(len(level.value) for level in Level)
-    indent = " " * (width + levels + 4)
+    width, level_width = max(map(len, checks), default=0), max(len(level.value) for level in Level)
+    indent = " " * (width + level_width + 4)
     lines = []
     for check, verdict in zip(checks, verdicts, strict=True):
         text = textwrap.wrap(verdict.what, WIDTH, break_long_words=False, break_on_hyphens=False) or [""]
         if verdict.remedy:
             text += textwrap.wrap(f"-> {verdict.remedy}", WIDTH, break_long_words=False, break_on_hyphens=False)
-        lines.append(f"{check:<{width}}  {verdict.level.value:<{levels}}  {text[0]}")
+        lines.append(f"{check:<{width}}  {verdict.level.value:<{level_width}}  {text[0]}")
         lines += [indent + line for line in text[1:]]
     return "\n".join(lines)
 
 
 def to_json(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
-    """As plain containers."""
+    """Convert verdicts to plain containers."""
     return [asdict(verdict) | {"level": verdict.level.value} for verdict in verdicts]
 
 
 def from_json(rows: Sequence[dict[str, Any]]) -> list[Verdict]:
-    """What `to_json` has written."""
+    """Invert `to_json`."""
     return [Verdict(**{**row, "level": Level(row["level"])}) for row in rows]
 
 
 def raise_problems(verdicts: Sequence[Verdict], kind: type[UserError]) -> None:
     """Raise one error with all problems among the verdicts, if there are any."""
-    texts = [verdict.sentence for verdict in verdicts if verdict.level is Level.problem]
+    texts = [verdict.line for verdict in verdicts if verdict.level is Level.problem]
     if len(texts) == 1:
         raise kind(texts[0])
     if texts:
         raise kind(f"{len(texts)} problems:\n" + "\n".join(f"  - {text}" for text in texts))
 
 
-def warnings_of(verdicts: Sequence[Verdict]) -> list[str]:
-    """The warnings among the verdicts, each as one line of text."""
-    return [verdict.sentence for verdict in verdicts if verdict.level is Level.warning]
-
-
 def size_text(num_bytes: float) -> str:
-    """Bytes in decimal units."""
+    """Format bytes in decimal units."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(num_bytes) >= factor:
             return f"{num_bytes / factor:,.1f} {unit}"

@@ -5,7 +5,7 @@ import torch
 from composer import Event
 
 from diffusion.callbacks.heartbeat import Heartbeat
-from diffusion.operations.beats import Phase, read_beats
+from diffusion.operations.heartbeats import Phase, read_heartbeats
 from diffusion.operations.lease import leased
 
 
@@ -13,7 +13,7 @@ def test_compilation_within_a_step_is_a_phase_of_its_own(tmp_path):
     found: list[Phase] = []
 
     def phase() -> Phase:
-        (beat,) = read_beats(tmp_path)
+        (beat,) = read_heartbeats(tmp_path)
         return beat.phase
 
     def look(graph, inputs):

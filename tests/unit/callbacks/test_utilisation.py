@@ -13,8 +13,7 @@ from diffusion.callbacks import utilisation as module
 from diffusion.callbacks.metrics_file import read_metrics, series
 from diffusion.callbacks.utilisation import QUIET_INTERVALS, Utilisation
 from diffusion.datasets.cache import TierCounts, TierMeter
-from diffusion.operations.checks.counters import Counters
-from diffusion.operations.checks.waiting import LoaderSettings
+from diffusion.operations.utilisation import Counters, LoaderSettings
 from tests.tools.toys import ToyLatents
 
 SLEEP = 0.08

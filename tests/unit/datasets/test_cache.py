@@ -522,7 +522,8 @@ def remote(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def open_small(local: Path, remote: Path | None, **options: Any) -> BatchLoader:
-    return open_loader(local, remote, **({"num_canonical_nodes": 1, "predownload": 8} | options))
+    defaults: dict[str, Any] = {"num_canonical_nodes": 1, "predownload": 8}
+    return open_loader(local, remote, **(defaults | options))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

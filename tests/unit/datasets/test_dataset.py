@@ -27,7 +27,7 @@ from tests.tools.written_data import (
     write_prepared,
 )
 
-LATENTS = {"representation": Representation.latents}
+LATENTS: dict[str, Any] = {"representation": Representation.latents}
 
 
 def open_loader(local: Path, *names: str, with_logvar: bool = True, **options: Any) -> BatchLoader:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from diffusion.checkpointing.roll_back import Rollback, request_rollback
-from diffusion.operations import jobs
+from diffusion.operations import processes
 from diffusion.operations.checks.verdicts import problem, to_json
 from diffusion.operations.events import read_events
 from tests.tools.hosts import ADDRESSES, Cable, wait_until
@@ -148,7 +148,7 @@ def stand_in(folder: Path, *, seconds: int = 0, code: int = 1, unfit: str = "") 
     (programs / "python").write_text(STAND_IN.format(folder=folder, seconds=seconds, code=code))
     (programs / "python").chmod(0o755)
     for host in ADDRESSES:
-        verdicts = [problem("output folder", "no room", "free space")] if host == unfit else []
+        verdicts = [problem("no room", "free space", check="output folder")] if host == unfit else []
         answer = {"reading": {"name": host, "host": host, "num_gpus": 0}, "verdicts": to_json(verdicts)}
         (folder / f"answer-{host}").write_text(json.dumps(answer))
     return programs
@@ -233,7 +233,7 @@ def test_hosts_that_are_connected_to_after_the_launcher_was_told_end_as_well(tmp
     try:
         assert launcher.wait(60) == 75
     finally:
-        jobs.kill(jobs.tree([launcher.pid]))
+        processes.kill(processes.tree([launcher.pid]))
 
 
 @pytest.mark.world_size(2)

@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from diffusion.operations.beats import Beat, BeatFile, Phase, read_beats, stacks_file
-from diffusion.operations.stacks import STACKS_SIGNAL
+from diffusion.operations.hang_detection import STACKS_SIGNAL
+from diffusion.operations.heartbeats import HeartbeatFile, HeartbeatRecord, Phase, read_heartbeats, stacks_file
 
 NUM_RANKS = 2
 
 
-def beat(rank: int, step: int, phase: Phase, **more) -> Beat:
+def beat(rank: int, step: int, phase: Phase, **more) -> HeartbeatRecord:
     values = {
         "pid": os.getpid(),
         "host": socket.gethostname(),
@@ -28,7 +28,7 @@ def beat(rank: int, step: int, phase: Phase, **more) -> Beat:
         "num_done": max(0, step),
         "time": time.time(),
     }
-    return Beat(rank=rank, step=step, phase=phase, median_step=0.01, **values, **more)
+    return HeartbeatRecord(rank=rank, step=step, phase=phase, median_step=0.01, **values, **more)
 
 
 def wait_in_a_collective(say: Callable[[], None]) -> None:
@@ -56,9 +56,9 @@ def act(folder: Path, rank: int, script: dict) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(75))
     for _ in range(script.get("threads", 0)):
         threading.Thread(target=threading.Event().wait, daemon=True).start()
-    file = BeatFile(folder, rank)
+    file = HeartbeatFile(folder, rank)
     file.write(beat(rank, -1, Phase.starting))
-    while len(read_beats(folder)) < NUM_RANKS:
+    while len(read_heartbeats(folder)) < NUM_RANKS:
         time.sleep(0.01)
 
     def say() -> None:

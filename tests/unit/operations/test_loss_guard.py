@@ -16,7 +16,7 @@ from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.read import read_all
 from diffusion.checkpointing.roll_back import read_request, read_rollbacks
 from diffusion.config.operations import GuardConfig
-from diffusion.operations.beats import Phase, read_beats
+from diffusion.operations.heartbeats import Phase, read_heartbeats
 from diffusion.randomness import sample_address
 from tests.integration.test_failures import latents
 
@@ -89,7 +89,7 @@ def test_a_nan_that_passes_leaves_no_trace_in_the_run(server, tmp_path):
     job = server.run(2, [run(hit, poison(4, tmp_path / "done"))])
     assert job.codes == [75, 75], job.output[-3000:]
     assert job.output.count("the loss of step 4 is nan. Start the same command again") == 1
-    assert [(beat.phase, beat.code) for beat in read_beats(hit / "heartbeats")] == [(Phase.ended, 75)] * 2
+    assert [(beat.phase, beat.code) for beat in read_heartbeats(hit / "heartbeats")] == [(Phase.ended, 75)] * 2
     pending = read_request(hit)
     assert pending is not None
     assert (pending.step, pending.limit, pending.skipped) == (4, 3, ())
@@ -110,7 +110,7 @@ def test_a_nan_that_comes_again_ends_the_run_until_its_steps_are_skipped_on_any_
     job = server.run(1, [run(one, poison(5))])
     assert job.codes == [2]
     assert "DivergenceError: the loss of step 5 is nan for the second time" in job.output
-    assert read_beats(one / "heartbeats")[0].is_lasting
+    assert read_heartbeats(one / "heartbeats")[0].is_lasting
     assert server.run(1, [run(one, poison(5), skip)]).codes == [75]
     server.train(1, [run(one, poison(5), skip), run(anew, poison(5), "operations.guard.skip_steps=[4, 5]")])
     assert [server.run(ranks, [run(two, poison(5), skip)]).codes[0] for ranks in (2, 1, 2)] == [75, 75, 0]

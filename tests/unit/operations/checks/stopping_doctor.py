@@ -5,17 +5,17 @@ import runpy
 import signal
 import sys
 
-from diffusion.operations.checks import node_measures
-from diffusion.operations.checks.device import Machine
+from diffusion.operations.checks import ranks
+from diffusion.operations.checks.device import DeviceSpeed
 
 
-def measure(device: object) -> Machine:
+def measure(device: object) -> DeviceSpeed:
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGSTOP)
-    return Machine(name="", datasheet_flops=None, matmul_flops=1e12, copy_bytes_per_second=1e12)
+    return DeviceSpeed(name="", datasheet_flops=None, matmul_flops=1e12, copy_bytes_per_second=1e12)
 
 
 os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", NODE_RANK=os.environ["RANK"])
-node_measures.measure_machine = measure
+ranks.measure_device = measure
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")

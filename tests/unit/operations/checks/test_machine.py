@@ -1,10 +1,8 @@
-"""Checks of a machine, on recorded readings of healthy and of faulty ones."""
+"""Checks of a machine, on recorded probes of healthy and of faulty ones."""
 
-import importlib
 import math
 import os
 import resource
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,40 +11,32 @@ import pytest
 import torch
 
 from diffusion.config.loading import load_config
-from diffusion.operations.checks import readings
-from diffusion.operations.checks.demand import Demand
+from diffusion.config.schema import Config
+from diffusion.config.training import Device
+from diffusion.operations.checks import gpu as gpu_checks
+from diffusion.operations.checks import machine as machine_checks
+from diffusion.operations.checks.check import Job, Stage, run_checks
 from diffusion.operations.checks.device import computes_bf16
-from diffusion.operations.checks.gpus import GpuMeter, GpuReading, read_gpus
+from diffusion.operations.checks.gpu import GpuMeter, GpuProbe, probe_gpus
 from diffusion.operations.checks.machine import (
-    check_bytecode,
-    check_cache_speed,
-    check_clock,
+    Demand,
+    DiskProbe,
+    MachineProbe,
+    WriteProbe,
     check_cores,
     check_file_limit,
-    check_gpus,
-    check_leftovers,
-    check_machine_reading,
     check_memory,
     check_output_space,
     check_output_speed,
     check_shared_memory,
-)
-from diffusion.operations.checks.readings import (
-    DiskReading,
-    Leftover,
-    MachineReading,
     checkpoint_folder,
-    checkpoint_key,
-    count_uncompiled,
-    existing,
-    find_leftovers,
     measure_write_speed,
-    read_disk,
-    read_machine,
+    probe_disk,
+    probe_machine,
 )
 from diffusion.operations.checks.verdicts import Level, Verdict
 
-GPU = GpuReading(
+GPU = GpuProbe(
     name="GPU 0 (NVIDIA A100)",
     total_bytes=80 * 10**9,
     free_bytes=79 * 10**9,
@@ -55,8 +45,7 @@ GPU = GpuReading(
     remapping_failed=False,
     slowdowns=(),
 )
-NODE = MachineReading(
-    host="node-0",
+NODE = MachineProbe(
     num_cores=96,
     memory_bytes=1000 * 10**9,
     available_bytes=900 * 10**9,
@@ -64,7 +53,6 @@ NODE = MachineReading(
     shm_free_bytes=490 * 10**9,
     file_limit=65536,
     file_limit_max=65536,
-    gpus=(GPU, GPU),
 )
 DEMAND = Demand(
     num_ranks=8,
@@ -73,12 +61,29 @@ DEMAND = Demand(
     num_files=600,
     memory_bytes=20e9,
     gpu_bytes=40e9,
+    gpu_bytes_with_reserve=40e9 / 0.9,
     checkpoint_bytes=14 * 10**9,
     storage_bytes=140 * 10**9,
 )
-DISK = DiskReading(
-    folder=Path("/runs"), device=1, total_bytes=10**13, free_bytes=10**12, is_writable=True, held_bytes=0
-)
+DISK = DiskProbe(folder=Path("/runs"), device=1, free_bytes=10**12, is_writable=True, held_bytes=0)
+
+
+def run_at_start(
+    machine: MachineProbe = NODE, demand: Demand = DEMAND, gpus: tuple[GpuProbe, ...] = (GPU, GPU)
+) -> list[Verdict]:
+    """The verdicts of a start of training with these probes."""
+    results = {
+        probe_machine: machine,
+        machine_checks.find_demand: demand,
+        machine_checks.probe_output_disk: DISK,
+        probe_gpus: list(gpus),
+    }
+    device = Device.cpu if demand.gpu_bytes is None else Device.gpu
+    job = Job(config=Config(), device=device, results=results)
+    return run_checks([*machine_checks.CHECKS, *gpu_checks.CHECKS], job, Stage.start)
+
+
+JOB = Job(config=Config(), device=Device.gpu)
 
 
 def levels(verdicts: list[Verdict]) -> set[Level]:
@@ -86,7 +91,7 @@ def levels(verdicts: list[Verdict]) -> set[Level]:
 
 
 def test_a_healthy_node_gives_no_warning():
-    assert levels([*check_machine_reading(NODE, DEMAND), check_output_space(DISK, DEMAND)]) == {Level.ok}
+    assert levels(run_at_start()) == {Level.ok}
 
 
 def test_a_small_machine_with_a_small_run_gives_no_warning():
@@ -98,12 +103,11 @@ def test_a_small_machine_with_a_small_run_gives_no_warning():
         shm_bytes=4 * 10**9,
         shm_free_bytes=4 * 10**9,
         file_limit=1024,
-        gpus=(),
     )
     tiny = replace(
         DEMAND, num_ranks=2, num_workers=2, shm_bytes=10**6, num_files=320, memory_bytes=2.3e9, gpu_bytes=None
     )
-    assert levels(check_machine_reading(small, tiny)) == {Level.ok}
+    assert levels(run_at_start(small, tiny, ())) == {Level.ok}
 
 
 @pytest.mark.parametrize(
@@ -131,21 +135,20 @@ def test_what_a_machine_lacks(check, reading, level, text):
         ({"total_bytes": 42 * 10**9}, "GPU memory", Level.warning, "has 42.0 GB of memory"),
         ({"foreign_bytes": 5 * 10**9}, "GPU in use", Level.warning, "other processes hold 5.0 GB"),
         ({"foreign_bytes": 6 * 10**10, "free_bytes": 2 * 10**10}, "GPU in use", Level.problem, "hold 60.0 GB"),
-        ({"uncorrected_errors": 3}, "GPU errors", Level.warning, "had 3 memory errors"),
-        ({"remapping_failed": True}, "GPU errors", Level.problem, "cannot be replaced"),
-        ({"slowdowns": ("it is too hot",)}, "GPU clocks", Level.warning, "slowed down: it is too hot"),
+        ({"uncorrected_errors": 3}, "GPU errors", Level.warning, "had 3 uncorrectable memory errors"),
+        ({"remapping_failed": True}, "GPU errors", Level.problem, "cannot replace"),
+        ({"slowdowns": ("too hot",)}, "GPU clocks", Level.warning, "slowed down: too hot"),
     ],
 )
 def test_what_is_wrong_with_a_gpu(gpu, check, level, text):
-    (verdict,) = check_gpus([GPU, replace(GPU, **gpu)], DEMAND)
+    (verdict,) = [one for one in run_at_start(gpus=(GPU, replace(GPU, **gpu))) if one.level is not Level.ok]
     assert (verdict.check, verdict.level) == (check, level)
     assert text in verdict.what
 
 
 def test_gpus_that_nvml_does_not_show_and_a_run_without_gpus():
-    (verdict,) = check_gpus([], DEMAND)
-    assert verdict.level is Level.warning
-    assert check_gpus([], replace(DEMAND, gpu_bytes=None)) == []
+    assert levels([one for one in run_at_start(gpus=()) if one.check == "GPUs"]) == {Level.warning}
+    assert not [one for one in run_at_start(demand=replace(DEMAND, gpu_bytes=None), gpus=()) if "GPU" in one.check]
 
 
 def test_space_and_speed_of_the_output_folder():
@@ -154,117 +157,53 @@ def test_space_and_speed_of_the_output_folder():
     assert check_output_space(little, DEMAND).level is Level.warning
     assert check_output_space(replace(little, held_bytes=5 * 10**10), DEMAND).level is Level.ok
     assert check_output_space(replace(DISK, is_writable=False), DEMAND).level is Level.problem
-    own = check_output_space(replace(DISK, is_writable=False), DEMAND, "trainer.checkpoint_folder")
-    assert own.remedy == "choose another trainer.checkpoint_folder"
-    assert "about 14 s" in check_output_speed("/runs", 1e9, DEMAND).what
-    assert check_output_speed("/runs", 1e7, DEMAND).level is Level.warning
+
+    def speed(bytes_per_second: float) -> Verdict:
+        (found,) = check_output_speed(WriteProbe(folder=Path("/runs"), bytes_per_second=bytes_per_second), DEMAND)
+        return found
+
+    assert "about 14 s" in speed(1e9).what
+    assert speed(1e7).level is Level.warning
 
 
-def test_the_key_that_says_where_checkpoints_go_is_named():
+def test_checkpoints_of_a_store_are_written_to_the_output_folder_first():
     config = load_config("tests/tools/toy.yaml", ["output_folder=/runs/toy"])
-    assert (checkpoint_folder(config), checkpoint_key(config)) == (Path("/runs/toy"), "output_folder")
+    assert checkpoint_folder(config) == Path("/runs/toy")
     config.trainer.checkpoint_folder = "s3://bucket/toy"
-    assert (checkpoint_folder(config), checkpoint_key(config)) == (Path("/runs/toy"), "output_folder")
+    assert checkpoint_folder(config) == Path("/runs/toy")
     config.trainer.checkpoint_folder = "/large/toy"
-    assert (checkpoint_folder(config), checkpoint_key(config)) == (Path("/large/toy"), "trainer.checkpoint_folder")
-
-
-def test_speed_of_the_cache():
-    assert check_cache_speed("/cache", 100e6, None).level is Level.ok
-    assert check_cache_speed("/cache", 20e6, None).level is Level.warning
-    assert check_cache_speed("/cache", 20e6, 1e6).level is Level.ok
-    assert check_cache_speed("/cache", 100e6, 90e6).level is Level.warning
-
-
-def test_the_clock_and_leftovers():
-    assert check_clock(1000.0, 1030.0).level is Level.ok
-    assert check_clock(1000.0, None).level is Level.ok
-    verdict = check_clock(1000.0, 5000.0)
-    assert verdict.level is Level.warning
-    assert "4,000 s behind" in verdict.what
-    assert check_leftovers([], 10**9).level is Level.ok
-    assert check_leftovers([Leftover(name="000003_locals", num_bytes=100)], 10**9).level is Level.ok
-    assert check_leftovers([Leftover(name="torch_12_x", num_bytes=10**8)], 10**9).level is Level.warning
-
-
-def test_modules_without_bytecode():
-    assert check_bytecode(10, 5000, is_forbidden=False).level is Level.ok
-    forbidden = check_bytecode(4000, 5000, is_forbidden=True)
-    assert forbidden.level is Level.warning
-    assert "1000 of 5000" in forbidden.what
-    assert "PYTHONDONTWRITEBYTECODE" in forbidden.remedy
-    assert "site-packages" in check_bytecode(4000, 5000, is_forbidden=False).remedy
-
-
-def test_bytecode_that_is_missing_is_counted(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    modules = {}
-    for name, is_forbidden in (("compiled", False), ("never_compiled", True)):
-        (tmp_path / f"{name}.py").write_text("")
-        monkeypatch.setattr(sys, "dont_write_bytecode", is_forbidden)
-        importlib.invalidate_caches()  # Folders are listed again only when their time of change is another one.
-        modules[name] = importlib.import_module(name)
-    monkeypatch.setattr(sys, "modules", modules)
-    assert count_uncompiled() == (1, 2)
+    assert checkpoint_folder(config) == Path("/large/toy")
 
 
 def test_readings_of_this_machine(tmp_path):
-    reading = read_machine()
+    reading = probe_machine(JOB)
     assert 1 <= reading.num_cores <= (os.cpu_count() or 1)
     assert 0 < reading.available_bytes <= reading.memory_bytes
     assert reading.file_limit == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "file").write_bytes(bytes(1234))
-    disk = read_disk(tmp_path, with_content=True)
+    disk = probe_disk(tmp_path, with_content=True)
     assert (disk.held_bytes, disk.is_writable) == (1234, True)
     absent = tmp_path / "not" / "there"
-    assert existing(absent) == tmp_path
-    assert read_disk(absent).device == disk.device
+    assert probe_disk(absent).device == disk.device
     assert measure_write_speed(absent, 2**20) > 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["sub"]
 
 
 def test_what_the_kernel_would_give_up_is_left_of_a_containers_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(readings, "CGROUP", tmp_path)
-    assert readings._container_memory() == (None, None)
+    monkeypatch.setattr(machine_checks, "CGROUP", tmp_path)
+    assert machine_checks._container_memory() == (None, None)
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("900\n")
-    assert readings._container_memory() == (None, None)
+    assert machine_checks._container_memory() == (None, None)
     (tmp_path / "memory.max").write_text("1000\n")
-    assert readings._container_memory() == (1000, 100)
+    assert machine_checks._container_memory() == (1000, 100)
     stat = "anon 500\nfile 340\ninactive_anon 7\ninactive_file 100\nactive_file 240\nslab_reclaimable 50\n"
     (tmp_path / "memory.stat").write_text(stat + "slab_unreclaimable 10\nslab 60\n")
-    assert readings._container_memory() == (1000, 490)
+    assert machine_checks._container_memory() == (1000, 490)
     for used, left in ((1900, 0), (300, 1000)):
         (tmp_path / "memory.current").write_text(f"{used}\n")
-        assert readings._container_memory() == (1000, left)
-
-
-def test_shared_memory_that_goes_while_it_is_looked_at_is_passed_over(tmp_path, monkeypatch):
-    for name in ("000007_locals", "000008_locals"):
-        (tmp_path / name).write_bytes(bytes(10))
-
-    def used_files(place: Path) -> set[str]:
-        (place / "000007_locals").unlink()
-        return set()
-
-    monkeypatch.setattr(readings, "_used_files", used_files)
-    assert [leftover.name for leftover in find_leftovers(tmp_path)] == ["000008_locals"]
-
-
-def test_shared_memory_that_no_process_has_open_is_found(tmp_path):
-    for name in ("000007_locals", "000008_locals", "torch_12_34", "other"):
-        (tmp_path / name).write_bytes(bytes(10))
-    for number in (8, 9):
-        folder = tmp_path / f"{number:06}_diffusion"
-        folder.mkdir()
-        (folder / "owner").write_text("{}")
-    with (tmp_path / "000008_diffusion" / "owner").open(), (tmp_path / "torch_12_34").open():
-        found = find_leftovers(tmp_path)
-    assert [(leftover.name, leftover.num_bytes) for leftover in found] == [
-        ("000007_locals", 10),
-        ("000009_diffusion", 2),
-    ]
+        assert machine_checks._container_memory() == (1000, left)
 
 
 class FakeNVMLError(Exception):
@@ -314,19 +253,19 @@ def fake_nvml(**functions) -> SimpleNamespace:
 
 def test_nvml_is_read_and_memory_of_the_job_is_not_foreign(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    first, second = read_gpus({os.getpid()}, fake_nvml())
+    first, second = probe_gpus(JOB, fake_nvml())
     assert (first.name, first.foreign_bytes, first.uncorrected_errors, first.slowdowns) == ("GPU 0 (H100)", 0, 0, ())
     assert (second.free_bytes, second.foreign_bytes, second.uncorrected_errors) == (70, 20, 2)
-    assert second.slowdowns == ("it is too hot",)
+    assert second.slowdowns == ("too hot",)
     assert not second.remapping_failed
 
 
 def test_processes_of_another_namespace_are_not_judged(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     ours = SimpleNamespace(pid=2**22 + 1, usedGpuMemory=5 * 10**9)  # Above the largest id that Linux gives.
-    found = read_gpus({os.getpid()}, fake_nvml(nvmlDeviceGetComputeRunningProcesses=lambda handle: [ours]))
+    found = probe_gpus(JOB, fake_nvml(nvmlDeviceGetComputeRunningProcesses=lambda handle: [ours]))
     assert [gpu.foreign_bytes for gpu in found] == [None, None]
-    assert check_gpus([replace(GPU, foreign_bytes=None)], DEMAND)[0].level is Level.ok
+    assert levels(run_at_start(gpus=(replace(GPU, foreign_bytes=None),))) == {Level.ok}
 
 
 def test_a_gpu_whose_memory_nvml_cannot_read_is_named(monkeypatch):
@@ -338,16 +277,17 @@ def test_a_gpu_whose_memory_nvml_cannot_read_is_named(monkeypatch):
         return SimpleNamespace(total=100, free=70, used=30)
 
     driver = fake_nvml(nvmlDeviceGetMemoryInfo=lost)
-    found = read_gpus({os.getpid()}, driver)
+    found = probe_gpus(JOB, driver)
     assert [gpu.free_bytes for gpu in found] == [None, 70]
-    assert (check_gpus(found, DEMAND)[0].check, check_gpus(found, DEMAND)[0].level) == ("GPUs", Level.warning)
+    (verdict,) = [one for one in run_at_start(gpus=tuple(found)) if one.check == "GPUs"]
+    assert (verdict.level, "GPU 0" in verdict.what) == (Level.warning, True)
     assert GpuMeter(driver).read() == pytest.approx((0.6, 0.3)), "of the GPU that answers"
 
     def gone(*arguments: int) -> SimpleNamespace:
         raise FakeNVMLError
 
     assert GpuMeter(fake_nvml(nvmlDeviceGetMemoryInfo=gone)).read() == pytest.approx((0.6, math.nan), nan_ok=True)
-    assert read_gpus((), fake_nvml(nvmlDeviceGetHandleByIndex=gone)) == []
+    assert probe_gpus(JOB, fake_nvml(nvmlDeviceGetHandleByIndex=gone)) == []
 
 
 @pytest.mark.parametrize(("capability", "computes"), [(7, False), (8, True)])
@@ -363,13 +303,13 @@ def test_emulated_bf16_does_not_count(monkeypatch, capability, computes):
 
 def test_only_visible_gpus_are_read_and_none_without_a_driver(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b")
-    (only,) = read_gpus((), fake_nvml())
+    (only,) = probe_gpus(JOB, fake_nvml())
     assert only.free_bytes == 70
 
     def no_driver() -> None:
         raise FakeNVMLError
 
-    assert read_gpus((), fake_nvml(nvmlInit=no_driver)) == []
+    assert probe_gpus(JOB, fake_nvml(nvmlInit=no_driver)) == []
     assert GpuMeter(fake_nvml(nvmlInit=no_driver)).read() is None
 
 

@@ -8,12 +8,14 @@ import pytest
 
 from diffusion.config.data import Representation
 from diffusion.config.loading import load_config
+from diffusion.config.schema import Config
 from diffusion.config.training import Device
 from diffusion.datasets.loader import train_loader
 from diffusion.errors import ConfigurationError, MachineError
-from diffusion.operations.checks import startup
-from diffusion.operations.checks.readings import MachineReading, read_machine
-from diffusion.operations.checks.startup import check_caches, check_machines
+from diffusion.operations.checks import registry
+from diffusion.operations.checks.check import Job
+from diffusion.operations.checks.machine import MachineProbe, probe_machine
+from diffusion.operations.checks.registry import check_caches, check_machines
 from tests.tools.training_runs import ROOT
 from tests.tools.written_data import data_config, write_encoded
 
@@ -22,15 +24,19 @@ def toy(tmp_path, *overrides: str):
     return load_config(ROOT / "tests/tools/toy.yaml", [f"output_folder={tmp_path}/run", *overrides])
 
 
-def healthy_machine() -> MachineReading:
+def healthy_machine() -> MachineProbe:
     """This one with room in its memory, whatever else it does."""
     room = {"available_bytes": 10**11, "memory_bytes": 10**11, "shm_free_bytes": 10**10, "shm_bytes": 10**10}
-    return replace(read_machine(), **room)
+    return replace(probe_machine(Job(config=Config(), device=Device.cpu)), **room)
+
+
+def be_machine(monkeypatch, probe: MachineProbe) -> None:
+    monkeypatch.setattr(registry, "Job", lambda **values: Job(**values, results={probe_machine: probe}))
 
 
 def test_a_healthy_start_is_quiet_and_quick(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(startup, "read_machine", healthy_machine)
+    be_machine(monkeypatch, healthy_machine())
     seconds = []
     for _ in range(3):
         began = time.perf_counter()
@@ -43,10 +49,10 @@ def test_a_healthy_start_is_quiet_and_quick(tmp_path, monkeypatch, caplog):
 def test_a_problem_ends_the_start_and_a_warning_is_logged(tmp_path, monkeypatch, caplog):
     config = toy(tmp_path, "data.num_workers=2", "data.global_batch_size=4096")
     here = healthy_machine()
-    monkeypatch.setattr(startup, "read_machine", lambda: replace(here, shm_free_bytes=10**6))
-    with pytest.raises(MachineError, match=r"^/dev/shm has 1.0 MB of .* free, batches in it take .* --shm-size"):
+    be_machine(monkeypatch, replace(here, shm_free_bytes=10**6))
+    with pytest.raises(MachineError, match=r"^/dev/shm has 1.0 MB .*data.prefetch_factor"):
         check_machines(config, Device.cpu)
-    monkeypatch.setattr(startup, "read_machine", lambda: replace(here, available_bytes=10**6))
+    be_machine(monkeypatch, replace(here, available_bytes=10**6))
     check_machines(config, Device.cpu)
     assert [text.split(" of ")[0] for text in caplog.messages] == ["1.0 MB"]
     assert "lower data.num_workers" in caplog.text
@@ -62,6 +68,6 @@ def test_a_cache_limit_below_what_is_needed_at_once_ends_the_start(tmp_path):
         if is_enough:
             check_caches(config, dataset)  # pyright: ignore[reportArgumentType]
         else:
-            with pytest.raises(ConfigurationError, match=r"data.cache_limit is 40kb; a node needs"):
+            with pytest.raises(ConfigurationError, match=r"data.cache_limit is 40kb"):
                 check_caches(config, dataset)  # pyright: ignore[reportArgumentType]
         dataset.close()  # pyright: ignore[reportAttributeAccessIssue]

@@ -10,11 +10,24 @@ from diffusion.config.data import Representation, StreamConfig, ValidationConfig
 from diffusion.config.loading import load_config
 from diffusion.datasets.streams import locate_streams
 from diffusion.errors import ConfigurationError, DataError, MachineError
-from diffusion.operations.checks.cache import CacheDemand, check_cache_limit, check_cache_space
-from diffusion.operations.checks.doctor import diagnose
-from diffusion.operations.checks.ranks import RankReading, Reduction, check_ranks, check_reduction
-from diffusion.operations.checks.readings import DiskReading
-from diffusion.operations.checks.streams import check_stream, read_stream
+from diffusion.operations.checks.data import (
+    CacheDemand,
+    CacheProbe,
+    check_cache_limit,
+    check_cache_space,
+    check_stream,
+    probe_stream,
+)
+from diffusion.operations.checks.machine import DiskProbe
+from diffusion.operations.checks.ranks import (
+    RankProbe,
+    Reduction,
+    check_config,
+    check_reduction,
+    check_same_data,
+    check_versions,
+)
+from diffusion.operations.checks.registry import diagnose
 from diffusion.operations.checks.verdicts import (
     Level,
     Verdict,
@@ -30,15 +43,20 @@ from tests.tools.training_runs import ROOT
 from tests.tools.written_data import write_encoded, write_prepared
 
 GB = 10**9
-CACHE = CacheDemand(
-    live_bytes=10 * GB, ahead_bytes=3 * GB, largest_shard=GB // 4, node_bytes=500 * GB, bytes_per_image=8600.0
+DISK = DiskProbe(folder=Path("/cache"), device=1, free_bytes=200 * GB, is_writable=True)
+CACHE = CacheProbe(
+    demand=CacheDemand(live_bytes=10 * GB, ahead_bytes=3 * GB, largest_shard=GB // 4, node_bytes=500 * GB),
+    limit=None,
+    held_bytes=0,
+    disks=(DISK,),
+    originals=(),
 )
 
 
 def problems_of_stream(root: Path, name: str, *, local: Path | None = None, wants=Representation.latents) -> str:
     remote, place = (None, root) if local is None else (str(root), local)
     (location,) = locate_streams(remote, str(place), [StreamConfig(name=name)])
-    verdicts = check_stream(read_stream(location, 5.0), wants)
+    verdicts = check_stream(probe_stream(location, 5.0), wants)
     return " ".join(verdict.what for verdict in verdicts if verdict.level is Level.problem)
 
 
@@ -81,8 +99,8 @@ def test_an_index_that_is_not_that_of_the_manifest_or_of_the_cache(tmp_path):
     index = root / "a" / "index.json"
     index.write_text(index.read_text() + " ")
     text = problems_of_stream(root, "a", local=cache, wants=Representation.images)
-    assert "is not that of the manifest.json above it" in text
-    assert "has another index" in text
+    assert "manifest.json" in text
+    assert f"the cache of {root}" in text
 
 
 @pytest.mark.parametrize(
@@ -96,43 +114,42 @@ def test_an_index_that_is_not_that_of_the_manifest_or_of_the_cache(tmp_path):
     ],
 )
 def test_the_limit_of_the_cache(limit, without, level, text):
-    verdict = check_cache_limit(limit, CACHE, without)
+    (verdict,) = check_cache_limit(replace(CACHE, limit=limit, originals=tuple(without)))
     assert verdict.level is level
     assert text in verdict.what
     if level is Level.problem and not without:
         size = verdict.remedy.split("set it to ")[1].split(" ")[0]
-        assert check_cache_limit(size, CACHE, []).level is Level.ok
+        assert [one.level for one in check_cache_limit(replace(CACHE, limit=size))] == [Level.ok]
 
 
 def test_the_space_of_the_cache():
-    disk = DiskReading(folder=Path("/cache"), device=1, total_bytes=1000 * GB, free_bytes=200 * GB, is_writable=True)
-    assert check_cache_space(disk, CACHE, None, held_bytes=400 * GB).level is Level.ok
-    assert check_cache_space(disk, CACHE, "100gb", held_bytes=0).level is Level.ok
-    verdict = check_cache_space(disk, CACHE, None, held_bytes=0)
-    assert verdict.level is Level.problem
-    assert "500.0 GB are still to be downloaded" in verdict.what
-    assert "data.cache_limit" in verdict.remedy
-    assert check_cache_space(replace(disk, is_writable=False), CACHE, None, 0).level is Level.problem
+    def verdict(**values) -> Verdict:
+        (found,) = check_cache_space(replace(CACHE, **values))
+        return found
+
+    assert verdict(held_bytes=400 * GB).level is Level.ok
+    assert verdict(limit="100gb").level is Level.ok
+    assert verdict().level is Level.problem
+    assert "500.0 GB are still to be downloaded" in verdict().what
+    assert "data.cache_limit" in verdict().remedy
+    assert verdict(disks=(replace(DISK, is_writable=False),)).level is Level.problem
 
 
-RANKS = [
-    RankReading(rank=i, host=f"node-{i // 2}", versions={"torch": "2.7.0"}, data={"a": "1234"}, config="c", clock=9.0)
-    for i in range(4)
-]
+RANKS = [RankProbe(rank=i, versions={"torch": "2.7.0"}, data={"a": "1234"}, config="c") for i in range(4)]
 
 
 def problems_of_ranks(**other) -> str:
-    verdicts = check_ranks([*RANKS[:3], replace(RANKS[3], **other)])
+    ranks = [*RANKS[:3], replace(RANKS[3], **other)]
+    verdicts = [check_versions(ranks), check_config(ranks), check_same_data(ranks)]
     return " ".join(verdict.what for verdict in verdicts if verdict.level is not Level.ok)
 
 
 def test_ranks_that_differ():
     assert problems_of_ranks() == ""
     assert "torch 2.7.0 on ranks 0, 1, 2, 2.6.0 on rank 3" in problems_of_ranks(versions={"torch": "2.6.0"})
-    assert "different data in the stream a" in problems_of_ranks(data={"a": "9999"})
+    assert "different data in the a" in problems_of_ranks(data={"a": "9999"})
     assert "unreadable on rank 3" in problems_of_ranks(data={})
     assert "configuration differs" in problems_of_ranks(config="d")
-    assert "the clock of node-0 is 51 s behind that of node-1" in problems_of_ranks(clock=60.0)
 
 
 def test_a_wrong_sum():
@@ -145,7 +162,11 @@ def test_a_wrong_sum():
 
 
 def test_verdicts_of_several_machines_as_a_table_and_as_json():
-    fine, bad, slow = ok("memory", "enough"), problem("disk", "full", "free it"), warning("disk", "slow", "wait")
+    fine, bad, slow = (
+        ok("enough", check="memory"),
+        problem("full", "free it", check="disk"),
+        warning("slow", "wait", check="disk"),
+    )
     merged = merge([("node 0", [fine, slow]), ("node 1", [fine, bad])])
     assert [(verdict.check, verdict.where) for verdict in merged] == [
         ("memory", ""), ("disk", "node 0"), ("disk", "node 1"),
@@ -157,7 +178,7 @@ def test_verdicts_of_several_machines_as_a_table_and_as_json():
     assert to_json(merged)[2] == {
         "check": "disk", "level": "problem", "what": "full", "remedy": "free it", "where": "node 1",
     }  # fmt: skip
-    with pytest.raises(MachineError, match=r"^full: free it$"):
+    with pytest.raises(MachineError, match=r"^node 1: full: free it$"):
         raise_problems(merged, MachineError)
     raise_problems([fine, slow], MachineError)
 
@@ -211,10 +232,10 @@ def test_a_deep_check_finds_damage_that_leaves_a_file_its_size(tmp_path):
     (location,) = locate_streams(None, str(root), [StreamConfig(name="a")])
     shard = root / "a" / "shard.00001.mds"
     content = shard.read_bytes()
-    assert read_stream(location, 5.0, deep=True).damaged == ()
+    assert probe_stream(location, 5.0, deep=True).damaged == ()
     shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert read_stream(location, 5.0).damaged == ()
-    reading = read_stream(location, 5.0, deep=True)
+    assert probe_stream(location, 5.0).damaged == ()
+    reading = probe_stream(location, 5.0, deep=True)
     assert reading.damaged == (shard.name,)
     assert any(verdict.level is Level.problem for verdict in check_stream(reading, Representation.latents))
 

@@ -1,12 +1,21 @@
-"""A hang is told from slow data and from what takes its time, by a clock that the test turns."""
+"""Hangs, slow data and long pauses, by a clock that the test turns; stack traces of ranks."""
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
+import psutil
 import pytest
 
 from diffusion.config.operations import SupervisionConfig
-from diffusion.operations.beats import Beat, Phase
-from diffusion.operations.patience import Condition, Watch
+from diffusion.operations.hang_detection import Condition, HangDetector, collect_stacks
+from diffusion.operations.heartbeats import HeartbeatRecord, Phase, read_heartbeats
+from tests.tools.training_runs import ROOT, environment
 
 SETTINGS = SupervisionConfig(hang_floor=60, hang_factor=10, data_timeout=1800, pause_timeout=3600)
 
@@ -19,15 +28,15 @@ class Clock:
         return self.seconds
 
 
-def beat(rank: int, phase: Phase, step: int, count: int = 5, median: float | None = 0.5) -> Beat:
-    return Beat(
+def beat(rank: int, phase: Phase, step: int, count: int = 5, median: float | None = 0.5) -> HeartbeatRecord:
+    return HeartbeatRecord(
         rank=rank, pid=1, host="", count=count, phase=phase, step=step, num_done=step, time=0.0, median_step=median
     )
 
 
-def silent_for(seconds: float, beats: list[Beat], stopped: tuple[int, ...] = ()):
+def silent_for(seconds: float, beats: list[HeartbeatRecord], stopped: tuple[int, ...] = ()):
     clock = Clock()
-    watch = Watch(SETTINGS, clock)
+    watch = HangDetector(SETTINGS, clock)
     watch.judge(beats)
     clock.seconds += seconds
     return watch.judge(beats, stopped)
@@ -44,7 +53,7 @@ def test_a_hang_is_noticed_after_a_minute_or_ten_median_steps(median, limit):
 
 def test_a_sign_of_any_rank_begins_the_silence_anew():
     clock = Clock()
-    watch = Watch(SETTINGS, clock)
+    watch = HangDetector(SETTINGS, clock)
     beats = [beat(rank, Phase.step, 7) for rank in (0, 1)]
     watch.judge(beats)
     clock.seconds += 50
@@ -95,3 +104,57 @@ def test_a_stopped_rank_is_a_hang_whatever_it_last_said():
     judgement = silent_for(61, beats, stopped=(1,))
     assert judgement.condition is Condition.hang
     assert "rank 1 was stopped" in judgement.reason
+
+
+NUM_TIMES = 30
+"""How often they are asked: a signal to a process that is stopped mostly reaches its main thread."""
+
+
+def start_ranks(folder: Path) -> tuple[subprocess.Popen, list[HeartbeatRecord]]:
+    """Start two that work, and wait for their first signs of life."""
+    folder.mkdir()
+    script = folder / "acts.json"
+    script.write_text(json.dumps([{"phase": "step", "step": 7, "works": True, "threads": 4, "code": 0}]))
+    command = [sys.executable, str(ROOT / "tests/unit/operations/acting_rank.py"), str(folder), str(script)]
+    job = subprocess.Popen(command, env=environment())
+    while True:
+        beats = read_heartbeats(folder)
+        if len(beats) == 2 and all(beat.phase is Phase.step for beat in beats):
+            break
+        assert job.poll() is None
+        time.sleep(0.05)
+    return job, beats
+
+
+def test_frozen_ranks_write_what_their_main_threads_do(tmp_path):
+    job, beats = start_ranks(tmp_path / "ranks")
+    processes = [psutil.Process(beat.pid) for beat in beats]
+    try:
+        for times in range(1, NUM_TIMES + 1):
+            for process in processes:
+                process.suspend()
+            while any(process.status() != psutil.STATUS_STOPPED for process in processes):
+                time.sleep(0.01)
+            text = collect_stacks(tmp_path / "ranks", beats)
+            _, *parts = text.split("in phase step of step 7:\n")
+            for part in parts:
+                _, *mains = part.split("Current thread")
+                assert len(mains) == times, text
+                assert all("in work\n" in main for main in mains), text
+                assert part.count("Thread 0x") == 4 * times, text
+        assert len(parts) == 2
+    finally:
+        for process in processes:
+            process.kill()
+        job.wait()
+
+
+def test_a_rank_that_ends_when_it_is_asked_gives_no_answer(tmp_path, monkeypatch):
+    job, beats = start_ranks(tmp_path / "ranks")
+    monkeypatch.setattr(
+        "diffusion.operations.hang_detection._signal_main_thread", lambda pid: os.kill(pid, signal.SIGKILL)
+    )
+    monkeypatch.setattr("diffusion.operations.hang_detection._STACKS_SECONDS", 3600.0)  # Nobody waits for it.
+    text = collect_stacks(tmp_path / "ranks", beats)
+    job.wait()
+    assert text.count("no answer from process") == 2

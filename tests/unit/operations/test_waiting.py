@@ -1,11 +1,18 @@
 """Why training waits, on recorded usage; what is counted between two readings."""
 
+import re
 from dataclasses import replace
 
 import pytest
 
-from diffusion.operations.checks.counters import Counters, Usage, read_counters, usage_between
-from diffusion.operations.checks.waiting import LoaderSettings, explain_waiting
+from diffusion.operations.utilisation import (
+    Counters,
+    LoaderSettings,
+    Usage,
+    explain_waiting,
+    read_counters,
+    usage_between,
+)
 
 IDLE = Usage(
     cpu=0.2, cpu_waiting=0.0, workers=0.1, received=0, sent=0, disk_read=0, memory=0.3, job_bytes=1e9
@@ -14,26 +21,25 @@ LOADER = LoaderSettings(num_workers=8, num_cores=96, decodes=True)
 
 
 @pytest.mark.parametrize(
-    ("usage", "downloaded", "settings", "cause", "remedy"),
+    ("usage", "downloaded", "settings", "remedy"),
     [
-        ({}, 0, {"num_workers": 0}, "in the training process", "set data.num_workers"),
-        ({"cpu": 0.98, "workers": 0.7}, 0, {}, "all 96 cores are busy (98%)", "scripts/encode.py"),
-        ({"cpu": 0.98}, 0, {"decodes": False}, "all 96 cores are busy", "more cores"),
-        ({"workers": 0.97}, 0, {}, "each of the 8 loader workers of a rank computes", "raise data.num_workers"),
-        ({}, 120e6, {}, "downloading at 120.0 MB/s", "raise data.predownload"),
-        ({}, 120e6, {"has_cache_limit": True}, "downloading at 120.0 MB/s", "raise data.cache_limit"),
-        ({"cpu_waiting": 0.4, "disk_read": 90e6}, 0, {}, "the disk gives 90.0 MB/s", "faster disk"),
-        ({}, 0, {}, "the loader workers idle (10% busy)", "raise data.num_workers"),
+        ({}, 0, {"num_workers": 0}, "data.num_workers"),
+        ({"cpu": 0.98, "workers": 0.7}, 0, {}, "scripts/encode.py"),
+        ({"cpu": 0.98}, 0, {"decodes": False}, "more cores"),
+        ({"workers": 0.97}, 0, {}, "raise data.num_workers"),
+        ({}, 120e6, {}, "120.0 MB/s.*data.predownload"),
+        ({}, 120e6, {"has_cache_limit": True}, "120.0 MB/s.*data.cache_limit"),
+        ({"cpu_waiting": 0.4, "disk_read": 90e6}, 0, {}, "90.0 MB/s.*data.local"),
+        ({}, 0, {}, "10%.*data.num_workers"),
     ],
 )
-def test_the_cause_and_its_remedy(usage, downloaded, settings, cause, remedy):
+def test_the_remedy_suits_the_cause(usage, downloaded, settings, remedy):
     text = explain_waiting(replace(IDLE, **usage), downloaded, replace(LOADER, **settings))
-    assert cause in text
-    assert remedy in text
+    assert re.search(remedy, text)
 
 
 def test_nothing_is_claimed_without_readings():
-    assert explain_waiting(None, 0.0, LOADER) == "the cause is not known"
+    assert explain_waiting(None, 0.0, LOADER) == "the cause is unknown"
 
 
 def test_usage_between_two_readings():

@@ -1,0 +1,173 @@
+"""Hang detection from the heartbeats of a job, and the stack traces of its ranks."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from diffusion.config.operations import SupervisionConfig
+from diffusion.operations.heartbeats import HeartbeatRecord, Phase, stacks_file
+from diffusion.operations.processes import is_alive
+
+STACKS_SIGNAL = signal.SIGUSR2
+"""Signal on which a rank writes the stack traces of its threads."""
+
+_STACKS_SECONDS = 10.0
+"""Timeout for the stack traces."""
+
+_PAUSE_SECONDS = 0.05
+
+_PHASE_ORDER = {
+    Phase.starting: 0,
+    Phase.between: 0,
+    Phase.evaluation: 0,
+    Phase.data: 1,
+    Phase.compiling: 2,
+    Phase.step: 3,
+    Phase.ending: 4,
+}
+"""Order of the phases of ranks at the same step; the lowest is the slowest rank."""
+
+
+class Condition(str, Enum):
+    """Condition of a job."""
+
+    working = "working"
+    slow_data = "slow_data"
+    """No heartbeat for the timeout of a step, but the slowest rank waits for its batch."""
+
+    hang = "hang"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """Condition of a job with the reason in words."""
+
+    condition: Condition
+    reason: str
+
+
+class HangDetector:
+    """Judges the heartbeats of one start of a job, by its own clock.
+
+    In each step all ranks wait for the slowest. So the silence is the time since the last heartbeat of any rank, and
+    the timeout depends on the phase of the slowest ranks.
+
+    Args:
+        settings: timeouts.
+        now: clock in seconds.
+    """
+
+    def __init__(self, settings: SupervisionConfig, now: Callable[[], float] = time.monotonic) -> None:
+        self.settings, self._now = settings, now
+        self._last = now()
+        self._counts: dict[int, int] = {}
+
+    def judge(self, heartbeats: Sequence[HeartbeatRecord], stopped: Sequence[int] = ()) -> Judgement:
+        """Judge a job.
+
+        Args:
+            heartbeats: last heartbeat of each rank.
+            stopped: ranks whose processes are stopped (SIGSTOP).
+        """
+        counts = {heartbeat.rank: heartbeat.count for heartbeat in heartbeats}
+        if counts != self._counts:
+            self._counts, self._last = counts, self._now()
+        silence = self._now() - self._last
+        condition, timeout, reason = self._expectation(heartbeats, stopped)
+        if silence > timeout:
+            return Judgement(condition=Condition.hang, reason=f"no heartbeat of any rank for {silence:.0f} s: {reason}")
+        if condition is Condition.slow_data and silence > self._step_timeout(heartbeats):
+            return Judgement(condition=condition, reason=f"no batch for {silence:.0f} s: {reason}")
+        return Judgement(condition=Condition.working, reason=reason)
+
+    def _expectation(
+        self, heartbeats: Sequence[HeartbeatRecord], stopped: Sequence[int]
+    ) -> tuple[Condition, float, str]:
+        """Return the condition of a silent job before its timeout, the timeout in seconds, and the slowest ranks."""
+        active = [heartbeat for heartbeat in heartbeats if heartbeat.phase is not Phase.ended]
+        if not active:
+            return Condition.working, self.settings.pause_timeout, "no rank has started"
+        if stopped:
+            return Condition.hang, self._step_timeout(heartbeats), f"{_rank_list(stopped)} was stopped"
+        progress = {heartbeat.rank: (heartbeat.step, _PHASE_ORDER[heartbeat.phase]) for heartbeat in active}
+        slowest = [heartbeat for heartbeat in active if progress[heartbeat.rank] == min(progress.values())]
+        ranks, phase = _rank_list([heartbeat.rank for heartbeat in slowest]), slowest[0].phase
+        reason = f"{ranks} of {len(heartbeats)} in phase {phase.value} of step {slowest[0].step}"
+        if phase is Phase.data:
+            return Condition.slow_data, self.settings.data_timeout, reason
+        if phase is Phase.step and slowest[0].median_step is not None:
+            return Condition.hang, self._step_timeout(heartbeats), reason
+        return Condition.working, self.settings.pause_timeout, reason
+
+    def _step_timeout(self, heartbeats: Sequence[HeartbeatRecord]) -> float:
+        medians = [heartbeat.median_step for heartbeat in heartbeats if heartbeat.median_step is not None]
+        return max(self.settings.hang_floor, self.settings.hang_factor * max(medians, default=0.0))
+
+
+def _rank_list(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def collect_stacks(folder: Path, heartbeats: Sequence[HeartbeatRecord]) -> str:
+    """Collect the stack traces of the ranks on this machine.
+
+    Args:
+        folder: folder of the heartbeats.
+        heartbeats: last heartbeat of each rank.
+
+    Returns:
+        A text with one part for each rank, also for those without an answer.
+    """
+    here = [heartbeat for heartbeat in heartbeats if is_alive(heartbeat)]
+    here = [heartbeat for heartbeat in here if stacks_file(folder, heartbeat.rank).exists()]
+    sizes = {heartbeat.rank: stacks_file(folder, heartbeat.rank).stat().st_size for heartbeat in here}
+    for heartbeat in here:
+        with contextlib.suppress(ProcessLookupError):
+            _signal_main_thread(heartbeat.pid)
+            os.kill(heartbeat.pid, signal.SIGCONT)  # A stopped process writes nothing.
+    deadline, pause = time.monotonic() + _STACKS_SECONDS, threading.Event()
+    while time.monotonic() < deadline and not all(_has_written(folder, one, sizes[one.rank]) for one in here):
+        pause.wait(_PAUSE_SECONDS)
+    parts = []
+    for heartbeat in heartbeats:
+        text = stacks_file(folder, heartbeat.rank).read_text(errors="replace") if heartbeat in here else ""
+        if not text:
+            process = f"process {heartbeat.pid} on {heartbeat.host}"
+            text = f"no answer from {process}: ended, hung in the kernel, or on another machine"
+        title = f"rank {heartbeat.rank}, in phase {heartbeat.phase.value} of step {heartbeat.step}"
+        parts.append(f"{title}:\n{text.rstrip()}\n")
+    return "\n".join(parts)
+
+
+def _signal_main_thread(pid: int) -> None:
+    """Send the signal to the main thread; to any thread before glibc 2.30.
+
+    The kernel delivers a signal to any thread that wakes. A handler there would race with the main thread.
+    """
+    send = getattr(ctypes.CDLL(None), "tgkill", None)
+    if send is None or send(pid, pid, int(STACKS_SIGNAL)):
+        os.kill(pid, STACKS_SIGNAL)
+
+
+def _has_written(folder: Path, heartbeat: HeartbeatRecord, size: int) -> bool:
+    """Return whether a rank has ended, or has written all since its file had a size."""
+    if not is_alive(heartbeat):
+        return True
+    if stacks_file(folder, heartbeat.rank).stat().st_size == size:
+        return False
+    try:
+        status = Path(f"/proc/{heartbeat.pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    fields = dict(line.split(":", 1) for line in status.splitlines())
+    # The signal is pending before the handler runs, and blocked while it runs.
+    masks = (int(fields[name], 16) for name in ("SigPnd", "ShdPnd", "SigBlk"))
+    return not any(mask >> STACKS_SIGNAL - 1 & 1 for mask in masks)

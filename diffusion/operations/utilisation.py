@@ -1,0 +1,194 @@
+"""Utilisation of a machine between two moments, and why training waits for data."""
+
+import multiprocessing
+import os
+import time
+from dataclasses import dataclass
+
+import psutil
+
+from diffusion.operations.checks.verdicts import size_text
+
+_ALL_CORES_BUSY = 0.9
+"""CPU utilisation from which the cores are the bottleneck."""
+
+_WORKER_BUSY = 0.75
+"""Share of a core from which a loader worker is the bottleneck."""
+
+_DISK_WAITING = 0.1
+"""Share of the cores' time in I/O wait from which the disk is the bottleneck."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counters:
+    """Counters of this machine and process: times in seconds, the others in bytes."""
+
+    clock: float
+    cpu_busy: float
+    """Computing time of the cores that this process may use, added up."""
+
+    cpu_waiting: float
+    """Their I/O wait."""
+
+    cpu_total: float
+    received: int
+    """Network, without the loopback interface."""
+
+    sent: int
+    disk_read: int
+    memory_total: int
+    memory_available: int
+    worker_seconds: dict[int, float]
+    """CPU time of each loader worker by process ID."""
+
+    job_bytes: int
+    """Resident memory of this process and its loader workers; shared pages count several times."""
+
+
+def read_counters() -> Counters:
+    """Read the counters, in about a millisecond."""
+    allowed = os.sched_getaffinity(0)
+    cores = [times for core, times in enumerate(psutil.cpu_times(percpu=True)) if core in allowed]
+    waiting = sum(getattr(core, "iowait", 0.0) for core in cores)
+    idle = sum(core.idle for core in cores) + waiting
+    # The time of guests is included in that of users.
+    total = sum(sum(core) - getattr(core, "guest", 0.0) - getattr(core, "guest_nice", 0.0) for core in cores)
+    interfaces = [count for name, count in psutil.net_io_counters(pernic=True).items() if name != "lo"]
+    disks, memory = psutil.disk_io_counters(), psutil.virtual_memory()
+    workers, job_bytes = _read_processes()
+    return Counters(
+        clock=time.monotonic(),
+        cpu_busy=total - idle,
+        cpu_waiting=waiting,
+        cpu_total=total,
+        received=sum(interface.bytes_recv for interface in interfaces),
+        sent=sum(interface.bytes_sent for interface in interfaces),
+        disk_read=disks.read_bytes if disks is not None else 0,
+        memory_total=memory.total,
+        memory_available=memory.available,
+        worker_seconds=workers,
+        job_bytes=job_bytes,
+    )
+
+
+def _read_processes() -> tuple[dict[int, float], int]:
+    """Return the CPU time of each loader worker, and the memory of them and of this process."""
+    workers: dict[int, float] = {}
+    job_bytes = psutil.Process().memory_info().rss
+    for child in multiprocessing.active_children():
+        if child.pid is None:
+            continue
+        try:
+            process = psutil.Process(child.pid)
+            with process.oneshot():
+                times = process.cpu_times()
+                workers[child.pid] = times.user + times.system
+                job_bytes += process.memory_info().rss
+        except psutil.Error:  # It has just ended.
+            continue
+    return workers, job_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """Utilisation of a rank and its machine: shares from 0 to 1, rates in bytes per second."""
+
+    cpu: float
+    """Share of the time in which the cores computed."""
+
+    cpu_waiting: float
+    """Share of the time in which the cores waited for a disk."""
+
+    workers: float | None
+    """Share of a core used by a loader worker; None without workers."""
+
+    received: float
+    sent: float
+    disk_read: float
+    memory: float
+    """Used share of the machine's memory."""
+
+    job_bytes: float
+
+
+def usage_between(before: Counters, after: Counters, num_workers: int) -> Usage:
+    """Compute the utilisation between two readings.
+
+    Args:
+        before: first reading.
+        after: second reading.
+        num_workers: loader workers that deliver batches: the busiest of all workers.
+    """
+    seconds = max(after.clock - before.clock, 1e-9)
+    core_seconds = max(after.cpu_total - before.cpu_total, 1e-9)
+    common = before.worker_seconds.keys() & after.worker_seconds.keys()
+    busy = sorted((after.worker_seconds[pid] - before.worker_seconds[pid]) / seconds for pid in common)
+    busiest = busy[-num_workers:] if num_workers else []
+    return Usage(
+        cpu=_share((after.cpu_busy - before.cpu_busy) / core_seconds),
+        cpu_waiting=_share((after.cpu_waiting - before.cpu_waiting) / core_seconds),
+        workers=_share(sum(busiest) / len(busiest)) if busiest else None,
+        received=(after.received - before.received) / seconds,
+        sent=(after.sent - before.sent) / seconds,
+        disk_read=(after.disk_read - before.disk_read) / seconds,
+        memory=1 - after.memory_available / after.memory_total,
+        job_bytes=after.job_bytes,
+    )
+
+
+def _share(value: float) -> float:
+    return min(1.0, max(0.0, value))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderSettings:
+    """Settings of the loader that matter for its bottleneck."""
+
+    num_workers: int
+    """Workers of a rank."""
+
+    num_cores: int
+    """Cores of the machine."""
+
+    decodes: bool
+    """Whether images are decoded during training."""
+
+    has_cache_limit: bool = False
+
+
+def explain_waiting(usage: Usage | None, downloaded: float, settings: LoaderSettings) -> str:
+    """Explain the bottleneck of the loader, and what to do.
+
+    Args:
+        usage: utilisation of the busiest machine; None if unknown.
+        downloaded: bytes per second that all nodes downloaded.
+        settings: settings of the loader.
+    """
+    if settings.num_workers == 0:
+        return "batches are loaded in the training process: set data.num_workers (8 on a large machine)"
+    if usage is None:
+        return "the cause is unknown"
+    workers = usage.workers or 0.0
+    if usage.cpu >= _ALL_CORES_BUSY:
+        remedy = "encode the images beforehand (scripts/encode.py)" if settings.decodes else "use fewer processes"
+        return f"all {settings.num_cores} cores are busy ({usage.cpu:.0%}): {remedy}, or take machines with more cores"
+    if workers >= _WORKER_BUSY:
+        return (
+            f"each of the {settings.num_workers} loader workers of a rank computes all the time ({workers:.0%}), and "
+            f"cores are free ({usage.cpu:.0%} of {settings.num_cores} busy): raise data.num_workers"
+        )
+    if downloaded > 0:
+        remedy = "raise data.cache_limit so that shards stay, " if settings.has_cache_limit else ""
+        return (
+            f"shards are downloaded at {size_text(downloaded)}/s while the loader workers idle ({workers:.0%} busy): "
+            f"{remedy}raise data.predownload, or move the data closer"
+        )
+    if usage.cpu_waiting >= _DISK_WAITING:
+        return (
+            f"the disk reads {size_text(usage.disk_read)}/s and cores wait for it ({usage.cpu_waiting:.0%} of their "
+            "time): put data.local on a faster disk"
+        )
+    return (
+        f"the loader workers idle ({workers:.0%} busy) without downloads: the data set itself waits; raise "
+        "data.num_workers so that more samples are read at the same time"
+    )

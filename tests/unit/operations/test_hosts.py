@@ -1,0 +1,275 @@
+"""Hosts: checked before a start, compared, chosen; a supervisor that starts a job on the fit ones."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from diffusion.config.data import DataConfig
+from diffusion.config.loading import load_config
+from diffusion.config.operations import SupervisionConfig
+from diffusion.errors import ConfigurationError, MachineError
+from diffusion.operations.checks import gpu, this_machine
+from diffusion.operations.checks.check import Job
+from diffusion.operations.checks.device import DeviceSpeed
+from diffusion.operations.checks.gpu import GpuProbe
+from diffusion.operations.checks.this_machine import check_this_machine
+from diffusion.operations.checks.verdicts import Level, Verdict, problem, to_json
+from diffusion.operations.events import EventLog, read_events
+from diffusion.operations.hosts import Fleet, HostedJob, Survey, check_over_ssh, choose_surveyed, survey
+from diffusion.operations.supervisor import RunFolders, Supervisor
+from tests.tools.training_runs import ROOT
+
+HOSTS = ["n0", "n1", "n2", "n3"]
+DATA = DataConfig(global_batch_size=64)
+
+
+def ask(answers: dict[str, Sequence[str]], timeout: float = 60) -> Survey:
+    usual = answer_of_host()
+    return survey(HOSTS, lambda host: answers.get(host, usual), timeout)
+
+
+def answer_of_host(*, flops: float = 7e14, num_gpus: int = 8, verdicts: Sequence = ()) -> list[str]:
+    reading = {"name": "any", "host": "any", "num_gpus": num_gpus, "flops": flops, "copied": 3e12}
+    text = json.dumps({"reading": reading, "verdicts": to_json(verdicts)})
+    return ["echo", "-e", f"Welcome!\\n{text}"]
+
+
+def test_unfit_hosts_are_named_with_what_is_wrong_and_the_others_chosen():
+    full = problem("no room", "free space", check="output folder")
+    found = ask(
+        {
+            "n0": ["sleep", "120"],
+            "n1": answer_of_host(verdicts=[full]),
+            "n2": ["sh", "-c", "echo 'ssh: connect to host n2: No route' >&2; exit 255"],
+        },
+        timeout=20,
+    )
+    wrong = {verdict.where: verdict.sentence for verdict in found.verdicts if verdict.level is Level.problem}
+    assert wrong["n0"].startswith("no answer for 20 s")
+    assert wrong["n1"] == "no room: free space"
+    assert wrong["n2"].startswith("the check failed (ssh: connect to host n2: No route)")
+    assert found.unfit == HOSTS[:3]
+    assert choose_surveyed(found, wanted=None, ranks_per_host=None, data=DATA).hosts == ("n3",)
+
+
+def test_a_host_that_is_out_of_line_is_replaced_by_a_spare_one_and_without_one_the_number_stays_legal():
+    found = ask({"n1": answer_of_host(flops=4e14)})
+    assert found.unfit == ["n1"]
+    choice = choose_surveyed(found, wanted=2, ranks_per_host=None, data=DATA)
+    assert (choice.hosts, choice.spare, choice.world_size) == (("n0", "n2"), ("n3",), 16)
+    assert choose_surveyed(found, wanted=4, ranks_per_host=None, data=DATA).world_size == 16, "not 24 ranks"
+    assert (
+        choose_surveyed(ask({"n1": answer_of_host(num_gpus=7)}), wanted=4, ranks_per_host=2, data=DATA).world_size == 4
+    )
+
+
+def test_each_host_starts_as_many_ranks_as_it_has_gpus_so_that_others_are_left_out():
+    found = ask({"n0": answer_of_host(num_gpus=16)})
+    assert found.unfit == [], "it has more than others, which is no fault"
+    choice = choose_surveyed(found, wanted=2, ranks_per_host=None, data=DATA)
+    assert (choice.hosts, choice.world_size) == (("n1", "n2"), 16)
+    assert choose_surveyed(found, wanted=2, ranks_per_host=8, data=DATA).hosts == ("n0", "n1")
+
+
+def test_what_all_hosts_have_is_no_reason_to_choose_others():
+    full = answer_of_host(verdicts=[problem("no room", "free space", check="output folder")])
+    found = ask(dict.fromkeys(HOSTS, full))
+    assert found.unfit == []
+    with pytest.raises(MachineError, match="all hosts: no room: free space"):
+        choose_surveyed(found, wanted=2, ranks_per_host=8, data=DATA)
+
+
+def test_this_machine_is_checked_and_found_unfit_where_checkpoints_cannot_be_written(tmp_path):
+    folders = {"fit": tmp_path / "run", "unfit": Path("/dev/null/run")}
+    command = [sys.executable, "-m", "diffusion.operations.checks.this_machine", str(ROOT / "tests/tools/toy.yaml")]
+    found = survey(list(folders), lambda host: [*command, f"output_folder={folders[host]}"], timeout=300)
+    assert found.unfit == ["unfit"]
+    texts = {verdict.where: verdict.what for verdict in found.verdicts}
+    assert texts["unfit"] == "/dev/null/run cannot be written: Not a directory"
+    assert "is written at" in texts["fit"]
+    assert [reading.flops for reading in found.speeds] == [None, None], "only GPUs are compared"
+
+
+def test_a_gpu_with_a_fault_makes_its_machine_unfit_and_the_slowest_one_counts(tmp_path, monkeypatch):
+    probe = GpuProbe(
+        name="GPU 1 (NVIDIA A100)",
+        total_bytes=80 * 10**9,
+        free_bytes=79 * 10**9,
+        foreign_bytes=0,
+        uncorrected_errors=0,
+        remapping_failed=True,
+        slowdowns=(),
+    )
+    log = "[ 9.9] NVRM: Xid (PCI:0000:86:00): 79, pid='<unknown>', GPU has fallen off the bus."
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    results = {gpu.probe_gpus: [replace(probe, remapping_failed=False), probe], gpu.probe_kernel_log: log}
+    monkeypatch.setattr(this_machine, "Job", partial(Job, results=results))
+    monkeypatch.setattr(
+        this_machine,
+        "measure_device",
+        lambda device: DeviceSpeed(
+            name="", datasheet_flops=None, matmul_flops=(7e14, 3e14)[device.index], copy_bytes_per_second=3e12
+        ),
+    )
+    config = load_config(ROOT / "tests/tools/toy.yaml", [f"output_folder={tmp_path}", "trainer.device=auto"])
+    reading, verdicts = check_this_machine(config)
+    assert (reading.num_gpus, reading.flops, reading.copied) == (2, 3e14, 3e12)
+    problems = {verdict.check for verdict in verdicts if verdict.level is Level.problem}
+    assert problems == {"Xid errors", "GPU errors"}
+
+
+def test_the_check_of_another_host_keeps_its_arguments_in_one_piece(tmp_path, monkeypatch):
+    (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s|" "$@"')
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setenv("BIN", str(tmp_path))
+    *ssh, host, remote = check_over_ssh(["ssh", "-i", "key"], ["a.yaml", "x=[{a: 'b c'}, $HOME]"])("n7")
+    assert (ssh[:3], host) == (["ssh", "-i", "key"], "n7")
+    done = subprocess.run(["bash", "-c", remote], capture_output=True, text=True, check=True)
+    assert done.stdout == "-m|diffusion.operations.checks.this_machine|a.yaml|x=[{a: 'b c'}, $HOME]|"
+
+
+FULL = problem("no room", "free space", check="output folder")
+FLEET = Fleet(hosts=("n0", "n1", "n2"), wanted=2, ranks_per_host=2)
+
+
+@pytest.fixture
+def answer(tmp_path, monkeypatch):
+    """Decide what each host of the fleet answers; the job is a command that notes the hosts it gets."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f'#!/bin/bash\ncat {tmp_path}/"${{@: -2:1}}"\n')
+    ssh.chmod(0o755)
+    monkeypatch.setenv("SSH", f"{ssh} -p 22")
+
+    def decide(host: str, *verdicts: Verdict) -> None:
+        reading = {"name": host, "host": host, "num_gpus": 0}
+        (tmp_path / host).write_text(json.dumps({"reading": reading, "verdicts": to_json(verdicts)}))
+
+    for host in FLEET.hosts:
+        decide(host)
+    return decide
+
+
+def supervise(folder: Path, code: int, *, max_restarts: int = 10, patience: float | None = 60.0) -> int:
+    run = folder / "run"
+    events = EventLog(run)
+    note = f"echo $ATTEMPTS $CHECK $RANKS_PER_HOST > {folder}/environment; echo $@ >> {folder}/starts; exit {code}"
+    command = ["bash", "-c", note, "job", "{hosts}"]
+    job = HostedJob(command, [], FLEET, DataConfig(global_batch_size=8), patience, events)
+    settings = SupervisionConfig(first_pause=0.01, longest_pause=0.01, max_restarts=max_restarts)
+    folders = RunFolders(run=run, heartbeats=run / "beats")
+    return Supervisor(job.start, folders, settings, events, prepare=job.check).run()
+
+
+def test_an_unfit_host_is_told_and_a_spare_one_takes_its_place(answer, tmp_path):
+    answer("n1", FULL)
+    assert supervise(tmp_path, 0) == 0
+    unfit, started, finished = read_events(tmp_path / "run")
+    assert (unfit["event"], unfit["host"], unfit["reason"]) == ("unfit", "n1", "no room: free space")
+    assert (started["event"], finished["event"]) == ("started", "finished")
+    assert (tmp_path / "starts").read_text() == "n0 n2\n"
+    assert (tmp_path / "environment").read_text() == "1 false 2\n", "the launcher neither checks nor starts again"
+
+
+def test_hosts_are_checked_before_each_start(answer, tmp_path):
+    answer("n0", FULL)
+    answer("n2", FULL)
+    assert supervise(tmp_path, 1, max_restarts=1) == 1
+    assert (tmp_path / "starts").read_text() == "n1\nn1\n", "a smaller number of ranks that divides the batch"
+    unfit = [event["host"] for event in read_events(tmp_path / "run") if event["event"] == "unfit"]
+    assert unfit == ["n0, n2", "n0, n2"]
+
+
+def test_nothing_is_started_on_unfit_machines(answer, tmp_path):
+    for host in FLEET.hosts:
+        answer(host, FULL)
+    assert supervise(tmp_path, 0) == 2
+    assert not (tmp_path / "starts").exists()
+    *_, last = read_events(tmp_path / "run")
+    assert last["event"] == "stopped"
+    assert last["reason"].startswith("MachineError: all hosts: no room: free space; no restart before the first step")
+
+
+def test_without_a_check_the_first_hosts_are_taken(answer, tmp_path):
+    answer("n0", FULL)
+    assert supervise(tmp_path, 0, patience=None) == 0
+    assert (tmp_path / "starts").read_text() == "n0 n1\n"
+
+
+def test_this_machine_is_refused_with_its_name(tmp_path, monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "here")
+    arguments = ["tests/tools/toy.yaml", "output_folder=/dev/null/run"]
+    events = EventLog(tmp_path)
+    machines = HostedJob(["true"], arguments, None, DataConfig(global_batch_size=8), 300, events)
+    with pytest.raises(MachineError, match=r"^here: /dev/null/run"):
+        machines.check()
+    (event,) = read_events(tmp_path)
+    assert (event["event"], event["host"]) == ("unfit", "here")
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def fleet_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Fleet | None:
+    supervise = script("supervise")
+    monkeypatch.setattr(sys, "argv", ["supervise.py", *arguments])
+    return supervise.read_fleet(supervise.parse_arguments())
+
+
+def test_a_file_of_hosts_may_hold_comments(tmp_path, monkeypatch):
+    (tmp_path / "hosts").write_text("# rack 1\nn0 n1  # the new ones\n\nn2\n")
+    fleet = fleet_of(
+        monkeypatch, "--hosts", str(tmp_path / "hosts"), "--nodes", "2", "--", "ssh.sh", "{hosts}", "x.yaml"
+    )
+    assert fleet == Fleet(hosts=("n0", "n1", "n2"), wanted=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["composer", "-n", "8", "run.py", "x.yaml"], "does not know -n 8 run.py x.yaml: put `--` before the command"),
+        (["--nodes", "4", "--", "composer", "x.yaml"], "--hosts FILE"),
+        (["--ranks-per-host", "8", "--", "composer", "x.yaml"], "--hosts FILE"),
+        (
+            ["--nodes=-1", "--hosts", "hosts", "--", "ssh.sh", "{hosts}"],
+            "argument --nodes: -1 is no whole number of at",
+        ),
+        (["--hosts", "hosts", "--", "ssh.sh", "x.yaml"], "{hosts}"),
+        (["--hosts", "twice", "--", "ssh.sh", "{hosts}"], "--hosts twice names n1 more than once"),
+        (["--hosts", "none", "--", "ssh.sh", "{hosts}"], "--hosts none names no hosts"),
+    ],
+)
+def test_mistakes_in_the_hosts_of_a_supervisor(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    for name, text in {"hosts": "n0\nn1\n", "twice": "n1 n0\nn1\n", "none": "# n0\n"}.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigurationError) as caught:
+        fleet_of(monkeypatch, *arguments)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["", "tests/tools/toy.yaml"], "'' names no hosts"),
+        (["n0 n1 n0", "tests/tools/toy.yaml"], "'n0 n1 n0' names n0 more than once"),
+        (["n0", "tests/tools/toy.yaml", "--nodes=-1"], "argument --nodes: -1 is no whole number of at least 1"),
+        (["n0", "tests/tools/toy.yaml", "--ranks-per-host=0"], "argument --ranks-per-host: 0 is no whole number"),
+    ],
+)
+def test_mistakes_in_the_hosts_that_a_launcher_asks_about(arguments, message):
+    with pytest.raises(ConfigurationError) as caught:
+        script("fit_hosts").fit_hosts(arguments)
+    assert message in str(caught.value)
