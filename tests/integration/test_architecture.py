@@ -44,3 +44,16 @@ def test_imports_point_downwards_or_to_the_right():
     found = list(imports(place))
     assert len(found) > 500
     assert [where for own, part, where in found if place[part] <= place[own]] == []
+
+
+def test_every_named_file_exists():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = text.partition("## Where is it decided?")[2].partition("## The way of the data")[0]
+    absent = []
+    for path in re.findall(r"`([\w./{},]+(?:\.py|/))`", table):
+        before, _, rest = path.partition("{")
+        names, _, after = rest.partition("}")
+        for name in names.split(","):
+            file = before + name + after
+            absent += [] if any((root / file).exists() for root in (PACKAGE, ROOT)) else [file]
+    assert absent == []
