@@ -1,6 +1,6 @@
-"""Whether a run's next start goes back from a wrong loss: `goes_back.py CONFIG.yaml key=value ...` then ends with 0.
+"""Exit with 0 if a run's next start rolls back from a wrong loss: `goes_back.py CONFIG.yaml key=value ...`.
 
-Exit code 75 alone does not tell: a run that was told to end has it, too.
+Exit code 75 of a run is ambiguous: it also follows a signal.
 """
 
 import sys

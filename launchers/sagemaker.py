@@ -1,9 +1,9 @@
-"""Train on SageMaker in a container of one's own: `ENTRYPOINT ["python", "launchers/sagemaker.py"]`.
+"""Train on SageMaker in a custom container: `ENTRYPOINT ["python", "launchers/sagemaker.py"]`.
 
 SageMaker describes the hosts and the hyperparameters in `/opt/ml/input/config`. The hyperparameter `yaml` names the
-configuration, all others are keys of it. The run folder is `/opt/ml/checkpoints`, which SageMaker copies to the store
-that is given as `CheckpointConfig` and back, so that a job that was interrupted continues. The data channel `train`, if
-there is one, is `data.local`. A job that is stopped gets SIGTERM, which torchrun passes on.
+configuration, all others are its keys. The run folder is `/opt/ml/checkpoints`. SageMaker syncs it with the store of
+`CheckpointConfig`, so an interrupted job continues. The data channel `train`, if there is one, is `data.local`. A
+stopped job gets SIGTERM, which torchrun forwards.
 """
 
 import json
@@ -15,19 +15,19 @@ PORT = 29500
 
 
 def command(root: Path, ranks_per_host: str) -> tuple[list[str], dict[str, str]]:
-    """What to run.
+    """Build the command of this host.
 
     Args:
         root: `/opt/ml`.
         ranks_per_host: a number, or `gpu`: one for each GPU.
 
     Returns:
-        The command, and variables for it.
+        The command and its environment variables.
     """
     config = root / "input" / "config"
     resources = json.loads((config / "resourceconfig.json").read_text(encoding="utf-8"))
     hyperparameters = json.loads((config / "hyperparameters.json").read_text(encoding="utf-8"))
-    # All are strings; the SDKs put quotes into those that were strings before.
+    # All values are strings; the SDKs put quotes around original strings.
     settings = {name: value.strip('"') for name, value in hyperparameters.items()}
     hosts = sorted(resources["hosts"])
     overrides = {"output_folder": str(root / "checkpoints")}
@@ -48,7 +48,7 @@ def command(root: Path, ranks_per_host: str) -> tuple[list[str], dict[str, str]]
 
 
 def main() -> None:
-    """Become torchrun."""
+    """Replace this process by torchrun."""
     arguments, variables = command(Path("/opt/ml"), os.environ.get("SM_NUM_GPUS", "gpu"))
     os.chdir(ROOT)
     source = 'source launchers/environment.sh && exec "$@"'

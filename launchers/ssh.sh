@@ -1,13 +1,13 @@
 #!/bin/bash
-# Train on hosts that are reached by ssh, with one torchrun on each.
+# Train on hosts reachable by ssh, with one torchrun on each.
 #
 #   launchers/ssh.sh "host1 host2" yamls/phase1.yaml output_folder=/shared/runs/phase1 key=value ...
 #
-# The hosts see this folder at the same place. Before each start they are checked (scripts/fit_hosts.py): the run starts on
-# those that answer and are fit, with NODES=2 on two of them, the others being spare; CHECK=false: on all;
-# RANKS_PER_HOST=4: with so many ranks on each, instead of one for each GPU. A host that is lost ends the others (within
-# trainer.dist_timeout); then it starts again, unless by a mistake (exit code 2), which that does not mend. SIGTERM or Ctrl-C
-# here, or SIGTERM to a rank: all hosts save and end with 75; the same command continues.
+# The hosts see this folder at the same path. scripts/fit_hosts.py checks them before each start, and the run starts on the
+# fit hosts that answer. NODES=2 uses two of them, the others are spare. CHECK=false skips the check and uses all.
+# RANKS_PER_HOST=4 sets the ranks on each host (default: one per GPU). A lost host ends the others (within
+# trainer.dist_timeout), and the run restarts. Exit code 2, an error of the user's, is not retried. On SIGTERM or Ctrl-C
+# here, or SIGTERM to a rank, all hosts save and the exit code is 75; the same command continues.
 set -u
 cd "$(dirname "$0")/.." || exit 2
 SSH=${SSH:-ssh}
@@ -15,13 +15,13 @@ PORT=${PORT:-29500}
 ATTEMPTS=${ATTEMPTS:-10}
 PYTHON=${PYTHON:-.venv/bin/python}
 export SSH
-# A host that is cut off is noticed after 30 seconds.
+# A lost connection is detected after 30 seconds.
 options=(-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=6)
 read -ra hosts <<< "${1:-}"
 [ ${#hosts[@]} -gt 0 ] || { echo 'no hosts: launchers/ssh.sh "host1 host2" yamls/phase1.yaml ...' >&2; exit 2; }
 shift
 
-# The hosts go on as long as 9 is open; they read 8, which ends when it is closed.
+# Closing descriptor 9 ends the hosts: each reads 8, the other end of the pipe.
 folder=$(mktemp -d) && mkfifo "$folder/open" && exec 9<> "$folder/open" && trap 'rm -r "$folder"' EXIT
 exec 8< "$folder/open"
 is_told_to_end=false
@@ -42,7 +42,7 @@ for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do
     command=(env ${RANKS_PER_HOST:+"RANKS_PER_HOST=$RANKS_PER_HOST"} launchers/ssh_host.sh)
     command+=("${#fit[@]}" "$number" "${fit[0]}" "$((PORT + attempt))" "$@")
     remote="cd $(printf %q "$PWD") && $(printf '%q ' "${command[@]}")"
-    # Ctrl-C is for this script only.
+    # setsid: Ctrl-C reaches this script only.
     # shellcheck disable=SC2086 # SSH may hold options.
     setsid $SSH "${options[@]}" "${fit[$number]}" "$remote" <&8 8<&- 9>&- &
     connections+=($!)

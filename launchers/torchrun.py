@@ -1,7 +1,7 @@
-"""torchrun that ends with the exit code of its ranks: `python launchers/torchrun.py ARGUMENTS OF torchrun`.
+"""Torchrun with the exit code of its ranks: `python launchers/torchrun.py ARGUMENTS OF torchrun`.
 
-torchrun itself ends with 1 whatever they ended with, so that who started it cannot tell a mistake (2), which another
-start does not mend, from a crash.
+torchrun itself always ends with 1, so its caller cannot distinguish an error of the user's (2), which a restart does
+not fix, from a crash.
 """
 
 import sys
@@ -13,7 +13,7 @@ from diffusion.distributed import PREEMPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
 
 
 def run(arguments: list[str]) -> int:
-    """Be an agent of torchrun; return the exit code: of several a mistake's first, for a signal 128 and its number."""
+    """Run torchrun; return 2 or 75 if a rank did, else the first failure's code (128 + number for a signal)."""
     try:
         main(arguments)
     except ChildFailedError as error:

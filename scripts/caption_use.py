@@ -1,4 +1,4 @@
-"""Does a run's model use its captions? Validation loss with true and with shuffled captions, over several seeds."""
+"""Measure caption use: a run's validation loss with true and with shuffled captions, over several seeds."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ from diffusion.launch import CommandParser, run_command
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = CommandParser(description=__doc__)
-    parser.add_argument("checkpoint", help="checkpoint or run folder; its configuration names the validation data")
+    parser.add_argument("checkpoint", help="checkpoint or run folder, with validation data in its configuration")
     parser.add_argument("--weights", choices=["raw", "ema"], default="raw")
     parser.add_argument("--seeds", type=int, default=3, help="evaluation seeds")
     return parser.parse_args()

@@ -1,4 +1,4 @@
-"""Serve a page to try the model of a run: python scripts/demo_page.py RUN, then open the printed address."""
+"""Serve a demo page of a run's model: python scripts/demo_page.py RUN, then open the printed address."""
 
 import argparse
 
@@ -7,10 +7,10 @@ from diffusion.launch import CommandParser, check_device, named_device, run_comm
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = CommandParser(description="Serve a page to try a run's model. Ctrl-C ends it.")
+    parser = CommandParser(description="Serve a demo page of a run's model. Ctrl-C ends it.")
     parser.add_argument(
         "model",
-        help="checkpoint, run folder or its `checkpoints` folder (the newest is taken); or a file of averaged weights",
+        help="checkpoint, run folder or its `checkpoints` folder (newest checkpoint), or a file of averaged weights",
     )
     parser.add_argument(
         "--weights",
@@ -19,8 +19,8 @@ def parse_arguments() -> argparse.Namespace:
         help="weights to compare. raw: training weights; ema: their average; decay-0.999: one of several averages",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; there is no password")
-    parser.add_argument("--port", type=int, help="default: the first free one from 7860 on")
-    parser.add_argument("--device", default=None, help="cpu, cuda ...; default: a GPU where there is one")
+    parser.add_argument("--port", type=int, help="default: the first free port from 7860")
+    parser.add_argument("--device", default=None, help="cpu, cuda ...; default: a GPU if available")
     return parser.parse_args()
 
 

@@ -1,13 +1,13 @@
-"""Encode prepared data: the VAE's posterior and the captions' token ids, so that training need not compute them.
+"""Encode prepared data: the VAE's posterior and the captions' token ids, stored so that training need not compute them.
 
     python scripts/encode.py data/prepared data/encoded-256 --resolution 256 --config run.yaml
     python scripts/encode.py data/prepared data/encoded --resolution 256 512 --config phase2.yaml --vae FOLDER
     composer -n 8 scripts/encode.py data/prepared data/encoded-256 --resolution 256 --config run.yaml
     python scripts/encode.py data/prepared data/encoded-64 --resolution 64 --architecture tiny --device cpu
 
-Several resolutions are written to OUT/256, OUT/512 and so on. Buckets with a size of their own (896x1152) are encoded
-at it. The same command again, on any number of processes, continues one that was stopped, encodes what the prepared
-data grew by, and marks what was withdrawn from it since.
+Several resolutions are written to OUT/256, OUT/512 and so on. Buckets with a fixed size (896x1152) are encoded at that
+size. The same command, on any number of processes, continues after an interruption, encodes new prepared samples, and
+marks samples that were removed from the prepared data.
 """
 
 import logging
@@ -39,27 +39,24 @@ def parse() -> CommandParser:
     parser.add_argument("prepared", type=Path, help="output of scripts/prepare.py")
     parser.add_argument("out", help="folder to write")
     parser.add_argument("--resolution", type=int, nargs="+", default=[], metavar="PIXELS",
-                        help="side of the squares; not needed where all buckets have sizes of their own")  # fmt: skip
-    model = parser.add_argument_group("model, as the run that will read the data has it")
-    model.add_argument("--config", type=Path, help="YAML of the run; its section `model` is taken")
+                        help="side of the squares; unnecessary if all buckets have fixed sizes")  # fmt: skip
+    model = parser.add_argument_group("model, as in the training run")
+    model.add_argument("--config", type=Path, help="YAML of the run; its section `model` is used")
     model.add_argument("--architecture", choices=[architecture.value for architecture in Architecture])
-    model.add_argument("--pretrained", help="folder in the diffusers layout, or hub name; before that of --config")
-    model.add_argument("--vae", help="folder of a VAE that replaces the one of --pretrained; before that of --config")
+    model.add_argument("--pretrained", help="folder in the diffusers layout, or hub name; overrides --config")
+    model.add_argument("--vae", help="folder of a VAE instead of that of --pretrained; overrides --config")
     model.add_argument("--local-files-only", action="store_true", help="never ask the hub")
-    parser.add_argument(
-        "--mean-only", action="store_true", help="leave the log-variance out (objective.posterior: mean)"
-    )
-    parser.add_argument("--text-embeddings", action="store_true", help="store the text encoder's output, too: 2 L D "
+    parser.add_argument("--mean-only", action="store_true", help="store no log-variance (objective.posterior: mean)")
+    parser.add_argument("--text-embeddings", action="store_true", help="also store the text encoder's output: 2 L D "
                         "bytes per caption, 158 kB with stable_diffusion_2")  # fmt: skip
-    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of the forward passes, and so "
-                        "part of the data: bf16 gives what a run with trainer.precision=amp_bf16 computes from "
-                        "images, fp32 what one with fp32 does")  # fmt: skip
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of the forward passes; "
+                        "bf16 equals training from images with trainer.precision=amp_bf16, fp32 with fp32")  # fmt: skip
     parser.add_argument("--batch-size", type=int, default=32, help="images per forward pass")
-    parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda (each process its own) if there is one")
-    parser.add_argument("--workers", type=int, help="decoding processes for each process that encodes; default: "
-                        "one for each core it has, at most 4")  # fmt: skip
+    parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda (one GPU per process) if available")
+    parser.add_argument("--workers", type=int, help="decoding processes per encoding process; default: one per "
+                        "core, at most 4")  # fmt: skip
     parser.add_argument("--engine", choices=[engine.value for engine in Engine], default=Engine.processes.value,
-                        help="processes: this one, or those of the launcher; ray: tasks on a Ray cluster")  # fmt: skip
+                        help="processes: this process or the launcher's; ray: tasks on a Ray cluster")  # fmt: skip
     parser.add_argument("--ray-workers", type=int, default=1, help="tasks that encode with --engine ray")
     return parser
 

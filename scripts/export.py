@@ -1,8 +1,8 @@
-"""Export a run's model for others: python scripts/export.py RUN FOLDER --weights ema --license apache-2.0.
+"""Export a run's model: python scripts/export.py RUN FOLDER --weights ema --license apache-2.0.
 
-FOLDER is in the diffusers layout, with a model card: `DiffusionPipeline.from_pretrained(FOLDER)` loads it, and gives
-the same images from the same noise as scripts/generate.py. The other way, `init_from.checkpoint=FOLDER` and
-`model.pretrained=FOLDER` train on from such a folder.
+FOLDER is in the diffusers layout, with a model card. `DiffusionPipeline.from_pretrained(FOLDER)` gives the same images
+from the same noise as scripts/generate.py. `init_from.checkpoint=FOLDER` with `model.pretrained=FOLDER` fine-tunes such
+a folder.
 """
 
 import argparse
@@ -13,19 +13,19 @@ from diffusion.launch import CommandParser, run_command
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = CommandParser(description="Export a run's model for others.")
+    parser = CommandParser(description="Export a run's model.")
     parser.add_argument(
         "checkpoint",
-        help="checkpoint, run folder or its `checkpoints` folder (the newest is taken); or a file of averaged weights",
+        help="checkpoint, run folder or its `checkpoints` folder (newest checkpoint), or a file of averaged weights",
     )
     parser.add_argument("out", type=Path, help="new folder; or FILE.safetensors for the U-Net alone in one file")
     parser.add_argument(
-        "--weights", default="raw", help="raw: training weights; ema: their average; or one of several: decay-0.999"
+        "--weights", default="raw", help="raw: training weights; ema: their average; decay-0.999: one of several"
     )
     parser.add_argument("--lora", action="store_true", help="LoRA alone, for load_lora_weights; default: merged")
-    parser.add_argument("--license", default="unknown", help="of the model, as the Hugging Face hub calls it")
+    parser.add_argument("--license", default="unknown", help="of the model, by the Hugging Face hub's name")
     parser.add_argument("--data-license", default="unknown", help="of images and captions, in words")
-    parser.add_argument("--data", type=Path, help="prepared data, whose sources the model card lists")
+    parser.add_argument("--data", type=Path, help="prepared data; its sources are listed in the model card")
     return parser.parse_args()
 
 

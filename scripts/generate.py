@@ -17,17 +17,17 @@ def parse_arguments() -> argparse.Namespace:
     parser = CommandParser(description="Generate images from a run's checkpoint.")
     parser.add_argument(
         "checkpoint",
-        help="checkpoint, run folder or its `checkpoints` folder (the newest is taken); or a file of averaged weights",
+        help="checkpoint, run folder or its `checkpoints` folder (newest checkpoint), or a file of averaged weights",
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the images, grid.png and metadata.jsonl")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompts", nargs="+", help="prompts")
     source.add_argument(
-        "--prompts-file", type=Path, help="text file with one prompt a line, or a table with a column of prompts"
+        "--prompts-file", type=Path, help="text file with one prompt per line, or a table with a column of prompts"
     )
     parser.add_argument("--negative-prompt", help="prompt to avoid; default: the empty caption")
     parser.add_argument(
-        "--weights", default="raw", help="raw: training weights; ema: their average; or one of several: decay-0.999"
+        "--weights", default="raw", help="raw: training weights; ema: their average; decay-0.999: one of several"
     )
     parser.add_argument("--images-per-prompt", type=int, default=1)
     parser.add_argument("--seed", type=int, help="image i gets seed + i; default: random")
@@ -37,7 +37,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, help="pixels; default: as trained")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--columns", type=int, default=8, help="columns of the grid")
-    parser.add_argument("--device", default=None, help="cpu, cuda ...; default: a GPU where there is one")
+    parser.add_argument("--device", default=None, help="cpu, cuda ...; default: a GPU if available")
     return parser.parse_args()
 
 

@@ -1,12 +1,12 @@
-"""What runs take and cost on fleets of GPUs, side by side, before anything is started.
+"""Compare time and cost of planned runs on fleets of GPUs.
 
     python scripts/plan.py yamls/phase1.yaml yamls/phase2.yaml                    # the published fleets of A100
     python scripts/plan.py yamls/phase1.yaml yamls/phase2.yaml --fleets fleets.json --samples 790e6 300e6
     python scripts/plan.py yamls/phase1.yaml --measured rows.jsonl --gpus 8 32 128 --price 3.5 --network-gb 100
 
-The YAMLs are runs that follow one another. A fleet is one of the published table, an object of a JSON list, or as many
-of the GPU that benchmarks/__main__.py measured. Prints tables; --out writes plan.json and plan.png as well. Days do
-not count failures; a column says what those add at the recommended interval between checkpoints.
+The YAMLs are consecutive runs. A fleet is one of the published table, an object of a JSON list, or a number of GPUs
+measured by `python -m benchmarks`. Prints tables; --out also writes plan.json and plan.png. Days exclude failures; a
+column adds them at the recommended interval between checkpoints.
 """
 
 import json
@@ -28,8 +28,10 @@ def build_parser() -> CommandParser:
     parser = CommandParser(prog="plan.py", description=description)
     parser.add_argument("configs", nargs="+", metavar="RUN.yaml", help="runs, and key.sub=value for all")
     parser.add_argument("--fleets", type=Path, metavar="FILE", help="JSON list of fleets; default: the published ones")
-    parser.add_argument("--measured", type=Path, metavar="FILE", help="rows.jsonl of benchmarks/__main__.py for a GPU")
-    parser.add_argument("--gpus", type=int, nargs="+", default=[8, 16, 32, 64, 128], help="with --measured: of it")
+    parser.add_argument("--measured", type=Path, metavar="FILE", help="rows.jsonl of `python -m benchmarks` for a GPU")
+    parser.add_argument(
+        "--gpus", type=int, nargs="+", default=[8, 16, 32, 64, 128], help="with --measured: fleet sizes"
+    )
     parser.add_argument("--price", type=float, help="with --measured: dollars per GPU-hour")
     parser.add_argument("--gpu-memory-gb", type=float, help="with --measured: memory of a GPU")
     parser.add_argument("--network-gb", type=float, default=37.4, help="with --measured: GB/s of a node's network")
@@ -40,7 +42,7 @@ def build_parser() -> CommandParser:
     parser.add_argument("--disk-price", type=float, default=0.0, help="dollars per TB and month of the nodes' disks")
     parser.add_argument("--gpu-hours-between-failures", type=float, help="default: as in the published run")
     parser.add_argument("--restart-seconds", type=float, default=600.0, help="from a failure to the next step")
-    parser.add_argument("--save-seconds", type=float, default=30.0, help="for which training waits for a checkpoint")
+    parser.add_argument("--save-seconds", type=float, default=30.0, help="stall of training for a checkpoint")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="for plan.json and plan.png")
     return parser
 

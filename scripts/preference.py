@@ -1,4 +1,4 @@
-"""Ask people which model they prefer, blind: python scripts/preference.py serve A=FOLDER B=FOLDER --prompts FILE."""
+"""Run a blind preference study: python scripts/preference.py serve A=FOLDER B=FOLDER --prompts FILE."""
 
 import argparse
 import importlib.util
@@ -14,16 +14,16 @@ from diffusion.launch import CommandParser, positive, run_command
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = CommandParser(description="Ask people which of two or more models they prefer, blind.")
+    parser = CommandParser(description="Run a blind preference study of two or more models.")
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", help="show raters pairs of images on a web page and store their votes")
     serve.add_argument("models", nargs="+", metavar="NAME=FOLDER", help="images as scripts/generate.py writes them")
-    serve.add_argument("--prompts", type=Path, required=True, help=".txt, one a line; or .tsv with Prompt and Category")
+    serve.add_argument("--prompts", type=Path, required=True, help=".txt, one per line; .tsv with Prompt and Category")
     serve.add_argument("--votes", type=Path, required=True, help="SQLite file on a local disk; continued if it exists")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all")
     serve.add_argument("--port", type=int, default=8000, help="0: a free one")
     serve.add_argument("--token", help="required in links; random if the host is not loopback")
-    serve.add_argument("--raters", nargs="+", default=[], metavar="NAME", help="print a personal link for each, too")
+    serve.add_argument("--raters", nargs="+", default=[], metavar="NAME", help="also print a personal link for each")
     serve.add_argument("--max-raters", type=positive, default=200, help="largest number of raters")
     serve.add_argument("--seed", type=int, default=17, help="of sides, order and attention checks")
     serve.add_argument("--pairs", type=int, default=50, help="pairs per rater")

@@ -1,4 +1,4 @@
-"""Write images and captions of many kinds of sources as one prepared data set.
+"""Prepare one data set of images and captions from several kinds of sources.
 
     python scripts/prepare.py SOURCE [SOURCE ...] OUT --edges 256 512 768 1024 --validation-fraction 0.01 --seed 17
     python scripts/prepare.py --config yamls/prepare.yaml [key=value ...] [--dry-run]
@@ -6,8 +6,8 @@
 A SOURCE is a folder of images (captions in .txt files beside them, or metadata.jsonl or captions.csv in the folder),
 a tar or parquet file, a folder or quoted pattern of such files, or one of the other kinds of
 diffusion/preparation/sources/opening.py. OUT gets one MDS folder per split and bucket, and manifest.json, written
-last. Run again, it goes on where it was interrupted, adds what the sources hold in addition, and does nothing if that
-is nothing. Ctrl-C ends it with exit code 130.
+last. The same command continues after an interruption and adds new images of the sources. Ctrl-C ends it with exit
+code 130.
 """
 
 import argparse
@@ -36,28 +36,28 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     description, _, _ = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("words", nargs="*", metavar="SOURCE ... OUT | key=value", help="folders, tar or parquet files, "
-                        "quoted patterns, and the folder to write; with --config: keys and values")  # fmt: skip
+                        "quoted patterns, and the output folder; with --config: keys and values")  # fmt: skip
     parser.add_argument("--config", type=Path, default=None, metavar="YAML", help="read the settings from a file; the "
-                        "options below that are settings are then given as key=value")  # fmt: skip
+                        "settings below are then given as key=value")  # fmt: skip
     parser.add_argument("--dry-run", nargs="?", type=int, const=NUM_DRY_RUN, default=None, metavar="IMAGES",
-                        help="look at so many images of each source (default: 100), tell what would be kept and "
-                        "refused, and write nothing")  # fmt: skip
+                        help="read this number of images of each source (default: 100), print what would be kept and "
+                        "rejected, and write nothing")  # fmt: skip
     edges_help = "lowest shorter side of each bucket (default: 256 512 768 1024); give it after OUT"
     settings = parser.add_argument_group("settings, without --config")
     settings.add_argument("--edges", nargs="+", default=None, metavar="PIXELS", help=edges_help)
-    settings.add_argument("--validation-fraction", type=float, default=None, help="share that is held out (default: 0)")
-    settings.add_argument("--seed", type=int, default=None, help="of the order and the held-out images (default: 17)")
+    settings.add_argument("--validation-fraction", type=float, default=None, help="share for validation (default: 0)")
+    settings.add_argument("--seed", type=int, default=None, help="of the order and the validation split (default: 17)")
     settings.add_argument("--shard-mb", type=int, default=None, metavar="MIB",
                           help=f"size of a shard in MiB (default: {DEFAULT_SHARD_BYTES // 2**20})")  # fmt: skip
     settings.add_argument("--compression", default=None, help="of the shards, such as zstd:3 (default: none)")
     settings.add_argument("--workers", type=int, default=None, help="workers (default: one per core)")
     settings.add_argument("--engine", default=None, help="processes (default) or ray")
-    settings.add_argument("--partition-size", type=int, default=None, help="images that a worker takes at a time, "
-                          "where the source does not say (default: 1024)")  # fmt: skip
+    settings.add_argument("--partition-size", type=int, default=None, help="images per partition, "
+                          "unless the source defines it (default: 1024)")  # fmt: skip
     settings.add_argument("--image-column", default=None, help="column of the images in parquet files")
     settings.add_argument("--caption-column", default=None, help="column of the captions in parquet files")
-    parser.add_argument("--withdraw", type=Path, default=None, metavar="FILE", help="keys, one per line, that are "
-                        "never to be in the data set; those that are there already are marked")  # fmt: skip
+    parser.add_argument("--withdraw", type=Path, default=None, metavar="FILE", help="keys, one per line, to keep "
+                        "out of the data set; samples that are in it already are marked as removed")  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="replace a finished data set in OUT")
     parser.add_argument("--no-report", action="store_true", help="do not write report.html and report.json")
     parser.add_argument("--quiet", action="store_true", help="no progress bars")

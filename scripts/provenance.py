@@ -1,10 +1,10 @@
-"""List which images a run has seen up to a checkpoint, how often, and with which sources and licences.
+"""List the images that a run has seen up to a checkpoint, with counts, sources and licences.
 
     python scripts/provenance.py CHECKPOINT --data PREPARED/train --out seen.csv
 
-Nothing is logged for this while training: the order of samples is a function of configuration, data and seed, and is
-computed again. CHECKPOINT is a checkpoint or a run. --data names the buckets of the prepared data (whose metadata hold
-licences); without it the run's own streams are read, which for latents hold keys only.
+Training logs nothing for this: the order of samples is a function of configuration, data and seed, and is computed
+again. CHECKPOINT is a checkpoint or a run. --data is the folder of the prepared data's buckets, with licences in their
+metadata. The default is the run's own streams, which hold only keys in the case of latents.
 """
 
 import argparse
@@ -22,7 +22,7 @@ LICENCE_COLUMNS = ("license", "licence")
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", help="a checkpoint, or a run, whose newest is taken")
+    parser.add_argument("checkpoint", help="checkpoint, or run folder (newest checkpoint)")
     parser.add_argument("--data", type=Path, help="folder of the buckets of the prepared data, such as PREPARED/train")
     parser.add_argument("--out", type=Path, default=Path("seen.csv"), help="table to write (default: seen.csv)")
     parser.add_argument("--licence-column", help="entry of the metadata (default: license or licence)")

@@ -1,9 +1,9 @@
-"""What the addressed random numbers cost, beside the training step of the SD2 U-Net that they are drawn for.
+"""Measure the cost of the addressed random numbers relative to a training step of the SD2 U-Net.
 
     python scripts/randomness_cost.py [--device cuda] [--batch 2] [--resolution 256]
 
-Both are measured in turns in one process: noise, posterior, timesteps and dropped captions of a microbatch, and forward
-and backward of the U-Net on it. On the CPU, where nothing is fused, the operations and the bytes they move are counted.
+Both are measured in turns in one process: noise, posterior, timesteps and dropped captions of a microbatch, and the
+U-Net's forward and backward pass. On the CPU, where nothing is fused, operations and moved bytes are counted.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Reconstruct averages of any width after training: python scripts/reconstruct_ema.py RUN --width 0.08.
 
-Karras et al. 2024, section 3.2. The run must have stored power-function averages (`algorithms.ema.power`).
-scripts/generate.py accepts the written file as a checkpoint.
+Karras et al. 2024, section 3.2. The run needs stored power-function averages (`algorithms.ema.power`).
+scripts/generate.py reads the output as a checkpoint.
 """
 
 import argparse
@@ -16,7 +16,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--width", type=float, nargs="+", required=True, help="relative widths, such as 0.08")
     parser.add_argument("--store", help="s3://bucket/prefix of the run's checkpoints, to download averages")
-    parser.add_argument("--step", type=int, help="last step of the average, one of those stored; default: the last")
+    parser.add_argument("--step", type=int, help="step of a stored average; default: the last")
     return parser.parse_args()
 
 

@@ -1,7 +1,7 @@
 """Write one page about a run: plan and actual, losses, samples, data, machines, interruptions, configuration.
 
     python scripts/report.py runs/phase1                       # writes runs/phase1/report.html
-    python scripts/report.py runs/phase1 --phases runs/phase2  # one page for phases that follow one another
+    python scripts/report.py runs/phase1 --phases runs/phase2  # one page for consecutive phases
 
 The run may be in progress. The page needs no network.
 """
@@ -16,10 +16,8 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="run folder")
-    parser.add_argument("--phases", type=Path, nargs="+", default=[], help="run folders that follow it, in order")
-    parser.add_argument(
-        "--evaluations", type=Path, nargs="+", default=[], help="output folders of evaluate.py elsewhere"
-    )
+    parser.add_argument("--phases", type=Path, nargs="+", default=[], help="run folders of later phases, in order")
+    parser.add_argument("--evaluations", type=Path, nargs="+", default=[], help="other output folders of evaluate.py")
     parser.add_argument("--out", type=Path, help="page to write (default: report.html in the last run folder)")
     return parser.parse_args()
 

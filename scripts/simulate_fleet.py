@@ -1,10 +1,10 @@
-"""Show that every fleet reads the same global batches, and what its machines download and keep, without any of them.
+"""Simulate fleets: verify that all read the same global batches, and compute downloads and caches of their nodes.
 
     python scripts/simulate_fleet.py --synthetic 790e6 --streams 7 --out runs/fleet
     python scripts/simulate_fleet.py DATA/train/256-512 DATA/train/512-768 --worlds 1x8 16x8
 
-Reads the index.json of MDS folders, or makes up streams. Prints one table; with --out it also writes fleet.json and
-fleet.png. Ends with exit code 1 if the batches of two worlds differ.
+Reads the index.json of MDS folders, or synthesises streams. Prints a table; --out also writes fleet.json and fleet.png.
+Exit code 1 if the batches of two worlds differ.
 """
 
 import argparse
@@ -50,10 +50,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     description, _, _ = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="MDS folders, one per stream")
-    parser.add_argument("--synthetic", type=float, metavar="N", help="make up streams of N samples together")
-    parser.add_argument("--streams", type=int, default=7, help="streams that are made up (default: 7)")
-    parser.add_argument("--sample-kb", type=float, default=8.6, help="kB of a made-up sample (default: 8.6, latents)")
-    parser.add_argument("--shard-mb", type=int, default=256, help="MiB of a made-up shard (default: 256)")
+    parser.add_argument("--synthetic", type=float, metavar="N", help="total samples of synthetic streams")
+    parser.add_argument("--streams", type=int, default=7, help="number of synthetic streams (default: 7)")
+    parser.add_argument("--sample-kb", type=float, default=8.6, help="kB of a synthetic sample (default: 8.6, latents)")
+    parser.add_argument("--shard-mb", type=int, default=256, help="MiB of a synthetic shard (default: 256)")
     worlds = [parse_world(world) for world in WORLDS]
     worlds_help = f"nodes x ranks per node (default: {' '.join(WORLDS)})"
     parser.add_argument("--worlds", nargs="+", type=parse_world, default=worlds, metavar="NxR", help=worlds_help)
@@ -64,7 +64,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shuffle-block-size", type=int, default=None, help="default: shuffle within each shard")
     parser.add_argument("--seed", type=int, default=17)
     parser.add_argument("--images-per-second", type=float, default=100.0, help="of one GPU (default: 100)")
-    parser.add_argument("--stretches", type=int, default=4, help="random stretches that are compared (default: 4)")
+    parser.add_argument("--stretches", type=int, default=4, help="number of compared random stretches (default: 4)")
     parser.add_argument("--stretch-steps", type=int, default=4, help="steps of a stretch (default: 4)")
     parser.add_argument("--out", type=Path, help="folder for fleet.json and fleet.png")
     options = parser.parse_args(arguments)

@@ -5,7 +5,7 @@
     python scripts/sweep.py SWEEP.yaml --jobs 16 --launcher "sbatch --wait"              # sixteen jobs of a cluster
     python scripts/sweep.py yamls/sweeps/learning_rate.yaml --table                      # the table only
 
-The files are those of `wandb sweep`. The same command continues, and does not repeat finished points. It prints a
+The file format is that of `wandb sweep`. The same command continues a sweep without repeating finished points. Prints a
 table, best point first, and writes points.csv and points.png.
 """
 

@@ -1,10 +1,10 @@
-"""Take samples out of a finished prepared or encoded data set: mark them, so that training passes over them, or erase.
+"""Remove samples from a finished prepared or encoded data set: mark them, so that training skips them, or erase them.
 
     python scripts/withdraw.py DATASET FILE [--erase]
 
-FILE holds one key per line, as `key` in the samples, spaces and all; a key that holds a line break or begins with a
-quotation mark is written as a JSON string. The order of all other samples stays what it is. With --erase the shards
-that hold withdrawn samples, of this time and before, are written anew without their images and captions.
+FILE holds one key per line, as `key` in the samples, spaces included. A key with a line break or a leading quotation
+mark is written as a JSON string. The order of all other samples stays. With --erase, all shards with removed samples,
+earlier ones included, are rewritten without their images and captions.
 """
 
 import argparse
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("dataset", type=Path, metavar="DATASET", help="folder with manifest.json")
     parser.add_argument("file", type=Path, metavar="FILE", help="keys, one per line")
-    parser.add_argument("--erase", action="store_true", help="write the shards anew without these samples' content")
+    parser.add_argument("--erase", action="store_true", help="rewrite the shards without the removed samples' content")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
