@@ -421,7 +421,7 @@ class StreamShards:
         """Fetch a shard, or wait for the process that fetches it."""
         entry = self.index.shards[shard]
         if self.remote is None and entry.packed is None:
-            raise FileNotFoundError("the file is gone, and there is no remote")
+            raise FileNotFoundError(f"{self.folder / entry.raw.name} is gone, and there is no remote")
         began = time.time()
         with lock(_lock_path(self.folder, entry.raw.name)) as descriptor:
             with suppress(FileNotFoundError):

@@ -54,6 +54,6 @@ def test_a_run_that_a_loader_worker_ends_lists_what_it_met(server, tmp_path: Pat
     root = write_prepared(tmp_path / "many", {"b": 64}, bad=tuple(range(0, 64, 2)))
     ((yaml, overrides),) = runs(root, tmp_path / "run", 8)
     job = server.run(num_ranks, [(yaml, [*overrides, "loggers.utilisation_interval=1000"])])
-    assert set(job.codes) == {2}, job.output[-3000:]
+    assert 2 in job.codes and 0 not in job.codes, job.output[-3000:]
     lines = (tmp_path / "run" / "bad_images.jsonl").read_text().splitlines()
     assert len({json.loads(line)["index"] for line in lines}) >= 11
