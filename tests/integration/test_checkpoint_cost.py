@@ -24,6 +24,8 @@ from diffusion.models.architectures import build_unet
 from tests.tools.s3_server import s3_process, s3_server
 from tests.tools.written_data import tokenize, write_encoded
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["s3_process", "s3_server"]
 
 UNET = (

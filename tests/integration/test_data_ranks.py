@@ -15,6 +15,8 @@ from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.loader import train_loader
 from tests.tools.written_data import data_config, write_encoded
 
+pytestmark = pytest.mark.slow
+
 RANK_PROGRAM = """
 import atexit, json, os, sys
 from pathlib import Path

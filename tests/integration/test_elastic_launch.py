@@ -22,6 +22,8 @@ from tests.tools.training_runs import BIN, ROOT, Run, TrainingServer, launcher_e
 from verification.ports import free_port
 from verification.trace import step_hashes
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS = 8
 ENDLESS = 100000
 """Steps of runs that are ended by a signal, however late it comes."""

@@ -21,6 +21,8 @@ from diffusion.errors import ConfigurationError, DataError
 from diffusion.loading import load_model
 from tests.tools.training_runs import Run
 
+pytestmark = pytest.mark.slow
+
 START, END = 3, 8
 DECAYS, WIDTHS = [0.9, 0.5], [0.1, 0.2]
 PROFILES = build_profiles(DECAYS, WIDTHS)

@@ -16,6 +16,8 @@ from diffusion.operations.lease import leased
 from diffusion.train import build_train_data
 from tests.tools.training_runs import SMALL_UNET, launch
 
+pytestmark = pytest.mark.slow
+
 SMALL = [
     SMALL_UNET,
     "trainer.save_interval=100ba",

@@ -17,6 +17,8 @@ from diffusion.models.sampling import initial_latents
 from diffusion.preparation.prepare import prepare
 from tests.tools.training_runs import ROOT, SMALL_UNET, TrainingServer
 
+pytestmark = pytest.mark.slow
+
 SMALLER = [
     SMALL_UNET,
     "data.global_batch_size=16",

@@ -19,6 +19,8 @@ from diffusion.launch import run_command
 from tests.tools.training_runs import ROOT, launcher_environment
 from verification.ports import free_port
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """\
 import os, signal, sys, time
 from pathlib import Path

@@ -13,6 +13,8 @@ from nbformat.v4 import new_code_cell, new_notebook
 
 from tests.tools.training_runs import ROOT
 
+pytestmark = pytest.mark.slow
+
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 NO_NETWORK = """
 import os, socket, sys

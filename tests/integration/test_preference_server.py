@@ -16,6 +16,8 @@ from diffusion.evaluation.preference.store import Store
 from tests.tools.devtools import CHROMIUM, Tab
 from tests.tools.preference_studies import MODELS, SCRIPT, serving, write_models
 
+pytestmark = pytest.mark.slow
+
 HOSTILE = "<script>document.title='taken'</script>\"'&"
 
 

@@ -7,6 +7,8 @@ import pytest
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from tests.tools.training_runs import SMALL_UNET, TrainingServer
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS = 4
 SMALL = [
     SMALL_UNET,

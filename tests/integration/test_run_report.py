@@ -15,6 +15,8 @@ from diffusion.reports.run import read_run
 from diffusion.reports.run_page import write_report
 from tests.tools.secretive import API_KEY
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS = 24
 PROMPTS = ["a red circle", "a blue star", "a green square"]
 IN_ENVIRONMENT, IN_CONFIG, IN_URL = "planted-0-environment", API_KEY, "planted-2-url"

@@ -9,6 +9,8 @@ from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.find import find_checkpoints, find_damage
 from diffusion.checkpointing.layout import batch_of, list_checkpoints
 
+pytestmark = pytest.mark.slow
+
 COMMON = ["trainer.max_duration=4ba", "samples.prompts=[]"]
 FORMS = ("fsdp", "ddp")
 

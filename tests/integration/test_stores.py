@@ -23,7 +23,7 @@ from verification.ports import free_port
 
 assert s3_process
 assert s3_server
-pytestmark = pytest.mark.s3
+pytestmark = [pytest.mark.s3, pytest.mark.slow]
 
 
 def upload(server: S3Server, folder: Path, url: str) -> None:

@@ -19,6 +19,8 @@ from diffusion.errors import MachineError
 from diffusion.sweeps import Point, run_points
 from tests.tools.training_runs import ROOT, environment
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 300.0
 SHORT = [
     "trainer.max_duration=3ba",

@@ -16,6 +16,8 @@ from tests.tools.logged_points import tensorboard_points, wandb_history, wandb_r
 from tests.tools.s3_server import s3_process
 from tests.tools.training_runs import Job, TrainingServer
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["s3_process"]
 
 STEPS = [2, 4, 6, 8]

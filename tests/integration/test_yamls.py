@@ -23,6 +23,8 @@ from tests.tools.training_runs import ROOT, SMALL_UNET
 from tests.tools.vgg import write_vgg
 from verification.trace import step_hashes
 
+pytestmark = pytest.mark.slow
+
 OF_OTHER_COMMANDS = {"prepare.yaml", "evaluate.yaml"}
 BEFORE = {
     "phase2": "phase1",

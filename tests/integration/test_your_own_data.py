@@ -10,6 +10,8 @@ import pytest
 
 from tests.tools.training_runs import ROOT, environment
 
+pytestmark = pytest.mark.slow
+
 GUIDE = ROOT / "docs" / "your_own_data.md"
 
 

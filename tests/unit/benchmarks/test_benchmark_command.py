@@ -12,6 +12,8 @@ import pytest
 from benchmarks.rows import finished, read_rows
 from tests.tools.training_runs import ROOT, environment
 
+pytestmark = pytest.mark.slow
+
 PARTS = ("step", "ratio", "parity", "bytes", "save", "prepare", "load", "encode")
 CPU = ["--quick", "--device", "cpu"]
 

@@ -15,6 +15,8 @@ from tests.tools.hosts import wait_until
 from tests.tools.training_runs import ROOT, environment
 from verification.ports import free_port
 
+pytestmark = pytest.mark.slow
+
 PROGRAMS = ("slurmctld", "slurmd", "sbatch")
 
 CONFIGURATION = """

@@ -18,6 +18,8 @@ from diffusion.operations.events import read_events
 from tests.tools.hosts import ADDRESSES, Cable, wait_until
 from tests.tools.training_runs import BIN, ROOT, environment
 
+pytestmark = pytest.mark.slow
+
 SERVER = """
 Port 22
 HostKey {folder}/host_key

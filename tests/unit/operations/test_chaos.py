@@ -5,6 +5,8 @@ import pytest
 from diffusion.operations.events import read_events
 from tests.tools.training_runs import SMALL_UNET
 
+pytestmark = pytest.mark.slow
+
 FAULTS = ["poison", "kill_rank", "truncate_checkpoint", "freeze"]
 
 

@@ -27,6 +27,8 @@ from diffusion.operations.hosts import Fleet, HostedJob, Survey, check_over_ssh,
 from diffusion.operations.supervisor import RunFolders, Supervisor
 from tests.tools.training_runs import ROOT
 
+pytestmark = pytest.mark.slow
+
 HOSTS = ["n0", "n1", "n2", "n3"]
 DATA = DataConfig(global_batch_size=64)
 

@@ -17,6 +17,8 @@ from diffusion.operations import lease
 from diffusion.operations.lease import LEASE, leased
 from tests.tools.training_runs import Job, Run
 
+pytestmark = pytest.mark.slow
+
 
 def endless(run: Path) -> Run:
     return "tests/tools/toy.yaml", [

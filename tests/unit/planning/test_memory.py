@@ -12,6 +12,8 @@ from diffusion.planning.network import parameter_counts
 from diffusion.planning.plan import make_plan
 from tests.tools.training_runs import ROOT, environment
 
+pytestmark = pytest.mark.slow
+
 NUM_PARAMETERS = 865_910_724
 PROGRAM = """
 import json, sys

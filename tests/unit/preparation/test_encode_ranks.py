@@ -17,6 +17,8 @@ from tests.tools.image_files import write_folder
 from tests.tools.training_runs import TrainingServer
 from tests.unit.preparation.test_encode import digests
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = ["--architecture", "tiny", "--device", "cpu", "--workers", "1", "--batch-size", "4", "--text-embeddings",
            "--resolution", "32", "64"]  # fmt: skip
 RAY = ["--engine", "ray", "--ray-workers", "2"]

@@ -4,8 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.tools.image_files import noise, sample, write_tar
 from tests.tools.training_runs import ROOT, environment
+
+pytestmark = pytest.mark.slow
 
 FEW, MANY = 300, 3000
 

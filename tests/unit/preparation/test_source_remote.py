@@ -23,6 +23,8 @@ from diffusion.storage import shown
 from tests.tools.image_files import noise, sample, tree, write_folder, write_tar
 from tests.tools.s3_server import S3Server, find_s3rver, s3_process, s3_server
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["s3_process", "s3_server"]
 
 SECRET = "hunter2"
