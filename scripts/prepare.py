@@ -28,7 +28,7 @@ from diffusion.preparation.prepare import prepare_from, preview_of
 from diffusion.reports.tables import text_table
 
 NUM_DRY_RUN = 100
-"""Images of each source that a dry run looks at unless it is told otherwise."""
+"""Default number of images of each source in a dry run."""
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -83,7 +83,7 @@ def configuration(options: argparse.Namespace) -> PrepareConfig:
         is_dry = options.dry_run is not None
         return load_complete(PrepareConfig, options.config, options.words, may_miss=lambda key: is_dry and key == "out")
     if len(options.words) < (1 if options.dry_run is not None else 2):
-        raise ConfigurationError("give SOURCE ... and OUT, or --config FILE (--help tells more)")
+        raise ConfigurationError("give SOURCE ... and OUT, or --config FILE (see --help)")
     if options.engine is not None:
         if options.engine not in [one.value for one in Engine]:
             raise ConfigurationError(

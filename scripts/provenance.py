@@ -41,8 +41,8 @@ def main() -> None:
         apply_substitutes,
         build_order,
         check_order,
+        exposures,
         find_folders,
-        sightings,
         times_seen,
     )
 
@@ -63,7 +63,7 @@ def main() -> None:
     with atomic_path(options.out) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
         table.writerow(["key", "source", "licence", "stream", "index", "times", "metadata"])
-        for one in sightings(config, folders, counts, progress=not options.quiet):
+        for one in exposures(config, folders, counts, progress=not options.quiet):
             licence = next((str(one.metadata[name]) for name in columns if one.metadata.get(name)), "")
             table.writerow([one.key, one.source, licence, one.stream, one.index, one.times, json.dumps(one.metadata)])
             by_source[one.source] += one.times

@@ -69,11 +69,11 @@ def show(run: Path) -> None:
 
 
 def stop(run: Path) -> None:
-    """Tell a run to save and end."""
+    """Stop a run after a save."""
     from diffusion.operations import runs
 
     pids = runs.stop(run, runs.read_config(run))
-    print(f"told {', '.join(map(str, pids))} to end: the run saves first; `list` shows when it has ended")
+    print(f"SIGTERM to {', '.join(map(str, pids))}: the run saves first; `list` shows its end")
 
 
 def resume(run: Path, overrides: list[str]) -> None:

@@ -265,7 +265,7 @@ def _run(request: dict[str, Any], rank: int, port: int, outputs: Sequence[int]) 
 
 
 def _world(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    """What a launcher tells a rank."""
+    """Environment variables of a rank."""
     if num_ranks == 0:
         return {}
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}

@@ -48,7 +48,7 @@ class DrawTrace(Callback):
 
 
 def sample_digests(draws: Draws) -> list[tuple[int, str]]:
-    """Address of each sample and a digest of all that was drawn for it and that the model was told."""
+    """Address of each sample and a digest of its random numbers and conditioning."""
     parts = [tensor.detach().cpu().contiguous().numpy() for tensor in draws if tensor is not None]
     result = []
     for i in range(len(draws.sample)):

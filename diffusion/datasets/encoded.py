@@ -39,7 +39,7 @@ class EncodedManifest:
     """Side of the encoded squares, in pixels; of buckets with a size of their own, the side of as large a square."""
 
     mean_only: bool
-    """Whether the log-variance was left out."""
+    """Whether the log-variance is absent (`--mean-only`)."""
 
     precision: str
     """Precision of the VAE's forward pass: `fp32` or `bf16`."""

@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "JPEG2000", "AVIF", "PPM")
-"""Formats that are opened. Those that run other programs or have no signature (EPS, WMF, TGA ...) are left out."""
+"""Formats that are opened. Those that run other programs or have no signature (EPS, WMF, TGA ...) are rejected."""
 
 EXTENSIONS = frozenset(
     f".{name}"

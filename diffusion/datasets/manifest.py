@@ -116,7 +116,7 @@ class PreparedManifest:
     refused: dict[str, RefusedEntry] = field(default_factory=dict)
     """By reason, sorted."""
     splits: dict[str, dict[str, BucketEntry]] = field(default_factory=dict)
-    """`train` and, where some were held out, `validation`: the buckets that hold samples, ascending."""
+    """`train` and, with a validation split, `validation`: the buckets that hold samples, ascending."""
     generations: list[Generation] = field(default_factory=list)
     """In order; the numbers above are their sums."""
 

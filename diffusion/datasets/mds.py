@@ -338,7 +338,7 @@ class ShardFormat:
 
     def writer(self, folder: Path) -> "MDSWriter":
         """Open Streaming's writer on a folder."""
-        from streaming import MDSWriter  # takes seconds: a command's mistakes are to be told before
+        from streaming import MDSWriter  # takes seconds: a command's mistakes are reported before
 
         return MDSWriter(
             columns=dict(self.columns),

@@ -22,7 +22,7 @@ _VERSION = 1
 
 
 class Placement(NamedTuple):
-    """What SDXL is told of an image (Podell et al. 2023, section 2.2), in pixels and in its order."""
+    """SDXL's size and crop conditioning of an image (Podell et al. 2023, section 2.2), in pixels and in its order."""
 
     original_height: int
     original_width: int

@@ -58,7 +58,7 @@ class Restarts:
 
         Args:
             ending: ending of the job.
-            was_signalled: whether the supervisor itself was told to end.
+            was_signalled: whether the supervisor itself got a signal.
         """
         settings = self.settings
         if ending.code == 0 or was_signalled:

@@ -138,7 +138,7 @@ def supervisor_of(run: Path) -> SupervisorRecord | None:
 
 
 def stop(run: Path, config: Config) -> list[int]:
-    """Tell a run to save and end: by its supervisor, or by its ranks on this machine, which tell the others.
+    """Stop a run after a save: through its supervisor, or through its ranks on this machine, which notify the others.
 
     Returns:
         The processes that got the signal.

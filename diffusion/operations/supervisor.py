@@ -140,7 +140,7 @@ class Supervisor:
             if self._signal is None:
                 return Ending(code=USER_ERROR_EXIT_CODE, reason=f"{type(error).__name__}: {error}")
         if self._signal is not None:
-            return Ending(code=PREEMPTED_EXIT_CODE, reason="the supervisor was told to end")
+            return Ending(code=PREEMPTED_EXIT_CODE, reason="the supervisor got a signal")
         clear_heartbeats(self.folders.heartbeats)
         job = self._start(lock)
         self.events.add(EventKind.started, processes=[job.pid])
@@ -158,7 +158,7 @@ class Supervisor:
             if self._signal is not None and not is_passed_on:
                 is_passed_on = True
                 self.events.add(EventKind.told, f"{signal.Signals(self._signal).name} came and is passed on")
-                # The ranks tell one another; before the first heartbeat only the launcher is known.
+                # The ranks notify one another; before the first heartbeat only the launcher is known.
                 processes.terminate(self._ranks() or [job.pid])
             stopped = [heartbeat.rank for heartbeat in heartbeats if processes.is_stopped(heartbeat)]
             judgement = detector.judge(heartbeats, stopped)

@@ -159,7 +159,7 @@ def make_plan(
         fixed_parameters: of the same network, that LoRA's matrices are put beside.
         frozen_parameters: of networks that are only used: VAE and text encoder.
         world_size: ranks that the launcher started, which `plan.num_gpus` replaces.
-        missing: keys that are missing and their meanings, to be told with the plan.
+        missing: missing keys and their meanings, listed with the plan.
 
     Raises:
         ConfigurationError: `trainer.max_duration` is not a number of batches.
@@ -344,7 +344,7 @@ def _assumptions(config: Config, throughput: float | None, activations: float | 
             f"microbatch: with {CUDA_BYTES / 1e9:g} GB for CUDA it takes at most {USABLE_MEMORY:.0%} of the memory."
         )
     if config.data.representation is Representation.latents:
-        assumptions.append("Data: one caption per image, without keys and what MDS adds; no held-out data.")
+        assumptions.append("Data: one caption per image, without keys and what MDS adds; no validation data.")
     if config.data.global_batch_size % num_ranks:
         assumptions.append(
             f"data.global_batch_size={config.data.global_batch_size} cannot be divided among {num_ranks} GPUs: this "

@@ -22,7 +22,7 @@ CHUNK = 2**18
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sighting:
+class Exposure:
     """A sample that a run has seen."""
 
     stream: str
@@ -136,9 +136,9 @@ def apply_substitutes(
             count[substitutes.substitute_of(index)] += times
 
 
-def sightings(
+def exposures(
     config: Config, folders: list[Path], counts: list[NDArray[np.int32]], *, progress: bool = False
-) -> Iterator[Sighting]:
+) -> Iterator[Exposure]:
     """Look up what was seen, stream by stream, in the order of the data.
 
     Args:
@@ -158,15 +158,15 @@ def sightings(
                 if len(seen):
                     with open_shard(folder, entry) as reader:
                         for number in seen.tolist():
-                            yield _sighting(stream.name, first + number, int(count[first + number]), reader[number])
+                            yield _exposure(stream.name, first + number, int(count[first + number]), reader[number])
                 first += entry["samples"]
                 bar.update(entry["samples"])
 
 
-def _sighting(stream: str, index: int, times: int, columns: dict[str, Any]) -> Sighting:
+def _exposure(stream: str, index: int, times: int, columns: dict[str, Any]) -> Exposure:
     if "key" not in columns:
         raise DataError(f"stream '{stream}' holds no keys: name the prepared data that it was made from")
-    return Sighting(stream=stream, index=index, times=times, key=columns["key"], metadata=columns.get("metadata") or {})
+    return Exposure(stream=stream, index=index, times=times, key=columns["key"], metadata=columns.get("metadata") or {})
 
 
 def find_folders(config: Config, prepared: Path | None) -> list[Path]:

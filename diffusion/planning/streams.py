@@ -108,7 +108,7 @@ def absent_streams(config: Config) -> dict[str, str]:
     """Folders of data that the configuration names and that are not on this machine.
 
     Returns:
-        By section, a sentence. URLs, locations that are missing (`???`), and data of a plug-in are left out.
+        By section, a sentence. URLs, locations that are missing (`???`), and data of a plug-in are skipped.
     """
     sections = {}
     if config.plugins.train_dataset is None and isinstance(config.data.streams, list):
