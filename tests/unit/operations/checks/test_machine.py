@@ -252,7 +252,8 @@ def fake_nvml(**functions) -> SimpleNamespace:
 
 
 def test_nvml_is_read_and_memory_of_the_job_is_not_foreign(monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name in ("CUDA_VISIBLE_DEVICES", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
     first, second = probe_gpus(JOB, fake_nvml())
     assert (first.name, first.foreign_bytes, first.uncorrected_errors, first.slowdowns) == ("GPU 0 (H100)", 0, 0, ())
     assert (second.free_bytes, second.foreign_bytes, second.uncorrected_errors) == (70, 20, 2)
