@@ -57,7 +57,7 @@ test-slow: install ## run the long tests: several processes, kills, servers
 	$(PYTEST) -m slow
 
 test-next: install ## the same on the newest stack; what one stack writes, the other reads, too
-	$(MAKE) test STACK=next SELECT= OTHER=$(BIN)/python
+	$(MAKE) test STACK=next OTHER=$(BIN)/python
 
 lint: install      ## ruff (lint and format) and pyright
 	$(BIN)/ruff check .

@@ -18,8 +18,6 @@ from diffusion.models.fast.norms import use_low_precision_norms
 from tests.tools.inductor_aot import Graph, lowering_for_gpu
 from tests.tools.triton_aot import ARCHITECTURES
 
-pytestmark = pytest.mark.slow
-
 BATCH, EDGE = 4, 32
 
 

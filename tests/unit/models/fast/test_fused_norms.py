@@ -14,8 +14,6 @@ from tests.tools.generated_code import traffic
 from tests.tools.inductor_aot import Graph, lowering_for_gpu
 from tests.tools.triton_aot import ARCHITECTURES
 
-pytestmark = pytest.mark.slow
-
 SHAPES = [(2, 12, 3, 5, 4), (1, 40, 8, 16, 4), (2, 80, 9, 15, 1), (3, 64, 2, 2, 32), (1, 24, 33, 33, 8)]
 """B, C, H, W and groups."""
 
