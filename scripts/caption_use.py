@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from statistics import mean
 
 from diffusion.launch import CommandParser, run_command
 
@@ -31,7 +32,8 @@ def main() -> None:
     use = measure_caption_use(model, validation_loader(dataset, config.validation, config.data), range(arguments.seeds))
     row = {"checkpoint": str(checkpoint), "num_samples": len(dataset), "true": use.true, "shuffled": use.shuffled}
     print(json.dumps(row))
-    print(f"the loss is {use.gain:.5f} lower with the true captions; range over the seeds: {use.spread:.5f}")
+    spread = max(use.gains) - min(use.gains)
+    print(f"the loss is {mean(use.gains):.5f} lower with the true captions; range over the seeds: {spread:.5f}")
 
 
 if __name__ == "__main__":

@@ -97,28 +97,15 @@ def open_validation_data(config: Config, model: LatentDiffusion) -> ValidationDa
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionUse:
-    """Validation losses with true and with shuffled captions, one of each per evaluation seed."""
+    """Validation losses with true captions and with those of other samples, one of each per evaluation seed."""
 
     true: list[float]
-    """Losses with the captions of the samples."""
-
     shuffled: list[float]
-    """Losses with the captions of other samples."""
 
     @property
-    def gain(self) -> float:
-        """Mean over the seeds of the loss with shuffled captions minus the loss with true captions."""
-        return _mean(self.shuffled) - _mean(self.true)
-
-    @property
-    def spread(self) -> float:
-        """Largest minus smallest gain over the seeds."""
-        gains = [s - t for t, s in zip(self.true, self.shuffled, strict=True)]
-        return max(gains) - min(gains)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    def gains(self) -> list[float]:
+        """Loss with shuffled captions minus the loss with true captions, per seed."""
+        return [shuffled - true for true, shuffled in zip(self.true, self.shuffled, strict=True)]
 
 
 @torch.no_grad()
@@ -136,16 +123,16 @@ def measure_caption_use(model: LatentDiffusion, batches: Iterable[Batch], seeds:
     training_seed, was_training = model.seed, model.unet.training
     model.unet.eval()
     try:
-        losses = []
-        for batches in (own, with_shifted_captions(own)):
-            losses.append([])
+        losses = {}
+        for name, captioned in (("true", own), ("shuffled", with_shifted_captions(own))):
+            losses[name] = []
             for seed in seeds:
                 model.seed = seed
-                losses[-1].append(_mean_loss(model, batches))
+                losses[name].append(_mean_loss(model, captioned))
     finally:
         model.seed = training_seed
         model.unet.train(was_training)
-    return CaptionUse(true=losses[0], shuffled=losses[1])
+    return CaptionUse(**losses)
 
 
 def with_shifted_captions(batches: Sequence[Batch]) -> list[Batch]:
