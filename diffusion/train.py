@@ -45,8 +45,8 @@ from diffusion.checkpointing.resume import (
 from diffusion.checkpointing.roll_back import roll_back
 from diffusion.config.checks import check, check_machine, num_batches, resolve_device
 from diffusion.config.data import Shuffling, microbatch_size
+from diffusion.config.fields import parse_time
 from diffusion.config.model import Posterior
-from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config, Task
 from diffusion.config.secrets import to_public_yaml
 from diffusion.config.training import Decay, Device, Parallelism, Precision
