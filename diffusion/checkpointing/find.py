@@ -122,7 +122,7 @@ def resolve_checkpoint(location: str) -> Path:
     if is_store(location):
         return _download(location.rstrip("/"))
     path = Path(location).expanduser()
-    if elsewhere := _checkpoint_folder(path):
+    if elsewhere := checkpoint_folder(path):
         return resolve_checkpoint(elsewhere)
     if path.is_file() or (path / INDEX).is_file():
         if damage := find_damage(path):
@@ -135,7 +135,7 @@ def resolve_checkpoint(location: str) -> Path:
     raise ConfigurationError(f"{path} {problem}: give a checkpoint, a run's folder, or its `checkpoints` folder")
 
 
-def _checkpoint_folder(run: Path) -> str | None:
+def checkpoint_folder(run: Path) -> str | None:
     """The folder or URI of a run's checkpoints, if it is not in the run's folder."""
     path = run / "config.yaml"
     if not path.is_file():

@@ -159,7 +159,9 @@ def prompts() -> tuple[list[Scene], list[Scene]]:
     """
     radius = sum(SIZES["medium"]) / 2
     single = [
-        Scene(things=(Thing(colour=colour, shape=shape, size="medium", x=0.5, y=0.5, radius=radius),), background="gray")
+        Scene(
+            things=(Thing(colour=colour, shape=shape, size="medium", x=0.5, y=0.5, radius=radius),), background="gray"
+        )
         for colour in COLOURS
         for shape in SHAPES
     ]
