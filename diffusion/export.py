@@ -1,7 +1,6 @@
 """Export of a trained model: a diffusers folder with a model card, one safetensors file, or LoRA's matrices alone.
 
-Weights are copied a few at a time, without a GPU, so that memory does not grow with the U-Net. The output appears under
-its name when it is complete.
+No GPU is needed. The output appears under its name when it is complete.
 """
 
 import json
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import ModelCardData
+from safetensors.torch import save_file
 
 from diffusion.checkpointing.layout import batch_of
 from diffusion.config.schema import Config, Task
@@ -18,13 +18,12 @@ from diffusion.datasets.manifest import PreparedManifest
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.evaluation.protocol import Result, table
 from diffusion.files import atomic_path
-from diffusion.loading import Trained, open_trained
+from diffusion.loading import Trained, read_trained
 from diffusion.models.architectures import ARCHITECTURES, build_unet
 from diffusion.models.build import build_noise_scheduler
 from diffusion.models.lora import has_lora, write_lora
 from diffusion.models.pretrained import load_frozen_parts, write_pipeline
 from diffusion.models.sampling import inference_scheduler
-from diffusion.models.stored_weights import write_safetensors
 from diffusion.reports.run import find_results
 
 
@@ -66,7 +65,7 @@ def export(
     """
     if out.exists():
         raise ConfigurationError(f"{out} exists: remove it, or choose another path")
-    trained = open_trained(place, weights=weights)
+    trained = read_trained(place, weights=weights)
     config = trained.config
     if config.task is not Task.diffusion:
         raise ConfigurationError(f"{place} is a run of {config.task.value}, whose result is exported already: RUN/vae")
@@ -78,7 +77,7 @@ def export(
         with atomic_path(out) as partial:
             if out.suffix == ".safetensors":
                 metadata = _metadata(trained, weights, licences)
-                write_safetensors(partial, trained.unet, sorted(trained.unet.shapes), metadata)
+                save_file({name: tensor.contiguous() for name, tensor in trained.unet.items()}, partial, metadata)
                 return
             partial.mkdir(parents=True)
             card = model_card(trained, weights, is_lora=lora_only, licences=licences, prepared=prepared)
@@ -97,11 +96,11 @@ def _write_pipeline(folder: Path, trained: Trained) -> None:
     config = trained.config
     with torch.device("meta"):
         unet = build_unet(config.model)
+    unet.load_state_dict(trained.unet, assign=True)
     unet.register_to_config(sample_size=config.data.resolution // ARCHITECTURES[config.model.architecture].vae_factor)
     write_pipeline(
         folder,
         unet=unet,
-        weights=trained.unet,
         frozen=load_frozen_parts(config.model),
         scheduler=inference_scheduler(build_noise_scheduler(config.model.architecture, config.objective)),
     )
