@@ -121,7 +121,7 @@ class SaveOnPreemption(Callback):
         self.saver.save(state, logger)
         step, place = state.timestamp.batch.value, self.saver.last_saved
         if number == _SPENT:
-            self.meter.end(step, place)
+            self.meter.end(step, f"saved {place}")
         name = signal.Signals(number).name
         if dist.get_global_rank() == 0:
             write_json(self.marker, {"step": step, "signal": name, "checkpoint": str(place)})
