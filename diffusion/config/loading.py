@@ -42,6 +42,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 RENAMED = {  # until 0.3
+    "data.download_retry": "data.download_attempts",
     "operations.supervision.check_patience": "operations.supervision.check_timeout",
     "operations.supervision.data_patience": "operations.supervision.data_timeout",
     "operations.supervision.pause_patience": "operations.supervision.pause_timeout",

@@ -17,7 +17,7 @@ import yaml
 
 from diffusion.checkpointing.find import find_damage
 from diffusion.checkpointing.layout import batch_of, is_half_written, list_checkpoints, remove_copy
-from diffusion.checkpointing.remote import READ_PATIENCE, RemoteCheckpoints
+from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoints
 from diffusion.config.checks import num_batches
 from diffusion.config.stores import is_store
 from diffusion.distributed import agree, barrier, broadcast, is_first_rank, start_process_group
@@ -269,7 +269,7 @@ class RemoteRun:
     """
 
     def __init__(self, url: str, run: Path | None = None) -> None:
-        self._remote, self._run = RemoteCheckpoints(url, patience=READ_PATIENCE), run
+        self._remote, self._run = RemoteCheckpoints(url, timeout=READ_TIMEOUT), run
 
     def list_checkpoints(self) -> list[str]:
         """Names of the completely uploaded checkpoints."""
