@@ -1,7 +1,6 @@
 """Export of a trained model: a diffusers folder, one safetensors file, or LoRA's matrices alone.
 
-Weights are copied a few at a time, without a GPU, so that memory does not grow with the U-Net. The output appears under
-its name when it is complete.
+No GPU is needed. The output appears under its name when it is complete.
 """
 
 import contextlib
@@ -10,19 +9,20 @@ from pathlib import Path
 
 import torch
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from safetensors.torch import save_file
+from torch import Tensor
 
 from diffusion.config.schema import Config, Task
 from diffusion.config.secrets import to_public_yaml
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.files import atomic_path
-from diffusion.loading import Trained, open_trained
+from diffusion.loading import Trained, read_trained
 from diffusion.model_card import Licences, write_card
 from diffusion.models.architectures import ARCHITECTURES, build_unet
 from diffusion.models.build import build_noise_scheduler
 from diffusion.models.lora import has_lora, write_lora
 from diffusion.models.pretrained import load_frozen_parts, write_pipeline
 from diffusion.models.sampling import inference_scheduler
-from diffusion.models.stored_weights import write_safetensors
 
 
 def export(
@@ -52,7 +52,7 @@ def export(
     """
     if out.exists():
         raise ConfigurationError(f"{out} exists: remove it, or choose another path")
-    trained = open_trained(place, weights=weights)
+    trained = read_trained(place, weights=weights)
     config = trained.config
     if config.task is not Task.diffusion:
         raise ConfigurationError(f"{place} is a run of {config.task.value}, whose result is exported already: RUN/vae")
@@ -61,8 +61,8 @@ def export(
     licences = licences or Licences()
     with _whole_or_nothing(out) as partial:
         if out.suffix == ".safetensors":
-            names = sorted(trained.unet.shapes)
-            write_safetensors(partial, trained.unet, names, _metadata(trained, weights, licences))
+            tensors = {name: tensor.contiguous() for name, tensor in trained.unet.items()}
+            save_file(tensors, partial, _metadata(trained, weights, licences))
             return
         partial.mkdir(parents=True)
         card = write_card(
@@ -75,17 +75,17 @@ def export(
             return
         write_pipeline(
             partial,
-            unet=_unet_without_weights(config),
-            weights=trained.unet,
+            unet=_build_unet(config, trained.unet),
             frozen=load_frozen_parts(config.model),
             scheduler=inference_scheduler(build_noise_scheduler(config.model.architecture, config.objective)),
         )
 
 
-def _unet_without_weights(config: Config) -> UNet2DConditionModel:
-    """Build the U-Net on the meta device, with the size of its training images as default."""
+def _build_unet(config: Config, weights: dict[str, Tensor]) -> UNet2DConditionModel:
+    """Build the U-Net with its weights, and with the size of its training images as default."""
     with torch.device("meta"):
         unet = build_unet(config.model)
+    unet.load_state_dict(weights, assign=True)
     unet.register_to_config(sample_size=config.data.resolution // ARCHITECTURES[config.model.architecture].vae_factor)
     return unet
 

@@ -45,8 +45,8 @@ from diffusion.checkpointing.resume import (
 from diffusion.checkpointing.roll_back import roll_back
 from diffusion.config.checks import check, check_machine, num_batches, resolve_device
 from diffusion.config.data import Shuffling, microbatch_size
+from diffusion.config.fields import parse_time
 from diffusion.config.model import Posterior
-from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config, Task
 from diffusion.config.secrets import to_public_yaml
 from diffusion.config.training import Decay, Device, Parallelism, Precision
@@ -56,7 +56,7 @@ from diffusion.datasets.loader import train_loader, validation_dataset, validati
 from diffusion.distributed import agree
 from diffusion.errors import ConfigurationError, MachineError, PreemptedError, error_context
 from diffusion.files import write_atomically
-from diffusion.loading import open_initial
+from diffusion.loading import read_initial
 from diffusion.models import fast
 from diffusion.models.architectures import ARCHITECTURES, build_vae, with_seed
 from diffusion.models.autoencoder import AutoencoderTraining, initialise_logvar
@@ -242,8 +242,7 @@ def build_training_model(config: Config, device: Device, *, is_new: bool = True)
         model.unet.enable_gradient_checkpointing()
     if is_new and config.init_from is not None:
         with error_context("init_from.checkpoint"):
-            initial = open_initial(config.init_from, model.unet)
-            load_unet(model, initial.read_all(), initial.source)
+            load_unet(model, read_initial(config.init_from, model.unet), config.init_from.checkpoint)
     if config.model.lora is not None:
         add_lora(model.unet, config.model.lora, config.seed)
     return model

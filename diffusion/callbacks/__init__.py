@@ -29,8 +29,8 @@ from diffusion.callbacks.utilisation import Utilisation
 from diffusion.checkpointing.resume import CheckpointStorage
 from diffusion.config.checks import num_batches
 from diffusion.config.data import Representation
-from diffusion.config.performance import Compilation
-from diffusion.config.quantities import parse_time
+from diffusion.config.fields import parse_time
+from diffusion.config.model import Compilation
 from diffusion.config.schema import Config
 from diffusion.config.secrets import to_public_yaml
 from diffusion.config.training import Device, Parallelism

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 
 from diffusion.config.data import Representation, group_size, image_sizes, legal_world_sizes, microbatch_size
 from diffusion.config.documentation import find_field
-from diffusion.config.fields import Location, field_check, section_problems
+from diffusion.config.fields import Location, field_check, parse_time, section_problems
 from diffusion.config.loading import missing_keys
-from diffusion.config.performance import Compilation
-from diffusion.config.quantities import parse_time
+from diffusion.config.model import Compilation
 from diffusion.config.schema import Config, Task
 from diffusion.config.training import Device, Parallelism, Precision
 from diffusion.errors import ConfigurationError, MachineError, raise_all

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from omegaconf import MISSING
 
-from diffusion.config.fields import bounded, location
-from diffusion.config.quantities import parse_size
+from diffusion.config.fields import bounded, location, parse_size
 from diffusion.errors import ConfigurationError
 
 HASHES = {name for name in hashlib.algorithms_available if hasattr(hashlib, name) and not name.startswith("shake_")} | {

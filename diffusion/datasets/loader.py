@@ -26,7 +26,7 @@ from diffusion.config.data import (
     ValidationConfig,
     image_sizes,
 )
-from diffusion.config.quantities import parse_size
+from diffusion.config.fields import parse_size
 from diffusion.datasets.batch import BatchKey, CollateGroups, Sample, collate
 from diffusion.datasets.dataset import TextImageDataset, Tokenize, TrainingDataset, TrainingSteps
 from diffusion.datasets.encoded import ENCODED, EncodedManifest, check_encoded

@@ -11,8 +11,14 @@ from torch import Tensor, nn
 
 from diffusion import randomness
 from diffusion.callbacks.addresses import StepAddress
-from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, PredictionType
-from diffusion.config.performance import Compilation, PerformanceConfig
+from diffusion.config.model import (
+    Architecture,
+    Compilation,
+    ModelConfig,
+    ObjectiveConfig,
+    PerformanceConfig,
+    PredictionType,
+)
 from diffusion.config.training import Device
 from diffusion.datasets.batch import BatchKey, num_samples, split_batch
 from diffusion.models import fast, latent_diffusion, objectives
