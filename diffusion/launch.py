@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import IO, Any, NoReturn
+from typing import IO, NoReturn
 
 from diffusion.distributed import (
     INTERRUPTED_EXIT_CODE,
@@ -55,39 +55,23 @@ def say_to_stderr(message: str) -> None:
     sys.stderr.flush()
 
 
-def named_device(given: str | None) -> str:
+def choose_device(given: str | None) -> str:
     """Choose the Torch device of a command: the given one, or a GPU if there is one.
 
     Raises:
-        ConfigurationError: it is not a device.
+        MachineError: it is not a device, or does not compute here.
     """
     import torch
 
     name = given or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.device(name)
-    except RuntimeError as error:
-        raise ConfigurationError(
-            f"--device {name} is no device: give cpu, cuda, or one of several as cuda:1"
-        ) from error
-    return name
-
-
-def check_device(name: str) -> None:
-    """Check that a Torch device computes.
-
-    Raises:
-        MachineError: it cannot be used here.
-    """
-    import torch
-
-    try:
         torch.zeros(1, device=name).cpu()
     except (RuntimeError, AssertionError) as error:
         reason = str(error).strip().split("\n")[0]
         raise MachineError(
-            f"--device {name} cannot be used on this machine ({reason}): check the driver, or use --device cpu"
+            f"--device {name} cannot be used ({reason}): give cpu, cuda, or one of several as cuda:1"
         ) from error
+    return name
 
 
 def prepare_environment() -> None:
@@ -134,11 +118,11 @@ def run_command(main: Callable[[], None], *, say: Callable[[str], None] = say_to
     try:
         main()
     except BaseException as error:
-        termination = _Termination()
-        code = _report(_cause(error), say, termination)
-        if code is None:
-            termination.release()
+        cause = _cause(error)
+        code = exit_code(cause)
+        if code == 1:
             raise
+        _report(cause, say, _Termination())
         return _end(code)
     return 0
 
@@ -151,9 +135,8 @@ class _Termination:
 
     def __init__(self) -> None:
         self._has_come = False
-        self._previous: Any = None
         if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGTERM, self._come)
+            signal.signal(signal.SIGTERM, self._come)
 
     def _come(self, number: int, frame: FrameType | None) -> None:
         self._has_come = True
@@ -165,10 +148,16 @@ class _Termination:
             time.sleep(_PAUSE_SECONDS)
         return self._has_come
 
-    def release(self) -> None:
-        """Restore the handler of before."""
-        if self._previous is not None:
-            signal.signal(signal.SIGTERM, self._previous)
+
+def exit_code(error: BaseException | None) -> int:
+    """Return the exit code of a command that this error ends; 1 for one with a traceback."""
+    if isinstance(error, PreemptedError):
+        return PREEMPTED_EXIT_CODE
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED_EXIT_CODE
+    if isinstance(error, UserError):
+        return USER_ERROR_EXIT_CODE
+    return 0 if error is None else 1
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -178,19 +167,12 @@ def _cause(error: BaseException) -> BaseException:
     return context if is_by_signal and isinstance(context, UserError | PreemptedError | KeyboardInterrupt) else error
 
 
-def _report(error: BaseException, say: Callable[[str], None], termination: _Termination) -> int | None:
-    """Print why a command ends; return its exit code, None for an exception that is to pass."""
-    if isinstance(error, UserError):
-        _report_mistake(error, say, termination)
-        return USER_ERROR_EXIT_CODE
-    if not isinstance(error, PreemptedError | KeyboardInterrupt):
-        return None
-    if rank() == 0:
-        say(str(error) if isinstance(error, PreemptedError) else "interrupted")
-    return PREEMPTED_EXIT_CODE if isinstance(error, PreemptedError) else INTERRUPTED_EXIT_CODE
-
-
-def _report_mistake(error: UserError, say: Callable[[str], None], termination: _Termination) -> None:
+def _report(error: BaseException, say: Callable[[str], None], termination: _Termination) -> None:
+    """Print why a command ends."""
+    if not isinstance(error, UserError):
+        if rank() == 0:
+            say(str(error) if isinstance(error, PreemptedError) else "interrupted")
+        return
     message = f"{type(error).__name__}: {error}"
     if world_size() > 1:
         message = f"rank {rank()}: {message}"
@@ -198,9 +180,7 @@ def _report_mistake(error: UserError, say: Callable[[str], None], termination: _
         say(message)
         if local_world_size() > 1:
             termination.wait(_OTHERS_SECONDS)
-        return
-    first_has_ended = termination.wait(_FIRST_SECONDS)
-    if not first_has_ended and not error.is_agreed:
+    elif not termination.wait(_FIRST_SECONDS) and not error.is_agreed:
         say(message)
 
 

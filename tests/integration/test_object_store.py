@@ -11,9 +11,9 @@ import torch
 from diffusion import storage
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing import remote
-from diffusion.checkpointing.find import find_newest, resolve_checkpoint
+from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.layout import batch_of
-from diffusion.checkpointing.read import read_all
+from diffusion.checkpointing.read import StoredState
 from diffusion.checkpointing.remote import RemoteCheckpoints
 from diffusion.ema.posthoc import STORED, fetch_averages, reconstruct
 from diffusion.errors import ConfigurationError, DataError, MachineError
@@ -59,7 +59,7 @@ def steps(url: str) -> list[int]:
 
 def final_state(checkpoint: Path) -> dict[str, object]:
     wanted = ("state.model.", "state.optimizers.", "state.callbacks.LateStartEMA.")
-    return {key: value for key, value in read_all(checkpoint).items() if key.startswith(wanted)}
+    return {key: value for key, value in StoredState(checkpoint).read_below("").items() if key.startswith(wanted)}
 
 
 def is_equal(one: object, other: object) -> bool:
@@ -86,7 +86,7 @@ def test_the_same_checkpoints_as_in_a_folder_and_the_same_ones_stay(
     assert steps(url) == [4, 8, 9]
     assert list((run / "uploads").iterdir()) == []
     assert not (run / "checkpoints").exists()
-    newest = find_newest(reference[form] / "checkpoints")
+    newest = resolve_checkpoint(str(reference[form] / "checkpoints"))
     assert newest is not None
     expected, found = final_state(newest), final_state(resolve_checkpoint(url))
     assert expected.keys() == found.keys()
