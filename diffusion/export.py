@@ -19,10 +19,9 @@ from diffusion.files import atomic_path
 from diffusion.loading import Trained, read_trained
 from diffusion.model_card import Licences, write_card
 from diffusion.models.architectures import ARCHITECTURES, build_unet
-from diffusion.models.build import build_noise_scheduler
 from diffusion.models.lora import has_lora, write_lora
 from diffusion.models.pretrained import load_frozen_parts, write_pipeline
-from diffusion.models.sampling import inference_scheduler
+from diffusion.models.sampling import build_noise_scheduler, inference_scheduler
 
 
 def export(
@@ -77,7 +76,7 @@ def export(
             partial,
             unet=_build_unet(config, trained.unet),
             frozen=load_frozen_parts(config.model),
-            scheduler=inference_scheduler(build_noise_scheduler(config.model.architecture, config.objective)),
+            scheduler=inference_scheduler(build_noise_scheduler(config.objective)),
         )
 
 
