@@ -19,14 +19,14 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from streaming import StreamingDataset
+from streaming import MDSWriter, StreamingDataset
 from torch.utils.data import DataLoader
 
 from diffusion import storage
 from diffusion.config.data import DataConfig, Representation, StreamConfig
 from diffusion.datasets.images import decode_rgb
 from diffusion.datasets.loader import train_loader
-from diffusion.datasets.mds import INDEX, read_shards, write_mds
+from diffusion.datasets.mds import INDEX, read_shards
 from diffusion.preparation.prepare import prepare
 
 NUM_TOKENS = 77
@@ -91,7 +91,7 @@ def measure_latent_loading(*, num_samples: int = 8192, batch_size: int = 256, ro
     generator = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        with write_mds(root / "train" / "b", columns, shard_bytes=2**23) as writer:
+        with _mds(root / "train" / "b", columns) as writer:
             for number in range(num_samples):
                 latent = generator.standard_normal((4, 32, 32), np.float32).astype(np.float16)
                 token_ids = generator.integers(0, 49408, (1, NUM_TOKENS)).astype(np.int32)
@@ -114,7 +114,7 @@ def measure_image_loading(
         root = Path(folder)
         write_images(root / "source", num_samples, side)
         images = [path.read_bytes() for path in sorted((root / "source").glob("*.jpg"))]
-        with write_mds(root / "train" / "b", {"image": "bytes", "captions": "json", "key": "str"}) as writer:
+        with _mds(root / "train" / "b", {"image": "bytes", "captions": "json", "key": "str"}) as writer:
             for number, data in enumerate(images):
                 writer.write({"image": data, "captions": ["an image"], "key": f"{number:08}"})
         config = _data_config(root / "train", Representation.images, resolution, batch_size)
@@ -128,6 +128,10 @@ def measure_image_loading(
 
         ours = in_turns(bare, lambda: _exhaust(loader), rounds)
     return {**ours, "num_samples": num_samples, "side": side, "resolution": resolution}
+
+
+def _mds(folder: Path, columns: dict[str, str]) -> MDSWriter:
+    return MDSWriter(out=str(folder), columns=columns, hashes=["xxh64"], size_limit=2**23)
 
 
 def _exhaust(loader: Any) -> None:
@@ -206,7 +210,7 @@ def _write_links(folder: Path, num_shards: int, num_samples: int) -> None:
     columns = dict.fromkeys(["latent_mean", "latent_logvar"], "ndarray:float16:4,4,4")
     columns |= {"token_ids": f"ndarray:int32:1,{NUM_TOKENS}", "key": "str"}
     sample = {"latent_mean": latent, "latent_logvar": latent, "token_ids": np.zeros((1, NUM_TOKENS), np.int32)}
-    with write_mds(folder, columns) as writer:
+    with _mds(folder, columns) as writer:
         for _ in range(num_samples):
             writer.write({**sample, "key": "k"})
     (entry,) = read_shards(folder)

@@ -27,9 +27,9 @@ import psutil
 import torch
 from composer import Callback, Logger, State
 from composer.utils import dist
-from diffusion.callbacks.run_record import STARTS
 
 from diffusion import storage
+from diffusion.callbacks.metrics_file import STARTS
 from diffusion.checkpointing.layout import list_checkpoints
 from diffusion.datasets.batch import BatchKey
 from diffusion.errors import ConfigurationError
@@ -73,7 +73,7 @@ SETTINGS = (
     "data.resolution=32",
     "data.global_batch_size=16",
     "data.validate_hash=xxh64",
-    "data.download_retry=2",
+    "data.download_attempts=2",
     "data.download_timeout=3",
     "validation=null",
     "samples.prompts=[]",
