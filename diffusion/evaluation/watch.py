@@ -20,7 +20,7 @@ from typing import Any
 from diffusion.callbacks.loggers import as_machine_error
 from diffusion.checkpointing.find import checkpoint_folder, find_damage
 from diffusion.checkpointing.layout import batch_of, is_half_written, list_checkpoints, remove_copy
-from diffusion.checkpointing.remote import READ_PATIENCE, RemoteCheckpoints
+from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoints
 from diffusion.checkpointing.resume import FINISHED
 from diffusion.config.checks import num_batches
 from diffusion.config.schema import Config
@@ -190,7 +190,7 @@ def step_of(name: str) -> int:
 def list_complete(checkpoints: str) -> list[str]:
     """Names of the completely written checkpoints of a run, oldest first."""
     if is_store(checkpoints):
-        remote = RemoteCheckpoints(checkpoints, patience=READ_PATIENCE)
+        remote = RemoteCheckpoints(checkpoints, timeout=READ_TIMEOUT)
         return [found.name for found in remote.present() if found.is_complete]
     folder = Path(checkpoints).expanduser()
     return [path.name for path in list_checkpoints(folder) if not is_half_written(path)]
@@ -210,7 +210,7 @@ def copy_checkpoint(checkpoints: str, name: str, folder: Path) -> str | None:
     folder.mkdir(parents=True, exist_ok=True)
     try:
         if is_store(checkpoints):
-            remote = RemoteCheckpoints(checkpoints, patience=READ_PATIENCE)
+            remote = RemoteCheckpoints(checkpoints, timeout=READ_TIMEOUT)
             for found in remote.present():
                 if found.name == name:
                     remote.download(found, folder)
