@@ -20,10 +20,9 @@ from diffusion.evaluation.protocol import Result, table
 from diffusion.files import atomic_path
 from diffusion.loading import Trained, read_trained
 from diffusion.models.architectures import ARCHITECTURES, build_unet
-from diffusion.models.build import build_noise_scheduler
 from diffusion.models.lora import has_lora, write_lora
 from diffusion.models.pretrained import load_frozen_parts, write_pipeline
-from diffusion.models.sampling import inference_scheduler
+from diffusion.models.sampling import build_noise_scheduler, inference_scheduler
 from diffusion.reports.run import find_results
 
 
@@ -102,7 +101,7 @@ def _write_pipeline(folder: Path, trained: Trained) -> None:
         folder,
         unet=unet,
         frozen=load_frozen_parts(config.model),
-        scheduler=inference_scheduler(build_noise_scheduler(config.model.architecture, config.objective)),
+        scheduler=inference_scheduler(build_noise_scheduler(config.objective)),
     )
 
 

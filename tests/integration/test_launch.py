@@ -15,8 +15,8 @@ from diffusion.cli import train_command
 from diffusion.distributed import agree, rank, world_size
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.launch import run_command
+from tests.tools.forking import free_port
 from tests.tools.training_runs import ROOT, launcher_environment
-from verification.ports import free_port
 
 pytestmark = pytest.mark.slow
 
