@@ -19,7 +19,7 @@ from benchmarks.step_runs import PlainLoop, run_config
 from diffusion.config.model import Architecture
 from diffusion.ema.callbacks import LateStartEMA
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.operations.checks.device import synchronize
+from diffusion.operations.checks.nodes import synchronize
 
 
 class StepClock(Callback):

@@ -24,7 +24,7 @@ from diffusion.ema.averaging import full_tensor
 from diffusion.models import fast
 from diffusion.models.architectures import ARCHITECTURES, build_unet
 from diffusion.models.fast.norms import use_low_precision_norms
-from diffusion.operations.checks.device import measure_device, time_runs
+from diffusion.operations.checks.nodes import measure_device, time_runs
 from diffusion.randomness import Purpose, normal
 
 REPEATS = 10

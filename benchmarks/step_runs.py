@@ -31,7 +31,7 @@ from diffusion.models import fast
 from diffusion.models.architectures import ARCHITECTURES
 from diffusion.models.build import build_model
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.operations.checks.device import synchronize
+from diffusion.operations.checks.nodes import synchronize
 
 NUM_SAMPLES = 4096
 

@@ -14,7 +14,7 @@ from benchmarks.step_runs import BareStep, ObjectiveStep, PlainLoop, run_config,
 from diffusion.config.data import ImageSize
 from diffusion.config.model import Architecture
 from diffusion.config.schema import Config
-from diffusion.operations.checks.device import synchronize, time_runs
+from diffusion.operations.checks.nodes import synchronize, time_runs
 from diffusion.planning.network import training_flops
 
 CONTENDERS = {"bare": BareStep, "loop": PlainLoop}

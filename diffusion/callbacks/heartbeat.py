@@ -17,9 +17,10 @@ from torch._dynamo.callback import callback_handler
 
 from diffusion.distributed import PREEMPTED_EXIT_CODE, USER_ERROR_EXIT_CODE, rank
 from diffusion.errors import MachineError, PreemptedError, UserError
+from diffusion.operations import timeouts
 from diffusion.operations.hang_detection import STACKS_SIGNAL
 from diffusion.operations.heartbeats import HeartbeatFile, HeartbeatRecord, Phase, stacks_file
-from diffusion.operations.lease import RENEWAL_SECONDS, Lease
+from diffusion.operations.lease import Lease
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +139,7 @@ class Heartbeat(Callback):
     def _sync_and_renew(self) -> None:
         """Sync the file and renew the lease, in a thread."""
         assert self._file is not None
-        while not self._ended.wait(RENEWAL_SECONDS):
+        while not self._ended.wait(timeouts.RENEWAL):
             try:
                 self._file.sync()
                 self._lease.renew()

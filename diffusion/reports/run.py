@@ -22,7 +22,7 @@ from diffusion.errors import ConfigurationError, DataError
 from diffusion.evaluation.protocol import COMPOSITIONAL
 from diffusion.files import read_json
 from diffusion.operations.costs import Kind, StartCosts, read_costs
-from diffusion.operations.events import EVENTS, EventKind
+from diffusion.operations.events import EVENTS, FORMER_NAMES, EventKind
 from diffusion.reports.curves import Curve, read_curves, read_json_lines
 
 ROLLBACK = "rollback"
@@ -304,8 +304,8 @@ def _events(rows: Sequence[Row], starts: Sequence[StartCosts]) -> Iterator[Timel
     """Entries of events; starts, the end of slow data and rollbacks have entries or tables of their own."""
     counted: set[int] = set()
     for i, row in enumerate(rows):
-        kind, time = str(row["event"]), row["time"]
-        if kind in (EventKind.started.value, EventKind.data_came.value, EventKind.going_back.value):
+        kind, time = FORMER_NAMES.get(str(row["event"]), str(row["event"])), row["time"]
+        if kind in (EventKind.started.value, EventKind.data_came.value, EventKind.rolling_back.value):
             continue
         lost = None
         if kind == EventKind.ended.value:
