@@ -16,8 +16,6 @@ from diffusion.operations import timeouts
 EVENTS = "events.jsonl"
 """File in the run folder with a row for each event."""
 
-FORMER_NAMES = {"told": "signal", "going_back": "rolling_back"}  # until 0.3
-
 log = logging.getLogger(__name__)
 
 
