@@ -8,7 +8,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from diffusion.evaluation.oracle import score
+from diffusion.evaluation.shape_checks import score
 from diffusion.evaluation.shapes import COLOURS, SHAPES, Scene, caption, draw, prompts, scenes
 from diffusion.models.latent_diffusion import LatentDiffusion
 

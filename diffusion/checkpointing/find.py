@@ -14,7 +14,7 @@ import yaml
 
 from diffusion.checkpointing.layout import INDEX, batch_of, is_half_written, list_checkpoints, remove_copy
 from diffusion.checkpointing.read import UnsafeCheckpointError, check_contents, read_index, stored_files
-from diffusion.checkpointing.remote import READ_PATIENCE, RemoteCheckpoints
+from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoints
 from diffusion.config.stores import is_store
 from diffusion.errors import ConfigurationError, DataError
 
@@ -122,7 +122,7 @@ def resolve_checkpoint(location: str) -> Path:
     if is_store(location):
         return _download(location.rstrip("/"))
     path = Path(location).expanduser()
-    if elsewhere := _checkpoint_folder(path):
+    if elsewhere := checkpoint_folder(path):
         return resolve_checkpoint(elsewhere)
     if path.is_file() or (path / INDEX).is_file():
         if damage := find_damage(path):
@@ -135,7 +135,7 @@ def resolve_checkpoint(location: str) -> Path:
     raise ConfigurationError(f"{path} {problem}: give a checkpoint, a run's folder, or its `checkpoints` folder")
 
 
-def _checkpoint_folder(run: Path) -> str | None:
+def checkpoint_folder(run: Path) -> str | None:
     """The folder or URI of a run's checkpoints, if it is not in the run's folder."""
     path = run / "config.yaml"
     if not path.is_file():
@@ -147,7 +147,7 @@ def _checkpoint_folder(run: Path) -> str | None:
 def _download(uri: str) -> Path:
     parent, _, name = uri.rpartition("/")
     is_named = batch_of(Path(name)) >= 0
-    remote = RemoteCheckpoints(parent if is_named else uri, patience=READ_PATIENCE)
+    remote = RemoteCheckpoints(parent if is_named else uri, timeout=READ_TIMEOUT)
     whole = [found for found in remote.present() if found.is_complete and (not is_named or found.name == name)]
     if not whole:
         raise ConfigurationError(f"{uri} holds no complete checkpoint: give s3://bucket/prefix of a run's checkpoints")

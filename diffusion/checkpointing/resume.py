@@ -61,7 +61,7 @@ def checkpoint_storage(config: Config, run: Path) -> CheckpointStorage:
         return CheckpointStorage(run, run / "checkpoints", None)
     if "://" not in location:
         return CheckpointStorage(run, Path(location).expanduser(), None)
-    remote = RemoteCheckpoints(location, patience=config.trainer.store_timeout)
+    remote = RemoteCheckpoints(location, timeout=config.trainer.store_timeout)
     return CheckpointStorage(run, run / "uploads", remote)
 
 

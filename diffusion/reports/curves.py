@@ -9,17 +9,12 @@ from typing import Any
 MAX_BINS = 800
 """Largest number of intervals of a curve: about as many as a page has columns of pixels."""
 
-MAX_CURVES = 2000
-"""Largest number of metrics; a run has some dozens."""
-
 
 class Curve:
     """A metric over steps, in intervals whose width doubles when there are too many.
 
-    Of two values of one step, the later one counts.
-
     Args:
-        max_bins: largest number of intervals, an even number.
+        max_bins: largest number of intervals.
     """
 
     def __init__(self, max_bins: int = MAX_BINS) -> None:
@@ -32,50 +27,32 @@ class Curve:
         self.last_step = -math.inf
         self.last = math.nan
         self._bins: list[list[float]] = []  # [first step, number, sum, smallest, largest]
-        self._before: list[float] | None = None  # the last interval without the last value
 
     def add(self, step: float, value: float) -> None:
-        """Add a value; steps ascend, and an earlier one counts as the last."""
+        """Add a value; steps ascend."""
         if not math.isfinite(value):
             if self.first_not_finite is None:
                 self.first_not_finite = step
             self.num_not_finite += 1
             return
-        if step == self.last_step:
-            self._remove_last()
-        elif not self._bins or step // self.width > self._bins[-1][0] // self.width:
-            self._append(step)
-        self._before = list(self._bins[-1])
-        bin_ = self._bins[-1]
-        bin_[1:] = [bin_[1] + 1, bin_[2] + value, min(bin_[3], value), max(bin_[4], value)]
+        self._add([step, 1, value, value, value])
+        while len(self._bins) > self.max_bins:
+            self.width *= 2
+            bins, self._bins = self._bins, []
+            for bin_ in bins:
+                self._add(bin_)
         self.num_values += 1
         self.total += value
-        self.last_step, self.last = max(step, self.last_step), value
+        self.last_step, self.last = step, value
 
-    def _append(self, step: float) -> None:
-        """Begin an interval, unless the last one contains the step after intervals were joined."""
-        while len(self._bins) >= self.max_bins:
-            self._join_intervals()
-        if not self._bins or step // self.width > self._bins[-1][0] // self.width:
-            self._bins.append([step, 0, 0.0, math.inf, -math.inf])
-
-    def _join_intervals(self) -> None:
-        """Double the width of the intervals."""
-        self.width *= 2
-        joined: list[list[float]] = []
-        for first, num, total, low, high in self._bins:
-            if joined and first // self.width == joined[-1][0] // self.width:
-                last = joined[-1]
-                last[1:] = [last[1] + num, last[2] + total, min(last[3], low), max(last[4], high)]
-            else:
-                joined.append([first, num, total, low, high])
-        self._bins = joined
-
-    def _remove_last(self) -> None:
-        assert self._before is not None
-        self._bins[-1] = self._before
-        self.num_values -= 1
-        self.total -= self.last
+    def _add(self, bin_: list[float]) -> None:
+        """Join an interval to the last one, or append it."""
+        first, num, total, low, high = bin_
+        if not self._bins or first // self.width > self._bins[-1][0] // self.width:
+            self._bins.append(bin_)
+            return
+        last = self._bins[-1]
+        last[1:] = [last[1] + num, last[2] + total, min(last[3], low), max(last[4], high)]
 
     @property
     def steps(self) -> list[float]:
@@ -109,11 +86,9 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
         return
     with path.open("rb") as file:
         for line in file:
-            if not line.strip():
-                continue
             try:
                 row = json.loads(line)
-            except ValueError:  # also of bytes that are no UTF-8
+            except ValueError:  # Also of bytes that are not UTF-8.
                 row = None
             yield row if isinstance(row, dict) else None
 
@@ -122,7 +97,7 @@ def read_curves(rows: Iterable[Mapping[str, Any] | None]) -> tuple[dict[str, Cur
     """Collect the metrics of a run.
 
     Args:
-        rows: `{"step": 1, "name": 0.5, ...}`; a step may come in several.
+        rows: `{"step": 1, "name": 0.5, ...}`.
 
     Returns:
         Curves by name, and the number of unreadable rows.
@@ -130,16 +105,10 @@ def read_curves(rows: Iterable[Mapping[str, Any] | None]) -> tuple[dict[str, Cur
     curves: dict[str, Curve] = {}
     num_damaged = 0
     for row in rows:
-        step = row.get("step") if row is not None else None
-        if row is None or not isinstance(step, int | float):
+        if row is None or "step" not in row:
             num_damaged += 1
             continue
         for name, value in row.items():
-            if name == "step" or isinstance(value, bool) or not isinstance(value, int | float):
-                continue
-            if name not in curves:
-                if len(curves) >= MAX_CURVES:
-                    continue
-                curves[name] = Curve()
-            curves[name].add(step, value)
+            if name != "step":
+                curves.setdefault(name, Curve()).add(row["step"], value)
     return curves, num_damaged

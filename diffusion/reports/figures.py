@@ -1,14 +1,17 @@
 """Figures of reports, drawn with matplotlib in one style; the same drawing gives the same bytes."""
 
 import io
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import EngFormatter
+from numpy.typing import ArrayLike
 
 from diffusion.reports.page import data_uri
 
@@ -42,22 +45,21 @@ def save_png(figure: Figure, path: Path) -> None:
         figure.savefig(path, dpi=110)
 
 
-def plot_profiles(profiles: Mapping[str, Sequence[tuple[float, float]]], *, x: str, y: str, bins: bool = False) -> str:
+def plot_profiles(profiles: Mapping[str, ArrayLike], *, x: str, y: str, bins: bool = False) -> str:
     """Draw curves over a common axis.
 
     Args:
-        profiles: points (x, y) by name of the curve.
+        profiles: points [N, 2] by name of the curve.
         x: label of the axis.
         y: label of the axis.
         bins: draw steps between the points.
     """
     figure, axes = subplots()
-    for colour, (name, points) in zip(cycle(len(profiles)), profiles.items(), strict=True):
-        positions, values = zip(*points, strict=True)
+    for colour, (name, points) in zip(itertools.cycle(COLOURS), profiles.items(), strict=False):
         style = "steps-mid" if bins else "default"
-        axes.plot(positions, values, "o-", markersize=4, drawstyle=style, color=colour, label=plain(name))
+        axes.plot(*np.transpose(points), "o-", markersize=4, drawstyle=style, color=colour, label=plain(name))
     axes.set(xlabel=x, ylabel=y)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: step_text(value)))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.25, linewidth=0.6)
     if len(profiles) > 1:
         legend_beside(axes)
@@ -69,19 +71,6 @@ def legend_beside(axes: Axes) -> None:
     axes.legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
-def cycle(number: int) -> list[str]:
-    """Colours of so many curves."""
-    return [COLOURS[i % len(COLOURS)] for i in range(number)]
-
-
 def plain(text: str) -> str:
     """Text for matplotlib, where a dollar sign begins mathematics and a leading underscore hides a legend entry."""
     return ("\u200b" if text.startswith("_") else "") + text.replace("$", r"\$")
-
-
-def step_text(step: float) -> str:
-    """Number of steps in few characters."""
-    for factor, unit in ((1e6, "M"), (1e3, "k")):
-        if abs(step) >= factor:
-            return f"{step / factor:g}{unit}"
-    return f"{step:g}"
