@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.step_runs import build_on, run_config, run_trainer, seconds_of, train_on_device
-from diffusion.config.model import Architecture, ModelConfig
-from diffusion.config.performance import Compilation, PerformanceConfig
+from diffusion.config.model import Architecture, Compilation, ModelConfig, PerformanceConfig
 from diffusion.config.training import Device
 from diffusion.ema.averaging import full_tensor
 from diffusion.models import fast

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from diffusion.config.model import Architecture, ModelConfig
-from diffusion.config.performance import Compilation, PerformanceConfig
+from diffusion.config.model import Architecture, Compilation, ModelConfig, PerformanceConfig
 from diffusion.config.training import Device
 from diffusion.models import fast
 from diffusion.models.architectures import ARCHITECTURES, build_unet

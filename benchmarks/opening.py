@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from streaming import MDSWriter
 
 from diffusion import storage
 from diffusion.config.data import DataConfig, Representation, StreamConfig
 from diffusion.datasets.loader import train_loader
-from diffusion.datasets.mds import INDEX, read_shards, write_mds
+from diffusion.datasets.mds import INDEX, read_shards
 
 SAMPLES = 10_000
 """Of a shard."""
@@ -95,7 +96,7 @@ def _write_stream(folder: Path, num_shards: int) -> None:
     columns = dict.fromkeys(["latent_mean", "latent_logvar"], "ndarray:float16:4,4,4")
     columns |= {"token_ids": "ndarray:int32:1,77", "key": "str"}
     sample: Mapping[str, Any] = {"latent_mean": latent, "latent_logvar": latent, "key": "k"}
-    with write_mds(folder, columns) as writer:
+    with MDSWriter(out=str(folder), columns=columns, hashes=["xxh64"], size_limit=2**28) as writer:
         for _ in range(SAMPLES):
             writer.write({**sample, "token_ids": np.zeros((1, 77), np.int32)})
     (entry,) = read_shards(folder)

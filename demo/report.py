@@ -7,9 +7,11 @@ from typing import Any
 import pandas as pd
 from PIL import Image, ImageDraw
 
-from diffusion.callbacks.metrics_file import read_metrics, series
+from diffusion.callbacks.metrics_file import TRAIN_LOSS
 from diffusion.evaluation.shapes import COLOURS, SHAPES, caption, prompts
 from diffusion.reports.page import image_uri, write_page
+from diffusion.reports.run import read_run
+from diffusion.reports.run_page import VALIDATION_LOSS, plot_metrics
 
 SEEDS_SHOWN = 2
 NAMES = {
@@ -41,7 +43,7 @@ def write_report(
     path: Path,
     *,
     steps: Mapping[str, Mapping[str, Any]],
-    runs: Mapping[str, Path],
+    runs: Sequence[Path],
     scores: Mapping[str, Mapping[str, float]],
     grid: Image.Image,
     pairs: Sequence[Image.Image],
@@ -52,19 +54,19 @@ def write_report(
     Args:
         path: the HTML file.
         steps: `command` and `seconds` of each step.
-        runs: run folders by name, in order; the first is the VAE's.
+        runs: run folders, in order; the first is the VAE's.
         scores: made by `score_model`.
         grid: images of one object.
         pairs: images of two objects, those of a prompt next to one another.
         settings: sampling settings as text.
     """
-    vae, *phases = runs.values()
-    psnr_steps, psnr = series(read_metrics(vae / "metrics.jsonl"), "metrics/validation/psnr")
+    vae, *phases = (read_run(folder) for folder in runs)
+    psnr = vae.curve("metrics/validation/psnr")
     of_pair = prompts()[1]
     per_prompt = len(pairs) // len(of_pair)
-    grids = [sorted((run / "samples").glob("step-*.png")) for run in phases]
-    images = [(f"Loss of {name}", run / "loss.png") for name, run in runs.items()]
-    images += [(f"Samples of {one[-1].parent.parent.name} at {one[-1].stem}", one[-1]) for one in grids if one]
+    losses = {TRAIN_LOSS: "training", VALIDATION_LOSS: "validation"}
+    images = [(f"Loss of {run.name}", plot_metrics(losses, [run], y="loss", clip=True)) for run in (vae, *phases)]
+    images += [(f"Samples of {run.name}", image_uri(list(run.samples.values())[-1])) for run in phases if run.samples]
     values = {
         "title": "Shapes: from images with captions to a trained model",
         "scores": scores,
@@ -72,9 +74,9 @@ def write_report(
         "grid": image_uri(grid),
         "score_table": score_table(scores),
         "pairs": [(caption(of_pair[i]), image_uri(pairs[i * per_prompt])) for i in range(0, len(of_pair), 2)],
-        "psnr": (psnr_steps[-1], psnr[-1]) if psnr else None,
-        "reconstructions": image_uri(vae / "reconstructions.png") if psnr else None,
-        "images": [(text, image_uri(path)) for text, path in images if path.is_file()],
+        "psnr": (psnr.last_step, psnr.last) if psnr else None,
+        "reconstructions": image_uri(vae.folder / "reconstructions.png") if psnr else None,
+        "images": images,
         "steps": pd.DataFrame(
             {"step": name, "command": step["command"], "seconds": f"{step['seconds']:.0f}"}
             for name, step in steps.items()

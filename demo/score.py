@@ -12,7 +12,7 @@ from typing import Any
 
 from PIL import Image
 
-from diffusion.evaluation.oracle import score
+from diffusion.evaluation.shape_checks import score
 from diffusion.evaluation.shapes import Scene, caption, draw, prompts, scenes
 from diffusion.files import write_json
 from diffusion.launch import CommandParser, run_command
@@ -96,7 +96,7 @@ def main() -> None:
     write_report(
         folder / "report.html",
         steps=json.loads(log.read_text()) if log.is_file() else {},
-        runs={name: folder / name for name in ("autoencoder", "phase1", "phase2")},
+        runs=[folder / name for name in ("autoencoder", "phase1", "phase2")],
         scores=scores,
         grid=grid,
         pairs=pairs,

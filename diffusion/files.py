@@ -135,6 +135,11 @@ def read_json(path: Path) -> Any:
         raise DataError(f"{path} is damaged, it is not JSON: {error}") from error
 
 
+def new_hash(kind: str) -> Any:
+    """Begin a hash: `xxh64` or another one of xxhash, or one of hashlib."""
+    return getattr(xxhash, kind)() if hasattr(xxhash, kind) else hashlib.new(kind)
+
+
 def hash_file(path: Path, kind: str) -> str:
     """Return a hash of a file in hexadecimal, read in pieces.
 
@@ -145,7 +150,7 @@ def hash_file(path: Path, kind: str) -> str:
     Raises:
         OSError: it cannot be read.
     """
-    digest = getattr(xxhash, kind)() if hasattr(xxhash, kind) else hashlib.new(kind)
+    digest = new_hash(kind)
     buffer = memoryview(bytearray(_BUFFER_BYTES))
     with path.open("rb", buffering=0) as file:
         while num_bytes := file.readinto(buffer):

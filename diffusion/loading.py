@@ -6,9 +6,10 @@ from pathlib import Path
 
 import yaml
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from torch import Tensor
 
 from diffusion.checkpointing.find import resolve_checkpoint
-from diffusion.checkpointing.read import open_unet, read_record
+from diffusion.checkpointing.read import read_record, read_unet
 from diffusion.config.loading import from_dict, load
 from diffusion.config.model import InitFromConfig
 from diffusion.config.schema import Config
@@ -17,28 +18,27 @@ from diffusion.errors import ConfigurationError, DataError
 from diffusion.models.build import build_model, load_unet
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.lora import has_lora, merged
-from diffusion.models.pretrained import is_pipeline, open_pipeline_unet
-from diffusion.models.stored_weights import StoredWeights, open_safetensors
+from diffusion.models.pretrained import is_pipeline, read_pipeline_unet, read_safetensors
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """Stored weights of a run, with its configuration."""
+    """Weights of a run, with its configuration."""
 
     place: Path
     """Checkpoint, or file of averaged weights."""
 
     config: Config
 
-    weights: StoredWeights
+    weights: dict[str, Tensor]
     """Weights of the U-Net as stored, with LoRA's matrices if it was trained with LoRA."""
 
     @property
-    def unet(self) -> StoredWeights:
+    def unet(self) -> dict[str, Tensor]:
         """Weights of the U-Net with LoRA merged."""
-        return merged(self.weights, self.config.model.lora) if has_lora(self.weights) else self.weights
+        return _without_lora(self.weights, self.config)
 
 
 def load_config_of(checkpoint: Path) -> Config:
@@ -51,8 +51,8 @@ def load_config_of(checkpoint: Path) -> Config:
     return from_dict(Config, yaml.safe_load(read_record(checkpoint)["config"]), str(checkpoint))
 
 
-def open_trained(place: str | Path, *, weights: str = "raw") -> Trained:
-    """Open the stored weights of a run, without reading them yet.
+def read_trained(place: str | Path, *, weights: str = "raw") -> Trained:
+    """Read the weights of a run.
 
     Args:
         place: a checkpoint, a run folder, or its `checkpoints` folder (for the newest complete one). Or a file of
@@ -68,15 +68,16 @@ def open_trained(place: str | Path, *, weights: str = "raw") -> Trained:
         file = Path(place).expanduser()
         config_file = _config_beside(file)
         config = load(Config, config_file)
-        average = open_safetensors([file], file).below("unet.")
-        if not average.shapes:
+        stored = read_safetensors(file)
+        average = {name.removeprefix("unet."): tensor for name, tensor in stored.items() if name.startswith("unet.")}
+        if not average:
             raise DataError(f"{file} holds no U-Net")
         if config.model.lora is not None:
             # The average has LoRA's matrices only; the other weights never change.
-            average = average.over(open_unet(resolve_checkpoint(str(config_file.parent)), "raw"))
+            average = read_unet(resolve_checkpoint(str(config_file.parent)), "raw") | average
         return Trained(place=file, config=config, weights=average)
     checkpoint = resolve_checkpoint(str(place))
-    return Trained(place=checkpoint, config=load_config_of(checkpoint), weights=open_unet(checkpoint, weights))
+    return Trained(place=checkpoint, config=load_config_of(checkpoint), weights=read_unet(checkpoint, weights))
 
 
 def load_model(place: str | Path, *, weights: str = "raw") -> LatentDiffusion:
@@ -85,7 +86,7 @@ def load_model(place: str | Path, *, weights: str = "raw") -> LatentDiffusion:
     VAE and text encoder come from the paths in the configuration of the checkpoint.
 
     Args:
-        place: as for `open_trained`.
+        place: as for `read_trained`.
         weights: likewise.
 
     Returns:
@@ -95,16 +96,16 @@ def load_model(place: str | Path, *, weights: str = "raw") -> LatentDiffusion:
         ConfigurationError: there is no checkpoint, or it does not fit.
         DataError: it is damaged, or holds no average.
     """
-    trained = open_trained(place, weights=weights)
+    trained = read_trained(place, weights=weights)
     log.info("loading %s weights of %s", weights, trained.place)
     config = trained.config
     model = build_model(config.model, config.objective, resolution=config.data.resolution, seed=config.seed)
-    load_unet(model, trained.unet.read_all(), str(trained.place))
+    load_unet(model, trained.unet, str(trained.place))
     return model.eval()
 
 
-def open_initial(config: InitFromConfig, unet: UNet2DConditionModel) -> StoredWeights:
-    """Open the initial weights of a U-Net.
+def read_initial(config: InitFromConfig, unet: UNet2DConditionModel) -> dict[str, Tensor]:
+    """Read the initial weights of a U-Net.
 
     Args:
         config: their path; the checksums of a checkpoint were verified on this node.
@@ -115,10 +116,17 @@ def open_initial(config: InitFromConfig, unet: UNet2DConditionModel) -> StoredWe
         DataError: they are damaged.
     """
     if is_pipeline(config.checkpoint):
-        return open_pipeline_unet(Path(config.checkpoint).expanduser(), unet)
+        return read_pipeline_unet(Path(config.checkpoint).expanduser(), unet)
     checkpoint = resolve_checkpoint(config.checkpoint)
-    stored = open_unet(checkpoint, config.weights, is_checked=True)
-    return merged(stored, load_config_of(checkpoint).model.lora) if has_lora(stored) else stored
+    stored = read_unet(checkpoint, config.weights, is_checked=True)
+    return _without_lora(stored, load_config_of(checkpoint))
+
+
+def _without_lora(weights: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
+    if not has_lora(weights):
+        return weights
+    assert config.model.lora is not None, "weights with LoRA come with its configuration"
+    return merged(weights, config.model.lora)
 
 
 def _config_beside(file: Path) -> Path:

@@ -3,16 +3,14 @@
 Every function makes several attempts while a store does not answer, with growing pauses, and raises one of four errors:
 `MissingFileError`, `ForbiddenFileError`, `UnavailableError` (the attempts are used up) and `DataError` (the URI or the
 content is wrong). Messages name the URI without user, password and query, and hold no text of a library, which could
-hold credentials. Nothing else in this package opens a boto3 client.
+hold credentials. Nothing else in this package opens a boto3 client. Only S3 is written to.
 
 Credentials are never part of a URI. S3 takes them from the profile of the AWS configuration files that `Access` names,
 else from where boto3 finds them; a public bucket needs none. Web servers take them from `~/.netrc`.
 """
 
-import contextlib
 import errno
 import functools
-import io
 import itertools
 import logging
 import os
@@ -26,8 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 
-from diffusion.errors import ConfigurationError, DataError, MachineError
-from diffusion.files import atomic_path, hash_file, unique_partial, write_atomically
+from fsspec.spec import AbstractBufferedFile
+
+from diffusion.errors import DataError, MachineError
+from diffusion.files import atomic_path, hash_file, unique_partial
 
 logger = logging.getLogger(__name__)
 
@@ -37,22 +37,23 @@ BLOCK_BYTES = 8 * 2**20
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
 """Seconds between the first two attempts, doubled each time, and their limit, beside a random half second."""
 
+FIRST_CONTACT = 20.0
+"""Seconds for which the first request of a run to a store waits: a wrong address is reported soon."""
+
 _CONNECT_SECONDS = 10.0
 _CHUNK_BYTES = 2**20
 _PAGE_KEYS = 1000
 """Objects listed or deleted by one request."""
 
 _WEB = ("http", "https")
-_FSSPEC = ("gs", "gcs", "hf", "az", "abfs", "memory")
+_FSSPEC = ("file", "gs", "gcs", "hf", "az", "abfs", "memory")
 _STREAMING = ("gs", "oci", "azure", "azure-dl", "sftp", "dbfs", "dbfs-uc", "alipan")
 """Schemes whose downloads Streaming's own clients make: their packages are installed with it."""
 
-_PASSING_CODES = frozenset({"SlowDown", "RequestTimeout", "Throttling", "ThrottlingException", "RequestTimeTooSkewed"})
-_CREDENTIAL_CODES = frozenset(
-    {
-        *("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "TokenRefreshRequired"),
-        "AuthorizationHeaderMalformed",
-    }
+_PASSING_CODES = ("SlowDown", "RequestTimeout", "Throttling", "ThrottlingException", "RequestTimeTooSkewed")
+_CREDENTIAL_CODES = (
+    *("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "TokenRefreshRequired"),
+    "AuthorizationHeaderMalformed",
 )
 
 T = TypeVar("T")
@@ -131,46 +132,24 @@ def shown(uri: str) -> str:
 
 
 def check_uri(uri: str) -> None:
-    """Check that a URI can be read.
-
-    Raises:
-        DataError: its scheme is unknown, or it names no bucket.
-        MachineError: the package for its scheme is not installed.
-    """
+    """Raise a DataError if the scheme of a URI is unknown, or if it names no bucket."""
     _store_of(uri, Access())
 
 
 def list_files(uri: str, access: Access | None = None) -> dict[str, StoredFile]:
-    """List the files below a folder.
-
-    Returns:
-        The files by their names below the folder, in the order of the store; empty if there is no such folder.
-
-    Raises:
-        DataError: there is no such bucket, or web servers do not list folders.
-        MachineError: the store cannot be read.
-    """
+    """List the files below a folder by their names below it, in the order of the store; none if there is no folder."""
     root = uri.rstrip("/") + "/"
     files = _attempt(root, access, lambda store: list(store.find(root)))
     return {file.uri.removeprefix(root): file for file in files}
 
 
 def stat(uri: str, access: Access | None = None) -> StoredFile:
-    """Return size and version of a file.
-
-    Raises:
-        MissingFileError: it does not exist.
-        MachineError: the store cannot be read.
-    """
+    """Return size and version of a file."""
     return _attempt(uri, access, lambda store: store.stat(uri))
 
 
 def exists(uri: str, access: Access | None = None) -> bool:
-    """Return whether a file exists.
-
-    Raises:
-        MachineError: the store cannot be read.
-    """
+    """Return whether a file exists."""
     try:
         stat(uri, access)
     except MissingFileError:
@@ -187,55 +166,55 @@ def read(
         uri: the file.
         start: first byte.
         stop: end of the range; None is that of the file. The result is shorter where the file ends before.
-        version: that of `stat`; a file with another one is an error.
+        version: that of `stat`; a file with another one is a DataError.
         access: how its store is reached.
-
-    Raises:
-        MissingFileError: it does not exist.
-        DataError: it has another version.
-        MachineError: the store cannot be read.
     """
     return _attempt(uri, access, lambda store: store.read(uri, start, stop, version))
 
 
 def open_file(uri: str, *, buffer_bytes: int | None = None, access: Access | None = None) -> BinaryIO:
-    """Open a file for reading by ranges: nothing is requested that is not read, nothing is kept.
+    """Open a file for reading by ranges. A later read raises a DataError if the file was changed.
 
     Args:
         uri: the file.
-        buffer_bytes: bytes that a remote file is read ahead, None for BLOCK_BYTES; 0 where the caller reads in large
-            pieces.
+        buffer_bytes: bytes that are read ahead, None for BLOCK_BYTES; 0 where the caller reads in large pieces.
         access: how its store is reached.
-
-    Raises:
-        MissingFileError: it does not exist.
-        DataError: a later read finds that the file was changed.
-        MachineError: the store cannot be read, now or later.
     """
-    if not is_url(uri):
-        with _local_errors(uri):
-            return Path(uri).open("rb")
-    file = _RangeFile(stat(uri, access), access)
-    buffer_bytes = BLOCK_BYTES if buffer_bytes is None else buffer_bytes
-    return io.BufferedReader(file, buffer_bytes) if buffer_bytes else file  # pyright: ignore[reportReturnType]
+    return _RangeFile(stat(uri, access), BLOCK_BYTES if buffer_bytes is None else buffer_bytes, access)  # pyright: ignore[reportReturnType]
+
+
+class _RangeFile(AbstractBufferedFile):
+    """A file that is read by ranges through `read`."""
+
+    def __init__(self, file: StoredFile, buffer_bytes: int, access: Access | None) -> None:
+        self._file, self._access = file, access
+        cache = "readahead" if buffer_bytes else "none"
+        super().__init__(None, file.uri, block_size=buffer_bytes, cache_type=cache, size=file.size)
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        end = min(end, self._file.size)
+        data = read(self._file.uri, start, end, version=self._file.version, access=self._access)
+        if len(data) != end - start:
+            raise _changed(self._file.uri)
+        return data
 
 
 def write(uri: str, content: bytes, access: Access | None = None) -> None:
-    """Write a small file; it exists with the whole content, or as before.
-
-    Raises:
-        MachineError: it cannot be written.
-    """
-    _attempt(uri, access, lambda store: store.write(uri, content))
+    """Write a small object of S3; it exists with the whole content, or as before."""
+    _attempt(uri, access, lambda store: _s3(store).write(uri, content))
 
 
 def upload(path: Path, uri: str, access: Access | None = None) -> None:
-    """Copy a file of this machine to a store; it exists there as a whole, or as before.
+    """Copy a file of this machine to S3; it exists there as a whole, or as before."""
+    _attempt(uri, access, lambda store: _s3(store).upload(path, uri))
 
-    Raises:
-        MachineError: it cannot be written.
-    """
-    _attempt(uri, access, lambda store: store.upload(path, uri))
+
+def delete(uris: Iterable[str], access: Access | None = None) -> None:
+    """Delete objects of one bucket of S3; a missing one is no error."""
+    uris = list(uris)
+    for start in range(0, len(uris), _PAGE_KEYS):
+        some = uris[start : start + _PAGE_KEYS]
+        _attempt(some[0], access, lambda store, some=some: _s3(store).delete(some))
 
 
 def download(
@@ -259,45 +238,30 @@ def download(
         access: how its store is reached.
 
     Raises:
-        MissingFileError: it does not exist.
         DataError: its hash is wrong, twice.
         MachineError: the store cannot be read, or the disk not be written.
     """
 
-    def fetch(store: _Store, partial: Path) -> None:
+    def fetch(store: _Store) -> None:
         partial.unlink(missing_ok=True)
         store.download(uri, partial, parallel)
         if size is not None and (found := partial.stat().st_size) != size:
             raise UnavailableError(f"{shown(uri)}: {found} bytes came instead of {size}")
 
-    def fetch_and_check(partial: Path) -> bool:
-        _attempt(uri, access, lambda store: fetch(store, partial))
-        return digest is None or hash_file(partial, digest[0]) == digest[1]
-
-    with _writing(path):
+    partial = unique_partial(path)
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_path(path, partial=unique_partial(path), durable=False) as partial:
-            if fetch_and_check(partial):
-                return
-            logger.warning("%s: its %s is wrong; downloading it once more", shown(uri), digest and digest[0])
-            if not fetch_and_check(partial):
-                raise DataError(f"{shown(uri)} is damaged: its {digest and digest[0]} is not the expected one")
-
-
-def delete(uris: Iterable[str], access: Access | None = None) -> None:
-    """Delete files; a missing one is no error.
-
-    Args:
-        uris: the files, all in one store.
-        access: how their store is reached.
-
-    Raises:
-        MachineError: they cannot be deleted.
-    """
-    uris = list(uris)
-    for start in range(0, len(uris), _PAGE_KEYS):
-        some = uris[start : start + _PAGE_KEYS]
-        _attempt(some[0], access, lambda store, some=some: store.delete(some))
+        with atomic_path(path, partial=partial, durable=False):
+            for _ in range(2):
+                _attempt(uri, access, fetch)
+                if digest is None or hash_file(partial, digest[0]) == digest[1]:
+                    return
+                logger.warning("%s: its %s is wrong", shown(uri), digest[0])
+            raise DataError(f"{shown(uri)} is damaged: its {digest and digest[0]} is wrong, twice")
+    except (DataError, MachineError):
+        raise
+    except OSError as error:
+        raise MachineError(f"cannot write to {path}: {error.strerror or error}") from error
 
 
 def _attempt(uri: str, access: Access | None, request: Callable[["_Store"], T]) -> T:
@@ -320,33 +284,32 @@ def _attempt(uri: str, access: Access | None, request: Callable[["_Store"], T]) 
     raise AssertionError
 
 
+def _s3(store: "_Store") -> "_S3Store":
+    if not isinstance(store, _S3Store):
+        raise DataError("only s3:// can be written")
+    return store
+
+
 # Stores: each method makes one attempt.
 
 
 class _Store(Protocol):
-    """What the functions above ask of a store."""
-
-    def find(self, folder: str) -> Iterator[StoredFile]: ...
+    def find(self, folder: str) -> Iterable[StoredFile]: ...
     def stat(self, uri: str) -> StoredFile: ...
     def read(self, uri: str, start: int, stop: int | None, version: str | None) -> bytes: ...
-    def write(self, uri: str, content: bytes) -> None: ...
-    def upload(self, path: Path, uri: str) -> None: ...
     def download(self, uri: str, path: Path, parallel: int) -> None: ...
-    def delete(self, uris: list[str]) -> None: ...
 
 
 def _store_of(uri: str, access: Access) -> _Store:
-    scheme = uri.partition(":")[0].lower()
-    if not is_url(uri) or scheme == "file":
-        return _LocalStore()
+    scheme = uri.partition(":")[0].lower() if is_url(uri) else "file"
     if scheme == "s3":
-        _bucket_and_key(uri)
+        _object(uri)
         return _S3Store(access)
     if scheme in _WEB:
         return _WebStore(access)
     if scheme in _FSSPEC or scheme in _STREAMING:
         return _FsspecStore(scheme, access)
-    known = ", ".join(dict.fromkeys(("s3", *_WEB, *_FSSPEC, *_STREAMING, "file")))
+    known = ", ".join(dict.fromkeys(("s3", *_WEB, *_FSSPEC, *_STREAMING)))
     raise DataError(f"{shown(uri)}: {scheme}:// is not known; a URL begins with {known}")
 
 
@@ -362,87 +325,12 @@ def _changed(uri: str) -> DataError:
     return DataError(f"{shown(uri)} was changed while it was read; start again when nothing writes there")
 
 
-def _silent(uri: str, error: Exception) -> UnavailableError:
-    return UnavailableError(f"{shown(uri)}: the store does not answer ({type(error).__name__}). {_CHECK}")
-
-
-_CHECK = "Check the address (S3_ENDPOINT_URL) and the network, and run the same command again"
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Turn a failure to write to this machine's disk into a message."""
-    try:
-        yield
-    except (DataError, MachineError):
-        raise
-    except OSError as error:
-        raise MachineError(f"cannot write to {path}: {error.strerror or error}") from error
-
-
-class _LocalStore:
-    """Files of this machine, named by paths or `file://` URLs."""
-
-    def find(self, folder: str) -> Iterator[StoredFile]:
-        root = _path_of(folder)
-        for path in sorted(root.rglob("*")):
-            if path.is_file():
-                yield self._describe(f"{folder}{path.relative_to(root).as_posix()}", path)
-
-    def stat(self, uri: str) -> StoredFile:
-        with _local_errors(uri):
-            return self._describe(uri, _path_of(uri))
-
-    def _describe(self, uri: str, path: Path) -> StoredFile:
-        found = path.stat()
-        return StoredFile(uri, found.st_size, str(found.st_mtime_ns))
-
-    def read(self, uri: str, start: int, stop: int | None, version: str | None) -> bytes:
-        with _local_errors(uri), _path_of(uri).open("rb") as file:
-            if version is not None and str(os.fstat(file.fileno()).st_mtime_ns) != version:
-                raise _changed(uri)
-            file.seek(start)
-            return file.read(-1 if stop is None else max(0, stop - start))
-
-    def write(self, uri: str, content: bytes) -> None:
-        path = _path_of(uri)
-        with _writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, content)
-
-    def upload(self, path: Path, uri: str) -> None:
-        target = _path_of(uri)
-        with _writing(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_path(target) as partial:
-                shutil.copyfile(path, partial)
-
-    def download(self, uri: str, path: Path, parallel: int) -> None:
-        with _local_errors(uri), _path_of(uri).open("rb") as file, _writing(path), path.open("wb") as copy:
-            shutil.copyfileobj(file, copy, _CHUNK_BYTES)
-
-    def delete(self, uris: list[str]) -> None:
-        for uri in uris:
-            with _writing(_path_of(uri)):
-                _path_of(uri).unlink(missing_ok=True)
-
-
-def _path_of(uri: str) -> Path:
-    return Path(uri.removeprefix("file://"))
-
-
-@contextmanager
-def _local_errors(uri: str) -> Iterator[None]:
-    try:
-        yield
-    except (DataError, MachineError):
-        raise
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise _missing(uri) from error
-    except PermissionError as error:
-        raise _forbidden(uri) from error
-    except OSError as error:
-        raise MachineError(f"{uri} cannot be read: {error.strerror or error}") from error
+def _unavailable(uri: str, error: Exception | str | int) -> UnavailableError:
+    what = f"does not answer ({type(error).__name__})" if isinstance(error, Exception) else f"answers {error}"
+    return UnavailableError(
+        f"{shown(uri)}: the store {what}. Check the address (S3_ENDPOINT_URL) and the network, and run the same "
+        "command again"
+    )
 
 
 class _S3Store:
@@ -453,26 +341,27 @@ class _S3Store:
         self._profile = access.profile
         self._timeout = access.timeout if access.seconds is None else max(1.0, min(access.timeout, access.seconds))
 
-    def find(self, folder: str) -> Iterator[StoredFile]:
-        bucket, prefix = _bucket_and_key(folder)
-        wanted: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix, "MaxKeys": _PAGE_KEYS}
-        while True:
-            page = self._read(folder, lambda client: client.list_objects_v2(**wanted))
-            for entry in page.get("Contents", ()):
-                if not entry["Key"].endswith("/"):
-                    yield StoredFile(f"s3://{bucket}/{entry['Key']}", entry["Size"], entry.get("ETag", "").strip('"'))
-            if not page.get("NextContinuationToken"):
-                return
-            wanted["ContinuationToken"] = page["NextContinuationToken"]
+    def find(self, folder: str) -> list[StoredFile]:
+        bucket, prefix = _object(folder).values()
+
+        def request(client: Any) -> list[Any]:
+            pages = client.get_paginator("list_objects_v2").paginate(
+                Bucket=bucket, Prefix=prefix, PaginationConfig={"PageSize": _PAGE_KEYS}
+            )
+            return [entry for page in pages for entry in page.get("Contents", ())]
+
+        return [
+            StoredFile(f"s3://{bucket}/{entry['Key']}", entry["Size"], entry.get("ETag", "").strip('"'))
+            for entry in self._read(folder, request)
+            if not entry["Key"].endswith("/")
+        ]
 
     def stat(self, uri: str) -> StoredFile:
-        bucket, key = _bucket_and_key(uri)
-        head = self._read(uri, lambda client: client.head_object(Bucket=bucket, Key=key, **_payer(bucket)))
+        head = self._read(uri, lambda client: client.head_object(**_object(uri)))
         return StoredFile(uri, head["ContentLength"], head["ETag"].strip('"'))
 
     def read(self, uri: str, start: int, stop: int | None, version: str | None) -> bytes:
-        bucket, key = _bucket_and_key(uri)
-        wanted: dict[str, Any] = {"Bucket": bucket, "Key": key, **_payer(bucket)}
+        wanted = _object(uri)
         if version is not None:
             wanted["IfMatch"] = f'"{version}"'
         if start or (stop is not None and version is not None):
@@ -482,7 +371,7 @@ class _S3Store:
         def request(client: Any) -> bytes:
             answer = client.get_object(**wanted)
             body = answer["Body"].read(limit)
-            if len(body) != (answer["ContentLength"] if limit is None else min(limit, answer["ContentLength"])):
+            if limit is not None and len(body) < min(limit, answer["ContentLength"]):
                 raise ConnectionError("the transfer broke off")
             if version is not None and answer["ETag"].strip('"') != version:
                 raise _changed(uri)
@@ -490,75 +379,49 @@ class _S3Store:
 
         return self._read(uri, request)
 
+    def download(self, uri: str, path: Path, parallel: int) -> None:
+        from boto3.s3.transfer import TransferConfig
+
+        def request(client: Any) -> None:
+            if parallel > 1:
+                config = TransferConfig(max_concurrency=parallel)
+                client.download_file(**_object(uri), Filename=str(path), Config=config)
+                return
+            with path.open("wb") as file:
+                for chunk in client.get_object(**_object(uri))["Body"].iter_chunks(_CHUNK_BYTES):
+                    file.write(chunk)
+
+        self._read(uri, request)
+
     def write(self, uri: str, content: bytes) -> None:
-        bucket, key = _bucket_and_key(uri)
-        self._write(uri, lambda client: client.put_object(Bucket=bucket, Key=key, Body=content))
+        with self._errors(uri):
+            self._client().put_object(**_object(uri), Body=content)
 
     def upload(self, path: Path, uri: str) -> None:
         from boto3.s3.transfer import TransferConfig
 
-        bucket, key = _bucket_and_key(uri)
-        config = TransferConfig(max_concurrency=4)
-
-        def request(client: Any) -> None:
-            with path.open("rb") as file:
-                client.upload_fileobj(file, bucket, key, Config=config)
-
-        with _local_errors(str(path)):
-            self._write(uri, request)
-
-    def download(self, uri: str, path: Path, parallel: int) -> None:
-        bucket, key = _bucket_and_key(uri)
-
-        def in_one_request(client: Any) -> None:
-            answer = client.get_object(Bucket=bucket, Key=key, **_payer(bucket))
-            with path.open("wb") as file:
-                for chunk in answer["Body"].iter_chunks(_CHUNK_BYTES):
-                    file.write(chunk)
-                if file.tell() != answer["ContentLength"]:
-                    raise ConnectionError("the transfer broke off")
-
-        def in_parts(client: Any) -> None:
-            from boto3.s3.transfer import TransferConfig
-
-            config = TransferConfig(max_concurrency=parallel)
-            client.download_file(bucket, key, str(path), ExtraArgs=_payer(bucket), Config=config)
-
-        self._read(uri, in_one_request if parallel == 1 else in_parts)
+        with self._errors(uri), path.open("rb") as file:
+            self._client().upload_fileobj(file, **_object(uri), Config=TransferConfig(max_concurrency=4))
 
     def delete(self, uris: list[str]) -> None:
-        bucket = _bucket_and_key(uris[0])[0]
-        objects = [{"Key": _bucket_and_key(uri)[1]} for uri in uris]
-        self._write(
-            uris[0], lambda client: client.delete_objects(Bucket=bucket, Delete={"Objects": objects, "Quiet": True})
-        )
+        objects = {"Objects": [{"Key": _object(uri)["Key"]} for uri in uris], "Quiet": True}
+        with self._errors(uris[0]):
+            self._client().delete_objects(Bucket=_object(uris[0])["Bucket"], Delete=objects)
 
     def _read(self, uri: str, request: Callable[[Any], T]) -> T:
         """Make a request that a public bucket grants to anybody: without credentials where there are none."""
         from botocore.exceptions import ClientError, NoCredentialsError
 
-        def request_either_way(client: Any) -> T:
+        with self._errors(uri):
             try:
-                return request(client)
+                return request(self._client())
             except NoCredentialsError as error:
                 try:
                     return request(self._client(signed=False))
                 except ClientError as answer:
-                    if answer.response.get("ResponseMetadata", {}).get("HTTPStatusCode") in (401, 403):
+                    if _status(answer) in (401, 403):
                         raise error from answer
                     raise
-
-        return self._request(uri, request_either_way)
-
-    def _write(self, uri: str, request: Callable[[Any], Any]) -> None:
-        try:
-            self._request(uri, request)
-        except DataError as error:  # There is no such bucket, which is no fault of the data here.
-            raise MachineError(str(error)) from error
-
-    def _request(self, uri: str, request: Callable[[Any], T]) -> T:
-        with self._errors(uri):
-            return request(self._client())
 
     def _client(self, *, signed: bool = True) -> Any:
         try:
@@ -569,7 +432,7 @@ class _S3Store:
     @contextmanager
     def _errors(self, uri: str) -> Iterator[None]:
         import botocore.exceptions as aws
-        from boto3.exceptions import Boto3Error, S3UploadFailedError
+        from boto3.exceptions import Boto3Error
         from urllib3.exceptions import HTTPError
 
         try:
@@ -579,21 +442,17 @@ class _S3Store:
             raise MachineError(f"{shown(uri)}: no credentials were found; set {where}, or AWS_PROFILE") from error
         except aws.ClientError as error:
             raise self._answer(uri, error) from error
-        except S3UploadFailedError as error:
-            cause = error.__context__
-            raise (self._answer(uri, cause) if isinstance(cause, aws.ClientError) else _silent(uri, error)) from error
         except (
             *(aws.ConnectionError, aws.HTTPClientError, aws.IncompleteReadError, aws.ResponseStreamingError),
             *(Boto3Error, HTTPError, ConnectionError, TimeoutError),
         ) as error:
-            raise _silent(uri, error) from error
+            raise _unavailable(uri, error) from error
         except aws.BotoCoreError as error:
             raise MachineError(f"{shown(uri)}: the request failed ({type(error).__name__})") from error
 
     def _answer(self, uri: str, error: Any) -> Exception:
         """Make the error for one that the store answered with."""
-        code = str(error.response.get("Error", {}).get("Code", ""))
-        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        code, status = str(error.response.get("Error", {}).get("Code", "")), _status(error)
         if code == "NoSuchBucket":
             where = f" at {shown(self._endpoint)}" if self._endpoint else ""
             return DataError(
@@ -601,7 +460,7 @@ class _S3Store:
             )
         if status == 404:
             return _missing(uri)
-        if status == 412 or code == "PreconditionFailed":
+        if status == 412:
             return _changed(uri)
         if code in _CREDENTIAL_CODES:
             return MachineError(
@@ -611,21 +470,19 @@ class _S3Store:
         if status in (401, 403):
             return _forbidden(uri)
         if status >= 500 or status == 429 or code in _PASSING_CODES:
-            return UnavailableError(f"{shown(uri)}: the store answers {code or status}. {_CHECK}")
+            return _unavailable(uri, code or status)
         return MachineError(f"{shown(uri)}: the store refuses the request ({code or status})")
 
 
-def _bucket_and_key(uri: str) -> tuple[str, str]:
+def _status(error: Any) -> int:
+    return error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+
+
+def _object(uri: str) -> dict[str, str]:
     bucket, _, key = uri.partition("://")[2].partition("/")
     if not bucket:
         raise DataError(f"{shown(uri)} names no bucket; write s3://BUCKET/PREFIX")
-    return bucket, key
-
-
-def _payer(bucket: str) -> dict[str, str]:
-    """Arguments for a bucket whose requests we pay, as Streaming's variable names it."""
-    buckets = os.environ.get("MOSAICML_STREAMING_AWS_REQUESTER_PAYS", "").split(",")
-    return {"RequestPayer": "requester"} if bucket in buckets else {}
+    return {"Bucket": bucket, "Key": key}
 
 
 @functools.cache
@@ -648,12 +505,15 @@ def _s3_client(process: int, endpoint: str | None, profile: str | None, timeout:
 
 
 class _WebStore:
-    """Single files of web servers; ranges need a server that serves them."""
+    """Single files of web servers; ranges need a server that serves them.
+
+    Not fsspec's: it takes every failure for a missing file, and knows no versions.
+    """
 
     def __init__(self, access: Access) -> None:
         self._timeouts = (min(_CONNECT_SECONDS, access.timeout), access.timeout)
 
-    def find(self, folder: str) -> Iterator[StoredFile]:
+    def find(self, folder: str) -> list[StoredFile]:
         raise DataError(f"{shown(folder)}: a web server does not list folders; name single files")
 
     def stat(self, uri: str) -> StoredFile:
@@ -666,64 +526,42 @@ class _WebStore:
     def read(self, uri: str, start: int, stop: int | None, version: str | None) -> bytes:
         ranged = start > 0 or version is not None
         headers = {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"} if ranged else {}
-        with self._get(uri, headers) as answer, _web_errors(uri):
+        with self._get(uri, headers) as answer:
             if ranged and (answer.status_code != 206 or (version is not None and _web_version(answer) != version)):
                 raise _changed(uri)
             limit = None if stop is None else stop - start
             body = answer.raw.read(limit)
-            expected = _length(answer) if limit is None else min(limit, _length(answer))
-            if len(body) < expected:
+            if len(body) < (_length(answer) if limit is None else min(limit, _length(answer))):
                 raise ConnectionError("the transfer broke off")
             return body
 
     def download(self, uri: str, path: Path, parallel: int) -> None:
-        with self._get(uri, {}) as answer, _web_errors(uri), path.open("wb") as file:
+        with self._get(uri, {}) as answer, path.open("wb") as file:
             shutil.copyfileobj(answer.raw, file, _CHUNK_BYTES)
             if file.tell() < _length(answer):
                 raise ConnectionError("the transfer broke off")
 
-    def write(self, uri: str, content: bytes) -> None:
-        raise ConfigurationError(f"{shown(uri)}: files on a web server cannot be written")
-
-    def upload(self, path: Path, uri: str) -> None:
-        self.write(uri, b"")
-
-    def delete(self, uris: list[str]) -> None:
-        self.write(uris[0], b"")
-
     @contextmanager
     def _get(self, uri: str, headers: Mapping[str, str]) -> Iterator[Any]:
-        from requests.exceptions import InvalidURL
-        from urllib3.exceptions import LocationParseError
+        from requests.exceptions import InvalidURL, RequestException
+        from urllib3.exceptions import HTTPError, LocationParseError
 
+        headers = {"Accept-Encoding": "identity", **headers}
         try:
-            with _web_errors(uri):
-                answer = _web_session(os.getpid()).get(
-                    uri, headers={"Accept-Encoding": "identity", **headers}, stream=True, timeout=self._timeouts
-                )
+            with _web_session(os.getpid()).get(uri, headers=headers, stream=True, timeout=self._timeouts) as answer:
+                if answer.status_code in (401, 403):
+                    raise _forbidden(uri)
+                if answer.status_code >= 500 or answer.status_code == 429:
+                    raise _unavailable(uri, answer.status_code)
+                if answer.status_code >= 300:
+                    raise _missing(uri)
+                yield answer
+        except (DataError, MachineError):
+            raise
         except (InvalidURL, LocationParseError) as error:
             raise _missing(uri) from error
-        with answer:
-            if answer.status_code in (401, 403):
-                raise _forbidden(uri)
-            if answer.status_code >= 500 or answer.status_code == 429:
-                raise UnavailableError(f"{shown(uri)}: the server answers {answer.status_code}. {_CHECK}")
-            if answer.status_code >= 300:
-                raise _missing(uri)
-            yield answer
-
-
-@contextmanager
-def _web_errors(uri: str) -> Iterator[None]:
-    from requests.exceptions import InvalidURL, RequestException
-    from urllib3.exceptions import HTTPError, LocationParseError
-
-    try:
-        yield
-    except (InvalidURL, LocationParseError):
-        raise
-    except (RequestException, HTTPError, ConnectionError, TimeoutError) as error:
-        raise _silent(uri, error) from error
+        except (RequestException, HTTPError, ConnectionError, TimeoutError) as error:
+            raise _unavailable(uri, error) from error
 
 
 def _length(answer: Any) -> int:
@@ -740,15 +578,13 @@ def _web_session(process: int) -> Any:
     """Make a session for a process: forked ones must not share connections."""
     import requests
 
-    session = requests.Session()
-    session.max_redirects = 10
-    return session
+    return requests.Session()
 
 
 class _FsspecStore:
-    """What fsspec reaches. Downloads of `_STREAMING` are made by Streaming's clients.
+    """Files of this machine, and what fsspec reaches. Downloads of `_STREAMING` are made by Streaming's clients.
 
-    Any exception of such a client is a failure that may pass: each has its own.
+    Any exception of a remote client is a failure that may pass: each has its own.
     """
 
     def __init__(self, scheme: str, access: Access) -> None:
@@ -765,16 +601,15 @@ class _FsspecStore:
 
     def find(self, folder: str) -> Iterator[StoredFile]:
         files = self._files
-        with _client_errors(folder):
+        with self._errors(folder):
             found = files.find(folder, detail=True, refresh=True)
         root = files._strip_protocol(folder).strip("/")
         for path, entry in found.items():
-            yield StoredFile(
-                folder + path.lstrip("/").removeprefix(root).lstrip("/"), entry["size"], _fsspec_version(entry)
-            )
+            name = path.lstrip("/").removeprefix(root).lstrip("/")
+            yield StoredFile(folder + name, entry["size"], _fsspec_version(entry))
 
     def stat(self, uri: str) -> StoredFile:
-        with _client_errors(uri):
+        with self._errors(uri):
             entry = self._files.info(uri, refresh=True)
         if entry["type"] != "file":
             raise _missing(uri)
@@ -784,54 +619,39 @@ class _FsspecStore:
         found = self.stat(uri)
         if version is not None and found.version != version:
             raise _changed(uri)
-        with _client_errors(uri):
+        with self._errors(uri):
             return self._files.cat_file(uri, start=start, end=found.size if stop is None else min(stop, found.size))
 
-    def write(self, uri: str, content: bytes) -> None:
-        with _client_errors(uri):
-            self._files.pipe_file(uri, content)
-
-    def upload(self, path: Path, uri: str) -> None:
-        with _client_errors(uri):
-            self._files.put_file(str(path), uri)
-
     def download(self, uri: str, path: Path, parallel: int) -> None:
-        if self._scheme not in _STREAMING:
-            with _client_errors(uri):
+        with self._errors(uri):
+            if self._scheme not in _STREAMING:
                 self._files.get_file(uri, str(path))
-            return
-        from streaming.base.storage import CloudDownloader
-
-        client = CloudDownloader.get(uri)
-        with _client_errors(uri):
+                return
             try:
+                root = "/".join(uri.split("/")[:3])
+                client = _streaming_client(os.getpid(), threading.get_ident(), root)
                 client.download(uri, str(path), self._timeout)
-            finally:
-                client.clean_up()
+            except Exception:
+                _streaming_client.cache_clear()  # The connection may be broken.
                 path.with_name(f"{path.name}.tmp").unlink(missing_ok=True)  # Of some clients.
+                raise
 
-    def delete(self, uris: list[str]) -> None:
-        for uri in uris:
-            with _client_errors(uri), contextlib.suppress(FileNotFoundError):
-                self._files.rm_file(uri)
-
-
-@contextmanager
-def _client_errors(uri: str) -> Iterator[None]:
-    try:
-        yield
-    except (DataError, MachineError):
-        raise
-    except FileNotFoundError as error:
-        raise _missing(uri) from error
-    except PermissionError as error:
-        raise _forbidden(uri) from error
-    except ImportError as error:
-        raise MachineError(f"{shown(uri)} needs a package: {error}; install it with pip") from error
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    @contextmanager
+    def _errors(self, uri: str) -> Iterator[None]:
+        try:
+            yield
+        except (DataError, MachineError):
             raise
-        raise _silent(uri, error) from error
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            raise _missing(uri) from error
+        except PermissionError as error:
+            raise _forbidden(uri) from error
+        except ImportError as error:
+            raise MachineError(f"{shown(uri)} needs a package: {error}; install it with pip") from error
+        except Exception as error:
+            if isinstance(error, OSError) and (self._scheme == "file" or error.errno in (errno.ENOSPC, errno.EDQUOT)):
+                raise MachineError(f"{shown(uri)} cannot be read or copied: {error.strerror or error}") from error
+            raise _unavailable(uri, error) from error
 
 
 def _fsspec_version(entry: Mapping[str, Any]) -> str:
@@ -840,49 +660,9 @@ def _fsspec_version(entry: Mapping[str, Any]) -> str:
     return next((str(entry[name]) for name in known if entry.get(name)), "")
 
 
-class _RangeFile(io.RawIOBase):
-    """A remote file that is read by ranges."""
+@functools.lru_cache(maxsize=32)
+def _streaming_client(process: int, thread: int, root: str) -> Any:
+    """Make a client of a store for a thread: it keeps its connection from file to file."""
+    from streaming.base.storage import CloudDownloader
 
-    def __init__(self, file: StoredFile, access: Access | None) -> None:
-        super().__init__()
-        self._file, self._access, self._position = file, access, 0
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def tell(self) -> int:
-        """Return the position in bytes."""
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Set the position; return it."""
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size}[whence]
-        self._position = max(0, start + offset)
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill a buffer with what one request yields; return the number of bytes, 0 at the end."""
-        view = memoryview(buffer).cast("B")
-        stop = min(self._position + len(view), self._position + BLOCK_BYTES, self._file.size)
-        if stop <= self._position:
-            return 0
-        data = read(self._file.uri, self._position, stop, version=self._file.version, access=self._access)
-        if len(data) != stop - self._position:
-            raise _changed(self._file.uri)
-        view[: len(data)] = data
-        self._position += len(data)
-        return len(data)
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        """Return exactly `size` bytes unless the file ends, which Arrow relies on."""
-        rest = max(0, self._file.size - self._position)
-        data = bytearray(rest if size is None or size < 0 else min(size, rest))
-        filled = 0
-        while filled < len(data):
-            filled += self.readinto(memoryview(data)[filled:])
-        return bytes(data)
+    return CloudDownloader.get(root)

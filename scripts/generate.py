@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffusion.errors import ConfigurationError, MachineError, error_context
-from diffusion.launch import CommandParser, check_device, named_device, run_command
+from diffusion.launch import CommandParser, choose_device, run_command
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -131,8 +131,7 @@ def main() -> None:
     arguments = parse_arguments()
     prompts = read_prompts(arguments)
     check_arguments(arguments)
-    device = named_device(arguments.device)
-    check_device(device)
+    device = choose_device(arguments.device)
     open_folder(arguments.out)
 
     from diffusion.loading import load_model

@@ -50,9 +50,9 @@ def main() -> None:
     config = load_config_of(checkpoint)
     folders = find_folders(config, options.data)
     order = build_order(config, folders)
-    position = read_position(checkpoint)
-    check_order(order, position.order)
-    counts = times_seen(order, position.num_steps, progress=not options.quiet)
+    num_steps, fingerprint = read_position(checkpoint)
+    check_order(order, fingerprint)
+    counts = times_seen(order, num_steps, progress=not options.quiet)
     runs = (checkpoint.parent.parent, Path(config.output_folder).expanduser())  # Of a run in a store: the second.
     bad = next((found for run in runs if (found := read_bad_images(run / FILE))), [])
     apply_substitutes(config, folders, counts, bad)
@@ -69,7 +69,7 @@ def main() -> None:
             by_source[one.source] += one.times
             by_licence[licence or "(none given)"] += one.times
             num_seen += 1
-    print(f"{checkpoint}: {position.num_steps} steps of {config.data.global_batch_size} samples")
+    print(f"{checkpoint}: {num_steps} steps of {config.data.global_batch_size} samples")
     print(f"{num_seen} images were seen, {sum(by_source.values())} times together; each is listed in {options.out}")
     for title, counter in (("source", by_source), ("licence", by_licence)):
         print(f"\n{title:<40} samples")

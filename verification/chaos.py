@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diffusion.callbacks.run_record import STARTS
+from diffusion.callbacks.metrics_file import STARTS
 from diffusion.operations.events import read_events
 from diffusion.operations.heartbeats import HeartbeatRecord
 from verification.faults import FAULTS, Scene

@@ -13,8 +13,8 @@ from typing import TypeVar
 import yaml
 
 from diffusion.checkpointing.layout import INDEX, batch_of, is_half_written, list_checkpoints, remove_copy
-from diffusion.checkpointing.read import UnsafeCheckpointError, check_contents, read_entries
-from diffusion.checkpointing.remote import READ_PATIENCE, RemoteCheckpoints
+from diffusion.checkpointing.read import UnsafeCheckpointError, check_contents, read_index, stored_files
+from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoints
 from diffusion.config.stores import is_store
 from diffusion.errors import ConfigurationError, DataError
 
@@ -46,11 +46,7 @@ def find_damage(path: Path) -> str | None:
 
 
 def _find_short_file(checkpoint: Path) -> str | None:
-    """Compare the sizes of files with where the entries in them end."""
-    ends: dict[str, int] = {}
-    for entry in read_entries(checkpoint):
-        ends[entry.file] = max(ends.get(entry.file, 0), entry.offset + entry.length)
-    for file, end in sorted(ends.items()):
+    for file, end in sorted(stored_files(read_index(checkpoint)).items()):
         path = checkpoint / file
         if not path.is_file():
             return f"{file} is missing"
@@ -89,11 +85,6 @@ def find_checkpoints(folder: Path) -> list[Path]:
     return [path for path in list_checkpoints(folder) if is_complete(path)]
 
 
-def find_newest(folder: Path, check: Callable[[Path], None] = _check_whole) -> Path | None:
-    """Find the newest checkpoint of a run's `checkpoints` folder that passes a check, as `newest_that_passes` does."""
-    return newest_that_passes(list_checkpoints(folder), check)
-
-
 def newest_that_passes(checkpoints: Sequence[T], check: Callable[[T], None]) -> T | None:
     """Find the newest checkpoint that passes a check; the damaged ones that are skipped are logged.
 
@@ -107,12 +98,11 @@ def newest_that_passes(checkpoints: Sequence[T], check: Callable[[T], None]) -> 
     for checkpoint in reversed(checkpoints):
         try:
             check(checkpoint)
+            return checkpoint
         except UnsafeCheckpointError:
             raise
         except DataError as error:
             log.warning("skipping checkpoint %s: %s", checkpoint, error)
-        else:
-            return checkpoint
     return None
 
 
@@ -132,20 +122,20 @@ def resolve_checkpoint(location: str) -> Path:
     if is_store(location):
         return _download(location.rstrip("/"))
     path = Path(location).expanduser()
-    if elsewhere := _checkpoint_folder(path):
+    if elsewhere := checkpoint_folder(path):
         return resolve_checkpoint(elsewhere)
     if path.is_file() or (path / INDEX).is_file():
         if damage := find_damage(path):
             raise ConfigurationError(f"checkpoint {path} is not whole ({damage}): choose another one")
         return path
     for folder in (path, path / "checkpoints"):
-        if found := find_newest(folder):
+        if found := newest_that_passes(list_checkpoints(folder), _check_whole):
             return found
     problem = "holds no complete checkpoint" if path.exists() else "does not exist"
     raise ConfigurationError(f"{path} {problem}: give a checkpoint, a run's folder, or its `checkpoints` folder")
 
 
-def _checkpoint_folder(run: Path) -> str | None:
+def checkpoint_folder(run: Path) -> str | None:
     """The folder or URI of a run's checkpoints, if it is not in the run's folder."""
     path = run / "config.yaml"
     if not path.is_file():
@@ -157,7 +147,7 @@ def _checkpoint_folder(run: Path) -> str | None:
 def _download(uri: str) -> Path:
     parent, _, name = uri.rpartition("/")
     is_named = batch_of(Path(name)) >= 0
-    remote = RemoteCheckpoints(parent if is_named else uri, patience=READ_PATIENCE)
+    remote = RemoteCheckpoints(parent if is_named else uri, timeout=READ_TIMEOUT)
     whole = [found for found in remote.present() if found.is_complete and (not is_named or found.name == name)]
     if not whole:
         raise ConfigurationError(f"{uri} holds no complete checkpoint: give s3://bucket/prefix of a run's checkpoints")

@@ -18,7 +18,7 @@ from diffusion.files import PARTIAL
 log = logging.getLogger(__name__)
 
 INDEX = ".metadata"
-CHECKSUMS = "checksums.json"
+CHECKSUMS, CHECKSUM_KIND = "checksums.json", "xxh64"
 
 _NAME = re.compile(r"ep(\d+)-ba(\d+)(\.pt)?")
 

@@ -1,8 +1,8 @@
 """Reading of checkpoints, in which no code of theirs is run.
 
 The index of a sharded checkpoint is a pickle. Torch and Composer read it, the entries that are not tensors, and whole
-`.pt` files with the full power of pickle. So `check_contents` reads each of them before, with unpicklers that know
-nothing but what a checkpoint consists of.
+`.pt` files with the full power of pickle. So `check_contents` reads each of them before: the index with an unpickler
+that knows nothing but what an index consists of, the rest with torch's `weights_only`.
 """
 
 import datetime
@@ -12,45 +12,37 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 import torch
 from numpy._core.multiarray import _reconstruct, scalar  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as index_classes
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.serialization import _get_layout
 from torch.torch_version import TorchVersion
 
-from diffusion.checkpointing.checksums import check_checksums
-from diffusion.checkpointing.layout import INDEX
+from diffusion.checkpointing.layout import CHECKSUM_KIND, CHECKSUMS, INDEX
 from diffusion.config.model import Weights
 from diffusion.errors import DataError
-from diffusion.models.stored_weights import StoredWeights
-
-_METADATA = "torch.distributed.checkpoint.metadata"
-_INDEX_CLASSES = {
-    *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
-    *((_METADATA, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
-    (_METADATA, "TensorProperties"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
-    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")),
-}
-"""What an index consists of, beside dtypes and plain containers."""
+from diffusion.files import hash_file
 
 _NUMPY_TYPES = [np.ndarray, np.dtype, _reconstruct, scalar, *(type(np.dtype(kind)) for kind in "?bhilqBHILQefd")]
 _SAFE_TYPES = [datetime.timedelta, TorchVersion, *_NUMPY_TYPES]
 """What Composer stores beside tensors and plain containers."""
+
+_NUM_THREADS = 8
 
 _DAMAGE = (
     pickle.UnpicklingError,
@@ -81,46 +73,54 @@ class _Sealed(type):
         raise pickle.UnpicklingError(f"{cls.__name__}.{name} must not be assigned")
 
 
-class _Inert(metaclass=_Sealed):
-    """Takes the place of a class of the index: keeps what the pickle gives it and does nothing."""
-
-    arguments: tuple[Any, ...] = ()
-    content: Any = None
-
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-
-    def __setstate__(self, state: Any) -> None:
-        self.content = state
+def _sealed(make: Callable[..., Any]) -> type:
+    """Make a class whose calls return what `make` returns, in the place of a class or function of the index."""
+    return _Sealed(make.__name__, (), {"__new__": lambda cls, *arguments: make(*arguments)})
 
 
-_INERT = {(module, name): _Sealed(name, (_Inert,), {}) for module, name in _INDEX_CLASSES}
+def _sealed_dataclass(kind: type) -> type:
+    """Make a class whose new objects are empty ones of `kind`, which the pickle fills."""
+    return _Sealed(kind.__name__, (), {"__new__": lambda cls: object.__new__(kind)})
+
+
+_METADATA = index_classes.__name__
+_INDEX_CLASSES = {
+    **{
+        (_METADATA, name): _sealed_dataclass(getattr(index_classes, name))
+        for name in (
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+        )
+    },
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _sealed(index_classes._MEM_FORMAT_ENCODING),
+    (_StorageInfo.__module__, "_StorageInfo"): _sealed_dataclass(_StorageInfo),
+    ("torch.serialization", "_get_layout"): _sealed(_get_layout),
+    ("torch", "Size"): _sealed(torch.Size),
+    **{
+        (module, name): _sealed(PurePosixPath)
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "PurePosixPath")
+    },
+}
+"""What an index consists of, beside dtypes and plain containers."""
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Reads an index into inert objects."""
-
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return name
-        if (found := _INERT.get((module, name))) is None:
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        if (found := _INDEX_CLASSES.get((module, name))) is None:
             raise UnsafeCheckpointError(f"{module}.{name} does not belong in it")
         return found
 
 
-@dataclass(frozen=True)
-class StoredEntry:
-    """Location of an entry of a sharded checkpoint."""
-
-    name: str
-    file: str
-    offset: int
-    length: int
-    is_tensor: bool
-
-
-def read_entries(checkpoint: Path) -> list[StoredEntry]:
-    """List the entries of a sharded checkpoint from its index.
+def read_index(checkpoint: Path) -> Metadata:
+    """Read the index of a sharded checkpoint.
 
     Raises:
         UnsafeCheckpointError: the index would run code, or names files outside of the folder.
@@ -129,25 +129,36 @@ def read_entries(checkpoint: Path) -> list[StoredEntry]:
     path = checkpoint / INDEX
     try:
         with path.open("rb") as file:
-            return list(_entries(_IndexUnpickler(file).load()))
+            index = _IndexUnpickler(file).load()
+        _check_index(index)
     except UnsafeCheckpointError as error:
         raise UnsafeCheckpointError(f"{path} is not the index of a checkpoint: {error}. Nothing was loaded") from error
     except _DAMAGE as error:
         raise DataError(f"{path} is not the index of a checkpoint: {error}. Nothing was loaded") from error
+    return index
 
 
-def _entries(index: Any) -> Iterator[StoredEntry]:
-    stored = index.content["state_dict_metadata"]
-    for key, location in index.content["storage_data"].items():
-        name, file = key.content["fqn"], location.content["relative_path"]
-        offset, length = location.content["offset"], location.content["length"]
+def _check_index(index: Metadata) -> None:
+    if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
+        raise TypeError("it has another form")
+    for key, entry in index.storage_data.items():
+        file, offset, length = entry.relative_path, entry.offset, entry.length
         if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
             raise UnsafeCheckpointError(f"it names the file {file!r}, outside of its folder")
-        if location.content.get("transform_descriptors"):
-            raise UnsafeCheckpointError(f"it names a transformation of {name}, which this package never writes")
+        if vars(entry).get("transform_descriptors"):
+            raise UnsafeCheckpointError(f"it names a transformation of {key.fqn}, which this package never writes")
         if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-            raise ValueError(f"{name} is at {offset!r}, {length!r}")
-        yield StoredEntry(name, file, offset, length, type(stored[name]).__name__ == "TensorStorageMetadata")
+            raise ValueError(f"{key.fqn} is at {offset!r}, {length!r}")
+        if key.fqn not in index.state_dict_metadata:
+            raise ValueError(f"{key.fqn} has no description")
+
+
+def stored_files(index: Metadata) -> dict[str, int]:
+    """The files of a sharded checkpoint, each with the least number of its bytes."""
+    ends: dict[str, int] = {}
+    for entry in index.storage_data.values():
+        ends[entry.relative_path] = max(ends.get(entry.relative_path, 0), entry.offset + entry.length)
+    return ends
 
 
 class SafeReader(FileSystemReader):
@@ -159,8 +170,9 @@ class SafeReader(FileSystemReader):
         Raises:
             DataError: it is damaged, or would run code.
         """
-        read_entries(Path(self.path))
-        return super().read_metadata()
+        index = read_index(Path(self.path))
+        index.storage_meta = StorageMeta(load_id=self.load_id)
+        return index
 
 
 # Files and entries
@@ -176,7 +188,7 @@ def load_safely(source: Path | io.BytesIO, name: str, *, mmap: bool = False) -> 
 
     Raises:
         UnsafeCheckpointError: it holds something else, which might run code.
-        DataError: it is damaged.
+        DataError: it is damaged, or in a form that is not read.
     """
     with torch.serialization.safe_globals(_SAFE_TYPES):
         try:
@@ -186,7 +198,8 @@ def load_safely(source: Path | io.BytesIO, name: str, *, mmap: bool = False) -> 
                 raise UnsafeCheckpointError(
                     f"{name}: it holds {rejected[1]}, which does not belong in a checkpoint. Nothing was loaded"
                 ) from error
-            raise DataError(f"{name} is damaged: {_reason(error)}") from error
+            problem = "holds what this version does not read" if "Unsupported" in str(error) else "is damaged"
+            raise DataError(f"{name} {problem}: {_reason(error)}") from error
 
 
 def _reason(error: BaseException) -> str:
@@ -205,25 +218,6 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         self.state_dict[key] = content
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[key], content)
-
-
-def load_sharded(content: dict[str, Any], checkpoint: Path) -> None:
-    """Fill a flat dictionary in place with entries of a sharded checkpoint, in this process alone.
-
-    Args:
-        content: tensors to read into, and None for other entries, by the keys of the checkpoint.
-        checkpoint: its folder.
-
-    Raises:
-        DataError: an entry is damaged, or would run code.
-    """
-    planner = SafeLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no_dist asks for that.
-            load(content, storage_reader=SafeReader(checkpoint), planner=planner, no_dist=True)
-    except CheckpointException as error:
-        raise as_data_error(error, checkpoint) from error
 
 
 def as_data_error(error: CheckpointException, checkpoint: Path | str) -> DataError:
@@ -250,134 +244,146 @@ def check_contents(checkpoint: Path, *, thoroughly: bool = True) -> None:
         UnsafeCheckpointError: it would run code.
         DataError: it is damaged.
     """
+    if thoroughly or not checkpoint.is_dir():
+        check_bytes(checkpoint)
     if not checkpoint.is_dir():
-        check_bytes(checkpoint)
+        load_safely(checkpoint, str(checkpoint), mmap=True)
         return
-    entries = [entry for entry in read_entries(checkpoint) if not entry.is_tensor]
-    for file in sorted({entry.file for entry in entries}):
-        _check_entries(checkpoint / file, [entry for entry in entries if entry.file == file])
-    if thoroughly:
-        check_bytes(checkpoint)
+    index = read_index(checkpoint)
+    entries = defaultdict(list)
+    for key, entry in index.storage_data.items():
+        if not isinstance(index.state_dict_metadata[key.fqn], TensorStorageMetadata):
+            entries[checkpoint / entry.relative_path].append((key.fqn, entry))
+    for path, stored in entries.items():
+        try:
+            with path.open("rb") as file:
+                for key, entry in stored:
+                    file.seek(entry.offset)
+                    load_safely(io.BytesIO(file.read(entry.length)), f"{path}, entry {key}")
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def check_bytes(checkpoint: Path) -> None:
-    """Compare a checkpoint with its checksums.
+    """Compare a checkpoint with its checksums: those in a file's archive, or those beside a folder's files.
 
     Raises:
-        UnsafeCheckpointError: it would run code.
+        UnsafeCheckpointError: its index would run code.
         DataError: its bytes have changed.
     """
-    if not checkpoint.is_dir():
-        _check_file(checkpoint)
+    if checkpoint.is_dir():
+        _check_checksums(checkpoint, {INDEX, *stored_files(read_index(checkpoint))})
         return
-    check_checksums(checkpoint, {INDEX, *(entry.file for entry in read_entries(checkpoint))})
-
-
-def _check_entries(path: Path, entries: list[StoredEntry]) -> None:
     try:
-        with path.open("rb") as file:
-            for entry in entries:
-                file.seek(entry.offset)
-                load_safely(io.BytesIO(file.read(entry.length)), f"{path}, entry {entry.name}")
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _check_file(path: Path) -> None:
-    """Compare a `.pt` checkpoint with the checksums in its archive, and look for code."""
-    try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(checkpoint) as archive:
             damaged = archive.testzip()
     except _DAMAGE as error:
-        raise DataError(f"{path} is damaged: {error}") from error
+        raise DataError(f"{checkpoint} is damaged: {error}") from error
     if damaged is not None:
-        raise DataError(f"{path} is damaged: {damaged} does not have its checksum")
-    load_safely(path, str(path), mmap=True)
+        raise DataError(f"{checkpoint} is damaged: {damaged} does not have its checksum")
+
+
+def read_checksums(folder: Path) -> dict[str, str] | None:
+    """Read the checksums of a folder's files, by name; None where none were written.
+
+    Raises:
+        DataError: they are damaged.
+    """
+    path = folder / CHECKSUMS
+    try:
+        return {str(name): str(entry[CHECKSUM_KIND]) for name, entry in json.loads(path.read_bytes()).items()}
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DataError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _check_checksums(folder: Path, files: Iterable[str]) -> None:
+    """Read files entirely, several at a time, and compare them with their checksums, if any were written."""
+    stored = read_checksums(folder)
+    if stored is None:
+        return
+    names = sorted(files)
+    if missing := [name for name in names if name not in stored]:
+        raise DataError(f"{folder / CHECKSUMS} has no checksum of {missing[0]}")
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        for name, checksum in zip(names, pool.map(lambda name: _checksum(folder / name), names), strict=True):
+            if checksum != stored[name]:
+                raise DataError(f"{folder / name} does not have its checksum: its bytes have changed")
+
+
+def _checksum(path: Path) -> str:
+    try:
+        return hash_file(path, CHECKSUM_KIND)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
 
 # What a checkpoint holds
 
 
-@dataclass(frozen=True, kw_only=True)
 class StoredState:
-    """The entries of a checkpoint by dotted keys such as `state.model.unet.conv_in.weight`, read on request.
+    """The entries of a checkpoint by dotted keys such as `state.model.unet.conv_in.weight`, read in one process.
 
     Sharded checkpoints and files have the same keys.
-    """
 
-    entries: dict[str, Tensor | None]
-    """Tensors of the meta device; None for entries that are not tensors."""
-
-    read: Callable[[Collection[str]], dict[str, Any]]
-    """Reads the entries of some keys, to the CPU."""
-
-    def read_below(self, prefix: str) -> dict[str, Any]:
-        """Read all entries whose keys begin with a prefix, by the rest of their keys."""
-        content = self.read([key for key in self.entries if key.startswith(prefix)])
-        return {key.removeprefix(prefix): value for key, value in content.items()}
-
-
-def open_state(checkpoint: Path) -> StoredState:
-    """Open a checkpoint in one process.
+    Args:
+        checkpoint: file or folder.
 
     Raises:
         DataError: its index is damaged, or would run code; or the file is.
     """
-    return _open_folder(checkpoint) if checkpoint.is_dir() else _open_file(checkpoint)
 
+    def __init__(self, checkpoint: Path) -> None:
+        self._checkpoint = checkpoint
+        if checkpoint.is_dir():
+            self._entries: dict[str, Any] = read_index(checkpoint).state_dict_metadata
+        else:
+            self._entries = dict(_flatten(load_safely(checkpoint, f"checkpoint {checkpoint}", mmap=True)))
 
-def _open_folder(checkpoint: Path) -> StoredState:
-    stored = SafeReader(checkpoint).read_metadata().state_dict_metadata
-    entries = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-        if isinstance(entry, TensorStorageMetadata)
-        else None
-        for key, entry in stored.items()
-    }
+    def keys(self, prefix: str = "") -> list[str]:
+        """List the keys with a prefix."""
+        return [key for key in self._entries if key.startswith(prefix)]
 
-    def read(keys: Collection[str]) -> dict[str, Any]:
-        shapes = {key: entries[key] for key in keys}
+    def read(self, keys: Collection[str]) -> dict[str, Any]:
+        """Read entries to the CPU.
+
+        Raises:
+            DataError: an entry is damaged, or would run code.
+        """
+        entries = {key: self._entries[key] for key in keys}
+        if not self._checkpoint.is_dir():
+            return {key: value.clone() if isinstance(value, Tensor) else value for key, value in entries.items()}
         content = {
-            key: None if shape is None else torch.empty_like(shape, device="cpu") for key, shape in shapes.items()
+            key: torch.empty(entry.size, dtype=entry.properties.dtype)
+            if isinstance(entry, TensorStorageMetadata)
+            else None
+            for key, entry in entries.items()
         }
-        if content:
-            load_sharded(content, checkpoint)
+        planner = SafeLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no_dist asks for that.
+                load(content, storage_reader=SafeReader(self._checkpoint), planner=planner, no_dist=True)
+        except CheckpointException as error:
+            raise as_data_error(error, self._checkpoint) from error
         return content
 
-    return StoredState(entries=entries, read=read)
+    def read_below(self, prefix: str) -> dict[str, Any]:
+        """Read all entries whose keys begin with a prefix, by the rest of their keys."""
+        return {key.removeprefix(prefix): value for key, value in self.read(self.keys(prefix)).items()}
 
 
-def _open_file(checkpoint: Path) -> StoredState:
-    content = dict(flatten(load_safely(checkpoint, f"checkpoint {checkpoint}", mmap=True)))
-
-    def read(keys: Collection[str]) -> dict[str, Any]:
-        values = {key: content[key] for key in keys}
-        return {key: value.clone() if isinstance(value, Tensor) else value for key, value in values.items()}
-
-    entries = {
-        key: torch.empty_like(value, device="meta") if isinstance(value, Tensor) else None
-        for key, value in content.items()
-    }
-    return StoredState(entries=entries, read=read)
-
-
-def flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """The values in nested dictionaries and lists, by dotted keys."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
     if items is None:
         yield key, value
         return
     for name, content in items:
-        yield from flatten(content, f"{key}.{name}" if key else str(name))
-
-
-def read_all(checkpoint: Path) -> dict[str, Any]:
-    """Read everything in a checkpoint, in one process, by dotted keys such as `state.model.unet.conv_in.weight`.
-
-    Raises:
-        DataError: the checkpoint is damaged, or would run code.
-    """
-    return open_state(checkpoint).read_below("")
+        yield from _flatten(content, f"{key}.{name}" if key else str(name))
 
 
 def read_record(checkpoint: Path) -> dict[str, Any]:
@@ -386,48 +392,34 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
     Raises:
         DataError: the checkpoint is damaged, or was not written by this package.
     """
-    record = open_state(checkpoint).read_below("state.callbacks.RunRecord.")
+    record = StoredState(checkpoint).read_below("state.callbacks.RunRecord.")
     if "config" not in record:
         raise DataError(f"checkpoint {checkpoint} has no configuration: it was not written by this package")
     return record
 
 
-@dataclass(frozen=True, kw_only=True)
-class Position:
-    """The progress of a run."""
-
-    num_steps: int
-    """Optimizer steps that were done."""
-
-    order: dict[str, str | int | None]
-    """Fingerprint of the order of its samples (`diffusion.datasets.sample_order.GlobalOrder.fingerprint`)."""
-
-
-def read_position(checkpoint: Path) -> Position:
-    """Read the progress of a run at a checkpoint.
+def read_position(checkpoint: Path) -> tuple[int, dict[str, str | int | None]]:
+    """Read the number of optimizer steps before a checkpoint, and the fingerprint of the order of its samples.
 
     Raises:
         DataError: the checkpoint is damaged, or of a run whose data was not in this package's order.
     """
-    keys = {"steps": "state.timestamp.Timestamp.batch", "order": "state.dataset_state.train.order"}
-    state = open_state(checkpoint)
-    found = state.read([key for key in keys.values() if key in state.entries])
-    steps, order = found.get(keys["steps"]), found.get(keys["order"])
+    state = StoredState(checkpoint)
+    steps = state.read_below("state.timestamp.Timestamp.").get("batch")
+    order = state.read_below("state.dataset_state.train.").get("order")
     if not isinstance(steps, int) or not isinstance(order, str):
         raise DataError(f"checkpoint {checkpoint} does not record the order of its samples")
-    return Position(num_steps=steps, order=json.loads(order))
+    return steps, json.loads(order)
 
 
 # The U-Net's weights
 
-_UNET = "unet."
 _MODEL = "state.model."
 _AVERAGES = "state.callbacks.LateStartEMA."
-_LABELS = f"{_AVERAGES}labels"
 
 
-def open_unet(checkpoint: Path, weights: str, *, is_checked: bool = False) -> StoredWeights:
-    """Open the U-Net's weights of a checkpoint, in one process, after a comparison with its checksums.
+def read_unet(checkpoint: Path, weights: str, *, is_checked: bool = False) -> dict[str, Tensor]:
+    """Read the U-Net's weights of a checkpoint, in one process, after a comparison with its checksums.
 
     An average holds the trained weights; frozen ones are those of the model.
 
@@ -437,33 +429,26 @@ def open_unet(checkpoint: Path, weights: str, *, is_checked: bool = False) -> St
         is_checked: the checksums have been compared on this node.
 
     Returns:
-        Weights by the U-Net's own parameter names.
+        Weights on the CPU by the U-Net's own parameter names.
 
     Raises:
         DataError: the checkpoint is damaged, or holds no such average.
     """
     if not is_checked:
         check_bytes(checkpoint)
-    state = open_state(checkpoint)
-    shapes = {key: tensor for key, tensor in state.entries.items() if tensor is not None}
-    stored = StoredWeights(source=f"checkpoint {checkpoint}", shapes=shapes, read=state.read)
-    module = f"{_MODEL}module." if any(name.startswith(f"{_MODEL}module.") for name in shapes) else _MODEL
-    raw = stored.below(module + _UNET)
+    state = StoredState(checkpoint)
+    model = f"{_MODEL}module.unet." if state.keys(f"{_MODEL}module.") else f"{_MODEL}unet."
     if weights == Weights.raw:
-        if not raw.shapes:
+        if not state.keys(model):
             raise DataError(f"checkpoint {checkpoint} holds no U-Net")
-        return raw
-    labels = str(state.read([_LABELS])[_LABELS]).split() if _LABELS in state.entries else []
+        return state.read_below(model)
+    labels = str(state.read_below(f"{_AVERAGES}labels").get("", "")).split()
     if weights != Weights.ema and weights not in labels:
         there = f"holds {', '.join(labels)}" if labels else "holds no averages (they had not started)"
         raise DataError(f"checkpoint {checkpoint} {there}, but not the average {weights}: choose another one")
     is_first = weights == Weights.ema or weights == labels[0]
-    average = stored.below(_AVERAGES + ("averages." if is_first else f"others.{weights}.") + _UNET)
-    if not average.shapes:
+    average = state.read_below(_AVERAGES + ("averages.unet." if is_first else f"others.{weights}.unet."))
+    if not average:
         raise DataError(f"checkpoint {checkpoint} holds no average of the weights (it had not started)")
-    return average.over(raw)
-
-
-def read_unet(checkpoint: Path, weights: str) -> dict[str, Tensor]:
-    """Read the weights that `open_unet` opens."""
-    return open_unet(checkpoint, weights).read_all()
+    frozen = [key for key in state.keys(model) if key.removeprefix(model) not in average]
+    return {key.removeprefix(model): value for key, value in state.read(frozen).items()} | average

@@ -16,15 +16,12 @@ from pathlib import Path
 from diffusion import storage
 from diffusion.checkpointing.layout import CHECKSUMS, INDEX, batch_of
 from diffusion.files import PARTIAL
-from diffusion.storage import Access, StoredFile
+from diffusion.storage import FIRST_CONTACT, Access, StoredFile
 
 log = logging.getLogger(__name__)
 
-READ_PATIENCE = 120.0
+READ_TIMEOUT = 120.0
 """Seconds for which requests that fail are repeated when a checkpoint is only read."""
-
-FIRST_CONTACT = 20.0
-"""Seconds for which the start of a run repeats requests, at most: a wrong address is reported soon."""
 
 _PARALLEL_DOWNLOADS = 4
 
@@ -66,12 +63,12 @@ class RemoteCheckpoints:
 
     Args:
         uri: `s3://bucket/prefix`.
-        patience: seconds for which requests that fail are repeated.
+        timeout: seconds for which requests that fail are repeated.
     """
 
-    def __init__(self, uri: str, *, patience: float) -> None:
+    def __init__(self, uri: str, *, timeout: float) -> None:
         self.uri = uri.rstrip("/")
-        self._access = Access(seconds=patience)
+        self._access = Access(seconds=timeout)
         self._uploader: ThreadPoolExecutor | None = None
         self._uploads: list[Future[None]] = []
 

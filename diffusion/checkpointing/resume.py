@@ -13,12 +13,12 @@ import yaml
 from composer import Event, Trainer
 from composer.utils import dist
 
-from diffusion.checkpointing.find import check_checkpoint, find_damage, find_newest, newest_that_passes
+from diffusion.checkpointing.find import check_checkpoint, is_complete, newest_that_passes
 from diffusion.checkpointing.layout import list_checkpoints, remove_copy, remove_half_written
-from diffusion.checkpointing.read import UnsafeCheckpointError, read_entries, read_record
+from diffusion.checkpointing.read import UnsafeCheckpointError, read_index, read_record, stored_files
 from diffusion.checkpointing.remote import RemoteCheckpoint, RemoteCheckpoints
 from diffusion.config.checks import is_location
-from diffusion.config.loading import to_yaml
+from diffusion.config.loading import RENAMED, to_yaml
 from diffusion.config.schema import Config, Task
 from diffusion.config.secrets import to_public_yaml
 from diffusion.config.training import Parallelism
@@ -27,7 +27,6 @@ from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.files import write_json
 
 log = logging.getLogger(__name__)
-
 
 FINISHED = "finished.json"
 """In the run folder: the step at which the run ended, written when everything after it is done."""
@@ -56,18 +55,13 @@ class CheckpointStorage:
 
 
 def checkpoint_storage(config: Config, run: Path) -> CheckpointStorage:
-    """The storage that `trainer.checkpoint_folder` names.
-
-    Args:
-        config: the configuration of the run.
-        run: its folder.
-    """
+    """The storage that `trainer.checkpoint_folder` names, of a run in the folder `run`."""
     location = config.trainer.checkpoint_folder
     if location is None:
         return CheckpointStorage(run, run / "checkpoints", None)
     if "://" not in location:
         return CheckpointStorage(run, Path(location).expanduser(), None)
-    remote = RemoteCheckpoints(location, patience=config.trainer.store_timeout)
+    remote = RemoteCheckpoints(location, timeout=config.trainer.store_timeout)
     return CheckpointStorage(run, run / "uploads", remote)
 
 
@@ -97,7 +91,8 @@ def find_resumption(config: Config, storage: CheckpointStorage) -> str | None:
     path = on_first_rank(lambda: _find_local(config, storage.folder), takes_long=True)
     if path is not None:
         agree(lambda: check_checkpoint(path, thoroughly=False) if _is_first_of_another_node() else None)
-        _log_resumption(path)
+        if rank() == 0:
+            log.info("resuming from %s", path)
     return None if path is None else str(path)
 
 
@@ -116,10 +111,11 @@ def _find_local(config: Config, folder: Path) -> Path | None:
         raise MachineError(f"{error.filename} cannot be removed: {error.strerror}. Remove it") from error
     if not config.trainer.autoresume:
         return None
-    newest = find_newest(folder, check_checkpoint)
+    present = list_checkpoints(folder)
+    newest = newest_that_passes(present, check_checkpoint)
     if newest is not None:
         _check_resumable(config, newest, str(newest))
-    elif list_checkpoints(folder):
+    elif present:
         raise _none_is_whole(folder)
     return newest
 
@@ -145,11 +141,6 @@ def _is_first_of_another_node() -> bool:
     return local_rank() == 0 and rank() != 0
 
 
-def _log_resumption(checkpoint: object) -> None:
-    if rank() == 0:
-        log.info("resuming from %s", checkpoint)
-
-
 # From an object store
 
 
@@ -168,7 +159,8 @@ def _find_remote(config: Config, storage: CheckpointStorage, remote: RemoteCheck
             check_checkpoint(remote.download(found, storage.downloads))
 
     agree(download, takes_long=True)
-    _log_resumption(found)
+    if rank() == 0:
+        log.info("resuming from %s", found)
     return str(path)
 
 
@@ -225,17 +217,16 @@ def _newest_to_upload(folder: Path, remote: RemoteCheckpoints) -> Path | None:
 def _is_written(path: Path) -> bool:
     """Whether all ranks have written their files, which may be on other nodes."""
     try:
-        return bool(read_entries(path)) if path.is_dir() else find_damage(path) is None
+        return bool(read_index(path).storage_data) if path.is_dir() else is_complete(path)
     except DataError:
         return False
 
 
 def _finish_upload_of(local: Path, remote: RemoteCheckpoints) -> None:
     stored = {file for found in remote.present() for file in found.files}
-    needed = {entry.file for entry in read_entries(local)} if local.is_dir() else set()
-    missing = sorted(file for file in needed if f"{local.name}/{file}" not in stored)
-    if missing:
-        log.warning("checkpoint %s is not uploaded and dropped: no node has %s", local, missing[0])
+    needed = stored_files(read_index(local)) if local.is_dir() else {}
+    if missing := [file for file in needed if f"{local.name}/{file}" not in stored]:
+        log.warning("checkpoint %s is not uploaded and dropped: no node has %s", local, min(missing))
     else:
         log.info("uploading %s, which an earlier start has written", local)
         remote.finish_upload(local)
@@ -256,12 +247,7 @@ Change = tuple[str, Any, Any]
 
 
 def check_changes(config: Config, checkpoint: Path, name: str) -> None:
-    """Reject another model or objective than a checkpoint's, and log other changes.
-
-    Args:
-        config: the configuration of this start.
-        checkpoint: the checkpoint to resume from.
-        name: its name in messages.
+    """Reject another model or objective than that of a checkpoint, which messages call `name`; log other changes.
 
     Raises:
         ConfigurationError: another model or objective is configured than the checkpoint was trained with.
@@ -281,6 +267,7 @@ def check_changes(config: Config, checkpoint: Path, name: str) -> None:
 
 def _changes(before: dict[str, Any], config: Config) -> Iterator[Change]:
     """Keys of today's schema whose values differ; a key that is not in the checkpoint had its default."""
+    before = _with_names_of_today(before)
     now, defaults = yaml.safe_load(to_public_yaml(config)), yaml.safe_load(to_yaml(Config()))
     for section, value in now.items():
         was = before.get(section, defaults[section])
@@ -291,6 +278,14 @@ def _changes(before: dict[str, Any], config: Config) -> Iterator[Change]:
             other = was.get(key, known.get(key))
             if other != one:
                 yield f"{section}.{key}".rstrip("."), other, one
+
+
+def _with_names_of_today(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    result = {}
+    for key, value in section.items():
+        name = RENAMED[prefix + key].rpartition(".")[2] if prefix + key in RENAMED else key
+        result[name] = _with_names_of_today(value, f"{prefix}{key}.") if isinstance(value, dict) else value
+    return result
 
 
 def _is_another_run(task: Task, change: Change) -> bool:

@@ -5,10 +5,12 @@ import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedWriter, FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
@@ -19,9 +21,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from diffusion.checkpointing.checksums import HashingFile, checksum_of, write_checksums
-from diffusion.checkpointing.layout import INDEX
-from diffusion.files import atomic_path, write_atomically
+from diffusion.checkpointing.layout import CHECKSUM_KIND, CHECKSUMS, INDEX
+from diffusion.files import atomic_path, write_atomically, write_json
 
 
 class HostCopy:
@@ -105,6 +106,18 @@ def write_file(path: Path, content: dict[str, Any]) -> None:
         torch.save(content, file)
 
 
+class _HashingFile(BufferedWriter):
+    """A new file whose checksum is computed from what is written, before the disk has it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(FileIO(path, "w"))
+        self.digest = xxhash.xxh64()
+
+    def write(self, buffer: Any, /) -> int:
+        self.digest.update(buffer)
+        return super().write(buffer)
+
+
 class _HashingFileSystem(FileSystem):
     """Keeps the checksums of the files that it writes."""
 
@@ -117,9 +130,9 @@ class _HashingFileSystem(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
             return
-        with HashingFile(Path(path)) as file:
+        with _HashingFile(Path(path)) as file:
             yield file
-        self.checksums[Path(path).name] = file.checksum
+        self.checksums[Path(path).name] = file.digest.hexdigest()
 
 
 class _ChecksumWriter(FileSystemWriter):
@@ -144,5 +157,6 @@ class _ChecksumWriter(FileSystemWriter):
         metadata.storage_meta = self.storage_meta()
         index = pickle.dumps(metadata)
         checksums = {name: checksum for _, part in results for name, checksum in part.items()}
-        write_checksums(folder, checksums | {INDEX: checksum_of(index)})
+        checksums[INDEX] = xxhash.xxh64(index).hexdigest()
+        write_json(folder / CHECKSUMS, {name: {CHECKSUM_KIND: value} for name, value in sorted(checksums.items())})
         write_atomically(folder / INDEX, index)

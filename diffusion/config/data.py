@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from omegaconf import MISSING
 
-from diffusion.config.fields import bounded, location
-from diffusion.config.quantities import parse_size
+from diffusion.config.fields import bounded, location, parse_size
 from diffusion.errors import ConfigurationError
 
 HASHES = {name for name in hashlib.algorithms_available if hasattr(hashlib, name) and not name.startswith("shake_")} | {
@@ -217,8 +216,8 @@ class DataConfig:
     """Size of the cache per node, such as `500gb`; only for streams with a remote. Concurrent downloads may exceed
     it."""
 
-    download_retry: int = bounded(8, min=1)
-    """Attempts for each shard; the pauses between them grow from 1 s to 30 s."""
+    download_attempts: int = bounded(8, min=1)
+    """Attempts for each shard; the pauses between them grow from 0.5 s to 15 s."""
 
     download_timeout: float = bounded(30.0, above=0)
     """Seconds without a response from the store after which an attempt fails."""

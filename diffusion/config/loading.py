@@ -1,47 +1,47 @@
 """YAML files and overrides of the command line, merged into the dataclasses of a schema, and back to YAML.
 
-OmegaConf holds the merged values, knows their types and resolves interpolations (`${key}`, `${oc.env:NAME}`). Files and
-overrides are merged in order and value by value, so that each problem names its key, and its file and line or the
-command line.
+Files and overrides are merged in order as plain values, which are then checked against the types of the schema.
+OmegaConf resolves interpolations (`${key}`, `${oc.env:NAME}`). A problem names its key, and the file and line that the
+value comes from or the command line; the line is looked up only then.
 """
 
 import dataclasses
 import logging
+import re
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
 
-from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
+import yaml
+from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from diffusion.config.documentation import (
     describe_type,
     element_type,
     field_types,
-    key_doc,
+    find_field,
     schema_keys,
     split_optional,
 )
 from diffusion.config.schema import Config
-from diffusion.config.sources import EXTENDS, Source, dump, read_files, read_override, read_yaml
 from diffusion.errors import ConfigurationError, raise_all, similar_names
-
-__all__ = [
-    "dump",
-    "from_dict",
-    "load",
-    "load_complete",
-    "load_config",
-    "missing_keys",
-    "read_yaml",
-    "to_dict",
-    "to_yaml",
-]
 
 log = logging.getLogger(__name__)
 
+COMMAND_LINE = "command line"
+EXTENDS = "extends"
+_END = "...\n"
+"""End of a YAML document that is a scalar."""
+
+OVERRIDES = "overrides"
+"""`overrides={a.b: 1, c: 2}` is `a.b=1 c=2`: a sweep varies several keys together with it."""
+
 RENAMED = {  # until 0.3
+    "data.download_retry": "data.download_attempts",
     "operations.supervision.check_patience": "operations.supervision.check_timeout",
     "operations.supervision.data_patience": "operations.supervision.data_timeout",
     "operations.supervision.pause_patience": "operations.supervision.pause_timeout",
@@ -92,17 +92,15 @@ def load(schema: type[Schema], path: str | Path, overrides: Sequence[str] = ()) 
     """Load a YAML file into a dataclass; values may be missing (`???`) afterwards.
 
     Args:
-        schema: a dataclass whose fields are scalars, enums, dataclasses, and lists and dictionaries of them.
+        schema: a dataclass whose fields have defaults and are scalars, enums, dataclasses, and lists and dictionaries
+            of them.
         path: a YAML file; `extends: other.yaml` in it names a base file, relative to itself.
         overrides: `key.sub=value` strings, applied in order after the files.
 
     Raises:
         ConfigurationError: a file or an override is wrong.
     """
-    sources = read_files(Path(path))
-    for override in overrides:
-        sources += read_override(override)
-    return _merge(schema, sources)
+    return _merge(schema, [*_read_files(Path(path)), *(one for text in overrides for one in _read_override(text))])
 
 
 def from_dict(schema: type[Schema], values: dict[str, Any], where: str) -> Schema:
@@ -116,7 +114,16 @@ def from_dict(schema: type[Schema], values: dict[str, Any], where: str) -> Schem
     Raises:
         ConfigurationError: the values do not fit the schema.
     """
-    return _merge(schema, [Source(where, values)])
+    return _merge(schema, [_Source(where, values)])
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """Read the keys and values of a YAML file.
+
+    Raises:
+        ConfigurationError: the file is missing, malformed, or not a mapping.
+    """
+    return _read_file(Path(path)).values
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -129,6 +136,11 @@ def to_yaml(config: Any) -> str:
     return dump(to_dict(config))
 
 
+def dump(values: Any) -> str:
+    """Write plain containers as YAML that `read_yaml` reads back to the same values."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
 def missing_keys(config: Any) -> dict[str, str]:
     """Find missing values.
 
@@ -139,22 +151,18 @@ def missing_keys(config: Any) -> dict[str, str]:
         Dotted keys whose value is `???` and their meanings, in the order of the schema. A run with
         `plugins.train_dataset` needs no streams.
     """
-    keys = list(_missing(config, ""))
+    keys = [key for key, value in _leaves(to_dict(config)) if value == MISSING]
     if isinstance(config, Config) and config.plugins.train_dataset is not None:
         keys = [key for key in keys if key not in ("data.local", "data.streams")]
-    return {key: key_doc(type(config), key) for key in keys}
+    return {key: find_field(type(config), key)[1] for key in keys}
 
 
-def _missing(value: Any, key: str) -> Iterator[str]:
-    children: dict[Any, Any] = {}
-    if isinstance(value, str) and value == MISSING:
-        yield key
-    elif dataclasses.is_dataclass(value):
-        children = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    elif isinstance(value, dict | list):
-        children = value if isinstance(value, dict) else dict(enumerate(value))
-    for name, child in children.items():
-        yield from _missing(child, _join(key, name))
+def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict | list):
+        yield key, value
+        return
+    for name, child in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _leaves(child, _join(key, name))
 
 
 def _plain(value: Any) -> Any:
@@ -167,94 +175,295 @@ def _plain(value: Any) -> Any:
     return [_plain(child) for child in value] if isinstance(value, list) else value
 
 
-_SCALARS: dict[Any, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float)}
-"""Types of the YAML values of a field."""
+def _join(key: str, name: str | int) -> str:
+    return f"{key}.{name}" if key else str(name)
 
 
-def _merge(schema: type[Schema], sources: Sequence[Source]) -> Schema:
+# Files and overrides
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML whose keys are text and come once, with numbers as people write them.
+
+    1e-4 is a number, which YAML 1.1 takes for text. 010 (octal there), 1:30 (base 60) and dates are text.
+    """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(problem="a key must be a single word", problem_mark=key.start_mark)
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"the key '{key.value}' is repeated", problem_mark=key.start_mark)
+            seen.add(key.value)
+        self.flatten_mapping(node)
+        return {key.value: self.construct_object(child, deep=deep) for key, child in node.value}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that `_Loader` would take for a number."""
+
+
+_NUMBERS = {
+    "tag:yaml.org,2002:int": r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F]+|0b[01]+)$",
+    "tag:yaml.org,2002:float": r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+|[0-9][0-9_]*\.[0-9_]*"
+    r"|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?|\.(?:inf|Inf|INF))$|^\.(?:nan|NaN|NAN)$",
+}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, text) for tag, text in resolvers if tag not in {*_NUMBERS, "tag:yaml.org,2002:timestamp"}]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _class in (_Loader, _Dumper):
+    for _tag, _text in _NUMBERS.items():
+        _class.add_implicit_resolver(_tag, re.compile(_text), list("-+0123456789."))
+
+
+@dataclass
+class _Source:
+    """One file, or one override of the command line."""
+
+    name: str
+    """Path of the file, or `command line`."""
+
+    values: dict[str, Any]
+    """Nested plain values."""
+
+    text: str = ""
+    """The YAML text that they come from, if there is one."""
+
+    def find(self, key: str) -> tuple[yaml.Node | None, int | None]:
+        """Node of a dotted key, if it is in the text, and line of the key or of the nearest section above it."""
+        node, line = yaml.compose(self.text, Loader=_Loader), None
+        parts = key.split(".")
+        for depth, part in enumerate(parts):
+            found = []
+            if isinstance(node, yaml.MappingNode):
+                names = (part, ".".join(parts[depth:]))  # A dotted key is a mistake, which has a line, too.
+                found = [(name, child) for name, child in node.value if name.value in names]
+            elif isinstance(node, yaml.SequenceNode) and part.isdigit():
+                found = [(child, child) for child in node.value[int(part) : int(part) + 1]]
+            if not found:
+                return None, line
+            name, node = found[0]
+            line = name.start_mark.line + 1
+        return node, line
+
+    def where(self, key: str) -> str:
+        """Name the file and the line of a key, or the command line."""
+        line = self.find(key)[1]
+        return self.name if line is None or self.name == COMMAND_LINE else f"{self.name}, line {line}"
+
+
+def _read_files(path: Path, named_in: str = "", chain: Sequence[Path] = ()) -> list[_Source]:
+    """Read a file and the files that it extends, bases first."""
+    if path.resolve() in chain:
+        loop = " -> ".join(file.name for file in [*chain, path])
+        raise ConfigurationError(f"{path} ({named_in}) extends itself: {loop}. Remove one `{EXTENDS}`.")
+    source = _read_file(path, named_in)
+    if EXTENDS not in source.values:
+        return [source]
+    base, where = source.values.pop(EXTENDS), source.where(EXTENDS)
+    if not isinstance(base, str):
+        raise ConfigurationError(f"`{EXTENDS}` ({where}) must be the path of one YAML file.")
+    return [*_read_files(path.parent / base, f"named in {where}", [*chain, path.resolve()]), source]
+
+
+def _read_file(path: Path, named_in: str = "") -> _Source:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        named = f" ({named_in})" if named_in else ""
+        raise ConfigurationError(f"The configuration file {path}{named} cannot be read: {error}.") from None
+    values = _parse(text, str(path))
+    if not isinstance(values, dict):
+        raise ConfigurationError(f"{path} must hold keys and values (`key: value`), not a list or a single value.")
+    return _Source(str(path), values, text)
+
+
+def _read_override(override: str) -> list[_Source]:
+    """Parse `key.sub=value`, whose value is YAML. A number in the key addresses an element of a list."""
+    where = f"'{override}' ({COMMAND_LINE})"
+    key, equals, text = override.partition("=")
+    names = re.sub(r"\[(\d+)\]", r".\1", key.strip()).split(".")
+    if not equals or not all(names):
+        raise ConfigurationError(f"{where} is not of the form key.sub=value.")
+    if not text.strip():
+        raise ConfigurationError(f"{where} has no value: write {key}=null or {key}=\"''\".")
+    if names == [OVERRIDES]:
+        values = _parse(text, where)
+        if not isinstance(values, dict):
+            raise ConfigurationError(f"{where} is not of the form {OVERRIDES}={{key.sub: value}}.")
+        overrides = [f"{one}={dump(value).removesuffix(_END)}" for one, value in values.items()]
+        return [source for one in overrides for source in _read_override(one)]
+    for name in reversed(names):
+        text = f"{name}:\n{textwrap.indent(text, ' ')}"
+    return [_Source(COMMAND_LINE, _parse(text, where), text)]
+
+
+def _parse(text: str, where: str) -> Any:
+    """Parse YAML; an empty text is an empty mapping."""
+    try:
+        values = yaml.load(text, Loader=_Loader)
+        return {} if values is None and yaml.compose(text, Loader=_Loader) is None else values
+    except RecursionError:
+        raise ConfigurationError(f"{where} is nested too deeply.") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a number of 5000 digits.
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        problem = problem or str(error).splitlines()[0]
+        line = f", line {mark.line + 1}, column {mark.column + 1}" if mark and COMMAND_LINE not in where else ""
+        hint = " (between braces, write '???' in quotes)" if "found '?'" in problem else ""
+        raise ConfigurationError(f"{where}{line} is not well-formed YAML: {problem}{hint}.") from None
+
+
+# Merging
+
+
+def _merge(schema: type[Schema], sources: Sequence[_Source]) -> Schema:
     """Merge sources in order into the defaults of a schema: sections key by key, everything else is replaced."""
-    config = OmegaConf.structured(schema)
-    merger = _Merger(schema)
+    merger = _Merger(schema, sources)
+    values = to_dict(schema())
     for source in sources:
         try:
-            merger.merge_section(config, schema, source.values, "", source)
+            values = merger.overlay(values, source.values, "", source)
         except RecursionError:
             raise ConfigurationError(f"{source.name} is nested too deeply, or refers to itself.") from None
-    result = merger.build_section(config, schema, "", sources)
+    config = merger.build(schema, values, "")
+    if not merger.problems and any(_is_interpolation(value) for _, value in _leaves(to_dict(config))):
+        config = merger.build(schema, merger.resolve(to_dict(config)), "")
     raise_all(ConfigurationError, merger.problems)
     if merger.renamed:
         listed = ", ".join(f"{old} (now {RENAMED[old]})" for old in dict.fromkeys(merger.renamed))
         log.warning("%s: keys with former names, which are read until 0.3: %s", sources[-1].name, listed)
-    return result
+    return config
+
+
+def _is_interpolation(value: Any) -> bool:
+    return isinstance(value, str) and "${" in value
+
+
+_SCALARS: dict[Any, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}
+"""Types of the YAML values of a field."""
 
 
 class _Merger:
-    """Sets values one by one and collects the problems."""
+    """Merges plain values, builds dataclasses of them, and collects the problems."""
 
-    def __init__(self, schema: type):
+    def __init__(self, schema: type, sources: Sequence[_Source]):
         self.schema = schema
+        self.sources = sources
         self.problems: list[str] = []
         self.renamed: list[str] = []
 
-    def merge_section(self, section: Any, kind: type, values: dict[str, Any], key: str, source: Source) -> None:
-        """Set the values of a section, which is at `key`."""
-        types = field_types(kind)
-        for name, value in values.items():
+    def source_of(self, key: str) -> _Source:
+        """The last source that a key is in."""
+        holding = [source for source in self.sources if not source.text or source.find(key)[0] is not None]
+        return [*self.sources, *holding][-1]
+
+    def overlay(self, base: Any, value: Any, key: str, source: _Source) -> Any:
+        """Lay values over others. Dictionaries merge, and `{1: value}` over a list replaces its element 1."""
+        if isinstance(value, list):
+            return [self.overlay(None, child, _join(key, index), source) for index, child in enumerate(value)]
+        if not isinstance(value, dict):
+            return value
+        if isinstance(base, list):
+            return self.overlay_elements(base, value, key, source)
+        result = dict(base) if isinstance(base, dict) else {}
+        for name, child in value.items():
             child_key = _join(key, name)
             if child_key in RENAMED:
                 self.renamed.append(child_key)
                 name = RENAMED[child_key].rpartition(".")[2]
-            if name in types:
-                self.merge_value(section, name, types[name], value, child_key, source)
-            else:
-                self.problems.append(self.unknown_key(kind, key, name, source))
+            result[name] = self.overlay(result.get(name), child, child_key, source)
+        return result
 
-    def merge_value(self, parent: Any, name: str | int, annotation: Any, value: Any, key: str, source: Source) -> None:
-        """Set one value of a section, list or dictionary."""
-        kind, _ = split_optional(annotation)
-        origin = get_origin(kind) or kind
-        present = _container(parent, name)
-        if isinstance(value, dict) and (isinstance(present, ListConfig) or origin is list):
-            self.merge_elements(present or [], kind, value, key, source)
-            return
-        try:
-            if isinstance(value, list):
-                parent[name] = [MISSING] * len(value)
-            elif not isinstance(value, dict):
-                parent[name] = _scalar(origin, value, key, source)
-            elif present is None:
-                parent[name] = origin if dataclasses.is_dataclass(origin) else {}
-        except (OmegaConfBaseException, TypeError, ValueError) as error:
-            if isinstance(value, str) and "${" in value:
-                self.problems.append(_unresolved(key, value, source.where(key), error))
-            else:
-                self.problems.append(_wrong_type(annotation, value, key, source))
-            return
-        if isinstance(value, list):
-            for index, child in enumerate(value):
-                self.merge_value(parent[name], index, element_type(kind), child, _join(key, index), source)
-        elif isinstance(value, dict) and dataclasses.is_dataclass(origin):
-            self.merge_section(parent[name], origin, value, key, source)  # type: ignore[arg-type]
-        elif isinstance(value, dict):
-            for child_name, child in value.items():
-                self.merge_value(parent[name], child_name, element_type(kind), child, _join(key, child_name), source)
-
-    def merge_elements(self, elements: Any, kind: Any, values: dict[str, Any], key: str, source: Source) -> None:
-        """Set elements of a list that are addressed by their numbers."""
-        for name, value in values.items():
+    def overlay_elements(self, elements: list[Any], values: dict[str, Any], key: str, source: _Source) -> list[Any]:
+        result = list(elements)
+        for name, child in values.items():
+            child_key = _join(key, name)
             if name.isdigit() and int(name) < len(elements):
-                self.merge_value(elements, int(name), element_type(kind), value, _join(key, name), source)
+                result[int(name)] = self.overlay(result[int(name)], child, child_key, source)
             else:
-                has = f"elements 0 to {len(elements) - 1}" if len(elements) else "no elements"
+                has = f"elements 0 to {len(elements) - 1}" if elements else "no elements"
                 self.problems.append(
-                    f"{_join(key, name)} ({source.where(_join(key, name))}): {key} has {has}, no '{name}'. Address one "
-                    f"of them, or give the whole list, {key}=[...]."
+                    f"{child_key} ({source.where(child_key)}): {key} has {has}, no '{name}'. Address one of them, or "
+                    f"give the whole list, {key}=[...]."
                 )
+        return result
 
-    def unknown_key(self, kind: type, section: str, name: str, source: Source) -> str:
+    def build(self, annotation: Any, value: Any, key: str) -> Any:
+        """Build a value of a type. Missing values and interpolations stay text."""
+        kind, is_optional = split_optional(annotation)
+        origin = get_origin(kind) or kind
+        if kind is Any or value == MISSING or _is_interpolation(value) or (value is None and is_optional):
+            return value
+        if isinstance(value, dict) and dataclasses.is_dataclass(origin):
+            return self.build_section(origin, value, key)  # type: ignore[arg-type]
+        if isinstance(value, list) and origin is list:
+            return [self.build(element_type(kind), child, _join(key, index)) for index, child in enumerate(value)]
+        if isinstance(value, dict) and origin is dict:
+            return {name: self.build(element_type(kind), child, _join(key, name)) for name, child in value.items()}
+        try:
+            return self.build_scalar(origin, value, key)
+        except (TypeError, ValueError):
+            self.problems.append(self.wrong_type(annotation, value, key))
+            return None
+
+    def build_section(self, kind: type, values: dict[str, Any], key: str) -> Any:
+        types = field_types(kind)
+        self.problems += [self.unknown_key(kind, key, name) for name in values if name not in types]
+        return kind(
+            **{
+                name: self.build(types[name], child, _join(key, name))
+                for name, child in values.items()
+                if name in types
+            }
+        )
+
+    def build_scalar(self, kind: Any, value: Any, key: str) -> Any:
+        """Convert a YAML scalar; TypeError or ValueError if it does not fit."""
+        if kind is str and isinstance(value, bool | int | float):
+            return self.as_written(value, key)
+        if isinstance(kind, type) and issubclass(kind, Enum):
+            return kind(value)
+        if type(value) not in _SCALARS.get(kind, ()):
+            raise TypeError
+        return float(value) if kind is float else value
+
+    def as_written(self, value: Any, key: str) -> str:
+        """Text of a scalar: `1e3`, whose value is 1000.0."""
+        node, _ = self.source_of(key).find(key)
+        return node.value if isinstance(node, yaml.ScalarNode) else str(value)
+
+    def resolve(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Resolve interpolations. One that refers to a missing value stays text."""
+        try:
+            tree = OmegaConf.create(values)
+        except OmegaConfBaseException as error:  # Wrong grammar, as in `${a`.
+            key = getattr(error, "full_key", None) or ""
+            self.problems.append(self.unresolved(key, error))
+            return values
+        return {name: self.resolve_child(tree, name, value, name) for name, value in values.items()}
+
+    def resolve_child(self, parent: Any, name: str | int, value: Any, key: str) -> Any:
+        if isinstance(value, dict):
+            return {one: self.resolve_child(parent[name], one, value[one], _join(key, one)) for one in value}
+        if isinstance(value, list):
+            return [self.resolve_child(parent[name], i, one, _join(key, i)) for i, one in enumerate(value)]
+        if not _is_interpolation(value):
+            return value
+        try:
+            found = parent[name]
+            return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+        except InterpolationToMissingValueError:
+            return value
+        except (OmegaConfBaseException, RecursionError) as error:
+            self.problems.append(self.unresolved(key, error))
+            return None
+
+    def unknown_key(self, kind: type, section: str, name: str) -> str:
         """Describe an unknown key and the keys that may be meant."""
         key, known = _join(section, name), schema_keys(self.schema)
-        problem = f"Unknown key {key} ({source.where(key)})"
+        problem = f"Unknown key {key} ({self.source_of(key).where(key)})"
         if key in known:
             group, _, leaf = name.rpartition(".")
             return f"{problem}: in a YAML file write `{leaf}:` indented below `{group.replace('.', ':` and `')}:`."
@@ -267,85 +476,21 @@ class _Merger:
             return f"{problem}: did you mean {' or '.join(meant[:3])}?"
         return f"{problem}. The keys of {section or 'the configuration'} are {', '.join(field_types(kind))}."
 
-    def build_section(self, section: Any, kind: type, key: str, sources: Sequence[Source]) -> Any:
-        """Build a dataclass from merged values, with interpolations resolved."""
-        values = {
-            name: self.build(section, name, annotation, _join(key, name), sources)
-            for name, annotation in field_types(kind).items()
-        }
-        return kind(**values)
-
-    def build(self, parent: Any, name: str | int, annotation: Any, key: str, sources: Sequence[Source]) -> Any:
-        """Build one value. A missing value, or a reference to one, stays text."""
-        if OmegaConf.is_missing(parent, name):
-            return MISSING
+    def wrong_type(self, annotation: Any, value: Any, key: str) -> str:
         kind, _ = split_optional(annotation)
-        try:
-            value = parent[name]
-            if kind is Any:
-                return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-        except InterpolationToMissingValueError:
-            return OmegaConf.to_container(parent)[name]  # type: ignore[index]
-        except (OmegaConfBaseException, RecursionError) as error:
-            text = OmegaConf.to_container(parent)[name]  # type: ignore[index]
-            origins = [source.where(key) for source in sources if source.holds(key)] or ["default"]
-            self.problems.append(_unresolved(key, text, origins[-1], error))
-            return None
-        if isinstance(value, ListConfig):
-            return [
-                self.build(value, index, element_type(kind), _join(key, index), sources) for index in range(len(value))
-            ]
-        if not isinstance(value, DictConfig):
-            return value
-        if dataclasses.is_dataclass(kind):
-            return self.build_section(value, kind, key, sources)  # type: ignore[arg-type]
-        names = [str(one) for one in value]
-        return {one: self.build(value, one, element_type(kind), _join(key, one), sources) for one in names}
-
-
-def _join(key: str, name: str | int) -> str:
-    return f"{key}.{name}" if key else str(name)
-
-
-def _container(parent: Any, name: str | int) -> DictConfig | ListConfig | None:
-    """Present section, dictionary or list of a name."""
-    value = None if OmegaConf.is_interpolation(parent, name) else parent.get(name)
-    return value if OmegaConf.is_config(value) else None
-
-
-def _scalar(kind: Any, value: Any, key: str, source: Source) -> Any:
-    """Convert a YAML scalar to the type of a field. OmegaConf would convert more, such as 2 to true.
-
-    Raises:
-        TypeError: the types do not fit.
-        ValueError: an enum has no such value.
-    """
-    if value is None or (isinstance(value, str) and (value == MISSING or "${" in value)):
-        return value
-    if kind is str and isinstance(value, bool | int | float):
-        return source.written(key) or str(value)
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return kind(value)
-    if kind in _SCALARS and type(value) not in _SCALARS[kind]:
-        raise TypeError
-    return float(value) if kind is float else value
-
-
-def _wrong_type(annotation: Any, value: Any, key: str, source: Source) -> str:
-    kind, _ = split_optional(annotation)
-    hint = ""
-    if isinstance(value, dict | list):
-        shown = "a group of keys" if isinstance(value, dict) else "a list"
-    else:
-        shown = "null" if value is None else f"'{source.written(key) or value}'"
-        if isinstance(kind, type) and issubclass(kind, Enum):
+        hint = ""
+        if isinstance(value, dict | list):
+            shown = "a group of keys" if isinstance(value, dict) else "a list"
+        else:
+            shown = "null" if value is None else f"'{self.as_written(value, key)}'"
+        if get_origin(kind) is list and value is not None:
+            hint = f" Give the whole list, {key}=[...]."
+        elif isinstance(kind, type) and issubclass(kind, Enum):
             close = similar_names(str(value), [str(member.value) for member in kind])
             hint = f" Did you mean {' or '.join(close)}?" if close else ""
-        elif get_origin(kind) is list and value is not None:
-            hint = f" Write [{value}]."
-    return f"{key} is {shown} ({source.where(key)}), but must be {describe_type(annotation)}.{hint}"
+        return f"{key} is {shown} ({self.source_of(key).where(key)}), but must be {describe_type(annotation)}.{hint}"
 
-
-def _unresolved(key: str, text: Any, where: str, error: Exception) -> str:
-    reason = "it refers to itself" if isinstance(error, RecursionError) else str(error).splitlines()[0].rstrip(".")
-    return f"{key} is '{text}' ({where}), which cannot be resolved: {reason}."
+    def unresolved(self, key: str, error: Exception) -> str:
+        source = self.source_of(key)
+        reason = "it refers to itself" if isinstance(error, RecursionError) else str(error).splitlines()[0].rstrip(".")
+        return f"{key} is '{self.as_written('', key)}' ({source.where(key)}), which cannot be resolved: {reason}."

@@ -97,3 +97,29 @@ class OperationsConfig:
                 f"{key}.heartbeat_folder is '{self.heartbeat_folder}', but must be a folder, since heartbeats are "
                 "rewritten at each step. Use a path, or null for the run folder."
             )
+
+
+@dataclass(kw_only=True)
+class PlanConfig:
+    """Assumptions of `--dry-run` about time and cost."""
+
+    num_gpus: int | None = bounded(None, min=1)
+    """GPUs of the fleet; null: the number of ranks."""
+
+    gpus_per_node: int = bounded(8, min=1)
+    """GPUs of one machine, for its reads and its cache."""
+
+    images_per_second: float | None = bounded(None, above=0)
+    """Measured throughput of the fleet; null: days and cost are unknown."""
+
+    price_per_gpu_hour: float | None = bounded(None, above=0)
+    """Price in dollars."""
+
+    gpu_memory_gb: float | None = bounded(None, above=0)
+    """Memory of a GPU, in addition to 40, 80, 141 and 192 GB, for the largest microbatch; null: none."""
+
+    num_samples: int | None = bounded(None, min=1)
+    """Samples of the data set, if its index cannot be read."""
+
+    image_kb: float | None = bounded(None, above=0)
+    """Mean size of an image file, if training reads images."""

@@ -1,6 +1,6 @@
 """The configuration of a run: every key of the YAML files, with its type, default and meaning.
 
-The sections (here and in `model`, `data`, `training`, `performance`, `operations`) are dataclasses that YAML files and
+The sections (here and in `model`, `data`, `training`, `operations`) are dataclasses that YAML files and
 overrides are merged into (`diffusion.config.loading`). A field without a sensible default is `MISSING`, in a YAML file
 `???`, and must be set. Times are Composer's time strings: `10ba` batches (optimizer steps), `1000sp` samples,
 `0.94dur` a fraction of the run.
@@ -13,14 +13,12 @@ from omegaconf import MISSING
 
 from diffusion.config.data import DataConfig, ValidationConfig
 from diffusion.config.fields import MAX_SEED, bounded
-from diffusion.config.model import AutoencoderConfig, InitFromConfig, ModelConfig, ObjectiveConfig
-from diffusion.config.operations import OperationsConfig
-from diffusion.config.performance import PerformanceConfig
+from diffusion.config.model import AutoencoderConfig, InitFromConfig, ModelConfig, ObjectiveConfig, PerformanceConfig
+from diffusion.config.operations import OperationsConfig, PlanConfig
 from diffusion.config.training import (
     AlgorithmsConfig,
     LoggersConfig,
     OptimizerConfig,
-    PlanConfig,
     PluginsConfig,
     SamplesConfig,
     ScheduleConfig,

@@ -26,7 +26,6 @@ from diffusion.datasets.bad_images import BadImage, BadImages
 from diffusion.datasets.batch import BatchKey, Sample
 from diffusion.datasets.cache import (
     CacheLimit,
-    Downloads,
     Prefetcher,
     StreamShards,
     TierCounts,
@@ -69,13 +68,13 @@ class TextImageDataset(Dataset):
         representation: whether the streams hold images or latents.
         transforms: of the images of each stream; of latents, only the sizes are used.
         tokenize: encodes captions; None with latents, whose token ids are stored.
-        seed: seed of the run: crops, flips and choices of captions.
+        seed: of crops, flips and choices of captions.
         with_logvar: whether the log-variance of latents is wanted.
         choose_caption: draw one of a sample's captions in each epoch; otherwise the first is taken.
         with_text_embeddings: whether the text encoder's stored output is wanted; only with latents.
-        downloads: how shards are fetched.
+        hash_kind: hash that shards are compared with; None is one that the index gives.
         cache_limit: bytes that the caches may take on this machine; None is no limit.
-        rank: number of this rank among those that open the data; each checks its share of the originals' sizes.
+        rank: each rank checks its share of the originals' sizes.
         num_ranks: world size.
 
     Raises:
@@ -93,7 +92,7 @@ class TextImageDataset(Dataset):
         with_logvar: bool,
         choose_caption: bool,
         with_text_embeddings: bool = False,
-        downloads: Downloads | None = None,
+        hash_kind: str | None = None,
         cache_limit: int | None = None,
         rank: int = 0,
         num_ranks: int = 1,
@@ -109,7 +108,7 @@ class TextImageDataset(Dataset):
         wanted += ["placement"]  # Where it is there: some models are conditioned on it.
         limit, files = None if cache_limit is None else CacheLimit(cache_limit), ShardFiles()
         self.streams = [
-            StreamShards(location, downloads=downloads, limit=limit, meter=self.meter, columns=wanted, files=files)
+            StreamShards(location, hash_kind=hash_kind, limit=limit, meter=self.meter, columns=wanted, files=files)
             for location in locations
         ]
         self.stream_names = [location.name for location in locations]
@@ -117,19 +116,17 @@ class TextImageDataset(Dataset):
         self.num_samples = ends[-1]
         self.first_samples = [0, *ends[:-1]]
         """Number of the first sample of each stream among the samples of all streams."""
+        self.substitutes: list[Substitutes] = []
+        """Of each stream."""
         for number, (stream, location) in enumerate(zip(self.streams, locations, strict=True)):
             stream.check_sizes(slice(rank, None, num_ranks))
             self._check_columns(number, location)
-        self.substitutes: list[Substitutes] = [
-            find_substitutes(location, stream.index.num_samples)
-            for location, stream in zip(locations, self.streams, strict=True)
-        ]
-        """Of each stream."""
-        for name, substitutes in zip(self.stream_names, self.substitutes, strict=True):
+            substitutes = find_substitutes(location, stream.index.num_samples)
+            self.substitutes.append(substitutes)
             if len(substitutes) and rank == 0:
                 logger.warning(
                     "stream '%s': %d of %d samples are marked as unusable; others are read in their place",
-                    name, len(substitutes), substitutes.num_samples,
+                    stream.name, len(substitutes), substitutes.num_samples,
                 )  # fmt: skip
 
     def __len__(self) -> int:
@@ -184,13 +181,12 @@ class TextImageDataset(Dataset):
         return sample
 
     def _caption(self, num_captions: int, epoch: int, address: int) -> int:
-        """Which of a sample's captions is used in an epoch."""
         if num_captions == 1 or not self.choose_caption:
             return 0
         return (random_word(self.seed, Purpose.CAPTION_CHOICE, epoch, address) * num_captions) >> 32
 
     def _read_decodable(self, stream: int, index: int, epoch: int) -> tuple[dict[str, Any], Image.Image]:
-        """Read a sample's columns and image; in place of an undecodable one, the next decodable one of its stream."""
+        """Read a sample; in place of an undecodable one, the next decodable one of its stream."""
         self.bad_images.count_read()
         name, substitutes = self.stream_names[stream], self.substitutes[stream]
         index = start = substitutes.substitute_of(index)
@@ -220,7 +216,6 @@ class TextImageDataset(Dataset):
         return dict(zip(layout.names, layout.encodings, strict=True))
 
     def _check_columns(self, stream: int, location: StreamLocation) -> None:
-        """Compare a stream's columns with the representation that was asked for."""
         columns = self._columns_of(stream)
         where = f"{location.source} (stream '{location.name}')"
         is_prepared, is_encoded = columns.keys() >= PREPARED_COLUMNS, columns.keys() >= ENCODED_COLUMNS
@@ -246,7 +241,6 @@ class TextImageDataset(Dataset):
             self._check_latents(where, stream, columns)
 
     def _check_latents(self, where: str, stream: int, columns: dict[str, str]) -> None:
-        """Check that the latents have the stream's size, are of the kind of the first stream's, and have a variance."""
         expected = self._columns_of(0)
         first_type, own_type = expected["latent_mean"], columns["latent_mean"]
         (kind, first), (other, latent) = _latent_type(first_type), _latent_type(own_type)
@@ -286,10 +280,7 @@ class TrainingDataset(TextImageDataset):
     """The samples of this rank in the global order: `TrainingSteps` yields positions, and each gives a batch.
 
     Args:
-        locations: the streams, checked.
         order: what the order depends on besides the data.
-        rank: number of this rank.
-        num_ranks: world size.
         predownload: samples that each loader worker fetches ahead; None is `BATCHES_AHEAD` batches.
         options: further arguments of `TextImageDataset`.
 
@@ -320,7 +311,7 @@ class TrainingDataset(TextImageDataset):
         ]
         self.order = GlobalOrder(shapes, order)
         self._rank_order = RankOrder(self.order, rank=rank, num_ranks=num_ranks)
-        self._steps = StepShards(self._rank_order, self.streams, self.substitutes, self.meter)
+        self._steps = StepShards(self._rank_order, self)
         rank_batch_size = order.global_batch_size // num_ranks
         self._batches_ahead = BATCHES_AHEAD if predownload is None else predownload // rank_batch_size
         self._prefetcher: Prefetcher | None = None
@@ -434,23 +425,11 @@ class TrainingDataset(TextImageDataset):
 
 
 class StepShards:
-    """The shards that a rank needs in a step, and whether they were there when they were first looked for.
+    """The shards that a rank needs in a step, and whether they were there when they were first looked for."""
 
-    Args:
-        order: samples of the rank by step.
-        streams: the streams.
-        substitutes: of each stream.
-        meter: counts hits.
-    """
-
-    def __init__(
-        self,
-        order: RankOrder,
-        streams: Sequence[StreamShards],
-        substitutes: Sequence[Substitutes],
-        meter: TierMeter,
-    ) -> None:
-        self._order, self._streams, self._substitutes, self._meter = order, streams, substitutes, meter
+    def __init__(self, order: RankOrder, data: TextImageDataset) -> None:
+        self._order, self._streams, self._substitutes = order, data.streams, data.substitutes
+        self._meter = data.meter
         self._looked: dict[Position, TierCounts] = {}
         self._lock = Lock()
 

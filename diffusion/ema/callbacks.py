@@ -16,7 +16,7 @@ from composer.utils.misc import partial_format
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from diffusion.checkpointing.read import SafeLoadPlanner, SafeReader, open_state
+from diffusion.checkpointing.read import SafeLoadPlanner, SafeReader, StoredState
 from diffusion.checkpointing.remote import RemoteCheckpoints
 from diffusion.config.training import EMAConfig, NumberFormat
 from diffusion.distributed import agree, rank
@@ -185,8 +185,8 @@ class LateStartEMA(Callback):
     def _load_shards(self, state: State, path: Path) -> None:
         """Load the shards here: Composer loads only keys that exist already, and before the start there are none."""
         prefix = f"state.callbacks.{type(self).__qualname__}."
-        checkpoint = open_state(path)
-        stored = [key.removeprefix(prefix) for key in checkpoint.entries if key.startswith(prefix)]
+        checkpoint = StoredState(path)
+        stored = [key.removeprefix(prefix) for key in checkpoint.keys(prefix)]
         if not stored:
             return
         self._check_labels(checkpoint.read([f"{prefix}labels"])[f"{prefix}labels"])

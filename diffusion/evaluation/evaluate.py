@@ -1,15 +1,26 @@
 """An evaluation, as `evaluate.py` runs it: load models, generate images, compute numbers, write results and table."""
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from diffusion.distributed import agree, broadcast, is_first_rank, start_process_group
-from diffusion.errors import ConfigurationError, error_context
-from diffusion.evaluation.config import EvaluationConfig, SamplingConfig
-from diffusion.evaluation.features import Extractor, Networks
+import torch
+
+from diffusion.config.checks import resolve_device
+from diffusion.config.training import Device
+from diffusion.distributed import (
+    agree,
+    broadcast,
+    is_first_rank,
+    local_rank,
+    local_world_size,
+    on_first_rank,
+    start_process_group,
+)
+from diffusion.errors import ConfigurationError, MachineError, error_context
+from diffusion.evaluation.config import EvaluationConfig
 from diffusion.evaluation.generate import EvaluatedModel, Generator, Task, find_models, generate_images, load_generator
 from diffusion.evaluation.images import ImageFiles, list_images
 from diffusion.evaluation.metrics import Metrics
@@ -21,12 +32,9 @@ from diffusion.evaluation.protocol import (
     Result,
     check_one_protocol,
     difference,
-    generated_record,
-    given_record,
     read_results,
     table,
 )
-from diffusion.evaluation.ranks import choose_device
 from diffusion.evaluation.validation_loss import NAME as VALIDATION_LOSS
 from diffusion.evaluation.validation_loss import validation_losses
 from diffusion.files import write_atomically
@@ -36,64 +44,39 @@ IMAGES = "images"
 """Folder of generated images, in the output folder."""
 
 
+def evaluate(config: EvaluationConfig) -> None:
+    """Run an evaluation; collective.
+
+    Raises:
+        UserError: on every rank, for errors of the configuration, the data or the machine.
+    """
+    start_process_group()
+    evaluation = Evaluation(config=config)
+    if config.images is not None:
+        evaluation.evaluate_folder(Path(config.images).expanduser())
+        return
+    # Each node downloads a checkpoint of a store.
+    for model in broadcast(agree(lambda: find_models(str(config.model), config.weights))):
+        evaluation.evaluate(model)
+
+
 @dataclass(kw_only=True)
 class Evaluation:
-    """A configured evaluation, with prompts and reference set opened and networks loaded.
-
-    Args:
-        config: the configuration.
-    """
+    """A configured evaluation, with prompts and reference set opened and networks loaded."""
 
     config: EvaluationConfig
 
     def __post_init__(self) -> None:
         config, protocol = self.config, self.config.protocol
         self.folder = Path(config.output_folder).expanduser()
-        self.device = agree(lambda: choose_device(config.device))
-        self.metrics = Metrics(
-            config=protocol,
-            networks=Networks(protocol.networks, self.device),
-            extractor=Extractor(
-                device=self.device,
-                resize_filter=protocol.resize_filter,
-                batch_size=config.batch_size,
-                num_threads=config.num_threads,
-            ),
-            cache=Path(config.reference_cache or self.folder / "reference").expanduser(),
-        )
+        self.device = agree(lambda: rank_device(config.device))
+        cache = Path(config.reference_cache or self.folder / "reference").expanduser()
+        self.metrics = Metrics(config=config, device=self.device, cache=cache)
         agree(self.metrics.open)
         self.prompts: list[Prompt] = agree(self._read_prompts)
         self.object_checks: ObjectChecks | None = None
         if (settings := protocol.compositional) is not None:
             self.object_checks = agree(lambda: open_object_checks(settings, self.device))
-
-    def evaluate(self, model: EvaluatedModel) -> list[Result]:
-        """Evaluate a model at each guidance scale, except for existing results.
-
-        Raises:
-            ConfigurationError: the model is missing, or the output folder has numbers of another protocol.
-            DataError: the model is damaged.
-        """
-        generator = agree(lambda: load_generator(model, self.device))
-        results = []
-        if self.config.protocol.metrics or self.object_checks is not None:
-            results += [self._evaluate_images_of(model, generator, scale) for scale in self.config.guidance_scales]
-        if self.config.protocol.validation_loss:
-            results.append(self._evaluate_loss(model, generator))
-        return results
-
-    def evaluate_folder(self, folder: Path) -> Result:
-        """Evaluate the images of a folder: those of its listing, or all without a listing.
-
-        Raises:
-            ConfigurationError: there are too few images, or no prompts.
-            DataError: the listing is invalid.
-        """
-        listed = agree(lambda: read_listing(folder))
-        files = list_images(folder) if listed is None else [image.path for image in listed]
-        texts = None if listed is None else [image.prompt for image in listed]
-        numbers = self.metrics.compute(ImageFiles(files), texts, given_record(len(files)))
-        return self._write(Result(name=folder.resolve().name, path=str(folder), numbers=numbers))
 
     def _read_prompts(self) -> list[Prompt]:
         config = self.config.protocol.prompts
@@ -104,58 +87,77 @@ class Evaluation:
                 config.path, column=config.column, category_column=config.category_column, num=config.num
             )
 
-    def _evaluate_loss(self, model: EvaluatedModel, generator: Generator) -> Result:
-        result = _empty_result(model, generator, None)
-        if (known := agree(lambda: self._read_result(result, {VALIDATION_LOSS: None}))) is not None:
-            return known
-        result.numbers |= validation_losses(model, generator)
-        return self._write(result)
+    def evaluate(self, model: EvaluatedModel) -> None:
+        """Evaluate a model at each guidance scale, except for existing results.
 
-    def _evaluate_images_of(self, model: EvaluatedModel, generator: Generator, scale: float) -> Result:
+        Raises:
+            ConfigurationError: the model is missing, or the output folder has numbers of another protocol.
+            DataError: the model is damaged.
+        """
+        generator = agree(lambda: load_generator(model, self.device))
+        if self.config.protocol.metrics or self.object_checks is not None:
+            for scale in self.config.guidance_scales:
+                self._evaluate_images(model, generator, scale)
+        if self.config.protocol.validation_loss:
+            result = _empty_result(model, generator, None)
+            if not self._is_done(result, {VALIDATION_LOSS: None}):
+                result.numbers |= validation_losses(model, generator)
+                self._write(result)
+
+    def evaluate_folder(self, folder: Path) -> None:
+        """Evaluate the images of a folder: those of its listing, or all without a listing.
+
+        Raises:
+            ConfigurationError: there are too few images, or no prompts.
+            DataError: the listing is invalid.
+        """
+        listed = agree(lambda: read_listing(folder))
+        files = list_images(folder) if listed is None else [image.path for image in listed]
+        texts = None if listed is None else [image.prompt for image in listed]
+        numbers = self.metrics.compute(ImageFiles(files), texts, {"num": len(files), "given": True})
+        self._write(Result(name=folder.resolve().name, path=str(folder), numbers=numbers))
+
+    def _evaluate_images(self, model: EvaluatedModel, generator: Generator, scale: float) -> None:
         """Generate images at a guidance scale and compute their numbers."""
         result = _empty_result(model, generator, scale)
         tasks = self._tasks(scale)
-        records = {kind: generated_record(task.record(generator), task.num_images) for kind, task in tasks.items()}
-        expected = self._protocols(records)
-        if known := agree(lambda: self._read_result(result, expected)):
-            return known
+        records = {kind: _protocol_record(task, generator) for kind, task in tasks.items()}
+        expected = self.metrics.protocols(records["prompts"]) if "prompts" in records else {}
+        if self.object_checks is not None:
+            expected |= self.object_checks.protocols(records["compositional"])
+        if self._is_done(result, expected):
+            return
         folder = self.folder / IMAGES / result.file_name.removesuffix(".json")
         for kind, task in tasks.items():
             files = generate_images(generator, task, folder / kind, f"{model.name} cfg {scale:g} {kind}")
             if kind == "prompts":
                 texts = [self.prompts[task.prompt_of(image)].text for image in range(task.num_images)]
                 result.numbers |= self.metrics.compute(ImageFiles(files), texts, records[kind])
-            else:
-                assert self.object_checks is not None
+            elif self.object_checks is not None:
                 result.numbers |= self.object_checks.evaluate(files, records[kind])
         self._write(result)
         if not self.config.keep_images and is_first_rank():
             shutil.rmtree(folder)
-        return result
 
     def _tasks(self, scale: float) -> dict[str, Task]:
         """Images to generate, by their folder: for the metrics and for the object checks."""
-        sampling, tasks = self.config.protocol.sampling, {}
+        sampling, batch_size = self.config.protocol.sampling, self.config.batch_size
+        tasks = {}
         if self.config.protocol.metrics:
-            tasks["prompts"] = self._task(self.prompts, sampling, scale)
+            tasks["prompts"] = Task(
+                prompts=self.prompts, sampling=sampling, guidance_scale=scale, batch_size=batch_size
+            )
         if self.object_checks is not None:
-            copies = self.object_checks.config.images_per_prompt
-            tasks["compositional"] = self._task(
-                self.object_checks.prompts(), replace(sampling, images_per_prompt=copies), scale
+            tasks["compositional"] = Task(
+                prompts=self.object_checks.prompts(),
+                sampling=replace(sampling, images_per_prompt=self.object_checks.config.images_per_prompt),
+                guidance_scale=scale,
+                batch_size=batch_size,
             )
         return tasks
 
-    def _task(self, prompts: Sequence[Prompt], sampling: SamplingConfig, scale: float) -> Task:
-        return Task(prompts=prompts, sampling=sampling, guidance_scale=scale, batch_size=self.config.batch_size)
-
-    def _protocols(self, records: dict[str, dict[str, Any]]) -> dict[str, Protocol]:
-        expected = self.metrics.protocols(records["prompts"]) if "prompts" in records else {}
-        if self.object_checks is not None:
-            expected |= self.object_checks.protocols(records["compositional"])
-        return expected
-
-    def _read_result(self, result: Result, expected: Mapping[str, Protocol | None]) -> Result | None:
-        """Read the existing result; None if there is none, or if numbers are missing.
+    def _is_done(self, result: Result, expected: Mapping[str, Protocol | None]) -> bool:
+        """Whether the file of a result has all numbers.
 
         Args:
             result: the result without numbers.
@@ -164,53 +166,57 @@ class Evaluation:
         Raises:
             ConfigurationError: the existing result is of another model or protocol.
         """
-        path = self.folder / RESULTS / result.file_name
-        if not path.is_file():
-            return None
-        found = Result.read(path)
-        if found.identity != result.identity:
-            raise ConfigurationError(f"{path} is of other weights of that name: choose another output_folder")
-        for name, protocol in expected.items():
-            number = found.numbers.get(name)
-            if number and protocol and (differing := difference(number.protocol, protocol)):
-                raise ConfigurationError(
-                    f"{path} has {name} of another protocol ({'; '.join(differing)}): choose another output_folder"
-                )
-        return found if expected.keys() <= found.numbers.keys() else None
 
-    def _write(self, result: Result) -> Result:
+        def check() -> bool:
+            path = self.folder / RESULTS / result.file_name
+            if not path.is_file():
+                return False
+            found = Result.read(path)
+            if found.identity != result.identity:
+                raise ConfigurationError(f"{path} is of other weights of that name: choose another output_folder")
+            for name, protocol in expected.items():
+                number = found.numbers.get(name)
+                if number and protocol and (differing := difference(number.protocol, protocol)):
+                    raise ConfigurationError(
+                        f"{path} has {name} of another protocol ({'; '.join(differing)}): choose another output_folder"
+                    )
+            return expected.keys() <= found.numbers.keys()
+
+        return on_first_rank(check)
+
+    def _write(self, result: Result) -> None:
         """Write a result and the table of all results."""
 
         def write() -> None:
-            if not is_first_rank():
-                return
             existing = read_results([self.folder]) if (self.folder / RESULTS).is_dir() else []
-            for other in existing:
-                check_one_protocol([other, result])
+            check_one_protocol([*existing, result])
             result.write(self.folder)
             write_atomically(self.folder / TABLE, table(read_results([self.folder])))
 
-        agree(write)
-        return result
+        on_first_rank(write)
 
 
-def evaluate(config: EvaluationConfig) -> list[Result]:
-    """Run an evaluation; collective.
-
-    Returns:
-        The results, with numbers on the first rank only.
+def rank_device(device: Device) -> torch.device:
+    """Device of this rank.
 
     Raises:
-        UserError: on every rank, for errors of the configuration, the data or the machine.
+        MachineError: the machine has fewer GPUs than ranks.
     """
-    start_process_group()
-    evaluation = Evaluation(config=config)
-    if config.images is not None:
-        return [evaluation.evaluate_folder(Path(config.images).expanduser())]
-    assert config.model is not None
-    source = config.model
-    models = broadcast(agree(lambda: find_models(source, config.weights)))
-    return [result for model in models for result in evaluation.evaluate(model)]
+    num_gpus = torch.cuda.device_count()
+    if resolve_device(device, num_gpus) is Device.cpu:
+        return torch.device("cpu")
+    if num_gpus < local_world_size():
+        raise MachineError(f"{local_world_size()} ranks on this machine, but {num_gpus} GPUs: start one rank per GPU")
+    torch.cuda.set_device(local_rank())
+    return torch.device("cuda", local_rank())
+
+
+def _protocol_record(task: Task, generator: Generator) -> dict[str, Any]:
+    """Part of the protocols: all that the images depend on, without model and guidance scale, which are compared."""
+    # Another batch size changes rounding errors only.
+    excluded = ("model", "guidance_scale", "batch_size")
+    record = {key: value for key, value in task.record(generator).items() if key not in excluded}
+    return {"num": task.num_images, **record}
 
 
 def _empty_result(model: EvaluatedModel, generator: Generator, guidance_scale: float | None) -> Result:

@@ -3,14 +3,12 @@
 Shape letters: B images of a batch, N images of a set, S side in pixels, D width of a feature.
 """
 
-import functools
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -21,10 +19,9 @@ from tqdm.auto import tqdm
 
 from diffusion.distributed import gather, is_first_rank, rank, world_size
 from diffusion.errors import ConfigurationError
-from diffusion.evaluation.config import Metric, NetworksConfig, ResizeFilter
+from diffusion.evaluation.config import EvaluationConfig, Metric, NetworksConfig, ResizeFilter
 from diffusion.evaluation.images import Images
-from diffusion.evaluation.statistics import Array, Moments, merge_moments, moments_of_batches
-from diffusion.files import atomic_path
+from diffusion.evaluation.statistics import Array
 from diffusion.models.architectures import with_seed
 from diffusion.models.pretrained import freeze, load_pretrained, module_identity
 from diffusion.models.tokenizers import repair
@@ -32,7 +29,6 @@ from diffusion.plugins import build_plugin
 
 INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
 INCEPTION_URL = "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0"
-INCEPTION_SIDE = 299
 
 
 class FeatureNetwork(Protocol):
@@ -78,7 +74,7 @@ class Inception:
     """
 
     name = "inception-2015-12-05"
-    size = INCEPTION_SIDE
+    size = 299
 
     def __init__(self, path: str | None) -> None:
         try:
@@ -185,17 +181,8 @@ class RandomFeatures:
 
     def __init__(self, seed: int = 0, size: int = 64, width: int = 16) -> None:
         self.name, self.size = f"random-{width}", size
-        self._network = with_seed(seed, lambda: self._build(width))
-        freeze(self._network)
+        self._network = freeze(with_seed(seed, lambda: _random_network(width)))
         self.identity = module_identity(self._network)
-
-    @staticmethod
-    def _build(width: int) -> nn.Sequential:
-        sides = [3, width, 2 * width, 4 * width]
-        layers: list[nn.Module] = []
-        for inputs, outputs in pairwise(sides):
-            layers += [nn.Conv2d(inputs, outputs, 3, stride=2, padding=1), nn.ReLU()]
-        return nn.Sequential(*layers)
 
     def to(self, device: torch.device) -> "RandomFeatures":
         """Move to a device."""
@@ -208,123 +195,72 @@ class RandomFeatures:
         return F.adaptive_avg_pool2d(self._network(pixels / 127.5 - 1.0), 1).flatten(1)
 
 
-class Networks:
-    """Feature networks of a protocol, loaded at first use.
+def _random_network(width: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise([3, width, 2 * width, 4 * width]):
+        layers += [nn.Conv2d(inputs, outputs, 3, stride=2, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers)
 
-    Args:
-        config: paths of their weights.
-        device: device of the networks.
+
+def load_networks(
+    config: NetworksConfig, metrics: Sequence[Metric], device: torch.device
+) -> dict[Metric, FeatureNetwork]:
+    """Load the network of each metric; metrics with the same weights share one.
+
+    Raises:
+        ConfigurationError: weights are missing.
     """
-
-    def __init__(self, config: NetworksConfig, device: torch.device) -> None:
-        self.config, self.device = config, device
-        self._clips: dict[str, Clip] = {}
-
-    def of(self, metric: Metric) -> FeatureNetwork:
-        """Network of a metric.
-
-        Raises:
-            ConfigurationError: the weights are missing.
-        """
-        if metric in (Metric.fid, Metric.kid):
-            return self._inception
-        return self.clip(metric)
-
-    def clip(self, metric: Metric) -> Clip:
-        """CLIP model of a metric."""
-        source = getattr(self.config, metric.value)
-        if source not in self._clips:
-            key = f"protocol.networks.{metric.value}"
-            self._clips[source] = Clip(source, key, local_files_only=self.config.local_files_only).to(self.device)
-        return self._clips[source]
-
-    @functools.cached_property
-    def _inception(self) -> FeatureNetwork:
-        replacement = self.config.inception_replacement
-        if replacement is None:
-            return Inception(self.config.inception).to(self.device)
-        network: Any = build_plugin(replacement, "protocol.networks.inception_replacement")
-        return network.to(self.device)
+    loaded: dict[str, Any] = {}
+    networks = {}
+    for metric in metrics:
+        is_inception = metric in (Metric.fid, Metric.kid)
+        source = "inception" if is_inception else getattr(config, metric.value)
+        if source not in loaded:
+            network = _inception(config) if is_inception else _clip(config, metric)
+            loaded[source] = network.to(device)
+        networks[metric] = loaded[source]
+    return networks
 
 
-@dataclass(frozen=True, kw_only=True)
-class FeatureSet:
-    """Moments of the features of a set, and optionally the features."""
-
-    moments: Moments
-    """Number, mean and scatter, accumulated in float64."""
-
-    features: Array | None = None
-    """float32 [N, D], in the order of the images."""
-
-    def save(self, path: Path) -> None:
-        """Write a .npz file atomically."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        content = {"num": np.int64(self.moments.num), "mean": self.moments.mean, "scatter": self.moments.scatter}
-        if self.features is not None:
-            content["features"] = self.features
-        with atomic_path(path) as partial, partial.open("wb") as file:
-            np.savez(file, **content)  # pyright: ignore[reportArgumentType]
-
-    @classmethod
-    def load(cls, path: Path) -> "FeatureSet":
-        """Read a file of `save`."""
-        with np.load(path, allow_pickle=False) as content:
-            moments = Moments(num=int(content["num"]), mean=content["mean"], scatter=content["scatter"])
-            return cls(moments=moments, features=content.get("features"))
+def _inception(config: NetworksConfig) -> FeatureNetwork:
+    if config.inception_replacement is None:
+        return Inception(config.inception)
+    return cast("FeatureNetwork", build_plugin(config.inception_replacement, "protocol.networks.inception_replacement"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Extractor:
-    """Computes features on all ranks.
+def _clip(config: NetworksConfig, metric: Metric) -> Clip:
+    source = getattr(config, metric.value)
+    return Clip(source, f"protocol.networks.{metric.value}", local_files_only=config.local_files_only)
+
+
+def extract_features(
+    network: FeatureNetwork, images: Images, config: EvaluationConfig, device: torch.device, label: str
+) -> Array | None:
+    """Compute the features of a set; collective.
 
     The batches are the same for each number of ranks: rank r computes batches r, r + world size, and so on.
+
+    Args:
+        network: network on the device of this rank.
+        images: the images.
+        config: batch size, number of threads and resize filter.
+        device: device of the network.
+        label: label of the progress bar.
+
+    Returns:
+        float32 [N, D] in the order of the images on the first rank; None on others.
+
+    Raises:
+        DataError: an image cannot be decoded.
     """
-
-    device: torch.device
-    resize_filter: ResizeFilter
-    batch_size: int
-    num_threads: int
-
-    def extract(self, network: FeatureNetwork, image_set: Images, *, keep: bool, label: str) -> FeatureSet | None:
-        """Compute the features of a set; collective.
-
-        Args:
-            network: network on the device of this rank.
-            image_set: the images.
-            keep: keep the features besides their moments.
-            label: label of the progress bar.
-
-        Returns:
-            The features on the first rank; None on others.
-
-        Raises:
-            DataError: an image cannot be decoded.
-        """
-        kept: list[tuple[int, Array]] = []
-
-        def own_features() -> Iterator[Array]:
-            for start, features in self._own_batches(network, image_set, label):
-                if keep:
-                    kept.append((start, features))
-                yield features
-
-        gathered = gather((moments_of_batches(own_features()), kept))
-        if not is_first_rank():
-            return None
-        moments = merge_moments(part for part, _ in gathered if part is not None)
-        if not keep:
-            return FeatureSet(moments=moments)
-        batches = sorted((batch for _, batches in gathered for batch in batches), key=lambda batch: batch[0])
-        return FeatureSet(moments=moments, features=np.concatenate([features for _, features in batches]))
-
-    def _own_batches(self, network: FeatureNetwork, image_set: Images, label: str) -> Iterator[tuple[int, Array]]:
-        """First image number and features of each batch of this rank."""
-        starts = range(rank() * self.batch_size, len(image_set), self.batch_size * world_size())
-        with ThreadPoolExecutor(self.num_threads) as threads:
-            for start in tqdm(starts, desc=label, disable=not is_first_rank(), leave=False):
-                # Sets are not thread-safe: they are read here and resized in threads.
-                images = [image_set[i] for i in range(start, min(start + self.batch_size, len(image_set)))]
-                pixels = list(threads.map(lambda image: resized(image, network.size, self.resize_filter), images))
-                batch = torch.from_numpy(np.stack(pixels)).to(self.device)
-                yield start, network.image_features(batch).float().cpu().numpy()
+    starts = range(rank() * config.batch_size, len(images), config.batch_size * world_size())
+    own: dict[int, Array] = {}
+    with ThreadPoolExecutor(config.num_threads) as threads:
+        for start in tqdm(starts, desc=label, disable=not is_first_rank(), leave=False):
+            # Sets are not thread-safe: they are read here and resized in threads.
+            batch = [images[i] for i in range(start, min(start + config.batch_size, len(images)))]
+            pixels = threads.map(lambda image: resized(image, network.size, config.protocol.resize_filter), batch)
+            batch_pixels = torch.from_numpy(np.stack(list(pixels))).to(device)
+            own[start] = network.image_features(batch_pixels).float().cpu().numpy()
+    gathered = {start: features for part in gather(own) for start, features in part.items()}
+    return np.concatenate([gathered[start] for start in sorted(gathered)]) if is_first_rank() else None

@@ -10,34 +10,48 @@ import torch
 
 from diffusion.distributed import agree, broadcast, is_first_rank
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.evaluation.config import OF_REFERENCE, Metric, ProtocolConfig, ReferenceConfig
-from diffusion.evaluation.features import Extractor, FeatureNetwork, FeatureSet, Networks
+from diffusion.evaluation.config import OF_REFERENCE, EvaluationConfig, Metric
+from diffusion.evaluation.features import Clip, FeatureNetwork, extract_features, load_networks
 from diffusion.evaluation.images import Images, open_reference
-from diffusion.evaluation.protocol import Number, Protocol, metric_protocol, protocol_hash, reference_record
-from diffusion.evaluation.statistics import clip_scores, cmmd, frechet_distance, kernel_distance
+from diffusion.evaluation.protocol import VERSION, Number, Protocol, protocol_hash
+from diffusion.evaluation.statistics import CMMD_SIGMA, Array, clip_scores, cmmd, frechet_distance, kernel_distance
+from diffusion.files import atomic_path
 
-_NEED_ALL = (Metric.kid, Metric.cmmd, Metric.clip_score)
-"""Metrics that need all features, not only their moments."""
+FRECHET = "squared Frechet distance of normal distributions, float64, unbiased covariances"
+
+ESTIMATORS = {
+    Metric.fid: FRECHET,
+    Metric.kid: "unbiased squared MMD over all pairs, kernel (x.y/D+1)^3, float64",
+    Metric.clip_fid: FRECHET,
+    Metric.cmmd: f"1000 x unbiased squared MMD over all pairs, Gaussian kernel of bandwidth {CMMD_SIGMA:g}, float64",
+    Metric.clip_score: "100 x mean of the positive part of the cosine of image and prompt",
+}
+"""Part of the protocols."""
+
+DISTANCES = {
+    Metric.fid: frechet_distance,
+    Metric.kid: kernel_distance,
+    Metric.clip_fid: frechet_distance,
+    Metric.cmmd: cmmd,
+}
 
 
 @dataclass(kw_only=True)
 class Metrics:
-    """Computes the metrics of a protocol.
+    """Computes the metrics of an evaluation.
 
     Args:
-        config: the protocol.
-        networks: its feature networks, on the device of this rank.
-        extractor: extractor of features.
+        config: configuration of the evaluation.
+        device: device of the networks of this rank.
         cache: folder with features of reference sets.
     """
 
-    config: ProtocolConfig
-    networks: Networks
-    extractor: Extractor
+    config: EvaluationConfig
+    device: torch.device
     cache: Path
-    _reference: tuple[Images, str] | None = field(default=None, init=False)
-    _loaded: dict[Path, FeatureSet | None] = field(default_factory=dict, init=False)
-    """Features of reference sets by file; None on ranks other than the first."""
+    networks: dict[Metric, FeatureNetwork] = field(default_factory=dict, init=False)
+    _reference: tuple[Images, dict[str, Any]] | None = field(default=None, init=False)
+    """Reference set and its record in protocols."""
 
     def open(self) -> None:
         """Open the reference set and load the networks, before images are generated.
@@ -46,16 +60,17 @@ class Metrics:
             ConfigurationError: the reference set or a network is missing.
             DataError: the reference set is damaged.
         """
-        if self.config.reference is not None and any(metric in OF_REFERENCE for metric in self.config.metrics):
-            self._reference = open_reference(self.config.reference)
-        for metric in self.config.metrics:
-            self.networks.of(metric)
+        protocol = self.config.protocol
+        if protocol.reference is not None and any(metric in OF_REFERENCE for metric in protocol.metrics):
+            images, identity = open_reference(protocol.reference)
+            record = {"content": identity, "num": len(images), "scaled_square": protocol.reference.size}
+            self._reference = images, record
+        self.networks = load_networks(protocol.networks, protocol.metrics, self.device)
 
     def name(self, metric: Metric) -> str:
         """Name of a number: distances of features other than Inception's are not FID or KID."""
-        if metric in (Metric.fid, Metric.kid) and self.config.networks.inception_replacement is not None:
-            kind = "frechet" if metric is Metric.fid else "kernel"
-            return f"{kind}_{self.networks.of(metric).name}"
+        if metric in (Metric.fid, Metric.kid) and self.config.protocol.networks.inception_replacement is not None:
+            return f"{'frechet' if metric is Metric.fid else 'kernel'}_{self.networks[metric].name}"
         return metric.value
 
     def protocols(self, images: Mapping[str, Any]) -> dict[str, Protocol]:
@@ -64,7 +79,18 @@ class Metrics:
         Args:
             images: record of the images.
         """
-        return {self.name(metric): self._protocol(metric, images) for metric in self.config.metrics}
+        return {self.name(metric): self._protocol(metric, images) for metric in self.networks}
+
+    def _protocol(self, metric: Metric, images: Mapping[str, Any]) -> Protocol:
+        network = self.networks[metric]
+        protocol = {
+            "version": VERSION,
+            "estimator": ESTIMATORS[metric],
+            "network": {"name": network.name, "weights": network.identity, "size": network.size},
+            "resize": f"{self._resize}, antialiased, 32 bits per channel, rounded once to 8",
+            "images": dict(images),
+        }
+        return protocol | {"reference": self._opened()[1]} if metric in OF_REFERENCE else protocol
 
     def compute(self, image_set: Images, prompts: Sequence[str] | None, images: Mapping[str, Any]) -> dict[str, Number]:
         """Compute all numbers; collective.
@@ -82,88 +108,66 @@ class Metrics:
         """
         if len(image_set) < 2:
             raise ConfigurationError(f"{len(image_set)} images: metrics need 2 or more")
-        if prompts is None and Metric.clip_score in self.config.metrics:
+        if prompts is None and Metric.clip_score in self.networks:
             raise ConfigurationError(
                 "clip_score needs prompts: add metadata.jsonl (file_name, prompt) to the folder of images, or remove "
                 "clip_score from protocol.metrics"
             )
+        own: dict[int, Array | None] = {}
+        real: dict[int, Array | None] = {}
         numbers = {}
-        for group in self._by_network():
-            network = self.networks.of(group[0])
-            keep = any(metric in _NEED_ALL for metric in group)
-            features = self.extractor.extract(network, image_set, keep=keep, label=f"features {network.name}")
-            for metric in group:
-                reference = self._reference_features(network, keep) if metric in OF_REFERENCE else None
-                if features is not None:
-                    value = self._value(metric, features, reference, prompts)
-                    numbers[self.name(metric)] = Number(value=value, protocol=self._protocol(metric, images))
+        for metric, network in self.networks.items():
+            key = id(network)
+            if key not in own:
+                own[key] = extract_features(network, image_set, self.config, self.device, f"features {network.name}")
+            if metric in OF_REFERENCE and key not in real:
+                real[key] = self._reference_features(network)
+            if (features := own[key]) is not None:
+                value = self._value(metric, features, real.get(key), prompts)
+                numbers[self.name(metric)] = Number(value=value, protocol=self._protocol(metric, images))
         return numbers
 
-    def _by_network(self) -> list[list[Metric]]:
-        """Metrics grouped by network."""
-        groups: dict[int, list[Metric]] = {}
-        for metric in self.config.metrics:
-            groups.setdefault(id(self.networks.of(metric)), []).append(metric)
-        return list(groups.values())
+    def _value(self, metric: Metric, features: Array, reference: Array | None, prompts: Sequence[str] | None) -> float:
+        if metric in DISTANCES:
+            assert reference is not None
+            return DISTANCES[metric](features, reference)
+        assert prompts is not None
+        return float(clip_scores(features, self._text_features(prompts)).mean())
 
-    def _protocol(self, metric: Metric, images: Mapping[str, Any]) -> Protocol:
-        reference = self._reference_record() if metric in OF_REFERENCE else None
-        return metric_protocol(metric, self.config, self.networks.of(metric), reference=reference, images=images)
-
-    def _reference_record(self) -> dict[str, Any]:
-        image_set, identity, settings = self._opened()
-        return reference_record(identity, len(image_set), settings.size)
-
-    def _opened(self) -> tuple[Images, str, ReferenceConfig]:
-        assert self._reference is not None, "call open first"
-        assert self.config.reference is not None
-        return *self._reference, self.config.reference
-
-    def _reference_features(self, network: FeatureNetwork, keep: bool) -> FeatureSet | None:
-        """Features of the reference set, cached in a file; on the first rank."""
-        key = {
-            "reference": self._reference_record(),
-            "network": network.identity,
-            "resize": self.config.resize_filter.value,
-        }
-        path = self.cache / f"{network.name}-{protocol_hash(key)}{'-all' if keep else ''}.npz"
-        if path in self._loaded:
-            return self._loaded[path]
-        if broadcast(path.is_file()):
-            found = agree(lambda: _load(path) if is_first_rank() else None)
-        else:
-            image_set = self._opened()[0]
-            found = self.extractor.extract(network, image_set, keep=keep, label=f"reference {network.name}")
-            if found is not None:
-                found.save(path)
-        self._loaded[path] = found
-        return found
-
-    def _value(
-        self, metric: Metric, features: FeatureSet, reference: FeatureSet | None, prompts: Sequence[str] | None
-    ) -> float:
-        if metric is Metric.clip_score:
-            assert prompts is not None
-            assert features.features is not None
-            return float(clip_scores(features.features, self._text_features(prompts)).mean())
-        assert reference is not None
-        if metric in (Metric.fid, Metric.clip_fid):
-            return frechet_distance(features.moments, reference.moments)
-        assert features.features is not None
-        assert reference.features is not None
-        distance = kernel_distance if metric is Metric.kid else cmmd
-        return distance(features.features, reference.features)
-
-    def _text_features(self, prompts: Sequence[str]) -> np.ndarray:
-        clip, size = self.networks.clip(Metric.clip_score), self.extractor.batch_size
+    def _text_features(self, prompts: Sequence[str]) -> Array:
+        clip, size = self.networks[Metric.clip_score], self.config.batch_size
+        assert isinstance(clip, Clip)
         unique = list(dict.fromkeys(prompts))
         parts = [clip.text_features(unique[i : i + size]).float().cpu() for i in range(0, len(unique), size)]
         number = {prompt: i for i, prompt in enumerate(unique)}
         return torch.cat(parts)[[number[prompt] for prompt in prompts]].numpy()
 
+    @property
+    def _resize(self) -> str:
+        return self.config.protocol.resize_filter.value
 
-def _load(path: Path) -> FeatureSet:
+    def _opened(self) -> tuple[Images, dict[str, Any]]:
+        assert self._reference is not None, "call open first"
+        return self._reference
+
+    def _reference_features(self, network: FeatureNetwork) -> Array | None:
+        """Features of the reference set, cached in a file; on the first rank."""
+        images, record = self._opened()
+        key = protocol_hash({"reference": record, "network": network.identity, "resize": self._resize})
+        path = self.cache / f"{network.name}-{key}-all.npz"
+        if broadcast(path.is_file()):
+            return agree(lambda: _load(path) if is_first_rank() else None)
+        features = extract_features(network, images, self.config, self.device, f"reference {network.name}")
+        if features is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_path(path) as partial, partial.open("wb") as file:
+                np.savez(file, features=features)
+        return features
+
+
+def _load(path: Path) -> Array:
     try:
-        return FeatureSet.load(path)
+        with np.load(path, allow_pickle=False) as content:
+            return content["features"]
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{path} is damaged ({error}): remove it") from error

@@ -22,7 +22,7 @@ from diffusion.distributed import gather, is_first_rank, rank, world_size
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.config import CompositionalConfig
 from diffusion.evaluation.prompts import Prompt
-from diffusion.evaluation.protocol import COMPOSITIONAL, Number, compositional_protocol
+from diffusion.evaluation.protocol import COMPOSITIONAL, VERSION, Number
 from diffusion.evaluation.protocol import Protocol as NumberProtocol
 from diffusion.models.pretrained import freeze, module_identity
 
@@ -42,16 +42,12 @@ RELATIONS = ("left of", "right of", "above", "below")
 
 @dataclass(frozen=True, kw_only=True)
 class Detection:
-    """Detected object; lengths are fractions of the image's sides, from the top left."""
+    """Detected object; centre and size are fractions of the image's sides, from the top left."""
 
     label: str
     colour: str | None
     x: float
-    """Horizontal centre."""
-
     y: float
-    """Vertical centre."""
-
     width: float = 0.0
     height: float = 0.0
     confidence: float = 1.0
@@ -251,7 +247,14 @@ class ObjectChecks:
         """Protocol of each number."""
         content = json.dumps([asdict(check) for check in self.checks])
         suite = hashlib.sha256(content.encode()).hexdigest()[:16]
-        protocol = compositional_protocol(self.config, images, suite=suite, detector=self.detector.identity)
+        protocol = {
+            "version": VERSION,
+            "estimator": "share of images that show what was asked for",
+            "suite": suite,
+            "detector": self.detector.identity,
+            "threshold": self.config.threshold if self.config.detector else None,
+            "images": dict(images),
+        }
         categories = dict.fromkeys(check.category for check in self.checks)
         return {COMPOSITIONAL: protocol, **{f"{COMPOSITIONAL}/{category}": protocol for category in categories}}
 

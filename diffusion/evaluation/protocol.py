@@ -12,9 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.evaluation.config import CompositionalConfig, Metric, ProtocolConfig
-from diffusion.evaluation.features import FeatureNetwork
-from diffusion.evaluation.statistics import CMMD_SIGMA
 from diffusion.files import read_json, write_json
 
 Protocol = dict[str, Any]
@@ -29,86 +26,10 @@ COMPOSITIONAL = "compositional"
 RESULTS = "results"
 """Folder of result files, in the output folder."""
 
-ESTIMATORS = {
-    Metric.fid: "squared Frechet distance of normal distributions, float64, unbiased covariances",
-    Metric.kid: "unbiased squared MMD over all pairs, kernel (x.y/D+1)^3, float64",
-    Metric.clip_fid: "squared Frechet distance of normal distributions, float64, unbiased covariances",
-    Metric.cmmd: f"1000 x unbiased squared MMD over all pairs, Gaussian kernel of bandwidth {CMMD_SIGMA:g}, float64",
-    Metric.clip_score: "100 x mean of the positive part of the cosine of image and prompt",
-}
-
 
 def protocol_hash(protocol: Mapping[str, Any]) -> str:
     """Hash of a protocol, 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps(protocol, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def metric_protocol(
-    metric: Metric,
-    config: ProtocolConfig,
-    network: FeatureNetwork,
-    *,
-    reference: Mapping[str, Any] | None,
-    images: Mapping[str, Any],
-) -> Protocol:
-    """Protocol of a metric.
-
-    Args:
-        metric: the metric.
-        config: the configuration.
-        network: the feature network.
-        reference: result of `reference_record`, for metrics of a reference set.
-        images: result of `generated_record` or `given_record`.
-    """
-    return {
-        "version": VERSION,
-        "estimator": ESTIMATORS[metric],
-        "network": {"name": network.name, "weights": network.identity, "size": network.size},
-        "resize": f"{config.resize_filter.value}, antialiased, 32 bits per channel, rounded once to 8",
-        **({"reference": dict(reference)} if reference is not None else {}),
-        "images": dict(images),
-    }
-
-
-def reference_record(identity: str, num: int, size: int | None) -> dict[str, Any]:
-    """Record of a reference set."""
-    return {"content": identity, "num": num, "scaled_square": size}
-
-
-def generated_record(record: Mapping[str, Any], num: int) -> dict[str, Any]:
-    """Record of generated images, from that of their task.
-
-    It excludes model and guidance scale, which are compared, and the batch size, which changes rounding errors only.
-    """
-    excluded = ("model", "guidance_scale", "batch_size")
-    return {"num": num, **{key: value for key, value in record.items() if key not in excluded}}
-
-
-def given_record(num: int) -> dict[str, Any]:
-    """Record of given images, whose generation is unknown."""
-    return {"num": num, "given": True}
-
-
-def compositional_protocol(
-    config: CompositionalConfig, images: Mapping[str, Any], *, suite: str, detector: str
-) -> Protocol:
-    """Protocol of the object checks.
-
-    Args:
-        config: the configuration.
-        images: result of `generated_record`.
-        suite: hash of the checks.
-        detector: name and hash of the detector.
-    """
-    threshold = config.threshold if config.detector else None
-    return {
-        "version": VERSION,
-        "estimator": "share of images that show what was asked for",
-        "suite": suite,
-        "detector": detector,
-        "threshold": threshold,
-        "images": dict(images),
-    }
 
 
 def difference(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> list[str]:

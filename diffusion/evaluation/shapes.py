@@ -53,46 +53,43 @@ MARGIN = 0.03
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Thing:
-    """One coloured shape.
-
-    Attributes:
-        colour: A key of COLOURS.
-        shape: One of SHAPES.
-        size: A key of SIZES.
-        x: Horizontal centre, 0 (left) to 1 (right) of the centred square.
-        y: Vertical centre, 0 (top) to 1 (bottom) of the centred square.
-        radius: Radius of the circle that is about as wide and high, as a fraction of the square's side.
-    """
+    """One coloured shape; lengths are fractions of the centred square's side."""
 
     colour: str
     shape: str
     size: str
+    """Key of SIZES."""
+
     x: float
+    """Centre, from the left."""
+
     y: float
+    """Centre, from the top."""
+
     radius: float
+    """Radius of the circle that is about as wide and high."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scene:
-    """What an image shows and how its caption says it.
-
-    Attributes:
-        things: One object, or two.
-        background: A key of BACKGROUNDS.
-        relation: One of RELATIONS: where the first object lies as seen from the second. None for one object.
-        position: A key of POSITIONS if the caption says where the one object lies, otherwise None.
-        phrasing: Index into PHRASINGS.
-    """
+    """What an image shows and how its caption says it."""
 
     things: tuple[Thing, ...]
+    """One object, or two."""
+
     background: str
     relation: str | None = None
+    """Position of the first object relative to the second, one of RELATIONS; None for one object."""
+
     position: str | None = None
+    """Key of POSITIONS, if the caption has the position of the one object."""
+
     phrasing: int = 0
+    """Index into PHRASINGS."""
 
 
 def caption(scene: Scene) -> str:
-    """Return the scene's caption, such as "a large blue star in the top left on a gray background"."""
+    """Caption of a scene, such as "a large blue star in the top left on a gray background"."""
     first = scene.things[0]
     if scene.relation is not None:
         second = scene.things[1]
@@ -105,7 +102,7 @@ def caption(scene: Scene) -> str:
 
 
 def outline(thing: Thing) -> list[tuple[float, float]]:
-    """Return the object's corners in the units of the square; for a circle, the two corners of its bounding box."""
+    """Corners of an object in the units of the square; for a circle, the two corners of its bounding box."""
     x, y, radius = thing.x, thing.y, thing.radius
     if thing.shape == "circle":
         return [(x - radius, y - radius), (x + radius, y + radius)]
@@ -125,12 +122,9 @@ def draw(scene: Scene, size: int | tuple[int, int], *, transparent: bool = False
     """Draw a scene with anti-aliased edges.
 
     Args:
-        scene: What to draw.
-        size: Width and height in pixels, or one number for a square.
-        transparent: Leave the background transparent (and black underneath) in place of filling it.
-
-    Returns:
-        An RGB image, or an RGBA image if `transparent`.
+        scene: the scene.
+        size: width and height in pixels, or one number for a square.
+        transparent: draw an RGBA image without a background (black underneath), not an RGB image.
     """
     width, height = (size, size) if isinstance(size, int) else size
     side = min(width, height) * SUPERSAMPLING
@@ -150,27 +144,23 @@ def draw(scene: Scene, size: int | tuple[int, int], *, transparent: bool = False
     return image.reduce(SUPERSAMPLING)
 
 
-def scenes(num: int, seed: int = 17, *, split: str = "train", relation_share: float = RELATION_SHARE) -> list[Scene]:
-    """Return `num` random scenes; the same arguments give the same scenes, and splits are independent of each other."""
+def scenes(num: int, seed: int = 17, *, split: str = "train") -> list[Scene]:
+    """Draw random scenes; the same arguments give the same ones, and splits are independent of each other."""
     rng = random.Random(f"{split} {seed}")
-    return [_two_things(rng) if rng.random() < relation_share else _one_thing(rng) for _ in range(num)]
+    return [_two_things(rng) if rng.random() < RELATION_SHARE else _one_thing(rng) for _ in range(num)]
 
 
-def prompts(*, background: str = "gray") -> tuple[list[Scene], list[Scene]]:
-    """Return the scenes whose captions the evaluation asks a model to draw.
-
-    Args:
-        background: The background of all of them.
+def prompts() -> tuple[list[Scene], list[Scene]]:
+    """Scenes whose captions the evaluation asks a model to draw, all on gray.
 
     Returns:
-        One scene for each pair of colour and shape, and two for each relation and each shape of the first object. Only
-        what the captions say counts: centres and radii are typical values.
+        One scene for each pair of colour and shape, and two for each relation and each shape of the first object.
+        Centres and radii are typical values.
     """
-    low, high = SIZES["medium"]
+    radius = sum(SIZES["medium"]) / 2
     single = [
         Scene(
-            things=(Thing(colour=colour, shape=shape, size="medium", x=0.5, y=0.5, radius=(low + high) / 2),),
-            background=background,
+            things=(Thing(colour=colour, shape=shape, size="medium", x=0.5, y=0.5, radius=radius),), background="gray"
         )
         for colour in COLOURS
         for shape in SHAPES
@@ -179,85 +169,69 @@ def prompts(*, background: str = "gray") -> tuple[list[Scene], list[Scene]]:
     double = []
     for relation in RELATIONS:
         for shape in SHAPES * 2:
-            scene = _two_things(rng)
-            things = (dataclasses.replace(scene.things[0], shape=shape), scene.things[1])
-            double.append(_placed(things, relation, background))
+            first, second = _two_things(rng).things
+            things = _placed((dataclasses.replace(first, shape=shape), second), relation)
+            double.append(Scene(things=things, background="gray", relation=relation))
     return single, double
 
 
 def _one_thing(rng: random.Random) -> Scene:
-    """Return a random scene with one object."""
     size = rng.choices(tuple(SIZES), (1, 2, 1))[0]
     radius = rng.uniform(*SIZES[size])
-    # A caption that does not say where means the center; a large object fills the image, so that it is there too.
-    off_center = size != "large" and rng.random() < OFF_CENTER_SHARE
-    position = rng.choice([p for p in POSITIONS if p != CENTER]) if off_center else CENTER
+    # A caption without a position means the centre; a large object fills the image.
+    is_off_center = size != "large" and rng.random() < OFF_CENTER_SHARE
+    position = rng.choice([name for name in POSITIONS if name != CENTER]) if is_off_center else CENTER
     x, y = (_coordinate(third, radius, rng) for third in POSITIONS[position])
-    thing = Thing(colour=_choose(COLOURS, rng), shape=_choose(SHAPES, rng), size=size, x=x, y=y, radius=radius)
+    colour, shape = rng.choice(tuple(COLOURS)), rng.choice(SHAPES)
     return Scene(
-        things=(thing,),
-        background=_choose(BACKGROUNDS, rng),
-        position=position if off_center or rng.random() < 0.1 else None,
-        phrasing=rng.choices((0, 1, 2), (4, 1, 1))[0],
+        things=(Thing(colour=colour, shape=shape, size=size, x=x, y=y, radius=radius),),
+        background=rng.choice(tuple(BACKGROUNDS)),
+        position=position if is_off_center or rng.random() < 0.1 else None,
+        phrasing=_phrasing(rng),
     )
 
 
 def _two_things(rng: random.Random) -> Scene:
-    """Return a random scene with two objects of different colours."""
-    things = tuple(
-        Thing(
-            colour=colour, shape=_choose(SHAPES, rng), size="small", x=0.5, y=0.5, radius=rng.uniform(*SIZES["small"])
-        )
-        for colour in rng.sample(tuple(COLOURS), 2)
-    )
-    along, across = (0.27 + rng.uniform(-0.02, 0.02), 0.73 + rng.uniform(-0.02, 0.02)), 0.5 + rng.uniform(-0.1, 0.1)
-    relation, background = rng.choice(RELATIONS), _choose(BACKGROUNDS, rng)
-    phrasing = rng.choices((0, 1, 2), (4, 1, 1))[0]
-    return _placed(things, relation, background, along=along, across=across, phrasing=phrasing)
+    """Draw a scene with two small objects of different colours."""
+    things = []
+    for colour in rng.sample(tuple(COLOURS), 2):
+        shape, radius = rng.choice(SHAPES), rng.uniform(*SIZES["small"])
+        things.append(Thing(colour=colour, shape=shape, size="small", x=0.5, y=0.5, radius=radius))
+    along = 0.27 + rng.uniform(-0.02, 0.02), 0.73 + rng.uniform(-0.02, 0.02)
+    across = 0.5 + rng.uniform(-0.1, 0.1)
+    relation, background = rng.choice(RELATIONS), rng.choice(tuple(BACKGROUNDS))
+    things = _placed(things, relation, along, across)
+    return Scene(things=things, background=background, relation=relation, phrasing=_phrasing(rng))
 
 
 def _placed(
-    things: Iterable[Thing],
-    relation: str,
-    background: str,
-    *,
-    along: tuple[float, float] = (0.27, 0.73),
-    across: float = 0.5,
-    phrasing: int = 0,
-) -> Scene:
-    """Return the scene in which two objects are where the relation says.
+    things: Iterable[Thing], relation: str, along: tuple[float, float] = (0.27, 0.73), across: float = 0.5
+) -> tuple[Thing, ...]:
+    """Move two objects to where the relation says.
 
     Args:
-        things: The two objects; their centres are replaced.
-        relation: One of RELATIONS.
-        background: A key of BACKGROUNDS.
-        along: The lower and the higher coordinate on the relation's axis.
-        across: The coordinate of both on the other axis.
-        phrasing: Index into PHRASINGS.
+        things: the objects.
+        relation: one of RELATIONS.
+        along: the lower and the higher coordinate on the relation's axis.
+        across: the coordinate of both on the other axis.
     """
-    lower, higher = along
-    first_at, second_at = (lower, higher) if relation in ("left of", "above") else (higher, lower)
-    first, second = things
-    if relation in ("left of", "right of"):
-        first = dataclasses.replace(first, x=first_at, y=across)
-        second = dataclasses.replace(second, x=second_at, y=across)
-    else:
-        first = dataclasses.replace(first, x=across, y=first_at)
-        second = dataclasses.replace(second, x=across, y=second_at)
-    return Scene(things=(first, second), background=background, relation=relation, phrasing=phrasing)
+    axis, other = ("x", "y") if relation in ("left of", "right of") else ("y", "x")
+    coordinates = along if relation in ("left of", "above") else along[::-1]
+    return tuple(
+        dataclasses.replace(thing, **{axis: coordinate, other: across})
+        for thing, coordinate in zip(things, coordinates, strict=True)
+    )
 
 
 def _coordinate(third: int, radius: float, rng: random.Random) -> float:
-    """Return a centre in the first, middle or last third of the range that an object of this radius can have."""
-    reach = 1.25 * radius + MARGIN
-    low, high = reach, 1 - reach
+    """Draw a centre in the first, middle or last third of the range of an object of this radius."""
+    low = 1.25 * radius + MARGIN
     if third == 1:
-        slack = min(0.03, (high - low) / 2)
+        slack = min(0.03, (1 - low - low) / 2)
         return rng.uniform(0.5 - slack, 0.5 + slack)
     near = rng.uniform(low, max(low, min(0.38, low + 0.1)))
     return near if third == 0 else 1 - near
 
 
-def _choose(names: Iterable[str], rng: random.Random) -> str:
-    """Return one of the names at random."""
-    return rng.choice(tuple(names))
+def _phrasing(rng: random.Random) -> int:
+    return rng.choices(range(len(PHRASINGS)), (4, 1, 1))[0]

@@ -5,29 +5,34 @@ from results and images. The run's removal of a checkpoint does not affect the o
 or copied to the output folder.
 """
 
+import hashlib
+import json
 import logging
 import os
 import shutil
+import sys
 import threading
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
-import yaml
-
-from diffusion.checkpointing.find import find_damage
+from diffusion.callbacks.loggers import as_machine_error
+from diffusion.checkpointing.find import checkpoint_folder, find_damage
 from diffusion.checkpointing.layout import batch_of, is_half_written, list_checkpoints, remove_copy
-from diffusion.checkpointing.remote import READ_PATIENCE, RemoteCheckpoints
+from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoints
+from diffusion.checkpointing.resume import FINISHED
 from diffusion.config.checks import num_batches
+from diffusion.config.schema import Config
+from diffusion.config.secrets import redact_arguments
 from diffusion.config.stores import is_store
-from diffusion.distributed import agree, barrier, broadcast, is_first_rank, start_process_group
+from diffusion.distributed import agree, barrier, on_first_rank, start_process_group
 from diffusion.errors import DataError, MachineError
 from diffusion.evaluation.config import EvaluationConfig
 from diffusion.evaluation.evaluate import Evaluation
 from diffusion.evaluation.generate import checkpoint_models
-from diffusion.evaluation.protocol import read_results
-from diffusion.evaluation.watch_loggers import WatchLoggers
-from diffusion.files import read_json, write_json
+from diffusion.evaluation.protocol import Result, read_results
+from diffusion.files import read_json, write_atomically, write_json
 from diffusion.loading import load_config_of
 
 log = logging.getLogger(__name__)
@@ -35,11 +40,14 @@ log = logging.getLogger(__name__)
 COPIES = "copies"
 """Folder of the checkpoint that is being read, in the output folder."""
 
-FINISHED = "finished.json"
-"""File in a finished run's folder (`diffusion.checkpointing.resume`)."""
-
 LEDGER = "ledger.json"
 """Record of evaluated checkpoints, in the output folder."""
+
+METRICS = "metrics.jsonl"
+"""Numbers of all results, a line per step, in the output folder."""
+
+STEP = "trainer/step"
+"""Step axis of the numbers in wandb."""
 
 
 def watch(config: EvaluationConfig) -> None:
@@ -56,75 +64,65 @@ def watch(config: EvaluationConfig) -> None:
 
 
 class Watcher:
-    """Evaluates new checkpoints of a run.
-
-    Args:
-        config: configuration of the evaluation.
-    """
+    """Evaluates new checkpoints of a run."""
 
     def __init__(self, config: EvaluationConfig) -> None:
-        assert config.model is not None
-        self.config, self.uri = config, config.model
+        self.config, self.uri = config, str(config.model)
         self.folder = Path(config.output_folder).expanduser()
         self.evaluation = Evaluation(config=config)
-        self.ledger = agree(lambda: Ledger.open(self.folder, self.uri))
+        self.ledger = on_first_rank(lambda: read_ledger(self.folder / LEDGER, self.uri))
         self._loggers: WatchLoggers | None = None
         # Only a run folder has FINISHED; in a store, the checkpoint of the last step ends the run.
-        self._is_finished = is_store(self.uri) and any(entry.is_last for entry in self.ledger.entries.values())
+        self._is_finished = is_store(self.uri) and any(entry["is_last"] for entry in self.ledger.values())
         self._pause = threading.Event()
 
     def run(self) -> None:
         """Evaluate until the run is finished; with `watch_forever`, until the process ends."""
         while True:
-            finished, new = broadcast(agree(self._find_new))
+            is_finished, new = on_first_rank(self._find_new)
             for name in new:
                 self._evaluate(name)
-            if (finished or self._is_finished) and not self.config.watch_forever:
+            if (is_finished or self._is_finished) and not self.config.watch_forever:
                 break
             if not new:
                 self._pause.wait(self.config.poll_seconds)
         if self._loggers is not None:
             self._loggers.close()
-        log.info("run %s is finished; %d checkpoints in the ledger", self.uri, len(self.ledger.entries))
+        log.info("run %s is finished; %d checkpoints in the ledger", self.uri, len(self.ledger))
 
     def _find_new(self) -> tuple[bool, list[str]]:
-        """Whether the run is finished, and its new checkpoints; on the first rank."""
-        if not is_first_rank():
-            return False, []
-        run = open_run(self.uri)
-        finished = run.finished_step()  # Before the list of checkpoints, which is then complete.
-        names = run.list_checkpoints()
+        """Whether the run is finished, and its new checkpoints."""
+        run, checkpoints = locate(self.uri)
+        finished = finished_step(run)  # Before the list of checkpoints, which is then complete.
+        names = list_complete(checkpoints)
         # A finished run may have been continued.
         is_finished = finished is not None and (not names or step_of(names[-1]) <= finished)
-        return is_finished, [name for name in names if name not in self.ledger.entries]
+        return is_finished, [name for name in names if name not in self.ledger]
 
     def _evaluate(self, name: str) -> None:
         """Evaluate a checkpoint and record it."""
-        copy = self.folder / COPIES / name
-        entry = Entry(step=step_of(name), skipped="it was removed before it could be read")
-        if broadcast(agree(lambda: self._copy(name))):
-            entry = self._evaluate_copy(name, copy)
-            self._is_finished = self._is_finished or entry.is_last
-        barrier()
+        copy, is_last = self.folder / COPIES / name, False
+        skipped = on_first_rank(lambda: copy_checkpoint(locate(self.uri)[1], name, copy.parent))
+        if skipped is None:
+            skipped = self._evaluate_weights(name, copy)
+            is_last = step_of(name) >= num_batches(agree(lambda: load_config_of(copy)))
+        self._is_finished = self._is_finished or is_last
+        self.ledger[name] = {"step": step_of(name), "skipped": skipped, "is_last": is_last}
+        barrier()  # All ranks have read the copy.
 
         def record() -> None:
-            if not is_first_rank():
-                return
-            if entry.skipped is None:
+            if skipped is None:
                 self._log(copy)
             else:
-                log.warning("checkpoint %s of %s is skipped: %s", name, self.uri, entry.skipped)
+                log.warning("checkpoint %s of %s is skipped: %s", name, self.uri, skipped)
             remove_copy(copy)
-            self.ledger.add(name, entry)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_json(self.folder / LEDGER, {"run": self.uri, "checkpoints": self.ledger})
 
-        agree(record)
+        on_first_rank(record)
 
-    def _copy(self, name: str) -> bool:
-        return is_first_rank() and open_run(self.uri).copy(name, self.folder / COPIES) is not None
-
-    def _evaluate_copy(self, name: str, copy: Path) -> "Entry":
-        """Evaluate each of the weights of a checkpoint; return its entry for the ledger."""
-        config = agree(lambda: load_config_of(copy))
+    def _evaluate_weights(self, name: str, copy: Path) -> str | None:
+        """Evaluate each of the weights of a checkpoint; return the errors if none could be evaluated."""
         problems = []
         models = checkpoint_models(copy, self.config.weights)
         for model in models:
@@ -134,185 +132,54 @@ class Watcher:
                 # An average may not have started yet; the other weights are evaluated.
                 log.warning("%s of %s: %s", model.weights, name, error)
                 problems.append(str(error))
-        skipped = "; ".join(problems) if len(problems) == len(models) else None
-        step = step_of(name)
-        return Entry(step=step, skipped=skipped, is_last=step >= num_batches(config))
+        return "; ".join(problems) if len(problems) == len(models) else None
 
     def _log(self, copy: Path) -> None:
+        rows = rows_of(read_results([self.folder]))
+        write_atomically(self.folder / METRICS, "".join(json.dumps(row) + "\n" for row in rows))
         if self._loggers is None:
             self._loggers = WatchLoggers(self.config, load_config_of(copy))
-        self._loggers.write(read_results([self.folder]))
+        self._loggers.write(rows)
 
 
-# The ledger
+def read_ledger(path: Path, run: str) -> dict[str, dict[str, Any]]:
+    """Read the ledger of an output folder: `step`, `skipped` and `is_last` by checkpoint name (`ep0-ba100`).
 
+    `skipped` is the reason for skipping a checkpoint; null if it was evaluated. `is_last` is whether it is the
+    checkpoint of the last step in the run's configuration.
 
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """A checkpoint in the ledger."""
-
-    step: int
-    skipped: str | None = None
-    """Reason for skipping it; None if it was evaluated."""
-
-    is_last: bool = False
-    """Whether it is the checkpoint of the last step in the run's configuration."""
-
-
-@dataclass(kw_only=True)
-class Ledger:
-    """File of entries by checkpoint name (`ep0-ba100`).
-
-    Args:
-        path: the file, written at each change.
-        run: path or URI of the run.
+    Raises:
+        DataError: the ledger is of another run.
     """
-
-    path: Path
-    run: str
-    entries: dict[str, Entry] = field(default_factory=dict)
-
-    @classmethod
-    def open(cls, folder: Path, run: str) -> "Ledger":
-        """Read the ledger of an output folder, or create one.
-
-        Raises:
-            DataError: the ledger is damaged, or of another run.
-        """
-        ledger = cls(path=folder / LEDGER, run=run)
-        if not ledger.path.is_file():
-            return ledger
-        content = read_json(ledger.path)
-        try:
-            known, entries = content["run"], {name: Entry(**entry) for name, entry in content["checkpoints"].items()}
-        except (KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{ledger.path} is not the ledger of a watcher: {error!r}") from error
-        if known != run:
-            raise DataError(f"{ledger.path} is of the run {known}, not of {run}: choose another output_folder")
-        return cls(path=ledger.path, run=run, entries=entries)
-
-    def add(self, name: str, entry: Entry) -> None:
-        """Add a checkpoint and write the file."""
-        self.entries[name] = entry
-        content = {name: asdict(entry) for name, entry in self.entries.items()}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self.path, {"run": self.run, "checkpoints": content})
+    if not path.is_file():
+        return {}
+    content = read_json(path)
+    if content["run"] != run:
+        raise DataError(f"{path} is of the run {content['run']}, not of {run}: choose another output_folder")
+    return content["checkpoints"]
 
 
 # The run
 
 
-class WatchedRun(Protocol):
-    """A run and its checkpoints."""
-
-    def list_checkpoints(self) -> list[str]:
-        """Names of the complete checkpoints, oldest first."""
-        ...
-
-    def copy(self, name: str, folder: Path) -> Path | None:
-        """Copy a checkpoint into a folder; None if it was removed."""
-        ...
-
-    def finished_step(self) -> int | None:
-        """Step of `FINISHED`, or None."""
-        ...
-
-
-class LocalRun:
-    """A run with checkpoints in a folder.
-
-    Args:
-        path: run folder, or its `checkpoints` folder; it need not exist yet.
-        checkpoints: folder of the checkpoints, if it is outside of the run folder.
-    """
-
-    def __init__(self, path: Path, checkpoints: Path | None = None) -> None:
-        self.run = path.parent if path.name == "checkpoints" else path
-        self.checkpoints = checkpoints or self.run / "checkpoints"
-
-    def list_checkpoints(self) -> list[str]:
-        """Names of the completely written checkpoints."""
-        return [path.name for path in list_checkpoints(self.checkpoints) if not _is_half_written(path)]
-
-    def copy(self, name: str, folder: Path) -> Path | None:
-        """Link the files, or copy them to another file system."""
-        source, copied = self.checkpoints / name, folder / name
-        remove_copy(copied)
-        try:
-            if source.is_dir():
-                copied.mkdir(parents=True)
-                for file in sorted(source.iterdir()):
-                    _link(file, copied / file.name)
-            else:
-                folder.mkdir(parents=True, exist_ok=True)
-                _link(source, copied)
-        except FileNotFoundError:
-            remove_copy(copied)
-            return None
-        if damage := find_damage(copied):
-            log.info("checkpoint %s: %s", source, damage)
-            remove_copy(copied)
-            return None
-        return copied
-
-    def finished_step(self) -> int | None:
-        """Step of `FINISHED`, or None."""
-        return _finished_step(self.run)
-
-
-class RemoteRun:
-    """A run with checkpoints in an object store.
-
-    Args:
-        url: `s3://bucket/prefix` of the checkpoints.
-        run: run folder, if it is known.
-    """
-
-    def __init__(self, url: str, run: Path | None = None) -> None:
-        self._remote, self._run = RemoteCheckpoints(url, patience=READ_PATIENCE), run
-
-    def list_checkpoints(self) -> list[str]:
-        """Names of the completely uploaded checkpoints."""
-        return [found.name for found in self._remote.present() if found.is_complete]
-
-    def copy(self, name: str, folder: Path) -> Path | None:
-        """Download the checkpoint."""
-        found = next((one for one in self._remote.present() if one.name == name and one.is_complete), None)
-        if found is None:
-            return None
-        try:
-            copied = self._remote.download(found, folder)
-        except (DataError, MachineError):
-            remove_copy(folder / name)
-            if name in self.list_checkpoints():
-                raise
-            return None
-        if find_damage(copied):
-            remove_copy(copied)
-            return None
-        return copied
-
-    def finished_step(self) -> int | None:
-        """Step of `FINISHED` in the run folder; the store has checkpoints only."""
-        return _finished_step(self._run) if self._run is not None else None
-
-
-def open_run(uri: str) -> WatchedRun:
-    """Open a run.
+def locate(uri: str) -> tuple[Path | None, str]:
+    """Find the folder of a run, if it is known, and the location of its checkpoints.
 
     Args:
         uri: run folder, `checkpoints` folder, or `s3://bucket/prefix`. The `trainer.checkpoint_folder` of a run folder
-            is followed.
+            is followed. A folder need not exist yet.
     """
     if is_store(uri):
-        return RemoteRun(uri)
+        return None, uri
     path = Path(uri).expanduser()
-    config = path / "config.yaml"
-    if config.is_file():
-        settings = (yaml.safe_load(config.read_text(encoding="utf-8")) or {}).get("trainer") or {}
-        if folder := settings.get("checkpoint_folder"):
-            return RemoteRun(folder, path) if is_store(folder) else LocalRun(path, Path(folder).expanduser())
-    return LocalRun(path)
+    run = path.parent if path.name == "checkpoints" else path
+    return run, checkpoint_folder(run) or str(run / "checkpoints")
+
+
+def finished_step(run: Path | None) -> int | None:
+    """Step after which a run was finished, or None."""
+    path = run / FINISHED if run is not None else None
+    return int(read_json(path)["step"]) if path is not None and path.is_file() else None
 
 
 def step_of(name: str) -> int:
@@ -320,22 +187,136 @@ def step_of(name: str) -> int:
     return batch_of(Path(name))
 
 
-def _finished_step(run: Path) -> int | None:
-    path = run / FINISHED
-    return int(read_json(path)["step"]) if path.is_file() else None
+def list_complete(checkpoints: str) -> list[str]:
+    """Names of the completely written checkpoints of a run, oldest first."""
+    if is_store(checkpoints):
+        remote = RemoteCheckpoints(checkpoints, timeout=READ_TIMEOUT)
+        return [found.name for found in remote.present() if found.is_complete]
+    folder = Path(checkpoints).expanduser()
+    return [path.name for path in list_checkpoints(folder) if not is_half_written(path)]
 
 
-def _is_half_written(path: Path) -> bool:
+def copy_checkpoint(checkpoints: str, name: str, folder: Path) -> str | None:
+    """Download a checkpoint into a folder, or link its files.
+
+    Returns:
+        None; or the reason why there is no copy: the run has removed the checkpoint, or it is damaged.
+
+    Raises:
+        MachineError: the store cannot be read, or the folder not be written.
+    """
+    copy = folder / name
+    remove_copy(copy)
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        return is_half_written(path)
-    except FileNotFoundError:
-        return True
+        if is_store(checkpoints):
+            remote = RemoteCheckpoints(checkpoints, timeout=READ_TIMEOUT)
+            for found in remote.present():
+                if found.name == name:
+                    remote.download(found, folder)
+        elif (source := Path(checkpoints).expanduser() / name).is_dir():
+            shutil.copytree(source, copy, copy_function=_link)
+        else:
+            _link(source, copy)
+    except (OSError, DataError, MachineError) as error:
+        if name in list_complete(checkpoints):
+            raise MachineError(f"checkpoint {name} of {checkpoints} cannot be copied to {folder}: {error}") from error
+    if (damage := find_damage(copy)) is None:
+        return None
+    remove_copy(copy)
+    return damage if name in list_complete(checkpoints) else "it was removed before it could be read"
 
 
-def _link(source: Path, target: Path) -> None:
+def _link(source: str | Path, target: str | Path) -> None:
     try:
         os.link(source, target)
-    except FileNotFoundError:
-        raise
-    except OSError:
+    except OSError:  # Another file system.
         shutil.copyfile(source, target)
+
+
+# Loggers
+
+
+def rows_of(results: Sequence[Result]) -> list[dict[str, float]]:
+    """Rows of the metrics file, one per step in order."""
+    rows: dict[int, dict[str, float]] = {}
+    for result in results:
+        if result.step is not None:
+            scale = "" if result.guidance_scale is None else f"/cfg{result.guidance_scale:g}"
+            row = rows.setdefault(result.step, {"step": result.step})
+            for name, number in result.numbers.items():
+                row[f"evaluation/{result.weights or 'raw'}{scale}/{name}"] = number.value
+    return [rows[step] for step in sorted(rows)]
+
+
+class WatchLoggers:
+    """TensorBoard and wandb of a watcher, separate from those of the run, with the steps of training.
+
+    Each start logs the rows of all results, because the files of a killed process may lack its last rows. TensorBoard
+    hides those of earlier starts (`purge_step`). A run of wandb is resumed at the step after its last one. Offline,
+    wandb knows no earlier start, and the newest of its folders has all rows.
+
+    Args:
+        config: configuration of the watcher.
+        run: configuration of the run.
+    """
+
+    def __init__(self, config: EvaluationConfig, run: Config) -> None:
+        folder = Path(config.output_folder).expanduser()
+        self._tensorboard = _open_tensorboard(folder, run) if config.loggers.tensorboard else None
+        self._wandb = _open_wandb(folder, config, run) if config.loggers.wandb is not None else None
+        self._steps: set[float] = set()
+        """Steps that this start has logged."""
+
+    def write(self, rows: Sequence[dict[str, float]]) -> None:
+        """Log the rows that this start has not logged yet."""
+        for row in rows:
+            step = int(row["step"])
+            values = {name: value for name, value in row.items() if name != "step"}
+            if self._tensorboard is not None and step not in self._steps:
+                for name, value in values.items():
+                    self._tensorboard.add_scalar(name, value, step)
+                self._tensorboard.flush()
+            if self._wandb is not None and step >= self._wandb.step:
+                self._wandb.log({STEP: step, **values}, step=step, commit=True)
+            self._steps.add(step)
+
+    def close(self) -> None:
+        """Close the event file, and finish the run in wandb."""
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def _open_tensorboard(folder: Path, run: Config) -> Any:
+    """Open an event file in a folder beside that of the run, or in the output folder."""
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+    of_run = Path(run.output_folder).expanduser() / "tensorboard"
+    parent = of_run if of_run.is_dir() else folder / "tensorboard"
+    return SummaryWriter(str(parent / f"{run.run_name}.evaluation"), purge_step=0)
+
+
+def _open_wandb(folder: Path, config: EvaluationConfig, run: Config) -> Any:
+    import wandb
+
+    settings = config.loggers.wandb
+    assert settings is not None
+    name = f"{run.run_name}-evaluation"
+    with as_machine_error():
+        started = wandb.init(
+            project=settings.project,
+            entity=settings.entity,
+            group=run.group or run.run_name,
+            name=name,
+            tags=settings.tags,
+            dir=str(folder),
+            id=hashlib.sha256(f"{name} {folder.resolve()}".encode()).hexdigest()[:12],
+            resume="allow",
+            mode="offline" if settings.offline else "online",
+            settings={"_args": redact_arguments(sys.argv[1:])},
+        )
+    started.define_metric(STEP)
+    started.define_metric("evaluation/*", step_metric=STEP)
+    return started

@@ -17,8 +17,8 @@ from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.pretrained import (
     SCHEDULER_CONFIG,
     load_frozen_parts,
-    open_pipeline_unet,
     read_noise_schedule,
+    read_pipeline_unet,
     unet_folder,
 )
 from diffusion.models.sampling import whole_number
@@ -198,7 +198,7 @@ def _assemble(
     )
     model = build_model(config, objective, resolution=resolution, seed=seed)
     if folder is not None:
-        load_unet(model, open_pipeline_unet(folder, model.unet).read_all(), f"{folder}/unet")
+        load_unet(model, read_pipeline_unet(folder, model.unet), f"{folder}/unet")
     elif pretrained or vae:
         log.warning("the U-Net has random weights, the other parts those of %s: give unet=FOLDER", pretrained or vae)
     return model.eval()

@@ -4,7 +4,7 @@ The layers are peft's, whose files diffusers loads. Checkpoints hold W, A and B 
 `X.lora_A.default.weight` and `X.lora_B.default.weight`.
 """
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from diffusion.config.model import LoraConfig
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.models.architectures import with_seed
-from diffusion.models.stored_weights import StoredWeights
 
 _ADAPTER = "default"
 _A, _B = f".lora_A.{_ADAPTER}.weight", f".lora_B.{_ADAPTER}.weight"
@@ -59,33 +58,22 @@ def _peft_config(config: LoraConfig) -> Any:
     return PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=list(config.targets))  # pyright: ignore
 
 
-def has_lora(weights: StoredWeights) -> bool:
+def has_lora(weights: Mapping[str, Tensor]) -> bool:
     """Whether a U-Net's weights include matrices of LoRA."""
-    return any(name.endswith(_A) for name in weights.shapes)
+    return any(name.endswith(_A) for name in weights)
 
 
-def merged(weights: StoredWeights, config: LoraConfig | None) -> StoredWeights:
-    """Weights of the equivalent U-Net without LoRA: W + alpha / rank * B A, computed when they are read."""
-    assert config is not None, "weights with LoRA come with its configuration"
-    stored = {name.replace(_BASE, "."): name for name in weights.shapes if not name.endswith((_A, _B))}
-    scale = config.alpha / config.rank
-
-    def read(names: Collection[str]) -> dict[str, Tensor]:
-        layers = {name: name.removesuffix(".weight") for name in names}
-        layers = {name: layer for name, layer in layers.items() if layer + _A in weights.shapes}
-        found = weights.read([*(stored[name] for name in names), *(la + m for la in layers.values() for m in (_A, _B))])
-        tensors = {name: found[stored[name]] for name in names}
-        for name, layer in layers.items():
-            weight = tensors[name]
-            product = found[layer + _B].float().flatten(1) @ found[layer + _A].float().flatten(1)
-            tensors[name] = (weight + scale * product.view_as(weight)).to(weight.dtype)
-        return tensors
-
-    shapes = {name: weights.shapes[original] for name, original in stored.items()}
-    return StoredWeights(source=weights.source, shapes=shapes, read=read)
+def merged(weights: Mapping[str, Tensor], config: LoraConfig) -> dict[str, Tensor]:
+    """Weights of the equivalent U-Net without LoRA: W + alpha / rank * B A."""
+    plain = {name.replace(_BASE, "."): tensor for name, tensor in weights.items() if not name.endswith((_A, _B))}
+    for layer in [name.removesuffix(_A) for name in weights if name.endswith(_A)]:
+        weight = plain[f"{layer}.weight"]
+        product = weights[layer + _B].float().flatten(1) @ weights[layer + _A].float().flatten(1)
+        plain[f"{layer}.weight"] = (weight + config.alpha / config.rank * product.view_as(weight)).to(weight.dtype)
+    return plain
 
 
-def write_lora(folder: Path, weights: StoredWeights, config: LoraConfig) -> None:
+def write_lora(folder: Path, weights: Mapping[str, Tensor], config: LoraConfig) -> None:
     """Write LoRA's matrices as a file for `pipeline.load_lora_weights`.
 
     Raises:
@@ -93,9 +81,10 @@ def write_lora(folder: Path, weights: StoredWeights, config: LoraConfig) -> None
     """
     from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
 
-    names = sorted(name for name in weights.shapes if name.endswith((_A, _B)))
     layers: dict[str, Any] = {
-        name.replace(f".{_ADAPTER}.", "."): tensor.contiguous() for name, tensor in weights.read(names).items()
+        name.replace(f".{_ADAPTER}.", "."): weights[name].contiguous()
+        for name in sorted(weights)
+        if name.endswith((_A, _B))
     }
     metadata = _peft_config(config).to_dict()
     StableDiffusionPipeline.save_lora_weights(folder, unet_lora_layers=layers, unet_lora_adapter_metadata=metadata)

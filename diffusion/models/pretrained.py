@@ -20,6 +20,8 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from huggingface_hub import constants, snapshot_download
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer, PreTrainedModel
 
@@ -34,7 +36,6 @@ from diffusion.models.architectures import (
 )
 from diffusion.models.conditioning import DualTextEncoder, TextEncoder
 from diffusion.models.latent_scaling import LatentScaling
-from diffusion.models.stored_weights import StoredWeights, cut_by_size, open_safetensors, write_safetensors
 from diffusion.models.tokenizers import build_tokenizer
 
 Loaded = TypeVar("Loaded")
@@ -43,9 +44,6 @@ HUB_TIMEOUT = 10.0
 """Seconds for the connection to the hub, and for its answer."""
 
 PIPELINE_INDEX = "model_index.json"
-UNET_SHARD_BYTES = 5 * 10**9
-"""Largest file of the U-Net's weights."""
-
 SCHEDULER_CONFIG = "scheduler/scheduler_config.json"
 SCHEDULE_DEFAULTS = {
     "prediction_type": "epsilon",
@@ -214,8 +212,8 @@ def is_pipeline(path: str | Path) -> bool:
     return (Path(path).expanduser() / PIPELINE_INDEX).is_file()
 
 
-def open_pipeline_unet(folder: Path, unet: UNet2DConditionModel | None = None) -> StoredWeights:
-    """Open the weights of a folder's U-Net.
+def read_pipeline_unet(folder: Path, unet: UNet2DConditionModel) -> dict[str, Tensor]:
+    """Read the weights of a folder's U-Net.
 
     Args:
         folder: in the diffusers layout.
@@ -231,9 +229,20 @@ def open_pipeline_unet(folder: Path, unet: UNet2DConditionModel | None = None) -
     files = [file for file in files if file.name.removesuffix(".safetensors").count(".") == 0]
     if not files or not (part / "config.json").is_file():
         raise ConfigurationError(f"{part} holds no config.json and {_WEIGHTS}.safetensors: give a pipeline's folder")
-    if unet is not None:
-        _check_config(part / "config.json", unet)
-    return open_safetensors(files, part)
+    _check_config(part / "config.json", unet)
+    return {name: tensor for file in files for name, tensor in read_safetensors(file).items()}
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """Read a file of weights.
+
+    Raises:
+        DataError: it is missing or damaged.
+    """
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"{path} is not a file of weights, or damaged: {error}") from error
 
 
 def unet_folder(source: str, *, local_files_only: bool) -> Path:
@@ -350,15 +359,12 @@ def _identity(num_channels: int) -> nn.Conv2d:
     return convolution.requires_grad_(False)
 
 
-def write_pipeline(
-    folder: Path, *, unet: UNet2DConditionModel, weights: StoredWeights, frozen: FrozenParts, scheduler: DDIMScheduler
-) -> None:
+def write_pipeline(folder: Path, *, unet: UNet2DConditionModel, frozen: FrozenParts, scheduler: DDIMScheduler) -> None:
     """Write all parts of a pipeline.
 
     Args:
         folder: empty folder, which the caller renames when it is complete.
-        unet: network on the meta device, whose configuration is written.
-        weights: weights of the U-Net.
+        unet: the trained network.
         frozen: the other parts.
         scheduler: sampler of the pipeline.
 
@@ -372,13 +378,11 @@ def write_pipeline(
     for name, part in pipeline.components.items():
         if isinstance(part, PreTrainedModel):
             part.save_pretrained(folder / name, state_dict=released_state_dict(part))
-        elif part is not None and part is not unet:
+        elif part is not None:
             part.save_pretrained(folder / name)
         if isinstance(part, CLIPTokenizer) and not (folder / name / "vocab.json").is_file():
             backend: Any = part.backend_tokenizer
             backend.model.save(str(folder / name))  # transformers 5 writes tokenizer.json only, which 4 does not read.
-    unet.save_config(folder / "unet")
-    write_unet(folder / "unet", weights)
 
 
 def build_pipeline(
@@ -414,26 +418,6 @@ def _padded_by_end(tokenizer: CLIPTokenizer) -> CLIPTokenizer:
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def write_unet(folder: Path, weights: StoredWeights, shard_bytes: int = UNET_SHARD_BYTES) -> None:
-    """Write a U-Net's weights: one file, or several files of at most `shard_bytes` with an index.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
-    metadata = {"format": "pt"}
-    groups = list(cut_by_size(weights.shapes, sorted(weights.shapes), shard_bytes))
-    if len(groups) == 1:
-        write_safetensors(folder / f"{_WEIGHTS}.safetensors", weights, groups[0], metadata)
-        return
-    weight_map: dict[str, str] = {}
-    for i, names in enumerate(groups, start=1):
-        file = f"{_WEIGHTS}-{i:05d}-of-{len(groups):05d}.safetensors"
-        write_safetensors(folder / file, weights, names, metadata)
-        weight_map.update(dict.fromkeys(names, file))
-    index = {"metadata": {"total_size": sum(s.nbytes for s in weights.shapes.values())}, "weight_map": weight_map}
-    (folder / f"{_WEIGHTS}.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
 # Hashes

@@ -12,8 +12,8 @@ from diffusion.checkpointing.find import is_complete
 from diffusion.checkpointing.layout import list_checkpoints, remove_checkpoint, superseded
 from diffusion.checkpointing.resume import FINISHED, PREEMPTED
 from diffusion.config.checks import num_batches
+from diffusion.config.fields import parse_time
 from diffusion.config.loading import load
-from diffusion.config.quantities import parse_time
 from diffusion.config.schema import Config
 from diffusion.config.stores import is_store
 from diffusion.datasets.cache import move_unused_cache

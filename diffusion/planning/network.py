@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion.config.data import ImageSize
-from diffusion.config.model import Architecture, AutoencoderConfig, LoraConfig, ModelConfig
-from diffusion.config.performance import Compilation
+from diffusion.config.model import Architecture, AutoencoderConfig, Compilation, LoraConfig, ModelConfig
 from diffusion.config.schema import Config, Task
 from diffusion.config.training import Precision
 from diffusion.models.architectures import ARCHITECTURES, build_unet, build_vae

@@ -12,7 +12,7 @@ from fractions import Fraction
 from diffusion.checkpointing.layout import kept_steps
 from diffusion.config.checks import num_batches
 from diffusion.config.data import ImageSize, Representation, image_sizes, microbatch_size
-from diffusion.config.quantities import parse_time
+from diffusion.config.fields import parse_time
 from diffusion.config.schema import Config, Task
 from diffusion.config.training import NumberFormat, Parallelism, Precision
 from diffusion.planning.network import activation_bytes, largest_unit, parameter_counts, training_flops

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 
 from diffusion.config.data import DataConfig, ImageSize, Representation, image_sizes
+from diffusion.config.fields import parse_size
 from diffusion.config.model import Posterior
-from diffusion.config.quantities import parse_size
 from diffusion.config.schema import Config
 from diffusion.config.training import NumberFormat
 from diffusion.datasets.loader import order_settings

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.callbacks.saving import STALL
 from diffusion.checkpointing.layout import list_checkpoints
-from diffusion.checkpointing.read import read_all
+from diffusion.checkpointing.read import StoredState
 from diffusion.checkpointing.save import HostCopy
 from diffusion.config.loading import load_config
 from diffusion.datasets.loader import train_loader
@@ -110,7 +110,10 @@ def test_training_goes_on_while_a_checkpoint_is_uploaded(server, s3_server, tmp_
     stored.mkdir(parents=True)
     for file in s3_server.path("s3://tests/uploaded/ep0-ba4").glob("*._S3rver_object"):
         shutil.copy(file, stored / file.name.removesuffix("._S3rver_object"))
-    expected, found = read_all(reference / "checkpoints" / "ep0-ba4"), read_all(stored)
+    expected, found = (
+        StoredState(reference / "checkpoints" / "ep0-ba4").read_below(""),
+        StoredState(stored).read_below(""),
+    )
     wanted = ("state.model.", "state.optimizers.", "state.callbacks.LateStartEMA.")
     names = [name for name in expected if name.startswith(wanted)]
     assert any("LateStartEMA" in name for name in names)

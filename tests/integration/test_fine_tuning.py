@@ -16,14 +16,13 @@ from torch import Tensor
 import diffusion.export
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.find import find_checkpoints, resolve_checkpoint
-from diffusion.checkpointing.read import open_unet, read_all, read_unet
+from diffusion.checkpointing.read import StoredState, read_unet
 from diffusion.config.loading import load_config
 from diffusion.config.model import Weights
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.evaluation.protocol import Number, Result
-from diffusion.export import export
+from diffusion.export import Licences, export
 from diffusion.loading import load_model
-from diffusion.model_card import Licences
 from diffusion.models.architectures import TINY, build_vae
 from diffusion.models.autoencoder import save_autoencoder
 from diffusion.models.sampling import initial_latents
@@ -215,16 +214,16 @@ def test_the_weights_that_lora_is_put_on_stay_as_they_are(runs, name):
 
 def test_a_checkpoint_of_lora_holds_moments_of_lora_only(runs):
     checkpoint = newest(runs["lora-fsdp-1"])
-    state = read_all(checkpoint)
+    state = StoredState(checkpoint).read_below("")
     moments = {re.sub(r".*\.unet\.(.*)\.exp_avg$", r"\1", key) for key in state if key.endswith(".exp_avg")}
-    assert moments == {name for name in open_unet(checkpoint, "raw").shapes if is_lora(name)}
+    assert moments == {name for name in read_unet(checkpoint, "raw") if is_lora(name)}
 
 
 @pytest.mark.parametrize("name", ["base", "base-ddp", "lora-fsdp-1", "lora-ddp-2"])
 def test_a_checkpoint_is_as_large_as_was_planned(runs, name):
     tensors = [
         entry
-        for entry in read_all(newest(runs[name])).values()
+        for entry in StoredState(newest(runs[name])).read_below("").values()
         if isinstance(entry, Tensor) and entry.ndim and entry.is_floating_point()
     ]
     found = sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -11,9 +11,9 @@ import torch
 from diffusion import storage
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing import remote
-from diffusion.checkpointing.find import find_newest, resolve_checkpoint
+from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.layout import batch_of
-from diffusion.checkpointing.read import read_all
+from diffusion.checkpointing.read import StoredState
 from diffusion.checkpointing.remote import RemoteCheckpoints
 from diffusion.ema.posthoc import STORED, fetch_averages, reconstruct
 from diffusion.errors import ConfigurationError, DataError, MachineError
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.s3, pytest.mark.slow]
 NUM_STEPS = 9
 COMMON = [f"trainer.max_duration={NUM_STEPS}ba", "samples.prompts=[]", "algorithms.ema.start=4ba"]
 FORMS = ("fsdp", "ddp")
-PATIENCE = 120.0
+TIMEOUT = 120.0
 PLACES = ("run", "elsewhere")
 
 
@@ -53,13 +53,13 @@ def reference(server, tmp_path_factory) -> dict[str, Path]:
 
 def steps(url: str) -> list[int]:
     """The steps of the whole checkpoints of a place."""
-    present = RemoteCheckpoints(url, patience=PATIENCE).present()
+    present = RemoteCheckpoints(url, timeout=TIMEOUT).present()
     return [batch_of(Path(found.name)) for found in present if found.is_complete]
 
 
 def final_state(checkpoint: Path) -> dict[str, object]:
     wanted = ("state.model.", "state.optimizers.", "state.callbacks.LateStartEMA.")
-    return {key: value for key, value in read_all(checkpoint).items() if key.startswith(wanted)}
+    return {key: value for key, value in StoredState(checkpoint).read_below("").items() if key.startswith(wanted)}
 
 
 def is_equal(one: object, other: object) -> bool:
@@ -86,7 +86,7 @@ def test_the_same_checkpoints_as_in_a_folder_and_the_same_ones_stay(
     assert steps(url) == [4, 8, 9]
     assert list((run / "uploads").iterdir()) == []
     assert not (run / "checkpoints").exists()
-    newest = find_newest(reference[form] / "checkpoints")
+    newest = resolve_checkpoint(str(reference[form] / "checkpoints"))
     assert newest is not None
     expected, found = final_state(newest), final_state(resolve_checkpoint(url))
     assert expected.keys() == found.keys()
@@ -168,8 +168,8 @@ def test_models_and_runs_start_from_a_store(server, tmp_path, url, monkeypatch):
     with pytest.raises(ConfigurationError, match="holds no complete checkpoint"):
         resolve_checkpoint(f"{url}/ep0-ba3")
 
-    for found in RemoteCheckpoints(url, patience=PATIENCE).present():
-        RemoteCheckpoints(url, patience=PATIENCE).remove(found)
+    for found in RemoteCheckpoints(url, timeout=TIMEOUT).present():
+        RemoteCheckpoints(url, timeout=TIMEOUT).remove(found)
     other = ["trainer.max_duration=4ba", "algorithms.ema=null", "seed=18"]
     server.train(1, [options(tmp_path / "other", "fsdp", url, *other)])
     replaced = load_model(f"{url}/ep0-ba2")
@@ -267,7 +267,7 @@ def test_a_store_slower_than_collectives_may_be_stops_neither_steps_nor_a_contin
         ended = job.finish()
         assert not any(ended.codes), ended.output[-6000:]
         assert steps(url) == [9]
-        stored = {name for name in RemoteCheckpoints(url, patience=PATIENCE).files() if name.startswith(STORED)}
+        stored = {name for name in RemoteCheckpoints(url, timeout=TIMEOUT).files() if name.startswith(STORED)}
         assert stored == {f"{STORED}/step-{step:06d}-width-{w}.safetensors" for step in (5, 9) for w in (0.1, 0.2)}
 
         beats = run / "heartbeats"
@@ -294,7 +294,7 @@ def test_a_store_that_does_not_answer_is_told_soon_at_the_start(monkeypatch):
     monkeypatch.setattr(remote, "FIRST_CONTACT", 0.2)
     start = time.monotonic()
     with pytest.raises(MachineError, match="s3://bucket/runs"):
-        RemoteCheckpoints("s3://bucket/runs", patience=300).check_access()
+        RemoteCheckpoints("s3://bucket/runs", timeout=300).check_access()
     assert time.monotonic() - start < 20
 
 

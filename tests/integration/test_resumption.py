@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
-from diffusion.checkpointing.find import find_newest
+from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.layout import batch_of
-from diffusion.checkpointing.read import read_all
+from diffusion.checkpointing.read import StoredState
 
 NUM_STEPS = 9
 STEPS_PER_EPOCH = 3
@@ -61,11 +61,11 @@ def uninterrupted(server, tmp_path_factory) -> dict[tuple[int, str], Path]:
 
 
 def final_state(run: Path) -> dict[str, Any]:
-    newest = find_newest(run / "checkpoints")
+    newest = resolve_checkpoint(str(run / "checkpoints"))
     assert newest is not None
     assert batch_of(newest) == NUM_STEPS
     wanted = ("state.model.", "state.optimizers.", "state.schedulers.", "state.callbacks.LateStartEMA.")
-    return {key: value for key, value in read_all(newest).items() if key.startswith(wanted)}
+    return {key: value for key, value in StoredState(newest).read_below("").items() if key.startswith(wanted)}
 
 
 def is_equal(one: Any, other: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 
-from diffusion.config.performance import AttentionBackend, Compilation, PerformanceConfig
+from diffusion.config.model import AttentionBackend, Compilation, PerformanceConfig
 from diffusion.config.training import Device
 from diffusion.errors import ConfigurationError
 from diffusion.models.fast.attention import is_faster_with_cudnn, set_attention

@@ -13,7 +13,7 @@ from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from diffusion.config.performance import AttentionBackend
+from diffusion.config.model import AttentionBackend
 
 _BACKENDS = {
     AttentionBackend.flash: SDPBackend.FLASH_ATTENTION,

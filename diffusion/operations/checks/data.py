@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 from diffusion import storage
 from diffusion.config.data import DataConfig, Representation, ValidationConfig
+from diffusion.config.fields import parse_size
 from diffusion.config.model import Posterior
-from diffusion.config.quantities import parse_size
 from diffusion.config.schema import Config
 from diffusion.datasets.batch import BatchKey, collate, num_samples
 from diffusion.datasets.dataset import ENCODED_COLUMNS, PREPARED_COLUMNS, Tokenize, TrainingDataset

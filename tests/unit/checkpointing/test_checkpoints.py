@@ -14,15 +14,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
-from diffusion.checkpointing.checksums import read_checksums
 from diffusion.checkpointing.find import (
     check_checkpoint,
     find_checkpoints,
-    find_newest,
+    newest_that_passes,
     resolve_checkpoint,
 )
 from diffusion.checkpointing.layout import CHECKSUMS, batch_of, list_checkpoints
-from diffusion.checkpointing.read import UnsafeCheckpointError, read_entries, read_unet
+from diffusion.checkpointing.read import UnsafeCheckpointError, read_checksums, read_index, read_unet
 from diffusion.config.model import Weights
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.loading import load_model
@@ -123,7 +122,7 @@ def test_of_a_damaged_checkpoint_the_one_before_is_taken(run, damage, caplog):
     damage(newest)
     with pytest.raises(DataError, match=newest.name):
         check_checkpoint(newest)
-    assert find_newest(folder / "checkpoints", check_checkpoint) == before
+    assert newest_that_passes([before, newest], check_checkpoint) == before
     assert f"skipping checkpoint {newest}" in caplog.text
     if damage in CHEAP:
         assert find_checkpoints(folder / "checkpoints") == [before]
@@ -270,7 +269,7 @@ def test_an_index_names_files_of_its_own_folder_only(trained, tmp_path, place):
     next(iter(metadata.storage_data.values())).relative_path = place
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(UnsafeCheckpointError, match="outside of its folder"):
-        read_entries(checkpoint)
+        read_index(checkpoint)
     with pytest.raises(UnsafeCheckpointError, match="outside of its folder"):
         load_model(checkpoint)
 
@@ -293,7 +292,7 @@ def test_an_index_names_files_of_its_own_folder_only(trained, tmp_path, place):
 def test_an_index_can_only_be_an_index(tmp_path, opcodes):
     (tmp_path / ".metadata").write_bytes(opcodes)
     with pytest.raises(DataError, match="is not the index of a checkpoint"):
-        read_entries(tmp_path)
+        read_index(tmp_path)
 
 
 def test_a_file_with_a_wrong_checksum_is_damaged(trained, tmp_path):
@@ -308,3 +307,10 @@ def test_a_file_with_a_wrong_checksum_is_damaged(trained, tmp_path):
         file.write(bytes([byte[0] ^ 1]))
     with pytest.raises(DataError, match=r"checksum|Bad CRC"):
         check_checkpoint(path)
+
+
+def test_an_intact_file_of_another_pickle_protocol_is_not_called_damaged(tmp_path):
+    torch.save({"state": {}}, tmp_path / "ep0-ba4.pt", pickle_protocol=4)
+    with pytest.raises(DataError) as raised:
+        check_checkpoint(tmp_path / "ep0-ba4.pt")
+    assert "does not read" in str(raised.value) and "damaged" not in str(raised.value)

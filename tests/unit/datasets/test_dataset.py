@@ -236,9 +236,8 @@ def test_latents_that_do_not_fit_the_configuration(tmp_path: Path) -> None:
 def test_a_truncated_original_is_refused_at_the_start(tmp_path: Path) -> None:
     root = write_prepared(tmp_path, {"b": 8})
     shard = root / "b" / "shard.00000.mds"
-    size = shard.stat().st_size
     shard.write_bytes(shard.read_bytes()[:-5])
-    with pytest.raises(DataError, match=f"has {size - 5} bytes instead of {size}, and there is no remote"):
+    with pytest.raises(DataError, match=str(shard)):
         open_data(root, "b")
     shard.unlink()
     with pytest.raises(DataError, match=r"shard.00000.mds is missing, and there is no remote"):

@@ -31,10 +31,11 @@ def test_an_untrained_model_is_scored_low_and_reported(tmp_path):
     assert scores["single"]["number"] == len(single) == 24
     assert scores["pairs"]["number"] == len(pairs)
     assert scores["single"]["shape"] < 0.5
+    (tmp_path / "config.yaml").write_text("trainer: {max_duration: 1ba}\n")
     write_report(
         tmp_path / "report.html",
         steps={"draw": {"command": "python draw", "seconds": 1.0}},
-        runs={"autoencoder": tmp_path, "phase1": tmp_path},
+        runs=[tmp_path, tmp_path],
         scores=scores,
         grid=labelled_grid(single, 1),
         pairs=pairs,

@@ -8,12 +8,8 @@ import torch
 from PIL import Image
 
 from diffusion.errors import ConfigurationError
-from diffusion.evaluation.config import (
-    NetworksConfig,
-    ResizeFilter,
-)
-from diffusion.evaluation.features import Extractor, resized
-from diffusion.evaluation.statistics import Moments
+from diffusion.evaluation.config import EvaluationConfig, NetworksConfig, ResizeFilter
+from diffusion.evaluation.features import extract_features, resized
 
 
 class MadeUpImages:
@@ -41,35 +37,28 @@ class RandomProjection:
         return pixels.float().mean(dim=(2, 3)) @ self.matrix
 
 
-def extract(num: int, width: int, batch_size: int, keep: bool):
-    extractor = Extractor(
-        device=torch.device("cpu"),
-        resize_filter=ResizeFilter.bicubic,
-        batch_size=batch_size,
-        num_threads=1,
-    )
-    return extractor.extract(RandomProjection(width), MadeUpImages(num), keep=keep, label="test")
+def extract(num: int, width: int, batch_size: int) -> np.ndarray:
+    config = EvaluationConfig(output_folder="", batch_size=batch_size, num_threads=1)
+    features = extract_features(RandomProjection(width), MadeUpImages(num), config, torch.device("cpu"), "test")
+    assert features is not None
+    return features
 
 
-def test_moments_are_those_of_the_features_whether_these_are_kept_or_not():
-    kept, moments_only = extract(2500, 5, 16, keep=True), extract(2500, 5, 16, keep=False)
-    expected = Moments.of(kept.features)
-    assert kept.features.shape == (2500, 5)
-    assert moments_only.features is None
-    for found in (kept.moments, moments_only.moments):
-        assert found.num == 2500
-        np.testing.assert_allclose(found.mean, expected.mean, rtol=1e-12)
-        np.testing.assert_allclose(found.scatter, expected.scatter, rtol=1e-10)
+def test_features_are_in_the_order_of_the_images_for_any_batch_size():
+    features = extract(300, 5, 16)
+    colours = torch.tensor([MadeUpImages(300)[i].getpixel((0, 0)) for i in range(300)]).float()
+    np.testing.assert_allclose(features, colours @ RandomProjection(5).matrix, rtol=1e-5)
+    np.testing.assert_allclose(extract(300, 5, 7), features, rtol=1e-5)
 
 
 def test_memory_for_20_000_images_of_2048_features_stays_under_1_gb():
     tracemalloc.start()
     try:
-        found = extract(20_000, 2048, 256, keep=True)
+        found = extract(20_000, 2048, 256)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert found.features.shape == (20_000, 2048)
+    assert found.shape == (20_000, 2048)
     assert peak < 1e9
 
 

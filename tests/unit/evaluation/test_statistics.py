@@ -4,14 +4,7 @@ import numpy as np
 import pytest
 
 from diffusion.evaluation import statistics
-from diffusion.evaluation.statistics import (
-    Moments,
-    clip_scores,
-    cmmd,
-    frechet_distance,
-    kernel_distance,
-    merge_moments,
-)
+from diffusion.evaluation.statistics import clip_scores, cmmd, frechet_distance, kernel_distance
 
 
 def features(num: int, width: int, seed: int) -> np.ndarray:
@@ -26,22 +19,6 @@ def with_moments(num: int, mean: np.ndarray, covariance: np.ndarray, seed: int) 
     return raw @ np.linalg.inv(own).T @ np.linalg.cholesky(covariance).T + mean
 
 
-def test_moments_of_parts_are_those_of_the_whole():
-    whole = features(101, 7, 0) * 3 + 1e3
-    parts = [Moments.of(part) for part in np.array_split(whole, [1, 40, 42])]
-    merged = merge_moments(parts)
-    assert merged.num == 101
-    np.testing.assert_allclose(merged.mean, whole.mean(axis=0), rtol=1e-12)
-    np.testing.assert_allclose(merged.covariance, np.cov(whole.T), rtol=1e-9)
-
-
-def test_moments_of_float32_features_are_accumulated_in_float64():
-    whole = (features(5000, 3, 1) * 1e-2 + 100).astype(np.float32)
-    merged = merge_moments(Moments.of(part) for part in np.array_split(whole, 50))
-    assert merged.scatter.dtype == np.float64
-    np.testing.assert_allclose(merged.covariance, np.cov(whole.T.astype(np.float64)), rtol=1e-9)
-
-
 def test_frechet_distance_of_commuting_covariances_is_the_closed_form():
     width = 12
     rotation = np.linalg.qr(features(width, width, 2))[0]
@@ -52,22 +29,28 @@ def test_frechet_distance_of_commuting_covariances_is_the_closed_form():
         with_moments(200 + i, mean, rotation @ np.diag(values) @ rotation.T, 3 + i)
         for i, (mean, values) in enumerate(zip(means, (first, second), strict=True))
     ]
-    found = frechet_distance(*(Moments.of(one) for one in sets))
+    found = frechet_distance(*sets)
     assert found == pytest.approx(expected, abs=1e-6)
 
 
 def test_frechet_distance_of_general_covariances_is_that_of_the_eigenvalues_of_their_product():
-    a, b = (Moments.of(features(300, 9, seed) @ features(9, 9, seed + 50)) for seed in (5, 6))
-    roots = np.sqrt(np.linalg.eigvals(a.covariance @ b.covariance).real).sum()
-    apart = a.mean - b.mean
-    expected = apart @ apart + np.trace(a.covariance) + np.trace(b.covariance) - 2 * roots
+    a, b = (features(300, 9, seed) @ features(9, 9, seed + 50) for seed in (5, 6))
+    first, second = np.cov(a.T), np.cov(b.T)
+    apart = a.mean(axis=0) - b.mean(axis=0)
+    roots = np.sqrt(np.linalg.eigvals(first @ second).real).sum()
+    expected = apart @ apart + np.trace(first) + np.trace(second) - 2 * roots
     assert frechet_distance(a, b) == pytest.approx(expected, rel=1e-9)
     assert frechet_distance(b, a) == pytest.approx(expected, rel=1e-9)
 
 
 def test_frechet_distance_of_a_set_to_itself_is_zero_with_fewer_features_than_numbers():
-    one = Moments.of(features(20, 50, 7))
+    one = features(20, 50, 7)
     assert frechet_distance(one, one) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_frechet_distance_of_float32_features_is_that_of_float64():
+    a, b = ((features(5000, 3, seed) * 1e-2 + 100).astype(np.float32) for seed in (1, 2))
+    assert frechet_distance(a, b) == pytest.approx(frechet_distance(a.astype(float), b.astype(float)), rel=1e-9)
 
 
 def double_sum(x: np.ndarray, y: np.ndarray, kernel) -> float:

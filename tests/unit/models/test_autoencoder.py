@@ -10,7 +10,7 @@ from composer import Callback, Logger, State
 from torch import Tensor, nn
 
 from diffusion.checkpointing.find import find_checkpoints
-from diffusion.checkpointing.read import flatten, load_safely
+from diffusion.checkpointing.read import StoredState
 from diffusion.config.model import AutoencoderConfig
 from diffusion.datasets.batch import BatchKey
 from diffusion.errors import ConfigurationError
@@ -150,7 +150,7 @@ class KillAt(Callback):
 def weights_and_moments(run: Path) -> dict[str, Tensor]:
     """All tensors of model and optimizer in the newest checkpoint."""
     newest = max(find_checkpoints(run / "checkpoints"), key=lambda path: path.stat().st_mtime_ns)
-    content = dict(flatten(load_safely(newest, str(newest))))
+    content = StoredState(newest).read_below("")
     parts = ("state.model.", "state.optimizers.")
     return {name: value for name, value in content.items() if name.startswith(parts) and isinstance(value, Tensor)}
 

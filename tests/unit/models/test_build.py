@@ -18,7 +18,6 @@ from diffusion.errors import ConfigurationError
 from diffusion.models import LatentDiffusion, tiny
 from diffusion.models.pretrained import SCHEDULER_CONFIG, FrozenParts, write_pipeline
 from diffusion.models.sampling import inference_scheduler
-from diffusion.models.stored_weights import StoredWeights
 
 HUB_NAME = "someone/pipe"
 
@@ -31,9 +30,6 @@ except ImportError:  # Before version 1.
 def write(model: LatentDiffusion, folder: Path) -> Path:
     """Write a model as a pipeline."""
     folder.mkdir()
-    tensors = model.unet.state_dict()
-    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
-    weights = StoredWeights(source="here", shapes=shapes, read=lambda names: {name: tensors[name] for name in names})
     frozen = FrozenParts(
         vae=model.vae,
         text_encoder=model.text_encoder,
@@ -41,7 +37,7 @@ def write(model: LatentDiffusion, folder: Path) -> Path:
         latent_scaling=model.latent_scaling,
     )
     scheduler = inference_scheduler(model.noise_scheduler)
-    write_pipeline(folder, unet=model.unet, weights=weights, frozen=frozen, scheduler=scheduler)
+    write_pipeline(folder, unet=model.unet, frozen=frozen, scheduler=scheduler)
     return folder
 
 

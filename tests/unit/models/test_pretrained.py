@@ -1,11 +1,8 @@
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from diffusers import DiffusionPipeline
-from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
-from safetensors.torch import load_file
 from transformers import CLIPTokenizer
 
 from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, PredictionType
@@ -13,17 +10,11 @@ from diffusion.errors import ConfigurationError, DataError
 from diffusion.models import LatentDiffusion, build_model
 from diffusion.models.architectures import TINY, build_vae
 from diffusion.models.latent_scaling import LatentScaling
-from diffusion.models.pretrained import FrozenParts, fold_scaling, open_pipeline_unet, write_pipeline, write_unet
+from diffusion.models.pretrained import FrozenParts, fold_scaling, read_pipeline_unet, write_pipeline
 from diffusion.models.sampling import image_seeds, inference_scheduler, initial_latents
-from diffusion.models.stored_weights import StoredWeights, cut_by_size, open_safetensors, write_safetensors
 from diffusion.models.tokenizers import build_clip_tokenizer, clip_merges, tokenize
 
 PROMPTS = ["a red circle", "Blue star, 42!"]
-
-
-def in_memory(tensors: dict[str, torch.Tensor]) -> StoredWeights:
-    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
-    return StoredWeights(source="here", shapes=shapes, read=lambda names: {name: tensors[name] for name in names})
 
 
 def build(architecture: Architecture, scaling: LatentScaling | None = None, **objective) -> LatentDiffusion:
@@ -45,8 +36,7 @@ def write(model: LatentDiffusion, folder: Path) -> Path:
         latent_scaling=model.latent_scaling,
     )
     scheduler = inference_scheduler(model.noise_scheduler)
-    weights = in_memory(model.unet.state_dict())
-    write_pipeline(folder, unet=model.unet, weights=weights, frozen=frozen, scheduler=scheduler)
+    write_pipeline(folder, unet=model.unet, frozen=frozen, scheduler=scheduler)
     return folder
 
 
@@ -112,18 +102,12 @@ def test_clip_s_tokenizer_is_loaded_as_it_was(tmp_path):
 
 
 def test_a_unet_in_several_files_equals_that_in_one(tmp_path):
-    model = build(Architecture.tiny)
-    tensors = model.unet.state_dict()
-    model.unet.save_config(tmp_path / "unet")
-    write_unet(tmp_path / "unet", in_memory(tensors), shard_bytes=200_000)
-    files = sorted((tmp_path / "unet").glob("*.safetensors"))
-    assert len(files) > 3
-    assert all(sum(t.nbytes for t in load_file(file).values()) <= 200_000 for file in files)
-    loaded = UNet2DConditionModel.from_pretrained(tmp_path / "unet", local_files_only=True).state_dict()
-    ours = open_pipeline_unet(tmp_path, model.unet).read_all()
-    for name, tensor in tensors.items():
-        assert torch.equal(loaded[name], tensor) and torch.equal(ours[name], tensor), name
-    assert loaded.keys() == ours.keys() == tensors.keys()
+    unet = build(Architecture.tiny).unet
+    unet.save_pretrained(tmp_path / "unet", max_shard_size=200_000)
+    assert len(list((tmp_path / "unet").glob("*.safetensors"))) > 3
+    found, tensors = read_pipeline_unet(tmp_path, unet), unet.state_dict()
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
 def test_weights_of_another_network_with_the_same_shapes_are_rejected(tmp_path):
@@ -132,56 +116,14 @@ def test_weights_of_another_network_with_the_same_shapes_are_rejected(tmp_path):
     other = ModelConfig(architecture=Architecture.tiny, unet={"block_out_channels": [16, 32], "norm_num_groups": 8})
     unet = build_model(other, ObjectiveConfig(), resolution=32, seed=1).unet
     with pytest.raises(ConfigurationError, match=r"unet/config\.json: norm_num_groups"):
-        open_pipeline_unet(tmp_path / "folder", unet)
+        read_pipeline_unet(tmp_path / "folder", unet)
 
 
 def test_missing_or_damaged_files_are_named(tmp_path):
+    unet = build(Architecture.tiny).unet
     with pytest.raises(ConfigurationError, match=r"unet .*config\.json"):
-        open_pipeline_unet(tmp_path)
-    (tmp_path / "unet").mkdir()
-    (tmp_path / "unet" / "config.json").write_text("{}")
+        read_pipeline_unet(tmp_path, unet)
+    unet.save_config(tmp_path / "unet")
     (tmp_path / "unet" / "diffusion_pytorch_model.safetensors").write_bytes(b"\x80\x04nonsense")
     with pytest.raises(DataError, match=r"diffusion_pytorch_model\.safetensors"):
-        open_pipeline_unet(tmp_path)
-
-
-def test_files_of_weights_are_read_by_the_library_and_in_parts(tmp_path, monkeypatch):
-    tensors = {
-        "a": torch.randn(3, 5),
-        "b": torch.randn(7).half(),
-        "c": torch.randn(2, 2, 2).bfloat16(),
-        "d": torch.tensor(3.0),
-        "e": torch.randn(4, 6).t(),
-    }
-    reads = []
-    stored = in_memory(tensors)
-
-    def read(names):
-        reads.append(list(names))
-        return stored.read(names)
-
-    watched = StoredWeights(source="here", shapes=stored.shapes, read=read)
-    monkeypatch.setattr("diffusion.models.stored_weights.READ_BYTES", 80)
-    write_safetensors(tmp_path / "w.safetensors", watched, list("abcde"), {"z": "1", "a": "ü"})
-    assert reads == [["a", "b"], ["c", "d"], ["e"]]
-    loaded = load_file(tmp_path / "w.safetensors")
-    assert loaded.keys() == tensors.keys()
-    assert all(
-        torch.equal(loaded[name], tensor) and loaded[name].dtype == tensor.dtype for name, tensor in tensors.items()
-    )
-    ours = open_safetensors([tmp_path / "w.safetensors"], tmp_path)
-    assert torch.equal(ours.read(["c"])["c"], tensors["c"])
-    size = json.loads((tmp_path / "w.safetensors").read_bytes()[8:].split(b"}}")[0] + b"}}")["__metadata__"]
-    assert size == {"z": "1", "a": "ü"}
-
-
-def test_cutting_keeps_the_order_and_lets_one_large_weight_alone():
-    shapes = {name: torch.empty(size, device="meta") for name, size in {"a": 1, "b": 10, "c": 1, "d": 1}.items()}
-    assert list(cut_by_size(shapes, "abcd", 12)) == [["a"], ["b"], ["c", "d"]]
-
-
-def test_weights_over_others_and_below_a_prefix():
-    base = in_memory({"m.x": torch.zeros(2), "m.y": torch.zeros(3), "n.x": torch.zeros(1)}).below("m.")
-    both = in_memory({"x": torch.ones(2)}).over(base)
-    assert {name: tensor.tolist() for name, tensor in both.read_all().items()} == {"x": [1, 1], "y": [0, 0, 0]}
-    assert {name: tuple(shape.shape) for name, shape in both.shapes.items()} == {"x": (2,), "y": (3,)}
+        read_pipeline_unet(tmp_path, unet)

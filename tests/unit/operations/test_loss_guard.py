@@ -11,9 +11,9 @@ import torch
 from composer import Callback, Logger, State
 from composer.utils import dist
 
-from diffusion.callbacks.loss_guard import SKIPPED, LossGuard, RolledBackError
+from diffusion.callbacks.guards import SKIPPED, LossGuard, RolledBackError
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
-from diffusion.checkpointing.read import read_all
+from diffusion.checkpointing.read import StoredState
 from diffusion.checkpointing.roll_back import read_request, read_rollbacks
 from diffusion.config.operations import GuardConfig
 from diffusion.operations.heartbeats import Phase, read_heartbeats
@@ -55,7 +55,9 @@ def losses(folder: Path) -> list[float]:
 
 def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
     (checkpoint,) = folder.glob(f"checkpoints/ep*-ba{step}")
-    tensors = {name: value for name, value in read_all(checkpoint).items() if isinstance(value, torch.Tensor)}
+    tensors = {
+        name: value for name, value in StoredState(checkpoint).read_below("").items() if isinstance(value, torch.Tensor)
+    }
     return {name: value for name, value in tensors.items() if name.startswith("state.model.")}
 
 
@@ -140,4 +142,3 @@ def test_the_samples_of_a_wrong_loss_are_named(server, shapes, tmp_path):
     assert named == sorted(int(number) for step, *numbers in lines if step == "3" for number in numbers)
     assert {row["step"] for row in rows} == {3}
     assert all((shapes / "latents-32" / "train" / row["stream"] / row["shard"]).is_file() for row in rows)
-    assert "64-up/shard.00000.mds" in job.output

@@ -6,13 +6,13 @@ import pytest
 
 from diffusion.config.data import DataConfig, Mixing, Representation, StreamConfig, ValidationConfig
 from diffusion.config.model import Posterior
+from diffusion.config.operations import PlanConfig
 from diffusion.config.schema import Config
 from diffusion.config.training import (
     AlgorithmsConfig,
     EMAConfig,
     NumberFormat,
     Parallelism,
-    PlanConfig,
     PowerEMAConfig,
     Precision,
     TrainerConfig,

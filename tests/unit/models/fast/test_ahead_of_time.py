@@ -8,8 +8,7 @@ import torch
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import nn
 
-from diffusion.config.model import Architecture, ModelConfig
-from diffusion.config.performance import Compilation, PerformanceConfig
+from diffusion.config.model import Architecture, Compilation, ModelConfig, PerformanceConfig
 from diffusion.config.training import Device
 from diffusion.models import fast
 from diffusion.models.architectures import build_unet

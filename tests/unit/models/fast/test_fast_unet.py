@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
-from diffusion.config.performance import AttentionBackend, Compilation, PerformanceConfig
+from diffusion.config.model import AttentionBackend, Compilation, PerformanceConfig
 from diffusion.config.training import Device, TrainerConfig
 from diffusion.config.training import Precision as TrainPrecision
 from diffusion.ema.averaging import full_tensor, plain_name

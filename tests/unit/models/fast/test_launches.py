@@ -10,9 +10,15 @@ from composer.core import Precision
 from torch import Tensor, nn
 
 from diffusion import randomness
-from diffusion.callbacks.addresses import StepAddress
-from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, PredictionType
-from diffusion.config.performance import Compilation, PerformanceConfig
+from diffusion.callbacks.step import StepAddress
+from diffusion.config.model import (
+    Architecture,
+    Compilation,
+    ModelConfig,
+    ObjectiveConfig,
+    PerformanceConfig,
+    PredictionType,
+)
 from diffusion.config.training import Device
 from diffusion.datasets.batch import BatchKey, num_samples, split_batch
 from diffusion.models import fast, latent_diffusion, objectives

@@ -192,7 +192,7 @@ def toy_config(root: Path, *overrides: str):
             f"data.local={root}/train",
             "data.streams=[{name: a}, {name: b}]",
             "data.num_canonical_nodes=4",
-            "data.download_retry=1",
+            "data.download_attempts=1",
             "data.representation=latents",
             *overrides,
         ],
