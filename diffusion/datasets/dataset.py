@@ -102,10 +102,10 @@ class TextImageDataset(Dataset):
         self.seed, self.choose_caption = seed, choose_caption
         self.with_logvar, self.with_text_embeddings = with_logvar, with_text_embeddings
         self.bad_images, self.meter = BadImages(num_ranks), TierMeter()
-        wanted = ["latent_mean", "token_ids"] if tokenize is None else ["image", "captions", "key"]
-        wanted += ["latent_logvar"] if with_logvar else []
-        wanted += ["text_embeddings", "pooled_text_embeddings"] if with_text_embeddings else []
-        wanted += ["placement"]  # Where it is there: some models are conditioned on it.
+        self._required = ["latent_mean", "token_ids"] if tokenize is None else ["image", "captions"]
+        self._required += ["latent_logvar"] if with_logvar and tokenize is None else []
+        self._required += ["text_embeddings", "pooled_text_embeddings"] if with_text_embeddings else []
+        wanted = [*self._required, "placement" if tokenize is None else "key"]  # Where it is there.
         limit, files = None if cache_limit is None else CacheLimit(cache_limit), ShardFiles()
         self.streams = [
             StreamShards(location, hash_kind=hash_kind, limit=limit, meter=self.meter, columns=wanted, files=files)
@@ -218,29 +218,14 @@ class TextImageDataset(Dataset):
     def _check_columns(self, stream: int, location: StreamLocation) -> None:
         columns = self._columns_of(stream)
         where = f"{location.source} (stream '{location.name}')"
-        is_prepared, is_encoded = columns.keys() >= PREPARED_COLUMNS, columns.keys() >= ENCODED_COLUMNS
-        if not is_prepared and not is_encoded:
-            raise DataError(
-                f"{where} has the columns {', '.join(sorted(columns))}; prepared data has "
-                f"{', '.join(sorted(PREPARED_COLUMNS))} and encoded data {', '.join(sorted(ENCODED_COLUMNS))}: "
-                "write it with scripts/prepare.py"
-            )
-        if self.representation == Representation.images and not is_prepared:
-            raise DataError(
-                f"{where} holds latents, and data.representation is images: set data.representation=latents, or point "
-                "data.local (data.remote) at the output of scripts/prepare.py"
-            )
+        for name in self._required:
+            if name not in columns:
+                raise DataError(f"{where} has no {name}, only {', '.join(sorted(columns))}. {_REMEDIES[name]}")
         if self.representation == Representation.latents:
-            if not is_encoded:
-                raise DataError(
-                    f"{where} holds images, and data.representation is latents: encode them with "
-                    "`python scripts/encode.py PREPARED OUT --resolution "
-                    f"{self.transforms[stream].size.height}` and point data.local (data.remote) at OUT, or set "
-                    "data.representation=images"
-                )
             self._check_latents(where, stream, columns)
 
     def _check_latents(self, where: str, stream: int, columns: dict[str, str]) -> None:
+        """Check that latents have the stream's size, and are of the kind of the first stream's."""
         expected = self._columns_of(0)
         first_type, own_type = expected["latent_mean"], columns["latent_mean"]
         (kind, first), (other, latent) = _latent_type(first_type), _latent_type(own_type)
@@ -256,16 +241,26 @@ class TextImageDataset(Dataset):
                 f"{where} holds latents of {latent}, which do not fit images of {size} (data.resolution, or the "
                 "resolution of the stream): set the size they were encoded with, or run scripts/encode.py again"
             )
-        if self.with_text_embeddings and not {"text_embeddings", "pooled_text_embeddings"} <= columns.keys():
-            raise DataError(
-                f"{where} holds no text embeddings, and data.text_embeddings is true: set it to false, or run "
-                "scripts/encode.py with --text-embeddings"
-            )
-        if self.with_logvar and "latent_logvar" not in columns:
-            raise DataError(
-                f"{where} holds only the means of the latents, and objective.posterior is sample: set "
-                "objective.posterior=mean, or run scripts/encode.py without --mean-only"
-            )
+
+
+_REMEDIES = {
+    **dict.fromkeys(
+        ("image", "captions"),
+        "data.representation is images: point data.local (data.remote) at the output of scripts/prepare.py or, if this "
+        "is encoded data, set data.representation=latents",
+    ),
+    **dict.fromkeys(
+        ("latent_mean", "token_ids"),
+        "data.representation is latents: encode prepared data with `python scripts/encode.py PREPARED OUT --resolution "
+        "R` and point data.local (data.remote) at OUT, or set data.representation=images",
+    ),
+    **dict.fromkeys(
+        ("text_embeddings", "pooled_text_embeddings"),
+        "data.text_embeddings is true: set it to false, or run scripts/encode.py with --text-embeddings",
+    ),
+    "latent_logvar": "objective.posterior is sample: set it to mean, or run scripts/encode.py without --mean-only",
+}
+"""What to do about a column that is not there."""
 
 
 class Position(NamedTuple):

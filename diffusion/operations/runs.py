@@ -15,7 +15,6 @@ from diffusion.config.checks import num_batches
 from diffusion.config.fields import parse_time
 from diffusion.config.loading import load
 from diffusion.config.schema import Config
-from diffusion.config.stores import is_store
 from diffusion.datasets.cache import move_unused_cache
 from diffusion.datasets.loader import validation_streams
 from diffusion.datasets.streams import StreamLocation, locate_streams
@@ -190,7 +189,7 @@ def find_removable(run: Path, config: Config, num_kept: int | None) -> Iterator[
 
 def _checkpoints(run: Path, config: Config, num_kept: int) -> Iterator[Removable]:
     settings = config.trainer
-    if num_kept < 1 or (settings.checkpoint_folder is not None and is_store(settings.checkpoint_folder)):
+    if num_kept < 1 or (settings.checkpoint_folder is not None and is_url(settings.checkpoint_folder)):
         return
     every = None
     if settings.keep_every is not None:

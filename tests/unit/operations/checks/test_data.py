@@ -67,7 +67,7 @@ def test_a_whole_stream_has_no_problem(tmp_path):
 
 def test_missing_and_damaged_streams(tmp_path):
     root = write_encoded(tmp_path, {"a": 40, "b": 20, "c": 20})
-    with pytest.raises(DataError, match=r"\(stream 'x'\) does not exist. Streams there: a, b, c"):
+    with pytest.raises(DataError, match=r"\(stream 'x'\) .*name: a.*name: b.*name: c"):
         problems_of_stream(root, "x")
     (root / "a" / "shard.00001.mds").unlink()
     with (root / "a" / "shard.00000.mds").open("ab") as file:
