@@ -8,9 +8,11 @@ import pandas as pd
 from PIL import Image, ImageDraw
 
 from demo.scoring import DemoScores, Rates
-from diffusion.callbacks.metrics_file import read_metrics, series
+from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.evaluation.shapes import COLOURS, SHAPES, caption, prompts
 from diffusion.reports.page import image_uri, write_page
+from diffusion.reports.run import Run, read_run
+from diffusion.reports.run_page import find_line, plot_lines
 
 RELATIONS_SHOWN = 16
 SEEDS_SHOWN = 2
@@ -83,7 +85,7 @@ def write_report(
         "pairs": [(caption(of_pair[i]), image_uri(pairs[i * (len(pairs) // len(of_pair))])) for i in shown],
         "psnr": (psnr_steps[-1], psnr[-1]) if psnr else None,
         "reconstructions": _file_uri(vae / "reconstructions.png"),
-        "losses": {name: _file_uri(run / "loss.png") for name, run in runs.items()},
+        "losses": {name: _loss_uri(read_run(run)) for name, run in runs.items()},
         "samples": [
             (f"{name}: the run's fixed prompts at {grid.stem.replace('-', ' ')}", image_uri(grid))
             for name, run in list(runs.items())[1:]
@@ -94,6 +96,11 @@ def write_report(
         ),
     }
     write_page(path, Path(__file__).with_suffix(".html"), values)
+
+
+def _loss_uri(run: Run) -> str | None:
+    lines = [find_line([run], TRAIN_LOSS, "training"), find_line([run], "metrics/validation/loss", "validation")]
+    return plot_lines(lines, [run], label="loss", clip=True)
 
 
 def score_table(scores: DemoScores) -> pd.DataFrame:

@@ -24,9 +24,7 @@ def train_command(arguments: Sequence[str], *, say: Callable[[str], None]) -> No
     Raises:
         UserError: the configuration, the data or the machine is at fault.
     """
-    parser = CommandParser(prog="run.py", description="Train a text-to-image model. Started again, a run continues.")
-    parser.add_argument("config", nargs="?", metavar="CONFIG.yaml", help="configuration of the run")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="values that replace those of the file")
+    parser = _parser("run.py", "Train a text-to-image model. Started again, a run continues.")
     parser.add_argument(
         "--dry-run", action="store_true", help="print the resolved configuration and the plan, and train nothing"
     )
@@ -45,6 +43,13 @@ def train_command(arguments: Sequence[str], *, say: Callable[[str], None]) -> No
 
     _start_logging()
     train(config)
+
+
+def _parser(program: str, description: str) -> CommandParser:
+    parser = CommandParser(prog=program, description=description)
+    parser.add_argument("config", nargs="?", metavar="CONFIG.yaml", help="the configuration")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="values that replace those of the file")
+    return parser
 
 
 def _start_logging() -> None:
@@ -79,11 +84,7 @@ def evaluate_command(arguments: Sequence[str], *, say: Callable[[str], None]) ->
     Raises:
         UserError: the configuration, the data or the machine is at fault.
     """
-    parser = CommandParser(
-        prog="evaluate.py", description="Evaluate a model, a folder of images, or (watch=true) a run as it trains."
-    )
-    parser.add_argument("config", nargs="?", metavar="CONFIG.yaml", help="configuration of the evaluation")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="values that replace those of the file")
+    parser = _parser("evaluate.py", "Evaluate a model, a folder of images, or (watch=true) a run as it trains.")
     parser.add_argument(
         "--table", nargs="+", metavar="FOLDER", help="print one table of the results in these output folders, and end"
     )

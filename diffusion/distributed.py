@@ -104,7 +104,7 @@ def on_first_rank(step: Callable[[], T], *, takes_long: bool = False) -> T:
     return broadcast(result)
 
 
-def agree(step: Callable[[], T], *, takes_long: bool = False) -> T:
+def agree(step: Callable[[], T], *, takes_long: bool = False, group: Any = None) -> T:
     """Run a step on every rank and fail together.
 
     All ranks call it at the same point. Without a process group the step is just run. A step may contain further
@@ -114,6 +114,7 @@ def agree(step: Callable[[], T], *, takes_long: bool = False) -> T:
     Args:
         step: may raise a `UserError` on some ranks or on all.
         takes_long: wait for `LONG_TIMEOUT`, over a group of its own, instead of the time-out of collectives.
+        group: process group of all ranks for the agreement, as a thread beside the main one needs; None: the default.
 
     Returns:
         The result of the step on this rank.
@@ -127,7 +128,7 @@ def agree(step: Callable[[], T], *, takes_long: bool = False) -> T:
         return step()
     import torch.distributed as dist
 
-    group = _long_group(dist.group.WORLD) if takes_long else None
+    group = _long_group(dist.group.WORLD) if takes_long else group
     result: Any = None
     failure: BaseException | None = None
     try:

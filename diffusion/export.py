@@ -1,32 +1,44 @@
-"""Export of a trained model: a diffusers folder, one safetensors file, or LoRA's matrices alone.
+"""Export of a trained model: a diffusers folder with a model card, one safetensors file, or LoRA's matrices alone.
 
 No GPU is needed. The output appears under its name when it is complete.
 """
 
-import contextlib
-from collections.abc import Iterator
+import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from huggingface_hub import ModelCardData
 from safetensors.torch import save_file
-from torch import Tensor
 
+from diffusion.checkpointing.layout import batch_of
 from diffusion.config.schema import Config, Task
 from diffusion.config.secrets import to_public_yaml
-from diffusion.errors import ConfigurationError, MachineError
+from diffusion.datasets.manifest import PreparedManifest
+from diffusion.errors import ConfigurationError, DataError, MachineError
+from diffusion.evaluation.protocol import Result, table
 from diffusion.files import atomic_path
 from diffusion.loading import Trained, read_trained
-from diffusion.model_card import Licences, write_card
 from diffusion.models.architectures import ARCHITECTURES, build_unet
-from diffusion.models.build import build_noise_scheduler
 from diffusion.models.lora import has_lora, write_lora
 from diffusion.models.pretrained import load_frozen_parts, write_pipeline
-from diffusion.models.sampling import inference_scheduler
+from diffusion.models.sampling import build_noise_scheduler, inference_scheduler
+from diffusion.reports.run import find_results
+
+
+@dataclass(frozen=True, kw_only=True)
+class Licences:
+    """Terms of use of a model and its data; `unknown` permits nothing."""
+
+    model: str = "unknown"
+    """Identifier of the Hugging Face hub, such as `apache-2.0`."""
+
+    data: str = "unknown"
+    """Licence of the images and captions, in words."""
 
 
 def export(
-    place: str,
+    path: str,
     out: Path,
     *,
     weights: str = "raw",
@@ -37,13 +49,13 @@ def export(
     """Export the model that a run has trained.
 
     Args:
-        place: a checkpoint, a run folder, its `checkpoints` folder (for the newest complete one), or a file of averaged
+        path: a checkpoint, a run folder, its `checkpoints` folder (for the newest complete one), or a file of averaged
             weights.
         out: a new folder; or, with the ending `.safetensors`, one file with the U-Net and its metadata.
         weights: "raw" for the training weights, "ema" for their average, or the label of one of several averages.
         lora_only: LoRA's matrices alone; otherwise they are merged into the U-Net.
         licences: for the model card.
-        prepared: prepared data whose sources are listed in the card.
+        prepared: prepared data whose sources the card lists; None: that of `data.local`, if it is prepared data.
 
     Raises:
         ConfigurationError: there is no such checkpoint, or `out` exists.
@@ -52,42 +64,45 @@ def export(
     """
     if out.exists():
         raise ConfigurationError(f"{out} exists: remove it, or choose another path")
-    trained = read_trained(place, weights=weights)
+    trained = read_trained(path, weights=weights)
     config = trained.config
     if config.task is not Task.diffusion:
-        raise ConfigurationError(f"{place} is a run of {config.task.value}, whose result is exported already: RUN/vae")
+        raise ConfigurationError(f"{path} is a run of {config.task.value}, whose result is exported already: RUN/vae")
     if lora_only and not has_lora(trained.weights):
-        raise ConfigurationError(f"{place} was trained without model.lora: export it as a whole")
+        raise ConfigurationError(f"{path} was trained without model.lora: export it as a whole")
     licences = licences or Licences()
-    with _whole_or_nothing(out) as partial:
-        if out.suffix == ".safetensors":
-            tensors = {name: tensor.contiguous() for name, tensor in trained.unet.items()}
-            save_file(tensors, partial, _metadata(trained, weights, licences))
-            return
-        partial.mkdir(parents=True)
-        card = write_card(
-            config, path=trained.place, weights=weights, is_lora=lora_only, licences=licences, prepared=prepared
-        )
-        (partial / "README.md").write_text(card, encoding="utf-8")
-        if lora_only:
-            assert config.model.lora is not None
-            write_lora(partial, trained.weights, config.model.lora)
-            return
-        write_pipeline(
-            partial,
-            unet=_build_unet(config, trained.unet),
-            frozen=load_frozen_parts(config.model),
-            scheduler=inference_scheduler(build_noise_scheduler(config.model.architecture, config.objective)),
-        )
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(out) as partial:
+            if out.suffix == ".safetensors":
+                metadata = _metadata(trained, weights, licences)
+                save_file({name: tensor.contiguous() for name, tensor in trained.unet.items()}, partial, metadata)
+                return
+            partial.mkdir(parents=True)
+            card = model_card(trained, weights, is_lora=lora_only, licences=licences, prepared=prepared)
+            (partial / "README.md").write_text(card, encoding="utf-8")
+            if lora_only:
+                assert config.model.lora is not None
+                write_lora(partial, trained.weights, config.model.lora)
+            else:
+                _write_pipeline(partial, trained)
+    except OSError as error:
+        raise MachineError(f"{out} cannot be written: {error.strerror or error}. Choose another folder") from error
 
 
-def _build_unet(config: Config, weights: dict[str, Tensor]) -> UNet2DConditionModel:
-    """Build the U-Net with its weights, and with the size of its training images as default."""
+def _write_pipeline(folder: Path, trained: Trained) -> None:
+    """Write the diffusers layout; the default size of images is that of training."""
+    config = trained.config
     with torch.device("meta"):
         unet = build_unet(config.model)
-    unet.load_state_dict(weights, assign=True)
+    unet.load_state_dict(trained.unet, assign=True)
     unet.register_to_config(sample_size=config.data.resolution // ARCHITECTURES[config.model.architecture].vae_factor)
-    return unet
+    write_pipeline(
+        folder,
+        unet=unet,
+        frozen=load_frozen_parts(config.model),
+        scheduler=inference_scheduler(build_noise_scheduler(config.objective)),
+    )
 
 
 def _metadata(trained: Trained, weights: str, licences: Licences) -> dict[str, str]:
@@ -95,7 +110,7 @@ def _metadata(trained: Trained, weights: str, licences: Licences) -> dict[str, s
     return {
         "format": "pt",
         "title": config.run_name,
-        "checkpoint": trained.place.name,
+        "checkpoint": trained.path.name,
         "weights": weights,
         "architecture": config.model.architecture.value,
         "prediction_type": config.objective.prediction_type.value,
@@ -106,12 +121,99 @@ def _metadata(trained: Trained, weights: str, licences: Licences) -> dict[str, s
     }
 
 
-@contextlib.contextmanager
-def _whole_or_nothing(out: Path) -> Iterator[Path]:
-    """Yield a path beside `out` that is renamed to it at the end of the block."""
+# The model card
+
+
+def model_card(trained: Trained, weights: str, *, is_lora: bool, licences: Licences, prepared: Path | None) -> str:
+    """Write a model card: Markdown with the header of the Hugging Face hub.
+
+    Raises:
+        DataError: `prepared` is not a prepared data set, or an evaluation beside the run is damaged.
+    """
+    config = trained.config
+    header = ModelCardData(
+        license=licences.model,
+        library_name="diffusers",
+        pipeline_tag="text-to-image",
+        tags=["text-to-image", *(["lora"] if is_lora else [])],
+    )
+    sections = [
+        f"---\n{header.to_yaml()}\n---\n\n# {config.run_name}\n",
+        _origin(trained, weights),
+        USE_OF_LORA if is_lora else USE,
+        f"## Licences\n\n- model: {licences.model}\n- data: {licences.data}\n",
+        _data(config, prepared),
+        _evaluations(trained.path, weights),
+        f"## Recipe\n\n```yaml\n{to_public_yaml(config)}```\n",
+    ]
+    return "\n".join(section for section in sections if section)
+
+
+USE = """## Use
+
+```python
+from diffusers import DiffusionPipeline
+pipeline = DiffusionPipeline.from_pretrained("FOLDER")
+image = pipeline("a prompt", guidance_scale=3.0).images[0]
+```
+
+Where the run's VAE had a mean and standard deviation for each channel of its latents, they are folded into
+the `quant_conv` and `post_quant_conv` of this VAE, since the pipeline would ignore them.
+"""
+
+USE_OF_LORA = """## Use
+
+```python
+from diffusers import DiffusionPipeline
+pipeline = DiffusionPipeline.from_pretrained("FOLDER of the initial weights")
+pipeline.load_lora_weights("FOLDER", weight_name="pytorch_lora_weights.safetensors")
+image = pipeline("a prompt", guidance_scale=3.0).images[0]
+```
+"""
+
+
+def _origin(trained: Trained, weights: str) -> str:
+    config, objective, steps = trained.config, trained.config.objective, batch_of(trained.path)
+    which = {"raw": "the training weights", "ema": "the average of the weights"}.get(weights, weights)
+    images = f"{config.data.global_batch_size} images"
+    length = f"after {steps:,} steps of {images}" if steps >= 0 else f"from {trained.path.name}"
+    begun = f", initialised from `{config.init_from.checkpoint}`" if config.init_from is not None else ""
+    zero = " with zero-terminal SNR" if objective.zero_terminal_snr else ""
+    return (
+        f"A text-to-image model of the family `{config.model.architecture.value}` at {config.data.resolution} px, "
+        f"prediction type `{objective.prediction_type.value}`{zero}: {which} {length}{begun}.\n"
+    )
+
+
+def _data(config: Config, prepared: Path | None) -> str:
+    data, own = config.data, config.plugins.train_dataset
+    what = f"`{own.path}`" if own else f"`{data.remote or data.local}`: {', '.join(s.name for s in data.streams)}"
+    lines = [f"## Data\n\n{what}\n"]
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_path(out) as partial:
-            yield partial
-    except OSError as error:
-        raise MachineError(f"{out} cannot be written: {error.strerror or error}. Choose another folder") from error
+        manifest = PreparedManifest.read(prepared or Path(data.local or "").parent)
+    except DataError:
+        if prepared is not None:
+            raise
+        return lines[0]
+    lines.append(f"\n{manifest.kept:,} of {manifest.seen:,} images were kept.\n\n| source | kind | images |\n")
+    lines.append("|---|---|---:|\n")
+    lines += [f"| {source.name} | {source.kind} | {source.kept:,} |\n" for source in manifest.sources]
+    return "".join(lines)
+
+
+def _evaluations(path: Path, weights: str) -> str:
+    """Write a table for each evaluation of these weights, with the protocols of its numbers."""
+    checkpoint = path.resolve()
+    by_folder: dict[Path, list[Result]] = {}
+    for file in find_results(checkpoint.parent.parent.parent):
+        result = Result.read(file)
+        if Path(result.path).parts[-3:] == checkpoint.parts[-3:] and result.weights == weights:
+            by_folder.setdefault(file.parent, []).append(result)
+    text = ""
+    for results in by_folder.values():
+        text += f"\n{table(results)}"
+        protocols = {name: number.protocol for result in results for name, number in result.numbers.items()}
+        for name, protocol in protocols.items():
+            if "/" not in name:
+                text += f"\n`{name}` by: `{json.dumps(protocol, sort_keys=True)}`\n"
+    return f"## Evaluation\n{text}" if text else ""

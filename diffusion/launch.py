@@ -22,8 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
-from typing import IO, Any, NoReturn
+from typing import IO, NoReturn
 
 from diffusion.distributed import (
     INTERRUPTED_EXIT_CODE,
@@ -55,39 +54,23 @@ def say_to_stderr(message: str) -> None:
     sys.stderr.flush()
 
 
-def named_device(given: str | None) -> str:
+def choose_device(given: str | None) -> str:
     """Choose the Torch device of a command: the given one, or a GPU if there is one.
 
     Raises:
-        ConfigurationError: it is not a device.
+        MachineError: it is not a device, or does not compute here.
     """
     import torch
 
     name = given or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.device(name)
-    except RuntimeError as error:
-        raise ConfigurationError(
-            f"--device {name} is no device: give cpu, cuda, or one of several as cuda:1"
-        ) from error
-    return name
-
-
-def check_device(name: str) -> None:
-    """Check that a Torch device computes.
-
-    Raises:
-        MachineError: it cannot be used here.
-    """
-    import torch
-
-    try:
         torch.zeros(1, device=name).cpu()
     except (RuntimeError, AssertionError) as error:
         reason = str(error).strip().split("\n")[0]
         raise MachineError(
-            f"--device {name} cannot be used on this machine ({reason}): check the driver, or use --device cpu"
+            f"--device {name} cannot be used ({reason}): give cpu, cuda, or one of several as cuda:1"
         ) from error
+    return name
 
 
 def prepare_environment() -> None:
@@ -128,90 +111,56 @@ def run_command(main: Callable[[], None], *, say: Callable[[str], None] = say_to
         no `UserError`, `PreemptedError` or Ctrl-C pass.
     """
     prepare_environment()
-    _exit_on_termination()
     if "RANK" in os.environ:  # A signal to the composer launcher, or SIGKILL to torchrun, ends it alone.
         end_with_parent(signal.SIGTERM)
     try:
         main()
     except BaseException as error:
-        termination = _Termination()
-        code = _report(_cause(error), say, termination)
-        if code is None:
-            termination.release()
+        code = exit_code(error)
+        if code == 1:
             raise
+        _report(error, say)
         return _end(code)
     return 0
 
 
-class _Termination:
-    """Keeps the launcher's SIGTERM from changing the exit code of a process that is about to end.
-
-    A `threading.Event` would not do: the handler runs in the thread that waits, maybe while it holds the event's lock.
-    """
-
-    def __init__(self) -> None:
-        self._has_come = False
-        self._previous: Any = None
-        if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGTERM, self._come)
-
-    def _come(self, number: int, frame: FrameType | None) -> None:
-        self._has_come = True
-
-    def wait(self, seconds: float) -> bool:
-        """Wait for the signal; return whether it has come."""
-        deadline = time.monotonic() + seconds
-        while not self._has_come and time.monotonic() < deadline:
-            time.sleep(_PAUSE_SECONDS)
-        return self._has_come
-
-    def release(self) -> None:
-        """Restore the handler of before."""
-        if self._previous is not None:
-            signal.signal(signal.SIGTERM, self._previous)
-
-
-def _cause(error: BaseException) -> BaseException:
-    """Return the error that was being raised when SIGTERM came, if that is what ends the command."""
-    context = error.__context__
-    is_by_signal = isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM
-    return context if is_by_signal and isinstance(context, UserError | PreemptedError | KeyboardInterrupt) else error
-
-
-def _report(error: BaseException, say: Callable[[str], None], termination: _Termination) -> int | None:
-    """Print why a command ends; return its exit code, None for an exception that is to pass."""
+def exit_code(error: BaseException | None) -> int:
+    """Return the exit code of a command that this error ends; 1 for one with a traceback."""
+    if isinstance(error, PreemptedError):
+        return PREEMPTED_EXIT_CODE
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED_EXIT_CODE
     if isinstance(error, UserError):
-        _report_mistake(error, say, termination)
         return USER_ERROR_EXIT_CODE
-    if not isinstance(error, PreemptedError | KeyboardInterrupt):
-        return None
-    if rank() == 0:
-        say(str(error) if isinstance(error, PreemptedError) else "interrupted")
-    return PREEMPTED_EXIT_CODE if isinstance(error, PreemptedError) else INTERRUPTED_EXIT_CODE
+    return 0 if error is None else 1
 
 
-def _report_mistake(error: UserError, say: Callable[[str], None], termination: _Termination) -> None:
+def _report(error: BaseException, say: Callable[[str], None]) -> None:
+    """Print why a command ends. From here on, SIGTERM of the launcher does not change the exit code."""
+    terminated: list[int] = []
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda number, frame: terminated.append(number))
+
+    def wait(seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not terminated and time.monotonic() < deadline:
+            time.sleep(_PAUSE_SECONDS)
+
+    if not isinstance(error, UserError):
+        if rank() == 0:
+            say(str(error) if isinstance(error, PreemptedError) else "interrupted")
+        return
     message = f"{type(error).__name__}: {error}"
     if world_size() > 1:
         message = f"rank {rank()}: {message}"
     if local_rank() == 0:
         say(message)
         if local_world_size() > 1:
-            termination.wait(_OTHERS_SECONDS)
-        return
-    first_has_ended = termination.wait(_FIRST_SECONDS)
-    if not first_has_ended and not error.is_agreed:
-        say(message)
-
-
-def _exit_on_termination() -> None:
-    """Turn SIGTERM to one of several ranks into `SystemExit`, as Composer does when it is imported.
-
-    Python runs the handler when a collective in progress has ended or failed.
-    """
-    is_main_thread = threading.current_thread() is threading.main_thread()
-    if world_size() > 1 and is_main_thread and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _exit_by_signal)
+            wait(_OTHERS_SECONDS)
+    else:
+        wait(_FIRST_SECONDS)
+        if not terminated and not error.is_agreed:
+            say(message)
 
 
 def end_with_parent(number: int, parent: int | None = None) -> None:
@@ -235,10 +184,6 @@ def end_with_parent(number: int, parent: int | None = None) -> None:
         os.kill(os.getpid(), number)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
-
-
-def _exit_by_signal(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)
 
 
 def _end(code: int) -> int:

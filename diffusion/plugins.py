@@ -3,7 +3,7 @@
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -43,12 +43,13 @@ def build_plugin(plugin: Plugin, key: str, kind: type[Built] = object) -> Built:
     return built
 
 
-def import_plugin(plugin: Plugin, key: str) -> Callable[..., Any]:
-    """Import a class or function, also from the working directory.
+def build_plugins(plugins: Sequence[Plugin], key: str, kind: type[Built]) -> list[Built]:
+    """Build the plug-ins of a list, as `build_plugin` does."""
+    return [build_plugin(plugin, f"{key}.{number}", kind) for number, plugin in enumerate(plugins)]
 
-    Args:
-        plugin: import path, and arguments to compare with the signature.
-        key: its key in the configuration, for messages.
+
+def import_plugin(plugin: Plugin, key: str) -> Callable[..., Any]:
+    """Import a class or function, also from the working directory, and compare the arguments with its signature.
 
     Raises:
         ConfigurationError: there is no such module or name, or it does not take these arguments.

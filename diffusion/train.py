@@ -8,7 +8,6 @@ From here to the loss: `datasets/loader.py` gives the batches of `datasets/batch
 """
 
 import logging
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.utils.data import DataLoader
 
 from diffusion.callbacks import build_callbacks, build_loggers, shows_progress_bar
-from diffusion.callbacks.heartbeat import Heartbeat
+from diffusion.callbacks.monitoring import Heartbeat
 from diffusion.checkpointing.find import check_checkpoint, resolve_checkpoint
 from diffusion.checkpointing.read import as_data_error
 from diffusion.checkpointing.resume import (
@@ -71,7 +70,7 @@ from diffusion.operations.checks.startup import check_identity, check_streams
 from diffusion.operations.costs import BudgetSpentError
 from diffusion.operations.heartbeats import heartbeat_folder
 from diffusion.operations.lease import leased
-from diffusion.plugins import IndexedDataset, build_plugin, check_plugins
+from diffusion.plugins import IndexedDataset, build_plugin, build_plugins, check_plugins
 from diffusion.sharding import correct_gradient_average, fsdp_config
 from diffusion.trainer import HostTrainer
 
@@ -130,7 +129,7 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
 
         # Loggers and callbacks
         loggers = agree(lambda: build_loggers(config, folder))
-        callbacks = agree(lambda: build_callbacks(config, model, dataset, storage, device, heartbeat, loggers))
+        callbacks = agree(lambda: build_callbacks(config, model, dataset, storage, device, heartbeat))
 
         # Fit
         trainer = build_trainer(config, model, train_data, evaluator, loggers, callbacks, load_path, device)
@@ -162,7 +161,7 @@ def start_ranks(config: Config) -> Device:
 
 
 def open_run_folder(config: Config) -> Path:
-    """Create the run folder on rank 0, test that it can be written, and return it on all ranks.
+    """Create the run folder on rank 0, and return it on all ranks.
 
     The configuration of an earlier start stays: this start may still fail, or find the run finished.
 
@@ -170,15 +169,8 @@ def open_run_folder(config: Config) -> Path:
         MachineError: it cannot be written.
     """
     folder = Path(config.output_folder).expanduser()
-    if dist.get_global_rank() == 0:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-        except OSError as error:
-            raise _not_writable(folder, error) from error
-        if not (folder / RUN_CONFIG).exists():
-            record_config(folder, config)
+    if not (folder / RUN_CONFIG).exists():
+        record_config(folder, config)
     return folder
 
 
@@ -191,13 +183,10 @@ def record_config(folder: Path, config: Config) -> None:
     if dist.get_global_rank() != 0:
         return
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / RUN_CONFIG, to_public_yaml(config))
     except OSError as error:
-        raise _not_writable(folder, error) from error
-
-
-def _not_writable(folder: Path, error: OSError) -> MachineError:
-    return MachineError(f"output_folder={folder} cannot be written: {error.strerror}. Choose another one")
+        raise MachineError(f"output_folder={folder} cannot be written: {error.strerror}. Choose another one") from error
 
 
 # Resume or initialise
@@ -354,7 +343,6 @@ def build_trainer(
         DataError: the checkpoint is damaged.
     """
     settings = config.trainer
-    algorithms = agree(lambda: _build_algorithms(config))
     try:
         trainer = HostTrainer(
             model=model,
@@ -362,7 +350,7 @@ def build_trainer(
             eval_dataloader=evaluator,
             optimizers=_build_optimizer(config, model),
             schedulers=_build_scheduler(config),
-            algorithms=algorithms,
+            algorithms=agree(lambda: build_plugins(config.plugins.algorithms, "plugins.algorithms", Algorithm)),
             callbacks=callbacks,
             loggers=loggers,
             max_duration=settings.max_duration,
@@ -385,11 +373,6 @@ def build_trainer(
     if settings.parallelism == Parallelism.fsdp:
         correct_gradient_average(trainer.state.model)
     return trainer
-
-
-def _build_algorithms(config: Config) -> list[Algorithm]:
-    plugins = config.plugins.algorithms
-    return [build_plugin(plugin, f"plugins.algorithms.{i}", Algorithm) for i, plugin in enumerate(plugins)]
 
 
 def _build_optimizer(config: Config, model: ComposerModel) -> torch.optim.AdamW:

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from composer import Event, Trainer
 from composer.callbacks import SpeedMonitor
 from composer.core import State
@@ -79,3 +80,26 @@ class HostSpeedMonitor(SpeedMonitor):
         if hasattr(model, "batch_flops"):
             self.history_flops.append(model.batch_flops(state.batch) * dist.get_world_size())
         super().batch_end(state, logger)
+
+
+class HostNumber:
+    """A number on the device that the host reads later, without waiting for later work."""
+
+    def __init__(self) -> None:
+        self._copy = torch.zeros(())
+        self._copied: Any = None
+
+    def start(self, number: Tensor) -> None:
+        """Start to copy a tensor [] of any dtype."""
+        if self._copy.dtype != number.dtype or self._copy.is_pinned() != number.is_cuda:
+            self._copy = torch.empty((), dtype=number.dtype, pin_memory=number.is_cuda)
+        self._copy.copy_(number, non_blocking=True)
+        if number.is_cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def read(self) -> float:
+        """Return the number of the last `start`, after waiting for its copy and for nothing later."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._copy.item()

@@ -2,7 +2,7 @@
 
 import argparse
 
-from diffusion.launch import CommandParser, check_device, named_device, run_command
+from diffusion.launch import CommandParser, choose_device, run_command
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -30,8 +30,7 @@ def main() -> None:
     from diffusion.demo_page import build_page, open_page
     from diffusion.loading import load_model
 
-    device = named_device(arguments.device)
-    check_device(device)
+    device = choose_device(arguments.device)
     models = {}
     for weights in arguments.weights:
         models[weights] = load_model(arguments.model, weights=weights)

@@ -6,7 +6,6 @@ from diffusion.config.documentation import reference
 from diffusion.config.schema import Config
 from diffusion.evaluation.config import EvaluationConfig
 from diffusion.preparation.config import PrepareConfig
-from diffusion.sweeps import SweepConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
@@ -24,13 +23,7 @@ What is often asked: [faq.md](faq.md).
 
 def page() -> str:
     """The page."""
-    commands = {
-        "run.py": Config,
-        "evaluate.py": EvaluationConfig,
-        "scripts/prepare.py": PrepareConfig,
-        "scripts/sweep.py": SweepConfig,
-    }
-    return _HEAD + reference(commands)
+    return _HEAD + reference({"run.py": Config, "evaluate.py": EvaluationConfig, "scripts/prepare.py": PrepareConfig})
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from diffusion.config.model import Architecture, ModelConfig
 from diffusion.config.schema import Config
 from diffusion.distributed import local_rank, local_world_size, rank, start_process_group, world_size
 from diffusion.errors import ConfigurationError, MachineError
-from diffusion.launch import CommandParser, check_device, named_device, run_command
+from diffusion.launch import CommandParser, choose_device, run_command
 from diffusion.preparation.config import Engine
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def device_of(given: str | None, in_ray: bool) -> str:
     """Return the device of this process: of several on a node, each has the GPU of its number."""
     import torch
 
-    device = named_device(given)
+    device = given or ("cuda" if torch.cuda.is_available() else "cpu")
     if in_ray:
         return device
     if device == "cuda" and torch.cuda.is_available():
@@ -104,8 +104,7 @@ def device_of(given: str | None, in_ray: bool) -> str:
             )
         torch.cuda.set_device(local_rank())
         device = f"cuda:{local_rank()}"
-    check_device(device)
-    return device
+    return choose_device(device)
 
 
 def main() -> None:

@@ -32,8 +32,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Export."""
     arguments = parse_arguments()
-    from diffusion.export import export
-    from diffusion.model_card import Licences
+    from diffusion.export import Licences, export
 
     export(
         arguments.checkpoint,

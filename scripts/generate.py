@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffusion.errors import ConfigurationError, MachineError, error_context
-from diffusion.launch import CommandParser, check_device, named_device, run_command
+from diffusion.launch import CommandParser, choose_device, run_command
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -64,7 +64,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: names the option.
     """
-    from diffusion.models.sampling import finite_number, whole_number
+    from diffusion.models.sampling import whole_number
     from diffusion.randomness import MAX_SEED
 
     try:
@@ -73,7 +73,6 @@ def check_arguments(arguments: argparse.Namespace) -> None:
                 whole_number(f"--{name.replace('_', '-')}", value, least=1)
         if arguments.seed is not None:
             whole_number("--seed", arguments.seed, least=0, most=MAX_SEED - 1)
-        finite_number("--guidance-scale", arguments.guidance_scale)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
 
@@ -131,8 +130,7 @@ def main() -> None:
     arguments = parse_arguments()
     prompts = read_prompts(arguments)
     check_arguments(arguments)
-    device = named_device(arguments.device)
-    check_device(device)
+    device = choose_device(arguments.device)
     open_folder(arguments.out)
 
     from diffusion.loading import load_model

@@ -10,22 +10,16 @@ from composer.loggers import LoggerDestination
 from composer.models import ComposerModel
 from composer.utils import is_notebook
 
-from diffusion.callbacks.addresses import DataPosition, StepAddress
 from diffusion.callbacks.autoencoder import SaveAutoencoder, statistics_images
-from diffusion.callbacks.bad_images import ReportBadImages
-from diffusion.callbacks.clipping import ClipGradients
-from diffusion.callbacks.collectives import AccumulateLocally, CollectiveTimeout
-from diffusion.callbacks.cost_meter import CostMeter
-from diffusion.callbacks.heartbeat import Heartbeat
+from diffusion.callbacks.guards import BadImageGuard, LossGuard
 from diffusion.callbacks.loggers import ProgressLines, TensorBoardLogger, WandB
-from diffusion.callbacks.loss_guard import LossGuard
-from diffusion.callbacks.metrics_file import LossCurve, MetricsFile
+from diffusion.callbacks.metrics_file import MetricsFile, StartsFile
+from diffusion.callbacks.monitoring import CostMeter, Heartbeat, Utilisation
 from diffusion.callbacks.preemption import SaveOnPreemption
-from diffusion.callbacks.run_record import RunRecord, StartsFile, model_record
 from diffusion.callbacks.samples import SampleGrids
-from diffusion.callbacks.saving import SaveCheckpoints
+from diffusion.callbacks.saving import RunRecord, SaveCheckpoints, model_record
+from diffusion.callbacks.step import AccumulateLocally, ClipGradients, CollectiveTimeout, DataPosition, StepAddress
 from diffusion.callbacks.stream_losses import StreamLosses
-from diffusion.callbacks.utilisation import Utilisation
 from diffusion.checkpointing.resume import CheckpointStorage
 from diffusion.config.checks import num_batches
 from diffusion.config.data import Representation
@@ -34,14 +28,14 @@ from diffusion.config.model import Compilation
 from diffusion.config.schema import Config
 from diffusion.config.secrets import to_public_yaml
 from diffusion.config.training import Device, Parallelism
-from diffusion.datasets.dataset import TrainingDataset
+from diffusion.datasets.dataset import TextImageDataset, TrainingDataset
 from diffusion.ema.callbacks import LateStartEMA, build_averages
 from diffusion.models import fast
 from diffusion.models.autoencoder import AutoencoderTraining
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.operations.checks.machine import num_cores
 from diffusion.operations.utilisation import LoaderSettings
-from diffusion.plugins import build_plugin
+from diffusion.plugins import build_plugins
 from diffusion.trainer import HostSpeedMonitor
 
 
@@ -57,16 +51,14 @@ def build_loggers(config: Config, folder: Path) -> list[LoggerDestination]:
     """
     settings = config.loggers
     metrics = MetricsFile(folder / "metrics.jsonl") if settings.file else None
-    plugins = enumerate(config.plugins.loggers)
     loggers = [
-        # Before the metrics file, of which it records what earlier starts have left.
-        StartsFile(folder),
-        # Before TensorBoard and wandb, which need its rows to resume.
         metrics,
-        TensorBoardLogger(folder / "tensorboard", metrics) if settings.tensorboard else None,
-        WandB(folder, config, metrics) if settings.wandb is not None else None,
+        # After the metrics file, which knows what earlier starts have logged.
+        StartsFile(folder, metrics),
+        TensorBoardLogger(folder / "tensorboard") if settings.tensorboard else None,
+        WandB(folder, config) if settings.wandb is not None else None,
         ProgressLines() if config.trainer.progress_bar and not shows_progress_bar(config) else None,
-        *(build_plugin(plugin, f"plugins.loggers.{number}", LoggerDestination) for number, plugin in plugins),
+        *build_plugins(config.plugins.loggers, "plugins.loggers", LoggerDestination),
     ]
     return [logger for logger in loggers if logger is not None]
 
@@ -83,7 +75,6 @@ def build_callbacks(
     storage: CheckpointStorage,
     device: Device,
     heartbeat: Heartbeat,
-    loggers: list[LoggerDestination],
 ) -> list[Callback]:
     """Build the callbacks of a run, in the order in which they run.
 
@@ -94,7 +85,6 @@ def build_callbacks(
         storage: run folder and checkpoint folder.
         device: the device of training.
         heartbeat: of this rank, which has started.
-        loggers: of `build_loggers`.
 
     Raises:
         ConfigurationError: a plug-in cannot be imported or built.
@@ -104,7 +94,8 @@ def build_callbacks(
     meter = CostMeter(folder, operations, config.plan.price_per_gpu_hour)
     saver = _build_saver(config, storage)
     max_norm = config.optimizer.max_grad_norm
-    plugins = enumerate(config.plugins.callbacks)
+    interval = config.loggers.utilisation_interval
+    bad_images = BadImageGuard(folder, interval, dataset) if isinstance(dataset, TextImageDataset) else None
     callbacks = [
         # Clocks: what the callbacks below do in an event belongs to the phase that begins with it.
         heartbeat,
@@ -125,12 +116,11 @@ def build_callbacks(
         # The average of the weights is updated before it is sampled.
         *averages,
         *_build_task_callbacks(config, model, folder, device, ema),
-        ReportBadImages(folder, config.loggers.utilisation_interval),
-        *(build_plugin(plugin, f"plugins.callbacks.{number}", Callback) for number, plugin in plugins),
+        bad_images,
+        *build_plugins(config.plugins.callbacks, "plugins.callbacks", Callback),
         # A checkpoint holds what the callbacks above have done in its step. Then a signal may end the run.
         saver,
         SaveOnPreemption(saver, folder, meter),
-        *(LossCurve(file, folder / "loss.png", config.run_name) for file in loggers if isinstance(file, MetricsFile)),
     ]
     return [callback for callback in callbacks if callback is not None]
 
@@ -157,17 +147,15 @@ def _build_task_callbacks(
 
 def _build_utilisation(config: Config, dataset: Any) -> Utilisation:
     data = config.data
-    streams = dataset if isinstance(dataset, TrainingDataset) else None
+    streams = dataset.streams if isinstance(dataset, TrainingDataset) else []
     loader = LoaderSettings(
         num_workers=data.num_workers,
         num_cores=num_cores(),
-        decodes=streams is not None and data.representation == Representation.images,
+        decodes=bool(streams) and data.representation == Representation.images,
         has_cache_limit=data.cache_limit is not None,
     )
-    is_remote = streams is not None and any(stream.remote is not None for stream in streams.streams)
-    return Utilisation(
-        config.loggers.utilisation_interval, loader, streams.meter if streams is not None and is_remote else None
-    )
+    is_remote = any(stream.remote is not None for stream in streams)
+    return Utilisation(config.loggers.utilisation_interval, loader, dataset.meter if is_remote else None)
 
 
 def _build_saver(config: Config, storage: CheckpointStorage) -> SaveCheckpoints:

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 
 import torch
@@ -50,19 +50,12 @@ class SaveAutoencoder(Callback):
     def _save(self) -> None:
         self.model.eval()
         device = next(self.model.vae.parameters()).device
-        shown: Tensor | None = None
-
-        def batches() -> Iterator[Tensor]:
-            nonlocal shown
-            for images in self.images:
-                shown = images[:NUM_SHOWN] if shown is None else shown
-                yield images
-
-        mean, std = latent_statistics(self.model.vae, batches(), device)
+        images = iter(self.images)
+        first = next(images)
+        mean, std = latent_statistics(self.model.vae, chain([first], images), device)
         if dist.get_global_rank() == 0:
             save_autoencoder(self.model.vae, mean, std, self.folder / "vae")
-            if shown is not None:
-                self._draw(shown.to(device))
+            self._draw(first[:NUM_SHOWN].to(device))
         dist.barrier()
 
     @torch.no_grad()

@@ -1,21 +1,27 @@
-"""The metrics file, which any tool reads, and the loss curve."""
+"""Files that a run writes about itself: metrics, starts and ends."""
 
+import datetime
 import json
-from collections.abc import Iterator, Mapping
+import platform
+from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from composer import Callback, Logger, State
+import torch
+from composer import Logger, State
 from composer.loggers import LoggerDestination
 from composer.utils import dist
 
+from diffusion.checkpointing.resume import PREEMPTED
 from diffusion.files import atomic_path
-from diffusion.reports.curves import Curve
 
 TRAIN_LOSS = "loss/train/total"
 
-_TAIL = 2**20
-"""Bytes at the end of a metrics file that are searched for its last row."""
+STARTS = "starts.jsonl"
+"""In the run folder: one row when training starts or resumes, and one when it ends otherwise than by SIGKILL."""
+
+_PACKAGES = ("torch", "mosaicml", "mosaicml-streaming", "diffusers", "transformers")
 
 
 class MetricsFile(LoggerDestination):
@@ -27,44 +33,28 @@ class MetricsFile(LoggerDestination):
         path: the file; a resumed run continues it, without the rows of the steps that it repeats.
 
     Attributes:
-        losses: in training and validation, since the first step of the run, by the name of the metric; on rank 0.
         row: the numbers of the current step.
-        last_row: the last row that the file had before this start; empty for a new run.
+        reached: the last step in the file before this start, and when it was written; None for a new file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.losses: dict[str, Curve] = {}
         self.row: dict[str, float] = {}
-        self.last_row: dict[str, float] = {}
+        self.reached: tuple[float, datetime.datetime] | None = None
         self._step: float = 0
-        self._loaded = ""
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Drop the rows after the checkpoint, and restore the row of its step."""
+        """Drop the rows from the checkpoint's step on; the row of its step comes from the checkpoint."""
         if dist.get_global_rank() != 0:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._step = state.timestamp.batch.value
-        self.losses, self.row, self.last_row = {}, {}, {}
+        written = self.path.stat().st_mtime if self.path.is_file() else 0.0
         with atomic_path(self.path) as partial, partial.open("w", encoding="utf-8") as file:
             for row in _rows(self.path):
-                self.last_row = row
+                self.reached = row["step"], datetime.datetime.fromtimestamp(written, datetime.timezone.utc)
                 if row["step"] < self._step:
                     file.write(json.dumps(row) + "\n")
-                    self._add(row["step"], row)
-                elif row["step"] == self._step:
-                    self.row |= row
-        if self._loaded:
-            self.row |= json.loads(self._loaded)
-            self._loaded = ""
-        self.row.pop("step", None)
-        self._add(self._step, self.row)
-
-    def _add(self, step: float, row: Mapping[str, float]) -> None:
-        for name, value in row.items():
-            if name == TRAIN_LOSS or (name.startswith("metrics/") and name.endswith("/loss")):
-                self.losses.setdefault(name, Curve()).add(step, value)
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Collect the numbers of a step; they are written when the next step begins."""
@@ -73,17 +63,16 @@ class MetricsFile(LoggerDestination):
         if step != self._step:
             self.flush()
             self._step = step
-        numbers = {name: float(value) for name, value in metrics.items()}
-        self.row |= numbers
-        self._add(step, numbers)
+        self.row |= {name: float(value) for name, value in metrics.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the row of the current step as text: one entry, whatever its metrics are."""
         return {"row": json.dumps({"step": self._step, **self.row}) if self.row else ""}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep the row until training continues."""
-        self._loaded = state.get("row", "")
+        """Restore the row of the checkpoint's step."""
+        self.row = json.loads(state.get("row") or "{}")
+        self.row.pop("step", None)
 
     def flush(self) -> None:
         """Append the row of the current step to the file."""
@@ -117,92 +106,68 @@ def _rows(path: Path) -> Iterator[dict[str, float]]:
                 return
 
 
-def last_step(path: Path) -> float | None:
-    """Read the last step from the end of a metrics file; None for no file or an empty one."""
-    if not path.is_file():
-        return None
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _TAIL))
-        lines = file.read().split(b"\n")
-    for line in reversed(lines):
-        try:
-            return json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError):
-            continue
-    return None
-
-
 def series(rows: list[dict[str, float]], name: str) -> tuple[list[float], list[float]]:
     """Return the steps and values of one metric."""
     pairs = [(row["step"], row[name]) for row in rows if name in row]
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
-def running_mean(values: list[float], window: int) -> list[float]:
-    """Return the mean of the last `window` values at each value, of fewer at the beginning."""
-    result, total = [], 0.0
-    for i, value in enumerate(values):
-        total += value - (values[i - window] if i >= window else 0.0)
-        result.append(total / min(i + 1, window))
-    return result
+class StartsFile(LoggerDestination):
+    """Write JSON lines on rank 0, `{"event": "start", "step": 5, ...}` and `{"event": "end", "step": 9, ...}`.
 
-
-def draw_loss_curve(losses: Mapping[str, Curve], path: Path, title: str) -> None:
-    """Draw the training loss (each step, or extremes of many, and a running mean) and the validation loss as a PNG.
+    A start without an end was killed; the row of the next start has the last step that it logged, and when.
 
     Args:
-        losses: curves by the metric's name.
-        path: the PNG.
-        title: above it, with the number of values that are not finite.
-    """
-    from diffusion.reports.figures import COLOURS, save_png, subplots  # Imports matplotlib.
-
-    figure, axes = subplots(width=8, height=4.5)
-    if training := losses.get(TRAIN_LOSS):
-        steps, means = training.steps, training.means
-        window = max(1, len(means) // 50)
-        if window > 1:
-            axes.plot(steps, means, color=COLOURS[0], alpha=0.25, linewidth=0.8, label="training")
-        if training.width > 1:
-            axes.fill_between(steps, *training.extremes, color=COLOURS[0], alpha=0.15, linewidth=0)
-        averaged = window * training.width
-        label = f"training, mean of {averaged} steps" if averaged > 1 else "training"
-        axes.plot(steps, running_mean(means, window), color=COLOURS[0], label=label)
-        if len(means) >= 100:  # The few large losses at the beginning would flatten the rest.
-            ordered = sorted(means)
-            axes.set_ylim(0.9 * ordered[0], 1.1 * ordered[int(0.99 * (len(ordered) - 1))])
-        if training.num_not_finite:
-            title += f" (not finite: {training.num_not_finite:,} steps from step {training.first_not_finite:,.0f} on)"
-    for name in sorted(losses.keys() - {TRAIN_LOSS}):
-        label = name.removeprefix("metrics/").removesuffix("/loss")
-        axes.plot(losses[name].steps, losses[name].means, "o-", color=COLOURS[1], label=label)
-    axes.set(xlabel="optimizer step", ylabel="loss", title=title)
-    axes.grid(alpha=0.3)
-    if losses:
-        axes.legend()
-    save_png(figure, path)
-
-
-class LossCurve(Callback):
-    """Draw the loss curve of the run into its folder, after each evaluation and at the end.
-
-    Args:
-        metrics: the run's metrics file.
-        path: the PNG.
-        title: the run's name.
+        folder: the run folder.
+        metrics: the metrics file, if there is one; it comes before this logger.
     """
 
-    def __init__(self, metrics: MetricsFile, path: Path, title: str) -> None:
-        self.metrics, self.path, self.title = metrics, path, title
+    def __init__(self, folder: Path, metrics: MetricsFile | None) -> None:
+        self.path, self.marker, self.metrics = folder / STARTS, folder / PREEMPTED, metrics
+        self._is_running = False
 
-    def _draw(self) -> None:
-        if dist.get_global_rank() == 0:
-            draw_loss_curve(self.metrics.losses, self.path, self.title)
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Write the row of a start."""
+        if dist.get_global_rank() != 0:
+            return
+        self._is_running = True
+        row: dict[str, Any] = {
+            "event": "start",
+            "time": _text(datetime.datetime.now(datetime.timezone.utc)),
+            "step": state.timestamp.batch.value,
+            "world_size": dist.get_world_size(),
+            "num_nodes": dist.get_world_size() // dist.get_local_world_size(),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+            "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in _PACKAGES},
+        }
+        if self.metrics is not None and self.metrics.reached is not None:
+            step, written = self.metrics.reached
+            row |= {"reached_before": step, "written_before": _text(written)}
+        self._append(row)
 
-    def eval_end(self, state: State, logger: Logger) -> None:
-        """Draw."""
-        self._draw()
+    def close(self, state: State, logger: Logger) -> None:
+        """Write the row of an end, and why: a signal, the end of the run, or (neither) an error."""
+        if not self._is_running:
+            return
+        self._is_running = False
+        now = _text(datetime.datetime.now(datetime.timezone.utc))
+        row: dict[str, Any] = {"event": "end", "time": now, "step": state.timestamp.batch.value}
+        if self.marker.is_file():
+            row["signal"] = json.loads(self.marker.read_text(encoding="utf-8")).get("signal")
+        elif state.max_duration is not None and state.timestamp >= state.max_duration:
+            row["is_finished"] = True
+        self._append(row)
 
-    def fit_end(self, state: State, logger: Logger) -> None:
-        """Draw."""
-        self._draw()
+    def _append(self, row: dict[str, Any]) -> None:
+        """Append a row, on a line of its own also after a line that a kill has cut off."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab+") as file:
+            if file.tell():
+                file.seek(-1, 2)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")
+            file.write(json.dumps(row).encode() + b"\n")
+
+
+def _text(time: datetime.datetime) -> str:
+    return time.isoformat(timespec="seconds")

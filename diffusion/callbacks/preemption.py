@@ -15,12 +15,12 @@ import torch
 from composer import Callback, Logger, State
 from composer.utils import dist
 
-from diffusion.callbacks.cost_meter import CostMeter
+from diffusion.callbacks.monitoring import CostMeter
 from diffusion.callbacks.saving import SaveCheckpoints
 from diffusion.checkpointing.resume import PREEMPTED
 from diffusion.errors import PreemptedError
 from diffusion.files import write_json
-from diffusion.host_number import HostNumber
+from diffusion.trainer import HostNumber
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -82,20 +82,16 @@ class SaveOnPreemption(Callback):
         self.saver, self.marker, self.meter = saver, folder / PREEMPTED, meter
         self._received = 0
         self._handlers: dict[int, Any] = {}
-        self._agreement: LaggingMaximum | None = None
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._received = number
-
-    @property
-    def listens(self) -> bool:
-        """Whether signals are handled at present."""
-        return bool(self._handlers)
+        self._agreement: LaggingMaximum
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Handle signals in place of Composer, which would exit at once, and remove the marker."""
+
+        def receive(number: int, frame: FrameType | None) -> None:
+            self._received = number
+
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {number: signal.signal(number, self._receive) for number in SIGNALS}
+            self._handlers = {number: signal.signal(number, receive) for number in SIGNALS}
             os.register_at_fork(after_in_child=functools.partial(_shield, weakref.ref(self)))
             atexit.register(end_workers)
         self._agreement = LaggingMaximum(state.device.tensor_to_device(torch.zeros(1)).device)
@@ -104,8 +100,7 @@ class SaveOnPreemption(Callback):
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Restore the earlier signal handlers."""
-        if self._agreement is not None:
-            self._agreement.finish()
+        self._agreement.finish()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}
@@ -117,7 +112,6 @@ class SaveOnPreemption(Callback):
             PreemptedError: on all ranks: a signal came.
             BudgetSpentError: on all ranks.
         """
-        assert self._agreement is not None
         number = self._agreement.finish()
         if state.max_duration is not None and state.timestamp >= state.max_duration:
             return
@@ -125,19 +119,19 @@ class SaveOnPreemption(Callback):
             self._agreement.start(self._received or int(self.meter.is_spent) * _SPENT)
             return
         self.saver.save(state, logger)
-        step, place = state.timestamp.batch.value, self.saver.last_saved
+        step, checkpoint = state.timestamp.batch.value, self.saver.last_saved
         if number == _SPENT:
-            self.meter.end(step, place)
+            self.meter.end(step, f"saved {checkpoint}")
         name = signal.Signals(number).name
         if dist.get_global_rank() == 0:
-            write_json(self.marker, {"step": step, "signal": name, "checkpoint": str(place)})
-        raise PreemptedError(f"{name} after step {step}: saved {place}. Start the same command again to continue")
+            write_json(self.marker, {"step": step, "signal": name, "checkpoint": str(checkpoint)})
+        raise PreemptedError(f"{name} after step {step}: saved {checkpoint}. Start the same command again to continue")
 
 
 def _shield(reference: "weakref.ref[SaveOnPreemption]") -> None:
     """Block SIGTERM in a process that was forked while its parent handles it."""
     callback = reference()
-    if callback is not None and callback.listens:
+    if callback is not None and callback._handlers:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from composer import Callback, Event, Logger, State
 from composer.utils import create_interval_scheduler, dist
-from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from diffusion.config.training import SamplesConfig
@@ -40,14 +39,6 @@ class SampleGrids(Callback):
             config.interval, include_end_of_training=False, checkpoint_events=False
         )
         self._last_step = -1
-        self._is_first_batch = True
-
-    def batch_start(self, state: State, logger: Logger) -> None:
-        """Log the grid of the checkpoint's step again, which TensorBoard hides, before the first batch."""
-        step, is_first = state.timestamp.batch.value, self._is_first_batch
-        self._is_first_batch = False
-        if is_first and dist.get_global_rank() == 0 and self._path(step).is_file():
-            self._log([np.asarray(Image.open(self._path(step)).convert("RGB"))], step, logger)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Sample at an interval in steps, samples or fractions of the run."""
@@ -63,9 +54,6 @@ class SampleGrids(Callback):
         """Sample at the end, unless the last step was sampled."""
         self._sample(state, logger)
 
-    def _path(self, step: int) -> Path:
-        return self.folder / f"step-{step:06d}.png"
-
     def _sample(self, state: State, logger: Logger) -> None:
         step = state.timestamp.batch.value
         if not self.config.prompts or step in (0, self._last_step):
@@ -79,13 +67,11 @@ class SampleGrids(Callback):
         images = to_pil(batch)
         self.folder.mkdir(parents=True, exist_ok=True)
         grid = image_grid(images, min(len(images), GRID_COLUMNS))
-        with atomic_path(self._path(step), durable=False) as partial:
+        with atomic_path(self.folder / f"step-{step:06d}.png", durable=False) as partial:
             grid.save(partial, format="PNG", pnginfo=self._description(step, is_average))
-        self._log([np.asarray(image) for image in images], step, logger)
-
-    def _log(self, images: list[np.ndarray], step: int, logger: Logger) -> None:
+        arrays = [np.asarray(image) for image in images]
         # use_table=True would ask wandb's server for its version, and hang without a network.
-        logger.log_images(images, name="samples", channels_last=True, step=step, use_table=False)
+        logger.log_images(arrays, name="samples", channels_last=True, step=step, use_table=False)
 
     def _description(self, step: int, is_average: bool) -> PngInfo:
         """Describe the grid in its file: under `samples`, a dictionary as JSON."""

@@ -1,25 +1,25 @@
-"""Checkpoints of a run: when they are written, in the background or not, and which stay."""
+"""Checkpoints of a run: when they are written, in the background or not, what they hold, and which stay."""
 
 import concurrent.futures
+import copy
 import datetime
 import errno
 import logging
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed
-from composer import Logger, State
+from composer import Callback, Logger, State
 from composer.callbacks import CheckpointSaver
+from composer.models import ComposerModel
 from composer.utils import dist, reproducibility
 from torch.distributed.checkpoint.api import CheckpointException
 
 from diffusion.checkpointing.find import find_damage, is_complete
 from diffusion.checkpointing.layout import (
-    batch_of,
     list_checkpoints,
     remove_checkpoint,
     remove_copy,
@@ -28,18 +28,42 @@ from diffusion.checkpointing.layout import (
 from diffusion.checkpointing.remote import RemoteCheckpoints
 from diffusion.checkpointing.save import HostCopy, write_file, write_sharded
 from diffusion.distributed import agree
-from diffusion.errors import MachineError
+from diffusion.errors import MachineError, UserError
+from diffusion.models.latent_diffusion import LatentDiffusion
 
 log = logging.getLogger(__name__)
 
 STALL = "time/checkpoint_stall"
 """Metric: seconds for which a step waited for a checkpoint."""
 
-POLL_INTERVAL = 20
-"""Steps between two checks of a checkpoint that is written in the background."""
-
 WRITE_TIMEOUT = datetime.timedelta(hours=2)
 """Timeout of a rank for the others while a checkpoint is written or uploaded."""
+
+
+class RunRecord(Callback):
+    """Store in each checkpoint what is needed to understand and use it.
+
+    Args:
+        record: plain containers: the resolved configuration, latent scaling, noise schedule.
+    """
+
+    def __init__(self, record: dict[str, Any]) -> None:
+        self.record = record
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the record: a sharded checkpoint is loaded into what this returns."""
+        return copy.deepcopy(self.record)
+
+
+def model_record(model: ComposerModel) -> dict[str, Any]:
+    """Describe what a reader of a checkpoint needs beside the weights."""
+    if not isinstance(model, LatentDiffusion):
+        return {}
+    schedule = dict(model.noise_scheduler.config)
+    return {
+        "latent_scaling": {"mean": list(model.latent_scaling.mean), "std": list(model.latent_scaling.std)},
+        "noise_schedule": {key: value for key, value in schedule.items() if not key.startswith("_")},
+    }
 
 
 class SaveCheckpoints(CheckpointSaver):
@@ -48,11 +72,11 @@ class SaveCheckpoints(CheckpointSaver):
     A checkpoint that cannot be written ends the run, which could not be resumed from there.
 
     In the background, a step waits only for a copy of the state in host memory. The next save, a pre-emption and the
-    end of the run wait for the one before. The ranks of a write communicate in a process group of their own, apart from
-    the collective operations of training.
+    end of the run wait for the one before, and raise its error. The ranks of a write communicate in a process group of
+    their own, apart from the collective operations of training.
 
     Args:
-        folder: the run's `checkpoints` folder; with `remote`, the folder of checkpoints until they are uploaded.
+        folder: the run's `checkpoints` folder; with `remote`, that of checkpoints until they are uploaded.
         interval: Composer time string.
         newest: number of newest complete checkpoints to keep; None keeps all.
         every: steps; the first checkpoint at or after each multiple is kept forever.
@@ -79,9 +103,8 @@ class SaveCheckpoints(CheckpointSaver):
             save_interval=interval,
             overwrite=True,
         )
-        self.local, self.remote, self.background = folder, remote, background
+        self.local, self.remote = folder, remote
         self.newest, self.every = newest, every
-        self._known_whole: set[Path] = set()
         self._group: Any = None
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "checkpoint", _take_device) if background else None
         self._host_copy = HostCopy()
@@ -106,15 +129,6 @@ class SaveCheckpoints(CheckpointSaver):
             self._save_checkpoint(state, logger)
         self._wait()
 
-    def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        """Save at the interval; from time to time, check whether the write in the background has failed."""
-        super().batch_checkpoint(state, logger)
-        if self._pending is not None and state.timestamp.batch.value % POLL_INTERVAL == 0:
-            done = state.device.tensor_to_device(torch.tensor(int(self._pending.done()), dtype=torch.int32))
-            dist.all_reduce(done, reduce_operation="MIN")
-            if done.item():
-                self._wait()
-
     def fit_end(self, state: State, logger: Logger) -> None:
         """Wait for the last checkpoint."""
         self._wait()
@@ -135,10 +149,9 @@ class SaveCheckpoints(CheckpointSaver):
         self.last_checkpoint_batch = state.timestamp.batch
         if self._group is None:
             self._group = torch.distributed.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
-        agree(lambda: self._make_room(path))
         content = _collect(state, is_sharded)
         if self._pool is None:
-            agree(lambda: self._write(path, content, is_sharded))
+            self._write(path, content, is_sharded)
         else:
             self._pending = self._pool.submit(self._write, path, self._host_copy.update(content), is_sharded)
         logger.log_metrics({STALL: time.perf_counter() - start})
@@ -147,22 +160,11 @@ class SaveCheckpoints(CheckpointSaver):
         """Wait for the write in the background; on all ranks.
 
         Raises:
-            MachineError: it cannot be written.
+            MachineError: on all ranks: it cannot be written.
         """
         if self._pending is not None:
             pending, self._pending = self._pending, None
-            agree(pending.result)
-
-    def _make_room(self, path: Path) -> None:
-        """Remove a checkpoint of the same name: its index would be beside new shards until these are complete."""
-        if dist.get_global_rank() != 0:
-            return
-        try:
-            if path.exists():
-                remove_checkpoint(path)
-            (path if path.suffix == "" else path.parent).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise MachineError(f"checkpoint {path} cannot be written: {error.strerror}") from error
+            pending.result()
 
     # In the background, if asked for
 
@@ -174,8 +176,9 @@ class SaveCheckpoints(CheckpointSaver):
         """
         is_first = dist.get_global_rank() == 0
         try:
-            self._together(lambda: self._write_files(path, content, is_sharded))
-            self._together(lambda: _check_written(path) if is_first else None)
+            agree(lambda: _make_room(path) if is_first else None, group=self._group)
+            agree(lambda: self._write_files(path, content, is_sharded), group=self._group)
+            agree(lambda: _check_written(path) if is_first else None, group=self._group)
         except MachineError:
             if is_first or (self.remote is not None and dist.get_local_rank() == 0):
                 _remove(path)
@@ -196,81 +199,58 @@ class SaveCheckpoints(CheckpointSaver):
                 raise
             raise MachineError(
                 f"checkpoint {path} cannot be written: {cause}. Make room (or repair the disk) and start the same "
-                f"command again: it continues from {self._previous(path)}"
+                "command again: it continues from the checkpoint before"
             ) from error
-
-    def _together(self, step: Callable[[], None]) -> None:
-        """Run a step on each rank and fail together, as `agree` does, in the process group of checkpoints."""
-        report: str | None = "a rank failed otherwise; the traceback is in its log"
-        reports: list[str | None] = [None] * dist.get_world_size()
-        try:
-            step()
-            report = None
-        except MachineError as error:
-            report = str(error)
-        finally:
-            torch.distributed.all_gather_object(reports, report, group=self._group)
-        if failures := [failure for failure in reports if failure]:
-            raise MachineError(failures[0])
 
     def _upload(self, remote: RemoteCheckpoints, path: Path, is_sharded: bool) -> None:
         """Upload the files of this rank, then the index, and remove the files here."""
         is_first = dist.get_global_rank() == 0
         mine = sorted(file.name for file in path.glob(f"__{dist.get_global_rank()}_*")) if is_sharded else []
         try:
-            self._together(lambda: remote.remove_named(path.name) if is_first else None)
-            self._together(lambda: remote.upload_parts(path, mine))
-            self._together(lambda: remote.finish_upload(path) if is_first else None)
-        except MachineError as error:
-            raise MachineError(
+            agree(lambda: remote.remove_named(path.name) if is_first else None, group=self._group)
+            agree(lambda: remote.upload_parts(path, mine), group=self._group)
+            agree(lambda: remote.finish_upload(path) if is_first else None, group=self._group)
+        except UserError as error:  # A bucket that is gone is a DataError.
+            failure = MachineError(
                 f"checkpoint {remote.uri_of(path.name)} cannot be written: {error}. Its files are kept in {path}: "
                 "start the same command again when the store answers, and it uploads them and continues"
-            ) from error
+            )
+            failure.is_agreed = True
+            raise failure from error
         if dist.get_local_rank() == 0:
             remove_copy(path)
 
-    def _previous(self, path: Path) -> str:
-        if self.remote is not None:
-            return f"the newest one in {self.remote.uri}"
-        others = [other for other in list_checkpoints(self.local) if batch_of(other) < batch_of(path)]
-        return str(others[-1]) if others else "the beginning"
-
     def _prune(self, path: Path) -> None:
         """Remove the checkpoints that a new one supersedes."""
-        if self.remote is not None:
-            self.saved_checkpoints.append(self.remote.uri_of(path.name))
-            self._prune_remote(self.remote)
-            return
-        self._known_whole.add(path)
-        self.saved_checkpoints.append(str(path))
+        self.saved_checkpoints.append(str(path) if self.remote is None else self.remote.uri_of(path.name))
         if self.newest is None:
             return
-        present = list_checkpoints(self.local)
-        for old in superseded(present, newest=self.newest, every=self.every, is_whole=self._is_whole):
-            log.info("removing %s", old)
-            _remove(old)
-
-    def _prune_remote(self, remote: RemoteCheckpoints) -> None:
-        if self.newest is None:
+        if self.remote is None:
+            for old in superseded(
+                list_checkpoints(self.local), newest=self.newest, every=self.every, is_whole=is_complete
+            ):
+                log.info("removing %s", old)
+                _remove(old)
             return
         try:
-            present = {Path(found.name): found for found in remote.present()}
-            old = superseded(
-                list(present),
-                newest=self.newest,
-                every=self.every,
-                is_whole=lambda name: present[name].is_complete,
-            )
-            for name in old:
+            present = {Path(found.name): found for found in self.remote.present()}
+            for name in superseded(
+                list(present), newest=self.newest, every=self.every, is_whole=lambda name: present[name].is_complete
+            ):
                 log.info("removing %s", present[name])
-                remote.remove(present[name])
-        except MachineError as error:
+                self.remote.remove(present[name])
+        except UserError as error:
             log.warning("older checkpoints cannot be removed: %s", error)
 
-    def _is_whole(self, path: Path) -> bool:
-        if path not in self._known_whole and is_complete(path):
-            self._known_whole.add(path)
-        return path in self._known_whole
+
+def _make_room(path: Path) -> None:
+    """Remove a checkpoint of the same name: its index would be beside new shards until these are complete."""
+    try:
+        if path.exists():
+            remove_checkpoint(path)
+        (path if path.suffix == "" else path.parent).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MachineError(f"checkpoint {path} cannot be written: {error.strerror}") from error
 
 
 def _take_device() -> None:
@@ -308,7 +288,8 @@ def _cause(error: BaseException | None) -> str | None:
             return next((found for cause, _ in error.failures.values() if (found := _cause(cause))), None)
         if isinstance(error, OSError) and error.errno is not None:
             return os.strerror(error.errno)
-        if isinstance(error, RuntimeError) and "PytorchStreamWriter" in str(error) and error.__context__ is None:
+        is_of_writer = any(name in str(error) for name in ("PytorchStreamWriter", "inline_container"))
+        if isinstance(error, RuntimeError) and is_of_writer and error.__context__ is None:
             return f"{os.strerror(errno.EIO)} or {os.strerror(errno.ENOSPC).lower()}"
         error = error.__cause__ or error.__context__
     return None

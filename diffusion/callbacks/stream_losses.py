@@ -46,7 +46,6 @@ class StreamLosses(Callback):
         self._sums[1] += of_stream.sum(dim=1)
 
     def _by_stream(self) -> dict[str, list[float]]:
-        """Return sum and count of each stream over all ranks."""
         return dict(zip(self.streams, self._totals.T.tolist(), strict=True))
 
     def batch_end(self, state: State, logger: Logger) -> None:

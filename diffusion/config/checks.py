@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from diffusion.config.data import Representation, group_size, image_sizes, legal_world_sizes, microbatch_size
 from diffusion.config.documentation import find_field
-from diffusion.config.fields import Location, field_check, parse_time, section_problems
+from diffusion.config.fields import CHECK, Location, parse_time, section_problems
 from diffusion.config.loading import missing_keys
 from diffusion.config.model import Compilation
 from diffusion.config.schema import Config, Task
@@ -19,11 +19,8 @@ from diffusion.errors import ConfigurationError, MachineError, raise_all
 
 def is_location(key: str) -> bool:
     """Whether a key is the location of data or weights, which a dry run does not need."""
-    found = find_field(Config, key)
-    if found is None:
-        return False
-    section, name = found
-    return isinstance(field_check(section.__dataclass_fields__[name]), Location)  # type: ignore[attr-defined]
+    field, _ = find_field(Config, key)
+    return field is not None and isinstance(field.metadata.get(CHECK), Location)
 
 
 def missing_locations(config: Config) -> dict[str, str]:
@@ -35,13 +32,12 @@ def num_batches(config: Config) -> int:
     """Length of the run in optimizer steps.
 
     Raises:
-        ConfigurationError: `trainer.max_duration` is not a positive number of batches.
+        ConfigurationError: `trainer.max_duration` is not a number of batches.
     """
-    key = "trainer.max_duration"
-    time = parse_time(config.trainer.max_duration, key)
-    if time.unit != "ba" or time.value == 0:
+    time = parse_time(config.trainer.max_duration, "trainer.max_duration")
+    if time.unit != "ba":
         raise ConfigurationError(
-            f"{key} is '{config.trainer.max_duration}', but must be a number of batches: 550000ba."
+            f"trainer.max_duration is '{config.trainer.max_duration}', but must be in batches (ba)."
         )
     return int(time.value)
 
@@ -61,9 +57,8 @@ def check(config: Config, *, world_size: int, vae_factor: int | None = None) -> 
     sections_are_right = not problems
     problems += [*_folders(config), *_tasks(config)]
     if sections_are_right:
-        problems += [*_schedule(config), *_averages(config), *_latent_sizes(config, vae_factor)]
-        problems += _ranks(config, world_size)
-    if not problems:
+        problems += [*_times(config), *_latent_sizes(config, vae_factor), *_ranks(config, world_size)]
+    if not problems and config.performance.cuda_graphs:
         problems += _cuda_graphs(config, world_size)
     raise_all(ConfigurationError, problems)
 
@@ -86,74 +81,42 @@ def _folders(config: Config) -> Iterator[str]:
 
 def _tasks(config: Config) -> Iterator[str]:
     if config.model.lora is not None and config.init_from is None:
-        yield (
-            "model.lora is set without init_from, but LoRA adapts trained weights. Set init_from.checkpoint, or "
-            "model.lora=null."
-        )
+        yield "model.lora adapts trained weights. Set init_from.checkpoint, or model.lora=null."
     has_names = isinstance(config.data.streams, list) or config.plugins.train_dataset is None
     if config.validation is not None and config.validation.streams is None and not has_names:
         yield (
-            "validation.streams is null with plugins.train_dataset, so that there are no training streams with names. "
-            "Set validation.streams=[{name: 256-512}], or validation=null."
+            "validation.streams is null, but with plugins.train_dataset no training stream has a name. Set "
+            "validation.streams=[{name: 256-512}], or validation=null."
         )
     if config.operations.max_dollars is not None and config.plan.price_per_gpu_hour is None:
         yield "operations.max_dollars is set without plan.price_per_gpu_hour. Set it, or operations.max_gpu_hours."
-    guard = config.operations.guard
-    if config.autoencoder.adversarial_weight > 0 and guard is not None and guard.spike_factor is not None:
-        yield (
-            "operations.guard.spike_factor is set with autoencoder.adversarial_weight, but the loss rises at the start "
-            "of the discriminator. Set operations.guard.spike_factor=null."
-        )
     if config.task is not Task.autoencoder:
         return
     for key, value in (("init_from", config.init_from), ("model.lora", config.model.lora)):
         if value is not None:
             yield f"{key} is set with task autoencoder, which trains the whole VAE from random weights. Remove {key}."
     if config.trainer.parallelism is not Parallelism.ddp:
-        yield (
-            f"task is autoencoder with trainer.parallelism {config.trainer.parallelism.value}, but the VAE is not "
-            "sharded. Set trainer.parallelism=ddp."
-        )
+        yield "task is autoencoder, and the VAE is not sharded. Set trainer.parallelism=ddp."
     if config.data.representation is Representation.latents:
+        yield "task is autoencoder, and the VAE is trained on images. Set data.representation=images."
+
+
+def _times(config: Config) -> Iterator[str]:
+    sizes = {"num_batches": num_batches(config), "global_batch_size": config.data.global_batch_size}
+    duration = f"trainer.max_duration is '{config.trainer.max_duration}'"
+    warmup = parse_time(config.schedule.warmup, "schedule.warmup").in_batches(**sizes)
+    if warmup is not None and warmup > sizes["num_batches"]:
         yield (
-            "task is autoencoder with data.representation latents, but the VAE is trained on images. Set "
-            "data.representation=images."
+            f"schedule.warmup is '{config.schedule.warmup}', longer than the run ({duration}). Shorten it, as in "
+            "schedule.warmup=0.1dur."
         )
-
-
-def _schedule(config: Config) -> Iterator[str]:
-    warmup = _steps(config, config.schedule.warmup, "schedule.warmup")
-    if warmup is not None and warmup > num_batches(config):
+    ema = config.algorithms.ema
+    start = parse_time(ema.start, "algorithms.ema.start").in_batches(**sizes) if ema is not None else None
+    if ema is not None and start is not None and start >= sizes["num_batches"]:
         yield (
-            f"schedule.warmup is '{config.schedule.warmup}', longer than the run (trainer.max_duration is "
-            f"'{config.trainer.max_duration}'). Shorten it, as in schedule.warmup=0.1dur."
+            f"algorithms.ema.start is '{ema.start}', at or after the end of the run ({duration}). Start it earlier, or "
+            "set algorithms.ema=null."
         )
-
-
-def _averages(config: Config) -> Iterator[str]:
-    ema, total = config.algorithms.ema, num_batches(config)
-    if ema is None:
-        return
-    start = _steps(config, ema.start, "algorithms.ema.start")
-    interval = _steps(config, ema.interval, "algorithms.ema.interval")
-    assert start is not None and interval is not None, "neither is given in epochs"
-    if start >= total:
-        yield (
-            f"algorithms.ema.start is '{ema.start}', at or after the end of the run (trainer.max_duration is "
-            f"'{config.trainer.max_duration}'). Start it earlier, or set algorithms.ema=null."
-        )
-    elif total // interval * interval <= start:
-        yield (
-            f"algorithms.ema.interval is '{ema.interval}', so that no update lies between algorithms.ema.start and the "
-            "end of the run. Shorten it."
-        )
-
-
-def _steps(config: Config, text: str, key: str) -> float | None:
-    """Convert a time to optimizer steps; None for epochs."""
-    return parse_time(text, key).in_batches(
-        num_batches=num_batches(config), global_batch_size=config.data.global_batch_size
-    )
 
 
 def _latent_sizes(config: Config, vae_factor: int | None) -> Iterator[str]:
@@ -181,8 +144,8 @@ def _ranks(config: Config, world_size: int) -> Iterator[str]:
             f"trainer.num_replicas is {config.trainer.num_replicas}, which does not divide {world_size} ranks into "
             "equal groups. Set it to the number of nodes, or to 1."
         )
-    if size // group % world_size or size % world_size:
-        legal = legal_world_sizes(size, group)
+    legal = legal_world_sizes(size, group)
+    if world_size not in legal:
         near = [*[n for n in legal if n < world_size][-1:], *[n for n in legal if n > world_size][:1]]
         unit = f"groups of {group} samples" if group > 1 else "samples"
         yield (
@@ -193,36 +156,21 @@ def _ranks(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _cuda_graphs(config: Config, world_size: int) -> Iterator[str]:
-    if not config.performance.cuda_graphs:
-        return
-    trainer, share = config.trainer, config.data.global_batch_size // world_size
+    trainer, data = config.trainer, config.data
+    start = "performance.cuda_graphs is true, but"
     if trainer.parallelism is Parallelism.fsdp:
-        yield (
-            "performance.cuda_graphs is true with trainer.parallelism fsdp, which gathers weights to changing "
-            "addresses, but a graph reads from fixed ones. Set trainer.parallelism=ddp."
-        )
+        yield f"{start} fsdp gathers weights to changing addresses. Set trainer.parallelism=ddp."
     if config.performance.compilation is Compilation.none:
-        yield (
-            "performance.cuda_graphs is true with performance.compilation none, but only compiled parts become graphs. "
-            "Set performance.compilation=auto."
-        )
+        yield f"{start} only compiled parts become graphs. Set performance.compilation=auto."
     if trainer.activation_checkpointing:
+        yield f"{start} recomputation runs graphs within others. Set trainer.activation_checkpointing=false."
+    if microbatch_size(data, trainer.device_train_microbatch_size, world_size) < data.global_batch_size // world_size:
         yield (
-            "performance.cuda_graphs is true with trainer.activation_checkpointing, which runs forward graphs within "
-            "the backward pass. Set trainer.activation_checkpointing=false."
+            f"{start} a second microbatch would overwrite the gradients of the first. Raise "
+            "trainer.device_train_microbatch_size, or start more ranks."
         )
-    if microbatch_size(config.data, trainer.device_train_microbatch_size, world_size) < share:
-        yield (
-            f"performance.cuda_graphs is true, and a rank has {share} samples in several microbatches: the second one "
-            "would overwrite the gradients of the first. Raise trainer.device_train_microbatch_size, start more ranks, "
-            "or set performance.cuda_graphs=false."
-        )
-    streams = config.data.streams if isinstance(config.data.streams, list) else []
-    if len(set(image_sizes(streams, config.data.resolution))) > 1:
-        yield (
-            "performance.cuda_graphs is true with data.streams of several sizes, each of which needs its own graphs. "
-            "Set performance.cuda_graphs=false."
-        )
+    if isinstance(data.streams, list) and len(set(image_sizes(data.streams, data.resolution))) > 1:
+        yield f"{start} data.streams has images of several sizes. Set performance.cuda_graphs=false."
 
 
 def _near_multiples(number: int, factor: int) -> str:
@@ -249,37 +197,42 @@ def check_machine(config: Config, *, num_gpus: int, bf16_supported: bool, local_
     Raises:
         MachineError: lists all problems.
     """
-    raise_all(MachineError, list(_machine(config, num_gpus, bf16_supported, local_world_size)))
+    is_gpu = resolve_device(config.trainer.device, num_gpus) is Device.gpu
+    raise_all(
+        MachineError,
+        list(_gpu_problems(config, num_gpus, bf16_supported, local_world_size) if is_gpu else _cpu_problems(config)),
+    )
 
 
-def _machine(config: Config, num_gpus: int, bf16_supported: bool, local_world_size: int) -> Iterator[str]:
-    trainer = config.trainer
-    device = resolve_device(trainer.device, num_gpus)
-    if device is Device.gpu and num_gpus == 0:
+def _gpu_problems(config: Config, num_gpus: int, bf16_supported: bool, local_world_size: int) -> Iterator[str]:
+    if num_gpus == 0:
         yield (
             "trainer.device is gpu, but no GPU is visible (torch.cuda.device_count() is 0). Check the driver and "
             "CUDA_VISIBLE_DEVICES, or set trainer.device=cpu trainer.precision=fp32."
         )
-    elif device is Device.gpu:
-        if trainer.precision is Precision.amp_bf16 and not bf16_supported:
-            yield (
-                "trainer.precision is amp_bf16, which the GPUs do not support (it needs compute capability 8.0). Set "
-                "trainer.precision=amp_fp16."
-            )
-        if local_world_size > num_gpus:
-            yield (
-                f"{local_world_size} ranks were started on this machine, which has {num_gpus} visible GPUs. Start "
-                f"{num_gpus}, or check CUDA_VISIBLE_DEVICES."
-            )
-    else:
-        if trainer.precision is not Precision.fp32:
-            why = ", and no GPU is visible" if trainer.device is Device.auto else ""
-            yield (
-                f"trainer.precision is {trainer.precision.value} with trainer.device {trainer.device.value}{why}, but "
-                "a CPU trains in fp32. Set trainer.precision=fp32."
-            )
-        if trainer.num_replicas > 1:
-            yield (
-                f"trainer.num_replicas is {trainer.num_replicas} without GPUs, but gloo cannot average between groups "
-                "of ranks. Set trainer.num_replicas=1."
-            )
+        return
+    if config.trainer.precision is Precision.amp_bf16 and not bf16_supported:
+        yield (
+            "trainer.precision is amp_bf16, which the GPUs do not support (it needs compute capability 8.0). Set "
+            "trainer.precision=amp_fp16."
+        )
+    if local_world_size > num_gpus:
+        yield (
+            f"{local_world_size} ranks were started on this machine, which has {num_gpus} visible GPUs. Start "
+            f"{num_gpus}, or check CUDA_VISIBLE_DEVICES."
+        )
+
+
+def _cpu_problems(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.precision is not Precision.fp32:
+        why = ", and no GPU is visible" if trainer.device is Device.auto else ""
+        yield (
+            f"trainer.precision is {trainer.precision.value} with trainer.device {trainer.device.value}{why}, but a "
+            "CPU trains in fp32. Set trainer.precision=fp32."
+        )
+    if trainer.num_replicas > 1:
+        yield (
+            f"trainer.num_replicas is {trainer.num_replicas} without GPUs, but gloo cannot average between groups of "
+            "ranks. Set trainer.num_replicas=1."
+        )

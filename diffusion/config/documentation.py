@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import inspect
+import itertools
 import json
 import textwrap
 import types
@@ -13,7 +14,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import MISSING
 
-from diffusion.config.fields import Limits, TimeLimits, field_check
+from diffusion.config.fields import CHECK, Limits, TimeLimits
 
 
 @cache
@@ -50,9 +51,7 @@ def describe_type(annotation: Any) -> str:
         return f"a group of keys ({', '.join(field_types(origin))})"  # type: ignore[arg-type]
     if origin is list:
         return f"a list, each element {describe_type(element_type(kind))}"
-    if origin is dict:
-        return "a group of keys"
-    names = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "text", dict: "a group of keys"}
     return names.get(origin, "any value")
 
 
@@ -64,24 +63,18 @@ def field_docs(cls: type) -> dict[str, str]:
     """
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
-        if dataclasses.is_dataclass(base):
-            docs |= _docs_in_source(base)
+        if not dataclasses.is_dataclass(base):
+            continue
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(definition, ast.ClassDef)
+        for statement, below in itertools.pairwise(definition.body):
+            text = below.value if isinstance(below, ast.Expr) else None
+            if isinstance(statement, ast.AnnAssign) and isinstance(text, ast.Constant):
+                docs[ast.unparse(statement.target)] = str(text.value)
     for name, annotation in field_types(cls).items():
         kind, _ = split_optional(annotation)
-        if not docs.get(name) and dataclasses.is_dataclass(kind):
-            docs[name] = _summary(kind)  # type: ignore[arg-type]
-    return {name: " ".join(docs.get(name, "").split()) for name in field_types(cls)}
-
-
-def _docs_in_source(cls: type) -> dict[str, str]:
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    assert isinstance(definition, ast.ClassDef)
-    return {
-        statement.target.id: str(below.value.value)
-        for statement, below in zip(definition.body, definition.body[1:], strict=False)
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
-        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-    }
+        docs.setdefault(name, _summary(kind) if dataclasses.is_dataclass(kind) else "")  # type: ignore[arg-type]
+    return {name: " ".join(docs[name].split()) for name in field_types(cls)}
 
 
 def _summary(cls: type) -> str:
@@ -89,27 +82,21 @@ def _summary(cls: type) -> str:
 
 
 @cache
-def schema_keys(cls: type) -> dict[str, tuple[type, str]]:
-    """Every dotted key of a schema, with its section and field; elements of lists are numbered 0."""
-    keys: dict[str, tuple[type, str]] = {}
-    for name, annotation in field_types(cls).items():
-        keys[name] = (cls, name)
-        section, is_several = _section(annotation)
+def schema_keys(cls: type) -> dict[str, tuple[dataclasses.Field[Any], str]]:
+    """Every dotted key of a schema, with its field and meaning; elements of lists are numbered 0."""
+    keys: dict[str, tuple[dataclasses.Field[Any], str]] = {}
+    for field in dataclasses.fields(cls):
+        keys[field.name] = (field, field_docs(cls)[field.name])
+        section, is_several = _section(field_types(cls)[field.name])
         if section is not None:
-            prefix = f"{name}.0" if is_several else name
+            prefix = f"{field.name}.0" if is_several else field.name
             keys |= {f"{prefix}.{below}": found for below, found in schema_keys(section).items()}
     return keys
 
 
-def find_field(cls: type, key: str) -> tuple[type, str] | None:
-    """Section and field of a dotted key such as `data.streams.3.name`; None for an unknown key."""
-    return schema_keys(cls).get(".".join("0" if part.isdigit() else part for part in key.split(".")))
-
-
-def key_doc(cls: type, key: str) -> str:
-    """Meaning of a dotted key; empty for an unknown key."""
-    found = find_field(cls, key)
-    return field_docs(found[0])[found[1]] if found else ""
+def find_field(cls: type, key: str) -> tuple[dataclasses.Field[Any] | None, str]:
+    """Field and meaning of a dotted key such as `data.streams.3.name`; None and an empty text for an unknown key."""
+    return schema_keys(cls).get(".".join("0" if part.isdigit() else part for part in key.split(".")), (None, ""))
 
 
 def _section(annotation: Any) -> tuple[type | None, bool]:
@@ -121,23 +108,17 @@ def _section(annotation: Any) -> tuple[type | None, bool]:
 
 
 def reference(commands: Mapping[str, type]) -> str:
-    """Describe the configuration of commands in Markdown.
+    """Describe the configuration of commands in Markdown: a chapter for each, with a table for each section.
 
     Args:
         commands: names such as `scripts/prepare.py`, and the dataclasses of their YAML files.
-
-    Returns:
-        A chapter for each command, with a table for each section.
     """
-    return "".join(line + "\n" for name, schema in commands.items() for line in _chapter(name, schema))
-
-
-def _chapter(name: str, schema: type) -> Iterator[str]:
-    yield f"\n## {name}"
-    yield from _table(schema)
-    for key, section in _sections(schema, ""):
-        yield f"\n### {key}\n\n{_summary(section)}"
-        yield from _table(section)
+    lines = []
+    for name, schema in commands.items():
+        lines += [f"\n## {name}", *_table(schema)]
+        for key, section in _sections(schema, ""):
+            lines += [f"\n### {key}\n\n{_summary(section)}", *_table(section)]
+    return "".join(line + "\n" for line in lines)
 
 
 def _sections(schema: type, prefix: str) -> Iterator[tuple[str, type]]:
@@ -151,34 +132,29 @@ def _sections(schema: type, prefix: str) -> Iterator[tuple[str, type]]:
 
 def _table(schema: type) -> Iterator[str]:
     yield "\n| key | type | default | meaning |\n|---|---|---|---|"
-    docs = field_docs(schema)
     for field in dataclasses.fields(schema):  # type: ignore[arg-type]
-        annotation = field_types(schema)[field.name]
-        cells = (f"`{field.name}`", _shown_type(field, annotation), _shown_default(field), docs[field.name])
+        cells = (f"`{field.name}`", _shown_type(schema, field), _shown_default(field), field_docs(schema)[field.name])
         yield "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
-def _shown_type(field: dataclasses.Field[Any], annotation: Any) -> str:
+def _shown_type(schema: type, field: dataclasses.Field[Any]) -> str:
+    annotation = field_types(schema)[field.name]
     section, is_several = _section(annotation)
     kind, optional = split_optional(annotation)
+    check = field.metadata.get(CHECK)
     if section is not None and is_several:
         shown = "named groups" if get_origin(kind) is dict else "a list of groups"
     elif section is not None:
         shown = "a group"
+    elif isinstance(check, Limits):
+        shown = f"{describe_type(kind)}, {check}"
     else:
-        shown = describe_type(kind)
-        check = field_check(field)
-        if isinstance(check, Limits):
-            shown += f", {check}"
-        elif isinstance(check, TimeLimits):
-            shown = str(check)
+        shown = str(check) if isinstance(check, TimeLimits) else describe_type(kind)
     return f"{shown}, or null" if optional else shown
 
 
 def _shown_default(field: dataclasses.Field[Any]) -> str:
     value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    if value is dataclasses.MISSING or dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value):
         return ""
-    if isinstance(value, str) and value == MISSING:
-        return "to be set"
-    return f"`{json.dumps(value, ensure_ascii=False)}`"
+    return "to be set" if value == MISSING else f"`{json.dumps(value, ensure_ascii=False)}`"

@@ -1,4 +1,4 @@
-"""Fields of configuration sections: their limits, times and sizes, and the check of all sections.
+"""Fields of configuration sections: limits, times and sizes, and the check of all sections.
 
 A section is a dataclass. `bounded`, `time` and `location` declare the limits of a field. The method `problems(key)` of
 a section, if it has one, gets the key of the section and yields a sentence for each wrong relation between its fields.
@@ -20,6 +20,9 @@ MAX_SEED = 2**32 - 1
 TIME_UNITS = {"ba": "batches", "sp": "samples", "ep": "epochs", "dur": "fraction of the run"}
 SIZE_UNITS = {"b": 1, "kb": 2**10, "mb": 2**20, "gb": 2**30, "tb": 2**40, "pb": 2**50}
 
+CHECK = "check"
+"""Entry of a field's metadata: `Limits`, `TimeLimits` or `Location`."""
+
 _NUMBER_AND_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)", re.IGNORECASE)
 
 
@@ -34,30 +37,18 @@ class Time:
     """One of `TIME_UNITS`."""
 
     def in_batches(self, *, num_batches: int, global_batch_size: int) -> float | None:
-        """Convert to optimizer steps.
+        """Convert to optimizer steps; None for epochs, whose length depends on the data.
 
         Args:
             num_batches: length of the run in optimizer steps.
             global_batch_size: samples of one optimizer step.
-
-        Returns:
-            The number of optimizer steps; None for epochs, whose length depends on the data.
         """
-        if self.unit == "ba":
-            return self.value
-        if self.unit == "sp":
-            return self.value / global_batch_size
-        if self.unit == "dur":
-            return self.value * num_batches
-        return None
+        steps = {"ba": 1.0, "sp": 1 / global_batch_size, "dur": num_batches}
+        return self.value * steps[self.unit] if self.unit in steps else None
 
 
 def parse_time(text: str, key: str) -> Time:
-    """Parse a time string of Composer.
-
-    Args:
-        text: a number and one of `TIME_UNITS`, such as `10ba`.
-        key: key of the configuration, for the message.
+    """Parse a time string of Composer: a number and one of `TIME_UNITS`, such as `10ba`.
 
     Raises:
         ConfigurationError: the text is not such a time.
@@ -69,26 +60,21 @@ def parse_time(text: str, key: str) -> Time:
     value, unit = float(match[1]), match[2].lower()
     if unit == "dur" and value > 1:
         raise ConfigurationError(f"{key} is '{text}', but must be between 0dur and 1dur.")
-    if unit != "dur" and "." in match[1]:
+    if unit != "dur" and not value.is_integer():
         raise ConfigurationError(f"{key} is '{text}', but must be a whole number of {TIME_UNITS[unit]}.")
     return Time(value, unit)
 
 
 def parse_size(text: str, key: str) -> int:
-    """Parse a size such as `500gb` (1 gb is 2^30 bytes, as in Streaming) into bytes.
-
-    Args:
-        text: a number and one of `SIZE_UNITS`, or a number of bytes.
-        key: key of the configuration, for the message.
+    """Parse a size such as `500gb` (1 gb is 2^30 bytes, as in Streaming), or a number of bytes, into bytes.
 
     Raises:
         ConfigurationError: the text is not such a size.
     """
-    match = _NUMBER_AND_UNIT.fullmatch(text if not text.strip().isdigit() else f"{text.strip()}b")
+    match = _NUMBER_AND_UNIT.fullmatch(f"{text}b" if text.isdigit() else text)
     if match is None or match[2].lower() not in SIZE_UNITS:
-        raise ConfigurationError(
-            f"{key} is '{text}', but must be a number and a unit ({', '.join(SIZE_UNITS)}), as in 500gb."
-        )
+        units = ", ".join(SIZE_UNITS)
+        raise ConfigurationError(f"{key} is '{text}', but must be a number and a unit ({units}), as in 500gb.")
     return int(float(match[1]) * SIZE_UNITS[match[2].lower()])
 
 
@@ -104,20 +90,14 @@ class Limits:
     def __str__(self) -> str:
         if self.min is not None and self.max is not None:
             return f"between {self.min:.10g} and {self.max:.10g}"
-        limits = {
-            "at least": self.min,
-            "greater than": self.above,
-            "at most": self.max,
-            "less than": self.below,
-        }
+        limits = {"at least": self.min, "greater than": self.above, "at most": self.max, "less than": self.below}
         return " and ".join(f"{words} {limit:.10g}" for words, limit in limits.items() if limit is not None)
 
     def problem(self, value: float, key: str) -> str | None:
         """Describe a violation, if there is one."""
-        if not math.isfinite(value):
-            return f"{key} is {value}, but must be finite and {self}."
         holds = (
-            (self.min is None or value >= self.min)
+            math.isfinite(value)
+            and (self.min is None or value >= self.min)
             and (self.max is None or value <= self.max)
             and (self.above is None or value > self.above)
             and (self.below is None or value < self.below)
@@ -142,7 +122,7 @@ class TimeLimits:
         except ConfigurationError as error:
             return str(error)
         if time.unit not in self.units:
-            units = " or ".join(f"{TIME_UNITS[unit]} (as in {_EXAMPLES[unit]})" for unit in self.units)
+            units = " or ".join(f"{TIME_UNITS[unit]} ({unit})" for unit in self.units)
             return f"{key} is '{value}', but must be given in {units}."
         return f"{key} is '{value}', but must be longer than 0." if self.positive and time.value == 0 else None
 
@@ -161,10 +141,6 @@ class Location:
             remote = f"{key.removesuffix('local')}remote"
             return f"{key} is '{value}', but must be a local folder. Set {remote} to this URI, and {key} to a cache."
         return None
-
-
-_EXAMPLES = {"ba": "10000ba", "sp": "1000000sp", "ep": "1ep", "dur": "0.1dur"}
-_CHECK = "check"
 
 
 def bounded(
@@ -189,15 +165,10 @@ def location(default: Any, *, local: bool = False) -> Any:
     return _checked(default, Location(local))
 
 
-def _checked(default: Any, check: Any) -> Any:
+def _checked(default: Any, check: Limits | TimeLimits | Location) -> Any:
     if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata={_CHECK: check})
-    return dataclasses.field(default=default, metadata={_CHECK: check})
-
-
-def field_check(field: dataclasses.Field[Any]) -> Limits | TimeLimits | Location | None:
-    """Limits that a field was declared with."""
-    return field.metadata.get(_CHECK)
+        return dataclasses.field(default_factory=lambda: list(default), metadata={CHECK: check})
+    return dataclasses.field(default=default, metadata={CHECK: check})
 
 
 def section_problems(section: Any, key: str = "") -> Iterator[str]:
@@ -212,11 +183,11 @@ def section_problems(section: Any, key: str = "") -> Iterator[str]:
     """
     own: list[str] = []
     for field in dataclasses.fields(section):
-        name, value = f"{key}.{field.name}".lstrip("."), getattr(section, field.name)
-        for child_key, child in _elements(name, value):
+        check = field.metadata.get(CHECK)
+        for child_key, child in _elements(f"{key}.{field.name}".lstrip("."), getattr(section, field.name)):
             if dataclasses.is_dataclass(child):
                 yield from section_problems(child, child_key)
-            elif child is not None and child != MISSING and (check := field_check(field)) is not None:
+            elif check is not None and child is not None and child != MISSING:
                 own += filter(None, [check.problem(child, child_key)])
     yield from own
     if not own and hasattr(section, "problems"):

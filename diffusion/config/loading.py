@@ -8,6 +8,7 @@ value comes from or the command line; the line is looked up only then.
 import dataclasses
 import logging
 import re
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -22,7 +23,7 @@ from diffusion.config.documentation import (
     describe_type,
     element_type,
     field_types,
-    key_doc,
+    find_field,
     schema_keys,
     split_optional,
 )
@@ -33,6 +34,9 @@ log = logging.getLogger(__name__)
 
 COMMAND_LINE = "command line"
 EXTENDS = "extends"
+_END = "...\n"
+"""End of a YAML document that is a scalar."""
+
 OVERRIDES = "overrides"
 """`overrides={a.b: 1, c: 2}` is `a.b=1 c=2`: a sweep varies several keys together with it."""
 
@@ -150,7 +154,7 @@ def missing_keys(config: Any) -> dict[str, str]:
     keys = [key for key, value in _leaves(to_dict(config)) if value == MISSING]
     if isinstance(config, Config) and config.plugins.train_dataset is not None:
         keys = [key for key in keys if key not in ("data.local", "data.streams")]
-    return {key: key_doc(type(config), key) for key in keys}
+    return {key: find_field(type(config), key)[1] for key in keys}
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -227,15 +231,10 @@ class _Source:
     text: str = ""
     """The YAML text that they come from, if there is one."""
 
-    prefix: str = ""
-    """The key that the text stands for, in an override."""
-
     def find(self, key: str) -> tuple[yaml.Node | None, int | None]:
         """Node of a dotted key, if it is in the text, and line of the key or of the nearest section above it."""
-        if not self.text or not f"{key}.".startswith(f"{self.prefix}." if self.prefix else ""):
-            return None, None
         node, line = yaml.compose(self.text, Loader=_Loader), None
-        parts = [part for part in key.removeprefix(self.prefix).split(".") if part]
+        parts = key.split(".")
         for depth, part in enumerate(parts):
             found = []
             if isinstance(node, yaml.MappingNode):
@@ -246,13 +245,13 @@ class _Source:
             if not found:
                 return None, line
             name, node = found[0]
-            line = None if self.prefix else name.start_mark.line + 1
+            line = name.start_mark.line + 1
         return node, line
 
     def where(self, key: str) -> str:
         """Name the file and the line of a key, or the command line."""
         line = self.find(key)[1]
-        return self.name if line is None else f"{self.name}, line {line}"
+        return self.name if line is None or self.name == COMMAND_LINE else f"{self.name}, line {line}"
 
 
 def _read_files(path: Path, named_in: str = "", chain: Sequence[Path] = ()) -> list[_Source]:
@@ -285,23 +284,20 @@ def _read_override(override: str) -> list[_Source]:
     """Parse `key.sub=value`, whose value is YAML. A number in the key addresses an element of a list."""
     where = f"'{override}' ({COMMAND_LINE})"
     key, equals, text = override.partition("=")
-    key = re.sub(r"\[(\d+)\]", r".\1", key.strip())
-    if not equals or not all(key.split(".")):
+    names = re.sub(r"\[(\d+)\]", r".\1", key.strip()).split(".")
+    if not equals or not all(names):
         raise ConfigurationError(f"{where} is not of the form key.sub=value.")
     if not text.strip():
         raise ConfigurationError(f"{where} has no value: write {key}=null or {key}=\"''\".")
-    value = _parse(text, where)
-    if key != OVERRIDES:
-        return [_Source(COMMAND_LINE, _nested(key, value), text, prefix=key)]
-    if not isinstance(value, dict):
-        raise ConfigurationError(f"{where} is not of the form {OVERRIDES}={{key.sub: value}}.")
-    return [_Source(COMMAND_LINE, _nested(one, child), dump(child), prefix=one) for one, child in value.items()]
-
-
-def _nested(key: str, value: Any) -> dict[str, Any]:
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    return value
+    if names == [OVERRIDES]:
+        values = _parse(text, where)
+        if not isinstance(values, dict):
+            raise ConfigurationError(f"{where} is not of the form {OVERRIDES}={{key.sub: value}}.")
+        overrides = [f"{one}={dump(value).removesuffix(_END)}" for one, value in values.items()]
+        return [source for one in overrides for source in _read_override(one)]
+    for name in reversed(names):
+        text = f"{name}:\n{textwrap.indent(text, ' ')}"
+    return [_Source(COMMAND_LINE, _parse(text, where), text)]
 
 
 def _parse(text: str, where: str) -> Any:
@@ -314,7 +310,7 @@ def _parse(text: str, where: str) -> Any:
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a number of 5000 digits.
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         problem = problem or str(error).splitlines()[0]
-        line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        line = f", line {mark.line + 1}, column {mark.column + 1}" if mark and COMMAND_LINE not in where else ""
         hint = " (between braces, write '???' in quotes)" if "found '?'" in problem else ""
         raise ConfigurationError(f"{where}{line} is not well-formed YAML: {problem}{hint}.") from None
 

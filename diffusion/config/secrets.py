@@ -24,9 +24,17 @@ _KNOWN_SHAPES = re.compile(
 
 _USER_IN_URL = re.compile(r"(?<=://)[^/\s@]+@")
 _SIGNATURE_IN_URL = re.compile(r"(?i)(?<=[?&])([\w-]*(?:signature|token|key|secret|password|credential|sig)=)[^&\s#]+")
-_WORD_BREAK = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[-. ]")
+_NESTED = re.compile(r"""(?P<head>["']?(?P<name>[\w-]+)["']?:\s*)("[^"]*"|'[^']*'|[^,{}\[\]\s]+)""")
+"""Entry of a YAML mapping on one line, as in `{api_key: x}`."""
+
 _MIN_LENGTH = 8
 """Shorter values of environment variables are not redacted, since they may be common words."""
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether the value of a key or environment variable of this name is a secret."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-. ]", "_", name)
+    return _SECRET_NAME.search(words.lower()) is not None
 
 
 def redact(value: Any, environment: Mapping[str, str] | None = None) -> Any:
@@ -39,7 +47,22 @@ def redact(value: Any, environment: Mapping[str, str] | None = None) -> Any:
     Returns:
         A copy with `***` for each secret.
     """
-    return _redact(value, _secrets(os.environ if environment is None else environment))
+    if isinstance(value, Mapping):
+        return {
+            key: HIDDEN if child not in (None, "") and is_secret_name(str(key)) else redact(child, environment)
+            for key, child in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [redact(child, environment) for child in value]
+    if not isinstance(value, str):
+        return value
+    variables = os.environ if environment is None else environment
+    secrets = [text for name, text in variables.items() if len(text) >= _MIN_LENGTH and is_secret_name(name)]
+    for secret in sorted(secrets, key=len, reverse=True):
+        value = value.replace(secret, HIDDEN)
+    value = _USER_IN_URL.sub(f"{HIDDEN}@", value)
+    value = _SIGNATURE_IN_URL.sub(rf"\1{HIDDEN}", value)
+    return _KNOWN_SHAPES.sub(HIDDEN, value)
 
 
 def to_public_yaml(config: Any) -> str:
@@ -59,45 +82,10 @@ def redact_arguments(arguments: Sequence[str], environment: Mapping[str, str] | 
         elif equals and names_secret:
             result.append(f"{name}={HIDDEN}")
         else:
-            result.append(_hide_nested(redact(argument, environment)))
+            result.append(_NESTED.sub(_hide_nested, redact(argument, environment)))
         hides_next = names_secret and not equals and argument.startswith("-")
     return result
 
 
-def is_secret_name(name: str) -> bool:
-    """Whether the value of a key or environment variable of this name is a secret."""
-    return _SECRET_NAME.search(_WORD_BREAK.sub("_", name).lower()) is not None
-
-
-def _secrets(environment: Mapping[str, str]) -> list[str]:
-    """Values of secret variables, longest first."""
-    found = {value for name, value in environment.items() if is_secret_name(name) and len(value) >= _MIN_LENGTH}
-    return sorted(found, key=len, reverse=True)
-
-
-def _redact(value: Any, secrets: Sequence[str]) -> Any:
-    if isinstance(value, Mapping):
-        return {
-            key: HIDDEN if child not in (None, "") and is_secret_name(str(key)) else _redact(child, secrets)
-            for key, child in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return [_redact(child, secrets) for child in value]
-    if not isinstance(value, str):
-        return value
-    for secret in secrets:
-        value = value.replace(secret, HIDDEN)
-    value = _USER_IN_URL.sub(f"{HIDDEN}@", value)
-    value = _SIGNATURE_IN_URL.sub(rf"\1{HIDDEN}", value)
-    return _KNOWN_SHAPES.sub(HIDDEN, value)
-
-
-def _hide_nested(argument: str) -> str:
-    """Redact secrets in a YAML mapping on one line, as in `{api_key: x}`."""
-
-    def hide(match: re.Match[str]) -> str:
-        return match["head"] + HIDDEN if is_secret_name(match["name"]) else match[0]
-
-    return re.sub(
-        r"""(?P<head>["']?(?P<name>[\w-]+)["']?:\s*)(?P<value>"[^"]*"|'[^']*'|[^,{}\[\]\s]+)""", hide, argument
-    )
+def _hide_nested(entry: re.Match[str]) -> str:
+    return entry["head"] + HIDDEN if is_secret_name(entry["name"]) else entry[0]

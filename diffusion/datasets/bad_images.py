@@ -40,7 +40,6 @@ class BadImage:
 
 def read_bad_images(path: Path) -> list[BadImage]:
     """Read the list of a run; nothing where there is none. A line that a killed process left cut off is no entry."""
-    path = path if path.is_file() else path.with_name(OLD_FILE)  # until 0.3
     if not path.is_file():
         return []
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -60,7 +59,7 @@ def check_bad_images(num_bad: int, num_read: int, last: str) -> None:
 class BadImages:
     """Counts over the loader workers of a rank, in memory that they share, and keeps what they met.
 
-    The job's count is made of these by `callbacks.bad_images`. A worker ends the run by itself only where the
+    The job's count is made of these by `callbacks.guards`. A worker ends the run by itself only where the
     images of its rank alone are too many for the whole job, whose ranks read equally many samples.
     """
 

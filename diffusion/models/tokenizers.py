@@ -21,7 +21,7 @@ from transformers import CLIPTokenizer
 
 from diffusion.config.model import Architecture
 from diffusion.errors import MachineError
-from diffusion.models.architectures import ARCHITECTURES, Vocabulary
+from diffusion.models.architectures import ARCHITECTURES, CLIP_VOCABULARY
 
 END_OF_WORD = "</w>"
 START, END, PAD = "<|startoftext|>", "<|endoftext|>", "!"
@@ -88,7 +88,7 @@ def build_clip_tokenizer(merges: Sequence[str], max_tokens: int) -> CLIPTokenize
 def build_tokenizer(architecture: Architecture) -> CLIPTokenizer:
     """Build the tokenizer of an architecture."""
     spec = ARCHITECTURES[architecture]
-    merges = tiny_merges() if spec.vocabulary is Vocabulary.tiny else clip_merges()
+    merges = clip_merges() if spec.text_encoder["vocab_size"] == CLIP_VOCABULARY else tiny_merges()
     return build_clip_tokenizer(merges, spec.max_tokens)
 
 

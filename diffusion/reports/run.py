@@ -11,8 +11,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from diffusion.callbacks.metrics_file import TRAIN_LOSS
-from diffusion.callbacks.run_record import STARTS
+from diffusion.callbacks.metrics_file import STARTS, TRAIN_LOSS
 from diffusion.checkpointing.resume import FINISHED, PREEMPTED
 from diffusion.checkpointing.roll_back import RECORD
 from diffusion.config.checks import num_batches

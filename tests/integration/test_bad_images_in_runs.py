@@ -46,6 +46,8 @@ def test_each_bad_image_counts_once_in_a_run(server, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     for steps in (24, 48):  # Three epochs in each of two starts: 60 encounters.
         server.train(1, runs(few, folder, steps))
+        if steps == 24:
+            (folder / "bad_images.jsonl").rename(folder / "bad_pictures.jsonl")  # Its name until 0.2.
     assert len((folder / "bad_images.jsonl").read_text().splitlines()) == 10
 
 

@@ -8,8 +8,8 @@ import pytest
 from composer import Callback, Logger, State
 from composer.utils import dist
 
-from diffusion.callbacks.heartbeat import Heartbeat
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
+from diffusion.callbacks.monitoring import Heartbeat
 from diffusion.config.loading import load_config
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.operations.lease import leased

@@ -21,9 +21,8 @@ from diffusion.config.loading import load_config
 from diffusion.config.model import Weights
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.evaluation.protocol import Number, Result
-from diffusion.export import export
+from diffusion.export import Licences, export
 from diffusion.loading import load_model
-from diffusion.model_card import Licences
 from diffusion.models.architectures import TINY, build_vae
 from diffusion.models.autoencoder import save_autoencoder
 from diffusion.models.sampling import initial_latents

@@ -11,11 +11,12 @@ from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.config.model import Architecture, ModelConfig
 from diffusion.datasets.mds import read_index
 from diffusion.models import load_frozen_parts
+from diffusion.preparation.encoding.encode import encode
+from diffusion.preparation.encoding.models import EncodingModels
 from diffusion.preparation.prepare import prepare
 from tests.tools.image_files import tree
 from tests.tools.s3_server import S3Server, s3_process, s3_server
 from tests.tools.training_runs import SMALL_UNET, Run
-from verification.data import encode_prepared
 
 __all__ = ["s3_process", "s3_server"]
 
@@ -64,7 +65,8 @@ def test_from_images_in_a_store_to_checkpoints_in_one(server, s3_server: S3Serve
 
     parts = load_frozen_parts(ModelConfig(architecture=Architecture.tiny))
     parts.vae.save_pretrained(tmp_path / "vae")
-    encode_prepared(tmp_path / "remote", tmp_path / "latents", parts, 32)
+    models = EncodingModels.of(parts)
+    encode(tmp_path / "remote", tmp_path / "latents", models=models, resolutions=[32])
     upload(tmp_path / "latents", "s3://tests/latents")
 
     def run(name: str, *more: str) -> Run:
@@ -85,8 +87,8 @@ def test_from_images_in_a_store_to_checkpoints_in_one(server, s3_server: S3Serve
     assert losses(tmp_path / "killed")[1] == expected[:3]
     assert losses(tmp_path / "continued") == ([2, 3], expected[2:]), "another machine, with nothing on its disk"
     shards = [*(tmp_path / "continued-cache" / "train").glob("*/*.mds")]
-    row = [row for row in read_metrics(tmp_path / "continued" / "metrics.jsonl") if "storage/read_bytes" in row][-1]
-    assert row["storage/total_fetched_shards"] == len(shards)
-    assert row["storage/total_fetched_bytes"] == sum(path.stat().st_size for path in shards)
-    assert row["storage/read_bytes"] > 0
+    rows = [row for row in read_metrics(tmp_path / "continued" / "metrics.jsonl") if "storage/read_bytes" in row]
+    assert sum(row["storage/fetched_shards"] for row in rows) == len(shards)
+    assert sum(row["storage/fetched_bytes"] for row in rows) == sum(path.stat().st_size for path in shards)
+    assert rows[-1]["storage/read_bytes"] > 0
     assert not any("storage/fetched_bytes" in row for row in read_metrics(tmp_path / "disk" / "metrics.jsonl"))

@@ -66,7 +66,6 @@ def test_a_full_disk_ends_the_run_with_one_message(server, small_disk):
     second = run / "checkpoints" / first.name.replace("ba2", "ba4")
     assert job.output.count("MachineError") == 1, job.output[-4000:]
     assert f"checkpoint {second} cannot be written: No space left on device" in job.output
-    assert f"it continues from {first}" in job.output
     assert "Traceback" not in job.output
     assert list_checkpoints(run / "checkpoints") == [first]
     assert find_damage(first) is None

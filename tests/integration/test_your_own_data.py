@@ -46,4 +46,4 @@ def test_the_guide_word_for_word(server, place):
     assert all(key.startswith("images/") for key in seen)
     assert withdrawn not in seen
     for run in ("first", "second"):
-        assert (place / "runs" / run / "loss.png").is_file()
+        assert (place / "runs" / run / "finished.json").is_file()

@@ -5,7 +5,7 @@ import yaml
 
 from diffusion.config.loading import load_config
 from diffusion.errors import ConfigurationError
-from diffusion.sweeps import Distribution, Method, Parameter, SweepConfig, choose_values, make_points, read_sweep
+from diffusion.sweeps import choose_values, make_points, read_sweep
 
 SHIPPED = sorted(Path("yamls/sweeps").glob("*.yaml"))
 DATA = ["data.local=data/train", "validation.local=data/validation"]
@@ -19,7 +19,7 @@ def write(folder: Path, text: str) -> Path:
 
 
 def points(path: Path, *overrides: str, seed: int = 17):
-    return make_points(read_sweep(path), Path("runs"), interpreter=["python"], overrides=overrides, seed=seed)
+    return make_points(read_sweep(path), Path("runs/sweep"), interpreter=["python"], overrides=overrides, seed=seed)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -30,7 +30,7 @@ def test_wandb_takes_what_is_shipped_and_passes_on_the_same(path):
     theirs = load_sweep_config(str(path))
     assert theirs is not None
     filled = Api._validate_config_and_fill_distribution(theirs)
-    assert filled["parameters"].keys() == read_sweep(path).settings.parameters.keys()
+    assert filled["parameters"].keys() == read_sweep(path)["parameters"].keys()
     ours = points(path, *DATA)
     for point in ours:
         given = create_sweep_command_args({"args": {key: {"value": value} for key, value in point.values.items()}})
@@ -60,19 +60,19 @@ def test_a_list_varies_keys_together(tmp_path):
 
 def test_random_points_depend_on_seed_and_number_only():
     parameters = {
-        "a": Parameter(distribution=Distribution.log_uniform_values, min=1e-4, max=1e-2),
-        "b": Parameter(min=2, max=4),
-        "c": Parameter(min=0.0, max=100.0),
-        "d": Parameter(values=["x", "y"]),
+        "a": {"distribution": "log_uniform_values", "min": 1e-4, "max": 1e-2},
+        "b": {"min": 2, "max": 4},
+        "c": {"min": 0.0, "max": 100.0},
+        "d": {"values": ["x", "y"]},
     }
-    drawn = choose_values(SweepConfig(method=Method.random, run_cap=2000, parameters=parameters), 1)
+    drawn = choose_values({"method": "random", "run_cap": 2000, "parameters": parameters}, 1)
     column = {key: [values[key] for values in drawn] for key in parameters}
     assert sum(value < 1e-3 for value in column["a"]) / 2000 == pytest.approx(0.5, abs=0.05)
     assert min(column["a"]) >= 1e-4 and max(column["a"]) <= 1e-2
     assert set(column["b"]) == {2, 3, 4} and {type(value) for value in column["b"]} == {int}
     assert sum(column["c"]) / 2000 == pytest.approx(50, abs=3)
     assert column["d"].count("x") / 2000 == pytest.approx(0.5, abs=0.05)
-    fewer = SweepConfig(method=Method.random, run_cap=5, parameters={"b": parameters["b"]})
+    fewer = {"method": "random", "run_cap": 5, "parameters": {"b": parameters["b"]}}
     assert [values["b"] for values in choose_values(fewer, 1)] == column["b"][:5]
     assert [values["b"] for values in choose_values(fewer, 2)] != column["b"][:5]
 
@@ -88,13 +88,13 @@ def test_a_point_has_the_same_name_wherever_it_comes(tmp_path):
 @pytest.mark.parametrize(
     ("text", "key"),
     [
-        ("method: bayes\nparameters: {seed: {values: [1]}}\n", "method bayes"),
-        ("parameters: {seed: {values: [1, 1]}}\n", "the same run"),
+        ("method: bayes\nparameters: {seed: {values: [1]}}\n", "bayes"),
+        ("parameters: {seed: {values: [1, 1]}}\n", "same run"),
         ("parameters: {seed: {min: 1, max: 3}}\n", "parameters.seed"),
         ("method: random\nparameters: {seed: {min: 1, max: 3}}\n", "run_cap"),
         ("method: random\nrun_cap: 2\nparameters: {seed: {min: 3, max: 1}}\n", "parameters.seed"),
         ("parameters: {optimizer.lrr: {values: [1]}}\n", "optimizer.lr"),
-        ("parameters: {seed: {vales: [1]}}\n", "values"),
+        ("parameters: {seed: {vales: [1]}}\n", "parameters.seed"),
         ("parameters: {overrides: {values: [3]}}\n", "overrides="),
     ],
 )

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from diffusion.callbacks.clipping import GRADIENT_NORM, ClipGradients
 from diffusion.callbacks.metrics_file import read_metrics, series
+from diffusion.callbacks.step import GRADIENT_NORM, ClipGradients
 
 RUNS = {"one": (1, "ddp"), "sharded": (2, "fsdp"), "replicated": (2, "ddp")}
 MAX_NORM = 0.05

@@ -4,7 +4,7 @@ from typing import Any
 import torch
 from composer import Event
 
-from diffusion.callbacks.heartbeat import Heartbeat
+from diffusion.callbacks.monitoring import Heartbeat
 from diffusion.operations.heartbeats import Phase, read_heartbeats
 from diffusion.operations.lease import leased
 

@@ -51,7 +51,7 @@ def test_a_signal_to_one_rank_saves_the_step_on_all_and_the_run_continues(server
     assert "Traceback" not in job.output
     rows = read_metrics(run / "metrics.jsonl")
     assert series(rows, TRAIN_LOSS)[0] == list(range(batch_of(checkpoint))), "the last row was not written"
-    assert not (run / "loss.png").exists(), "the run ended as if it were done"
+    assert not (run / "finished.json").exists(), "the run ended as if it were done"
 
     server.train(2, [("tests/tools/toy.yaml", options(run, chosen))])
     assert not (run / "preempted.json").exists()

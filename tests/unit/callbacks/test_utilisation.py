@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from composer import Callback, Logger, State
 
-from diffusion.callbacks import utilisation as module
+from diffusion.callbacks import monitoring as module
 from diffusion.callbacks.metrics_file import read_metrics, series
-from diffusion.callbacks.utilisation import QUIET_INTERVALS, Utilisation
+from diffusion.callbacks.monitoring import QUIET_INTERVALS, Utilisation
 from diffusion.datasets.cache import TierCounts, TierMeter
 from diffusion.operations.utilisation import Counters, LoaderSettings
 from tests.tools.toys import ToyLatents
@@ -21,11 +21,11 @@ HERE = "tests.unit.callbacks.test_utilisation"
 SLOW = f"{HERE}.SlowLatents"
 
 FIRST = Counters(
-    clock=100.0, cpu_busy=0.0, cpu_waiting=0.0, cpu_total=0.0, received=0, sent=0, disk_read=0, memory_total=1000,
-    memory_available=750, worker_seconds={7: 0.0}, job_bytes=2 * 10**9,
+    clock=100.0, cpu_busy=0.0, cpu_waiting=0.0, cpu_total=0.0, disk_read=0, memory_total=1000,
+    memory_available=750, worker_seconds={7: 0.0},
 )  # fmt: skip
 SECOND = replace(
-    FIRST, clock=110.0, cpu_busy=10.0, cpu_waiting=4.0, cpu_total=40.0, received=5000, disk_read=10_000,
+    FIRST, clock=110.0, cpu_busy=10.0, cpu_waiting=4.0, cpu_total=40.0, disk_read=10_000,
     worker_seconds={7: 9.0},
 )  # fmt: skip
 
@@ -59,35 +59,27 @@ def run_interval(callback: Utilisation, monkeypatch: pytest.MonkeyPatch) -> dict
     return log.metrics
 
 
-def test_logs_shares_and_rates_of_the_interval(monkeypatch):
+def test_logs_shares_of_the_interval(monkeypatch):
     metrics = run_interval(Utilisation(2, loader(1)), monkeypatch)
     assert metrics == pytest.approx({
         "utilisation/cpu": 0.25,
-        "utilisation/cpu_waiting_for_disk": 0.1,
         "utilisation/memory": 0.25,
         "utilisation/loader_workers": 0.9,
-        "throughput/network_received_bytes_per_sec": 500,
-        "throughput/network_sent_bytes_per_sec": 0,
-        "throughput/disk_read_bytes_per_sec": 1000,
-        "memory/job_rss": 2.0,
     })  # fmt: skip
 
 
-def test_logs_storage_of_the_interval_and_in_all(monkeypatch):
+def test_logs_storage_of_the_interval(monkeypatch):
     tiers = TierMeter()
     tiers.add(TierCounts(samples=16, hits=12, fetched_shards=2, fetched_bytes=400, read_bytes=1600))
     callback = Utilisation(2, loader(0), tiers)
     metrics = run_interval(callback, monkeypatch)
     first = {"fetched_bytes": 400, "fetched_shards": 2, "read_bytes": 1600, "cache_hit_rate": 0.75}
     assert {name: metrics[f"storage/{name}"] for name in first} == first
-    assert {name: metrics[f"storage/total_{name}"] for name in first} == first
     assert "utilisation/loader_workers" not in metrics
     tiers.add(TierCounts(samples=16, hits=16, read_bytes=1600))
     metrics = run_interval(callback, monkeypatch)
     second = {"fetched_bytes": 0, "fetched_shards": 0, "read_bytes": 1600, "cache_hit_rate": 1.0}
     assert {name: metrics[f"storage/{name}"] for name in second} == second
-    total = {"fetched_bytes": 400, "fetched_shards": 2, "read_bytes": 3200, "cache_hit_rate": 28 / 32}
-    assert {name: metrics[f"storage/total_{name}"] for name in total} == total
 
 
 def test_logs_gpus_where_there_are_some(monkeypatch):
@@ -129,7 +121,6 @@ def test_waiting_is_measured_without_what_comes_between_steps(monkeypatch):
     steps.run(2, wait=1.0, compute=3.0)
     steps.run(1, wait=0.0, compute=1.0)
     steps.run(1, wait=1.0, compute=8.0)
-    assert [row["time/data_waiting"] for row in steps.metrics if "time/data_waiting" in row] == [1.0, 1.0, 0.0, 1.0]
     assert steps.shares() == pytest.approx([0.25, 0.1])
 
 
@@ -179,8 +170,8 @@ def test_a_slow_data_set_is_measured_and_reported_with_its_cause(server, tmp_pat
         overrides.append(f"plugins.callbacks=[{{path: {HERE}.LongSteps}}]")
     output = server.train(1, [("tests/tools/toy.yaml", overrides)]).output
     rows = read_metrics(tmp_path / "metrics.jsonl")
-    waited, shares = series(rows, "time/data_waiting")[1], series(rows, "time/data_waiting_share")[1]
-    assert (len(waited), len(shares), len(series(rows, "utilisation/cpu")[1])) == (8, 2, 2)
+    shares = series(rows, "time/data_waiting_share")[1]
+    assert (len(shares), len(series(rows, "utilisation/cpu")[1])) == (2, 2)
     assert output.count("training waits for data") == int(is_slow)
     if not is_slow:
         assert shares[1] < 0.1
@@ -188,6 +179,5 @@ def test_a_slow_data_set_is_measured_and_reported_with_its_cause(server, tmp_pat
         # What other programs do on this machine may be a cause as well.
         assert any(cause in output for cause in ("the loader workers idle", "cores are busy", "cores wait for it"))
     else:
-        assert min(waited) >= 8 * SLEEP
         assert all(share > 0.1 for share in shares)
         assert "set data.num_workers" in output

@@ -171,7 +171,6 @@ def test_samples_and_metrics_follow_after_a_kill(server, shapes, tmp_path):
 
     server.train(2, [toy["killed"]])
     assert (runs["killed"] / grid).read_bytes() == (runs["whole"] / grid).read_bytes()
-    assert (runs["killed"] / "loss.png").is_file()
     rows = {name: read_metrics(run / "metrics.jsonl") for name, run in runs.items()}
     for metric in (TRAIN_LOSS, "metrics/validation/loss"):
         assert series(rows["killed"], metric) == series(rows["whole"], metric)

@@ -155,12 +155,6 @@ def test_legal_combinations(configuration, overrides):
             ["algorithms.ema.power.relative_widths is [0.1, 0.1]"],
         ),
         (["algorithms.ema={start: 1ba, interval: 8sp}"], 1, ["algorithms.ema.interval is '8sp'"]),
-        (
-            ["algorithms.ema={start: 1ba, interval: 550001ba}"],
-            1,
-            ["algorithms.ema.interval is '550001ba'", "algorithms.ema.start"],
-        ),
-        (["algorithms.ema={start: 540000ba, interval: 100000ba}"], 1, ["algorithms.ema.interval is '100000ba'"]),
         (["autoencoder.adversarial_start=1ep"], 1, ["autoencoder.adversarial_start is '1ep'"]),
         (["samples.num_inference_steps=1001"], 1, ["samples.num_inference_steps is 1001"]),
         (["autoencoder.initial_logvar=.nan"], 1, ["autoencoder.initial_logvar is nan", "-30", "20"]),
@@ -189,19 +183,14 @@ def test_legal_combinations(configuration, overrides):
         (
             ["data.representation=latents", "task=autoencoder"],
             1,
-            ["task is autoencoder with data.representation latents", "trainer.parallelism=ddp"],
+            ["data.representation=images", "trainer.parallelism=ddp"],
         ),
         (
             ["task=autoencoder", "trainer.parallelism=ddp", "init_from.checkpoint=runs/vae", "model.lora={rank: 4}"],
             1,
             ["init_from is set with task autoencoder", "model.lora is set with task autoencoder"],
         ),
-        (["model.lora={rank: 4}"], 1, ["model.lora is set without init_from"]),
-        (
-            ["autoencoder.adversarial_weight=0.1", "operations.guard={spike_factor: 3}"],
-            1,
-            ["operations.guard.spike_factor", "autoencoder.adversarial_weight"],
-        ),
+        (["model.lora={rank: 4}"], 1, ["model.lora", "init_from.checkpoint"]),
         (
             ["objective.zero_terminal_snr=true"],
             1,

@@ -2,7 +2,7 @@ import dataclasses
 import runpy
 from pathlib import Path
 
-from diffusion.config.documentation import field_docs, key_doc, schema_keys
+from diffusion.config.documentation import field_docs, find_field, schema_keys
 from diffusion.config.schema import Config
 from diffusion.config.training import OptimizerConfig
 
@@ -10,8 +10,8 @@ from diffusion.config.training import OptimizerConfig
 def test_every_key_has_a_meaning():
     keys = schema_keys(Config)
     assert {"data.streams.0.name", "algorithms.ema.start", "plugins.callbacks.0.arguments"} <= keys.keys()
-    assert [key for key in keys if not key_doc(Config, key)] == []
-    assert key_doc(Config, "optimizer.weight_decay") == "Decoupled weight decay."
+    assert [key for key, (_, doc) in keys.items() if not doc] == []
+    assert find_field(Config, "optimizer.weight_decay")[1] == "Decoupled weight decay."
     assert list(field_docs(OptimizerConfig)) == [field.name for field in dataclasses.fields(OptimizerConfig)]
 
 

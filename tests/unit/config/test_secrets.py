@@ -2,7 +2,6 @@
 
 import pytest
 
-from diffusion.callbacks.loggers import wandb_config
 from diffusion.config.schema import Config
 from diffusion.config.secrets import is_secret_name, redact, redact_arguments, to_public_yaml
 from diffusion.config.training import Plugin
@@ -57,19 +56,6 @@ def test_secrets_are_hidden_in_a_command_line() -> None:
         "***",
         "p=[{path: m, arguments: {api_key: ***, n: 1}}]",
     ]
-
-
-def test_lists_of_a_configuration_become_columns_by_name() -> None:
-    config = {
-        "streams": [{"name": "a", "repeat": 2}, {"name": "b", "repeat": 1}],
-        "betas": [0.9, 0.99],
-        "plain": [{"x": 1}],
-    }
-    assert wandb_config(config) == {
-        "streams": {"a": {"name": "a", "repeat": 2}, "b": {"name": "b", "repeat": 1}},
-        "betas": [0.9, 0.99],
-        "plain": {"0": {"x": 1}},
-    }
 
 
 def test_a_configuration_is_written_without_its_secrets() -> None:

@@ -6,8 +6,8 @@ import pytest
 from composer import Callback, Logger, State
 from composer.utils import dist
 
-from diffusion.callbacks.cost_meter import CostMeter
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics
+from diffusion.callbacks.monitoring import CostMeter
 from diffusion.config.loading import load_config
 from diffusion.errors import ConfigurationError
 from diffusion.operations.costs import (

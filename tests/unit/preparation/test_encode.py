@@ -321,8 +321,8 @@ def test_a_manifest_of_another_kind_or_version(prepared: Path, tmp_path: Path) -
             ConfigurationError,
             "random weights: add --pretrained FOLDER$",
         ),
-        (["--architecture", "tiny", "--device", "foo"], ConfigurationError, "--device foo is no device"),
-        (["--architecture", "tiny", "--device", "mps"], MachineError, "--device mps cannot be used on this machine"),
+        (["--architecture", "tiny", "--device", "foo"], MachineError, "--device foo"),
+        (["--architecture", "tiny", "--device", "mps"], MachineError, "--device mps"),
     ],
 )
 def test_what_cannot_encode_is_told_before_anything_is_loaded(

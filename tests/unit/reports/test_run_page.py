@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from diffusion.callbacks.metrics_file import TRAIN_LOSS, last_step
+from diffusion.callbacks.metrics_file import TRAIN_LOSS
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.protocol import Number, Result, protocol_hash
 from diffusion.reports.curves import Curve, read_curves, read_json_lines
@@ -93,8 +93,6 @@ def test_a_damaged_line_is_left_out_wherever_it_is(tmp_path: Path) -> None:
     curves, num_damaged = read_curves(read_json_lines(path))
     assert curves["a"].means == [1.0, 3.0]
     assert num_damaged == 4
-    assert last_step(path) == 2
-    assert last_step(tmp_path / "none.jsonl") is None
 
 
 def test_memory_does_not_grow_with_the_number_of_steps() -> None:

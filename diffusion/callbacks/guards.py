@@ -1,9 +1,11 @@
-"""Detection of wrong losses (NaN, infinity, spikes): the run rolls back to a checkpoint before them."""
+"""Guards of a run: wrong losses roll it back, and too many images that cannot be decoded end it."""
 
 import json
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +15,15 @@ from composer.utils import dist
 from diffusion.callbacks.metrics_file import TRAIN_LOSS
 from diffusion.checkpointing.roll_back import Rollback, decide, is_wrong, read_rollbacks, request_rollback
 from diffusion.config.operations import GuardConfig
-from diffusion.datasets.dataset import TrainingDataset
+from diffusion.datasets.bad_images import FILE, OLD_FILE, BadImage, check_bad_images, read_bad_images
+from diffusion.datasets.dataset import TextImageDataset, TrainingDataset
+from diffusion.distributed import agree, broadcast
 from diffusion.errors import PreemptedError
 
 log = logging.getLogger(__name__)
 
 SAMPLES = "wrong_losses.jsonl"
 """In the run folder: the samples of the steps whose loss was wrong."""
-
-MAX_SHOWN = 16
-"""Shards that a log line names."""
 
 SKIPPED = "guard/skipped"
 """Metric: 1 for a step whose update was skipped."""
@@ -33,7 +34,7 @@ class RolledBackError(PreemptedError):
 
 
 class LossGuard(Callback):
-    """Check the loss of each step, and end the run when it is wrong, before a checkpoint is saved.
+    """Check the loss of each step (NaN, infinity, spikes), and end the run when it is wrong, before it is saved.
 
     The loss is the mean over all ranks that Composer has read from the device for its loggers: nothing waits for the
     device here, and all ranks decide the same. A skipped step has no update: weights, moments and step count of the
@@ -53,9 +54,7 @@ class LossGuard(Callback):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Read the skipped steps from the record."""
-        records = [read_rollbacks(self.run) if dist.get_global_rank() == 0 else []]
-        dist.broadcast_object_list(records)
-        self._record = records[0]
+        self._record = broadcast(read_rollbacks(self.run) if dist.get_global_rank() == 0 else [])
         self._skipped.update(step for rollback in self._record for step in rollback.skipped)
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
@@ -91,23 +90,14 @@ class LossGuard(Callback):
         )
 
     def _list_samples(self, state: State, step: int, loss: float) -> None:
-        """List the samples of a step and log their shards: the data may be the cause."""
+        """List the samples of a step with their shards: the data may be the cause."""
         dataset = getattr(state.train_dataloader, "dataset", None)
-        if not isinstance(dataset, TrainingDataset):
-            return
-        samples = dataset.samples_of_step(step)
-        rows = [
-            {"step": step, "loss": f"{loss:g}", "stream": stream, "index": index, "shard": shard}
-            for stream, index, shard in samples
-        ]
-        with (self.run / SAMPLES).open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(row) + "\n" for row in rows))
-        shards = sorted({f"{stream}/{shard}" for stream, _, shard in samples})
-        shown = ", ".join(shards[:MAX_SHOWN]) + (" ..." if len(shards) > MAX_SHOWN else "")
-        log.warning(
-            "the loss of step %d is %g; its samples are listed in %s, they are of the %d shards %s",
-            step, loss, self.run / SAMPLES, len(shards), shown,
-        )  # fmt: skip
+        if isinstance(dataset, TrainingDataset):
+            with (self.run / SAMPLES).open("a", encoding="utf-8") as file:
+                for stream, index, shard in dataset.samples_of_step(step):
+                    row = {"step": step, "loss": f"{loss:g}", "stream": stream, "index": index, "shard": shard}
+                    file.write(json.dumps(row) + "\n")
+            log.warning("the loss of step %d is %g; its samples are listed in %s", step, loss, self.run / SAMPLES)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the skipped steps and the losses that later ones are compared with, as text."""
@@ -119,3 +109,58 @@ class LossGuard(Callback):
         content = json.loads(state.get("state") or "{}")
         self._skipped.update(content.get("skipped", []))
         self._before.extend(content.get("before", []))
+
+
+class BadImageGuard(Callback):
+    """List the images that could not be decoded in `bad_images.jsonl`; too many of them end the run on all ranks.
+
+    Each rank collects its own on the host; at an interval the ranks exchange them. An image counts once, also over
+    epochs and starts: the file holds those of earlier ones.
+
+    Args:
+        folder: of the run; rank 0 writes.
+        interval: steps between two exchanges.
+        dataset: the training data of this rank.
+    """
+
+    def __init__(self, folder: Path, interval: int, dataset: TextImageDataset) -> None:
+        self.path, self.interval, self.dataset = folder / FILE, interval, dataset
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Give the list of an earlier version its name of today."""
+        old = self.path.with_name(OLD_FILE)  # until 0.3
+        if dist.get_global_rank() == 0 and old.is_file():
+            old.rename(self.path)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Exchange at the end of each interval.
+
+        Raises:
+            DataError: on all ranks: too many images are bad.
+        """
+        if state.timestamp.batch.value % self.interval == 0:
+            self._exchange(state)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Exchange the images of the last, incomplete interval."""
+        self._exchange(state)
+
+    def close(self, state: State, logger: Logger) -> None:
+        """List the images of this rank since the last exchange: after a failure, each rank is alone."""
+        self._list(self.dataset.bad_images.take())
+
+    def _exchange(self, state: State) -> None:
+        images: list[list[BadImage]] = dist.all_gather_object(self.dataset.bad_images.take())
+        if new := [image for of_rank in images for image in of_rank]:
+            num_read = min(state.timestamp.sample.value, self.dataset.num_samples)
+            is_first = dist.get_global_rank() == 0
+            agree(lambda: check_bad_images(self._list(new), num_read, str(new[-1])) if is_first else None)
+
+    def _list(self, images: Sequence[BadImage]) -> int:
+        """Append the images that are not in the file; return the number in the file."""
+        listed = {(image.stream, image.index) for image in read_bad_images(self.path)}
+        entries = {(image.stream, image.index): image for image in images}
+        if new := sorted(entries.keys() - listed):
+            with self.path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(asdict(entries[address])) + "\n" for address in new)
+        return len(listed) + len(new)

@@ -1,0 +1,159 @@
+"""Work within each step: addresses of random numbers, gradient clipping, and collective operations.
+
+Gradient clipping is by the global norm (Pascanu et al., "On the difficulty of training recurrent networks", 2013).
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed
+from composer import Callback, Logger, State
+from composer.utils import dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from diffusion.datasets.batch import BatchKey, num_microbatches, num_samples
+from diffusion.ema.averaging import local_shard
+from diffusion.sharding import set_collective_timeout, set_last_microbatch
+from diffusion.trainer import HostNumber
+
+GRADIENT_NORM = "grad_norm/total"
+"""Metric: the norm of all gradients of a step over all ranks, before clipping."""
+
+EPSILON = 1e-6
+"""Added to the norm, as `torch.nn.utils.clip_grad_norm_` does."""
+
+NUM_FIRST_STEPS = 100
+"""Steps of a start in which ranks meet most sizes of images, and compile for each."""
+
+
+class StepAddress(Callback):
+    """Write the optimizer step and the slots into the batch, before it is split into microbatches.
+
+    Args:
+        in_turns: slot i of a global batch belongs to rank i mod world size, as with torch's DistributedSampler; False:
+            each rank has one contiguous range, as in the sample order of this package.
+    """
+
+    def __init__(self, *, in_turns: bool = False) -> None:
+        self.in_turns = in_turns
+
+    def after_dataloader(self, state: State, logger: Logger) -> None:
+        """Add `BatchKey.STEP`, the number of steps done before this one, and `BatchKey.SLOT`."""
+        batch = state.batch
+        sample = batch[BatchKey.SAMPLE]
+        own, rank = torch.arange(len(sample), device=sample.device), dist.get_global_rank()
+        step = torch.full_like(sample, state.timestamp.batch.value)
+        slot = own * dist.get_world_size() + rank if self.in_turns else own + rank * len(sample)
+        if sample.is_pinned():  # Memory that is not pinned is copied to the GPU through a buffer.
+            step, slot = step.pin_memory(), slot.pin_memory()
+        batch[BatchKey.STEP], batch[BatchKey.SLOT] = step, slot
+
+
+class DataPosition(Callback):
+    """Start at the epoch and sample of the Trainer's timestamp.
+
+    At the end of an epoch Composer saves `sample_in_epoch=0` of the epoch that has ended, which would be replayed.
+    """
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Set the position from the timestamp of the checkpoint."""
+        dataset: Any = getattr(state.train_dataloader, "dataset", None)
+        if state.timestamp.batch.value == 0 or not hasattr(dataset, "load_state_dict"):
+            return
+        position = dataset.state_dict(num_samples=0, from_beginning=False)
+        position.update(
+            epoch=state.timestamp.epoch.value,
+            sample_in_epoch=state.timestamp.sample_in_epoch.value,
+        )
+        dataset.load_state_dict(position)
+
+
+class ClipGradients(Callback):
+    """Scale the gradients of a step down to a maximum norm over all parameters of all ranks, and log the norm.
+
+    The host does not wait for the norm: it reads its copy at the end of the step, after Composer has read the loss.
+
+    Args:
+        max_norm: largest norm after clipping.
+    """
+
+    def __init__(self, max_norm: float) -> None:
+        self.max_norm = max_norm
+        self._norm = HostNumber()
+        self._is_clipped = False
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        """Clip the gradients; a skipped step has none."""
+        groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
+        gradients = [weight.grad for group in groups for weight in group["params"] if weight.grad is not None]
+        self._is_clipped = bool(gradients)
+        if gradients:
+            norm = _global_norm(gradients)
+            coefficient = (self.max_norm / (norm + EPSILON)).clamp(max=1.0)
+            torch._foreach_mul_([local_shard(gradient) for gradient in gradients], coefficient)  # pyright: ignore[reportPrivateImportUsage]
+            self._norm.start(norm)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Log the norm."""
+        if self._is_clipped:
+            logger.log_metrics({GRADIENT_NORM: self._norm.read()})
+
+
+def _global_norm(gradients: list[Tensor]) -> Tensor:
+    """Compute the Euclidean norm over all gradients, float32 []; over all ranks if FSDP2 shards them."""
+    norm = torch.nn.utils.get_total_norm([local_shard(gradient) for gradient in gradients])
+    if isinstance(gradients[0], DTensor):
+        mesh = gradients[0].device_mesh  # (replicas,) shards
+        squares = norm.square()
+        torch.distributed.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))
+        norm = squares.sqrt()
+    return norm
+
+
+class AccumulateLocally(Callback):
+    """Let FSDP2 gather the weights for the first microbatch of a step and reduce the gradients after the last one.
+
+    By default it does both for every microbatch.
+    """
+
+    def __init__(self) -> None:
+        self._num_left = 0
+
+    def before_train_batch(self, state: State, logger: Logger) -> None:
+        """Count the microbatches of this step."""
+        size = state.device_train_microbatch_size
+        self._num_left = num_microbatches(state.batch, num_samples(state.batch) if size is None else size)
+
+    def before_forward(self, state: State, logger: Logger) -> None:
+        """Mark the last microbatch for FSDP2."""
+        self._num_left -= 1
+        set_last_microbatch(state.model, self._num_left == 0)
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        """Check the count: without a last microbatch the gradients of the ranks would differ."""
+        assert self._num_left == 0, f"{self._num_left} microbatches were expected and did not come"
+
+
+class CollectiveTimeout(Callback):
+    """Change the timeout of collectives at the start of training and again after its first steps: compilation is slow.
+
+    Args:
+        first: seconds in the first steps.
+        then: seconds after them.
+        num_first_steps: number of first steps.
+    """
+
+    def __init__(self, first: float, then: float, num_first_steps: int = NUM_FIRST_STEPS) -> None:
+        self.first, self.then = first, then
+        self._num_left = num_first_steps
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Set the timeout of the first steps."""
+        set_collective_timeout(self.first, state.device_mesh)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Set the usual timeout after the first steps."""
+        self._num_left -= 1
+        if self._num_left == 0:
+            set_collective_timeout(self.then, state.device_mesh)
