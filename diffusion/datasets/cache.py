@@ -235,7 +235,9 @@ class StreamShards:
                 size = (self.folder / file.name).stat().st_size
                 if size != file.num_bytes:
                     path = self.folder / file.name
-                    raise DataError(f"{path} has {size} bytes instead of {file.num_bytes}. {_REWRITE}")
+                    raise DataError(
+                        f"{path} has {size} bytes instead of {file.num_bytes}, and there is no remote. {_REWRITE}"
+                    )
 
     def ensure(self, shard: int) -> None:
         """Have a shard on this machine, whole, or raise a DataError; several threads may ask."""

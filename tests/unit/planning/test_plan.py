@@ -1,4 +1,5 @@
 import json
+import math
 from typing import Any
 
 import pytest
@@ -153,17 +154,20 @@ def test_what_each_tier_holds_and_gives():
     total = 600_000_000 * 16_716
     assert tiers.num_nodes == 16
     assert (tiers.node_bytes, tiers.disk_bytes, tiers.epoch_bytes) == (total / 16, total / 16, 0)
-    assert tiers.fetched_bytes == total
+    assert (tiers.fetched_bytes, tiers.epoch_requests, tiers.requests) == (total, None, None)
     # Of each of 8 ranks, 8 workers hold 2 batches of 16 samples: moments, tokens, placement, address and stream.
     assert tiers.memory_bytes == 8 * 8 * 2 * 16 * (16_384 + 8 * (77 + 6 + 2))
 
-    config.data.cache_limit = "400gb"
+    config.plan.image_kb, config.data.cache_limit = 50, "400gb"
     plan = make_plan(config, num_parameters=1)
+    shards = math.ceil(600_000_000 * 50_000 / 2**28)
     assert (plan.tiers.disk_bytes, plan.tiers.epoch_bytes) == (400 * 2**30, total / 16)
     assert plan.tiers.fetched_bytes == pytest.approx(total * plan.num_images / 600_000_000)
+    assert plan.tiers.epoch_requests == 2 * shards / 16
+    assert plan.tiers.requests == pytest.approx(2 * shards * plan.num_images / 600_000_000)
     text = format_plan(plan)
     assert "each of 16 nodes fetches 626.85 GB in its first epoch, again in others" in text
-    assert "626.85 GB per node, with data.cache_limit 429.50 GB" in text
+    assert "626.85 GB per node, by data.cache_limit 429.50 GB" in text
     config.data.cache_limit = "700gb"
     assert make_plan(config, num_parameters=1).tiers.epoch_bytes == 0, "all that a node reads fits"
     config.data.num_canonical_nodes = 4
@@ -172,13 +176,23 @@ def test_what_each_tier_holds_and_gives():
     assert make_plan(config, num_parameters=1).tiers.num_nodes == 2
 
 
+def test_requests_are_those_of_the_shards_that_are_there(tmp_path):
+    write_index(tmp_path / "a", *[100] * 30)
+    write_index(tmp_path / "b", *[100] * 12)
+    config = recipe(remote="s3://bucket", local=str(tmp_path), streams=[StreamConfig(name="a"), StreamConfig(name="b")])
+    config.plan.image_kb = 50
+    tiers = make_plan(config, num_parameters=1).tiers
+    assert (tiers.node_bytes, tiers.epoch_requests) == (4200 * 50_000 / 16, 2 * 42 / 16)
+
+
 def test_without_a_remote_nothing_is_fetched_and_each_node_holds_everything():
     config = recipe(representation=Representation.latents, streams=[StreamConfig(name="a"), StreamConfig(name="b")])
     config.plan.num_samples, total = 600_000_000, 600_000_000 * 16_716
     plan = make_plan(config, num_parameters=1)
     tiers = plan.tiers
     assert (tiers.node_bytes, tiers.disk_bytes) == (total, total)
-    assert (tiers.epoch_bytes, tiers.fetched_bytes) == (0, 0)
+    fetched = (tiers.first_epoch_bytes, tiers.epoch_bytes, tiers.fetched_bytes, tiers.epoch_requests, tiers.requests)
+    assert fetched == (0, 0, 0, 0, 0)
     assert "without data.remote nothing is fetched" in format_plan(plan)
     assert "10.03 TB per node" in format_plan(plan)
     config.data.streams[1].remote = "s3://bucket/b"
@@ -219,7 +233,8 @@ def test_epochs_where_the_index_files_can_be_read(tmp_path):
     plan = make_plan(recipe(streams=streams, **roots), num_parameters=1)
     natural = plan.epoch.streams
     assert [stream.share for stream in natural] == [0.25, 0.75]
-    assert "100,000,000 samples, 2.82 epochs, 25.00% of the run" in format_plan(plan)
+    assert [stream.steps for stream in natural] == [137_500, 412_500]
+    assert "100,000,000 samples, epochs 2.82, 25.00% of the run: 137,500 steps of its own" in format_plan(plan)
     assert [stream.num_samples for stream in natural] == [100_000_000, 300_000_000]
     assert [stream.epochs for stream in natural] == [pytest.approx(2.816)] * 2
     streams = [StreamConfig(name="a", repeat=3.0), StreamConfig(name="b")]
@@ -232,7 +247,8 @@ def test_epochs_where_the_index_files_can_be_read(tmp_path):
     streams = [StreamConfig(name="a"), StreamConfig(name="c")]
     unknown = make_plan(recipe(streams=streams, **roots), num_parameters=1).epoch.streams
     assert [(stream.num_samples, stream.epochs) for stream in unknown] == [(100_000_000, None), (None, None)]
-    assert [stream.share for stream in unknown] == [None, None]
+    assert [(stream.share, stream.steps) for stream in unknown] == [(None, None)] * 2
+    assert read_shape("a", tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -278,16 +294,18 @@ def test_folders_that_are_not_here_are_told(tmp_path):
 def test_text():
     streams = [StreamConfig(name="256-512")]
     config = recipe(images_per_second=11_600, local="???", streams=streams)
-    plan = make_plan(config, num_parameters=NUM_PARAMETERS)
-    text = format_plan(plan, {"data.local": "Root of the data set."})
+    text = format_plan(
+        make_plan(config, num_parameters=NUM_PARAMETERS, missing={"data.local": "Root of the data set."})
+    )
     for line in [
         "Plan of phase1",
         "1,126,400,000 = 550,000 iterations x 2,048",
-        "not known samples, not known epochs",
+        "samples not known, epochs not known",
         "1.12 days on 128 GPUs",
         "865,910,724 trained",
         "  data.local: Root of the data set.",
         "<- chosen",
         "3.79 GB per microbatch of 16",
+        "VAE and text encoder: random weights (model.pretrained is null).",
     ]:
         assert line in text
