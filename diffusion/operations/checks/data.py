@@ -12,8 +12,8 @@ from tqdm import tqdm
 
 from diffusion import storage
 from diffusion.config.data import DataConfig, ImageSize, Representation, StreamConfig, ValidationConfig, image_sizes
-from diffusion.config.model import Posterior
 from diffusion.config.fields import parse_size
+from diffusion.config.model import Posterior
 from diffusion.config.schema import Config
 from diffusion.datasets.batch import BatchKey, collate
 from diffusion.datasets.dataset import Tokenize, TrainingDataset
