@@ -17,7 +17,7 @@ from diffusion.config.training import Device
 from diffusion.models import fast
 from diffusion.models.architectures import ARCHITECTURES, build_unet
 from diffusion.models.fast.norms import FusedGroupNorm
-from diffusion.planning.network import FlashAttentionShapes
+from diffusion.planning.memory import FlashAttentionShapes
 
 PRODUCTS = ("convolution", "mm")
 """Parts of the names of operations that are bound by arithmetic; attention is not counted at all."""

@@ -15,7 +15,7 @@ from diffusion.config.data import ImageSize
 from diffusion.config.model import Architecture
 from diffusion.config.schema import Config
 from diffusion.operations.checks.device import synchronize, time_runs
-from diffusion.planning.network import training_flops
+from diffusion.planning.plan import training_flops
 
 CONTENDERS = {"bare": BareStep, "loop": PlainLoop}
 

@@ -28,7 +28,7 @@ from diffusion.models.tokenizers import build_tokenizer, tokenize
 from diffusion.operations.checks.check import Check, Job, Stage
 from diffusion.operations.checks.machine import DiskProbe, probe_disk
 from diffusion.operations.checks.verdicts import Verdict, ok, problem, size_text, warning
-from diffusion.planning.fleet import FleetStream, World, traffic
+from diffusion.planning.downloads import FleetStream, World, traffic
 from diffusion.storage import is_url, join
 
 NUM_EXAMPLES = 3

@@ -79,15 +79,16 @@ def find_demand(job: Job) -> Demand:
     """Compute the demand of a run from its configuration."""
     # These take many seconds, and the checks before each start need none of them.
     from diffusion.datasets.mds import MAX_OPEN
-    from diffusion.planning.plan import USABLE_MEMORY, plan_run
-    from diffusion.planning.tiers import waiting_bytes
+    from diffusion.planning.memory import USABLE_MEMORY
+    from diffusion.planning.plan import plan_run
+    from diffusion.planning.storage import waiting_bytes
 
     config, data = job.config, job.config.data
     plan = plan_run(replace(config, plan=replace(config.plan, num_gpus=None)), world_size=job.world_size)
-    state = next(memory.total for memory in plan.memory if memory.is_chosen)
+    state = plan.memory.state_bytes
     workers = data.num_workers * (2 if config.validation is not None else 1)
     in_memory = state if job.device is Device.cpu or config.trainer.async_checkpoints else 0
-    gpu_bytes = plan.gpu_bytes if job.device is Device.gpu else None
+    gpu_bytes = plan.memory.gpu_bytes if job.device is Device.gpu else None
     return Demand(
         num_ranks=job.ranks_per_node,
         num_workers=job.ranks_per_node * data.num_workers,
@@ -99,8 +100,8 @@ def find_demand(job: Job) -> Demand:
         memory_bytes=job.ranks_per_node * (RANK_BYTES + workers * WORKER_BYTES + in_memory),
         gpu_bytes=gpu_bytes,
         gpu_bytes_with_reserve=gpu_bytes / USABLE_MEMORY if gpu_bytes is not None else None,
-        checkpoint_bytes=plan.checkpoint_bytes,
-        storage_bytes=plan.storage_bytes,
+        checkpoint_bytes=plan.checkpoints.largest_bytes,
+        storage_bytes=plan.checkpoints.kept_bytes,
     )
 
 
