@@ -22,7 +22,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
 from typing import IO, NoReturn
 
 from diffusion.distributed import (
@@ -112,41 +111,17 @@ def run_command(main: Callable[[], None], *, say: Callable[[str], None] = say_to
         no `UserError`, `PreemptedError` or Ctrl-C pass.
     """
     prepare_environment()
-    _exit_on_termination()
     if "RANK" in os.environ:  # A signal to the composer launcher, or SIGKILL to torchrun, ends it alone.
         end_with_parent(signal.SIGTERM)
     try:
         main()
     except BaseException as error:
-        cause = _cause(error)
-        code = exit_code(cause)
+        code = exit_code(error)
         if code == 1:
             raise
-        _report(cause, say, _Termination())
+        _report(error, say)
         return _end(code)
     return 0
-
-
-class _Termination:
-    """Keeps the launcher's SIGTERM from changing the exit code of a process that is about to end.
-
-    A `threading.Event` would not do: the handler runs in the thread that waits, maybe while it holds the event's lock.
-    """
-
-    def __init__(self) -> None:
-        self._has_come = False
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._come)
-
-    def _come(self, number: int, frame: FrameType | None) -> None:
-        self._has_come = True
-
-    def wait(self, seconds: float) -> bool:
-        """Wait for the signal; return whether it has come."""
-        deadline = time.monotonic() + seconds
-        while not self._has_come and time.monotonic() < deadline:
-            time.sleep(_PAUSE_SECONDS)
-        return self._has_come
 
 
 def exit_code(error: BaseException | None) -> int:
@@ -160,15 +135,17 @@ def exit_code(error: BaseException | None) -> int:
     return 0 if error is None else 1
 
 
-def _cause(error: BaseException) -> BaseException:
-    """Return the error that was being raised when SIGTERM came, if that is what ends the command."""
-    context = error.__context__
-    is_by_signal = isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM
-    return context if is_by_signal and isinstance(context, UserError | PreemptedError | KeyboardInterrupt) else error
+def _report(error: BaseException, say: Callable[[str], None]) -> None:
+    """Print why a command ends. From here on, SIGTERM of the launcher does not change the exit code."""
+    terminated: list[int] = []
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda number, frame: terminated.append(number))
 
+    def wait(seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not terminated and time.monotonic() < deadline:
+            time.sleep(_PAUSE_SECONDS)
 
-def _report(error: BaseException, say: Callable[[str], None], termination: _Termination) -> None:
-    """Print why a command ends."""
     if not isinstance(error, UserError):
         if rank() == 0:
             say(str(error) if isinstance(error, PreemptedError) else "interrupted")
@@ -179,19 +156,11 @@ def _report(error: BaseException, say: Callable[[str], None], termination: _Term
     if local_rank() == 0:
         say(message)
         if local_world_size() > 1:
-            termination.wait(_OTHERS_SECONDS)
-    elif not termination.wait(_FIRST_SECONDS) and not error.is_agreed:
-        say(message)
-
-
-def _exit_on_termination() -> None:
-    """Turn SIGTERM to one of several ranks into `SystemExit`, as Composer does when it is imported.
-
-    Python runs the handler when a collective in progress has ended or failed.
-    """
-    is_main_thread = threading.current_thread() is threading.main_thread()
-    if world_size() > 1 and is_main_thread and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _exit_by_signal)
+            wait(_OTHERS_SECONDS)
+    else:
+        wait(_FIRST_SECONDS)
+        if not terminated and not error.is_agreed:
+            say(message)
 
 
 def end_with_parent(number: int, parent: int | None = None) -> None:
@@ -215,10 +184,6 @@ def end_with_parent(number: int, parent: int | None = None) -> None:
         os.kill(os.getpid(), number)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
-
-
-def _exit_by_signal(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)
 
 
 def _end(code: int) -> int:

@@ -17,7 +17,7 @@ from diffusion.checkpointing.roll_back import Rollback, decide, is_wrong, read_r
 from diffusion.config.operations import GuardConfig
 from diffusion.datasets.bad_images import FILE, OLD_FILE, BadImage, check_bad_images, read_bad_images
 from diffusion.datasets.dataset import TextImageDataset, TrainingDataset
-from diffusion.distributed import agree
+from diffusion.distributed import agree, broadcast
 from diffusion.errors import PreemptedError
 
 log = logging.getLogger(__name__)
@@ -54,9 +54,7 @@ class LossGuard(Callback):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Read the skipped steps from the record."""
-        records = [read_rollbacks(self.run) if dist.get_global_rank() == 0 else []]
-        dist.broadcast_object_list(records)
-        self._record = records[0]
+        self._record = broadcast(read_rollbacks(self.run) if dist.get_global_rank() == 0 else [])
         self._skipped.update(step for rollback in self._record for step in rollback.skipped)
 
     def after_train_batch(self, state: State, logger: Logger) -> None:

@@ -22,9 +22,10 @@ from torch._dynamo.callback import callback_handler
 
 from diffusion.config.operations import OperationsConfig
 from diffusion.datasets.cache import TierCounts, TierMeter
-from diffusion.distributed import USER_ERROR_EXIT_CODE, rank
+from diffusion.distributed import USER_ERROR_EXIT_CODE, broadcast, rank
 from diffusion.errors import MachineError, UserError
 from diffusion.launch import exit_code
+from diffusion.operations import timeouts
 from diffusion.operations.checks.gpu import GpuMeter
 from diffusion.operations.costs import (
     BUDGET,
@@ -38,7 +39,7 @@ from diffusion.operations.costs import (
 )
 from diffusion.operations.hang_detection import STACKS_SIGNAL
 from diffusion.operations.heartbeats import HeartbeatFile, HeartbeatRecord, Phase, stacks_file
-from diffusion.operations.lease import RENEWAL_SECONDS, Lease
+from diffusion.operations.lease import Lease
 from diffusion.operations.utilisation import (
     Counters,
     LoaderSettings,
@@ -173,7 +174,7 @@ class Heartbeat(Callback):
 
     def _sync_and_renew(self) -> None:
         """Sync the file and renew the lease, in a thread."""
-        while not self._ended.wait(RENEWAL_SECONDS):
+        while not self._ended.wait(timeouts.RENEWAL):
             try:
                 self._file.sync()
                 self._lease.renew()
@@ -228,7 +229,7 @@ class CostMeter(Callback):
         return not self._left()[0]
 
     def _left(self) -> tuple[bool, str]:
-        starts = [*self._before, *([self._costs] if self._costs is not None else [])]
+        starts = self._before if self._costs is None else [*self._before, self._costs]
         limits = self._operations
         return budget_left(starts, max_gpu_hours=limits.max_gpu_hours, max_dollars=limits.max_dollars)
 
@@ -242,11 +243,8 @@ class CostMeter(Callback):
             self._open(state)
         if state.max_duration is not None and state.timestamp >= state.max_duration:
             return
-        left = [self._left()]
-        dist.broadcast_object_list(left)
-        is_left, spent = left[0]
-        if not is_left:
-            self._refuse(state.timestamp.batch.value, f"the budget is spent: {spent}; nothing was computed")
+        if broadcast(self.is_spent):
+            self.end(state.timestamp.batch.value, "nothing was computed")
         if dist.get_global_rank() == 0:
             (self.run / BUDGET).unlink(missing_ok=True)
 
@@ -267,21 +265,13 @@ class CostMeter(Callback):
         self._file = CostsFile(self.run)
         self._write(now)
 
-    def end(self, step: int, saved: str | None) -> None:
-        """End the run because its budget is spent; to be called by all ranks.
-
-        Args:
-            step: steps that are done.
-            saved: the checkpoint, as rank 0 knows it.
+    def end(self, step: int, outcome: str) -> None:
+        """End the run after a step because its budget is spent; to be called by all ranks.
 
         Raises:
             BudgetSpentError: always.
         """
-        reason = [f"the budget is spent: {self._left()[1]}; saved {saved}"]
-        dist.broadcast_object_list(reason)
-        self._refuse(step, reason[0])
-
-    def _refuse(self, step: int, reason: str) -> None:
+        reason = broadcast(f"the budget is spent: {self._left()[1]}; {outcome}")
         if dist.get_global_rank() == 0:
             mark_spent(self.run, step, reason)
         raise BudgetSpentError(f"{reason}. Raise the limit and start the same command again to go on from step {step}")

@@ -14,9 +14,9 @@ import yaml
 
 from diffusion.checkpointing.layout import INDEX, batch_of, is_half_written, list_checkpoints, remove_copy
 from diffusion.checkpointing.read import UnsafeCheckpointError, check_contents, read_index, stored_files
-from diffusion.checkpointing.remote import READ_PATIENCE, RemoteCheckpoints
-from diffusion.config.stores import is_store
+from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoints
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.storage import is_url
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ def resolve_checkpoint(location: str) -> Path:
         UnsafeCheckpointError: it would run code.
         MachineError: the store cannot be read.
     """
-    if is_store(location):
+    if is_url(location):
         return _download(location.rstrip("/"))
     path = Path(location).expanduser()
     if elsewhere := checkpoint_folder(path):
@@ -147,7 +147,7 @@ def checkpoint_folder(run: Path) -> str | None:
 def _download(uri: str) -> Path:
     parent, _, name = uri.rpartition("/")
     is_named = batch_of(Path(name)) >= 0
-    remote = RemoteCheckpoints(parent if is_named else uri, patience=READ_PATIENCE)
+    remote = RemoteCheckpoints(parent if is_named else uri, timeout=READ_TIMEOUT)
     whole = [found for found in remote.present() if found.is_complete and (not is_named or found.name == name)]
     if not whole:
         raise ConfigurationError(f"{uri} holds no complete checkpoint: give s3://bucket/prefix of a run's checkpoints")

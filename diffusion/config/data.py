@@ -216,8 +216,8 @@ class DataConfig:
     """Size of the cache per node, such as `500gb`; only for streams with a remote. Concurrent downloads may exceed
     it."""
 
-    download_retry: int = bounded(8, min=1)
-    """Attempts for each shard; the pauses between them grow from 1 s to 30 s."""
+    download_attempts: int = bounded(8, min=1)
+    """Attempts for each shard; the pauses between them grow from 0.5 s to 15 s."""
 
     download_timeout: float = bounded(30.0, above=0)
     """Seconds without a response from the store after which an attempt fails."""

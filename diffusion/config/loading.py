@@ -41,6 +41,7 @@ OVERRIDES = "overrides"
 """`overrides={a.b: 1, c: 2}` is `a.b=1 c=2`: a sweep varies several keys together with it."""
 
 RENAMED = {  # until 0.3
+    "data.download_retry": "data.download_attempts",
     "operations.supervision.check_patience": "operations.supervision.check_timeout",
     "operations.supervision.data_patience": "operations.supervision.data_timeout",
     "operations.supervision.pause_patience": "operations.supervision.pause_timeout",

@@ -47,16 +47,7 @@ def read_bad_images(path: Path) -> list[BadImage]:
 
 
 def check_bad_images(num_bad: int, num_read: int, last: str) -> None:
-    """Refuse to go on with too many bad images.
-
-    Args:
-        num_bad: images that could not be decoded, each counted once.
-        num_read: samples read.
-        last: the last of the bad ones.
-
-    Raises:
-        UnfitDataError: more than `MAX_BAD_IMAGES` and more than `MAX_BAD_FRACTION` of the samples are bad.
-    """
+    """Raise an UnfitDataError if more than `MAX_BAD_IMAGES` and more than `MAX_BAD_FRACTION` of the images are bad."""
     if num_bad > max(MAX_BAD_IMAGES, MAX_BAD_FRACTION * num_read):
         raise UnfitDataError(
             f"{num_bad} of {num_read} images cannot be decoded (at most {MAX_BAD_IMAGES} or "
@@ -70,9 +61,6 @@ class BadImages:
 
     The job's count is made of these by `callbacks.guards`. A worker ends the run by itself only where the
     images of its rank alone are too many for the whole job, whose ranks read equally many samples.
-
-    Args:
-        num_ranks: of the job.
     """
 
     def __init__(self, num_ranks: int = 1) -> None:
@@ -101,11 +89,7 @@ class BadImages:
             self._num_read.value += 1
 
     def count_bad(self, image: BadImage) -> None:
-        """Count, log and keep an image that could not be decoded, unless it was met before.
-
-        Raises:
-            UnfitDataError: there are too many.
-        """
+        """Count, log and keep an image that could not be decoded, unless it was met before."""
         with self._lock:
             num_bad = self.num_bad + 1
             if (image.stream, image.index) in self._known:
@@ -122,7 +106,7 @@ class BadImages:
         return images
 
     def _read(self, start: int) -> tuple[list[BadImage], int]:
-        """The records from a place on, and the place behind them."""
+        """The records from a position on, and the position behind them."""
         data = os.pread(self._records.fileno(), os.fstat(self._records.fileno()).st_size - start, start)
         whole = data[: data.rfind(b"\n") + 1]
         return [BadImage(**json.loads(line)) for line in whole.splitlines()], start + len(whole)

@@ -74,11 +74,7 @@ SHAPED = frozenset({BatchKey.IMAGE, BatchKey.LATENT_MEAN, BatchKey.LATENT_LOGVAR
 
 
 def collate(samples: Sequence[Sample]) -> dict[BatchKey, Tensor]:
-    """Stack the entries of samples: [...] each -> [B, ...].
-
-    Raises:
-        DataError: they have several shapes.
-    """
+    """Stack the entries of samples, [...] each -> [B, ...]; a DataError if they have several shapes."""
     return {key: _stack(key, samples) for key in samples[0]}
 
 
@@ -93,11 +89,7 @@ class CollateGroups:
     """G."""
 
     def __call__(self, samples: Sequence[Sample]) -> dict[BatchKey, Entry]:
-        """Stack the entries of whole groups.
-
-        Raises:
-            DataError: the samples of a group have several shapes.
-        """
+        """Stack the entries of whole groups; a DataError if the samples of a group have several shapes."""
         groups = [samples[start : start + self.group_size] for start in range(0, len(samples), self.group_size)]
         return {
             key: [_stack(key, group) for group in groups] if key in SHAPED else _stack(key, samples)

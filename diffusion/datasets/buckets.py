@@ -5,13 +5,11 @@ images that are to be 896 px high and 1152 px wide. Heights come first everywher
 """
 
 import bisect
-import functools
 import itertools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from diffusion.config.data import named_size
 from diffusion.errors import ConfigurationError
@@ -19,40 +17,23 @@ from diffusion.errors import ConfigurationError
 DEFAULT_EDGES = (256, 512, 768, 1024)
 """Lowest shorter side of each bucket, in pixels."""
 
-_LOOKS = "they look like 256-512 or 1024-up, or 896x1152 (height x width)"
-
-
-class Buckets(Protocol):
-    """A division of images."""
-
-    @property
-    def names(self) -> list[str]:
-        """Folder names, in the order in which they are listed."""
-        ...
-
-    def of(self, width: int, height: int) -> str | None:
-        """Return the name of the bucket of an upright image in pixels, or None if it is too small for each."""
-        ...
-
 
 @dataclass(frozen=True)
 class EdgeBuckets:
-    """Buckets by the shorter side.
-
-    Attributes:
-        edges: Lowest shorter side of each bucket in pixels, ascending, as `parse_edges` returns them.
-    """
+    """Buckets by the shorter side."""
 
     edges: tuple[int, ...]
+    """Lowest shorter side of each bucket in pixels, ascending, as `parse_edges` returns them."""
 
     @property
     def names(self) -> list[str]:
-        """`256-512`, ..., `1024-up`."""
-        return bucket_names(self.edges)
+        """Folder names, ascending: `256-512`, ..., `1024-up`."""
+        return [f"{low}-{high}" for low, high in itertools.pairwise(self.edges)] + [f"{self.edges[-1]}-up"]
 
     def of(self, width: int, height: int) -> str | None:
-        """Return the name of the bucket of an image, or None below the lowest edge."""
-        return bucket_of(min(width, height), self.edges)
+        """Return the name of the bucket of an upright image, or None below the lowest edge."""
+        index = bisect.bisect_right(self.edges, min(width, height)) - 1
+        return None if index < 0 else self.names[index]
 
 
 @dataclass(frozen=True)
@@ -61,53 +42,44 @@ class SizeBuckets:
 
     An image goes to the bucket with the nearest aspect ratio (the least |log| of the quotient of the ratios) among
     those that it covers: at least as high and as wide. Of equally near ones it goes to the larger.
-
-    Attributes:
-        sizes: Height and width of each bucket in pixels, as `parse_sizes` returns them.
-        upscale: Take an image that covers none, too: to the nearest ratio of all, of equally near ones to the smaller.
-        min_samples: Fewest training images of a bucket.
-        refuse_small: Whether the images of a bucket with fewer are refused; otherwise they go to others.
     """
 
     sizes: tuple[tuple[int, int], ...]
+    """Height and width of each bucket in pixels, as `parse_sizes` returns them."""
     upscale: bool = False
+    """Take an image that covers none, too: to the nearest ratio of all, of equally near ones to the smaller."""
     min_samples: int = 0
+    """Fewest training images of a bucket."""
     refuse_small: bool = False
+    """Whether the images of a bucket with fewer are refused; otherwise they go to others."""
 
     @property
     def names(self) -> list[str]:
-        """`512x2048`, ..., `2048x512`."""
-        return [size_name(height, width) for height, width in self.sizes]
+        """Folder names: `512x2048`, ..., `2048x512`."""
+        return [f"{height}x{width}" for height, width in self.sizes]
 
     def of(self, width: int, height: int) -> str | None:
-        """Return the name of the bucket of an image, or None if it covers no bucket and is not to be upscaled."""
-        shape = math.log(width / height)
-        covered = [entry for entry in self._entries if entry[1] <= height and entry[2] <= width]
+        """Return the name of the bucket of an upright image, or None if it covers none and is not to be upscaled."""
+        covered = [size for size in self.sizes if size[0] <= height and size[1] <= width]
         if not covered and not self.upscale:
             return None
-        sign = -1 if covered else 1
-        nearest = min(
-            covered or self._entries, key=lambda entry: (round(abs(entry[0] - shape), 12), sign * entry[1] * entry[2])
-        )
-        return size_name(nearest[1], nearest[2])
+        sign, shape = -1 if covered else 1, math.log(width / height)
 
-    @functools.cached_property
-    def _entries(self) -> list[tuple[float, int, int]]:
-        """Logarithm of width / height, height, width."""
-        return [(math.log(width / height), height, width) for height, width in self.sizes]
+        def distance(size: tuple[int, int]) -> tuple[float, int]:
+            return round(abs(math.log(size[1] / size[0]) - shape), 12), sign * size[0] * size[1]
+
+        nearest = min(covered or self.sizes, key=distance)
+        return f"{nearest[0]}x{nearest[1]}"
+
+
+Buckets = EdgeBuckets | SizeBuckets
 
 
 def parse_edges(edges: Iterable[int | str]) -> tuple[int, ...]:
-    """Check the edges of the buckets.
-
-    Args:
-        edges: Lowest shorter side of each bucket in pixels, ascending; numbers or their decimal text.
-
-    Returns:
-        The edges as numbers.
+    """Return the lowest shorter side of each bucket in pixels, from numbers or their decimal text.
 
     Raises:
-        ConfigurationError: There is none, one is not a positive whole number, or they do not ascend.
+        ConfigurationError: there is none, one is not a positive whole number, or they do not ascend.
     """
     given = list(edges)
     shown = " ".join(map(str, given))
@@ -118,75 +90,35 @@ def parse_edges(edges: Iterable[int | str]) -> tuple[int, ...]:
     if not all(re.fullmatch(r"[0-9]+", str(edge)) and int(edge) > 0 for edge in given):
         raise ConfigurationError(f"edges: {shown}: each must be a whole number of pixels, 1 or more")
     numbers = tuple(int(edge) for edge in given)
-    if any(low >= high for low, high in itertools.pairwise(numbers)):
-        raise ConfigurationError(f"edges: {shown}: they must ascend; try {' '.join(map(str, sorted(set(numbers))))}")
+    ascending = sorted(set(numbers))
+    if list(numbers) != ascending:
+        raise ConfigurationError(f"edges: {shown}: they must ascend; try {' '.join(map(str, ascending))}")
     return numbers
 
 
 def parse_sizes(sizes: Iterable[str]) -> tuple[tuple[int, int], ...]:
-    """Check the sizes of aspect-ratio buckets.
-
-    Args:
-        sizes: Texts such as `896x1152`: height x width in pixels.
-
-    Returns:
-        Height and width of each, from portrait to landscape, of one ratio from small to large.
+    """Return height and width in pixels of aspect-ratio buckets from texts such as `896x1152`, as `sorted_sizes` does.
 
     Raises:
-        ConfigurationError: There is none, one is not a size, or one is given twice.
+        ConfigurationError: there is none, one is not a size, or one is given twice.
     """
     given = list(sizes)
     if not given:
         raise ConfigurationError("sizes: there is none; give height x width of each bucket, as in 1024x1024")
-    parsed = [named_size(size) for size in given]
-    wrong = [size for size, found in zip(given, parsed, strict=True) if found is None]
-    if wrong:
-        raise ConfigurationError(f"sizes: {wrong[0]!r}: give height x width in pixels, as in 896x1152")
-    twice = [size for size in given if given.count(size) > 1]
-    if twice:
-        raise ConfigurationError(f"sizes: {twice[0]} is given twice; give it once")
-    return sorted_sizes(size for size in parsed if size)
+    parsed: set[tuple[int, int]] = set()
+    for text in given:
+        size = named_size(text)
+        if size is None:
+            raise ConfigurationError(f"sizes: {text!r}: give height x width in pixels, as in 896x1152")
+        if size in parsed:
+            raise ConfigurationError(f"sizes: {text} is given twice; give it once")
+        parsed.add(size)
+    return sorted_sizes(parsed)
 
 
 def sorted_sizes(sizes: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Sort heights and widths from portrait to landscape, of one ratio from small to large."""
     return tuple(sorted(sizes, key=lambda size: (size[1] / size[0], size[0])))
-
-
-def bucket_names(edges: Sequence[int]) -> list[str]:
-    """Return the folder name of each bucket, ascending: `256-512`, ..., `1024-up`."""
-    return [f"{low}-{high}" for low, high in itertools.pairwise(edges)] + [f"{edges[-1]}-up"]
-
-
-def bucket_of(shorter_side: int, edges: Sequence[int]) -> str | None:
-    """Return the name of the bucket of an image.
-
-    Args:
-        shorter_side: Pixels.
-        edges: Ascending, as `parse_edges` returns them.
-
-    Returns:
-        The bucket with low <= shorter side < high, or None below the lowest edge.
-    """
-    index = bisect.bisect_right(edges, shorter_side) - 1
-    return None if index < 0 else bucket_names(edges)[index]
-
-
-def size_name(height: int, width: int) -> str:
-    """Return the folder name of an aspect-ratio bucket: `896x1152` is 896 px high and 1152 px wide."""
-    return f"{height}x{width}"
-
-
-def bucket_range(name: str) -> tuple[int, int | None]:
-    """Return the lowest shorter side of a bucket and the first above it (None: open) from its folder name.
-
-    Raises:
-        ConfigurationError: It is not the name of a bucket by the shorter side.
-    """
-    match = re.fullmatch(r"([0-9]+)-(up|[0-9]+)", name)
-    if not match:
-        raise ConfigurationError(f"{name!r} is not the name of a bucket by the shorter side; {_LOOKS}")
-    return int(match[1]), None if match[2] == "up" else int(match[2])
 
 
 def lowest_side(name: str) -> int:
@@ -195,7 +127,13 @@ def lowest_side(name: str) -> int:
     Of an aspect-ratio bucket it is that of its size; images that are to be upscaled are smaller.
 
     Raises:
-        ConfigurationError: It is not the name of a bucket.
+        ConfigurationError: it is not the name of a bucket.
     """
-    size = named_size(name)
-    return min(size) if size else bucket_range(name)[0]
+    if size := named_size(name):
+        return min(size)
+    match = re.fullmatch(r"([0-9]+)-(up|[0-9]+)", name)
+    if not match:
+        raise ConfigurationError(
+            f"{name!r} is not the name of a bucket; they look like 256-512 or 1024-up, or 896x1152 (height x width)"
+        )
+    return int(match[1])

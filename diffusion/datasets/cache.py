@@ -3,11 +3,12 @@
 Processes share nothing but files, so any number of ranks, loader workers and jobs may use one cache, and a process may
 be killed at any moment:
 
-- A shard is fetched under a lock of its own (flock on `.locks/NAME` in the stream's folder, which the kernel releases),
-  to a file beside it, which gets the shard's name when its size and hash have been compared with the index.
-- A process that waited for another one's attempt in vain fails with that one's message, and does not try for itself.
-- The workers of a rank hash a shard that was here before once in a start. A damaged copy is fetched again, a damaged
-  original is an error.
+- A shard is fetched and hashed under a lock of its own (flock on `.locks/NAME` in the stream's folder, which the kernel
+  releases). It is fetched to a file beside it, which gets its name when its size and hash are those of the index.
+- The file of the lock holds the time of the last check, and the failure if there was one. A process that waited for
+  another one's attempt in vain fails with that one's message. A shard that has been checked since this process opened
+  the stream is not hashed again: a node hashes each shard once in a start. A damaged copy is fetched again.
+- Originals have no such files: each rank hashes those that it reads. A damaged original is an error.
 - With a size limit, the shards whose last use is longest ago make room (their modification time is that of their last
   use). A process that has one open reads on; one that finds it gone fetches it again.
 - `.locks/in_use` is locked while a job uses the folder, so that nobody removes it (`move_unused_cache`).
@@ -19,12 +20,10 @@ import mmap
 import multiprocessing
 import os
 import re
-import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +46,7 @@ from diffusion.storage import join, shown
 logger = logging.getLogger(__name__)
 
 LOCKS = ".locks"
-"""Folder in that of a stream; its files are empty, or hold the last failure to fetch a shard."""
+"""Folder in that of a stream: the locks of its shards, with the outcome of their last check."""
 
 IN_USE = "in_use"
 EVICTION = "eviction"
@@ -58,8 +57,8 @@ LEFTOVER_SECONDS = 3600.0
 READ_ATTEMPTS = 8
 """Times that a shard is fetched because it was removed to make room before it was read."""
 
-_NUM_HASHING = 8
-"""Shards of a stream that the workers of a rank hash at a time."""
+_NUM_LOCKS = 8
+"""Shards of an original that the workers of a rank hash at a time."""
 
 _LEFTOVER = re.compile(rf"\..+\.[0-9]+-[0-9a-f]+{re.escape(PARTIAL)}")
 """Name of an unfinished copy (`diffusion.files.unique_partial`)."""
@@ -108,27 +107,10 @@ class TierMeter:
             return TierCounts(*self._numbers)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Downloads:
-    """How files are fetched."""
-
-    attempts: int = 8
-    """Attempts for each file, with growing pauses between them."""
-
-    timeout: float = 30.0
-    """Seconds without an answer after which an attempt has failed."""
-
-    validate_hash: str | None = None
-    """Hash that shards are checked against; None is one that the index gives, if it gives any."""
-
-
 class CacheLimit:
-    """Keeps the caches of a job on this machine below a size.
+    """Keeps the caches of a job on this machine below a size: shards, indexes and unfinished copies.
 
     Shards that several processes fetch at the same time may exceed it.
-
-    Args:
-        num_bytes: the size, of shards, indexes and unfinished copies.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -195,7 +177,7 @@ class StreamShards:
 
     Args:
         location: where the stream lies, checked.
-        downloads: how its files are fetched.
+        hash_kind: hash that shards are compared with; None is one that the index gives, if it gives any.
         limit: of the cache; None is none.
         meter: counts what is fetched.
         columns: columns that are read; None is all.
@@ -209,24 +191,23 @@ class StreamShards:
         self,
         location: StreamLocation,
         *,
-        downloads: Downloads | None = None,
+        hash_kind: str | None = None,
         limit: CacheLimit | None = None,
         meter: TierMeter | None = None,
         columns: Collection[str] | None = None,
         files: ShardFiles | None = None,
     ) -> None:
-        downloads = downloads or Downloads()
         self.name, self.remote, self.folder = location.name, location.remote, Path(location.local)
-        self._access = replace(location.access, attempts=downloads.attempts, timeout=downloads.timeout)
-        self._hash_kind, self._columns = downloads.validate_hash, columns
+        self._access, self._hash_kind, self._columns = location.access, hash_kind, columns
         self._limit, self._meter = limit if self.remote else None, meter or TierMeter()
+        self._opened = time.time()
         self._hold()
         self.index = self._open_index()
         if self._limit is not None:
             self._limit.add(self.folder, self.index)
-        # One byte for each shard, shared with the workers that this process forks: 1 once its hash has been compared.
+        # One byte for each shard, shared with the workers that this process forks: 1 once it has been checked.
         self._checked = mmap.mmap(-1, len(self.index.shards))
-        self._hashing = [multiprocessing.Lock() for _ in range(_NUM_HASHING)]
+        self._rank_locks = [multiprocessing.Lock() for _ in range(_NUM_LOCKS)]
         self._files = files or ShardFiles()
         self._at_hand: dict[int, str] = {}
         self._decoders: dict[int, SampleDecoder] = {}
@@ -241,29 +222,24 @@ class StreamShards:
         return self.path(shard).exists()
 
     def check_sizes(self, part: slice) -> None:
-        """Compare the sizes of some shards of an original with the index.
-
-        Raises:
-            DataError: one is missing, or has another size.
-        """
+        """Raise a DataError if some shards of an original are missing, or do not have the size that the index gives."""
         if self.remote is not None:  # A copy is checked when it is first read.
             return
         for shard in self.index.shards[part]:
             files = [file for file in (shard.raw, shard.packed) if file is not None]
-            sizes = [_size(self.folder / file.name) for file in files]
-            for file, size in zip(files, sizes, strict=True):
-                if size is None and any(sizes):  # The other form of a compressed shard is there.
-                    continue
+            present = [file for file in files if (self.folder / file.name).is_file()]
+            if not present:  # One form of a compressed shard is enough.
+                raise DataError(f"{self.folder / shard.raw.name} is missing, and there is no remote. {_REWRITE}")
+            for file in present:
+                size = (self.folder / file.name).stat().st_size
                 if size != file.num_bytes:
-                    state = "is missing" if size is None else f"has {size} bytes instead of {file.num_bytes}"
-                    raise DataError(f"{self.folder / file.name} {state}, and there is no remote. {_REWRITE}")
+                    path = self.folder / file.name
+                    raise DataError(
+                        f"{path} has {size} bytes instead of {file.num_bytes}, and there is no remote. {_REWRITE}"
+                    )
 
     def ensure(self, shard: int) -> None:
-        """Have a shard on this machine, whole; several threads may ask.
-
-        Raises:
-            DataError: it cannot be fetched, or an original is missing or damaged.
-        """
+        """Have a shard on this machine, whole, or raise a DataError; several threads may ask."""
         path = self.path(shard)
         if self._checked[shard] and path.exists():
             if self._limit is not None:
@@ -271,9 +247,7 @@ class StreamShards:
                     os.utime(path)
             return
         try:
-            if not self._is_whole(shard):
-                self._fetch(shard)
-            self._checked[shard] = 1
+            self._make_whole(shard)
         except (UserError, OSError) as error:
             what = f"read: {error}. {_REWRITE}"
             if self.remote is not None:
@@ -281,11 +255,7 @@ class StreamShards:
             raise DataError(f"stream '{self.name}', shard {path.name} could not be {what}") from error
 
     def read(self, index: int) -> dict[str, Any]:
-        """Read the wanted columns of a sample of the stream.
-
-        Raises:
-            DataError: its shard cannot be fetched, or its bytes are damaged.
-        """
+        """Read the wanted columns of a sample; a DataError if its shard cannot be fetched, or its bytes are damaged."""
         shard, inside = self.index.locate(index)
         for _ in range(READ_ATTEMPTS):
             path = self._at_hand.get(shard) or self._have_at_hand(shard)
@@ -338,7 +308,7 @@ class StreamShards:
         return decoder
 
     def _hold(self) -> None:
-        """Mark the folder as in use, if it is a cache: of this job, or of another one for which this is an original."""
+        """Mark a cache as in use: of this job, or of another one for which this is an original."""
         self._holding = None
         with suppress(OSError):  # A cache that is whole may be read-only.
             if self.remote is not None or (self.folder / LOCKS).is_dir():
@@ -372,34 +342,55 @@ class StreamShards:
                 if _LEFTOVER.fullmatch(Path(name).name) and time.time() - found.st_mtime > LEFTOVER_SECONDS:
                     (self.folder / name).unlink(missing_ok=True)
 
-    def _is_whole(self, shard: int) -> bool:
-        """Compare a shard that is here with the index; the workers of a rank do so once.
+    def _make_whole(self, shard: int) -> None:
+        """Check a shard that is here, and fetch one that is not, or is damaged; one process of the node does so."""
+        began = time.time()
+        with self._locked(shard) as note:
+            if self._checked[shard] and self.is_here(shard):
+                return
+            checked, failure = _read_note(note)
+            if failure is not None and checked >= began:
+                raise DataError(failure)
+            if failure is not None or checked < self._opened or not self.is_here(shard):
+                try:
+                    self._check_or_fetch(self.index.shards[shard])
+                except Exception as error:
+                    _write_note(note, str(error))
+                    raise
+                _write_note(note, None)
+            self._checked[shard] = 1
 
-        Raises:
-            DataError: an original is damaged.
-        """
-        path = self.path(shard)
-        with self._hashing[shard % _NUM_HASHING]:
-            if self._checked[shard] and path.exists():
-                return True
-            try:
-                damage = self._find_damage(self.index.shards[shard].raw)
-            except FileNotFoundError:
-                return False
+    @contextmanager
+    def _locked(self, shard: int) -> Iterator[int | None]:
+        """Lock a shard, for the node if its folder has locks, else for this rank; yield the file of the lock."""
+        entry, descriptor = self.index.shards[shard], None
+        with ExitStack() as stack:
+            if self.remote is not None or entry.packed is not None:
+                with suppress(OSError):  # A cache that is whole may be read-only.
+                    descriptor = stack.enter_context(lock(_lock_path(self.folder, entry.raw.name)))
+            if descriptor is None:
+                stack.enter_context(self._rank_locks[shard % _NUM_LOCKS])
+            yield descriptor
+
+    def _check_or_fetch(self, entry: Shard) -> None:
+        try:
+            damage = self._find_damage(entry.raw)
+        except FileNotFoundError:
+            if self.remote is None and entry.packed is None:
+                raise
+        else:
             if damage is None:
-                self._checked[shard] = 1
-                return True
-        if self.remote is None:
-            raise DataError(damage)
-        logger.warning("%s; fetching it again from %s", damage, shown(self.remote))
-        return False
+                return
+            if self.remote is None:
+                raise DataError(damage)
+            logger.warning("%s; fetching it again from %s", damage, shown(self.remote))
+        if entry.packed is not None:
+            self._unpack(entry, entry.packed)
+        else:
+            self._copy(entry.raw, entry.cached_bytes)
 
     def _find_damage(self, file: ShardFile) -> str | None:
-        """Compare size and hash of a file with the index; return what differs.
-
-        Raises:
-            FileNotFoundError: it is not here.
-        """
+        """Compare size and hash of a file with the index; return what differs. A missing one is a FileNotFoundError."""
         path = self.folder / file.name
         if (size := path.stat().st_size) != file.num_bytes:
             return f"{path} has {size} bytes instead of {file.num_bytes}"
@@ -416,25 +407,6 @@ class StreamShards:
                 f"the index gives no {self._hash_kind} of {file.name} ({known}): set data.validate_hash=null"
             )
         return choose_hash(file.hashes) if self._hash_kind is None else (self._hash_kind, file.hashes[self._hash_kind])
-
-    def _fetch(self, shard: int) -> None:
-        """Fetch a shard, or wait for the process that fetches it."""
-        entry = self.index.shards[shard]
-        if self.remote is None and entry.packed is None:
-            raise FileNotFoundError(f"{self.folder / entry.raw.name} is gone, and there is no remote")
-        began = time.time()
-        with lock(_lock_path(self.folder, entry.raw.name)) as descriptor:
-            with suppress(FileNotFoundError):
-                if self._checked[shard] and self.is_here(shard):
-                    return
-                if self._find_damage(entry.raw) is None:  # Another rank or job has fetched it.
-                    return
-            with _shared_failure(descriptor, began):
-                if entry.packed is not None:
-                    self._unpack(entry, entry.packed)
-                else:
-                    self._copy(entry.raw, entry.cached_bytes)
-            self._checked[shard] = 1
 
     def _copy(self, file: ShardFile, num_bytes: int) -> None:
         """Fetch a file from the remote, and make room for so many bytes before."""
@@ -473,67 +445,16 @@ _REWRITE = "Copy or write the data set again"
 _CHECK = "Check that it is there and whole and that this machine can reach it, then start the same command again"
 
 
-def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None
+def _read_note(descriptor: int | None) -> tuple[float, str | None]:
+    """Read when a shard was checked last, and how that failed, from the file of its lock."""
+    if descriptor is not None:
+        with suppress(ValueError):  # Empty, or cut off.
+            checked, failure = json.loads(os.pread(descriptor, 2**16, 0))
+            return checked, failure
+    return 0.0, None
 
 
-@contextmanager
-def _shared_failure(descriptor: int, began: float) -> Iterator[None]:
-    """Note a failure of the block in the file of the lock; raise one that was noted since a time.
-
-    Args:
-        descriptor: of the file, whose lock is held.
-        began: when this process began to wait for the lock.
-    """
-    content = os.pread(descriptor, 2**16, 0)
-    with suppress(ValueError):  # Empty, or cut off.
-        failed, message = json.loads(content)
-        if failed >= began:
-            raise DataError(message)
-    try:
-        yield
-    except Exception as error:
+def _write_note(descriptor: int | None, failure: str | None) -> None:
+    if descriptor is not None:
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps([time.time(), str(error)]).encode(), 0)
-        raise
-    if content:
-        os.ftruncate(descriptor, 0)
-
-
-class Prefetcher:
-    """Visits what comes next in a thread of this process.
-
-    Args:
-        visit: a function of what comes next, such as (epoch, step); several calls at a time are made by nobody.
-    """
-
-    def __init__(self, visit: Callable[[Any], None]) -> None:
-        self._visit = visit
-        self._upcoming: list[Any] = []
-        self._visited: set[Any] = set()
-        self._changed = threading.Condition()
-        self._is_closed = False
-        threading.Thread(target=self._run, name="prefetch", daemon=True).start()
-
-    def reach(self, upcoming: Sequence[Any]) -> None:
-        """Visit these from now on, in order, without those that were visited."""
-        with self._changed:
-            self._visited &= set(upcoming)
-            self._upcoming = [position for position in upcoming if position not in self._visited]
-            self._changed.notify()
-
-    def close(self) -> None:
-        """End the thread after what it visits now."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._upcoming or self._is_closed)
-                if self._is_closed:
-                    return
-                position = self._upcoming.pop(0)
-                self._visited.add(position)
-            self._visit(position)
+        os.pwrite(descriptor, json.dumps([time.time(), failure]).encode(), 0)

@@ -78,15 +78,7 @@ class EncodedManifest:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], where: str) -> "EncodedManifest":
-        """Read it from the content of a `manifest.json`.
-
-        Args:
-            content: the parsed file.
-            where: the data set, for messages.
-
-        Raises:
-            DataError: it is another kind of manifest, or of another version.
-        """
+        """Read it from the content of a `manifest.json`; a DataError if it is of another kind or version."""
         if content.get("kind") != ENCODED:
             raise DataError(f"{where} is not encoded data: encode it with scripts/encode.py")
         keys = {field.name for field in fields(cls)}
@@ -116,21 +108,17 @@ def check_encoded(
     empty_ids: Sequence[int] | None = None,
     text_encoder_identity: str | None = None,
 ) -> None:
-    """Refuse encoded data that does not fit a run.
+    """Raise a DataError that names all differences if encoded data does not fit a run. What is None is not checked.
 
     Args:
         manifest: manifest of the data.
         where: folder or URL of the stream, which ends with the name of its bucket.
         size: what the run takes the images' size for.
         needs_logvar: whether draws from the posterior are wanted.
-        vae_identity: `module_identity` of the run's VAE; None is not checked.
-        tokenizer_identity: identity of the run's tokenizer; None is not checked.
-        empty_ids: the run's ids [L] of the empty caption; None is not checked.
-        text_encoder_identity: `module_identity` of the run's text encoder, where stored embeddings are to be used; None
-            is not checked.
-
-    Raises:
-        DataError: what differs, all of it, and the command that makes data that fits.
+        vae_identity: `module_identity` of the run's VAE.
+        tokenizer_identity: identity of the run's tokenizer.
+        empty_ids: the run's ids [L] of the empty caption.
+        text_encoder_identity: `module_identity` of the run's text encoder, where stored embeddings are to be used.
     """
     expected = {
         "resolution": (_shown(manifest.size_of(where.rstrip("/").rpartition("/")[2])), _shown(size)),

@@ -30,9 +30,6 @@ EXTENSIONS = frozenset(
 MAX_BYTES = 512 * 2**20
 """Largest image file, in bytes."""
 
-LARGEST_REDUCTION = 8
-"""What JPEG decoders can reduce an image by at most, per side."""
-
 _ORIENTATION = 0x0112
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -45,31 +42,19 @@ _TRANSPOSE = {
 }
 _SIDEWAYS = (5, 6, 7, 8)
 _DECODER_ERRORS = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    EOFError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    ArithmeticError,
-    RuntimeError,
-    struct.error,
-    zlib.error,
+    *(OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, AttributeError, ArithmeticError),
+    *(RuntimeError, struct.error, zlib.error),
 )
 """What Pillow's decoders raise on damaged or hostile files."""
 
 
 class UndecodableImageError(ValueError):
-    """An image that cannot be decoded to RGB.
-
-    Attributes:
-        reason: `undecodable` or `too_large`.
-    """
+    """An image that cannot be decoded to RGB."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
+        """`undecodable` or `too_large`."""
 
 
 class Reduced(NamedTuple):
@@ -77,47 +62,34 @@ class Reduced(NamedTuple):
 
     image: Image.Image
     """Mode RGB."""
-
     width: int
-    """Pixels of the image at its full size."""
-
+    """Pixels at the full size, like `height`."""
     height: int
-    """Likewise."""
 
 
 def decode_rgb(data: bytes) -> Image.Image:
-    """Decode the bytes of an image file.
-
-    Args:
-        data: The whole file.
-
-    Returns:
-        A fully loaded image of mode RGB, 8 bits per channel.
+    """Decode an image file to a loaded image of mode RGB, 8 bits per channel.
 
     Raises:
-        UndecodableImageError: The data is empty, truncated, damaged, of an unknown format or mode, or too large.
+        UndecodableImageError: the data is empty, truncated, damaged, of an unknown format or mode, or too large.
     """
     return _decode(data, None).image
 
 
 def decode_reduced(data: bytes, side: int) -> Reduced:
-    """Decode the bytes of an image file at 1/2, 1/4 or 1/8 of its size; still the whole file is read and checked.
+    """Decode an image file at 1/2, 1/4 or 1/8 of its size; still the whole file is read and checked.
 
     A JPEG is reduced by its decoder (which spares the rest of the inverse transform), others by averages of squares of
-    pixels: nearly the same.
+    pixels: nearly the same. Errors are those of `decode_rgb`, for the same files.
 
     Args:
-        data: The whole file.
-        side: The longer side does not become shorter than so many pixels.
-
-    Raises:
-        UndecodableImageError: As for `decode_rgb`, for the same files.
+        data: the whole file.
+        side: the longer side does not become shorter than so many pixels.
     """
     return _decode(data, side)
 
 
 def _decode(data: bytes, side: int | None) -> Reduced:
-    """Decode at the full size, or reduced."""
     if not data:
         raise UndecodableImageError("undecodable", "the file is empty")
     if len(data) > MAX_BYTES:
@@ -151,16 +123,14 @@ def _decode(data: bytes, side: int | None) -> Reduced:
 
 
 def _reduction(longer: int, side: int) -> int:
-    """Return by how much an image is reduced."""
-    reduction = 1
-    while reduction < LARGEST_REDUCTION and longer >= 2 * reduction * side:
+    reduction = 1  # At most 8, as by JPEG decoders.
+    while reduction < 8 and longer >= 2 * reduction * side:
         reduction *= 2
     return reduction
 
 
 @functools.cache
 def _formats() -> tuple[str, ...]:
-    """Return the formats that this build of Pillow knows."""
     Image.init()
     return tuple(name for name in FORMATS if name in Image.OPEN)
 

@@ -28,7 +28,6 @@ from diffusion.config.data import (
 )
 from diffusion.config.fields import parse_size
 from diffusion.datasets.batch import BatchKey, CollateGroups, Sample, collate
-from diffusion.datasets.cache import Downloads
 from diffusion.datasets.dataset import TextImageDataset, Tokenize, TrainingDataset, TrainingSteps
 from diffusion.datasets.encoded import ENCODED, EncodedManifest, check_encoded
 from diffusion.datasets.sample_order import OrderSettings
@@ -36,6 +35,7 @@ from diffusion.datasets.streams import StreamLocation, check_location, find_mani
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
 from diffusion.randomness import sample_address
+from diffusion.storage import Access
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +44,7 @@ class BatchLoader(DataLoader):
     """A DataLoader whose workers' `DataError`s and timeouts arrive with their own message, not with a traceback."""
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Iterate over batches.
-
-        Raises:
-            DataError: from the data set, or because a worker gave nothing for too long.
-        """
+        """Iterate over batches; a DataError comes from the data set, or because a worker gave nothing for too long."""
         try:
             yield from super().__iter__()
         except DataError as error:
@@ -66,10 +62,10 @@ class BatchLoader(DataLoader):
 def train_loader(
     config: DataConfig, *, seed: int, tokenize: Tokenize | None, rank_batch_size: int, with_logvar: bool = True
 ) -> BatchLoader:
-    """Build the loader of training data for this rank.
+    """Build the loader of training data for this rank (`diffusion.distributed`).
 
     The samples of each global batch are a function of configuration, data and seed, whatever the world size and the
-    number of workers. Rank and world size are those of the environment (`diffusion.distributed`).
+    number of workers.
 
     Args:
         config: the configuration's section `data`.
@@ -89,12 +85,7 @@ def train_loader(
         DataError: streams that are missing, damaged or not what the configuration says.
     """
     rank, num_ranks = distributed.rank(), distributed.world_size()
-    # `diffusion.config.checks` has the messages about these.
-    assert config.global_batch_size == rank_batch_size * num_ranks, (
-        config.global_batch_size,
-        rank_batch_size,
-        num_ranks,
-    )
+    assert config.global_batch_size == rank_batch_size * num_ranks, (config, rank_batch_size, num_ranks)
     sizes = image_sizes(config.streams, config.resolution)
     dataset = TrainingDataset(
         locations=check_training_streams(config, with_logvar=with_logvar),
@@ -111,7 +102,7 @@ def train_loader(
         with_logvar=with_logvar,
         with_text_embeddings=config.text_embeddings,
         choose_caption=True,
-        downloads=_downloads(config),
+        hash_kind=config.validate_hash,
         cache_limit=None if config.cache_limit is None else parse_size(config.cache_limit, "data.cache_limit"),
     )
     collate_fn = collate
@@ -184,12 +175,6 @@ class ValidationBatches(DistributedSampler):
     A batch holds samples of one stream. All ranks have the same number of batches, of the same sizes, since sharded
     models compute together; where samples do not suffice for that, batches are filled up with copies that are not
     counted. Composer takes this for the sampler of a distributed data set, and finds no padding of its own in it.
-
-    Args:
-        data: the samples.
-        batch_size: B.
-        num_ranks: R.
-        rank: number of the rank.
     """
 
     def __init__(self, data: ValidationDataset, *, batch_size: int, num_ranks: int, rank: int) -> None:
@@ -218,13 +203,7 @@ def share_of(indices: Sequence[int], num_ranks: int, rank: int) -> list[int]:
 def validation_dataset(
     config: ValidationConfig, data: DataConfig, *, tokenize: Tokenize | None, with_logvar: bool = True
 ) -> ValidationDataset:
-    """Open the validation data, read with the representation and sizes of training.
-
-    Args:
-        config: the configuration's section `validation`.
-        data: the configuration's section `data`.
-        tokenize: K captions -> int32 [K, L]; not used with latents.
-        with_logvar: whether the latents' log-variance is wanted.
+    """Open the validation data, read with the representation and sizes of training (`train_loader`).
 
     Raises:
         DataError: streams that are missing, damaged or not what the configuration says.
@@ -240,7 +219,7 @@ def validation_dataset(
         with_logvar=with_logvar,
         with_text_embeddings=data.text_embeddings,
         choose_caption=False,
-        downloads=_downloads(data),
+        hash_kind=data.validate_hash,
         rank=distributed.rank(),
         num_ranks=distributed.world_size(),
     )
@@ -250,36 +229,18 @@ def validation_dataset(
 def validation_loader(
     dataset: ValidationDataset, config: ValidationConfig, data: DataConfig, *, rank: int = 0, num_ranks: int = 1
 ) -> BatchLoader:
-    """Build the loader of validation data for this rank.
-
-    Args:
-        dataset: made by `validation_dataset`.
-        config: the configuration's section `validation`.
-        data: the configuration's section `data`, for its workers.
-        rank: number of the rank.
-        num_ranks: world size.
-
-    Returns:
-        Batches of one stream each, of at most `config.device_batch_size` samples.
-    """
+    """Build the loader of validation data for a rank: batches of one stream, of `config.device_batch_size` at most."""
     batches = ValidationBatches(dataset, batch_size=config.device_batch_size, num_ranks=num_ranks, rank=rank)
     return BatchLoader(dataset, batch_sampler=batches, collate_fn=collate, **_loader_options(data))
 
 
 def check_training_streams(config: DataConfig, *, with_logvar: bool) -> list[StreamLocation]:
-    """Check what can be known of the training streams before anything is opened and without other ranks.
-
-    Args:
-        config: the configuration's section `data`.
-        with_logvar: whether the latents' log-variance is wanted.
-
-    Returns:
-        Where the streams lie.
+    """Locate the training streams, and check what can be known before they are opened and without other ranks.
 
     Raises:
         DataError: streams that are missing, half-written, or encoded otherwise than the configuration says.
     """
-    locations = locate_streams(config.remote, config.local, config.streams)
+    locations = locate_streams(config.remote, config.local, config.streams, access=_access(config))
     _check_locations(locations, image_sizes(config.streams, config.resolution), config, with_logvar)
     return locations
 
@@ -287,7 +248,7 @@ def check_training_streams(config: DataConfig, *, with_logvar: bool) -> list[Str
 def check_validation_streams(config: ValidationConfig, data: DataConfig, *, with_logvar: bool) -> list[StreamLocation]:
     """Check the validation streams as `check_training_streams` does those of training."""
     streams = validation_streams(config, data)
-    locations = locate_streams(config.remote, config.local, streams, "validation")
+    locations = locate_streams(config.remote, config.local, streams, "validation", access=_access(data))
     _check_locations(locations, image_sizes(streams, data.resolution), data, with_logvar)
     return locations
 
@@ -309,10 +270,8 @@ def _check_locations(
             check_encoded(encoded, where=location.source, size=size, needs_logvar=with_logvar)
 
 
-def _downloads(config: DataConfig) -> Downloads:
-    return Downloads(
-        attempts=config.download_retry, timeout=config.download_timeout, validate_hash=config.validate_hash
-    )
+def _access(config: DataConfig) -> Access:
+    return Access(attempts=config.download_attempts, timeout=config.download_timeout)
 
 
 def _loader_options(config: DataConfig) -> dict[str, Any]:

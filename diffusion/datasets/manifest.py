@@ -8,6 +8,8 @@ from diffusion.errors import DataError
 from diffusion.files import read_json, write_json
 
 MANIFEST = "manifest.json"
+WORK = "work.partial"
+"""Folder beside the manifest while a data set is being written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,6 @@ class RefusedEntry:
     """The images that were refused for one reason."""
 
     count: int
-    """How many."""
     examples: list[Example]
     """The first few, in the order of the sources."""
 
@@ -51,9 +52,9 @@ class BucketEntry:
     num_samples: int
     num_shards: int
     num_bytes: int
-    """Bytes of the shards."""
+    """Bytes of the shards, uncompressed."""
     sha256: str
-    """Hash of the folder's index, which holds the hashes of the shards."""
+    """Hash of the folder's index, which holds the hashes of the shards: equal for equal content."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,21 +122,13 @@ class PreparedManifest:
     """In order; the numbers above are their sums."""
 
     def write(self, folder: Path) -> None:
-        """Write `manifest.json` into a folder, atomically.
-
-        Raises:
-            OSError: The disk is full, or the place cannot be written to.
-        """
+        """Write `manifest.json` into a folder, atomically."""
         write_json(folder / MANIFEST, {"kind": self.KIND, "version": self.VERSION, **asdict(self)})
 
     @classmethod
     def read(cls, folder: Path) -> "PreparedManifest":
-        """Read `manifest.json` of a prepared data set.
-
-        Raises:
-            DataError: There is none, it is damaged, or it is one of another kind or version.
-        """
-        values = read_manifest(folder, cls.KIND, cls.VERSION)
+        """Read it; a DataError if there is none, it is damaged, or it is one of another kind or version."""
+        values = _read_values(folder, cls.KIND, cls.VERSION)
         try:
             return cls(
                 sources=[SourceEntry(**entry) for entry in values["sources"]],
@@ -157,20 +150,7 @@ class PreparedManifest:
             raise DataError(f"{folder / MANIFEST} is damaged ({error!r}); write the data set anew") from error
 
 
-def read_manifest(folder: Path, kind: str, version: int) -> dict[str, Any]:
-    """Read `manifest.json` and check what it is.
-
-    Args:
-        folder: Root of the data set.
-        kind: `prepared` or `encoded`.
-        version: The version that the caller reads.
-
-    Returns:
-        The content, with `kind` and `version`.
-
-    Raises:
-        DataError: There is none, it is damaged, or it is one of another kind or version.
-    """
+def _read_values(folder: Path, kind: str, version: int) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
         raise DataError(

@@ -3,9 +3,9 @@
 A shard file begins with the number of samples n and n + 1 offsets (uint32); sample i lies between offsets i and i + 1.
 The index lists the shards. What is written here a stock `StreamingDataset` reads, and any MDS folder can be read.
 
-Streaming's own `with MDSWriter(...)` writes a valid index even when its block raised, and its shards have their final
-names from the start. Here a folder gets its name when everything in it is on the disk. Streaming's readers open the
-file and decode all columns for each sample (44 us for a latent, here 11 us).
+Streaming's `MDSWriter` gives shards their names before they are whole, and brings torch along: half a gigabyte and
+several seconds for each worker. Its readers open the file and decode all columns for each sample (44 us for a latent,
+here 11 us).
 """
 
 import hashlib
@@ -19,18 +19,16 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import xxhash
 
 from diffusion.datasets.balanced import Integers
+from diffusion.datasets.manifest import BucketEntry
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.files import PARTIAL, atomic_folder, atomic_path, hash_file, read_json, write_atomically
-
-if TYPE_CHECKING:
-    from streaming import MDSWriter
+from diffusion.files import atomic_path, hash_file, new_hash, read_json, write_atomically
 
 INDEX = "index.json"
 DEFAULT_SHARD_BYTES = 256 * 2**20
@@ -67,7 +65,7 @@ class Layout(NamedTuple):
         """The layout in which shards with columns of some MDS types are written: by name."""
         names = sorted(columns)
         encodings = [columns[name] for name in names]
-        return cls(tuple(names), tuple(encodings), tuple(map(_encoded_size, encodings)), compression)
+        return cls(tuple(names), tuple(encodings), tuple(map(encoded_size, encodings)), compression)
 
 
 class Shard(NamedTuple):
@@ -86,11 +84,7 @@ class Shard(NamedTuple):
 
 
 class ShardIndex:
-    """The index of an MDS folder, in about 800 bytes a shard: 64 MB for the 80,000 shards of 790 million samples.
-
-    Args:
-        shards: its entries.
-    """
+    """The index of an MDS folder, in about 800 bytes a shard: 64 MB for the 80,000 shards of 790 million samples."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.shards = shards
@@ -154,10 +148,9 @@ _OFFSETS = struct.Struct("<2I")
 
 
 class ShardFiles:
-    """Reads samples of shard files, and keeps the last `max_open` files open."""
+    """Reads samples of shard files, and keeps the last `MAX_OPEN` files open."""
 
-    def __init__(self, max_open: int = MAX_OPEN) -> None:
-        self._max_open = max_open
+    def __init__(self) -> None:
         self._open: dict[str, int] = {}
 
     def read(self, path: str, index: int) -> bytes:
@@ -170,7 +163,7 @@ class ShardFiles:
         descriptor = self._open.get(path)
         if descriptor is None:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            while len(self._open) >= self._max_open:
+            while len(self._open) >= MAX_OPEN:
                 os.close(self._open.pop(next(iter(self._open))))
             self._open[path] = descriptor
         begin, end = _OFFSETS.unpack(_exactly(os.pread(descriptor, 8, 4 * (1 + index)), 8))
@@ -275,49 +268,24 @@ _DECODERS: dict[str, Callable[[bytes], Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class MDSIndex:
-    """What the index of an MDS folder says.
-
-    Attributes:
-        num_samples: Samples of all shards.
-        num_shards: Shard files.
-        num_bytes: Bytes of all shards, uncompressed.
-        columns: MDS type of each column.
-        sha256: Hash of the index, which holds the hashes of the shards: equal for equal content.
-    """
-
-    num_samples: int
-    num_shards: int
-    num_bytes: int
-    columns: dict[str, str]
-    sha256: str
-
-
-def check_shard_bytes(shard_bytes: int) -> None:
-    """Raise a ConfigurationError unless shards can have that size: MDS counts with 32 bits."""
-    if not 0 < shard_bytes < 2**31:
-        raise ConfigurationError(f"shard size: {shard_bytes} bytes; it must be above 0 and below {2**31} (2 GiB)")
-
-
-@dataclass(frozen=True, kw_only=True)
 class ShardFormat:
-    """How shards are written.
-
-    Attributes:
-        columns: MDS type of each column.
-        shard_bytes: Size above which a new shard is begun.
-        hashes: Names of the hashes of each shard in the index, sorted.
-        compression: A compression that Streaming knows, or None.
-    """
+    """How shards are written."""
 
     columns: Mapping[str, str]
+    """MDS type of each column."""
     shard_bytes: int = DEFAULT_SHARD_BYTES
+    """Size above which a new shard is begun."""
     hashes: tuple[str, ...] = DEFAULT_HASHES
+    """Names of the hashes of each shard in the index, sorted."""
     compression: str | None = None
+    """A compression that Streaming knows, or None."""
 
     def check(self) -> None:
         """Raise a ConfigurationError unless shards can be written so."""
-        check_shard_bytes(self.shard_bytes)
+        if not 0 < self.shard_bytes < 2**31:  # MDS counts with 32 bits.
+            raise ConfigurationError(
+                f"shard size: {self.shard_bytes} bytes; it must be above 0 and below {2**31} (2 GiB)"
+            )
         if self.hashes != DEFAULT_HASHES:
             from streaming.base.hashing import get_hashes, is_hash
 
@@ -336,56 +304,48 @@ class ShardFormat:
                     "zstd:3 or without (gz stores the time, so that no two runs write the same)"
                 )
 
-    def writer(self, folder: Path) -> "MDSWriter":
-        """Open Streaming's writer on a folder."""
-        from streaming import MDSWriter  # takes seconds: a command's mistakes are reported before
-
-        return MDSWriter(
-            columns=dict(self.columns),
-            out=str(folder.absolute()),
-            hashes=list(self.hashes),
-            size_limit=self.shard_bytes,
-            compression=self.compression,
-        )
-
-
-@dataclass(frozen=True)
-class ShardTemplate:
-    """What the shards of a format have in common, as Streaming's writer has it.
-
-    That brings torch along: half a gigabyte and several seconds for each worker, so prepared data is written without.
-
-    Attributes:
-        header: Bytes between the offsets and the samples.
-        entry: The part of an index entry that all shards share.
-    """
-
-    header: bytes
-    entry: dict[str, Any]
-
-    @classmethod
-    def of(cls, shards: ShardFormat) -> "ShardTemplate":
-        """Make it."""
-        layout = Layout.of(shards.columns, shards.compression)
-        entry = {
+    @cached_property
+    def entry(self) -> dict[str, Any]:
+        """The part of an index entry that all shards share."""
+        layout = Layout.of(self.columns, self.compression)
+        return {
             "version": 2,
             "format": "mds",
-            "compression": shards.compression,
-            "hashes": list(shards.hashes),
-            "size_limit": shards.shard_bytes,
+            "compression": self.compression,
+            "hashes": list(self.hashes),
+            "size_limit": self.shard_bytes,
             "column_names": list(layout.names),
             "column_encodings": list(layout.encodings),
             "column_sizes": list(layout.sizes),
         }
-        return cls(json.dumps(entry, sort_keys=True).encode(), entry)
+
+    @cached_property
+    def header(self) -> bytes:
+        """Bytes between the offsets and the samples."""
+        return json.dumps(self.entry, sort_keys=True).encode()
 
     def num_bytes(self, num_samples: int) -> int:
         """Return the bytes of a shard beside those of its samples."""
         return 4 + 4 * (num_samples + 1) + len(self.header)
 
 
-def _encoded_size(kind: str) -> int | None:
-    """Return the bytes of each value of a type; None where they vary."""
+def encode_sample(sample: Mapping[str, Any], columns: Mapping[str, str]) -> bytes:
+    """Return the bytes of a sample in a shard: the sizes of the columns that have none of their own, then the columns.
+
+    Args:
+        sample: value of each column.
+        columns: MDS type of each column.
+    """
+    sizes, data = [], []
+    for name in sorted(columns):
+        data.append(_encode(columns[name], sample[name]))
+        if encoded_size(columns[name]) is None:
+            sizes.append(len(data[-1]))
+    return struct.pack(f"<{len(sizes)}I", *sizes) + b"".join(data)
+
+
+def encoded_size(kind: str) -> int | None:
+    """Return the bytes of each value of an MDS type; None where they vary."""
     if kind in _ENCODERS:
         return 4 if kind == "int32" else None
     from streaming.base.format.mds.encodings import get_mds_encoded_size
@@ -393,19 +353,12 @@ def _encoded_size(kind: str) -> int | None:
     return get_mds_encoded_size(kind)
 
 
-def encode_sample(sample: Mapping[str, Any], columns: Mapping[str, str]) -> bytes:
-    """Return the bytes of a sample in a shard: the sizes of the columns that have none of their own, then the columns.
+def _encode(kind: str, value: Any) -> bytes:
+    if kind in _ENCODERS:
+        return _ENCODERS[kind](value)
+    from streaming.base.format.mds.encodings import mds_encode
 
-    Args:
-        sample: Value of each column.
-        columns: Their types, of `bytes`, `str`, `json` and `int32`.
-    """
-    sizes, data = [], []
-    for name in sorted(columns):
-        data.append(_ENCODERS[columns[name]](sample[name]))
-        if columns[name] != "int32":
-            sizes.append(len(data[-1]))
-    return struct.pack(f"<{len(sizes)}I", *sizes) + b"".join(data)
+    return mds_encode(kind, value)
 
 
 _ENCODERS: dict[str, Callable[[Any], bytes]] = {
@@ -420,7 +373,7 @@ def write_shard(
     target: Path,
     number: int,
     samples: Sequence[bytes],
-    template: ShardTemplate,
+    shards: ShardFormat,
     *,
     partial: Path,
     revision: int = 0,
@@ -429,55 +382,48 @@ def write_shard(
     """Write one shard of an MDS folder, which appears there only when it is whole.
 
     Args:
-        target: The MDS folder; it exists.
-        number: Number of the shard in it.
-        samples: Encoded.
-        template: What its shards have in common.
-        partial: File that it is written to first, on the same disk; left there by a process that is killed.
-        revision: How often the shard was written anew under a new name.
-        part: Number among the files that a shard of this number was cut into.
+        target: the MDS folder; it exists.
+        number: number of the shard in it.
+        samples: encoded.
+        shards: their format.
+        partial: file that it is written to first, on the same disk; left there by a process that is killed.
+        revision: how often the shard was written anew under a new name.
+        part: number among the files that a shard of this number was cut into.
 
     Returns:
         The shard's entry for the index of the folder.
 
     Raises:
-        OSError: The disk is full, or the place cannot be written to.
+        OSError: the disk is full, or the folder cannot be written to.
     """
-    starts = list(itertools.accumulate(map(len, samples), initial=template.num_bytes(len(samples))))
-    content = [struct.pack(f"<{len(starts) + 1}I", len(samples), *starts), template.header, *samples]
-    compression, hashes = template.entry["compression"], template.entry["hashes"]
+    starts = list(itertools.accumulate(map(len, samples), initial=shards.num_bytes(len(samples))))
+    content = [struct.pack(f"<{len(starts) + 1}I", len(samples), *starts), shards.header, *samples]
     name = f"shard.{number:05}{f'.p{part}' if part else ''}{f'.r{revision}' if revision else ''}.mds"
-    raw_data, zip_data = _described(content, name, hashes), None
-    if compression:
+    raw_data, zip_data = _described(content, name, shards.hashes), None
+    if shards.compression:
         from streaming.base.compression import compress, get_compression_extension
 
-        name = f"{name}.{get_compression_extension(compression)}"
-        content = [compress(compression, b"".join(content))]
-        zip_data = _described(content, name, hashes)
+        name = f"{name}.{get_compression_extension(shards.compression)}"
+        content = [compress(shards.compression, b"".join(content))]
+        zip_data = _described(content, name, shards.hashes)
     with atomic_path(target / name, partial=partial), partial.open("wb", buffering=_BUFFER_BYTES) as file:
         file.writelines(content)
-    return {"samples": len(samples), "raw_data": raw_data, "zip_data": zip_data, **template.entry}
+    return {"samples": len(samples), "raw_data": raw_data, "zip_data": zip_data, **shards.entry}
 
 
 def _described(content: Sequence[bytes], name: str, hashes: Iterable[str]) -> dict[str, Any]:
     """Return name, size and hashes of a file as the index holds them."""
-    return {
-        "basename": name,
-        "bytes": sum(map(len, content)),
-        "hashes": {kind: _hash(kind, content) for kind in hashes},
-    }
-
-
-def _hash(kind: str, content: Sequence[bytes]) -> str:
-    """Return a hash of one of Streaming's kinds."""
-    if kind == "xxh64":
-        digest = xxhash.xxh64()
+    digests = {kind: new_hash(kind) for kind in hashes}
+    for digest in digests.values():
         for part in content:
             digest.update(part)
-        return digest.hexdigest()
-    from streaming.base.hashing import get_hash
+    hexadecimal = {kind: digest.hexdigest() for kind, digest in digests.items()}
+    return {"basename": name, "bytes": sum(map(len, content)), "hashes": hexadecimal}
 
-    return get_hash(kind, b"".join(content))
+
+def write_index(folder: Path, entries: Sequence[Mapping[str, Any]]) -> None:
+    """Write the index of an MDS folder as Streaming does, atomically, from what `write_shard` returned."""
+    write_atomically(folder / INDEX, json.dumps({"version": 2, "shards": list(entries)}, sort_keys=True))
 
 
 def choose_hash(hashes: Mapping[str, str]) -> tuple[str, str] | None:
@@ -487,32 +433,13 @@ def choose_hash(hashes: Mapping[str, str]) -> tuple[str, str] | None:
 
 
 def find_wrong_hash(path: Path, hashes: Mapping[str, str]) -> str | None:
-    """Compare a file with the hash that the index gives of it.
-
-    Args:
-        path: The file.
-        hashes: What the index gives; nothing is compared where that is nothing.
-
-    Returns:
-        The name of a hash that differs, or None.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
+    """Return the name of a hash that the index gives of a file and that differs; None if there is none."""
     digest = choose_hash(hashes)
     return digest[0] if digest is not None and hash_file(path, digest[0]) != digest[1] else None
 
 
 def check_shard(folder: Path, entry: Mapping[str, Any]) -> None:
-    """Compare the file of a shard with the hash that the index gives of it.
-
-    Args:
-        folder: The MDS folder.
-        entry: The shard's entry in the index.
-
-    Raises:
-        DataError: The file is missing or damaged.
-    """
+    """Raise a DataError if the file of an entry of an index is missing, or has another hash."""
     stored = entry["zip_data"] or entry["raw_data"]
     file = folder / stored["basename"]
     try:
@@ -523,32 +450,19 @@ def check_shard(folder: Path, entry: Mapping[str, Any]) -> None:
         raise DataError(f"{file} is damaged: its {kind} is not that of the index; copy or write the folder anew")
 
 
-def write_index(folder: Path, entries: Sequence[Mapping[str, Any]]) -> None:
-    """Write the index of an MDS folder as Streaming does, atomically.
-
-    Args:
-        folder: The folder.
-        entries: What `write_shard` returned, in the order of the shards.
-
-    Raises:
-        OSError: The disk is full, or the place cannot be written to.
-    """
-    write_atomically(folder / INDEX, json.dumps({"version": 2, "shards": list(entries)}, sort_keys=True))
-
-
 @contextmanager
 def open_shard(folder: Path, entry: Mapping[str, Any]) -> Iterator[Any]:
     """Open one shard; a compressed one is unpacked to a temporary folder.
 
     Args:
-        folder: The MDS folder.
-        entry: The shard's entry in the index.
+        folder: the MDS folder.
+        entry: the shard's entry in the index.
 
     Yields:
-        A reader: `reader[i]` gives the columns of sample i.
+        Streaming's reader: `reader[i]` gives the columns of sample i.
 
     Raises:
-        DataError: The shard is missing.
+        DataError: the shard is missing.
     """
     from streaming.base.compression import decompress
     from streaming.base.format import reader_from_json
@@ -565,54 +479,11 @@ def open_shard(folder: Path, entry: Mapping[str, Any]) -> Iterator[Any]:
         yield reader_from_json(unpacked, None, {**entry, "compression": None, "zip_data": None})
 
 
-@contextmanager
-def write_mds(
-    folder: Path,
-    columns: Mapping[str, str],
-    *,
-    shard_bytes: int = DEFAULT_SHARD_BYTES,
-    hashes: tuple[str, ...] = DEFAULT_HASHES,
-    compression: str | None = None,
-) -> Iterator["MDSWriter"]:
-    """Write an MDS folder that appears under its name only when it is whole.
-
-    Until then it is `<folder>.partial`; what an earlier, interrupted run left there is removed. If the block raises,
-    nothing is left.
-
-    Args:
-        folder: The folder to be; it must not exist.
-        columns: MDS type of each column.
-        shard_bytes: Size above which a new shard is begun.
-        hashes: Names of the hashes of each shard in the index, sorted.
-        compression: A compression that Streaming knows, or None.
-
-    Yields:
-        A writer; call `write(sample)`, nothing else.
-
-    Raises:
-        ConfigurationError: The size of shards is out of range.
-        DataError: The folder exists.
-        OSError: The disk is full, or the place cannot be written to.
-    """
-    shards = ShardFormat(columns=columns, shard_bytes=shard_bytes, hashes=hashes, compression=compression)
-    check_shard_bytes(shard_bytes)
-    if folder.exists():
-        raise DataError(f"{folder} exists; remove it or write to another folder")
-    with atomic_folder(folder, partial=folder.with_name(folder.name + PARTIAL)) as partial:
-        writer = shards.writer(partial)
-        try:
-            yield writer
-            writer.finish()
-        except BaseException:
-            writer.cancel_future_jobs()
-            raise
-
-
 def read_shards(folder: Path) -> list[dict[str, Any]]:
     """Read the entries of the shards in the index of an MDS folder.
 
     Raises:
-        DataError: The folder has no index, or one that is damaged.
+        DataError: the folder has no index, or one that is damaged.
     """
     index = read_json(folder / INDEX)
     if not isinstance(index, dict) or not isinstance(index.get("shards"), list):
@@ -620,31 +491,29 @@ def read_shards(folder: Path) -> list[dict[str, Any]]:
     return index["shards"]
 
 
-def read_index(folder: Path) -> MDSIndex:
-    """Read the index of an MDS folder.
+def read_index(folder: Path) -> BucketEntry:
+    """Sum up the index of an MDS folder.
 
     Raises:
-        DataError: The folder has no index, or one that is damaged, or its shards differ from it in size or are missing.
+        DataError: the folder has no index, or one that is damaged, or its shards differ from it in size or are missing.
     """
-    index = read_json(folder / INDEX)
+    shards = read_shards(folder)
     try:
-        shards = index["shards"]
         num_samples = sum(shard["samples"] for shard in shards)
         num_bytes = sum(shard["raw_data"]["bytes"] for shard in shards)
         stored = [shard["zip_data"] or shard["raw_data"] for shard in shards]
-        files = [(folder / data["basename"], data["bytes"]) for data in stored]
-        columns = dict(zip(shards[0]["column_names"], shards[0]["column_encodings"], strict=True)) if shards else {}
-    except (KeyError, TypeError, IndexError, ValueError) as error:
+        sizes = {folder / data["basename"]: data["bytes"] for data in stored}
+    except (KeyError, TypeError) as error:
         raise DataError(
             f"{folder / INDEX} is not the index of an MDS folder ({error!r}); write the folder anew"
         ) from error
-    for file, size in files:
+    for file, size in sizes.items():
         found = file.stat().st_size if file.is_file() else None
         if found != size:
             state = "is missing" if found is None else f"has {found} bytes instead of {size}"
             raise DataError(f"{file} {state}; fetch or write the folder anew")
     sha256 = hashlib.sha256((folder / INDEX).read_bytes()).hexdigest()
-    return MDSIndex(num_samples=num_samples, num_shards=len(files), num_bytes=num_bytes, columns=columns, sha256=sha256)
+    return BucketEntry(num_samples=num_samples, num_shards=len(shards), num_bytes=num_bytes, sha256=sha256)
 
 
 def remove_mds(folder: Path) -> None:
@@ -652,5 +521,5 @@ def remove_mds(folder: Path) -> None:
     if not folder.exists():
         return
     for index in sorted(folder.rglob(INDEX)):
-        os.remove(index)  # noqa: PTH107
+        index.unlink()
     shutil.rmtree(folder)

@@ -18,19 +18,16 @@ from typing import Any
 
 from diffusion import storage
 from diffusion.config.data import StreamConfig
-from diffusion.datasets.manifest import MANIFEST
+from diffusion.datasets.manifest import MANIFEST, WORK
 from diffusion.datasets.mds import INDEX
 from diffusion.errors import DataError, MachineError
-from diffusion.files import PARTIAL, read_json
-from diffusion.storage import Access, ForbiddenFileError, MissingFileError, is_url, join, shown
+from diffusion.files import read_json
+from diffusion.storage import FIRST_CONTACT, Access, ForbiddenFileError, MissingFileError, is_url, join, shown
 
 logger = logging.getLogger(__name__)
 
 MARKS = ("withdrawn.json", "damaged.json")
 """Files beside `manifest.json` that name unusable samples: `{"<split>/<bucket>": [indices]}`."""
-
-MANIFEST_TIMEOUT = 20.0
-"""Seconds without an answer after which a manifest cannot be fetched, in one attempt: a wrong address is found soon."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +43,7 @@ class StreamLocation:
     proportion: float | None = None
     repeat: float | None = None
     access: Access = field(default_factory=Access)
-    """How the store of the remote is reached."""
+    """How the store of the remote is reached, and its shards are fetched."""
 
     @property
     def source(self) -> str:
@@ -55,60 +52,67 @@ class StreamLocation:
 
 
 def locate_streams(
-    remote: str | None, local: str, streams: Sequence[StreamConfig], section: str = "data"
+    root_remote: str | None,
+    root_local: str,
+    streams: Sequence[StreamConfig],
+    section: str = "data",
+    *,
+    access: Access | None = None,
 ) -> list[StreamLocation]:
     """Join the roots of a data set with its streams.
 
     Args:
-        remote: root of the data set; None where `local` holds it.
-        local: root on this machine.
-        streams: the streams of the configuration, which `diffusion.config.checks` has checked.
+        root_remote: root of the data set; None where `root_local` holds it.
+        root_local: root on this machine.
+        streams: the streams of the configuration, checked.
         section: of the configuration: `data` or `validation`.
+        access: attempts and time-out of downloads; endpoint and profile are those of each stream.
     """
-    return [_locate(remote, local, stream, section) for stream in streams]
-
-
-def _locate(root_remote: str | None, root_local: str, stream: StreamConfig, section: str) -> StreamLocation:
-    local = stream.local or str(Path(root_local, stream.name))
-    remote = stream.remote or (join(root_remote, stream.name) if root_remote else None)
-    if remote is not None and not is_url(remote) and Path(remote).resolve() == Path(local).resolve():
-        remote = None  # An original is never treated as a cached copy.
-    return StreamLocation(
-        name=stream.name,
-        remote=remote,
-        local=local,
-        section=section,
-        proportion=stream.proportion,
-        repeat=stream.repeat,
-        access=Access(endpoint_url=stream.endpoint_url, profile=stream.profile),
-    )
+    locations = []
+    for stream in streams:
+        local = stream.local or str(Path(root_local, stream.name))
+        remote = stream.remote or (join(root_remote, stream.name) if root_remote else None)
+        if remote is not None and not is_url(remote) and Path(remote).resolve() == Path(local).resolve():
+            remote = None  # An original is never treated as a cached copy.
+        locations.append(
+            StreamLocation(
+                name=stream.name,
+                remote=remote,
+                local=local,
+                section=section,
+                proportion=stream.proportion,
+                repeat=stream.repeat,
+                access=replace(access or Access(), endpoint_url=stream.endpoint_url, profile=stream.profile),
+            )
+        )
+    return locations
 
 
 def check_location(location: StreamLocation) -> None:
-    """Refuse a stream that is not there or not whole. A URL is left to Streaming, which downloads its index.
-
-    Raises:
-        DataError: what is missing, where, and the command that makes it.
-    """
-    folder = Path(location.source)
-    if folder.name.endswith(PARTIAL) or location.name.endswith(PARTIAL):
-        raise DataError(f"{folder} is half-written: run the command that writes it (prepare or encode) again")
+    """Raise a DataError unless a stream is there and whole. One behind a URL is checked when its index is fetched."""
     if is_url(location.source):
         return
-    if not folder.is_dir():
-        raise DataError(f"{folder} (stream '{location.name}') does not exist{_what_is_there(folder, location.section)}")
+    folder, section = Path(location.source).absolute(), location.section
     if not (folder / INDEX).is_file():
-        raise DataError(
-            f"{folder} (stream '{location.name}') has no {INDEX}: it is not an MDS folder or was not copied whole. "
-            "Copy it again, or write it with scripts/prepare.py or scripts/encode.py"
+        neighbours = sorted(path.parent.name for path in folder.parent.glob(f"*/{INDEX}"))
+        remedy = (
+            f"run scripts/prepare.py (and scripts/encode.py for latents), or correct {section}.local, {section}.remote "
+            f"and {section}.streams"
         )
-    if not any((parent / MANIFEST).is_file() for parent in folder.absolute().parents[:2]):
-        halves = sorted(path.name for path in folder.parent.glob(f"*{PARTIAL}"))
-        if halves:
-            raise DataError(
-                f"{folder.parent} is unfinished ({halves[0]}, and no {MANIFEST}): run the command that writes it "
-                "(prepare or encode) again; it continues where it was stopped"
+        if neighbours:
+            streams = ", ".join(f"{{name: {name}}}" for name in neighbours)
+            remedy = (
+                f"to read what is there, set {section}.streams='[{streams}]' (a bucket without images has no folder)"
             )
+        raise DataError(f"{folder} (stream '{location.name}') is not an MDS folder, it has no {INDEX}: {remedy}")
+    roots = folder.parents[:2]
+    if not any((root / MANIFEST).is_file() for root in roots):
+        for root in roots:
+            if (root / WORK).exists():
+                raise DataError(
+                    f"{root} is unfinished ({WORK}, and no {MANIFEST}): run the command that writes it (prepare or "
+                    "encode) again; it continues where it was stopped"
+                )
         _warn_of_another_tool(folder)
 
 
@@ -118,30 +122,8 @@ def _warn_of_another_tool(folder: Path) -> None:
     logger.warning("%s has no %s beside or above it: taken for an MDS folder of another tool", folder, MANIFEST)
 
 
-def _what_is_there(folder: Path, section: str) -> str:
-    """The second half of the message about a missing folder: the half-written one, or its neighbours."""
-    partial = folder.with_name(folder.name + PARTIAL)
-    if partial.is_dir():
-        return f", only the half-written {partial.name}: run the command that writes it (prepare or encode) again"
-    neighbours = sorted(path.parent.name for path in folder.parent.glob(f"*/{INDEX}"))
-    if neighbours:
-        streams = ", ".join(f"{{name: {name}}}" for name in neighbours)
-        return (
-            f". Streams there: {', '.join(neighbours)}. To read these, set {section}.streams='[{streams}]' (a bucket "
-            "without images has no folder)"
-        )
-    return (
-        f": run scripts/prepare.py (and scripts/encode.py for latents), or correct {section}.local, {section}.remote "
-        f"and {section}.streams"
-    )
-
-
 def find_manifest(source: str, access: Access | None = None) -> dict[str, Any] | None:
-    """Read the `manifest.json` above a stream.
-
-    Args:
-        source: folder or URL of the stream, such as `ROOT/train/256-512` or `s3://bucket/ROOT/train/256-512`.
-        access: how the store of a URL is reached.
+    """Read the `manifest.json` above a stream, such as `ROOT/train/256-512` or `s3://bucket/ROOT/train/256-512`.
 
     Returns:
         Its content; None where there is none.
@@ -149,22 +131,15 @@ def find_manifest(source: str, access: Access | None = None) -> dict[str, Any] |
     Raises:
         DataError: it cannot be read.
     """
-    return next((content for _, content in _find(source, MANIFEST, access or Access())), None)
+    return next((content for _, content in _find_above(source, MANIFEST, access or Access())), None)
 
 
-def find_beside(location: StreamLocation, name: str) -> Iterator[tuple[str, Any]]:
+def _find_above(source: str, name: str, access: Access) -> Iterator[tuple[str, Any]]:
     """Read a JSON file one and two folders above a stream, where it is there.
 
     Yields:
         The stream's path below that folder, such as `train/256-512`, and the file's content.
-
-    Raises:
-        DataError: it cannot be read.
     """
-    yield from _find(location.source, name, location.access)
-
-
-def _find(source: str, name: str, access: Access) -> Iterator[tuple[str, Any]]:
     if not is_url(source):
         folder = Path(source).absolute()
         for parent in folder.parents[:2]:
@@ -179,11 +154,10 @@ def _find(source: str, name: str, access: Access) -> Iterator[tuple[str, Any]]:
 
 
 def _download_json(url: str, access: Access) -> Any:
-    """Content of a remote JSON file; None where there is none."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "content.json")
         try:
-            storage.download(url, path, access=replace(access, attempts=1, timeout=MANIFEST_TIMEOUT))
+            storage.download(url, path, access=replace(access, attempts=1, timeout=FIRST_CONTACT))
         except MissingFileError:
             return None
         except ForbiddenFileError as error:
@@ -199,11 +173,6 @@ def _download_json(url: str, access: Access) -> Any:
 
 class Substitutes:
     """The unusable samples of a stream, and what is read in their place.
-
-    Args:
-        num_samples: of the stream.
-        absent: indices of the unusable ones.
-        name: of the stream, for messages.
 
     Raises:
         DataError: indices beyond the stream, or no sample is usable.
@@ -231,11 +200,6 @@ class Substitutes:
         """Indices of the unusable samples, ascending."""
         return self._absent.tolist()
 
-    def is_absent(self, index: int) -> bool:
-        """Whether a sample is not to be used."""
-        position = bisect_left(self._absent, index)
-        return position < len(self._absent) and self._absent[position] == index
-
     def substitute_of(self, index: int) -> int:
         """Index of the sample that is read for an index: itself where it is usable."""
         position = bisect_left(self._absent, index)
@@ -247,18 +211,10 @@ class Substitutes:
 
 
 def find_substitutes(location: StreamLocation, num_samples: int) -> Substitutes:
-    """Read the marks beside a data set.
-
-    Args:
-        location: the stream.
-        num_samples: of the stream.
-
-    Raises:
-        DataError: the marks cannot be read, or are not those of this stream.
-    """
+    """Read the marks beside a data set; a DataError if they cannot be read, or are not those of this stream."""
     absent: list[int] = []
     for name in MARKS:
-        for stream, marks in find_beside(location, name):
+        for stream, marks in _find_above(location.source, name, location.access):
             indices = marks.get(stream, []) if isinstance(marks, dict) else None
             if not isinstance(indices, list) or not all(type(index) is int for index in indices):
                 raise DataError(f"{name} beside {location.source} is damaged: for '{stream}' it has no list of numbers")

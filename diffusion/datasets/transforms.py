@@ -42,41 +42,24 @@ class ImageTransform:
     """Height and width of the result."""
 
     crop: Crop = Crop.centre
-    """Which part is kept."""
-
     horizontal_flip: float = 0.0
     """Probability of mirroring."""
 
     seed: int = 0
-    """Seed of the run; unused by a deterministic transform."""
 
     @classmethod
     def square(cls, resolution: int, **options: Any) -> "ImageTransform":
         """The transform to a square: the shorter side is resized to the resolution."""
         return cls(size=ImageSize(resolution, resolution), **options)
 
-    @property
-    def is_deterministic(self) -> bool:
-        """Whether the pixels are a function of the image alone."""
-        return self.crop == Crop.centre and self.horizontal_flip == 0
-
     def identity(self) -> str:
         """Name what a deterministic transform does, for the manifest of encoded data."""
-        assert self.is_deterministic, f"{self} has no identity"
+        assert self.crop == Crop.centre and self.horizontal_flip == 0, f"{self} has no identity"
         height, width = self.size
         return f"lanczos-centre-crop-{height if height == width else f'{height}x{width}'}-v{_VERSION}"
 
     def __call__(self, image: Image.Image, *, epoch: int = 0, sample: int = 0) -> NDArray[np.uint8]:
-        """Transform one image.
-
-        Args:
-            image: RGB.
-            epoch: epoch that the random numbers are addressed by.
-            sample: address of the sample (`diffusion.randomness.sample_address`).
-
-        Returns:
-            uint8 [3, H, W].
-        """
+        """Transform an RGB image to uint8 [3, H, W]; epoch and `sample_address` address the random numbers."""
         left, top, width, height = self._part(image.size, epoch, sample)
         box = (left, top, min(left + width, image.width), min(top + height, image.height))
         resized = image.resize((self.size.width, self.size.height), Image.Resampling.LANCZOS, box=box)
@@ -96,14 +79,10 @@ class ImageTransform:
     def _part(self, size: tuple[int, int], epoch: int, sample: int) -> tuple[float, float, float, float]:
         """Left, top, width and height of the part of an image that is kept, in its own coordinates."""
         width, height = _covered(size, self.size)
-        offset = self._offset(epoch, sample)
+        offset = 0.5  # As a fraction of the room there is.
+        if self.crop != Crop.centre:
+            offset = random_word(self.seed, Purpose.CROP, epoch, sample) / (2**32 - 1)
         return (size[0] - width) * offset, (size[1] - height) * offset, width, height
-
-    def _offset(self, epoch: int, sample: int) -> float:
-        """Offset of the part that is kept, as a fraction of the room there is."""
-        if self.crop == Crop.centre:
-            return 0.5
-        return random_word(self.seed, Purpose.CROP, epoch, sample) / (2**32 - 1)
 
     def _is_mirrored(self, epoch: int, sample: int) -> bool:
         threshold = round(self.horizontal_flip * 2**32)

@@ -26,8 +26,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from diffusion.checkpointing.remote import READ_PATIENCE, RemoteCheckpoints
-from diffusion.ema.profiles import PowerFunction
+from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoints
+from diffusion.ema.averaging import PowerFunction
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.files import atomic_path
 
@@ -200,7 +200,7 @@ def fetch_averages(uri: str, run: Path) -> None:
         DataError: the URI is not that of a store.
         MachineError: the store cannot be read, or the disk not be written.
     """
-    remote = RemoteCheckpoints(uri, patience=READ_PATIENCE)
+    remote = RemoteCheckpoints(uri, timeout=READ_TIMEOUT)
     for name, file in remote.files().items():
         if name.startswith(f"{STORED}/"):
             remote.download_file(file, run / name)

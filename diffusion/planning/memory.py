@@ -20,9 +20,8 @@ from diffusion.config.loading import from_dict, to_yaml
 from diffusion.config.model import Compilation, ModelConfig
 from diffusion.config.schema import Config, Task
 from diffusion.config.training import NumberFormat, Parallelism, Precision
-from diffusion.models.architectures import ARCHITECTURES, build_unet, build_vae
+from diffusion.models.architectures import ARCHITECTURES, build_unet, build_vae, count_parameters
 from diffusion.models.autoencoder import PatchDiscriminator, build_perceptual
-from diffusion.models.build import count_parameters
 from diffusion.models.fast.compilation import find_blocks
 from diffusion.models.lora import add_lora
 

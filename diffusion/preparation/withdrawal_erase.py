@@ -3,7 +3,6 @@
 import logging
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,8 @@ import numpy as np
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.datasets.mds import (
     ShardFormat,
-    ShardTemplate,
     check_shard,
+    encode_sample,
     open_shard,
     read_index,
     read_shards,
@@ -70,16 +69,13 @@ def _erase_in(folder: Path, numbers: set[int]) -> int:
         with open_shard(folder, entry) as reader:
             samples: list[bytes] = [reader.get_sample_data(j) for j in range(entry["samples"])]
             blank = {j: blanked(reader[j]) for j in sorted(chosen)}
-        with TemporaryDirectory() as unused:
-            writer = shards.writer(Path(unused))
-            encoded = {j: writer.encode_sample(sample) for j, sample in blank.items()}
-            writer.cancel_future_jobs()
+        encoded = {j: encode_sample(sample, shards.columns) for j, sample in blank.items()}
         if all(samples[j] == data for j, data in encoded.items()):
             continue
         for j, data in encoded.items():
             samples[j] = data
         partial = folder / f".erase{PARTIAL}"
-        new = write_shard(folder, i, samples, ShardTemplate.of(shards), partial=partial, revision=_revision(entry) + 1)
+        new = write_shard(folder, i, samples, shards, partial=partial, revision=_revision(entry) + 1)
         entries[i] = new
         write_index(folder, entries)
         for data in (entry["raw_data"], entry["zip_data"]):
@@ -109,7 +105,6 @@ def _update_manifest(dataset: Path, places: list[str]) -> None:
     manifest = PreparedManifest.read(dataset)
     splits = {split: dict(buckets) for split, buckets in manifest.splits.items()}
     for split, _, bucket in (place.partition("/") for place in places):
-        index = read_index(dataset / split / bucket)
-        splits[split][bucket] = replace(splits[split][bucket], num_bytes=index.num_bytes, sha256=index.sha256)
+        splits[split][bucket] = read_index(dataset / split / bucket)
     if splits != manifest.splits:
         replace(manifest, splits=splits).write(dataset)

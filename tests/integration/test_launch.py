@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -16,13 +15,13 @@ from diffusion.cli import train_command
 from diffusion.distributed import agree, rank, world_size
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.launch import run_command
+from tests.tools.forking import free_port
 from tests.tools.training_runs import ROOT, launcher_environment
-from verification.ports import free_port
 
 pytestmark = pytest.mark.slow
 
 SCRIPT = """\
-import os, signal, sys, time
+import os, sys, time
 from pathlib import Path
 from diffusion.distributed import agree, rank
 from diffusion.errors import ConfigurationError, DataError
@@ -38,11 +37,6 @@ def main():
     if mode == "first late":
         time.sleep(2.0 if rank() == 0 else 0.0)
         fail()
-    if mode == "terminated":  # As the launcher does, while the error is being raised.
-        try:
-            fail()
-        finally:
-            os.kill(os.getpid(), signal.SIGTERM)
     import torch.distributed as dist
     dist.init_process_group("gloo")
     if mode == "agreed":
@@ -81,7 +75,6 @@ def codes(tmp_path: Path) -> dict[str, str]:
     [
         ("composer -n 2", "before", "rank 0: ConfigurationError: the key is wrong"),
         ("composer -n 2", "first late", "rank 0: DataError: a shard is damaged"),
-        ("composer -n 2", "terminated", "rank 0: DataError: a shard is damaged"),
         ("composer -n 2", "agreed", "rank 0: DataError: rank 1 of 2: a shard is damaged"),
         (TORCHRUN, "before", "rank 0: ConfigurationError: the key is wrong"),
         (TORCHRUN, "agreed", "rank 0: DataError: rank 1 of 2: a shard is damaged"),
@@ -128,25 +121,6 @@ def test_a_user_error_is_said_without_a_traceback_and_a_defect_passes(monkeypatc
     assert said == ["DataError: no shards in x"]
     with pytest.raises(ZeroDivisionError):
         run_command(lambda: fail(ZeroDivisionError()))
-
-
-def test_a_signal_that_comes_while_an_error_is_raised_does_not_hide_it(monkeypatch):
-    """Python 3.10 may handle it before the error is caught."""
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    said: list[str] = []
-
-    def fail(code: int):
-        try:
-            raise DataError("no shards in x")
-        except DataError:
-            sys.exit(code)
-
-    assert run_command(lambda: fail(128 + signal.SIGTERM), say=said.append) == 2
-    assert said == ["DataError: no shards in x"]
-    with pytest.raises(SystemExit, match="3"):
-        run_command(lambda: fail(3), say=said.append)
-    assert len(said) == 1
 
 
 def test_ctrl_c_is_one_line_and_exit_code_130(monkeypatch):
@@ -215,7 +189,7 @@ def test_dry_run_goes_on_without_locations(tmp_path):
     [
         ([], "run.py: name the configuration of the run"),
         (["a.yaml", "--seed=1"], r"unrecognized arguments: --seed=1. Values are set without dashes, key.sub=value."),
-        (["no.yaml"], "The configuration file no.yaml does not exist."),
+        (["no.yaml"], r"no\.yaml"),
     ],
 )
 def test_mistakes_on_the_command_line(arguments, message):

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.s3, pytest.mark.slow]
 NUM_STEPS = 9
 COMMON = [f"trainer.max_duration={NUM_STEPS}ba", "samples.prompts=[]", "algorithms.ema.start=4ba"]
 FORMS = ("fsdp", "ddp")
-PATIENCE = 120.0
+TIMEOUT = 120.0
 PLACES = ("run", "elsewhere")
 
 
@@ -53,7 +53,7 @@ def reference(server, tmp_path_factory) -> dict[str, Path]:
 
 def steps(url: str) -> list[int]:
     """The steps of the whole checkpoints of a place."""
-    present = RemoteCheckpoints(url, patience=PATIENCE).present()
+    present = RemoteCheckpoints(url, timeout=TIMEOUT).present()
     return [batch_of(Path(found.name)) for found in present if found.is_complete]
 
 
@@ -168,8 +168,8 @@ def test_models_and_runs_start_from_a_store(server, tmp_path, url, monkeypatch):
     with pytest.raises(ConfigurationError, match="holds no complete checkpoint"):
         resolve_checkpoint(f"{url}/ep0-ba3")
 
-    for found in RemoteCheckpoints(url, patience=PATIENCE).present():
-        RemoteCheckpoints(url, patience=PATIENCE).remove(found)
+    for found in RemoteCheckpoints(url, timeout=TIMEOUT).present():
+        RemoteCheckpoints(url, timeout=TIMEOUT).remove(found)
     other = ["trainer.max_duration=4ba", "algorithms.ema=null", "seed=18"]
     server.train(1, [options(tmp_path / "other", "fsdp", url, *other)])
     replaced = load_model(f"{url}/ep0-ba2")
@@ -182,7 +182,7 @@ def test_models_and_runs_start_from_a_store(server, tmp_path, url, monkeypatch):
 
 def kill_at(step: int, s3_server: S3Server, *, between_uploads: bool = False) -> str:
     arguments = f"step: {step}, pid: {s3_server.pid}, between_uploads: {between_uploads}"
-    return f"plugins.callbacks=[{{path: tests.tools.s3_server.KillServerAt, arguments: {{{arguments}}}}}]"
+    return f"plugins.callbacks=[{{path: tests.tools.s3_server.SignalServerAt, arguments: {{{arguments}}}}}]"
 
 
 @pytest.mark.world_size(2)
@@ -256,7 +256,7 @@ def test_a_store_slower_than_collectives_may_be_stops_neither_steps_nor_a_contin
     run, goes_on, timeout = tmp_path / "run", tmp_path / "goes-on", 12
     settings = [f"trainer.dist_timeout={timeout}", "trainer.async_checkpoints=true", "trainer.save_interval=9ba"]
     power = "algorithms.ema.power={relative_widths: [0.1, 0.2], snapshot_interval: 5ba}"
-    freeze = f"{{path: tests.tools.s3_server.FreezeServerAt, arguments: {{step: 4, pid: {s3_server.pid}}}}}"
+    freeze = f"{{path: tests.tools.s3_server.SignalServerAt, arguments: {{step: 4, pid: {s3_server.pid}, number: 19}}}}"
     announce = f"{{path: tests.tools.toys.Announce, arguments: {{step: 7, path: {goes_on}}}}}"
     plugins = f"plugins.callbacks=[{freeze}, {announce}]"
     try:
@@ -267,7 +267,7 @@ def test_a_store_slower_than_collectives_may_be_stops_neither_steps_nor_a_contin
         ended = job.finish()
         assert not any(ended.codes), ended.output[-6000:]
         assert steps(url) == [9]
-        stored = {name for name in RemoteCheckpoints(url, patience=PATIENCE).files() if name.startswith(STORED)}
+        stored = {name for name in RemoteCheckpoints(url, timeout=TIMEOUT).files() if name.startswith(STORED)}
         assert stored == {f"{STORED}/step-{step:06d}-width-{w}.safetensors" for step in (5, 9) for w in (0.1, 0.2)}
 
         beats = run / "heartbeats"
@@ -294,7 +294,7 @@ def test_a_store_that_does_not_answer_is_told_soon_at_the_start(monkeypatch):
     monkeypatch.setattr(remote, "FIRST_CONTACT", 0.2)
     start = time.monotonic()
     with pytest.raises(MachineError, match="s3://bucket/runs"):
-        RemoteCheckpoints("s3://bucket/runs", patience=300).check_access()
+        RemoteCheckpoints("s3://bucket/runs", timeout=300).check_access()
     assert time.monotonic() - start < 20
 
 

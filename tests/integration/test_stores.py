@@ -17,9 +17,9 @@ from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.loader import BatchLoader, train_loader
 from diffusion.errors import DataError
 from tests.tools.faulty_proxy import FaultyProxy
+from tests.tools.forking import free_port
 from tests.tools.s3_server import KEY, S3Server, find_s3rver, object_file, s3_process, s3_server
 from tests.tools.written_data import data_config, write_encoded
-from verification.ports import free_port
 
 assert s3_process
 assert s3_server
@@ -55,7 +55,7 @@ def open_loader(local: Path, remote: str | None = None, *names: str, **options: 
     defaults: dict[str, Any] = {
         "representation": Representation.latents,
         "remote": remote,
-        "download_retry": 3,
+        "download_attempts": 3,
         "validate_hash": "xxh64",
     }
     config = data_config(local, *names, **(defaults | options))
@@ -126,7 +126,7 @@ def test_a_server_that_is_killed_and_comes_back(tmp_path, remote, expected, prox
         return None
 
     proxy.fault = kill
-    loader = open_loader(tmp_path, remote, "a", "b", num_workers=num_workers, download_retry=8)
+    loader = open_loader(tmp_path, remote, "a", "b", num_workers=num_workers, download_attempts=8)
     assert read(loader) == expected
     assert killed.is_set()
 
@@ -142,7 +142,7 @@ def test_a_server_that_is_slow_fails_now_and_then_or_cuts_its_answers(tmp_path, 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_server_that_is_down_for_good(tmp_path, remote, proxy, fault, num_workers) -> None:
     proxy.fault = lambda name, count: fault if name == "shard.00002.mds" else None
-    options = {"num_workers": num_workers, "download_retry": 2, "download_timeout": 1.0}
+    options = {"num_workers": num_workers, "download_attempts": 2, "download_timeout": 1.0}
     loader = open_loader(tmp_path, remote, "a", **options)
     began = time.monotonic()
     with pytest.raises(DataError) as caught:
@@ -213,7 +213,7 @@ def test_a_store_that_is_not_there(tmp_path, remote, monkeypatch) -> None:
         open_loader(tmp_path / "a", remote, "nothing")
     monkeypatch.setenv("S3_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(DataError, match=r"S3_ENDPOINT_URL"):
-        open_loader(tmp_path / "b", remote, "a", download_retry=1)
+        open_loader(tmp_path / "b", remote, "a", download_attempts=1)
 
 
 @pytest.mark.parametrize("is_cut", [False, True])

@@ -80,10 +80,8 @@ def write_prepared_manifest(root: Path) -> None:
     """Write the manifest of the folders that are there."""
     splits: dict[str, dict[str, BucketEntry]] = {}
     for index_file in sorted(root.glob("*/*/index.json")):
-        folder, index = index_file.parent, read_index(index_file.parent)
-        splits.setdefault(folder.parent.name, {})[folder.name] = BucketEntry(
-            num_samples=index.num_samples, num_shards=index.num_shards, num_bytes=index.num_bytes, sha256=index.sha256
-        )
+        folder = index_file.parent
+        splits.setdefault(folder.parent.name, {})[folder.name] = read_index(folder)
     PreparedManifest(
         sources=[],
         settings=PrepareSettings(edges=[16, 32], validation_fraction=0.0, seed=0, shard_bytes=4096),
@@ -124,7 +122,7 @@ def data_config(local: Path, *names: str, **options: Any) -> DataConfig:
         "global_batch_size": 8,
         "num_canonical_nodes": 4,
         "num_workers": 0,
-        "download_retry": 1,
+        "download_attempts": 1,
         "download_timeout": 5.0,
         "loader_timeout": 60.0,
     }

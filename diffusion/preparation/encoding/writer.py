@@ -3,16 +3,15 @@
 import itertools
 import queue
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from streaming.base.format.mds.encodings import get_mds_encoded_size, mds_encode
 
 from diffusion.config.data import ImageSize
-from diffusion.datasets.mds import ShardFormat, ShardTemplate, write_shard
+from diffusion.datasets.mds import ShardFormat, encode_sample, write_shard
 from diffusion.errors import DataError
 from diffusion.files import read_json, unique_partial, write_json
 from diffusion.preparation.encoding.images import Item
@@ -97,8 +96,7 @@ class ShardWriter:
         self._columns = columns
         self._outs = outs
         self._open: dict[int, _Shard] = {}
-        self._types: dict[ImageSize, dict[str, str]] = {}
-        self._templates: dict[ImageSize, ShardTemplate] = {}
+        self._formats: dict[ImageSize, ShardFormat] = {}
         self._queue: queue.Queue[Encoded | None] = queue.Queue(WAITING_BATCHES)
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="shard writer", daemon=True)
@@ -165,7 +163,7 @@ class ShardWriter:
                     sample["latent_logvar"] = logvars[i] if keep else np.zeros_like(logvars[i])
                 if embeddings is not None:
                     sample["text_embeddings"], sample["pooled_text_embeddings"] = embeddings[i]
-                shard.samples[size].append(encode_columns(sample, self._types_of(size)))
+                shard.samples[size].append(encode_sample(sample, self._format(size).columns))
         shard.num_samples += len(batch.keys)
         if shard.num_samples == item.num_samples:
             del self._open[batch.item]
@@ -186,15 +184,15 @@ class ShardWriter:
         item = shard.item
         for target in item.targets:
             with writing(self._outs[target.output]):
-                template, samples = self._template(target.size), shard.samples[target.size]
+                shards, samples = self._format(target.size), shard.samples[target.size]
                 sizes = [4 + len(sample) for sample in samples]
-                cuts = _cut(sizes, self._columns.max_shard_bytes - template.num_bytes(0))
+                cuts = _cut(sizes, self._columns.max_shard_bytes - shards.num_bytes(0))
                 entries = [
                     write_shard(
                         target.folder,
                         item.number,
                         samples[start:end],
-                        template,
+                        shards,
                         partial=unique_partial(target.mark),
                         part=part,
                     )
@@ -209,16 +207,11 @@ class ShardWriter:
                 )
                 write_json(target.mark, vars(mark))
 
-    def _types_of(self, size: ImageSize) -> dict[str, str]:
-        if size not in self._types:
-            self._types[size] = self._columns.types(size)
-        return self._types[size]
-
-    def _template(self, size: ImageSize) -> ShardTemplate:
-        if size not in self._templates:
-            shards = ShardFormat(columns=self._types_of(size), shard_bytes=self._columns.max_shard_bytes)
-            self._templates[size] = ShardTemplate.of(shards)
-        return self._templates[size]
+    def _format(self, size: ImageSize) -> ShardFormat:
+        if size not in self._formats:
+            types = self._columns.types(size)
+            self._formats[size] = ShardFormat(columns=types, shard_bytes=self._columns.max_shard_bytes)
+        return self._formats[size]
 
 
 class _Shard:
@@ -230,21 +223,6 @@ class _Shard:
         self.samples: dict[ImageSize, list[bytes]] = {size: [] for size in item.sizes}
         self.damaged: list[int] = []
         self.withdrawn: list[int] = []
-
-
-def encode_columns(sample: Mapping[str, Any], columns: Mapping[str, str]) -> bytes:
-    """Return the bytes of a sample in a shard, for columns of any MDS type.
-
-    Args:
-        sample: Value of each column.
-        columns: Their types.
-    """
-    sizes, data = [], []
-    for name in sorted(columns):
-        data.append(mds_encode(columns[name], sample[name]))
-        if get_mds_encoded_size(columns[name]) is None:
-            sizes.append(len(data[-1]))
-    return np.array(sizes, np.uint32).tobytes() + b"".join(data)
 
 
 def _cut(sizes: Sequence[int], limit: int) -> list[int]:

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from diffusion.datasets.mds import ShardTemplate
+from diffusion.datasets.mds import ShardFormat
 from diffusion.preparation.config import DuplicatesConfig
 from diffusion.preparation.partitions.output import FACTS, INDEX, INDEX_TYPE
 from diffusion.preparation.partitions.work import order_of
@@ -84,28 +84,25 @@ class BucketOrder:
     cuts: list[int]
 
 
-def order_buckets(
-    kept: KeptIndex, left_out: NDArray[np.bool_], *, shard_bytes: int, template: ShardTemplate
-) -> dict[int, BucketOrder]:
+def order_buckets(kept: KeptIndex, left_out: NDArray[np.bool_], shards: ShardFormat) -> dict[int, BucketOrder]:
     """Sort the samples of each place and cut them into shards.
 
     Args:
         kept: The samples.
         left_out: bool [N], those that are not written.
-        shard_bytes: Size that a shard does not exceed, unless one sample does.
-        template: What the shards have in common.
+        shards: Format of the shards, which do not exceed `shard_bytes` unless one sample does.
 
     Returns:
         For each place number, ascending, the order of its samples.
     """
-    empty = template.num_bytes(0)
-    per_sample = template.num_bytes(1) - empty
+    empty = shards.num_bytes(0)
+    per_sample = shards.num_bytes(1) - empty
     orders = {}
     for place in np.unique(kept.rows["place"][~left_out]):
         samples = np.flatnonzero((kept.rows["place"] == place) & ~left_out)
         samples = samples[np.argsort(kept.rows["order"][samples], kind="stable")]
         sizes = kept.rows["size"][samples].astype(np.int64) + per_sample
-        orders[int(place)] = BucketOrder(samples, cut_by_size(sizes, shard_bytes - empty))
+        orders[int(place)] = BucketOrder(samples, cut_by_size(sizes, shards.shard_bytes - empty))
     return orders
 
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from diffusion.datasets.mds import Layout, SampleDecoder, ShardTemplate, write_shard
+from diffusion.datasets.mds import Layout, SampleDecoder, ShardFormat, write_shard
 from diffusion.files import atomic_path, read_json, unique_partial, write_json
 from diffusion.preparation.output_folder import FACTS, REFUSED, writing
 from diffusion.preparation.partitions.merge import LeftOut
@@ -42,7 +42,7 @@ class ShardTask:
         partitions: Folders of the partitions that samples come from.
         sources: int64 [n], for each sample the number of its partition among them.
         rows: INDEX_TYPE [n], where each sample lies there.
-        template: What the shards have in common.
+        shards: Their format.
         mark: File that is written when the shard is on the disk, with its entry for the index.
     """
 
@@ -52,7 +52,7 @@ class ShardTask:
     partitions: list[Path]
     sources: NDArray[np.int64]
     rows: NDArray[np.void]
-    template: ShardTemplate
+    shards: ShardFormat
     mark: Path
 
 
@@ -88,7 +88,7 @@ def write_one_shard(task: ShardTask) -> int:
     if not task.mark.is_file():
         with writing(task.out):
             entry = write_shard(
-                task.folder, task.number, _samples(task), task.template, partial=unique_partial(task.mark)
+                task.folder, task.number, _samples(task), task.shards, partial=unique_partial(task.mark)
             )
             write_json(task.mark, entry)
     return len(task.rows)

@@ -19,7 +19,7 @@ from diffusion.datasets.manifest import (
     RefusedEntry,
     SourceEntry,
 )
-from diffusion.datasets.mds import INDEX, ShardFormat, ShardTemplate, read_index, read_shards, write_index
+from diffusion.datasets.mds import INDEX, ShardFormat, read_index, read_shards, write_index
 from diffusion.errors import DataError
 from diffusion.files import PARTIAL, publish, sync
 from diffusion.preparation.config import DuplicatesConfig
@@ -103,9 +103,8 @@ class Run:
             start_over(self.out, self.work.parent)
             raise DataError(message)
         left_out = self._left_out(kept, folders)
-        template = ShardTemplate.of(self._format)
-        orders = order_buckets(kept, kept.marked(left_out), shard_bytes=self.settings.shard_bytes, template=template)
-        self._write_shards(call, kept, folders, orders, template)
+        orders = order_buckets(kept, kept.marked(left_out), self._format)
+        self._write_shards(call, kept, folders, orders)
         left_out_examples = self._write_facts(call, kept, folders, orders, left_out)
         return self._finish(summaries, orders, left_out_examples)
 
@@ -182,7 +181,6 @@ class Run:
         kept: KeptIndex,
         folders: list[Path],
         orders: dict[int, BucketOrder],
-        template: ShardTemplate,
     ) -> None:
         """Write the shards that are not written yet."""
         marks = self.work / SHARDS
@@ -204,7 +202,7 @@ class Run:
                             partitions=[folders[partition] for partition in used],
                             sources=sources,
                             rows=kept.rows[samples],
-                            template=template,
+                            shards=self._format,
                             mark=marks / f"{place}-{number:06}.json",
                         )
                     )
@@ -300,13 +298,7 @@ class Run:
         splits: dict[str, dict[str, BucketEntry]] = {}
         for place, (split, bucket) in enumerate(places(self.examination.buckets.names)):
             if (self._target(place) / INDEX).is_file():
-                index = read_index(self._target(place))
-                splits.setdefault(split, {})[bucket] = BucketEntry(
-                    num_samples=index.num_samples,
-                    num_shards=index.num_shards,
-                    num_bytes=index.num_bytes,
-                    sha256=index.sha256,
-                )
+                splits.setdefault(split, {})[bucket] = read_index(self._target(place))
         generation = Generation(
             partitions=len(new), seen=sum(part.seen for part in new), kept=sum(part.kept for part in new)
         )

@@ -1,11 +1,14 @@
-"""The thread that writes checkpoints in the background."""
+"""Writing of checkpoints: the thread in the background, and a store that is gone."""
 
 import threading
+from typing import Any
 
+import pytest
 import torch
 from composer.utils import dist
 
 from diffusion.callbacks.saving import SaveCheckpoints
+from diffusion.errors import DataError, MachineError
 
 
 def test_the_thread_uses_the_gpu_of_its_rank(monkeypatch, tmp_path):
@@ -17,3 +20,20 @@ def test_the_thread_uses_the_gpu_of_its_rank(monkeypatch, tmp_path):
     assert saver._pool is not None
     thread = saver._pool.submit(threading.get_ident).result()
     assert devices == [(thread, 3)]
+
+
+def test_a_bucket_that_is_gone_ends_the_run_and_keeps_the_files(tmp_path):
+    class Gone:
+        def remove_named(self, name: str) -> None:
+            raise DataError("s3://bucket does not exist")
+
+        def uri_of(self, name: str) -> str:
+            return f"s3://bucket/{name}"
+
+    remote: Any = Gone()
+    path = tmp_path / "ep0-ba2.pt"
+    path.touch()
+    with pytest.raises(MachineError, match=r"s3://bucket/ep0-ba2\.pt") as caught:
+        SaveCheckpoints(tmp_path, "1ba", remote=remote)._upload(remote, path, is_sharded=False)
+    assert caught.value.is_agreed
+    assert path.exists()

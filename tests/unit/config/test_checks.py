@@ -229,7 +229,7 @@ def test_legal_combinations(configuration, overrides):
         (["data.horizontal_flip=-0.1"], 1, ["data.horizontal_flip is -0.1"]),
         (["data.global_batch_size=0"], 1, ["data.global_batch_size is 0"]),
         (["data.num_workers=-1"], 1, ["data.num_workers is -1"]),
-        (["data.download_retry=0"], 1, ["data.download_retry is 0"]),
+        (["data.download_attempts=0"], 1, ["data.download_attempts is 0"]),
         (["optimizer.lr=.nan"], 1, ["optimizer.lr is nan"]),
         (["optimizer.lr=.inf"], 1, ["optimizer.lr is inf"]),
         (["optimizer.eps=0"], 1, ["optimizer.eps is 0.0"]),

@@ -1,12 +1,12 @@
 import pytest
 
-from diffusion.datasets.buckets import bucket_names, bucket_of, bucket_range, parse_edges
+from diffusion.datasets.buckets import EdgeBuckets, lowest_side, parse_edges
 from diffusion.errors import ConfigurationError
 
 
 def test_names():
-    assert bucket_names((256, 512, 768, 1024)) == ["256-512", "512-768", "768-1024", "1024-up"]
-    assert bucket_names((64,)) == ["64-up"]
+    assert EdgeBuckets((256, 512, 768, 1024)).names == ["256-512", "512-768", "768-1024", "1024-up"]
+    assert EdgeBuckets((64,)).names == ["64-up"]
 
 
 @pytest.mark.parametrize(
@@ -22,14 +22,14 @@ def test_names():
     ],
 )
 def test_bucket_of(side, bucket):
-    assert bucket_of(side, (256, 512, 1024)) == bucket
+    assert EdgeBuckets((256, 512, 1024)).of(10_000, side) == bucket
 
 
-def test_ranges_are_those_of_the_names():
-    assert [bucket_range(name) for name in bucket_names((256, 512))] == [(256, 512), (512, None)]
+def test_the_lowest_side_is_that_of_the_name():
+    assert [lowest_side(name) for name in EdgeBuckets((256, 512)).names] == [256, 512]
     for name in ("train", "256", "256-512.partial", "up-256", "-1-5"):
         with pytest.raises(ConfigurationError, match="256-512 or 1024-up"):
-            bucket_range(name)
+            lowest_side(name)
 
 
 def test_parse_edges():

@@ -224,8 +224,14 @@ def test_a_damaged_offset_table_without_hashes_is_one_error(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_shard_is_hashed_once_in_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int) -> None:
-    root, log = write_encoded(tmp_path, {"a": 200}), tmp_path / "hashed"
+@pytest.mark.parametrize("is_cache", [False, True])
+def test_a_shard_is_hashed_once_in_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int, is_cache: bool
+) -> None:
+    """By all workers of a rank, and, where it is in a cache, by all ranks of a node."""
+    root, log = write_encoded(tmp_path / "set", {"a": 200}), tmp_path / "hashed"
+    if is_cache:
+        shutil.copytree(root, tmp_path / "cache")
     hash_file = cache.hash_file
 
     def note(path: Path, kind: str) -> str:
@@ -234,10 +240,13 @@ def test_a_shard_is_hashed_once_in_a_start(tmp_path: Path, monkeypatch: pytest.M
         return hash_file(path, kind)
 
     monkeypatch.setattr(cache, "hash_file", note)
-    loader = open_loader(root, num_workers=num_workers)
-    for _ in range(3):
-        assert len(read(loader)) == 25
-    assert sorted(log.read_text().split()) == sorted(path.name for path in (root / "a").glob("*.mds"))
+    for start in (1, 2):
+        options: dict[str, Any] = {"remote": root} if is_cache else {}
+        folder = tmp_path / "cache" if is_cache else root
+        ranks = [open_loader(folder, num_workers=num_workers, **options) for _ in range(2 if is_cache else 1)]
+        for loader in [*ranks, *ranks]:
+            assert len(read(loader)) == 25
+        assert sorted(log.read_text().split()) == sorted(start * [path.name for path in (root / "a").glob("*.mds")])
 
 
 def test_an_index_that_names_files_elsewhere_is_refused(tmp_path: Path) -> None:

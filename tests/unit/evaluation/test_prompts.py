@@ -5,8 +5,8 @@ import json
 
 import pytest
 from PIL import Image
+from streaming import MDSWriter
 
-from diffusion.datasets.mds import write_mds
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.evaluation.config import ReferenceConfig
 from diffusion.evaluation.images import open_reference, smallest_hashes
@@ -54,7 +54,7 @@ def test_a_wrong_line_is_named(tmp_path):
 
 def test_prompts_of_a_data_set_are_read_without_its_other_shards(tmp_path):
     columns = {"image": "bytes", "captions": "json"}
-    with write_mds(tmp_path / "set", columns, shard_bytes=2000) as writer:
+    with MDSWriter(out=str(tmp_path / "set"), columns=columns, size_limit=2000) as writer:
         for i in range(30):
             writer.write({"image": bytes(1000), "captions": ["" if i % 3 == 0 else f"caption {i}"]})
     every = read_prompts(tmp_path / "set")

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from streaming import MDSWriter
 
 from diffusion.config.data import Mixing
-from diffusion.datasets.mds import write_mds
 from diffusion.datasets.sample_order import GlobalOrder, OrderSettings, RankOrder
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.planning.downloads import World, traffic
@@ -30,7 +30,7 @@ def test_synthetic_streams():
 
 
 def test_a_stream_is_read_from_its_index(tmp_path: Path):
-    with write_mds(tmp_path / "a", {"text": "str"}, shard_bytes=200) as writer:
+    with MDSWriter(out=str(tmp_path / "a"), columns={"text": "str"}, size_limit=200) as writer:
         for i in range(50):
             writer.write({"text": f"number {i}"})
     stream = read_stream(tmp_path / "a")

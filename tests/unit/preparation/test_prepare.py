@@ -12,12 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
-from streaming import LocalDataset
+from streaming import LocalDataset, MDSWriter
 
 from diffusion.datasets.buckets import EdgeBuckets
 from diffusion.datasets.images import decode_rgb
 from diffusion.datasets.manifest import PreparedManifest
-from diffusion.datasets.mds import write_mds
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.preparation.config import DuplicatesConfig
 from diffusion.preparation.partitions.examine import Examination, examine_records
@@ -190,7 +189,8 @@ def test_shards_are_those_of_streaming(tmp_path):
         prepare([tmp_path / "set"], out, compression=compression, hashes=["sha1", "xxh64"], **options)
         if compression is None:
             samples = read_all(out)["train", "16-up"]
-        with write_mds(again, COLUMNS, shard_bytes=9000, hashes=("sha1", "xxh64"), compression=compression) as writer:
+        stock = {"columns": COLUMNS, "size_limit": 9000, "hashes": ["sha1", "xxh64"], "compression": compression}
+        with MDSWriter(out=str(again), **stock) as writer:
             for one in samples:
                 writer.write(one)
         written = tree(out / "train" / "16-up")
