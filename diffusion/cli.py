@@ -56,18 +56,15 @@ def _start_logging() -> None:
 
 def _show_plan(config: Config, say: Callable[[str], None]) -> None:
     from diffusion.models.architectures import ARCHITECTURES
-    from diffusion.planning.plan import plan_run
-    from diffusion.planning.plan_text import format_plan
-    from diffusion.planning.streams import absent_streams
+    from diffusion.planning.plan import format_plan, plan_run
+    from diffusion.planning.storage import absent_streams
     from diffusion.plugins import check_plugins
 
     num_ranks = config.plan.num_gpus or world_size()
     check(config, world_size=num_ranks, vae_factor=ARCHITECTURES[config.model.architecture].vae_factor)
     check_plugins(config.plugins)
-    missing = missing_locations(config) | absent_streams(config)
-    plan = plan_run(config, world_size=world_size(), missing=missing)
     say(to_public_yaml(config))
-    say(format_plan(plan))
+    say(format_plan(plan_run(config, world_size=world_size()), missing_locations(config) | absent_streams(config)))
 
 
 def evaluate_command(arguments: Sequence[str], *, say: Callable[[str], None]) -> None:
