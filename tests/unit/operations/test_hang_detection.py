@@ -111,7 +111,7 @@ NUM_TIMES = 30
 
 
 def start_ranks(folder: Path) -> tuple[subprocess.Popen, list[HeartbeatRecord]]:
-    """Start two that work, and wait for their first signs of life."""
+    """Start two that work, and wait for their first heartbeats."""
     folder.mkdir()
     script = folder / "acts.json"
     script.write_text(json.dumps([{"phase": "step", "step": 7, "works": True, "threads": 4, "code": 0}]))

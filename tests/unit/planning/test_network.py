@@ -22,7 +22,7 @@ from diffusion.planning.network import (
     training_flops,
 )
 from diffusion.planning.plan import make_plan, plan_run
-from tests.tools.vgg import write_vgg
+from tests.tools.toys import write_vgg
 
 LORA = ["model.lora={rank: 3, targets: [to_q, conv1]}", "init_from.checkpoint=somewhere"]
 SIZE = ImageSize(32, 32)

@@ -86,8 +86,8 @@ def test_missing_and_damaged_streams(tmp_path):
 
 
 def test_columns_that_the_configuration_does_not_read(tmp_path):
-    pictures = write_prepared(tmp_path, {"a": 8})
-    text = problems_of_stream(pictures, "a")
+    images = write_prepared(tmp_path, {"a": 8})
+    text = problems_of_stream(images, "a")
     assert "data.representation is latents, which reads latent_mean, token_ids as well" in text
 
 

@@ -22,7 +22,7 @@ from diffusion.operations.checks.nodes import NodeSpeed, compare_nodes, unfit_no
 from diffusion.operations.checks.ranks import NoAnswerError, _write_speed, await_ranks, pairings
 from diffusion.operations.checks.verdicts import Level, merge, problem
 from diffusion.operations.hosts import choose_hosts
-from tests.tools.hosts import Switch
+from tests.tools.hosts import Network
 from tests.tools.training_runs import ROOT
 
 NODE = NodeSpeed(name="node 0", host="n0", num_gpus=8, flops=7e14, copied=3e12, written=2e9, link=2.2e10)
@@ -191,7 +191,7 @@ def test_rank_0_is_named_when_it_does_not_say_who_is_silent(monkeypatch):
 def slow_switch() -> Iterator[str]:
     """Name of a switch that joins four hosts, of which the third sends slowly."""
     try:
-        switch = Switch(f"w{os.getpid()}", 4)
+        switch = Network(f"w{os.getpid()}", 4)
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"needs root and network namespaces (apt-get install iproute2): {error}")
     try:
