@@ -15,7 +15,7 @@ from torch.version import cuda as cuda_version
 
 from benchmarks import data, first_contact, steps
 from benchmarks.rows import Row
-from diffusion.operations.checks.device import measure_device
+from diffusion.operations.checks.nodes import measure_device
 
 STOCK = [
     "model.low_precision_norms=false",
