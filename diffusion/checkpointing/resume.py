@@ -13,9 +13,9 @@ import yaml
 from composer import Event, Trainer
 from composer.utils import dist
 
-from diffusion.checkpointing.find import check_checkpoint, is_complete, newest_that_passes
+from diffusion.checkpointing.find import check_checkpoint, check_whole, is_complete, newest_that_passes
 from diffusion.checkpointing.layout import list_checkpoints, remove_copy, remove_half_written
-from diffusion.checkpointing.read import UnsafeCheckpointError, read_index, read_record, stored_files
+from diffusion.checkpointing.read import read_index, read_record, stored_files
 from diffusion.checkpointing.remote import RemoteCheckpoint, RemoteCheckpoints
 from diffusion.config.checks import is_location
 from diffusion.config.loading import RENAMED, to_yaml
@@ -71,15 +71,8 @@ def checkpoint_storage(config: Config, run: Path) -> CheckpointStorage:
 def find_resumption(config: Config, storage: CheckpointStorage) -> str | None:
     """Find the newest checkpoint of a run that is whole and runs no code when it is loaded; None for a new run.
 
-    Rank 0 decides; the first rank of each other node checks the same checkpoint again. From an object store it is
+    Rank 0 decides; the first rank of each other node looks for the same checkpoint. From an object store it is
     downloaded once per node, to `downloads/` in the run folder. To be called by all ranks.
-
-    Args:
-        config: the configuration of the run.
-        storage: its checkpoints.
-
-    Returns:
-        Path on this machine.
 
     Raises:
         ConfigurationError: the checkpoint was written with another parallelism, or is of another model or objective.
@@ -90,7 +83,7 @@ def find_resumption(config: Config, storage: CheckpointStorage) -> str | None:
         return _find_remote(config, storage, storage.remote)
     path = on_first_rank(lambda: _find_local(config, storage.folder), takes_long=True)
     if path is not None:
-        agree(lambda: check_checkpoint(path, thoroughly=False) if _is_first_of_another_node() else None)
+        agree(lambda: check_whole(path) if _is_first_of_another_node() else None)
         if rank() == 0:
             log.info("resuming from %s", path)
     return None if path is None else str(path)
@@ -174,8 +167,6 @@ def _download_newest(config: Config, storage: CheckpointStorage, remote: RemoteC
         path = remote.download(checkpoint, storage.downloads)
         try:
             check_checkpoint(path)
-        except UnsafeCheckpointError:
-            raise
         except DataError:
             remove_copy(path)
             raise

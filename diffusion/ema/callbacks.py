@@ -20,9 +20,17 @@ from diffusion.checkpointing.read import SafeLoadPlanner, SafeReader, StoredStat
 from diffusion.checkpointing.remote import RemoteCheckpoints
 from diffusion.config.training import EMAConfig, NumberFormat
 from diffusion.distributed import agree, rank
-from diffusion.ema.averaging import WeightAverage, check_names, gather_on_rank_0, reshard, trainable_parameters
+from diffusion.ema.averaging import (
+    Exponential,
+    PowerFunction,
+    Profile,
+    WeightAverage,
+    check_names,
+    gather_on_rank_0,
+    reshard,
+    trainable_parameters,
+)
 from diffusion.ema.posthoc import AVERAGE_SUFFIX, STORED, AverageRecord, write_average
-from diffusion.ema.profiles import PowerFunction, Profile, build_profiles
 from diffusion.errors import DataError
 
 DTYPES = {
@@ -259,38 +267,31 @@ class AverageSnapshots(Callback):
 
     def _store(self, record: AverageRecord, tensors: dict[str, Tensor]) -> None:
         if rank() == 0:
-            self._upload(write_average(self.folder, record, tensors))
-
-    def _upload(self, path: Path) -> None:
-        if self.remote is not None:
-            self.remote.upload_later(path, f"{STORED}/{path.name}")
+            path = write_average(self.folder, record, tensors)
+            if self.remote is not None:
+                self.remote.upload_later(path, f"{STORED}/{path.name}")
 
     def _upload_missing(self) -> None:
         if self.remote is not None and rank() == 0:
             stored = self.remote.files()
             for path in sorted(self.folder.glob(f"*{AVERAGE_SUFFIX}")):
                 if f"{STORED}/{path.name}" not in stored:
-                    self._upload(path)
+                    self.remote.upload_later(path, f"{STORED}/{path.name}")
 
 
 def build_averages(
     config: EMAConfig | None, folder: Path, remote: RemoteCheckpoints | None = None
 ) -> tuple[LateStartEMA | None, list[Callback]]:
-    """Build the callbacks that average and store.
-
-    Args:
-        config: None for no averages.
-        folder: the run folder.
-        remote: the run's checkpoints in an object store; None if they are in a folder.
+    """Build the callbacks that average and store, for a run in `folder` with checkpoints in a folder or store.
 
     Returns:
-        The average to sample and export, None for the weights themselves; and all callbacks, in the order in which
-        they run.
+        The average to sample and export, None for the weights themselves; and all callbacks in their order.
     """
     if config is None:
         return None, []
     power = config.power
-    profiles = build_profiles(config.decays, power.relative_widths if power is not None else [])
+    profiles: list[Profile] = [Exponential(decay) for decay in config.decays]
+    profiles += [PowerFunction(width) for width in (power.relative_widths if power is not None else [])]
     ema = LateStartEMA(start=config.start, profiles=profiles, interval=config.interval, evaluate=config.evaluate)
     callbacks: list[Callback] = [ema]
     if power is not None:
