@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.runs import PlainLoop, run_config, train_deterministically
 from benchmarks.steps import seconds_of
 from diffusion.ema.averaging import full_tensor
-from diffusion.operations.checks.device import measure_device, time_runs
+from diffusion.operations.checks.nodes import measure_device, time_runs
 from diffusion.randomness import Purpose, normal
 
 REPEATS = 10

@@ -28,7 +28,7 @@ from diffusion.config.schema import Config
 from diffusion.config.training import Device, Precision
 from diffusion.datasets.batch import BatchKey
 from diffusion.models.architectures import ARCHITECTURES
-from diffusion.operations.checks.device import synchronize
+from diffusion.operations.checks.nodes import synchronize
 from diffusion.train import build_training_model, prepare_frozen, train
 
 YAML = Path(__file__).with_name("run.yaml")

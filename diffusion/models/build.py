@@ -1,11 +1,11 @@
 """Construction of models: from the configuration for training, from options for notebooks."""
 
 import logging
+from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, PredictionType
 from diffusion.errors import ConfigurationError
@@ -57,18 +57,13 @@ def build_model(config: ModelConfig, objective: ObjectiveConfig, *, resolution: 
 
 
 def load_unet(model: LatentDiffusion, weights: dict[str, Tensor], source: str) -> None:
-    """Load weights into a model's U-Net.
-
-    Args:
-        model: the model.
-        weights: state dict of its U-Net.
-        source: path for messages.
+    """Load weights, which messages call `source`, into a model's U-Net.
 
     Raises:
         ConfigurationError: names or shapes differ from those of the U-Net.
     """
     expected = model.unet.state_dict()
-    missing, unexpected = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
+    missing, unexpected = expected.keys() - weights.keys(), weights.keys() - expected.keys()
     shapes = [name for name in expected.keys() & weights.keys() if expected[name].shape != weights[name].shape]
     if missing or unexpected or shapes:
         example = next(iter(sorted(shapes)), None)
@@ -80,39 +75,32 @@ def load_unet(model: LatentDiffusion, weights: dict[str, Tensor], source: str) -
     model.unet.load_state_dict(weights)
 
 
-class ModelOptions(TypedDict, total=False):
-    """Options of the functions below."""
-
-    unet: str | Path | None
-    """Diffusers-layout folder or hub name of the U-Net's weights; None (default): random weights from the seed."""
-
-    vae: str | Path | None
-    """Folder of a VAE that replaces the VAE of `pretrained`."""
-
-    resolution: int
-    """Default size of generated images, in pixels; the usual size of the family by default."""
-
-    prediction_type: str | None
-    """"epsilon", "v_prediction" or "sample"; by default as stored in the folder of `unet`, else that of the
-    family."""
-
-    zero_terminal_snr: bool | None
-    """Rescale the noise schedule (Lin et al. 2023); not with epsilon. By default as stored in the folder of
-    `unet`, else False."""
-
-    local_files_only: bool
-    """Read the local cache instead of the hub. False by default."""
-
-    seed: int
-    """Seed of random weights and of the random numbers of training; 17 by default."""
-
-
-def stable_diffusion_2(pretrained: str | Path | None = None, **options: Unpack[ModelOptions]) -> LatentDiffusion:
-    """Stable Diffusion 2: 865,910,724 parameters in the U-Net, 83,653,863 in the VAE, 340,387,840 in the text encoder.
+def load_family(
+    architecture: Architecture,
+    pretrained: str | Path | None = None,
+    *,
+    unet: str | Path | None = None,
+    vae: str | Path | None = None,
+    resolution: int | None = None,
+    prediction_type: str | None = None,
+    zero_terminal_snr: bool | None = None,
+    local_files_only: bool = False,
+    seed: int = 17,
+) -> LatentDiffusion:
+    """Build a model for a notebook.
 
     Args:
+        architecture: given already in `stable_diffusion_2`, `stable_diffusion_xl`, `tiny` and `tiny_xl`.
         pretrained: diffusers-layout folder or hub name of the VAE's and text encoder's weights; None: random weights.
-        options: see `ModelOptions`; 512 px and epsilon by default.
+        unet: the same of the U-Net's weights; None: random weights from the seed.
+        vae: folder of a VAE that replaces the VAE of `pretrained`.
+        resolution: default size of generated images, in pixels; by default that of the family.
+        prediction_type: "epsilon", "v_prediction" or "sample"; by default as stored in the folder of `unet`, else that
+            of the family.
+        zero_terminal_snr: rescale the noise schedule (Lin et al. 2023); not with epsilon. By default as stored in the
+            folder of `unet`, else False.
+        local_files_only: read the local cache instead of the hub.
+        seed: seed of random weights and of the random numbers of training.
 
     Returns:
         The model, on the CPU, in eval mode.
@@ -121,39 +109,6 @@ def stable_diffusion_2(pretrained: str | Path | None = None, **options: Unpack[M
         ConfigurationError: weights are missing or do not fit, or an option is invalid.
         DataError: the U-Net's weights are damaged.
     """
-    return _assemble(Architecture.stable_diffusion_2, pretrained, **options)
-
-
-def stable_diffusion_xl(pretrained: str | Path | None = None, **options: Unpack[ModelOptions]) -> LatentDiffusion:
-    """SDXL: 2,567,463,684 parameters in the U-Net, 83,653,863 in the VAE, 817,720,320 in the two text encoders.
-
-    Arguments as for `stable_diffusion_2`; 1024 px and epsilon by default.
-    """
-    return _assemble(Architecture.stable_diffusion_xl, pretrained, **options)
-
-
-def tiny(pretrained: str | Path | None = None, **options: Unpack[ModelOptions]) -> LatentDiffusion:
-    """Small model with the structure of `stable_diffusion_2`, for two CPU cores; 32 px and v-prediction by default."""
-    return _assemble(Architecture.tiny, pretrained, **options)
-
-
-def tiny_xl(pretrained: str | Path | None = None, **options: Unpack[ModelOptions]) -> LatentDiffusion:
-    """Small model with the structure of `stable_diffusion_xl`, for two CPU cores; 32 px and v-prediction by default."""
-    return _assemble(Architecture.tiny_xl, pretrained, **options)
-
-
-def _assemble(
-    architecture: Architecture,
-    pretrained: str | Path | None,
-    *,
-    resolution: int | None = None,
-    unet: str | Path | None = None,
-    vae: str | Path | None = None,
-    prediction_type: str | None = None,
-    zero_terminal_snr: bool | None = None,
-    local_files_only: bool = False,
-    seed: int = 17,
-) -> LatentDiffusion:
     spec = ARCHITECTURES[architecture]
     try:
         resolution = whole_number("resolution", spec.resolution if resolution is None else resolution, least=1)
@@ -177,6 +132,19 @@ def _assemble(
     elif pretrained or vae:
         log.warning("the U-Net has random weights, the other parts those of %s: give unet=FOLDER", pretrained or vae)
     return model.eval()
+
+
+stable_diffusion_2 = partial(load_family, Architecture.stable_diffusion_2)
+"""Stable Diffusion 2: 865,910,724 parameters in the U-Net, 83,653,863 in the VAE, 340,387,840 in the text encoder."""
+
+stable_diffusion_xl = partial(load_family, Architecture.stable_diffusion_xl)
+"""SDXL: 2,567,463,684 parameters in the U-Net, 83,653,863 in the VAE, 817,720,320 in the two text encoders."""
+
+tiny = partial(load_family, Architecture.tiny)
+"""Small model with the structure of `stable_diffusion_2`, for two CPU cores; v-prediction by default."""
+
+tiny_xl = partial(load_family, Architecture.tiny_xl)
+"""Small model with the structure of `stable_diffusion_xl`, for two CPU cores; v-prediction by default."""
 
 
 def _objective(spec: ArchitectureSpec, folder: Path | None, requested: dict[str, Any]) -> ObjectiveConfig:

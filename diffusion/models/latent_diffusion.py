@@ -269,12 +269,7 @@ class LatentDiffusion(ComposerModel):
         return self._predict(batch, batch[BatchKey.TOKEN_IDS], EVALUATION)
 
     def set_validation_data(self, streams: Sequence[str], samples: Tensor) -> None:
-        """Configure the validation metrics by stream and by timestep, without empty ranges of timesteps.
-
-        Args:
-            streams: names of the streams by number; empty names are skipped.
-            samples: int64 [N], addresses of all samples.
-        """
+        """Configure the validation metrics by stream and by timestep, without ranges that no sample of [N] draws."""
         num = self.noise_process.num_timesteps
         drawn = draw_timesteps(EVALUATION, self.seed, torch.zeros_like(samples), samples, num)
         occupied = [bool(((drawn >= part.start) & (drawn < part.stop)).any()) for part in timestep_bins(num)]
@@ -379,11 +374,7 @@ class LatentDiffusion(ComposerModel):
         return to_pil(result) if output == "pil" else result
 
     def _initial_noise(self, latents: Tensor | None, seeds: Sequence[int], size: tuple[int, int]) -> Tensor:
-        """Initial noise of images of a size in pixels, given or from their seeds: float32 [B, C, H, W].
-
-        Raises:
-            ValueError: the shape of `latents` does not fit.
-        """
+        """Initial noise of images of a size in pixels, given or from their seeds: float32 [B, C, H, W]."""
         device = next(self.unet.parameters()).device
         shape = (self.unet.config["in_channels"], size[0] // self.vae_factor, size[1] // self.vae_factor)
         if latents is None:

@@ -36,14 +36,7 @@ class NoiseProcess:
         return len(self.alphas_cumprod)
 
     def signal_and_noise_rate(self, timesteps: Tensor) -> Rates:
-        """sqrt(abar_t) and sqrt(1 - abar_t).
-
-        Args:
-            timesteps: int64 [B].
-
-        Returns:
-            Two float32 [B, 1, 1, 1], on the device of the timesteps.
-        """
+        """sqrt(abar_t) and sqrt(1 - abar_t) of timesteps int64 [B], on their device."""
         device = timesteps.device
         if device not in self._tables:
             rates = torch.stack([self.alphas_cumprod.sqrt(), (1.0 - self.alphas_cumprod).sqrt()], dim=1)
@@ -113,18 +106,9 @@ EVALUATION = Purposes(
 def draw_noise(
     config: ObjectiveConfig, purposes: Purposes, seed: int, step: Tensor, sample: Tensor, shape: tuple[int, int, int]
 ) -> Tensor:
-    """Draw the noise that is added to each latent.
+    """Draw the noise that is added to each latent: float32 [B, C, H, W] for steps and samples int64 [B].
 
-    Args:
-        config: the objective; `offset_noise` adds a constant per channel (training only).
-        purposes: purposes of training or of evaluation.
-        seed: seed of the run.
-        step: int64 [B], optimizer step.
-        sample: int64 [B], addresses of the samples.
-        shape: C, H, W.
-
-    Returns:
-        float32 [B, C, H, W].
+    `offset_noise` adds a constant per channel, in training only.
     """
     noise = normal(seed, purposes.noise, step, sample, shape)
     if config.offset_noise and purposes is TRAINING:

@@ -120,12 +120,7 @@ def initial_latents(seeds: Sequence[int], shape: tuple[int, int, int], device: t
 def expand_prompts(
     prompts: str | Sequence[str], negative_prompts: str | Sequence[str] | None, num_images_per_prompt: int
 ) -> tuple[list[str], list[str]]:
-    """Prompt and negative prompt of each image.
-
-    Args:
-        prompts: one, or P of them.
-        negative_prompts: one for all or one per prompt; None is the empty caption.
-        num_images_per_prompt: number of adjacent images of a prompt.
+    """Prompt and negative prompt of each image; those of a prompt are adjacent.
 
     Raises:
         ValueError: the number of negative prompts is neither 1 nor P.
@@ -157,13 +152,7 @@ def image_seeds(seed: int | Sequence[int] | None, num_images: int) -> list[int]:
 
 
 def image_size(height: int | None, width: int | None, *, default: int, factor: int) -> tuple[int, int]:
-    """Height and width of images, in pixels.
-
-    Args:
-        height: None is the default.
-        width: None is the default.
-        default: default of both.
-        factor: pixels per latent position along one side.
+    """Height and width of images in pixels, which are multiples of the VAE's factor.
 
     Raises:
         ValueError: a side is not a multiple of the factor.

@@ -12,7 +12,7 @@ from diffusion.datasets.batch import BatchKey
 from diffusion.errors import ConfigurationError
 from diffusion.models import LatentDiffusion, build_model, load_frozen_parts, tiny
 from diffusion.models.conditioning import Conditioning
-from diffusion.models.latent_scaling import LatentScaling
+from diffusion.models.pretrained import LatentScaling
 from diffusion.models.sampling import inference_scheduler, initial_latents, sample_latents
 from diffusion.preparation.encoding.images import ImageBatch
 from diffusion.preparation.encoding.models import Encoder, EncodingModels
