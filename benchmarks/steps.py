@@ -16,7 +16,7 @@ from benchmarks.runs import PlainLoop, run_config, run_trainer
 from diffusion.config.data import ImageSize
 from diffusion.config.schema import Config
 from diffusion.operations.checks.nodes import synchronize, time_runs
-from diffusion.planning.network import training_flops
+from diffusion.planning.plan import training_flops
 
 WITH_AVERAGE = "algorithms.ema={start: 1ba, decays: [0.9999]}"
 

@@ -227,7 +227,7 @@ def test_a_checkpoint_is_as_large_as_was_planned(runs, name):
         if isinstance(entry, Tensor) and entry.ndim and entry.is_floating_point()
     ]
     found = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    assert found == plan_run(load_config(str(runs[name] / "config.yaml"), [])).checkpoint_bytes
+    assert found == plan_run(load_config(str(runs[name] / "config.yaml"), [])).checkpoints.largest_bytes
 
 
 @pytest.mark.parametrize("weights", ["raw", "ema"])
