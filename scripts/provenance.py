@@ -10,6 +10,7 @@ metadata. The default is the run's own streams, which hold only keys in the case
 import argparse
 import csv
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -17,16 +18,15 @@ from diffusion.files import atomic_path
 from diffusion.launch import CommandParser, run_command
 
 LICENCE_COLUMNS = ("license", "licence")
+"""Entries of the metadata."""
 
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("checkpoint", help="checkpoint, or run folder (newest checkpoint)")
     parser.add_argument("--data", type=Path, help="folder of the buckets of the prepared data, such as PREPARED/train")
     parser.add_argument("--out", type=Path, default=Path("seen.csv"), help="table to write (default: seen.csv)")
-    parser.add_argument("--licence-column", help="entry of the metadata (default: license or licence)")
-    parser.add_argument("--quiet", action="store_true", help="no progress bars")
     return parser.parse_args()
 
 
@@ -52,19 +52,18 @@ def main() -> None:
     order = build_order(config, folders)
     num_steps, fingerprint = read_position(checkpoint)
     check_order(order, fingerprint)
-    counts = times_seen(order, num_steps, progress=not options.quiet)
+    counts = times_seen(order, num_steps, progress=sys.stderr.isatty())
     runs = (checkpoint.parent.parent, Path(config.output_folder).expanduser())  # Of a run in a store: the second.
     bad = next((found for run in runs if (found := read_bad_images(run / FILE))), [])
     apply_substitutes(config, folders, counts, bad)
-    columns = (options.licence_column,) if options.licence_column else LICENCE_COLUMNS
     by_source: Counter[str] = Counter()
     by_licence: Counter[str] = Counter()
     num_seen = 0
     with atomic_path(options.out) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
         table.writerow(["key", "source", "licence", "stream", "index", "times", "metadata"])
-        for one in exposures(config, folders, counts, progress=not options.quiet):
-            licence = next((str(one.metadata[name]) for name in columns if one.metadata.get(name)), "")
+        for one in exposures(config, folders, counts, progress=sys.stderr.isatty()):
+            licence = next((str(one.metadata[name]) for name in LICENCE_COLUMNS if one.metadata.get(name)), "")
             table.writerow([one.key, one.source, licence, one.stream, one.index, one.times, json.dumps(one.metadata)])
             by_source[one.source] += one.times
             by_licence[licence or "(none given)"] += one.times
@@ -76,7 +75,7 @@ def main() -> None:
         for name, count in counter.most_common():
             print(f"{name:<40} {count}")
     if config.init_from is not None:
-        print(f"\nThe run began with the weights of {config.init_from.checkpoint}: list what that has seen, too")
+        print(f"\nThe run began with the weights of {config.init_from.checkpoint}: list the images of that, too")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def test_the_command_lists_what_a_run_of_bad_images_has_seen(server, tmp_path: P
     ((yaml, overrides),) = runs(root, tmp_path / "run", 8)
     server.train(1, [(yaml, overrides)])
     out = tmp_path / "seen.csv"
-    server.command(0, ["scripts/provenance.py", str(tmp_path / "run"), "--out", str(out), "--quiet"])
+    server.command(0, ["scripts/provenance.py", str(tmp_path / "run"), "--out", str(out)])
     times = {int(row["index"]): int(row["times"]) for row in csv.DictReader(out.open())}
     assert sum(times.values()) == 64
     assert times == {index: 1 for index in range(64) if index not in (3, 4, 63)} | {0: 2, 5: 3}
