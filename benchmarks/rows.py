@@ -1,9 +1,8 @@
-"""Rows of a benchmark: measured one by one in a process of their own, and written as soon as each is there.
+"""Rows of a benchmark: measured one by one, each in a process of its own, and written as soon as each is there.
 
-A file of rows holds one JSON object per line: a note that a row was started (`started`), its result (`result`) or what
-went wrong (`error`). So a benchmark that is killed continues with the rows that it lacks. A process that fails, whether
-by an exception, a signal or a hang, is followed by another one for the rest: what it left in the GPU's memory goes
-with it, and so does a CUDA context that no longer answers.
+A file of rows holds one JSON object per line, with a `result` or an `error`. A benchmark that is killed continues with
+the rows that it lacks. What a row left in the GPU's memory goes with its process, and so does a CUDA context that no
+longer answers.
 """
 
 import ctypes
@@ -13,16 +12,11 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-MAX_ATTEMPTS = 2
-"""Starts of a row; one whose process ended each time has failed."""
 
 MIN_TIMEOUT = 240
 """Seconds that a row has at least before its process is ended."""
@@ -33,10 +27,7 @@ class Row:
     """One measurement."""
 
     name: str
-    """Identity within a file of rows, such as `trainer/256/64`."""
-
-    kind: str
-    """What its result holds; tables are made by kind."""
+    """Identity within a file of rows, such as `trainer/256/64`; the part before the first slash is its kind."""
 
     measure: Callable[..., dict[str, Any]]
     """Takes the parameters; returns what json can write."""
@@ -48,27 +39,12 @@ class Row:
     """Expected duration. A row that would end after the deadline is left for the next call; one that takes three times
     as long (and at least `MIN_TIMEOUT`) is ended."""
 
-    is_alone: bool = False
-    """Whether it needs a process of its own, because of settings that only a fresh process takes on."""
 
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of a file of rows; a last one that a kill cut off is dropped."""
+def read_rows(path: Path) -> dict[str, dict[str, Any]]:
+    """Read a file of rows: the last line of each name. A line that a kill cut off is dropped."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def finished(lines: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The finished rows by name; the last one where a name comes twice."""
-    return {line["name"]: line for line in lines if "started" not in line}
-
-
-def attempts(lines: Iterable[dict[str, Any]]) -> Counter[str]:
-    """Starts of each row since it was last finished."""
-    starts: Counter[str] = Counter()
-    for line in lines:
-        starts[line["name"]] = starts[line["name"]] + 1 if "started" in line else 0
-    return starts
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    return {row["name"]: row for row in rows}
 
 
 def append(path: Path, line: dict[str, Any]) -> None:
@@ -86,112 +62,69 @@ def chosen(rows: Iterable[Row], patterns: Sequence[str]) -> list[Row]:
     return [row for row in rows if not patterns or any(fnmatch.fnmatch(row.name, pattern) for pattern in patterns)]
 
 
-def run_rows(build: Callable[[], tuple[list[Row], dict[str, Any]]], path: Path, deadline: float) -> bool:
-    """Measure the rows that a file lacks, in processes that are forked from this one.
+def run_rows(rows: Iterable[Row], machine: dict[str, Any], path: Path, deadline: float) -> None:
+    """Measure the rows that a file lacks, in processes that are forked from this one, which must not have used CUDA.
 
     Args:
-        build: Called in each process; returns the rows and a description of the machine, which each line carries. This
-            process must not have used CUDA.
+        rows: In their order.
+        machine: Description that each line carries.
         path: File of rows, created or continued.
-        deadline: Of `time.monotonic`; the process that still measures then is killed.
-
-    Returns:
-        Whether there is nothing more to do before the deadline; False when a process ended before its first row.
+        deadline: Of `time.monotonic`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    while True:
-        size = path.stat().st_size if path.exists() else 0
-        process = multiprocessing.get_context("fork").Process(target=_work, args=(build, path, deadline))
-        process.start()
-        process.join(max(0.0, deadline - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join()
-            _show("time is up: the same command continues")
-            return True
-        if process.exitcode == 0:
-            return True
-        if not path.exists() or path.stat().st_size == size:
-            return False
-
-
-def run_here(rows: Iterable[Row], machine: dict[str, Any], path: Path | None) -> None:
-    """Measure rows in this process, one of several ranks: exceptions pass, and nothing is skipped.
-
-    Args:
-        rows: The same on each rank.
-        machine: As `run_rows`.
-        path: File of rows on the rank that writes it.
-    """
+    postponed = []
     for row in rows:
-        line = {**_head(row, machine), **_measure(row)}
-        if path is not None:
-            append(path, line)
-            _show(format_line(line))
-
-
-def _work(build: Callable[[], tuple[list[Row], dict[str, Any]]], path: Path, deadline: float) -> None:
-    """Measure until nothing is left (exit code 0), or until a fresh process has to go on (another one)."""
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h: a killed benchmark measures no more.
-    ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL))
-    rows, machine = build()
-    lines = read_rows(path)
-    starts, done = attempts(lines), finished(lines)
-    left, is_fresh = [], True
-    for row in rows:
-        if row.name in done and done[row.name]["parameters"] == row.parameters:
+        found = read_rows(path).get(row.name)
+        if found is not None and found["parameters"] == row.parameters:
             continue
-        if starts[row.name] >= MAX_ATTEMPTS:
-            line = {**_head(row, machine), "error": f"the process ended {MAX_ATTEMPTS} times while it was measured"}
-            append(path, line)
-            _show(format_line(line))
-        elif time.monotonic() + row.seconds > deadline:
-            left.append(row.name)
-        else:
-            if row.is_alone and not is_fresh:
-                sys.exit(1)
-            is_fresh = False
-            _attempt(row, machine, path)
-            if row.is_alone:
-                sys.exit(1)
-    if left:
-        _show(f"no time for {', '.join(left)}: the same command continues")
+        if time.monotonic() + row.seconds > deadline or not _run_forked(row, machine, path, deadline):
+            postponed.append(row.name)
+    if postponed:
+        print(f"no time for {', '.join(postponed)}: the same command continues", flush=True)
+
+
+def _run_forked(row: Row, machine: dict[str, Any], path: Path, deadline: float) -> bool:
+    """Measure a row in a process; return whether it has a result or an error before the deadline."""
+    size, timeout = path.stat().st_size if path.exists() else 0, max(MIN_TIMEOUT, 3 * row.seconds)
+    process = multiprocessing.get_context("fork").Process(target=_attempt, args=(row, machine, path))
+    process.start()
+    process.join(max(0.0, min(timeout, deadline - time.monotonic())))
+    if process.is_alive():
+        process.kill()
+        process.join()
+        if time.monotonic() >= deadline:
+            return False
+        write(path, row, machine, error=f"not over after {timeout:.0f} s")
+    elif not path.exists() or path.stat().st_size == size:
+        write(path, row, machine, error=f"the process ended with exit code {process.exitcode}")
+    return True
 
 
 def _attempt(row: Row, machine: dict[str, Any], path: Path) -> None:
-    """Measure a row and write its result; an exception of the row ends the process afterwards."""
-    append(path, {"name": row.name, "started": _now()})
-    signal.alarm(max(MIN_TIMEOUT, int(3 * row.seconds)))
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h: a killed benchmark measures no more.
+    ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL))
     try:
-        line = {**_head(row, machine), **_measure(row)}
+        measured = measure(row)
     except Exception as error:
-        line = {**_head(row, machine), "error": f"{type(error).__name__}: {str(error).strip()[:500]}"}
-        append(path, line)
-        _show(format_line(line))
+        write(path, row, machine, error=f"{type(error).__name__}: {str(error).strip()[:500]}")
         raise
-    finally:
-        signal.alarm(0)
-    append(path, line)
-    _show(format_line(line))
+    write(path, row, machine, **measured)
 
 
-def _measure(row: Row) -> dict[str, Any]:
+def measure(row: Row) -> dict[str, Any]:
+    """Measure a row in this process; its `result` and `wall_seconds`."""
     start = time.perf_counter()
     result = row.measure(**row.parameters)
     return {"wall_seconds": round(time.perf_counter() - start, 1), "result": result}
 
 
-def _head(row: Row, machine: dict[str, Any]) -> dict[str, Any]:
-    return {"name": row.name, "kind": row.kind, "date": _now(), "parameters": row.parameters, "machine": machine}
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-
-
-def _show(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+def write(path: Path, row: Row, machine: dict[str, Any], **measured: Any) -> None:
+    """Append the line of a row, and print it."""
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    kind = row.name.split("/")[0]
+    line = {"name": row.name, "kind": kind, "date": date, "parameters": row.parameters, "machine": machine, **measured}
+    append(path, line)
+    print(format_line(line), flush=True)
 
 
 def format_line(line: dict[str, Any]) -> str:

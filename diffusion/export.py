@@ -20,10 +20,9 @@ from diffusion.evaluation.protocol import Result, table
 from diffusion.files import atomic_path
 from diffusion.loading import Trained, read_trained
 from diffusion.models.architectures import ARCHITECTURES, build_unet
-from diffusion.models.build import build_noise_scheduler
 from diffusion.models.lora import has_lora, write_lora
 from diffusion.models.pretrained import load_frozen_parts, write_pipeline
-from diffusion.models.sampling import inference_scheduler
+from diffusion.models.sampling import build_noise_scheduler, inference_scheduler
 from diffusion.reports.run import find_results
 
 
@@ -39,7 +38,7 @@ class Licences:
 
 
 def export(
-    place: str,
+    path: str,
     out: Path,
     *,
     weights: str = "raw",
@@ -50,7 +49,7 @@ def export(
     """Export the model that a run has trained.
 
     Args:
-        place: a checkpoint, a run folder, its `checkpoints` folder (for the newest complete one), or a file of averaged
+        path: a checkpoint, a run folder, its `checkpoints` folder (for the newest complete one), or a file of averaged
             weights.
         out: a new folder; or, with the ending `.safetensors`, one file with the U-Net and its metadata.
         weights: "raw" for the training weights, "ema" for their average, or the label of one of several averages.
@@ -65,12 +64,12 @@ def export(
     """
     if out.exists():
         raise ConfigurationError(f"{out} exists: remove it, or choose another path")
-    trained = read_trained(place, weights=weights)
+    trained = read_trained(path, weights=weights)
     config = trained.config
     if config.task is not Task.diffusion:
-        raise ConfigurationError(f"{place} is a run of {config.task.value}, whose result is exported already: RUN/vae")
+        raise ConfigurationError(f"{path} is a run of {config.task.value}, whose result is exported already: RUN/vae")
     if lora_only and not has_lora(trained.weights):
-        raise ConfigurationError(f"{place} was trained without model.lora: export it as a whole")
+        raise ConfigurationError(f"{path} was trained without model.lora: export it as a whole")
     licences = licences or Licences()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +101,7 @@ def _write_pipeline(folder: Path, trained: Trained) -> None:
         folder,
         unet=unet,
         frozen=load_frozen_parts(config.model),
-        scheduler=inference_scheduler(build_noise_scheduler(config.model.architecture, config.objective)),
+        scheduler=inference_scheduler(build_noise_scheduler(config.objective)),
     )
 
 
@@ -111,7 +110,7 @@ def _metadata(trained: Trained, weights: str, licences: Licences) -> dict[str, s
     return {
         "format": "pt",
         "title": config.run_name,
-        "checkpoint": trained.place.name,
+        "checkpoint": trained.path.name,
         "weights": weights,
         "architecture": config.model.architecture.value,
         "prediction_type": config.objective.prediction_type.value,
@@ -144,7 +143,7 @@ def model_card(trained: Trained, weights: str, *, is_lora: bool, licences: Licen
         USE_OF_LORA if is_lora else USE,
         f"## Licences\n\n- model: {licences.model}\n- data: {licences.data}\n",
         _data(config, prepared),
-        _evaluations(trained.place, weights),
+        _evaluations(trained.path, weights),
         f"## Recipe\n\n```yaml\n{to_public_yaml(config)}```\n",
     ]
     return "\n".join(section for section in sections if section)
@@ -174,10 +173,10 @@ image = pipeline("a prompt", guidance_scale=3.0).images[0]
 
 
 def _origin(trained: Trained, weights: str) -> str:
-    config, objective, steps = trained.config, trained.config.objective, batch_of(trained.place)
+    config, objective, steps = trained.config, trained.config.objective, batch_of(trained.path)
     which = {"raw": "the training weights", "ema": "the average of the weights"}.get(weights, weights)
     images = f"{config.data.global_batch_size} images"
-    length = f"after {steps:,} steps of {images}" if steps >= 0 else f"from {trained.place.name}"
+    length = f"after {steps:,} steps of {images}" if steps >= 0 else f"from {trained.path.name}"
     begun = f", initialised from `{config.init_from.checkpoint}`" if config.init_from is not None else ""
     zero = " with zero-terminal SNR" if objective.zero_terminal_snr else ""
     return (

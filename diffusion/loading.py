@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 class Trained:
     """Weights of a run, with its configuration."""
 
-    place: Path
+    path: Path
     """Checkpoint, or file of averaged weights."""
 
     config: Config
@@ -51,11 +51,11 @@ def load_config_of(checkpoint: Path) -> Config:
     return from_dict(Config, yaml.safe_load(read_record(checkpoint)["config"]), str(checkpoint))
 
 
-def read_trained(place: str | Path, *, weights: str = "raw") -> Trained:
+def read_trained(path: str | Path, *, weights: str = "raw") -> Trained:
     """Read the weights of a run.
 
     Args:
-        place: a checkpoint, a run folder, or its `checkpoints` folder (for the newest complete one). Or a file of
+        path: a checkpoint, a run folder, or its `checkpoints` folder (for the newest complete one). Or a file of
             averaged weights in a run folder (`RUN/averages/...` or `RUN/reconstructed/...safetensors`).
         weights: "raw" for the training weights, "ema" for their average, or the label of one of several averages:
             `decay-0.999`, `width-0.05`. Ignored for a file.
@@ -64,8 +64,8 @@ def read_trained(place: str | Path, *, weights: str = "raw") -> Trained:
         ConfigurationError: there is no checkpoint.
         DataError: it is damaged, or holds no average.
     """
-    if Path(place).suffix == AVERAGE_SUFFIX:
-        file = Path(place).expanduser()
+    if Path(path).suffix == AVERAGE_SUFFIX:
+        file = Path(path).expanduser()
         config_file = _config_beside(file)
         config = load(Config, config_file)
         stored = read_safetensors(file)
@@ -75,32 +75,25 @@ def read_trained(place: str | Path, *, weights: str = "raw") -> Trained:
         if config.model.lora is not None:
             # The average has LoRA's matrices only; the other weights never change.
             average = read_unet(resolve_checkpoint(str(config_file.parent)), "raw") | average
-        return Trained(place=file, config=config, weights=average)
-    checkpoint = resolve_checkpoint(str(place))
-    return Trained(place=checkpoint, config=load_config_of(checkpoint), weights=read_unet(checkpoint, weights))
+        return Trained(path=file, config=config, weights=average)
+    checkpoint = resolve_checkpoint(str(path))
+    return Trained(path=checkpoint, config=load_config_of(checkpoint), weights=read_unet(checkpoint, weights))
 
 
-def load_model(place: str | Path, *, weights: str = "raw") -> LatentDiffusion:
-    """Build the model of a checkpoint, with its weights and LoRA merged into them.
+def load_model(path: str | Path, *, weights: str = "raw") -> LatentDiffusion:
+    """Build the model of a checkpoint, on the CPU and in eval mode; arguments as for `read_trained`.
 
     VAE and text encoder come from the paths in the configuration of the checkpoint.
-
-    Args:
-        place: as for `read_trained`.
-        weights: likewise.
-
-    Returns:
-        The model, on the CPU, in eval mode.
 
     Raises:
         ConfigurationError: there is no checkpoint, or it does not fit.
         DataError: it is damaged, or holds no average.
     """
-    trained = read_trained(place, weights=weights)
-    log.info("loading %s weights of %s", weights, trained.place)
+    trained = read_trained(path, weights=weights)
+    log.info("loading %s weights of %s", weights, trained.path)
     config = trained.config
     model = build_model(config.model, config.objective, resolution=config.data.resolution, seed=config.seed)
-    load_unet(model, trained.unet, str(trained.place))
+    load_unet(model, trained.unet, str(trained.path))
     return model.eval()
 
 

@@ -64,7 +64,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: names the option.
     """
-    from diffusion.models.sampling import finite_number, whole_number
+    from diffusion.models.sampling import whole_number
     from diffusion.randomness import MAX_SEED
 
     try:
@@ -73,7 +73,6 @@ def check_arguments(arguments: argparse.Namespace) -> None:
                 whole_number(f"--{name.replace('_', '-')}", value, least=1)
         if arguments.seed is not None:
             whole_number("--seed", arguments.seed, least=0, most=MAX_SEED - 1)
-        finite_number("--guidance-scale", arguments.guidance_scale)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
 

@@ -80,8 +80,9 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from demo.shapes import write_data_set
     from diffusion.config.model import Architecture, ModelConfig
     from diffusion.models import load_frozen_parts
+    from diffusion.preparation.encoding.encode import encode
+    from diffusion.preparation.encoding.models import EncodingModels
     from diffusion.preparation.prepare import prepare
-    from verification.data import encode_prepared
 
     root = tmp_path_factory.mktemp("shapes")
     write_data_set(root / "source", 150, seed=3)
@@ -90,5 +91,6 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     parts = load_frozen_parts(ModelConfig(architecture=Architecture.tiny))
     parts.vae.save_pretrained(root / "vae")
     for resolution in (32, 64):
-        encode_prepared(root / "prepared", root / f"latents-{resolution}", parts, resolution)
+        out = root / f"latents-{resolution}"
+        encode(root / "prepared", out, models=EncodingModels.of(parts), resolutions=[resolution])
     return root

@@ -119,13 +119,13 @@ class SaveOnPreemption(Callback):
             self._agreement.start(self._received or int(self.meter.is_spent) * _SPENT)
             return
         self.saver.save(state, logger)
-        step, place = state.timestamp.batch.value, self.saver.last_saved
+        step, checkpoint = state.timestamp.batch.value, self.saver.last_saved
         if number == _SPENT:
-            self.meter.end(step, f"saved {place}")
+            self.meter.end(step, f"saved {checkpoint}")
         name = signal.Signals(number).name
         if dist.get_global_rank() == 0:
-            write_json(self.marker, {"step": step, "signal": name, "checkpoint": str(place)})
-        raise PreemptedError(f"{name} after step {step}: saved {place}. Start the same command again to continue")
+            write_json(self.marker, {"step": step, "signal": name, "checkpoint": str(checkpoint)})
+        raise PreemptedError(f"{name} after step {step}: saved {checkpoint}. Start the same command again to continue")
 
 
 def _shield(reference: "weakref.ref[SaveOnPreemption]") -> None:

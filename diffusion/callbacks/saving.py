@@ -288,7 +288,8 @@ def _cause(error: BaseException | None) -> str | None:
             return next((found for cause, _ in error.failures.values() if (found := _cause(cause))), None)
         if isinstance(error, OSError) and error.errno is not None:
             return os.strerror(error.errno)
-        if isinstance(error, RuntimeError) and "PytorchStreamWriter" in str(error) and error.__context__ is None:
+        is_of_writer = any(name in str(error) for name in ("PytorchStreamWriter", "inline_container"))
+        if isinstance(error, RuntimeError) and is_of_writer and error.__context__ is None:
             return f"{os.strerror(errno.EIO)} or {os.strerror(errno.ENOSPC).lower()}"
         error = error.__cause__ or error.__context__
     return None

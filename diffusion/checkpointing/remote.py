@@ -61,6 +61,8 @@ class RemoteCheckpoint:
 class RemoteCheckpoints:
     """The checkpoints of one run.
 
+    All methods raise a `MachineError` if the store cannot be read or written, or a download not be stored.
+
     Args:
         uri: `s3://bucket/prefix`.
         timeout: seconds for which requests that fail are repeated.
@@ -81,7 +83,6 @@ class RemoteCheckpoints:
 
         Raises:
             DataError: there is no such bucket.
-            MachineError: the store cannot be written.
         """
         probe = self.uri_of(".access")
         seconds = min(self._access.seconds or FIRST_CONTACT, FIRST_CONTACT)
@@ -89,19 +90,11 @@ class RemoteCheckpoints:
         storage.delete([probe], self._access)
 
     def files(self) -> dict[str, StoredFile]:
-        """List all files by their names below the URI: those of checkpoints, and averages of weights.
-
-        Raises:
-            MachineError: the store cannot be read.
-        """
+        """List all files by their names below the URI: those of checkpoints, and averages of weights."""
         return storage.list_files(self.uri, self._access)
 
     def present(self) -> list[RemoteCheckpoint]:
-        """List all of them, complete or not, oldest first.
-
-        Raises:
-            MachineError: the store cannot be read.
-        """
+        """List all checkpoints, complete or not, oldest first."""
         found: dict[str, dict[str, StoredFile]] = {}
         for file, stored in self.files().items():
             name = file.partition("/")[0]
@@ -116,9 +109,6 @@ class RemoteCheckpoints:
         Args:
             local: the checkpoint as it was written.
             files: names in its folder; None for all that are there.
-
-        Raises:
-            MachineError: the store cannot be written.
         """
         if not local.is_dir():
             return
@@ -128,11 +118,7 @@ class RemoteCheckpoints:
                 self.upload(local / name, f"{local.name}/{name}")
 
     def finish_upload(self, local: Path) -> None:
-        """Upload the files that make a checkpoint complete, after uploads in the background have ended.
-
-        Raises:
-            MachineError: the store cannot be written.
-        """
+        """Upload the files that make a checkpoint complete, after uploads in the background have ended."""
         self.await_uploads()
         if not local.is_dir():
             self.upload(local, local.name)
@@ -142,46 +128,27 @@ class RemoteCheckpoints:
                 self.upload(local / name, f"{local.name}/{name}")
 
     def remove(self, checkpoint: RemoteCheckpoint) -> None:
-        """Remove a checkpoint, its index first: after an interruption the rest counts as half-written.
-
-        Raises:
-            MachineError: the store cannot be written.
-        """
+        """Remove a checkpoint, its index first: after an interruption the rest counts as half-written."""
         index = self.uri_of(f"{checkpoint.name}/{INDEX}")
         uris = [file.uri for file in checkpoint.files.values()]
         storage.delete([uri for uri in uris if uri == index], self._access)
         storage.delete([uri for uri in uris if uri != index], self._access)
 
     def remove_named(self, name: str) -> None:
-        """Remove the files of a name."""
+        """Remove the checkpoint of a name, if there is one."""
         for checkpoint in self.present():
             if checkpoint.name == name:
                 self.remove(checkpoint)
 
     def remove_half_written(self) -> None:
-        """Remove what interrupted uploads have left.
-
-        Raises:
-            MachineError: the store cannot be written.
-        """
+        """Remove what interrupted uploads have left."""
         for checkpoint in self.present():
             if not checkpoint.is_complete:
                 log.warning("removing %s, which is incomplete", checkpoint)
                 self.remove(checkpoint)
 
     def download(self, checkpoint: RemoteCheckpoint, folder: Path) -> Path:
-        """Download a checkpoint, or the rest of it: files of the same name and size are kept.
-
-        Args:
-            checkpoint: one of `present`.
-            folder: parent of the copy; it holds files of this very checkpoint or nothing.
-
-        Returns:
-            The copy.
-
-        Raises:
-            MachineError: the store cannot be read, or the disk not be written.
-        """
+        """Download a checkpoint, or the rest of it, below `folder`, which holds files of this very checkpoint only."""
         for name in sorted(checkpoint.files, key=lambda name: name.endswith(f"/{INDEX}")):
             self.download_file(checkpoint.files[name], folder / name)
         return folder / checkpoint.name
@@ -189,20 +156,12 @@ class RemoteCheckpoints:
     # Single files
 
     def download_file(self, file: StoredFile, path: Path) -> None:
-        """Download a file, unless one of its size is there.
-
-        Raises:
-            MachineError: the store cannot be read, or the disk not be written.
-        """
+        """Download a file, unless one of its size is there."""
         if not path.is_file() or path.stat().st_size != file.size:
             storage.download(file.uri, path, size=file.size, parallel=_PARALLEL_DOWNLOADS, access=self._access)
 
     def upload(self, path: Path, name: str) -> None:
-        """Upload a file.
-
-        Raises:
-            MachineError: the store cannot be written.
-        """
+        """Upload a file."""
         storage.upload(path, self.uri_of(name), self._access)
 
     def upload_later(self, path: Path, name: str) -> None:
@@ -211,10 +170,6 @@ class RemoteCheckpoints:
         self._uploads.append(self._uploader.submit(self.upload, path, name))
 
     def await_uploads(self) -> None:
-        """Wait for the uploads in the background.
-
-        Raises:
-            MachineError: a file cannot be uploaded.
-        """
+        """Wait for the uploads in the background, and raise the first error of them."""
         for upload in list(self._uploads):
             upload.result()

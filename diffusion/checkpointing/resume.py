@@ -15,7 +15,7 @@ from composer.utils import dist
 
 from diffusion.checkpointing.find import check_checkpoint, is_complete, newest_that_passes
 from diffusion.checkpointing.layout import list_checkpoints, remove_copy, remove_half_written
-from diffusion.checkpointing.read import UnsafeCheckpointError, read_index, read_record, stored_files
+from diffusion.checkpointing.read import read_index, read_record, stored_files
 from diffusion.checkpointing.remote import RemoteCheckpoint, RemoteCheckpoints
 from diffusion.config.checks import is_location
 from diffusion.config.loading import RENAMED, to_yaml
@@ -73,13 +73,6 @@ def find_resumption(config: Config, storage: CheckpointStorage) -> str | None:
 
     Rank 0 decides; the first rank of each other node checks the same checkpoint again. From an object store it is
     downloaded once per node, to `downloads/` in the run folder. To be called by all ranks.
-
-    Args:
-        config: the configuration of the run.
-        storage: its checkpoints.
-
-    Returns:
-        Path on this machine.
 
     Raises:
         ConfigurationError: the checkpoint was written with another parallelism, or is of another model or objective.
@@ -174,8 +167,6 @@ def _download_newest(config: Config, storage: CheckpointStorage, remote: RemoteC
         path = remote.download(checkpoint, storage.downloads)
         try:
             check_checkpoint(path)
-        except UnsafeCheckpointError:
-            raise
         except DataError:
             remove_copy(path)
             raise

@@ -70,17 +70,10 @@ def is_wrong(loss: float, before: Sequence[float], guard: GuardConfig) -> bool:
 
 
 def decide(step: int, loss: float, record: Sequence[Rollback], guard: GuardConfig, now: float) -> Rollback:
-    """Decide what follows a wrong loss.
+    """Decide what follows the wrong loss of a step, given the earlier rollbacks of the run.
 
     The weights before a step are known to be good when its loss is. So a checkpoint written right before the wrong
     step is removed, too.
-
-    Args:
-        step: number of the step, from 0.
-        loss: its loss.
-        record: earlier rollbacks of the run.
-        guard: the settings.
-        now: seconds since 1970.
 
     Raises:
         DivergenceError: the run has to end.
@@ -156,30 +149,29 @@ def roll_back(storage: "CheckpointStorage", *, keeps_all: bool) -> None:
     dist.broadcast_object_list(requests)
     if (rollback := requests[0]) is None:
         return
-    remote = storage.remote
+    remote, limit = storage.remote, rollback.limit
     # Where checkpoints are uploaded, each node has files of its own.
     removes = rank() == 0 or (remote is not None and local_rank() == 0)
-    agree(lambda: _remove_local(storage.folder, rollback.limit, keeps_all or remote is not None) if removes else None)
+
+    def remove_local() -> None:
+        try:
+            for path in _rejected(list_checkpoints(storage.folder), limit, keeps_all or remote is not None):
+                log.warning("removing %s for the rollback to at most %d steps", path, limit)
+                remove_checkpoint(path)
+        except OSError as error:
+            raise MachineError(f"{error.filename} cannot be removed: {error.strerror}. Remove it") from error
+
+    def remove_remote(remote: "RemoteCheckpoints") -> None:
+        present = {Path(found.name): found for found in remote.present()}
+        for name in _rejected(list(present), limit, keeps_all):
+            log.warning("removing %s for the rollback to at most %d steps", present[name], limit)
+            remote.remove(present[name])
+
+    agree(lambda: remove_local() if removes else None)
     if remote is not None:
-        agree(lambda: _remove_remote(remote, rollback.limit, keeps_all) if rank() == 0 else None, takes_long=True)
+        agree(lambda: remove_remote(remote) if rank() == 0 else None, takes_long=True)
     if rank() == 0:
         record_rollback(storage.run, rollback)
-
-
-def _remove_local(folder: Path, limit: int, may_begin_anew: bool) -> None:
-    try:
-        for path in _rejected(list_checkpoints(folder), limit, may_begin_anew):
-            log.warning("removing %s for the rollback to at most %d steps", path, limit)
-            remove_checkpoint(path)
-    except OSError as error:
-        raise MachineError(f"{error.filename} cannot be removed: {error.strerror}. Remove it") from error
-
-
-def _remove_remote(remote: "RemoteCheckpoints", limit: int, may_begin_anew: bool) -> None:
-    present = {Path(found.name): found for found in remote.present()}
-    for name in _rejected(list(present), limit, may_begin_anew):
-        log.warning("removing %s for the rollback to at most %d steps", present[name], limit)
-        remote.remove(present[name])
 
 
 def _rejected(checkpoints: list[Path], limit: int, may_begin_anew: bool) -> list[Path]:

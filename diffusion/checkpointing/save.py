@@ -46,7 +46,7 @@ class HostCopy:
         """
         before, self._buffers = self._buffers, {}
         copied = self._copy(content, (), before)
-        if any(buffer.is_pinned() for buffer in map(_local, self._buffers.values())):
+        if any(buffer.is_pinned() for buffer in map(local_shard, self._buffers.values())):
             torch.cuda.current_stream().synchronize()
         return copied
 
@@ -56,7 +56,7 @@ class HostCopy:
             buffer = before.get(path)
             if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
                 buffer = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
-            _local(buffer).copy_(_local(source), non_blocking=True)
+            local_shard(buffer).copy_(local_shard(source), non_blocking=True)
             self._buffers[path] = buffer
             return buffer
         if isinstance(content, dict):
@@ -66,7 +66,7 @@ class HostCopy:
         return copy.deepcopy(content)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor, which shares its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

@@ -20,9 +20,17 @@ from diffusion.checkpointing.read import SafeLoadPlanner, SafeReader, StoredStat
 from diffusion.checkpointing.remote import RemoteCheckpoints
 from diffusion.config.training import EMAConfig, NumberFormat
 from diffusion.distributed import agree, rank
-from diffusion.ema.averaging import WeightAverage, check_names, gather_on_rank_0, reshard, trainable_parameters
+from diffusion.ema.averaging import (
+    Exponential,
+    PowerFunction,
+    Profile,
+    WeightAverage,
+    check_names,
+    gather_on_rank_0,
+    reshard,
+    trainable_parameters,
+)
 from diffusion.ema.posthoc import AVERAGE_SUFFIX, STORED, AverageRecord, write_average
-from diffusion.ema.profiles import PowerFunction, Profile, build_profiles
 from diffusion.errors import DataError
 
 DTYPES = {
@@ -290,7 +298,8 @@ def build_averages(
     if config is None:
         return None, []
     power = config.power
-    profiles = build_profiles(config.decays, power.relative_widths if power is not None else [])
+    profiles: list[Profile] = [Exponential(decay) for decay in config.decays]
+    profiles += [PowerFunction(width) for width in (power.relative_widths if power is not None else [])]
     ema = LateStartEMA(start=config.start, profiles=profiles, interval=config.interval, evaluate=config.evaluate)
     callbacks: list[Callback] = [ema]
     if power is not None:

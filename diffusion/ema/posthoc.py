@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoints
-from diffusion.ema.profiles import PowerFunction
+from diffusion.ema.averaging import PowerFunction
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.files import atomic_path
 

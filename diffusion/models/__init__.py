@@ -1,6 +1,7 @@
 """Models: the public names for notebooks. The import needs no GPU, network or distributed start-up."""
 
-from diffusion.models.build import build_model, count_parameters, stable_diffusion_2, stable_diffusion_xl, tiny, tiny_xl
+from diffusion.models.architectures import count_parameters
+from diffusion.models.build import build_model, stable_diffusion_2, stable_diffusion_xl, tiny, tiny_xl
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.pretrained import FrozenParts, load_frozen_parts
 

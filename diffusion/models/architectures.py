@@ -8,7 +8,6 @@ stable-diffusion-xl-base-1.0. `tiny` and `tiny_xl` have the same structure and t
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, TypeVar
 
 import torch
@@ -16,18 +15,23 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
-from diffusion.config.model import NUM_TIMESTEPS, Architecture, ModelConfig
+from diffusion.config.model import NUM_TIMESTEPS, Architecture, ModelConfig, PredictionType
 from diffusion.errors import ConfigurationError, raise_all, similar_names
 from diffusion.models.conditioning import DualTextEncoder, TextEncoder
 
 Built = TypeVar("Built")
 
 
-class Vocabulary(Enum):
-    """Byte-pair encoding of captions."""
+NOISE_SCHEDULE = {
+    "num_train_timesteps": NUM_TIMESTEPS,
+    "beta_schedule": "scaled_linear",
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "clip_sample": False,
+}
+"""DDPMScheduler of all architectures, without the prediction type."""
 
-    clip = "clip"
-    tiny = "tiny"
+CLIP_VOCABULARY = 49_408
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,34 +50,44 @@ class ArchitectureSpec:
     text_encoder_2: dict[str, Any] | None = None
     """CLIPTextConfig of SDXL's second text encoder, which has a projection."""
 
-    noise_schedule: dict[str, Any]
-    """DDPMScheduler, without the prediction type."""
-
-    max_tokens: int
-    """Tokens of a caption (L)."""
-
-    vocabulary: Vocabulary = Vocabulary.clip
-    """Vocabulary of the tokenizer."""
+    prediction_type: PredictionType = PredictionType.epsilon
+    """Usual prediction target."""
 
     @property
     def vae_factor(self) -> int:
         """Pixels per latent position along one side."""
         return 2 ** (len(self.vae["block_out_channels"]) - 1)
 
+    @property
+    def resolution(self) -> int:
+        """Usual side of images, in pixels."""
+        return self.unet["sample_size"] * self.vae_factor
 
-NOISE_SCHEDULE = {
-    "num_train_timesteps": NUM_TIMESTEPS,
-    "beta_schedule": "scaled_linear",
-    "beta_start": 0.00085,
-    "beta_end": 0.012,
-    "clip_sample": False,
-}
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of a caption (L)."""
+        return self.text_encoder["max_position_embeddings"]
+
+
+def _clip(width: int, *, num_layers: int, num_heads: int, projection: int, activation: str = "gelu") -> dict[str, Any]:
+    return {
+        "vocab_size": CLIP_VOCABULARY,
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "max_position_embeddings": 77,
+        "hidden_act": activation,
+        "projection_dim": projection,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "pad_token_id": 1,
+    }
+
 
 STABLE_DIFFUSION_2 = ArchitectureSpec(
     unet={
         "sample_size": 64,
-        "in_channels": 4,
-        "out_channels": 4,
         "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
         "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
         "block_out_channels": (320, 640, 1280, 1280),
@@ -83,8 +97,6 @@ STABLE_DIFFUSION_2 = ArchitectureSpec(
         "use_linear_projection": True,
     },
     vae={
-        "in_channels": 3,
-        "out_channels": 3,
         "down_block_types": ("DownEncoderBlock2D",) * 4,
         "up_block_types": ("UpDecoderBlock2D",) * 4,
         "block_out_channels": (128, 256, 512, 512),
@@ -93,28 +105,12 @@ STABLE_DIFFUSION_2 = ArchitectureSpec(
         "sample_size": 512,
         "scaling_factor": 0.18215,
     },
-    text_encoder={
-        "vocab_size": 49408,
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "num_hidden_layers": 23,
-        "num_attention_heads": 16,
-        "max_position_embeddings": 77,
-        "hidden_act": "gelu",
-        "projection_dim": 512,
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-        "pad_token_id": 1,
-    },
-    noise_schedule=NOISE_SCHEDULE,
-    max_tokens=77,
+    text_encoder=_clip(1024, num_layers=23, num_heads=16, projection=512),
 )
 
 STABLE_DIFFUSION_XL = ArchitectureSpec(
     unet={
         "sample_size": 128,
-        "in_channels": 4,
-        "out_channels": 4,
         "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
         "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
         "block_out_channels": (320, 640, 1280),
@@ -128,41 +124,13 @@ STABLE_DIFFUSION_XL = ArchitectureSpec(
         "projection_class_embeddings_input_dim": 2816,
     },
     vae={**STABLE_DIFFUSION_2.vae, "sample_size": 1024, "scaling_factor": 0.13025},
-    text_encoder={
-        "vocab_size": 49408,
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "max_position_embeddings": 77,
-        "hidden_act": "quick_gelu",
-        "projection_dim": 768,
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-        "pad_token_id": 1,
-    },
-    text_encoder_2={
-        "vocab_size": 49408,
-        "hidden_size": 1280,
-        "intermediate_size": 5120,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 20,
-        "max_position_embeddings": 77,
-        "hidden_act": "gelu",
-        "projection_dim": 1280,
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-        "pad_token_id": 1,
-    },
-    noise_schedule=NOISE_SCHEDULE,
-    max_tokens=77,
+    text_encoder=_clip(768, num_layers=12, num_heads=12, projection=768, activation="quick_gelu"),
+    text_encoder_2=_clip(1280, num_layers=32, num_heads=20, projection=1280),
 )
 
 TINY = ArchitectureSpec(
     unet={
         "sample_size": 8,
-        "in_channels": 4,
-        "out_channels": 4,
         "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
         "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
         "block_out_channels": (64, 128),
@@ -173,8 +141,6 @@ TINY = ArchitectureSpec(
         "use_linear_projection": True,
     },
     vae={
-        "in_channels": 3,
-        "out_channels": 3,
         "down_block_types": ("DownEncoderBlock2D",) * 3,
         "up_block_types": ("UpDecoderBlock2D",) * 3,
         "block_out_channels": (16, 32, 64),
@@ -186,21 +152,15 @@ TINY = ArchitectureSpec(
         "scaling_factor": 1.0,
     },
     text_encoder={
+        **_clip(64, num_layers=0, num_heads=4, projection=64),
         "vocab_size": 2048,
-        "hidden_size": 64,
         "intermediate_size": 64,
-        "num_hidden_layers": 0,
-        "num_attention_heads": 4,
         "max_position_embeddings": 24,
-        "hidden_act": "gelu",
-        "projection_dim": 64,
         "bos_token_id": 2046,
         "eos_token_id": 2047,
         "pad_token_id": 0,
     },
-    noise_schedule=NOISE_SCHEDULE,
-    max_tokens=24,
-    vocabulary=Vocabulary.tiny,
+    prediction_type=PredictionType.v_prediction,
 )
 
 TINY_XL = ArchitectureSpec(
@@ -216,9 +176,7 @@ TINY_XL = ArchitectureSpec(
     vae=TINY.vae,
     text_encoder={**TINY.text_encoder, "hidden_size": 24, "num_hidden_layers": 2},
     text_encoder_2={**TINY.text_encoder, "hidden_size": 40, "num_hidden_layers": 2, "projection_dim": 32},
-    noise_schedule=NOISE_SCHEDULE,
-    max_tokens=24,
-    vocabulary=Vocabulary.tiny,
+    prediction_type=PredictionType.v_prediction,
 )
 
 ARCHITECTURES = {
@@ -265,18 +223,16 @@ def build_text_encoder(spec: ArchitectureSpec) -> TextEncoder:
     return DualTextEncoder(first, CLIPTextModelWithProjection(CLIPTextConfig(**spec.text_encoder_2)))
 
 
+def count_parameters(config: ModelConfig) -> dict[str, int]:
+    """Count the parameters of `unet`, `vae` and `text_encoder` on the meta device."""
+    spec = ARCHITECTURES[config.architecture]
+    with torch.device("meta"):
+        parts = {"unet": build_unet(config), "vae": build_vae(spec), "text_encoder": build_text_encoder(spec)}
+    return {name: sum(parameter.numel() for parameter in part.parameters()) for name, part in parts.items()}
+
+
 def _build(kind: type[Built], arguments: Mapping[str, Any], changes: Mapping[str, Any], key: str) -> Built:
-    """Build a network.
-
-    Args:
-        kind: class with an annotated constructor.
-        arguments: keyword arguments of the architecture.
-        changes: keyword arguments of the configuration, which take precedence.
-        key: key of `changes` in the configuration.
-
-    Raises:
-        ConfigurationError: an argument of `changes` is unknown, or its value is invalid.
-    """
+    """Build a network from the architecture's keyword arguments and the `changes` of a key of the configuration."""
     parameters = inspect.signature(kind).parameters
     problems = []
     for name in changes:

@@ -62,13 +62,7 @@ class AdversarialLosses(NamedTuple):
 
 
 def adversarial_losses(discriminator: nn.Module, pixels: Tensor, decoded: Tensor) -> AdversarialLosses:
-    """Hinge losses (Lim and Ye 2017), with one backward pass for both sides.
-
-    Args:
-        discriminator: maps images to logits [B, 1, P, P].
-        pixels: float32 [B, 3, height, width] in [-1, 1].
-        decoded: reconstructions of that shape.
-    """
+    """Hinge losses (Lim and Ye 2017) of images float32 [B, 3, height, width], with one backward pass for both sides."""
     fixed = {name: parameter.detach() for name, parameter in discriminator.named_parameters()}
     generator = -functional_call(discriminator, fixed, decoded).float().mean()
     real, fake = discriminator(torch.cat([pixels, decoded.detach()])).float().chunk(2)

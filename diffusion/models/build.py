@@ -1,17 +1,15 @@
 """Construction of models: from the configuration for training, from options for notebooks."""
 
 import logging
+from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
-import torch
-from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 from torch import Tensor
-from typing_extensions import Unpack
 
 from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, PredictionType
 from diffusion.errors import ConfigurationError
-from diffusion.models.architectures import ARCHITECTURES, build_text_encoder, build_unet, build_vae, with_seed
+from diffusion.models.architectures import ARCHITECTURES, NOISE_SCHEDULE, ArchitectureSpec, build_unet, with_seed
 from diffusion.models.conditioning import text_width
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.pretrained import (
@@ -21,29 +19,10 @@ from diffusion.models.pretrained import (
     read_pipeline_unet,
     unet_folder,
 )
-from diffusion.models.sampling import whole_number
+from diffusion.models.sampling import build_noise_scheduler, whole_number
 from diffusion.randomness import MAX_SEED
 
 log = logging.getLogger(__name__)
-
-
-def build_noise_scheduler(architecture: Architecture, objective: ObjectiveConfig) -> DDPMScheduler:
-    """Build the noise scheduler that training and sampling share.
-
-    Raises:
-        ConfigurationError: zero-terminal SNR with epsilon prediction, which is trivial at the last timestep, where the
-            input is the noise.
-    """
-    if objective.zero_terminal_snr and objective.prediction_type == PredictionType.epsilon:
-        raise ConfigurationError(
-            "objective.zero_terminal_snr needs objective.prediction_type=v_prediction (or sample): with epsilon the "
-            "last timestep cannot be learned"
-        )
-    return DDPMScheduler(
-        **ARCHITECTURES[architecture].noise_schedule,
-        prediction_type=objective.prediction_type.value,
-        rescale_betas_zero_snr=objective.zero_terminal_snr,
-    )
 
 
 def build_model(config: ModelConfig, objective: ObjectiveConfig, *, resolution: int, seed: int) -> LatentDiffusion:
@@ -69,7 +48,7 @@ def build_model(config: ModelConfig, objective: ObjectiveConfig, *, resolution: 
     return LatentDiffusion(
         unet=unet,
         frozen=frozen,
-        noise_scheduler=build_noise_scheduler(config.architecture, objective),
+        noise_scheduler=build_noise_scheduler(objective),
         objective=objective,
         resolution=resolution,
         seed=seed,
@@ -78,18 +57,13 @@ def build_model(config: ModelConfig, objective: ObjectiveConfig, *, resolution: 
 
 
 def load_unet(model: LatentDiffusion, weights: dict[str, Tensor], source: str) -> None:
-    """Load weights into a model's U-Net.
-
-    Args:
-        model: the model.
-        weights: state dict of its U-Net.
-        source: path for messages.
+    """Load weights, which messages call `source`, into a model's U-Net.
 
     Raises:
         ConfigurationError: names or shapes differ from those of the U-Net.
     """
     expected = model.unet.state_dict()
-    missing, unexpected = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
+    missing, unexpected = expected.keys() - weights.keys(), weights.keys() - expected.keys()
     shapes = [name for name in expected.keys() & weights.keys() if expected[name].shape != weights[name].shape]
     if missing or unexpected or shapes:
         example = next(iter(sorted(shapes)), None)
@@ -101,39 +75,32 @@ def load_unet(model: LatentDiffusion, weights: dict[str, Tensor], source: str) -
     model.unet.load_state_dict(weights)
 
 
-class ModelOptions(TypedDict, total=False):
-    """Options of the functions below."""
-
-    unet: str | Path | None
-    """Diffusers-layout folder or hub name of the U-Net's weights; None (default): random weights from the seed."""
-
-    vae: str | Path | None
-    """Folder of a VAE that replaces the VAE of `pretrained`."""
-
-    resolution: int
-    """Default size of generated images, in pixels; the usual size of the family by default."""
-
-    prediction_type: str | None
-    """"epsilon", "v_prediction" or "sample"; by default as stored in the folder of `unet`, else that of the
-    family."""
-
-    zero_terminal_snr: bool | None
-    """Rescale the noise schedule (Lin et al. 2023); not with epsilon. By default as stored in the folder of
-    `unet`, else False."""
-
-    local_files_only: bool
-    """Read the local cache instead of the hub. False by default."""
-
-    seed: int
-    """Seed of random weights and of the random numbers of training; 17 by default."""
-
-
-def stable_diffusion_2(pretrained: str | Path | None = None, **options: Unpack[ModelOptions]) -> LatentDiffusion:
-    """Stable Diffusion 2: 865,910,724 parameters in the U-Net, 83,653,863 in the VAE, 340,387,840 in the text encoder.
+def load_family(
+    architecture: Architecture,
+    pretrained: str | Path | None = None,
+    *,
+    unet: str | Path | None = None,
+    vae: str | Path | None = None,
+    resolution: int | None = None,
+    prediction_type: str | None = None,
+    zero_terminal_snr: bool | None = None,
+    local_files_only: bool = False,
+    seed: int = 17,
+) -> LatentDiffusion:
+    """Build a model for a notebook.
 
     Args:
+        architecture: given already in `stable_diffusion_2`, `stable_diffusion_xl`, `tiny` and `tiny_xl`.
         pretrained: diffusers-layout folder or hub name of the VAE's and text encoder's weights; None: random weights.
-        options: see `ModelOptions`; 512 px and epsilon by default.
+        unet: the same of the U-Net's weights; None: random weights from the seed.
+        vae: folder of a VAE that replaces the VAE of `pretrained`.
+        resolution: default size of generated images, in pixels; by default that of the family.
+        prediction_type: "epsilon", "v_prediction" or "sample"; by default as stored in the folder of `unet`, else that
+            of the family.
+        zero_terminal_snr: rescale the noise schedule (Lin et al. 2023); not with epsilon. By default as stored in the
+            folder of `unet`, else False.
+        local_files_only: read the local cache instead of the hub.
+        seed: seed of random weights and of the random numbers of training.
 
     Returns:
         The model, on the CPU, in eval mode.
@@ -142,61 +109,24 @@ def stable_diffusion_2(pretrained: str | Path | None = None, **options: Unpack[M
         ConfigurationError: weights are missing or do not fit, or an option is invalid.
         DataError: the U-Net's weights are damaged.
     """
-    return _assemble(
-        Architecture.stable_diffusion_2, pretrained, PredictionType.epsilon, **{"resolution": 512, **options}
-    )
-
-
-def stable_diffusion_xl(pretrained: str | Path | None = None, **options: Unpack[ModelOptions]) -> LatentDiffusion:
-    """SDXL: 2,567,463,684 parameters in the U-Net, 83,653,863 in the VAE, 817,720,320 in the two text encoders.
-
-    Arguments as for `stable_diffusion_2`; 1024 px and epsilon by default.
-    """
-    return _assemble(
-        Architecture.stable_diffusion_xl, pretrained, PredictionType.epsilon, **{"resolution": 1024, **options}
-    )
-
-
-def tiny(pretrained: str | Path | None = None, **options: Unpack[ModelOptions]) -> LatentDiffusion:
-    """Small model with the structure of `stable_diffusion_2`, for two CPU cores; 32 px and v-prediction by default."""
-    return _assemble(Architecture.tiny, pretrained, PredictionType.v_prediction, **{"resolution": 32, **options})
-
-
-def tiny_xl(pretrained: str | Path | None = None, **options: Unpack[ModelOptions]) -> LatentDiffusion:
-    """Small model with the structure of `stable_diffusion_xl`, for two CPU cores; 32 px and v-prediction by default."""
-    return _assemble(Architecture.tiny_xl, pretrained, PredictionType.v_prediction, **{"resolution": 32, **options})
-
-
-def _assemble(
-    architecture: Architecture,
-    pretrained: str | Path | None,
-    usual: PredictionType,
-    *,
-    resolution: int,
-    unet: str | Path | None = None,
-    vae: str | Path | None = None,
-    prediction_type: str | None = None,
-    zero_terminal_snr: bool | None = None,
-    local_files_only: bool = False,
-    seed: int = 17,
-) -> LatentDiffusion:
-    """Build a family's model; `usual` is the prediction type where neither option nor folder names one."""
+    spec = ARCHITECTURES[architecture]
     try:
-        resolution = whole_number("resolution", resolution, least=1)
+        resolution = whole_number("resolution", spec.resolution if resolution is None else resolution, least=1)
         seed = whole_number("seed", seed, least=0, most=MAX_SEED - 1)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
-    if resolution % (factor := ARCHITECTURES[architecture].vae_factor):
-        raise ConfigurationError(f"resolution {resolution}: give a multiple of {factor}, the VAE's factor")
+    if resolution % spec.vae_factor:
+        raise ConfigurationError(f"resolution {resolution}: give a multiple of {spec.vae_factor}, the VAE's factor")
     folder = None if unet is None else unet_folder(str(unet), local_files_only=local_files_only)
-    objective = _objective(architecture, folder, prediction_type, zero_terminal_snr, usual)
+    requested = {"prediction_type": prediction_type, "rescale_betas_zero_snr": zero_terminal_snr}
+    requested = {key: value for key, value in requested.items() if value is not None}
     config = ModelConfig(
         architecture=architecture,
         pretrained=None if pretrained is None else str(pretrained),
         vae=None if vae is None else str(vae),
         local_files_only=local_files_only,
     )
-    model = build_model(config, objective, resolution=resolution, seed=seed)
+    model = build_model(config, _objective(spec, folder, requested), resolution=resolution, seed=seed)
     if folder is not None:
         load_unet(model, read_pipeline_unet(folder, model.unet), f"{folder}/unet")
     elif pretrained or vae:
@@ -204,33 +134,41 @@ def _assemble(
     return model.eval()
 
 
-def _objective(
-    architecture: Architecture,
-    folder: Path | None,
-    prediction_type: str | None,
-    zero_terminal_snr: bool | None,
-    usual: PredictionType,
-) -> ObjectiveConfig:
+stable_diffusion_2 = partial(load_family, Architecture.stable_diffusion_2)
+"""Stable Diffusion 2: 865,910,724 parameters in the U-Net, 83,653,863 in the VAE, 340,387,840 in the text encoder."""
+
+stable_diffusion_xl = partial(load_family, Architecture.stable_diffusion_xl)
+"""SDXL: 2,567,463,684 parameters in the U-Net, 83,653,863 in the VAE, 817,720,320 in the two text encoders."""
+
+tiny = partial(load_family, Architecture.tiny)
+"""Small model with the structure of `stable_diffusion_2`, for two CPU cores; v-prediction by default."""
+
+tiny_xl = partial(load_family, Architecture.tiny_xl)
+"""Small model with the structure of `stable_diffusion_xl`, for two CPU cores; v-prediction by default."""
+
+
+def _objective(spec: ArchitectureSpec, folder: Path | None, requested: dict[str, Any]) -> ObjectiveConfig:
     """Prediction type and noise schedule of a U-Net: from the options, the folder of its weights, or the defaults.
 
     Raises:
         ConfigurationError: the prediction type is unknown, or the folder contradicts the options.
     """
-    stored = read_noise_schedule(folder) if folder is not None else None
-    if folder is not None and stored is None and prediction_type is None:
+    stored = read_noise_schedule(folder) if folder is not None else {}
+    if stored is None and "prediction_type" not in requested:
         log.warning(
-            "%s has no %s: the prediction type of its U-Net is assumed to be %s", folder, SCHEDULER_CONFIG, usual.value
+            "%s has no %s: the prediction type of its U-Net is assumed to be %s",
+            folder,
+            SCHEDULER_CONFIG,
+            spec.prediction_type.value,
         )
     stored = stored or {}
-    requested = {"prediction_type": prediction_type, "rescale_betas_zero_snr": zero_terminal_snr}
-    requested = {key: value for key, value in requested.items() if value is not None}
-    found: dict[str, Any] = {"prediction_type": usual.value, "rescale_betas_zero_snr": False, **stored, **requested}
+    found = {"prediction_type": spec.prediction_type.value, "rescale_betas_zero_snr": False, **stored, **requested}
     choices = [one.value for one in PredictionType]
     if found["prediction_type"] not in choices:
         raise ConfigurationError(f"prediction_type {found['prediction_type']!r}: choose one of {', '.join(choices)}")
     differing = [
         f"{key} is {stored[key]} in the folder and {value} here"
-        for key, value in {"trained_betas": None, **ARCHITECTURES[architecture].noise_schedule, **requested}.items()
+        for key, value in {"trained_betas": None, **NOISE_SCHEDULE, **requested}.items()
         if stored.get(key, value) != value
     ]
     if differing:
@@ -241,11 +179,3 @@ def _objective(
     return ObjectiveConfig(
         prediction_type=PredictionType(found["prediction_type"]), zero_terminal_snr=found["rescale_betas_zero_snr"]
     )
-
-
-def count_parameters(config: ModelConfig) -> dict[str, int]:
-    """Count the parameters of `unet`, `vae` and `text_encoder` on the meta device."""
-    spec = ARCHITECTURES[config.architecture]
-    with torch.device("meta"):
-        parts = {"unet": build_unet(config), "vae": build_vae(spec), "text_encoder": build_text_encoder(spec)}
-    return {name: sum(parameter.numel() for parameter in part.parameters()) for name, part in parts.items()}

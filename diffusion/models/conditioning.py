@@ -42,10 +42,7 @@ class DualTextEncoder(nn.Module):
         self.text_encoder_2 = second
 
     def forward(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Encode captions.
-
-        Args:
-            token_ids: int64 [B, L].
+        """Encode captions int64 [B, L].
 
         Returns:
             The penultimate hidden states of both, concatenated [B, L, D], and the projection of the second [B, P].
@@ -91,10 +88,8 @@ class Conditioning(NamedTuple):
 
     def concatenate(self, other: "Conditioning") -> "Conditioning":
         """Append another batch."""
-        joined = [
-            None if one is None or two is None else torch.cat([one, two]) for one, two in zip(self, other, strict=True)
-        ]
-        return Conditioning(*joined)  # pyright: ignore[reportArgumentType]
+        pairs = zip(self, other, strict=True)
+        return Conditioning(*(None if one is None else torch.cat([one, two]) for one, two in pairs))
 
 
 class Conditioner:
@@ -150,11 +145,7 @@ class Conditioner:
 
     @torch.no_grad()
     def encode_batch(self, batch: dict[str, Tensor], token_ids: Tensor) -> Conditioning:
-        """Conditioning of a batch.
-
-        Args:
-            batch: the entries of `BatchKey`.
-            token_ids: int64 [B, L], after captions were dropped.
+        """Conditioning of a batch whose token ids, after captions were dropped, are int64 [B, L].
 
         Raises:
             ValueError: the batch lacks sizes and crops for SDXL.

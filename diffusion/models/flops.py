@@ -6,15 +6,11 @@ seconds (SDXL) for each image size; buckets have dozens of sizes.
 A multiply-add counts as two. Convolutions, linear layers and the two products of attention are counted, nothing else.
 The backward pass costs twice the forward pass, less the gradients of inputs that need none: noised latents, text and
 timesteps.
-
-Letters: h w height and width of the latent at a stage, c channels, l tokens, d text width.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Mapping
 from typing import Any
 
 from diffusion.datasets.batch import BatchKey, Entry
@@ -22,69 +18,6 @@ from diffusion.datasets.batch import BatchKey, Entry
 MID_BLOCK = "UNetMidBlock2DCrossAttn"
 CROSS_BLOCKS = {"CrossAttnDownBlock2D", "CrossAttnUpBlock2D", MID_BLOCK}
 BLOCKS = CROSS_BLOCKS | {"DownBlock2D", "UpBlock2D"}
-
-
-class Kind(str, Enum):
-    """Kind of a layer."""
-
-    convolution = "convolution"
-    linear = "linear"
-    attention = "attention"
-
-
-@dataclass(frozen=True)
-class Flops:
-    """Operations of one layer."""
-
-    kind: Kind
-    forward: int
-    needs_input_gradient: bool = True
-
-    @property
-    def backward(self) -> int:
-        """Operations of the gradients of weights (or of the second factor) and, if needed, of the input."""
-        return self.forward * (2 if self.needs_input_gradient else 1)
-
-
-@dataclass(frozen=True)
-class UNetFlops:
-    """Operations for one image."""
-
-    layers: tuple[Flops, ...]
-
-    @property
-    def forward(self) -> int:
-        """Operations of the forward pass."""
-        return sum(layer.forward for layer in self.layers)
-
-    @property
-    def training(self) -> int:
-        """Operations of forward and backward pass, without recomputation."""
-        return sum(layer.forward + layer.backward for layer in self.layers)
-
-    @property
-    def adapting(self) -> int:
-        """Operations of training with frozen weights, as under LoRA, whose small matrices are not counted."""
-        fixed = sum(layer.forward for layer in self.layers if layer.kind is not Kind.attention)
-        return self.training - fixed
-
-
-def count_unet_flops(unet: Mapping[str, Any], *, height: int, width: int, num_tokens: int) -> UNetFlops | None:
-    """Count the operations of a diffusers UNet2DConditionModel for one image.
-
-    Args:
-        unet: configuration of the U-Net (`unet.config`, with all defaults).
-        height: height of the latent.
-        width: width of the latent.
-        num_tokens: tokens of the caption.
-
-    Returns:
-        The operations; None for unknown block types.
-    """
-    types = {*unet["down_block_types"], *unet["up_block_types"], unet["mid_block_type"]}
-    if not types <= BLOCKS:
-        return None
-    return UNetFlops(tuple(_Counter(unet, num_tokens).layers(height, width)))
 
 
 def batch_flops(
@@ -116,98 +49,113 @@ def batch_flops(
     return total
 
 
-class _Counter:
-    """Lists the layers of a U-Net in the order of its forward pass."""
+def count_unet_flops(unet: Mapping[str, Any], *, height: int, width: int, num_tokens: int) -> "UNetFlops | None":
+    """Count the operations of a diffusers UNet2DConditionModel for one image.
 
-    def __init__(self, unet: Mapping[str, Any], num_tokens: int) -> None:
-        self.unet, self.num_tokens = unet, num_tokens
-        self.channels: Sequence[int] = unet["block_out_channels"]
-        num = len(self.channels)
-        self.num_layers = _per_block(unet["layers_per_block"], num)
-        self.depths = _per_block(unet["transformer_layers_per_block"], num)
-        self.text_width = _per_block(unet["cross_attention_dim"], num)
-        self.time_width = unet["time_embedding_dim"] or 4 * self.channels[0]
+    Args:
+        unet: configuration of the U-Net (`unet.config`, with all defaults).
+        height: height of the latent.
+        width: width of the latent.
+        num_tokens: tokens of the caption.
 
-    def layers(self, height: int, width: int) -> Iterator[Flops]:
-        """Layers for a latent of this size."""
-        unet, last = self.unet, len(self.channels) - 1
-        yield from self._embeddings()
-        yield _conv(height * width, unet["in_channels"], self.channels[0], needs_input_gradient=False)
-        sizes, skipped, before = [(height, width)], [self.channels[0]], self.channels[0]
-        for i, (kind, channels) in enumerate(zip(unet["down_block_types"], self.channels, strict=True)):
-            for _ in range(self.num_layers[i]):
-                yield from self._layer(i, kind, sizes[-1], before, channels)
-                before = channels
-                skipped.append(channels)
+    Returns:
+        The operations; None for unknown block types.
+    """
+    types = {*unet["down_block_types"], *unet["up_block_types"], unet["mid_block_type"]}
+    return UNetFlops(unet, height, width, num_tokens) if types <= BLOCKS else None
+
+
+class UNetFlops:
+    """Operations for one image, counted in the order of the forward pass.
+
+    Attributes:
+        forward: operations of the forward pass.
+        training: operations of forward and backward pass, without recomputation.
+        adapting: the same with frozen weights, as under LoRA, whose small matrices are not counted.
+    """
+
+    def __init__(self, unet: Mapping[str, Any], height: int, width: int, num_tokens: int) -> None:
+        self.forward = self.training = self.adapting = 0
+        self._unet, self._num_tokens = unet, num_tokens
+        channels = unet["block_out_channels"]
+        self._time_width = unet["time_embedding_dim"] or 4 * channels[0]
+        num_layers = _per_block(unet["layers_per_block"], len(channels))
+        last = len(channels) - 1
+
+        self._embeddings(channels[0])
+        self._conv(height * width, unet["in_channels"], channels[0], has_input_gradient=False)
+        sizes, skipped, before = [(height, width)], [channels[0]], channels[0]
+        for i, kind in enumerate(unet["down_block_types"]):
+            for _ in range(num_layers[i]):
+                self._layer(i, kind, sizes[-1], before, channels[i])
+                before = channels[i]
+                skipped.append(before)
             if i < last:
                 sizes.append(((sizes[-1][0] + 1) // 2, (sizes[-1][1] + 1) // 2))
-                yield _conv(_area(sizes[-1]), channels, channels)
-                skipped.append(channels)
-        yield from self._layer(last, MID_BLOCK, sizes[-1], before, before)
-        yield from self._resnet(_area(sizes[-1]), before, before)
+                self._conv(math.prod(sizes[-1]), before, before)
+                skipped.append(before)
+        self._layer(last, MID_BLOCK, sizes[-1], before, before)
+        self._resnet(math.prod(sizes[-1]), before, before)
         for i, kind in zip(range(last, -1, -1), unet["up_block_types"], strict=True):
-            for _ in range(self.num_layers[i] + 1):
-                yield from self._layer(i, kind, sizes[i], before + skipped.pop(), self.channels[i])
-                before = self.channels[i]
+            for _ in range(num_layers[i] + 1):
+                self._layer(i, kind, sizes[i], before + skipped.pop(), channels[i])
+                before = channels[i]
             if i:
-                yield _conv(_area(sizes[i - 1]), before, before)
-        yield _conv(height * width, before, unet["out_channels"])
+                self._conv(math.prod(sizes[i - 1]), before, before)
+        self._conv(height * width, before, unet["out_channels"])
 
-    def _embeddings(self) -> Iterator[Flops]:
+    def _add(self, forward: int, *, has_input_gradient: bool = True, has_weights: bool = True) -> None:
+        training = forward * (3 if has_input_gradient else 2)
+        self.forward += forward
+        self.training += training
+        self.adapting += training - forward if has_weights else training
+
+    def _linear(self, rows: int, before: int, after: int, has_input_gradient: bool = True) -> None:
+        self._add(2 * rows * before * after, has_input_gradient=has_input_gradient)
+
+    def _conv(self, area: int, before: int, after: int, has_input_gradient: bool = True) -> None:
+        """A convolution of 3 x 3; one of 1 x 1 counts as a linear layer."""
+        self._linear(area, 9 * before, after, has_input_gradient)
+
+    def _attention(self, queries: int, keys: int, width: int) -> None:
+        """Scores and weighted sum of all heads, with the sum of their widths."""
+        self._add(4 * queries * keys * width, has_weights=False)
+
+    def _embeddings(self, channels: int) -> None:
         """Embeddings of the timestep and, in SDXL, of sizes and pooled text: one position each."""
-        yield _linear(1, self.channels[0], self.time_width, needs_input_gradient=False)
-        yield _linear(1, self.time_width, self.time_width)
-        if self.unet["addition_embed_type"] == "text_time":
-            added = self.unet["projection_class_embeddings_input_dim"]
-            yield _linear(1, added, self.time_width, needs_input_gradient=False)
-            yield _linear(1, self.time_width, self.time_width)
+        self._linear(1, channels, self._time_width, has_input_gradient=False)
+        self._linear(1, self._time_width, self._time_width)
+        if self._unet["addition_embed_type"] == "text_time":
+            added = self._unet["projection_class_embeddings_input_dim"]
+            self._linear(1, added, self._time_width, has_input_gradient=False)
+            self._linear(1, self._time_width, self._time_width)
 
-    def _layer(self, i: int, kind: str, size: tuple[int, int], before: int, after: int) -> Iterator[Flops]:
+    def _layer(self, i: int, kind: str, size: tuple[int, int], before: int, after: int) -> None:
         """A ResNet and, in blocks with cross-attention, a transformer."""
-        yield from self._resnet(_area(size), before, after)
+        self._resnet(math.prod(size), before, after)
         if kind in CROSS_BLOCKS:
-            yield from self._transformer(_area(size), after, self.depths[i], self.text_width[i])
+            self._transformer(i, math.prod(size), after)
 
-    def _resnet(self, area: int, before: int, after: int) -> Iterator[Flops]:
-        yield _conv(area, before, after)
-        yield _linear(1, self.time_width, after)
-        yield _conv(area, after, after)
+    def _resnet(self, area: int, before: int, after: int) -> None:
+        self._conv(area, before, after)
+        self._linear(1, self._time_width, after)
+        self._conv(area, after, after)
         if before != after:
-            yield _conv(area, before, after, kernel=1)
+            self._linear(area, before, after)
 
-    def _transformer(self, area: int, c: int, depth: int, d: int) -> Iterator[Flops]:
-        project = _linear if self.unet["use_linear_projection"] else _pointwise
-        yield project(area, c, c)
-        for _ in range(depth):
-            yield _linear(area, c, 4 * c)  # Self-attention: queries, keys, values, output.
-            yield _attention(area, area, c)
-            yield _linear(area, c, 2 * c)  # Cross-attention: queries, output.
-            yield _linear(self.num_tokens, d, 2 * c, needs_input_gradient=False)
-            yield _attention(area, self.num_tokens, c)
-            yield _linear(area, c, 12 * c)  # A gated layer of width 4 c, and back.
-        yield project(area, c, c)
+    def _transformer(self, i: int, area: int, width: int) -> None:
+        num = len(self._unet["block_out_channels"])
+        text_width = _per_block(self._unet["cross_attention_dim"], num)[i]
+        self._linear(area, width, width)
+        for _ in range(_per_block(self._unet["transformer_layers_per_block"], num)[i]):
+            self._linear(area, width, 4 * width)  # Self-attention: queries, keys, values, output.
+            self._attention(area, area, width)
+            self._linear(area, width, 2 * width)  # Cross-attention: queries, output.
+            self._linear(self._num_tokens, text_width, 2 * width, has_input_gradient=False)
+            self._attention(area, self._num_tokens, width)
+            self._linear(area, width, 12 * width)  # A gated layer of width 4 c, and back.
+        self._linear(area, width, width)
 
 
-def _per_block(value: Any, num: int) -> Sequence[Any]:
+def _per_block(value: Any, num: int) -> Any:
     return [value] * num if isinstance(value, int) else value
-
-
-def _area(size: tuple[int, int]) -> int:
-    return size[0] * size[1]
-
-
-def _conv(area: int, before: int, after: int, kernel: int = 3, needs_input_gradient: bool = True) -> Flops:
-    return Flops(Kind.convolution, 2 * area * before * after * kernel**2, needs_input_gradient)
-
-
-def _pointwise(area: int, before: int, after: int) -> Flops:
-    return _conv(area, before, after, kernel=1)
-
-
-def _linear(rows: int, before: int, after: int, needs_input_gradient: bool = True) -> Flops:
-    return Flops(Kind.linear, 2 * rows * before * after, needs_input_gradient)
-
-
-def _attention(queries: int, keys: int, c: int) -> Flops:
-    """Scores and weighted sum of all heads, with c as the sum of their widths."""
-    return Flops(Kind.attention, 4 * queries * keys * c)

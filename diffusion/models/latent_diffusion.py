@@ -31,17 +31,18 @@ from diffusion.models.flops import batch_flops
 from diffusion.models.metrics import ValidationMean, timestep_bins, validation_means
 from diffusion.models.objectives import (
     EVALUATION,
+    TARGETS,
     TRAINING,
     NoiseProcess,
     Purposes,
     draw_noise,
     draw_stratified_timesteps,
     draw_timesteps,
+    min_snr_weight,
 )
 from diffusion.models.pretrained import FrozenParts, upcast
 from diffusion.models.sampling import (
     expand_prompts,
-    finite_number,
     image_seeds,
     image_size,
     inference_scheduler,
@@ -49,7 +50,6 @@ from diffusion.models.sampling import (
     sample_latents,
     to_pil,
     whole_number,
-    whole_pair,
 )
 from diffusion.models.tokenizers import tokenize
 from diffusion.randomness import Purpose, bernoulli, normal
@@ -202,11 +202,10 @@ class LatentDiffusion(ComposerModel):
         rates = self.noise_process.signal_and_noise_rate(timesteps)  # sqrt(abar_t), sqrt(1 - abar_t)
         noised = self.noise_process.add_noise(latents, noise, rates)  # x_t
         prediction = self._denoise(noised, timesteps, conditioning)
-        target = self.noise_process.target(objective.prediction_type, latents, noise, rates)
-        weight = None
-        if objective.min_snr_gamma is not None:
-            weight = self.noise_process.min_snr_weight(objective.prediction_type, rates, objective.min_snr_gamma)
-        return Prediction(prediction, target, weight, timesteps)
+        target = TARGETS[objective.prediction_type]
+        gamma = objective.min_snr_gamma
+        weight = None if gamma is None else min_snr_weight(target, rates, gamma)
+        return Prediction(prediction, target.compute(latents, noise, rates), weight, timesteps)
 
     def _denoise(self, noised: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
         """Prediction of the U-Net, float [B, C, H, W]; in the precision of its weights unless there is autocast."""
@@ -270,12 +269,7 @@ class LatentDiffusion(ComposerModel):
         return self._predict(batch, batch[BatchKey.TOKEN_IDS], EVALUATION)
 
     def set_validation_data(self, streams: Sequence[str], samples: Tensor) -> None:
-        """Configure the validation metrics by stream and by timestep, without empty ranges of timesteps.
-
-        Args:
-            streams: names of the streams by number; empty names are skipped.
-            samples: int64 [N], addresses of all samples.
-        """
+        """Configure the validation metrics by stream and by timestep, without ranges that no sample of [N] draws."""
         num = self.noise_process.num_timesteps
         drawn = draw_timesteps(EVALUATION, self.seed, torch.zeros_like(samples), samples, num)
         occupied = [bool(((drawn >= part.start) & (drawn < part.stop)).any()) for part in timestep_bins(num)]
@@ -349,11 +343,9 @@ class LatentDiffusion(ComposerModel):
         num_images_per_prompt = whole_number("num_images_per_prompt", num_images_per_prompt, least=1)
         texts, negatives = expand_prompts(prompts, negative_prompts, num_images_per_prompt)
         size = image_size(height, width, default=self.resolution, factor=self.vae_factor)
-        original = size if original_size is None else whole_pair("original_size", original_size, least=1)
-        placement = Placement(*original, *whole_pair("crop", crop, least=0), *size)
+        placement = Placement(*(original_size or size), *crop, *size)
         most_steps = self.noise_process.num_timesteps
         num_inference_steps = whole_number("num_inference_steps", num_inference_steps, least=1, most=most_steps)
-        guidance_scale = finite_number("guidance_scale", guidance_scale)
         batch_size = whole_number("batch_size", batch_size, least=1)
         seeds = image_seeds(seed, len(texts))
         noise = self._initial_noise(latents, seeds, size)
@@ -382,20 +374,13 @@ class LatentDiffusion(ComposerModel):
         return to_pil(result) if output == "pil" else result
 
     def _initial_noise(self, latents: Tensor | None, seeds: Sequence[int], size: tuple[int, int]) -> Tensor:
-        """Initial noise of images of a size in pixels, given or from their seeds: float32 [B, C, H, W].
-
-        Raises:
-            ValueError: the shape of `latents` does not fit.
-        """
+        """Initial noise of images of a size in pixels, given or from their seeds: float32 [B, C, H, W]."""
         device = next(self.unet.parameters()).device
         shape = (self.unet.config["in_channels"], size[0] // self.vae_factor, size[1] // self.vae_factor)
         if latents is None:
             return initial_latents(seeds, shape, device)
-        found = tuple(latents.shape) if isinstance(latents, Tensor) else type(latents).__name__
-        if found != (expected := (len(seeds), *shape)):
-            raise ValueError(
-                f"latents {found}: {len(seeds)} images of {size[0]} x {size[1]} px take a tensor {expected}"
-            )
+        if (found := tuple(latents.shape)) != (expected := (len(seeds), *shape)):
+            raise ValueError(f"latents {found}: {len(seeds)} images of {size[0]} x {size[1]} px take {expected}")
         return latents.to(device, torch.float32)
 
     def _encode_prompts(self, prompts: Sequence[str], placement: Placement) -> Conditioning:

@@ -24,12 +24,7 @@ _BASE = ".base_layer."
 def add_lora(unet: nn.Module, config: LoraConfig, seed: int) -> None:
     """Freeze a U-Net and add trainable matrices to the configured layers, in place.
 
-    B starts at zero, so the output of the U-Net is unchanged at first.
-
-    Args:
-        unet: a UNet2DConditionModel.
-        config: rank and targets.
-        seed: seed of A.
+    A is random from the seed. B starts at zero, so the output of the U-Net is unchanged at first.
 
     Raises:
         MachineError: peft is not installed.

@@ -4,7 +4,9 @@ Shape letters: B batch, C channels, H W height and width of the latent, T timest
 noise schedule abar_t, a noised latent is x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) noise (Ho et al. 2020, equation 4).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,14 +36,7 @@ class NoiseProcess:
         return len(self.alphas_cumprod)
 
     def signal_and_noise_rate(self, timesteps: Tensor) -> Rates:
-        """sqrt(abar_t) and sqrt(1 - abar_t).
-
-        Args:
-            timesteps: int64 [B].
-
-        Returns:
-            Two float32 [B, 1, 1, 1], on the device of the timesteps.
-        """
+        """sqrt(abar_t) and sqrt(1 - abar_t) of timesteps int64 [B], on their device."""
         device = timesteps.device
         if device not in self._tables:
             rates = torch.stack([self.alphas_cumprod.sqrt(), (1.0 - self.alphas_cumprod).sqrt()], dim=1)
@@ -55,41 +50,42 @@ class NoiseProcess:
         signal_rate, noise_rate = rates
         return signal_rate * latents + noise_rate * noise
 
-    @staticmethod
-    def target(prediction_type: PredictionType, latents: Tensor, noise: Tensor, rates: Rates) -> Tensor:
-        """Target of the prediction.
 
-        epsilon is the noise, sample the latents, and v = sqrt(abar_t) noise - sqrt(1 - abar_t) x_0 (Salimans and Ho
-        2022, appendix D).
+# What the network predicts
 
-        Returns:
-            float [B, C, H, W].
-        """
-        if prediction_type == PredictionType.epsilon:
-            return noise
-        if prediction_type == PredictionType.sample:
-            return latents
-        signal_rate, noise_rate = rates
-        return signal_rate * noise - noise_rate * latents
 
-    @staticmethod
-    def min_snr_weight(prediction_type: PredictionType, rates: Rates, gamma: float) -> Tensor:
-        """Weight of each sample's squared error (Hang et al. 2023, section 3.4).
+class Target(NamedTuple):
+    """Target of the prediction."""
 
-        min(SNR, gamma) weighs the error of the latents; the error of the noise is SNR times, the error of v is SNR + 1
-        times that of the latents, so their weights are divided by SNR and SNR + 1.
+    compute: Callable[[Tensor, Tensor, Rates], Tensor]
+    """(latents x_0, noise, rates) -> target, float [B, C, H, W] each."""
 
-        Returns:
-            float32 [B].
-        """
-        signal_rate, noise_rate = (rate.flatten() for rate in rates)
-        snr = (signal_rate / noise_rate) ** 2
-        clipped = snr.clamp(max=gamma)
-        if prediction_type == PredictionType.epsilon:
-            return clipped / snr
-        if prediction_type == PredictionType.v_prediction:
-            return clipped / (snr + 1.0)
-        return clipped
+    error_ratio: Callable[[Tensor], Tensor | float]
+    """SNR -> squared error of this target over that of the latents."""
+
+
+TARGETS = {
+    PredictionType.epsilon: Target(lambda latents, noise, rates: noise, lambda snr: snr),
+    PredictionType.sample: Target(lambda latents, noise, rates: latents, lambda snr: 1.0),
+    # v = sqrt(abar_t) noise - sqrt(1 - abar_t) x_0 (Salimans and Ho 2022, appendix D).
+    PredictionType.v_prediction: Target(
+        lambda latents, noise, rates: rates[0] * noise - rates[1] * latents, lambda snr: snr + 1.0
+    ),
+}
+"""All of what differs between prediction types in training."""
+
+
+def min_snr_weight(target: Target, rates: Rates, gamma: float) -> Tensor:
+    """Weight of each sample's squared error (Hang et al. 2023, section 3.4): float32 [B].
+
+    min(SNR, gamma) weighs the error of the latents; the weight of another target is divided by the ratio of its error.
+    """
+    signal_rate, noise_rate = (rate.flatten() for rate in rates)
+    snr = (signal_rate / noise_rate) ** 2
+    return snr.clamp(max=gamma) / target.error_ratio(snr)
+
+
+# Random numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,18 +106,9 @@ EVALUATION = Purposes(
 def draw_noise(
     config: ObjectiveConfig, purposes: Purposes, seed: int, step: Tensor, sample: Tensor, shape: tuple[int, int, int]
 ) -> Tensor:
-    """Draw the noise that is added to each latent.
+    """Draw the noise that is added to each latent: float32 [B, C, H, W] for steps and samples int64 [B].
 
-    Args:
-        config: the objective; `offset_noise` adds a constant per channel (training only).
-        purposes: purposes of training or of evaluation.
-        seed: seed of the run.
-        step: int64 [B], optimizer step.
-        sample: int64 [B], addresses of the samples.
-        shape: C, H, W.
-
-    Returns:
-        float32 [B, C, H, W].
+    `offset_noise` adds a constant per channel, in training only.
     """
     noise = normal(seed, purposes.noise, step, sample, shape)
     if config.offset_noise and purposes is TRAINING:

@@ -11,6 +11,8 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
+from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,7 +37,6 @@ from diffusion.models.architectures import (
     with_seed,
 )
 from diffusion.models.conditioning import DualTextEncoder, TextEncoder
-from diffusion.models.latent_scaling import LatentScaling
 from diffusion.models.tokenizers import build_tokenizer
 
 Loaded = TypeVar("Loaded")
@@ -45,16 +46,10 @@ HUB_TIMEOUT = 10.0
 
 PIPELINE_INDEX = "model_index.json"
 SCHEDULER_CONFIG = "scheduler/scheduler_config.json"
-SCHEDULE_DEFAULTS = {
-    "prediction_type": "epsilon",
-    "rescale_betas_zero_snr": False,
-    "num_train_timesteps": 1000,
-    "beta_schedule": "linear",
-    "beta_start": 0.0001,
-    "beta_end": 0.02,
-    "trained_betas": None,
-}
-"""Defaults of diffusers' schedulers for keys that `SCHEDULER_CONFIG` lacks."""
+_SCHEDULE_KEYS = (
+    *("prediction_type", "rescale_betas_zero_snr", "trained_betas"),
+    *("num_train_timesteps", "beta_schedule", "beta_start", "beta_end"),
+)
 
 _WEIGHTS = "diffusion_pytorch_model"
 _NOT_THE_NETWORK = ("sample_size", "_")
@@ -62,6 +57,48 @@ _NOT_THE_NETWORK = ("sample_size", "_")
 
 
 # VAE, text encoder and tokenizer
+
+
+@dataclass(frozen=True)
+class LatentScaling:
+    """Normalisation of latents, per channel or by one scalar: (latent - mean) / std."""
+
+    mean: tuple[float, ...]
+    """C numbers, or one for all channels."""
+
+    std: tuple[float, ...]
+    """C numbers, or one for all channels."""
+
+    @classmethod
+    def from_vae(cls, config: Any) -> "LatentScaling":
+        """Read the configuration of an AutoencoderKL.
+
+        In diffusers the latent of the U-Net is (latent - latents_mean) * scaling_factor / latents_std, where mean and
+        std are 0 and 1 by default.
+        """
+        factor = float(config.scaling_factor)
+        mean = getattr(config, "latents_mean", None) or (getattr(config, "shift_factor", None) or 0.0,)
+        std = getattr(config, "latents_std", None) or (1.0,)
+        return cls(tuple(float(m) for m in mean), tuple(float(s) / factor for s in std))
+
+    def normalise(self, latents: Tensor) -> Tensor:
+        """Latents of the VAE [B, C, H, W] -> latents of the U-Net."""
+        mean, std = self._constants(latents)
+        return (latents - mean if any(self.mean) else latents) / std
+
+    def denormalise(self, latents: Tensor) -> Tensor:
+        """Latents of the U-Net [B, C, H, W] -> latents of the VAE."""
+        mean, std = self._constants(latents)
+        return latents * std + mean
+
+    def _constants(self, latents: Tensor) -> list[Tensor]:
+        return [_constant(values, latents.dtype, latents.device) for values in (self.mean, self.std)]
+
+
+@lru_cache(maxsize=64)
+def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Constant [1, C, 1, 1], cached on the device: a copy in each step would wait for the device."""
+    return torch.tensor(values, dtype=dtype, device=device).view(1, -1, 1, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,19 +136,18 @@ def load_frozen_parts(config: ModelConfig) -> FrozenParts:
         ConfigurationError: weights are missing.
     """
     spec = ARCHITECTURES[config.architecture]
-    if config.pretrained:
-        options = {"local_files_only": config.local_files_only, "use_safetensors": True}
-        with error_context("model.pretrained"):
-            text_encoder = load_text_encoder(spec, config.pretrained, **options)
-    else:
-        options = {"local_files_only": True, "use_safetensors": True}
-        text_encoder = with_seed(config.frozen_seed, lambda: build_text_encoder(spec))
+    source, options = config.pretrained, {"local_files_only": config.local_files_only, "use_safetensors": True}
+    with error_context("model.pretrained"):
+        if source:
+            text_encoder = _load_text_encoder(spec, source, **options)
+        else:
+            text_encoder = with_seed(config.frozen_seed, lambda: build_text_encoder(spec))
     if config.vae:
         with error_context("model.vae"):
             vae = load_pretrained(AutoencoderKL, config.vae, None, **options)
-    elif config.pretrained:
+    elif source:
         with error_context("model.pretrained"):
-            vae = load_pretrained(AutoencoderKL, config.pretrained, "vae", **options)
+            vae = load_pretrained(AutoencoderKL, source, "vae", **options)
     else:
         vae = with_seed(config.frozen_seed + 1, lambda: build_vae(spec))
     freeze(vae)
@@ -124,19 +160,14 @@ def load_frozen_parts(config: ModelConfig) -> FrozenParts:
     )
 
 
-def load_text_encoder(spec: ArchitectureSpec, source: str, **options: Any) -> TextEncoder:
-    """Load the text encoder, or SDXL's two, from a folder in the diffusers layout or from the hub.
-
-    Raises:
-        ConfigurationError: weights are missing.
-    """
+def _load_text_encoder(spec: ArchitectureSpec, source: str, **options: Any) -> TextEncoder:
     first = load_pretrained(CLIPTextModel, source, "text_encoder", **options)
     if spec.text_encoder_2 is None:
         return first
     return DualTextEncoder(first, load_pretrained(CLIPTextModelWithProjection, source, "text_encoder_2", **options))
 
 
-def local_folder(source: str) -> Path | None:
+def _local_folder(source: str) -> Path | None:
     """Path of a local folder; None for a hub name.
 
     Raises:
@@ -150,7 +181,7 @@ def local_folder(source: str) -> Path | None:
     return None
 
 
-def hub_unavailable_reason() -> str | None:
+def _hub_unavailable_reason() -> str | None:
     """Reason why the hub is not available, or None.
 
     One attempt is made, because huggingface_hub repeats its own for more than a minute per file.
@@ -175,8 +206,8 @@ def load_pretrained(
         ConfigurationError: the part is missing, incomplete or in another layout.
     """
     where = f"{source}/{subfolder}" if subfolder else source
-    folder = local_folder(source)
-    unavailable = None if folder is not None or local_files_only else hub_unavailable_reason()
+    folder = _local_folder(source)
+    unavailable = None if folder is not None or local_files_only else _hub_unavailable_reason()
     if issubclass(kind, nn.Module):
         options["output_loading_info"] = True
     try:
@@ -255,7 +286,7 @@ def unet_folder(source: str, *, local_files_only: bool) -> Path:
     Raises:
         ConfigurationError: the U-Net is missing.
     """
-    if (folder := local_folder(source)) is not None:
+    if (folder := _local_folder(source)) is not None:
         return folder
     wanted = ["unet/config.json", f"unet/{_WEIGHTS}.safetensors", f"unet/{_WEIGHTS}-*.safetensors", SCHEDULER_CONFIG]
     try:
@@ -269,13 +300,7 @@ def unet_folder(source: str, *, local_files_only: bool) -> Path:
 
 
 def read_noise_schedule(folder: Path) -> dict[str, Any] | None:
-    """Noise schedule and prediction type of a folder's U-Net, in diffusers' names.
-
-    Args:
-        folder: in the diffusers layout.
-
-    Returns:
-        The keys of `SCHEDULE_DEFAULTS`; None without `SCHEDULER_CONFIG`.
+    """Noise schedule and prediction type of a folder's U-Net, in diffusers' names; None without `SCHEDULER_CONFIG`.
 
     Raises:
         DataError: the file cannot be read.
@@ -283,8 +308,8 @@ def read_noise_schedule(folder: Path) -> dict[str, Any] | None:
     path = folder / SCHEDULER_CONFIG
     if not path.is_file():
         return None
-    stored = _read_config(path)
-    return {key: stored.get(key, default) for key, default in SCHEDULE_DEFAULTS.items()}
+    stored, arguments = _read_config(path), signature(DDIMScheduler).parameters
+    return {key: stored.get(key, arguments[key].default) for key in _SCHEDULE_KEYS}
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Sampling: DDIM with classifier-free guidance, its initial noise, and checks of its arguments.
+"""Sampling: noise schedule, DDIM with classifier-free guidance, initial noise, and checks of arguments.
 
 Shape letters: B images, C channels, H W height and width of the latent.
 """
@@ -6,21 +6,39 @@ Shape letters: B images, C channels, H W height and width of the latent.
 import math
 import operator
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
+from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 from PIL import Image
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from diffusion.config.model import ObjectiveConfig
+from diffusion.errors import ConfigurationError, raise_all
+from diffusion.models.architectures import NOISE_SCHEDULE
 from diffusion.models.conditioning import Conditioning
 from diffusion.randomness import MAX_SEED, Purpose, normal
 
 Denoiser = Callable[[Tensor, Tensor, Conditioning], Tensor]
 """(latents [B, C, H, W], timestep [], conditioning of B images) -> prediction [B, C, H, W]."""
+
+
+def build_noise_scheduler(objective: ObjectiveConfig) -> DDPMScheduler:
+    """Build the noise scheduler that training and sampling share.
+
+    Raises:
+        ConfigurationError: the objective contradicts itself.
+    """
+    raise_all(ConfigurationError, list(objective.problems("objective")))
+    return DDPMScheduler(
+        **NOISE_SCHEDULE,
+        prediction_type=objective.prediction_type.value,
+        rescale_betas_zero_snr=objective.zero_terminal_snr,
+    )
 
 
 def inference_scheduler(noise_scheduler: Any) -> DDIMScheduler:
@@ -102,36 +120,18 @@ def initial_latents(seeds: Sequence[int], shape: tuple[int, int, int], device: t
 def expand_prompts(
     prompts: str | Sequence[str], negative_prompts: str | Sequence[str] | None, num_images_per_prompt: int
 ) -> tuple[list[str], list[str]]:
-    """Prompt and negative prompt of each image.
-
-    Args:
-        prompts: one, or P of them.
-        negative_prompts: one for all or one per prompt; None is the empty caption.
-        num_images_per_prompt: number of adjacent images of a prompt.
+    """Prompt and negative prompt of each image; those of a prompt are adjacent.
 
     Raises:
-        ValueError: a prompt is no text, or the number of negative prompts is neither 1 nor P.
+        ValueError: the number of negative prompts is neither 1 nor P.
     """
-    prompts = _texts("prompts", prompts)
-    negatives = _texts("negative_prompts", "" if negative_prompts is None else negative_prompts)
+    prompts = [prompts] if isinstance(prompts, str) else prompts
+    negatives = [negative_prompts or ""] if isinstance(negative_prompts, str | None) else list(negative_prompts)
     if len(negatives) not in (1, len(prompts)):
         raise ValueError(f"{len(negatives)} negative prompts for {len(prompts)} prompts: give one, or one each")
     negatives = negatives * len(prompts) if len(negatives) == 1 else negatives
     repeat = range(num_images_per_prompt)
     return [prompt for prompt in prompts for _ in repeat], [negative for negative in negatives for _ in repeat]
-
-
-def _texts(name: str, given: str | Sequence[str]) -> list[str]:
-    """One text or several as a list."""
-    if isinstance(given, str):
-        return [given]
-    if not isinstance(given, Iterable):
-        raise ValueError(f"{name} {given!r}: give one text or a list of texts")
-    texts = list(given)
-    wrong = [text for text in texts if not isinstance(text, str)]
-    if wrong:
-        raise ValueError(f"{name}: {wrong[0]!r} is no text; the empty caption is ''")
-    return texts
 
 
 def image_seeds(seed: int | Sequence[int] | None, num_images: int) -> list[int]:
@@ -142,23 +142,17 @@ def image_seeds(seed: int | Sequence[int] | None, num_images: int) -> list[int]:
     """
     if seed is None:
         return [secrets.randbelow(MAX_SEED) for _ in range(num_images)]
-    given: Any = seed.tolist() if isinstance(seed, Tensor | np.ndarray) else seed
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        first = whole_number("seed", given, least=0, most=MAX_SEED - 1)
+    if np.ndim(seed) == 0:
+        first = whole_number("seed", seed, least=0, most=MAX_SEED - 1)
         return [(first + i) % MAX_SEED for i in range(num_images)]
-    if len(given) != num_images:
-        raise ValueError(f"{len(given)} seeds for {num_images} images: give one per image, one number, or none")
-    return [whole_number("seed", one, least=0, most=MAX_SEED - 1) for one in given]
+    seeds = [whole_number("seed", one, least=0, most=MAX_SEED - 1) for one in np.asarray(seed).tolist()]
+    if len(seeds) != num_images:
+        raise ValueError(f"{len(seeds)} seeds for {num_images} images: give one per image, one number, or none")
+    return seeds
 
 
 def image_size(height: int | None, width: int | None, *, default: int, factor: int) -> tuple[int, int]:
-    """Height and width of images, in pixels.
-
-    Args:
-        height: None is the default.
-        width: None is the default.
-        default: default of both.
-        factor: pixels per latent position along one side.
+    """Height and width of images in pixels, which are multiples of the VAE's factor.
 
     Raises:
         ValueError: a side is not a multiple of the factor.
@@ -183,33 +177,6 @@ def whole_number(name: str, value: Any, *, least: int, most: float = math.inf) -
         raise ValueError(f"{name} {value!r}: give {wanted}") from error
     if not least <= number <= most:
         raise ValueError(f"{name} {number}: give {wanted}")
-    return number
-
-
-def whole_pair(name: str, values: Any, *, least: int) -> tuple[int, int]:
-    """Check a pair of whole numbers.
-
-    Raises:
-        ValueError: the values are not two whole numbers, or too small.
-    """
-    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != 2:
-        raise ValueError(f"{name} {values!r}: give two whole numbers, of rows and of columns")
-    first, second = (whole_number(name, value, least=least) for value in values)
-    return first, second
-
-
-def finite_number(name: str, value: Any) -> float:
-    """Check a finite number.
-
-    Raises:
-        ValueError: the value is infinite, NaN or no number.
-    """
-    try:
-        number = math.nan if isinstance(value, str) else float(value)
-    except TypeError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"{name} {value!r}: give a finite number")
     return number
 
 

@@ -21,7 +21,7 @@ from transformers import CLIPTokenizer
 
 from diffusion.config.model import Architecture
 from diffusion.errors import MachineError
-from diffusion.models.architectures import ARCHITECTURES, Vocabulary
+from diffusion.models.architectures import ARCHITECTURES, CLIP_VOCABULARY
 
 END_OF_WORD = "</w>"
 START, END, PAD = "<|startoftext|>", "<|endoftext|>", "!"
@@ -50,20 +50,10 @@ def clip_merges() -> list[str]:
     return lines[1 : NUM_CLIP_MERGES + 1]
 
 
-def tiny_merges() -> list[str]:
-    """Merges of the tiny families' tokenizer in order."""
-    return TINY_MERGES.read_text(encoding="utf-8").splitlines()
-
-
 def build_clip_tokenizer(merges: Sequence[str], max_tokens: int) -> CLIPTokenizer:
     """Build a tokenizer like CLIP's: 256 bytes, 256 bytes at the end of a word, one entry per merge, start and end.
 
-    Args:
-        merges: pairs of symbols separated by a space, in order of priority.
-        max_tokens: length of padded and truncated captions.
-
-    Returns:
-        A tokenizer whose pad token is "!", id 0.
+    Merges are pairs of symbols separated by a space, in order of priority. The pad token is "!", id 0.
     """
     symbols = byte_symbols()
     entries = [*symbols, *(symbol + END_OF_WORD for symbol in symbols)]
@@ -88,7 +78,8 @@ def build_clip_tokenizer(merges: Sequence[str], max_tokens: int) -> CLIPTokenize
 def build_tokenizer(architecture: Architecture) -> CLIPTokenizer:
     """Build the tokenizer of an architecture."""
     spec = ARCHITECTURES[architecture]
-    merges = tiny_merges() if spec.vocabulary is Vocabulary.tiny else clip_merges()
+    is_clip = spec.text_encoder["vocab_size"] == CLIP_VOCABULARY
+    merges = clip_merges() if is_clip else TINY_MERGES.read_text(encoding="utf-8").splitlines()
     return build_clip_tokenizer(merges, spec.max_tokens)
 
 
@@ -98,11 +89,7 @@ def repair(caption: str) -> str:
 
 
 def tokenize(tokenizer: Any, captions: Sequence[str]) -> NDArray[np.int32]:
-    """Encode captions, padded and truncated to the tokenizer's length.
-
-    Returns:
-        int32 [K, L] for K captions.
-    """
+    """Encode K captions, padded and truncated to the tokenizer's length: int32 [K, L]."""
     encoded = tokenizer(
         [repair(caption) for caption in captions],
         padding="max_length",

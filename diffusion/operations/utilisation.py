@@ -1,5 +1,6 @@
 """Utilisation of a machine between two moments, and why training waits for data."""
 
+import contextlib
 import multiprocessing
 import os
 import time
@@ -25,24 +26,15 @@ class Counters:
 
     clock: float
     cpu_busy: float
-    """Computing time of the cores that this process may use, added up."""
+    """Computing time of the cores that this process may use, added up; then their I/O wait, and all of their time."""
 
     cpu_waiting: float
-    """Their I/O wait."""
-
     cpu_total: float
-    received: int
-    """Network, without the loopback interface."""
-
-    sent: int
     disk_read: int
     memory_total: int
     memory_available: int
     worker_seconds: dict[int, float]
     """CPU time of each loader worker by process ID."""
-
-    job_bytes: int
-    """Resident memory of this process and its loader workers; shared pages count several times."""
 
 
 def read_counters() -> Counters:
@@ -53,40 +45,27 @@ def read_counters() -> Counters:
     idle = sum(core.idle for core in cores) + waiting
     # The time of guests is included in that of users.
     total = sum(sum(core) - getattr(core, "guest", 0.0) - getattr(core, "guest_nice", 0.0) for core in cores)
-    interfaces = [count for name, count in psutil.net_io_counters(pernic=True).items() if name != "lo"]
     disks, memory = psutil.disk_io_counters(), psutil.virtual_memory()
-    workers, job_bytes = _read_processes()
     return Counters(
         clock=time.monotonic(),
         cpu_busy=total - idle,
         cpu_waiting=waiting,
         cpu_total=total,
-        received=sum(interface.bytes_recv for interface in interfaces),
-        sent=sum(interface.bytes_sent for interface in interfaces),
         disk_read=disks.read_bytes if disks is not None else 0,
         memory_total=memory.total,
         memory_available=memory.available,
-        worker_seconds=workers,
-        job_bytes=job_bytes,
+        worker_seconds=_read_workers(),
     )
 
 
-def _read_processes() -> tuple[dict[int, float], int]:
-    """Return the CPU time of each loader worker, and the memory of them and of this process."""
+def _read_workers() -> dict[int, float]:
+    """Return the CPU time of each loader worker."""
     workers: dict[int, float] = {}
-    job_bytes = psutil.Process().memory_info().rss
     for child in multiprocessing.active_children():
-        if child.pid is None:
-            continue
-        try:
-            process = psutil.Process(child.pid)
-            with process.oneshot():
-                times = process.cpu_times()
-                workers[child.pid] = times.user + times.system
-                job_bytes += process.memory_info().rss
-        except psutil.Error:  # It has just ended.
-            continue
-    return workers, job_bytes
+        with contextlib.suppress(psutil.Error):  # It has just ended.
+            times = psutil.Process(child.pid).cpu_times()
+            workers[child.pid or 0] = times.user + times.system
+    return workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,31 +73,20 @@ class Usage:
     """Utilisation of a rank and its machine: shares from 0 to 1, rates in bytes per second."""
 
     cpu: float
-    """Share of the time in which the cores computed."""
+    """Share of the time in which the cores computed, and in which they waited for a disk."""
 
     cpu_waiting: float
-    """Share of the time in which the cores waited for a disk."""
 
     workers: float | None
     """Share of a core used by a loader worker; None without workers."""
 
-    received: float
-    sent: float
     disk_read: float
     memory: float
     """Used share of the machine's memory."""
 
-    job_bytes: float
-
 
 def usage_between(before: Counters, after: Counters, num_workers: int) -> Usage:
-    """Compute the utilisation between two readings.
-
-    Args:
-        before: first reading.
-        after: second reading.
-        num_workers: loader workers that deliver batches: the busiest of all workers.
-    """
+    """Compute the utilisation between two readings; of the loader workers, that of the busiest `num_workers`."""
     seconds = max(after.clock - before.clock, 1e-9)
     core_seconds = max(after.cpu_total - before.cpu_total, 1e-9)
     common = before.worker_seconds.keys() & after.worker_seconds.keys()
@@ -128,11 +96,8 @@ def usage_between(before: Counters, after: Counters, num_workers: int) -> Usage:
         cpu=_share((after.cpu_busy - before.cpu_busy) / core_seconds),
         cpu_waiting=_share((after.cpu_waiting - before.cpu_waiting) / core_seconds),
         workers=_share(sum(busiest) / len(busiest)) if busiest else None,
-        received=(after.received - before.received) / seconds,
-        sent=(after.sent - before.sent) / seconds,
         disk_read=(after.disk_read - before.disk_read) / seconds,
         memory=1 - after.memory_available / after.memory_total,
-        job_bytes=after.job_bytes,
     )
 
 
@@ -145,10 +110,10 @@ class LoaderSettings:
     """Settings of the loader that matter for its bottleneck."""
 
     num_workers: int
-    """Workers of a rank."""
+    """Of a rank."""
 
     num_cores: int
-    """Cores of the machine."""
+    """Of the machine."""
 
     decodes: bool
     """Whether images are decoded during training."""
@@ -156,18 +121,16 @@ class LoaderSettings:
     has_cache_limit: bool = False
 
 
-def explain_waiting(usage: Usage | None, downloaded: float, settings: LoaderSettings) -> str:
+def explain_waiting(usage: Usage, downloaded: float, settings: LoaderSettings) -> str:
     """Explain the bottleneck of the loader, and what to do.
 
     Args:
-        usage: utilisation of the busiest machine; None if unknown.
+        usage: utilisation of the busiest machine.
         downloaded: bytes per second that all nodes downloaded.
         settings: settings of the loader.
     """
     if settings.num_workers == 0:
         return "batches are loaded in the training process: set data.num_workers (8 on a large machine)"
-    if usage is None:
-        return "the cause is unknown"
     workers = usage.workers or 0.0
     if usage.cpu >= _ALL_CORES_BUSY:
         remedy = "encode the images beforehand (scripts/encode.py)" if settings.decodes else "use fewer processes"

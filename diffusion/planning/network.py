@@ -15,9 +15,8 @@ from diffusion.config.data import ImageSize
 from diffusion.config.model import Architecture, AutoencoderConfig, Compilation, LoraConfig, ModelConfig
 from diffusion.config.schema import Config, Task
 from diffusion.config.training import Precision
-from diffusion.models.architectures import ARCHITECTURES, build_unet, build_vae
+from diffusion.models.architectures import ARCHITECTURES, build_unet, build_vae, count_parameters
 from diffusion.models.autoencoder import PatchDiscriminator, build_perceptual
-from diffusion.models.build import count_parameters
 from diffusion.models.fast.compilation import find_blocks
 from diffusion.models.flops import count_unet_flops
 from diffusion.models.lora import add_lora

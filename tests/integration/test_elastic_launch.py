@@ -17,10 +17,10 @@ import pytest
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.layout import batch_of
+from tests.tools.forking import free_port
 from tests.tools.hosts import ADDRESSES, Agent, Agents, Cable, wait_until
 from tests.tools.training_runs import BIN, ROOT, Run, TrainingServer, launcher_environment
-from verification.ports import free_port
-from verification.trace import step_hashes
+from verification.callbacks import step_hashes
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +66,7 @@ class Undisturbed(NamedTuple):
 
 
 def recipe(folder: Path, *callbacks: str, steps: int = NUM_STEPS, dist_timeout: int = 60) -> Run:
-    trace = f"{{path: verification.trace.DrawTrace, arguments: {{folder: {folder}/trace}}}}"
+    trace = f"{{path: verification.callbacks.DrawTrace, arguments: {{folder: {folder}/trace}}}}"
     return "tests/tools/toy.yaml", [
         f"output_folder={folder}",
         "samples.prompts=[]",

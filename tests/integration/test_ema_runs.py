@@ -15,8 +15,8 @@ from diffusion.checkpointing.find import find_checkpoints, resolve_checkpoint
 from diffusion.checkpointing.layout import batch_of
 from diffusion.checkpointing.read import read_unet
 from diffusion.config.model import Weights
+from diffusion.ema.averaging import Exponential, PowerFunction, Profile
 from diffusion.ema.posthoc import STORED, list_averages, read_combination, reconstruct
-from diffusion.ema.profiles import Exponential, PowerFunction, Profile, build_profiles
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.loading import load_model
 from tests.tools.training_runs import Run
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 START, END = 3, 8
 DECAYS, WIDTHS = [0.9, 0.5], [0.1, 0.2]
-PROFILES = build_profiles(DECAYS, WIDTHS)
+PROFILES: list[Profile] = [*map(Exponential, DECAYS), *map(PowerFunction, WIDTHS)]
 POWER = f"{{relative_widths: {WIDTHS}, snapshot_interval: 2ba, snapshot_precision: fp32}}"
 KILL = int(signal.SIGKILL)
 

@@ -182,7 +182,7 @@ def test_models_and_runs_start_from_a_store(server, tmp_path, url, monkeypatch):
 
 def kill_at(step: int, s3_server: S3Server, *, between_uploads: bool = False) -> str:
     arguments = f"step: {step}, pid: {s3_server.pid}, between_uploads: {between_uploads}"
-    return f"plugins.callbacks=[{{path: tests.tools.s3_server.KillServerAt, arguments: {{{arguments}}}}}]"
+    return f"plugins.callbacks=[{{path: tests.tools.s3_server.SignalServerAt, arguments: {{{arguments}}}}}]"
 
 
 @pytest.mark.world_size(2)
@@ -256,7 +256,7 @@ def test_a_store_slower_than_collectives_may_be_stops_neither_steps_nor_a_contin
     run, goes_on, timeout = tmp_path / "run", tmp_path / "goes-on", 12
     settings = [f"trainer.dist_timeout={timeout}", "trainer.async_checkpoints=true", "trainer.save_interval=9ba"]
     power = "algorithms.ema.power={relative_widths: [0.1, 0.2], snapshot_interval: 5ba}"
-    freeze = f"{{path: tests.tools.s3_server.FreezeServerAt, arguments: {{step: 4, pid: {s3_server.pid}}}}}"
+    freeze = f"{{path: tests.tools.s3_server.SignalServerAt, arguments: {{step: 4, pid: {s3_server.pid}, number: 19}}}}"
     announce = f"{{path: tests.tools.toys.Announce, arguments: {{step: 7, path: {goes_on}}}}}"
     plugins = f"plugins.callbacks=[{freeze}, {announce}]"
     try:

@@ -11,11 +11,12 @@ from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.config.model import Architecture, ModelConfig
 from diffusion.datasets.mds import read_index
 from diffusion.models import load_frozen_parts
+from diffusion.preparation.encoding.encode import encode
+from diffusion.preparation.encoding.models import EncodingModels
 from diffusion.preparation.prepare import prepare
 from tests.tools.image_files import tree
 from tests.tools.s3_server import S3Server, s3_process, s3_server
 from tests.tools.training_runs import SMALL_UNET, Run
-from verification.data import encode_prepared
 
 __all__ = ["s3_process", "s3_server"]
 
@@ -64,7 +65,8 @@ def test_from_images_in_a_store_to_checkpoints_in_one(server, s3_server: S3Serve
 
     parts = load_frozen_parts(ModelConfig(architecture=Architecture.tiny))
     parts.vae.save_pretrained(tmp_path / "vae")
-    encode_prepared(tmp_path / "remote", tmp_path / "latents", parts, 32)
+    models = EncodingModels.of(parts)
+    encode(tmp_path / "remote", tmp_path / "latents", models=models, resolutions=[32])
     upload(tmp_path / "latents", "s3://tests/latents")
 
     def run(name: str, *more: str) -> Run:

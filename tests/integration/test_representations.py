@@ -75,15 +75,17 @@ def test_drawn_shapes_from_two_buckets(server, shapes, tmp_path):
 def test_real_images_from_three_buckets(server, shapes, data_folder, tmp_path):
     from diffusion.config.model import Architecture, ModelConfig
     from diffusion.models import load_frozen_parts
+    from diffusion.preparation.encoding.encode import encode
+    from diffusion.preparation.encoding.models import EncodingModels
     from diffusion.preparation.prepare import prepare
-    from verification.data import encode_prepared
 
     emoji = data_folder / "emoji"
     sources = [emoji / "folder_512", emoji / "webdataset_128", emoji / "parquet_72.parquet"]
     manifest = prepare(sources, tmp_path / "prepared", edges=[64, 128, 512], validation_fraction=0.1, num_workers=2)
     assert (manifest.seen, manifest.kept, manifest.refused) == (1800, 1800, {})
     parts = load_frozen_parts(ModelConfig(architecture=Architecture.tiny, vae=str(shapes / "vae")))
-    encoded = encode_prepared(tmp_path / "prepared", tmp_path / "latents", parts, 32)
+    models = EncodingModels.of(parts)
+    [encoded] = encode(tmp_path / "prepared", tmp_path / "latents", models=models, resolutions=[32])
     assert sum(sum(buckets.values()) for buckets in encoded.counts.values()) == 1800
     streams = "[{name: 64-128}, {name: 128-512}, {name: 512-up}]"
     check(server, tmp_path, tmp_path / "prepared", tmp_path / "latents", shapes / "vae", streams)

@@ -17,9 +17,9 @@ from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.loader import BatchLoader, train_loader
 from diffusion.errors import DataError
 from tests.tools.faulty_proxy import FaultyProxy
+from tests.tools.forking import free_port
 from tests.tools.s3_server import KEY, S3Server, find_s3rver, object_file, s3_process, s3_server
 from tests.tools.written_data import data_config, write_encoded
-from verification.ports import free_port
 
 assert s3_process
 assert s3_server

@@ -21,7 +21,7 @@ from diffusion.models.pretrained import load_pretrained
 from diffusion.planning.plan import plan_run
 from tests.tools.training_runs import ROOT, SMALL_UNET
 from tests.tools.vgg import write_vgg
-from verification.trace import step_hashes
+from verification.callbacks import step_hashes
 
 pytestmark = pytest.mark.slow
 
@@ -117,7 +117,7 @@ def overrides(yaml: str, shapes: Path, aspects: Path, output: Path, first: Path 
     num = NUM_LONG if yaml == LONG else 2
     is_xl = "xl" in config.model.architecture.value
     if config.task.value != "autoencoder":
-        trace = f"{{path: verification.trace.DrawTrace, arguments: {{folder: '{output / 'trace'}'}}}}"
+        trace = f"{{path: verification.callbacks.DrawTrace, arguments: {{folder: '{output / 'trace'}'}}}}"
         own.append(f"plugins.callbacks=[{trace}]")
     return [
         *TINY,

@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from diffusion.config.schema import Config
-from diffusion.ema.averaging import WeightAverage, local_shard, trainable_parameters
-from diffusion.ema.profiles import Exponential
+from diffusion.ema.averaging import Exponential, WeightAverage, local_shard, trainable_parameters
 from diffusion.planning.network import meta_unet
 from diffusion.sharding import fsdp_config
 

@@ -1,11 +1,16 @@
-"""A real S3 server for tests: `s3rver`, a process that can be killed, frozen and started again.
+"""A real S3 server, `s3rver` (npm), as a process that can be killed, frozen and started again.
 
-The fixture `s3_server` is imported by the test modules that use it: `from tests.tools.s3_server import s3_server`.
+Test modules import the fixtures: `from tests.tools.s3_server import s3_process, s3_server`.
 """
 
 import concurrent.futures
 import os
+import shutil
 import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,44 +20,120 @@ from composer.utils import dist
 
 from diffusion import storage
 from diffusion.callbacks.saving import SaveCheckpoints
-from verification.store import KEY as KEY
-from verification.store import S3Server, find_s3rver
+from tests.tools.forking import free_port
+
+KEY = "S3RVER"
+"""User name and password of the server."""
 
 
-class KillServerAt(Callback):
-    """Kill the server when a step begins, on rank 0 of a training that names this class.
+def find_s3rver() -> str | None:
+    """The program: on PATH, in the repository's `node_modules`, or in `~/.local/bin`."""
+    folders = [Path(__file__).parents[2] / "node_modules" / ".bin", Path.home() / ".local" / "bin"]
+    return shutil.which("s3rver") or shutil.which("s3rver", path=os.pathsep.join(map(str, folders)))
+
+
+class S3Server:
+    """A server whose objects are kept in a folder, so that they outlive it."""
+
+    def __init__(self, folder: Path, program: str) -> None:
+        self.folder, self._program = folder, program
+        self._buckets: list[str] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        self.port = free_port()
+        self.endpoint = f"http://127.0.0.1:{self.port}"
+        self.environment = {
+            "S3_ENDPOINT_URL": self.endpoint,
+            "AWS_ACCESS_KEY_ID": KEY,
+            "AWS_SECRET_ACCESS_KEY": KEY,
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None, "the server does not run"
+        return self._process
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started and not killed."""
+        return self._process is not None
+
+    def start(self, *buckets: str) -> None:
+        """Start with these buckets and those of earlier starts, and wait until it answers."""
+        assert not self.is_running
+        self._buckets = sorted({*self._buckets, *buckets})
+        configured = [argument for name in self._buckets for argument in ("--configure-bucket", name)]
+        command = [self._program, "-d", str(self.folder), "-a", "127.0.0.1", "-p", str(self.port), "-s", *configured]
+        # With several threads s3rver can answer before it has written; with one it does things in their order.
+        environment = os.environ | {"UV_THREADPOOL_SIZE": "1"}
+        self._process = subprocess.Popen(command, env=environment, start_new_session=True)
+        deadline = time.monotonic() + 60
+        while not self._answers():
+            assert self._process.poll() is None, "s3rver has ended"
+            assert time.monotonic() < deadline, "s3rver does not answer"
+            time.sleep(0.05)
+
+    def _answers(self) -> bool:
+        try:
+            urllib.request.urlopen(self.endpoint, timeout=5)
+        except urllib.error.HTTPError:
+            return True
+        except OSError:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """End it at once; its objects stay."""
+        if self.is_running:
+            self.process.kill()
+            self.await_end()
+
+    def await_end(self) -> None:
+        """Wait until it has been killed."""
+        self.process.wait(600)
+        self._process = None
+
+    def freeze(self) -> None:
+        """Accept connections and answer nothing."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Continue."""
+        self.process.send_signal(signal.SIGCONT)
+
+    def path(self, url: str) -> Path:
+        """The folder in which the server keeps the objects of a URL, each as `NAME._S3rver_object`."""
+        return self.folder / url.removeprefix("s3://")
+
+
+def object_file(server: S3Server, url: str) -> Path:
+    """The file that holds an object's bytes."""
+    return server.path(url + "._S3rver_object")
+
+
+class SignalServerAt(Callback):
+    """Sends the server a signal when a step begins, on rank 0.
 
     Args:
-        step: the step.
-        pid: the server's process.
-        between_uploads: not before what is written in the background has been written.
+        step: Number of the step.
+        pid: The server's process.
+        number: Of the signal.
+        between_uploads: Only when what is written in the background has been written.
     """
 
-    def __init__(self, step: int, pid: int, between_uploads: bool = False) -> None:
-        self.step, self.pid, self.between_uploads = step, pid, between_uploads
+    def __init__(self, step: int, pid: int, number: int = signal.SIGKILL, between_uploads: bool = False) -> None:
+        self.step, self.pid, self.number, self.between_uploads = step, pid, number, between_uploads
 
     def batch_start(self, state: State, logger: Logger) -> None:
         if state.timestamp.batch.value == self.step and dist.get_global_rank() == 0:
             (saver,) = [callback for callback in state.callbacks if isinstance(callback, SaveCheckpoints)]
             if self.between_uploads and saver._pending is not None:
                 concurrent.futures.wait([saver._pending])
-            os.kill(self.pid, signal.SIGKILL)
-
-
-class FreezeServerAt(Callback):
-    """Freeze the server when a step begins, on rank 0 of a training that names this class."""
-
-    def __init__(self, step: int, pid: int) -> None:
-        self.step, self.pid = step, pid
-
-    def batch_start(self, state: State, logger: Logger) -> None:
-        if state.timestamp.batch.value == self.step and dist.get_global_rank() == 0:
-            os.kill(self.pid, signal.SIGSTOP)
-
-
-def object_file(server: S3Server, url: str) -> Path:
-    """The file that holds an object's bytes."""
-    return server.path(url + "._S3rver_object")
+            os.kill(self.pid, self.number)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
-"""Start real processes for tests, without paying for imports at each start.
+"""Start real processes for tests: `TrainingServer` forks ranks (the fixture `server`), `launch` is Composer's launcher.
 
-`TrainingServer` imports everything once and forks ranks from there: a start takes a second instead of ten. Tests have
-it as the fixture `server`, one for all. `launch` is for tests of launchers. As a program, this file trains.
+As a program, this file trains.
 """
 
 import json
@@ -14,8 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from verification.forking import ForkedJob, ForkingServer
-from verification.ports import free_port
+from tests.tools.forking import ForkedJob, ForkingServer, free_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BIN = Path(sys.executable).parent
@@ -40,8 +38,7 @@ _MODULES = [
     "torch.distributed.run",
     "torch.utils.tensorboard.writer",
 ]
-"""What the server imports beside what training needs."""
-
+"""Imports of the server beside what training needs."""
 
 OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_PORT")
 
@@ -96,22 +93,14 @@ def launch(num_ranks: int, program: list[str], timeout: float = 300) -> subproce
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended."""
+    """How a job ended: the exit code of each rank, negative for a signal, and what all ranks printed."""
 
     codes: list[int]
-    """Exit code of each rank; negative for a signal."""
-
     output: str
-    """What all ranks printed."""
 
 
 class Job:
-    """A job of the server.
-
-    Args:
-        job: its ranks.
-        log: file that takes what they print.
-    """
+    """A job of the server, with a file that takes the ranks' output."""
 
     def __init__(self, job: ForkedJob, log: Path) -> None:
         self._job, self._log = job, log
@@ -119,7 +108,7 @@ class Job:
 
     @property
     def output(self) -> str:
-        """What the ranks have printed."""
+        """Of all ranks, so far."""
         return self._log.read_text(errors="replace")
 
     def poll(self) -> list[int] | None:
@@ -135,7 +124,7 @@ class Job:
         return Ended(codes, self.output)
 
     def wait_for(self, ready: Callable[[], bool]) -> None:
-        """Wait until something is so, which must be before the ranks have ended."""
+        """Wait for a condition, which must hold before the ranks have ended."""
         deadline = time.monotonic() + LIMIT
         while not ready():
             assert self._job.wait(0.01) is None or ready(), f"they have ended:\n{self.output[-6000:]}"
@@ -148,28 +137,16 @@ class Job:
 
 
 class TrainingServer:
-    """A process that has imported everything and forks the ranks of jobs.
-
-    Like the launchers it ends all ranks when one has failed.
-
-    Args:
-        folder: where the ranks' output goes.
-        python: their interpreter.
-    """
+    """A process that has imported everything and forks the ranks of jobs, with their output in files of a folder."""
 
     def __init__(self, folder: Path, python: str = sys.executable) -> None:
         self._folder = folder
         self._count = 0
         self._server = ForkingServer(_MODULES, environment(), python)
+        self.launcher = self._server.launcher
 
     def start(self, num_ranks: int, program: Sequence[str], **variables: str) -> Job:
-        """Start a Python program with arguments on so many ranks; with 0, as one process without a launcher.
-
-        Args:
-            num_ranks: how many.
-            program: file and arguments.
-            variables: of the environment.
-        """
+        """Start a Python file with arguments on so many ranks; with 0, as one process without a launcher."""
         self._count += 1
         log = self._folder / f"job-{self._count}.txt"
         file, *arguments = program

@@ -20,11 +20,6 @@ def resolve_compilation(compilation: Compilation, device: Device) -> Compilation
 def apply(unet: UNet2DConditionModel, config: PerformanceConfig, device: Device) -> None:
     """Change a U-Net in place, before it is sharded or has adapters: classes of modules only, no parameter.
 
-    Args:
-        unet: unchanged U-Net of diffusers.
-        config: options.
-        device: device of the training.
-
     Raises:
         ConfigurationError: the device does not support CUDA graphs or the kernel of the attention.
     """

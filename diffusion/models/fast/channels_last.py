@@ -92,12 +92,7 @@ def _is_plain_upsample(block: nn.Module) -> bool:
 
 
 def keep_channels_last(unet: UNet2DConditionModel, *, is_fused: bool) -> None:
-    """Change the plain blocks of a U-Net to channels-last order, in place.
-
-    Args:
-        unet: U-Net of diffusers.
-        is_fused: use `group_norm` in compiled graphs.
-    """
+    """Change the plain blocks of a U-Net to channels-last order, in place; `is_fused` as in `FusedGroupNorm`."""
     unet.conv_in.__class__ = ChannelsLastConv
     for block in unet.modules():
         if _is_plain_resnet(block):

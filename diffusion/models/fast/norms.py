@@ -18,51 +18,47 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
-def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if tensor is None else tensor.to(dtype)
+class _LowPrecision:
+    """Norm whose input, weight, bias and output have the autocast dtype; the plain norm without autocast."""
 
-
-class LowPrecisionGroupNorm(nn.GroupNorm):
-    """GroupNorm whose input, weight, bias and output have the autocast dtype; plain GroupNorm without autocast."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise x [B, C, ...]; same shape."""
-        dtype = autocast_dtype(x)
-        if dtype is None:
-            return super().forward(x)
-        with torch.autocast(x.device.type, enabled=False):
-            weight, bias = _cast(self.weight, dtype), _cast(self.bias, dtype)
-            return F.group_norm(x.to(dtype), self.num_groups, weight, bias, self.eps)
-
-
-class LowPrecisionLayerNorm(nn.LayerNorm):
-    """LayerNorm whose input, weight, bias and output have the autocast dtype; plain LayerNorm without autocast."""
+    weight: Tensor | None
+    bias: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x [..., *normalized_shape]; same shape."""
+        """Normalise x; same shape."""
         dtype = autocast_dtype(x)
         if dtype is None:
-            return super().forward(x)
+            return super().forward(x)  # pyright: ignore[reportAttributeAccessIssue]
+        weight = None if self.weight is None else self.weight.to(dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
         with torch.autocast(x.device.type, enabled=False):
-            weight, bias = _cast(self.weight, dtype), _cast(self.bias, dtype)
-            return F.layer_norm(x.to(dtype), self.normalized_shape, weight, bias, self.eps)
+            return self._normalise(x.to(dtype), weight, bias)
+
+    def _normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        raise NotImplementedError
 
 
-def use_low_precision_norms(module: nn.Module) -> int:
-    """Change each GroupNorm and LayerNorm below a module to its low-precision form, in place.
+class LowPrecisionGroupNorm(_LowPrecision, nn.GroupNorm):
+    """GroupNorm in the autocast dtype, of [B, C, ...]."""
 
-    Returns:
-        Number of changed modules.
-    """
-    num_changed = 0
+    def _normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return F.group_norm(x, self.num_groups, weight, bias, self.eps)
+
+
+class LowPrecisionLayerNorm(_LowPrecision, nn.LayerNorm):
+    """LayerNorm in the autocast dtype, of [..., *normalized_shape]."""
+
+    def _normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
+def use_low_precision_norms(module: nn.Module) -> None:
+    """Change each GroupNorm and LayerNorm below a module to its low-precision form, in place."""
     for child in module.modules():
         if type(child) is nn.GroupNorm:
             child.__class__ = LowPrecisionGroupNorm
-            num_changed += 1
         elif type(child) is nn.LayerNorm:
             child.__class__ = LowPrecisionLayerNorm
-            num_changed += 1
-    return num_changed
 
 
 class FusedGroupNorm(LowPrecisionGroupNorm):

@@ -21,11 +21,11 @@ HERE = "tests.unit.callbacks.test_utilisation"
 SLOW = f"{HERE}.SlowLatents"
 
 FIRST = Counters(
-    clock=100.0, cpu_busy=0.0, cpu_waiting=0.0, cpu_total=0.0, received=0, sent=0, disk_read=0, memory_total=1000,
-    memory_available=750, worker_seconds={7: 0.0}, job_bytes=2 * 10**9,
+    clock=100.0, cpu_busy=0.0, cpu_waiting=0.0, cpu_total=0.0, disk_read=0, memory_total=1000,
+    memory_available=750, worker_seconds={7: 0.0},
 )  # fmt: skip
 SECOND = replace(
-    FIRST, clock=110.0, cpu_busy=10.0, cpu_waiting=4.0, cpu_total=40.0, received=5000, disk_read=10_000,
+    FIRST, clock=110.0, cpu_busy=10.0, cpu_waiting=4.0, cpu_total=40.0, disk_read=10_000,
     worker_seconds={7: 9.0},
 )  # fmt: skip
 

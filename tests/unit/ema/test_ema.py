@@ -7,9 +7,8 @@ from composer.models import ComposerModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from diffusion.ema.averaging import WeightAverage
+from diffusion.ema.averaging import Exponential, PowerFunction, WeightAverage
 from diffusion.ema.callbacks import LateStartEMA
-from diffusion.ema.profiles import Exponential, PowerFunction
 
 
 class Line(ComposerModel):

@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from diffusion.ema.averaging import WeightAverage
+from diffusion.ema.averaging import PowerFunction, WeightAverage
 from diffusion.ema.posthoc import STORED, AverageRecord, list_averages, read_combination, reconstruct, write_average
-from diffusion.ema.profiles import PowerFunction
 from diffusion.errors import ConfigurationError, DataError, MachineError
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
+from diffusion.ema.averaging import Exponential, PowerFunction, width_to_gamma
 from diffusion.ema.posthoc import TimedProfile, combine_profiles, inner_product
-from diffusion.ema.profiles import Exponential, PowerFunction, width_to_gamma
 from diffusion.errors import ConfigurationError
 
 WIDTHS = (0.05, 0.10)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.forking import free_port
 from tests.tools.hosts import wait_until
 from tests.tools.training_runs import ROOT, environment
-from verification.ports import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -3,18 +3,19 @@ import torch
 from diffusers import DDPMScheduler
 from torch import Tensor
 
-from diffusion.config.model import Architecture, ObjectiveConfig, PredictionType
+from diffusion.config.model import ObjectiveConfig, PredictionType
 from diffusion.errors import ConfigurationError
-from diffusion.models.build import build_noise_scheduler
 from diffusion.models.objectives import (
     EVALUATION,
+    TARGETS,
     TRAINING,
     NoiseProcess,
     draw_noise,
     draw_stratified_timesteps,
     draw_timesteps,
+    min_snr_weight,
 )
-from diffusion.models.sampling import inference_scheduler
+from diffusion.models.sampling import build_noise_scheduler, inference_scheduler
 
 SCHEDULE = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
 
@@ -38,7 +39,7 @@ def test_noised_latents_and_velocities_are_those_of_diffusers(example):
     noised = ours.add_noise(latents, noise, rates)
     torch.testing.assert_close(noised, theirs.add_noise(latents, noise, timesteps), rtol=1e-5, atol=1e-6)
     velocity = theirs.get_velocity(latents, noise, timesteps)
-    target = ours.target(PredictionType.v_prediction, latents, noise, rates)
+    target = TARGETS[PredictionType.v_prediction].compute(latents, noise, rates)
     torch.testing.assert_close(target, velocity, rtol=1e-5, atol=1e-6)
 
 
@@ -47,10 +48,11 @@ def test_targets_give_back_the_latents(example):
     ours, _ = process()
     signal_rate, noise_rate = rates = ours.signal_and_noise_rate(timesteps)
     noised = ours.add_noise(latents, noise, rates)
-    velocity = ours.target(PredictionType.v_prediction, latents, noise, rates)
+    velocity = TARGETS[PredictionType.v_prediction].compute(latents, noise, rates)
     torch.testing.assert_close(signal_rate * noised - noise_rate * velocity, latents, rtol=1e-4, atol=1e-5)
-    assert ours.target(PredictionType.epsilon, latents, noise, rates) is noise
-    assert ours.target(PredictionType.sample, latents, noise, rates) is latents
+    assert TARGETS[PredictionType.epsilon].compute(latents, noise, rates) is noise
+    assert TARGETS[PredictionType.sample].compute(latents, noise, rates) is latents
+    assert TARGETS.keys() == set(PredictionType)
 
 
 def test_min_snr_weights_are_equal_in_units_of_the_latents_error():
@@ -59,7 +61,7 @@ def test_min_snr_weights_are_equal_in_units_of_the_latents_error():
     rates = ours.signal_and_noise_rate(timesteps)
     signal_rate, noise_rate = (rate.flatten() for rate in rates)
     snr = (signal_rate / noise_rate) ** 2
-    weights = {kind: ours.min_snr_weight(kind, rates, 5.0) for kind in PredictionType}
+    weights = {kind: min_snr_weight(target, rates, 5.0) for kind, target in TARGETS.items()}
     torch.testing.assert_close(weights[PredictionType.sample], snr.clamp(max=5))
     torch.testing.assert_close(weights[PredictionType.epsilon] * snr, weights[PredictionType.sample])
     torch.testing.assert_close(weights[PredictionType.v_prediction] * (snr + 1), weights[PredictionType.sample])
@@ -68,7 +70,7 @@ def test_min_snr_weights_are_equal_in_units_of_the_latents_error():
 
 def test_zero_terminal_snr_applies_to_training_and_sampling_alike():
     objective = ObjectiveConfig(prediction_type=PredictionType.v_prediction, zero_terminal_snr=True)
-    scheduler = build_noise_scheduler(Architecture.tiny, objective)
+    scheduler = build_noise_scheduler(objective)
     assert NoiseProcess(scheduler.alphas_cumprod).alphas_cumprod[-1] < 1e-7
     sampler = inference_scheduler(scheduler)
     torch.testing.assert_close(sampler.alphas_cumprod, scheduler.alphas_cumprod)
@@ -79,7 +81,7 @@ def test_zero_terminal_snr_applies_to_training_and_sampling_alike():
 
 def test_zero_terminal_snr_is_rejected_with_epsilon():
     with pytest.raises(ConfigurationError, match=r"objective\.zero_terminal_snr"):
-        build_noise_scheduler(Architecture.tiny, ObjectiveConfig(zero_terminal_snr=True))
+        build_noise_scheduler(ObjectiveConfig(zero_terminal_snr=True))
 
 
 def test_offset_noise_shifts_each_channel_as_a_whole_and_not_in_evaluation():

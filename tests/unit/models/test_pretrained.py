@@ -9,8 +9,7 @@ from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, P
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.models import LatentDiffusion, build_model
 from diffusion.models.architectures import TINY, build_vae
-from diffusion.models.latent_scaling import LatentScaling
-from diffusion.models.pretrained import FrozenParts, fold_scaling, read_pipeline_unet, write_pipeline
+from diffusion.models.pretrained import FrozenParts, LatentScaling, fold_scaling, read_pipeline_unet, write_pipeline
 from diffusion.models.sampling import image_seeds, inference_scheduler, initial_latents
 from diffusion.models.tokenizers import build_clip_tokenizer, clip_merges, tokenize
 

@@ -3,7 +3,7 @@ import json
 import torch
 
 from diffusion.models.latent_diffusion import Draws
-from verification.trace import sample_digests, step_hashes
+from verification.callbacks import sample_digests, step_hashes
 
 
 def draws(num: int, step: int = 3) -> Draws:

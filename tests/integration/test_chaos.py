@@ -11,20 +11,20 @@ FAULTS = ["poison", "kill_rank", "truncate_checkpoint", "freeze"]
 
 
 @pytest.mark.world_size(2)
-def test_a_supervised_run_overcomes_faults_and_equals_an_undisturbed_one(server, tmp_path):
-    command = ["verification/run_chaos.py", "--faults", "4", "--kinds", *FAULTS, "--out", str(tmp_path / "out")]
+def test_a_supervised_run_recovers_from_faults_and_equals_an_undisturbed_one(server, tmp_path):
+    command = ["tests/tools/chaos.py", "--faults", "4", "--kinds", *FAULTS, "--out", str(tmp_path / "out")]
     job = server.command(0, [*command, SMALL_UNET, "operations.supervision.hang_floor=12"])
     assert "4 faults: draws, losses and weights of all " in job.output
     rows = [line.split(" | ") for line in job.output.splitlines() if line.startswith("| ")]
-    overcome = {cells[0].removeprefix("| "): cells for cells in rows if len(cells) > 3}
-    assert set(FAULTS) < set(overcome)
-    assert all(int(overcome[kind][2]) > 0 for kind in ("poison", "truncate_checkpoint")), "steps are done again"
+    recovered = {cells[0].removeprefix("| "): cells for cells in rows if len(cells) > 3}
+    assert set(FAULTS) < set(recovered)
+    assert all(int(recovered[kind][2]) > 0 for kind in ("poison", "truncate_checkpoint")), "steps are repeated"
 
     run = tmp_path / "out" / "disturbed"
     events = read_events(run)
     names = [event["event"] for event in events]
     assert names.count("started") == len(FAULTS) + 1
-    assert names.count("going_back") == 1
+    assert names.count("rolling_back") == 1
     assert names[-1] == "finished"
     (hang,) = [event for event in events if event["event"] == "hang" and "was stopped" in event["reason"]]
     stacks = (run / hang["stacks"]).read_text()
@@ -33,7 +33,7 @@ def test_a_supervised_run_overcomes_faults_and_equals_an_undisturbed_one(server,
         assert "_train_loop" in part, stacks
 
 
-def test_a_fault_that_is_not_known_is_refused(server, tmp_path):
-    job = server.start(0, ["verification/run_chaos.py", "--kinds", "earthquake", "--out", str(tmp_path)]).finish()
+def test_an_unknown_fault_is_rejected(server, tmp_path):
+    job = server.start(0, ["tests/tools/chaos.py", "--kinds", "earthquake", "--out", str(tmp_path)]).finish()
     assert job.codes == [2]
     assert "--kinds earthquake: on this machine there are kill_rank," in job.output

@@ -1,26 +1,24 @@
-"""What was drawn for each sample of each step, as digests that do not know the world.
+"""Callbacks of the verified runs, named in their plug-ins: what was drawn, and disturbances from within.
 
 Each rank writes a line per step, with the digest of every sample that it trained on. Sorted by sample over all ranks,
-the lines of a step give one hash, whatever the ranks and microbatches were.
+the lines of a step give one hash, which does not depend on ranks and microbatches.
 """
 
 import hashlib
 import json
+import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 
-from composer import Callback, Logger, State
+from composer import Callback, Event, Logger, State
 from composer.utils import dist
 
 from diffusion.models.latent_diffusion import Draws, LatentDiffusion
 
 
 class DrawTrace(Callback):
-    """Write what the model drew while training to `folder/rank-R.jsonl`; named in a YAML as a plug-in.
-
-    Args:
-        folder: where the lines go.
-    """
+    """Writes what the model drew while training to `folder/rank-R.jsonl`."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
@@ -60,14 +58,7 @@ def sample_digests(draws: Draws) -> list[tuple[int, str]]:
 
 
 def step_hashes(folder: Path) -> dict[int, str]:
-    """One hash for each step over the lines of all ranks; a step that was run again counts as it was run last.
-
-    Args:
-        folder: where `DrawTrace` wrote; ranks of several incarnations of a run append to the same files.
-
-    Returns:
-        Hashes by step.
-    """
+    """Read the hash of each step from the folder of `DrawTrace`; a repeated step counts as it was run last."""
     rows: dict[int, dict[int, dict]] = {}
     for path in sorted(folder.glob("rank-*.jsonl")):
         rank = int(path.stem.removeprefix("rank-"))
@@ -81,7 +72,7 @@ def step_hashes(folder: Path) -> dict[int, str]:
 
 
 def _hash(ranks: Mapping[int, dict]) -> str:
-    """Rank 0's line is of the last incarnation that ran the step, and says how many ranks' lines belong to it."""
+    """Rank 0's line is of the last start that ran the step, and holds its number of ranks."""
     world_size = ranks[0]["world_size"]
     pairs = sorted(
         (sample, digest)
@@ -90,3 +81,33 @@ def _hash(ranks: Mapping[int, dict]) -> str:
         for sample, digest in zip(row["samples"], row["digests"], strict=True)
     )
     return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()[:16]
+
+
+MOMENTS = ("before_forward", "after_backward", "batch_end")
+"""Events of Composer at which a run can be disturbed: in a step before and after its gradients, and after it."""
+
+
+class Disturbance(Callback):
+    """Kills the last rank, or terminates all ranks, in one step.
+
+    Args:
+        step: Number of the step, from 0.
+        moment: One of `MOMENTS`.
+        kind: `kill`: the last rank ends by SIGKILL, as if its machine were lost, and its launcher ends the others.
+            `term`: each rank gets SIGTERM, as schedulers send it.
+    """
+
+    def __init__(self, step: int, moment: str, kind: str) -> None:
+        self.step, self.event, self.kind = step, Event(moment), kind
+        self.is_done = False
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        """Send the signal at the event of the step."""
+        done = int(state.timestamp.batch) - (1 if event is Event.BATCH_END else 0)
+        if self.is_done or event is not self.event or done != self.step:
+            return
+        self.is_done = True  # Microbatches repeat events.
+        if self.kind == "term":
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif dist.get_global_rank() == dist.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -1,8 +1,7 @@
-"""Which runs prove that nothing depends on the machines: a covering set, in which every pair of values occurs."""
+"""Ways to run one recipe: a covering set, in which every pair of values occurs."""
 
 import itertools
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -56,17 +55,15 @@ VALUES: dict[str, tuple[Any, ...]] = {
 
 
 def references() -> list[RunSpec]:
-    """One undisturbed run on one rank for each data setting, which the others are compared with."""
-    return [
-        RunSpec(representation=representation, buckets=buckets)
-        for representation in VALUES["representation"]
-        for buckets in VALUES["buckets"]
-    ]
+    """One undisturbed run on one rank for each data setting, with which the others are compared."""
+    settings = itertools.product(VALUES["representation"], VALUES["buckets"])
+    return [RunSpec(representation=representation, buckets=buckets) for representation, buckets in settings]
 
 
 def product() -> list[RunSpec]:
-    """Every combination."""
-    return [RunSpec(**dict(zip(VALUES, values, strict=True))) for values in itertools.product(*VALUES.values())]
+    """Every combination, references first."""
+    every = [RunSpec(**dict(zip(VALUES, values, strict=True))) for values in itertools.product(*VALUES.values())]
+    return [*references(), *(spec for spec in every if spec not in references())]
 
 
 def pairs(spec: RunSpec) -> set[tuple[str, Any, str, Any]]:
@@ -76,12 +73,12 @@ def pairs(spec: RunSpec) -> set[tuple[str, Any, str, Any]]:
 
 
 def covering_set(seed: int = 0) -> list[RunSpec]:
-    """The references, and few more runs such that every pair of values of any two properties occurs in one of those.
+    """The references, and few more runs in which every pair of values of any two properties occurs.
 
-    Greedy: of all combinations, the one that covers the most pairs that are still missing. References are compared with
-    themselves, so they cover nothing.
+    Greedy: the combination that covers the most missing pairs is next. References are compared with themselves, so
+    they cover nothing.
     """
-    candidates = [spec for spec in product() if spec not in references()]
+    candidates = product()[len(references()) :]
     random.Random(seed).shuffle(candidates)
     missing = set().union(*(pairs(spec) for spec in candidates))
     chosen = references()
@@ -93,7 +90,7 @@ def covering_set(seed: int = 0) -> list[RunSpec]:
 
 
 def short_set() -> list[RunSpec]:
-    """For tests: one reference, and each value of what belongs to the machines once."""
+    """One reference, and two runs that differ in ranks, microbatches, workers, sharding and interruption."""
     return [
         RunSpec(),
         RunSpec(world_size=2, microbatch=2, workers=2, interruption="kill"),
@@ -104,9 +101,3 @@ def short_set() -> list[RunSpec]:
 def resume_size(spec: RunSpec) -> int:
     """Ranks that an interrupted run continues on."""
     return {1: 2, 2: 1, 4: 2}[spec.world_size]
-
-
-def in_order(specs: Sequence[RunSpec]) -> list[RunSpec]:
-    """References first."""
-    first = [spec for spec in specs if spec in references()]
-    return first + [spec for spec in specs if spec not in first]

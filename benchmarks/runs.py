@@ -1,0 +1,355 @@
+"""Training steps on latents in memory: a plain loop, the Trainer, and the callbacks that measure it."""
+
+import contextlib
+import gc
+import json
+import re
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer import Callback, Event, Logger, State, Trainer
+from composer.models import ComposerModel
+from composer.utils import dist
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from diffusion.callbacks.metrics_file import read_metrics
+from diffusion.callbacks.saving import STALL
+from diffusion.config.loading import load_config
+from diffusion.config.model import Architecture
+from diffusion.config.schema import Config
+from diffusion.config.training import Device, Precision
+from diffusion.datasets.batch import BatchKey
+from diffusion.models.architectures import ARCHITECTURES
+from diffusion.operations.checks.nodes import synchronize
+from diffusion.train import build_training_model, prepare_frozen, train
+
+YAML = Path(__file__).with_name("run.yaml")
+NUM_DIFFERENT = 64
+
+
+class ResidentLatents(Dataset):
+    """Random latents and token ids that are drawn once; 64 different samples repeat.
+
+    Args:
+        architecture: Whose latents.
+        resolution: Side of the images in pixels.
+    """
+
+    def __init__(self, architecture: str, resolution: int) -> None:
+        spec = ARCHITECTURES[Architecture(architecture)]
+        side, generator = resolution // spec.vae_factor, torch.Generator().manual_seed(0)
+        shape = (NUM_DIFFERENT, spec.vae["latent_channels"], side, side)
+        self.means = torch.randn(shape, generator=generator).half()
+        self.logvar = torch.full(shape[1:], -8.0).half()
+        size = (NUM_DIFFERENT, spec.max_tokens)
+        self.token_ids = torch.randint(spec.text_encoder["vocab_size"], size, generator=generator)
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {
+            BatchKey.LATENT_MEAN.value: self.means[index % NUM_DIFFERENT],
+            BatchKey.LATENT_LOGVAR.value: self.logvar,
+            BatchKey.TOKEN_IDS.value: self.token_ids[index % NUM_DIFFERENT],
+            BatchKey.SAMPLE.value: torch.tensor(index),
+        }
+
+
+def run_config(
+    *,
+    architecture: str,
+    resolution: int,
+    batch_size: int,
+    overrides: Sequence[str] = (),
+    num_steps: int = 1,
+    folder: Path = Path("unused"),
+    callback: str | None = None,
+    arguments: dict[str, Any] | None = None,
+) -> Config:
+    """Load the configuration of a run with random weights.
+
+    Args:
+        architecture: Of the model.
+        resolution: Side of the images in pixels.
+        batch_size: Global.
+        overrides: `key.sub=value`.
+        num_steps: Length.
+        folder: For the run folder.
+        callback: Name of a callback of this file.
+        arguments: Of the callback.
+    """
+    settings = [
+        f"output_folder={folder / 'run'}",
+        f"model.architecture={architecture}",
+        f"data.resolution={resolution}",
+        f"data.global_batch_size={batch_size}",
+        f"trainer.max_duration={num_steps}ba",
+        f"plugins.train_dataset.arguments={{architecture: {architecture}, resolution: {resolution}}}",
+    ]
+    if callback is not None:
+        plugin = {"path": f"{__name__}.{callback}", "arguments": arguments or {}}
+        settings.append(f"plugins.callbacks={json.dumps([plugin])}")
+    return load_config(YAML, [*settings, *overrides])
+
+
+def build_on_device(config: Config, device: Device) -> ComposerModel:
+    """Build a model with weights drawn on the device: on one core, those of Stable Diffusion 2 take 15 s."""
+    with torch.device("cuda" if device is Device.gpu else "cpu"):
+        return build_training_model(config, device)
+
+
+class PlainLoop:
+    """A training loop without Composer: forward pass, loss, backward pass and AdamW of the project's model.
+
+    Args:
+        config: Of the run; `trainer.device_train_microbatch_size` splits its batches.
+        device: Of training.
+    """
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        kind = Device.gpu if device.type == "cuda" else Device.cpu
+        self.model: Any = build_on_device(config, kind).to(device).train()
+        prepare_frozen(config, self.model, kind)
+        torch.backends.cudnn.benchmark = config.performance.cudnn_benchmark
+        settings, parameters = config.optimizer, self.model.unet.parameters()
+        self.optimizer = torch.optim.AdamW(parameters, lr=settings.lr, weight_decay=settings.weight_decay, fused=True)
+        self.autocast = torch.autocast(
+            device.type, torch.bfloat16, enabled=config.trainer.precision is not Precision.fp32
+        )
+        data = ResidentLatents(config.model.architecture.value, config.data.resolution)
+        samples = default_collate([data[i] for i in range(NUM_DIFFERENT)])
+        self.samples = {key: value.to(device) for key, value in samples.items()}
+        self.device, self.num_steps = device, 0
+        self.batch_size = config.data.global_batch_size
+        self.microbatch_size = config.trainer.device_train_microbatch_size or self.batch_size
+
+    def __call__(self) -> Tensor:
+        """Make a step on the next batch; return its loss, float32 []."""
+        first, losses = self.num_steps * self.batch_size, []
+        for start in range(first, first + self.batch_size, self.microbatch_size):
+            batch = self._microbatch(start)
+            with self.autocast:
+                outputs = self.model(batch)
+            loss = self.model.loss(outputs, batch) * (self.microbatch_size / self.batch_size)
+            loss.backward()
+            losses.append(loss.detach())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.num_steps += 1
+        return torch.stack(losses).sum()
+
+    def _microbatch(self, start: int) -> dict[str, Tensor]:
+        sample = torch.arange(start, start + self.microbatch_size, device=self.device)
+        batch = {key: value[sample % NUM_DIFFERENT] for key, value in self.samples.items()}
+        step = torch.full_like(sample, self.num_steps)
+        return batch | {BatchKey.SAMPLE.value: sample, BatchKey.STEP.value: step}
+
+
+def run_trainer(callback: str, arguments: dict[str, Any], **run: Any) -> dict[str, Any]:
+    """Train, and measure with a callback of this file.
+
+    Args:
+        callback: Name of the class.
+        arguments: Of the callback.
+        run: Of `run_config`.
+
+    Returns:
+        The callback's `result()`, and `stall_seconds`: how long each checkpoint stopped training.
+    """
+    with shared_folder() as folder:
+        config = run_config(**run, folder=folder, callback=callback, arguments=arguments)
+        trainer = train(config, build_on_device)
+        [measured] = [each for each in trainer.state.callbacks if type(each).__name__ == callback]
+        stalls = [row[STALL] for row in read_metrics(folder / "run" / "metrics.jsonl") if STALL in row]
+        return {**measured.result(), "stall_seconds": stalls}  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def train_deterministically(lengths: Sequence[int], **run: Any) -> Trainer:
+    """Train in so many starts, each up to a step, with a checkpoint every second step; return the last Trainer."""
+    with tempfile.TemporaryDirectory() as folder:
+        for length in lengths:
+            settings = [*run["overrides"], "trainer.deterministic=true", "trainer.save_interval=2ba"]
+            config = run_config(**{**run, "overrides": settings}, num_steps=length, folder=Path(folder))
+            trainer = train(config, build_on_device)
+        return trainer
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[Path]:
+    """A temporary folder of rank 0 that all ranks use."""
+    with tempfile.TemporaryDirectory() as folder:
+        names = [folder]
+        if dist.get_world_size() > 1:
+            dist.broadcast_object_list(names)
+        yield Path(names[0])
+        if dist.get_world_size() > 1:
+            dist.barrier()
+
+
+def free_memory() -> None:
+    """Give back what is no longer used, and begin a new peak of memory."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+# Callbacks
+
+
+class StepClock(Callback):
+    """Measures blocks of steps, and waits for the device between blocks only.
+
+    Args:
+        block: Steps of a block.
+    """
+
+    def __init__(self, block: int) -> None:
+        self.block = block
+        self.times: list[float] = []
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Record the time at the end of a block."""
+        if state.timestamp.batch.value % self.block == 0:
+            synchronize(_device(state))
+            self.times.append(time.perf_counter())
+
+    def result(self) -> dict[str, Any]:
+        """`seconds`: per step, of each block but the first."""
+        return {
+            "seconds": [
+                (after - before) / self.block for before, after in zip(self.times, self.times[1:], strict=False)
+            ]
+        }
+
+
+PARTS = {
+    Event.AFTER_DATALOADER: "data",
+    Event.AFTER_FORWARD: "forward",
+    Event.AFTER_LOSS: "loss",
+    Event.AFTER_BACKWARD: "backward",
+    Event.AFTER_TRAIN_BATCH: "optimizer",
+}
+"""Parts of a step by the event that ends them; what ends with another event is `callbacks`."""
+
+
+class PartClock(Callback):
+    """Measures the parts of a step, and waits for the device at each of Composer's events, which makes steps slower.
+
+    Args:
+        skip: First steps, which do not count.
+    """
+
+    def __init__(self, skip: int) -> None:
+        self.skip, self.num_steps, self.last = skip, 0, 0.0
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        """Add the time since the last event to the part that ends."""
+        if event is Event.FIT_END or state.timestamp.batch.value < self.skip:
+            return
+        synchronize(_device(state))
+        now = time.perf_counter()
+        if self.last:
+            self.seconds[PARTS.get(event, "callbacks")] += now - self.last
+            self.num_steps += event is Event.BATCH_END
+        self.last = now
+
+    def result(self) -> dict[str, Any]:
+        """`parts`: seconds of each in a step; `num_steps`."""
+        parts = {name: self.seconds[name] / max(self.num_steps, 1) for name in (*PARTS.values(), "callbacks")}
+        return {"parts": parts, "num_steps": self.num_steps}
+
+
+class TurnsWithLoop(Callback):
+    """Lets a plain loop make a step after each of the Trainer's, on its own copy of the model, and measures both.
+
+    Args:
+        run: Of `run_config`, for the loop.
+    """
+
+    def __init__(self, **run: Any) -> None:
+        self.run = run
+        self.loop: PlainLoop | None = None
+        self.trainer: list[float] = []
+        self.plain: list[float] = []
+        self.last = 0.0
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Record the Trainer's time, make the loop's step and record its time."""
+        device = _device(state)
+        self.loop = self.loop or PlainLoop(run_config(**self.run), device)
+        before = self._now(device)
+        self.loop()
+        after = self._now(device)
+        if self.last:
+            self.trainer.append(before - self.last)
+            self.plain.append(after - before)
+        self.last = after
+
+    def result(self) -> dict[str, Any]:
+        """`trainer` and `loop`: seconds of each step."""
+        return {"trainer": self.trainer, "loop": self.plain}
+
+    def _now(self, device: torch.device) -> float:
+        """CPU time of this process on a CPU, which others on the machine disturb little; the clock on a GPU."""
+        synchronize(device)
+        return time.process_time() if device.type == "cpu" else time.perf_counter()
+
+
+class SynchronisationWatch(Callback):
+    """Counts the calls in two steps that stop the host until the device is done, by their lines of code.
+
+    Args:
+        first: Number of the first step that is watched.
+    """
+
+    def __init__(self, first: int = 3) -> None:
+        self.first = first
+        self.calls: Counter[str] = Counter()
+        self.watching = contextlib.ExitStack()
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        """Begin or end to watch."""
+        step = state.timestamp.batch.value
+        if step == self.first:
+            self.watch(_device(state))
+        elif step == self.first + 2:
+            self.watching.close()
+
+    def watch(self, device: torch.device) -> None:
+        """Record each warning until the watch is closed, with the innermost line of code outside of torch."""
+        self.watching.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("always")
+        warnings.showwarning = self._record
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("warn")
+            self.watching.callback(torch.cuda.set_sync_debug_mode, "default")
+
+    def result(self) -> dict[str, Any]:
+        """`num_warnings`, and `lines` of code with their numbers."""
+        self.watching.close()
+        return {"num_warnings": self.calls.total(), "lines": dict(self.calls.most_common())}
+
+    def _record(self, message: Warning | str, *rest: Any) -> None:
+        if "synchronizing" not in str(message):
+            return
+        stack = [frame for frame in traceback.extract_stack() if not _INNER.search(frame.filename)]
+        line = stack[-1] if stack else traceback.extract_stack()[0]
+        self.calls[f"{'/'.join(Path(line.filename).parts[-3:])}:{line.lineno} {line.name}"] += 1
+
+
+_INNER = re.compile(r"/torch/|/warnings\.py$|/benchmarks/runs\.py$")
+
+
+def _device(state: State) -> torch.device:
+    return next(state.model.parameters()).device
