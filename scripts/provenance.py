@@ -10,7 +10,6 @@ metadata. The default is the run's own streams, which hold only keys in the case
 import argparse
 import csv
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from diffusion.files import atomic_path
 from diffusion.launch import CommandParser, run_command
 
 LICENCE_COLUMNS = ("license", "licence")
-"""Entries of the metadata."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -36,23 +34,19 @@ def main() -> None:
     from diffusion.checkpointing.find import resolve_checkpoint
     from diffusion.checkpointing.read import read_position
     from diffusion.datasets.bad_images import FILE, read_bad_images
+    from diffusion.datasets.provenance import apply_substitutes, build_order, exposures, find_folders, times_seen
+    from diffusion.datasets.sample_order import describe_changes
+    from diffusion.errors import DataError
     from diffusion.loading import load_config_of
-    from diffusion.planning.provenance import (
-        apply_substitutes,
-        build_order,
-        check_order,
-        exposures,
-        find_folders,
-        times_seen,
-    )
 
     checkpoint = resolve_checkpoint(options.checkpoint)
     config = load_config_of(checkpoint)
     folders = find_folders(config, options.data)
     order = build_order(config, folders)
     num_steps, fingerprint = read_position(checkpoint)
-    check_order(order, fingerprint)
-    counts = times_seen(order, num_steps, progress=sys.stderr.isatty())
+    if changes := describe_changes(fingerprint, order.fingerprint()):
+        raise DataError(f"this is not the data that the run has seen: {'; '.join(changes)}. Name that with --data")
+    counts = times_seen(order, num_steps)
     runs = (checkpoint.parent.parent, Path(config.output_folder).expanduser())  # Of a run in a store: the second.
     bad = next((found for run in runs if (found := read_bad_images(run / FILE))), [])
     apply_substitutes(config, folders, counts, bad)
@@ -62,10 +56,11 @@ def main() -> None:
     with atomic_path(options.out) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
         table.writerow(["key", "source", "licence", "stream", "index", "times", "metadata"])
-        for one in exposures(config, folders, counts, progress=sys.stderr.isatty()):
+        for one in exposures(config, folders, counts):
             licence = next((str(one.metadata[name]) for name in LICENCE_COLUMNS if one.metadata.get(name)), "")
-            table.writerow([one.key, one.source, licence, one.stream, one.index, one.times, json.dumps(one.metadata)])
-            by_source[one.source] += one.times
+            source = one.key.partition("/")[0]
+            table.writerow([one.key, source, licence, one.stream, one.index, one.times, json.dumps(one.metadata)])
+            by_source[source] += one.times
             by_licence[licence or "(none given)"] += one.times
             num_seen += 1
     print(f"{checkpoint}: {num_steps} steps of {config.data.global_batch_size} samples")
@@ -75,7 +70,7 @@ def main() -> None:
         for name, count in counter.most_common():
             print(f"{name:<40} {count}")
     if config.init_from is not None:
-        print(f"\nThe run began with the weights of {config.init_from.checkpoint}: list the images of that, too")
+        print(f"\nThe run began with the weights of {config.init_from.checkpoint}: list what that has seen, too")
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ import yaml
 from diffusion.checkpointing.layout import INDEX, batch_of, is_half_written, list_checkpoints, remove_copy
 from diffusion.checkpointing.read import UnsafeCheckpointError, check_contents, read_index, stored_files
 from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoints
-from diffusion.config.stores import is_store
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.storage import is_url
 
 log = logging.getLogger(__name__)
 
@@ -60,22 +60,19 @@ def is_complete(path: Path) -> bool:
     return find_damage(path) is None
 
 
-def check_checkpoint(path: Path, *, thoroughly: bool = True) -> None:
-    """Check that a checkpoint is whole and runs no code when it is read.
-
-    Args:
-        path: file or folder.
-        thoroughly: read all of it and compare with its checksums.
+def check_checkpoint(path: Path) -> None:
+    """Check that a checkpoint is whole, has its checksums and runs no code when it is read; reads all of it.
 
     Raises:
         UnsafeCheckpointError: it would run code.
         DataError: it is damaged.
     """
-    _check_whole(path)
-    check_contents(path, thoroughly=thoroughly)
+    check_whole(path)
+    check_contents(path)
 
 
-def _check_whole(path: Path) -> None:
+def check_whole(path: Path) -> None:
+    """Raise a DataError if `find_damage` finds some."""
     if damage := find_damage(path):
         raise DataError(f"checkpoint {path} is damaged: {damage}")
 
@@ -119,7 +116,7 @@ def resolve_checkpoint(location: str) -> Path:
         UnsafeCheckpointError: it would run code.
         MachineError: the store cannot be read.
     """
-    if is_store(location):
+    if is_url(location):
         return _download(location.rstrip("/"))
     path = Path(location).expanduser()
     if elsewhere := checkpoint_folder(path):
@@ -129,7 +126,7 @@ def resolve_checkpoint(location: str) -> Path:
             raise ConfigurationError(f"checkpoint {path} is not whole ({damage}): choose another one")
         return path
     for folder in (path, path / "checkpoints"):
-        if found := newest_that_passes(list_checkpoints(folder), _check_whole):
+        if found := newest_that_passes(list_checkpoints(folder), check_whole):
             return found
     problem = "holds no complete checkpoint" if path.exists() else "does not exist"
     raise ConfigurationError(f"{path} {problem}: give a checkpoint, a run's folder, or its `checkpoints` folder")

@@ -14,13 +14,13 @@ from diffusion.config.checks import num_batches
 from diffusion.config.fields import parse_time
 from diffusion.config.loading import load
 from diffusion.config.schema import Config
-from diffusion.config.stores import is_store
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.files import lock
 from diffusion.operations.costs import BUDGET
 from diffusion.operations.heartbeats import HeartbeatRecord, Phase, heartbeat_folder, read_heartbeats
 from diffusion.operations.processes import ProcessRecord, is_alive, terminate
 from diffusion.operations.supervisor import SUPERVISED
+from diffusion.storage import is_url
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
@@ -153,4 +153,4 @@ def _checkpoint_folder(run: Path, configured: str | None) -> Path | None:
     supervisor, path = read_supervisor(run), Path(configured).expanduser()
     if supervisor is not None:
         path = Path(supervisor.folder, path)
-    return path if path.is_absolute() and not is_store(configured) else None
+    return path if path.is_absolute() and not is_url(configured) else None

@@ -16,7 +16,7 @@ from diffusion.datasets.batch import BatchKey
 from diffusion.errors import ConfigurationError
 from diffusion.models.architectures import ARCHITECTURES, Architecture, build_vae, with_seed
 from diffusion.models.autoencoder import AutoencoderTraining, PatchDiscriminator, adversarial_losses, load_perceptual
-from tests.tools.vgg import write_vgg
+from tests.tools.toys import write_vgg
 
 KEY = "autoencoder.vgg_weights"
 START = 7

@@ -8,7 +8,7 @@ import numpy as np
 
 from diffusion.config.loading import load_config
 from diffusion.datasets.bad_images import BadImage
-from diffusion.planning.provenance import apply_substitutes
+from diffusion.datasets.provenance import apply_substitutes
 from tests.integration.test_bad_images_in_runs import runs
 from tests.integration.test_failures import SMALL
 from tests.tools.written_data import write_encoded, write_prepared
