@@ -101,13 +101,9 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def gather_on_rank_0(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Gather whole tensors on the CPU of rank 0; nothing on the others. To be called by all ranks.
+    """Gather whole tensors on the CPU of rank 0, in another dtype if given; nothing on the others.
 
-    On devices and on other ranks, one tensor at a time is whole.
-
-    Args:
-        tensors: sharded or not, by name.
-        dtype: of the result; None keeps it.
+    To be called by all ranks. On devices and on other ranks, one tensor at a time is whole.
     """
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     whole = ((name, full_tensor(tensor)) for name, tensor in tensors.items())

@@ -84,11 +84,7 @@ def combine_profiles(stored: Sequence[TimedProfile], wanted: TimedProfile) -> Co
     """Find the combination of stored profiles that is nearest to a wanted one.
 
     Least squares in the L2 norm over time, under the condition that the coefficients sum to 1: without it, the part of
-    the weights that does not move would be scaled.
-
-    Args:
-        stored: at least one.
-        wanted: of a time up to the last stored one.
+    the weights that does not move would be scaled. The wanted profile's time is at most the last stored one.
     """
     products = np.array([[inner_product(one, other) for other in stored] for one in stored])
     target = np.array([inner_product(one, wanted) for one in stored])
@@ -128,12 +124,7 @@ class AverageRecord:
 
 
 def write_average(folder: Path, record: AverageRecord, tensors: dict[str, Tensor]) -> Path:
-    """Write an average under the name of its record. Equal averages give equal bytes.
-
-    Args:
-        folder: is created.
-        record: its description.
-        tensors: on the CPU, by the model's parameter names.
+    """Write an average, whose tensors on the CPU have the model's names. Equal averages give equal bytes.
 
     Raises:
         MachineError: it cannot be written.
@@ -190,11 +181,7 @@ def read_combination(paths: Iterable[Path], coefficients: Iterable[float]) -> It
 
 
 def fetch_averages(uri: str, run: Path) -> None:
-    """Download the averages that a run has stored beside its checkpoints, except those that are here already.
-
-    Args:
-        uri: `s3://bucket/prefix` of the run's checkpoints.
-        run: the run folder here.
+    """Download the averages beside a run's checkpoints (`s3://bucket/prefix`) to its folder, unless they are there.
 
     Raises:
         DataError: the URI is not that of a store.
