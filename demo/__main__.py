@@ -102,7 +102,7 @@ def main() -> None:
     runs = {name: out / name for name in ("autoencoder", "phase1", "phase2")}
     start = time.monotonic()
 
-    demo.run("draw", [*python, "-m", "demo.draw", str(source), "--num-images", str(num_images)])
+    demo.run("draw", [*python, "-m", "demo.shapes", str(source), "--num-images", str(num_images)])
     layouts = [str(source / layout) for layout in ("images", "webdataset", "parquet")]
     options = ["--edges", "32", "64", "--validation-fraction", "0.05", "--workers", "2"]
     demo.run("prepare", [*python, "scripts/prepare.py", *layouts, str(prepared), *options])

@@ -1,59 +1,110 @@
-"""Generate the demo's prompts with the averaged weights of phase 2, score them, and write report.html."""
+"""Generate the demo's prompts with a trained model, score the images by the oracle, and write report.html.
+
+python -m demo.score runs/demo
+"""
 
 import argparse
 import json
+import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from PIL import Image
+
+from diffusion.evaluation.shape_checks import score
+from diffusion.evaluation.shapes import Scene, caption, draw, prompts, scenes
+from diffusion.files import write_json
 from diffusion.launch import CommandParser, run_command
+from diffusion.models.latent_diffusion import LatentDiffusion
+
+Rates = Mapping[str, float]
+"""Number of images, and shares of them (0 to 1) with the right colour, shape and, of two objects, relation."""
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
-    parser = CommandParser(description=__doc__)
+def rates(images: Sequence[Image.Image], asked: Sequence[Scene]) -> Rates:
+    """Shares of images that show the colours, shapes and relations of their scenes."""
+    scores = [score(image, scene) for image, scene in zip(images, asked, strict=True)]
+    related = [one.relation for one in scores if one.relation is not None]
+    return {
+        "number": len(scores),
+        "colour": sum(one.colour for one in scores) / len(scores),
+        "shape": sum(one.shape for one in scores) / len(scores),
+        **({"relation": sum(related) / len(related)} if related else {}),
+    }
+
+
+def oracle_rates(num: int, size: int) -> tuple[Rates, Rates]:
+    """The oracle on validation images of one object, with their own captions and with shuffled ones."""
+    real = [scene for scene in scenes(2 * num, split="oracle") if scene.relation is None][:num]
+    images = [draw(scene, size) for scene in real]
+    shuffled = list(real)
+    random.Random(0).shuffle(shuffled)
+    return rates(images, real), rates(images, shuffled)
+
+
+def score_model(
+    model: LatentDiffusion, *, seeds_per_prompt: int, **sampling: Any
+) -> tuple[dict[str, Rates], list[Image.Image], list[Image.Image]]:
+    """Generate for every evaluation prompt, and score.
+
+    Args:
+        model: with the weights to score.
+        seeds_per_prompt: images of each prompt with one object; half as many of two.
+        sampling: arguments of `generate`.
+
+    Returns:
+        Rates of generated images of one object (`single`) and of two (`pairs`), and of real images (`oracle`,
+        `oracle_shuffled`); the images of one object, and of two, those of a prompt next to one another.
+    """
+    found: list[Rates] = []
+    images: list[list[Image.Image]] = []
+    for asked, seed, num_seeds in zip(
+        prompts(), (0, 1_000_000), (seeds_per_prompt, max(1, seeds_per_prompt // 2)), strict=True
+    ):
+        generated = model.generate(
+            [caption(scene) for scene in asked], num_images_per_prompt=num_seeds, seed=seed, batch_size=32, **sampling
+        )
+        assert isinstance(generated, list)
+        found.append(rates(generated, [scene for scene in asked for _ in range(num_seeds)]))
+        images.append(generated)
+    own, shuffled = oracle_rates(200, model.resolution)
+    return {"single": found[0], "pairs": found[1], "oracle": own, "oracle_shuffled": shuffled}, images[0], images[1]
+
+
+def main() -> None:
+    """Generate, score, report."""
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("demo", type=Path, help="folder of the demo, with autoencoder/, phase1/ and phase2/")
     parser.add_argument("--guidance-scale", type=float, default=2.0)
     parser.add_argument("--steps", type=int, default=25, help="DDIM steps")
     parser.add_argument("--seeds", type=int, default=4, help="images of each prompt")
     parser.add_argument("--weights", choices=["raw", "ema"], default="ema")
-    return parser.parse_args()
-
-
-def main() -> None:
-    """Generate, score, report."""
-    arguments = parse_arguments()
-    from demo.report import Step, labelled_grid, write_report
-    from demo.scoring import score_model
+    options = parser.parse_args()
+    from demo.report import SEEDS_SHOWN, labelled_grid, write_report
     from diffusion.loading import load_model
 
-    folder: Path = arguments.demo
-    runs = {name: folder / name for name in ("autoencoder", "phase1", "phase2")}
-    model = load_model(runs["phase2"], weights=arguments.weights)
-    scores, single, pairs = score_model(
-        model,
-        guidance_scale=arguments.guidance_scale,
-        num_inference_steps=arguments.steps,
-        seeds_per_prompt=arguments.seeds,
-    )
-    scores.write(folder / "scores.json")
-    labelled_grid(single, arguments.seeds).save(folder / "grid.png")
+    folder: Path = options.demo
+    model = load_model(folder / "phase2", weights=options.weights)
+    sampling = {"guidance_scale": options.guidance_scale, "num_inference_steps": options.steps}
+    scores, single, pairs = score_model(model, seeds_per_prompt=options.seeds, **sampling)
+    write_json(folder / "scores.json", scores)
+    grid = labelled_grid(single, options.seeds)
+    grid.save(folder / "grid.png")
     log = folder / "steps.json"
-    steps = [Step(name=name, **step) for name, step in json.loads(log.read_text()).items()] if log.is_file() else []
-    weights = "Averaged weights (EMA)" if arguments.weights == "ema" else "Training weights"
+    weights = "Averaged weights (EMA)" if options.weights == "ema" else "Training weights"
     write_report(
         folder / "report.html",
-        steps=steps,
-        runs=runs,
+        steps=json.loads(log.read_text()) if log.is_file() else {},
+        runs=[folder / name for name in ("autoencoder", "phase1", "phase2")],
         scores=scores,
-        single=single,
+        grid=grid,
         pairs=pairs,
-        seeds_per_prompt=arguments.seeds,
-        settings=f"{weights}, {arguments.steps} DDIM steps, guidance {arguments.guidance_scale:g}.",
+        settings=f"{weights}, {options.steps} DDIM steps, guidance {options.guidance_scale:g}. "
+        f"The grid shows {min(SEEDS_SHOWN, options.seeds)} of {options.seeds} seeds.",
     )
-    print(
-        f"colour {scores.single.colour:.3f}, shape {scores.single.shape:.3f} of {scores.num_single} images; "
-        f"relation {scores.pairs.relation or 0:.3f} of {scores.num_pairs}; oracle on real images: "
-        f"colour {scores.oracle.colour:.3f}, shape {scores.oracle.shape:.3f}"
-    )
+    for name, one in scores.items():
+        print(f"{name:<16}", *(f"{key} {value:.3f}" for key, value in one.items() if key != "number"))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,14 @@
-"""The demo's data set: scenes of coloured shapes in the layouts people really have."""
+"""The demo's data set: captioned shapes as a folder of images, WebDataset tars and parquet files.
 
+python -m demo.shapes OUT --num-images 6000
+"""
+
+import argparse
 import dataclasses
 import io
 import json
 import random
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -11,6 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from diffusion.evaluation.shapes import Scene, caption, draw, scenes
+from diffusion.files import atomic_path
+from diffusion.launch import CommandParser, run_command
 
 SHORTER_SIDES = (40, 48, 56, 64, 80, 96, 112, 128, 144, 160)
 FORMATS = {"png": "PNG", "jpg": "JPEG", "webp": "WEBP"}
@@ -28,23 +35,17 @@ def write_data_set(
     Half of the PNGs of scenes with a white background are transparent: only on white do they agree with their captions.
 
     Args:
-        folder: Where to write; created if missing.
-        num_images: Images in all three layouts together.
-        seed: Seed of scenes, resolutions and formats.
+        folder: where to write; must not hold a data set.
+        num_images: images in all three layouts together.
+        seed: of scenes, resolutions and formats.
         split: `train`, or another name for independent scenes, such as `validation`.
-        shard_size: Images per tar file and per parquet file.
+        shard_size: images per subfolder, tar file and parquet file.
 
     Returns:
         The number of images in each layout.
-
-    Raises:
-        FileExistsError: The folder holds a data set already.
     """
     folder = Path(folder)
     layouts = {"images": _write_images, "webdataset": _write_tars, "parquet": _write_parquet}
-    for layout in layouts:
-        if (folder / layout).exists():
-            raise FileExistsError(f"{folder / layout} exists; remove it, or write the data set into another folder")
     rng = random.Random(f"files {split} {seed}")
     drawn: dict[str, list[_Image]] = {layout: [] for layout in layouts}
     for index, scene in enumerate(scenes(num_images, seed, split=split)):
@@ -60,8 +61,6 @@ def write_data_set(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Image:
-    """One encoded image on its way into a layout."""
-
     key: str
     suffix: str
     content: bytes
@@ -86,7 +85,6 @@ def _image(scene: Scene, key: str, suffix: str, rng: random.Random) -> _Image:
 
 
 def _write_images(folder: Path, shard: int, images: list[_Image]) -> None:
-    """Write one subfolder of images, each with a caption file."""
     subfolder = folder / f"{shard:03d}"
     subfolder.mkdir()
     for image in images:
@@ -95,7 +93,6 @@ def _write_images(folder: Path, shard: int, images: list[_Image]) -> None:
 
 
 def _write_tars(folder: Path, shard: int, images: list[_Image]) -> None:
-    """Write one tar file in img2dataset's layout."""
     with tarfile.open(folder / f"{shard:03d}.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
         for image in images:
             record = {
@@ -122,8 +119,24 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 
 
 def _write_parquet(folder: Path, shard: int, images: list[_Image]) -> None:
-    """Write one parquet file with the columns of an exported Hugging Face data set."""
     files = [{"bytes": image.content, "path": f"{image.key}.{image.suffix}"} for image in images]
     file_type = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     columns = {"image": pa.array(files, file_type), "caption": pa.array([image.caption for image in images])}
     pq.write_table(pa.table(columns), folder / f"{shard:03d}.parquet", row_group_size=100)
+
+
+def main() -> None:
+    """Draw, atomically."""
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder; replaced if it exists")
+    parser.add_argument("--num-images", type=int, default=6000)
+    parser.add_argument("--seed", type=int, default=17)
+    arguments = parser.parse_args()
+    with atomic_path(arguments.out) as partial:
+        counts = write_data_set(partial, arguments.num_images, arguments.seed)
+        shutil.rmtree(arguments.out, ignore_errors=True)
+    print(f"{arguments.out}: " + ", ".join(f"{count} in {layout}" for layout, count in counts.items()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_command(main))

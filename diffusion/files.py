@@ -44,9 +44,6 @@ def atomic_path(
 
     Yields:
         The partial path, at which the block makes the file or folder.
-
-    Raises:
-        OSError: the disk is full, or the path cannot be written to.
     """
     partial = partial or path.with_name(f".{path.name}{PARTIAL}")
     _remove(partial)
@@ -58,28 +55,10 @@ def atomic_path(
         _remove(partial)
 
 
-@contextmanager
-def atomic_folder(path: Path, *, partial: Path | None = None, exist_ok: bool = True) -> Iterator[Path]:
-    """Write a folder as `atomic_path` does; the partial one exists and is empty.
-
-    Raises:
-        OSError: the disk is full, or the path cannot be written to.
-    """
-    with atomic_path(path, partial=partial, exist_ok=exist_ok) as folder:
-        folder.mkdir(parents=True)
-        yield folder
-
-
 def publish(partial: Path, path: Path, *, durable: bool = True) -> None:
-    """Give a finished file or folder its name.
+    """Give a finished file or folder its name; a file or an empty folder of that name is replaced.
 
-    Args:
-        partial: its path until now.
-        path: its path from now on, in the same file system; a file or an empty folder there is replaced.
-        durable: write all of it to the disk before, and the name after.
-
-    Raises:
-        OSError: the disk is full, or the path cannot be written to.
+    `durable` writes all of it to the disk before, and the name after.
     """
     if durable:
         for content in [*partial.rglob("*"), partial] if partial.is_dir() else [partial]:
@@ -95,38 +74,18 @@ def unique_partial(path: Path) -> Path:
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
-    """Write a file that exists with the whole content or not at all, also after a crash of the machine.
-
-    Args:
-        path: the file; an existing one is replaced.
-        content: text is written as UTF-8.
-
-    Raises:
-        OSError: the disk is full, or the path cannot be written to.
-    """
+    """Write or replace a file that is whole or as before, also after a crash of the machine; text as UTF-8."""
     with atomic_path(path) as partial:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file as `write_atomically` does.
-
-    Args:
-        path: the file; an existing one is replaced.
-        value: what `json.dumps` takes, without NaN and infinity, which are not JSON.
-
-    Raises:
-        OSError: the disk is full, or the path cannot be written to.
-    """
+    """Write a JSON file as `write_atomically` does; NaN and infinity, which are not JSON, are a ValueError."""
     write_atomically(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        DataError: it does not exist, cannot be read, or is not JSON.
-    """
+    """Read a JSON file; a DataError if it does not exist, cannot be read, or is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -141,15 +100,7 @@ def new_hash(kind: str) -> Any:
 
 
 def hash_file(path: Path, kind: str) -> str:
-    """Return a hash of a file in hexadecimal, read in pieces.
-
-    Args:
-        path: the file.
-        kind: `xxh64` or another one of xxhash, or one of hashlib.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return a hash of a file in hexadecimal; the file is read in pieces."""
     digest = new_hash(kind)
     buffer = memoryview(bytearray(_BUFFER_BYTES))
     with path.open("rb", buffering=0) as file:

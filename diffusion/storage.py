@@ -189,7 +189,7 @@ class _RangeFile(AbstractBufferedFile):
     def __init__(self, file: StoredFile, buffer_bytes: int, access: Access | None) -> None:
         self._file, self._access = file, access
         cache = "readahead" if buffer_bytes else "none"
-        super().__init__(None, file.uri, block_size=buffer_bytes, cache_type=cache, size=file.size)
+        super().__init__(None, file.uri, block_size=buffer_bytes, cache_type=cache, size=file.size)  # pyright: ignore[reportArgumentType]
 
     def _fetch_range(self, start: int, end: int) -> bytes:
         end = min(end, self._file.size)

@@ -64,9 +64,9 @@ from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.lora import add_lora
 from diffusion.models.pretrained import is_pipeline
 from diffusion.models.tokenizers import build_tokenizer, tokenize
-from diffusion.operations.checks.device import computes_bf16
-from diffusion.operations.checks.registry import check_caches, check_machines
-from diffusion.operations.checks.startup import check_identity, check_streams
+from diffusion.operations.checks.data import check_caches, check_identity, check_streams
+from diffusion.operations.checks.gpu import computes_bf16
+from diffusion.operations.checks.machine import check_machines
 from diffusion.operations.costs import BudgetSpentError
 from diffusion.operations.heartbeats import heartbeat_folder
 from diffusion.operations.lease import leased

@@ -6,7 +6,7 @@
     python scripts/runs.py resume RUN [key.sub=value ...]     restart under its supervisor, with its last command
     python scripts/runs.py prune FOLDER ... [--keep N] [--dry-run]
 
-`prune` removes checkpoints beyond the newest N and caches of finished runs, but nothing of a running run.
+`prune` removes checkpoints beyond the newest N, but nothing of a running run.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from diffusion.errors import ConfigurationError, MachineError, UserError
-from diffusion.launch import CommandParser, run_command
+from diffusion.launch import CommandParser, positive, run_command
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -29,43 +29,42 @@ def parse_arguments() -> argparse.Namespace:
     resume = commands.add_parser("resume", help="restart under its supervisor")
     resume.add_argument("run", type=Path)
     resume.add_argument("overrides", nargs="*", metavar="key.sub=value", help="added to its last command")
-    prune = commands.add_parser("prune", help="remove what no run needs")
+    prune = commands.add_parser("prune", help="remove checkpoints that no run needs")
     prune.add_argument("folders", nargs="+", type=Path, help="run folders, or folders that contain them")
-    prune.add_argument("--keep", type=int, help="whole checkpoints of each run that stay (trainer.keep_checkpoints)")
+    prune.add_argument("--keep", type=positive, help="checkpoints of each run that stay (trainer.keep_checkpoints)")
     prune.add_argument("--dry-run", action="store_true", help="only print what would be removed")
     return parser.parse_args()
 
 
 def show_list(folders: list[Path]) -> None:
     """Print a line for each run."""
-    from diffusion.operations.costs import total
-    from diffusion.operations.runs import find_runs, read_config, read_overview
+    from diffusion.operations.costs import read_costs, total
+    from diffusion.operations.runs import find_runs, read_config, read_status
     from diffusion.reports.tables import text_table
 
     rows = [("run", "status", "step", "starts", "GPU-hours", "dollars")]
-    for folder in find_runs(folders):
+    for run in find_runs(folders):
         try:
-            overview = read_overview(folder, read_config(folder))
+            status = read_status(run, read_config(run))
         except ConfigurationError:
-            rows.append((str(folder), "written by another version", "", "", "", ""))
+            rows.append((str(run), "written by another version", "", "", "", ""))
             continue
-        totals = total(overview.starts)
-        dollars = f"{totals.dollars:,.2f}" if totals.dollars is not None and overview.starts else "-"
-        counts = (f"{overview.step:,}", str(len(overview.starts)), f"{totals.gpu_hours:,.2f}")
-        rows.append((str(folder), overview.status, *counts, dollars))
+        starts = read_costs(run)
+        totals, step = total(starts), starts[-1].reached if starts else 0
+        dollars = f"{totals.dollars:,.2f}" if totals.dollars is not None and starts else "-"
+        rows.append((str(run), status, f"{step:,}", str(len(starts)), f"{totals.gpu_hours:,.2f}", dollars))
     print("\n".join(text_table(rows)))
 
 
 def show(run: Path) -> None:
     """Print a run's time by activity."""
-    from diffusion.operations.costs import cost_table
-    from diffusion.operations.runs import read_config, read_overview
+    from diffusion.operations.costs import cost_table, read_costs
+    from diffusion.operations.runs import read_config, read_status
     from diffusion.reports.run import read_run
 
-    overview = read_overview(run, read_config(run))
-    gpu = read_run(run).curve("utilisation/gpu")
-    print(f"{overview.folder}: {overview.status}, step {overview.step:,}")
-    print(*cost_table(overview.starts, gpu.mean if gpu is not None and gpu.num_values else None), sep="\n")
+    starts, gpu = read_costs(run), read_run(run).curve("utilisation/gpu")
+    print(f"{run}: {read_status(run, read_config(run))}, step {starts[-1].reached if starts else 0:,}")
+    print(*cost_table(starts, gpu.mean if gpu is not None and gpu.num_values else None), sep="\n")
 
 
 def stop(run: Path) -> None:
@@ -94,25 +93,21 @@ def resume(run: Path, overrides: list[str]) -> None:
 
 
 def prune(folders: list[Path], keep: int | None, *, is_dry: bool) -> None:
-    """Remove what no run needs."""
-    from diffusion.operations.checks.verdicts import size_text
-    from diffusion.operations.runs import Removable, find_removable, find_runs, read_config, remove_all
+    """Remove checkpoints that no run needs."""
+    from diffusion.checkpointing.layout import remove_checkpoint
+    from diffusion.operations.runs import find_runs, find_superseded, read_config
 
-    if keep is not None and keep < 1:
-        raise ConfigurationError(f"--keep {keep}: at least 1 checkpoint stays, from which the run continues")
-    found: list[Removable] = []
+    checkpoints: list[Path] = []
     for run in find_runs(folders):
         try:
-            found += find_removable(run, read_config(run), keep)
+            checkpoints += find_superseded(run, read_config(run), keep)
         except (UserError, OSError) as error:
             print(f"{run}  is skipped: {error}")
-    for one in found:
-        print(f"{one.path}  {size_text(one.num_bytes)}  ({one.why})")
-    failures = [] if is_dry else remove_all(found)
-    what = "would be removed" if is_dry else "removed"
-    print(f"{what}: {len(found) - len(failures)} items, {size_text(sum(one.num_bytes for one in found))}")
-    if failures:
-        raise MachineError("; ".join(failures))
+    for checkpoint in checkpoints:
+        print(checkpoint)
+        if not is_dry:
+            remove_checkpoint(checkpoint)
+    print(f"{len(checkpoints)} checkpoints {'would be removed' if is_dry else 'removed'}")
 
 
 def main() -> None:

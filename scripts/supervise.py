@@ -72,18 +72,41 @@ def main() -> None:
     """Supervise."""
     options = parse_arguments()
     fleet = read_fleet(options)
+    from diffusion.config.loading import load_config
     from diffusion.operations.events import EventLog
+    from diffusion.operations.heartbeats import heartbeat_folder
     from diffusion.operations.hosts import HostedJob
-    from diffusion.operations.supervisor import Supervisor, read_command
+    from diffusion.operations.supervisor import Supervisor, split_command
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s supervisor: %(message)s")
-    supervised = read_command(options.command, os.environ)
-    settings, data = supervised.config.operations.supervision, supervised.config.data
-    events = EventLog(supervised.folders.run, supervised.webhook)
-    job = HostedJob(options.command, supervised.arguments, fleet, data, settings.check_timeout, events)
-    supervisor = Supervisor(job.start, supervised.folders, settings, events, sys.argv[1:], job.check)
+    yaml, overrides = split_command(options.command)
+    config = load_config(yaml, overrides)
+    run, settings = Path(config.output_folder).expanduser(), config.operations.supervision
+    events = EventLog(run, webhook_address(settings.webhook_variable))
+    job = HostedJob(options.command, [yaml, *overrides], fleet, config.data, settings.check_timeout, events)
+    supervisor = Supervisor(
+        job.start,
+        run,
+        heartbeat_folder(config, run),
+        settings,
+        events,
+        arguments=sys.argv[1:],
+        environment=job.environment,
+    )
     supervisor.listen()
     raise SystemExit(supervisor.run())
+
+
+def webhook_address(variable: str | None) -> str | None:
+    """Return the address to which events are posted, a secret, from an environment variable."""
+    if variable is None:
+        return None
+    if not os.environ.get(variable):
+        raise ConfigurationError(
+            f"operations.supervision.webhook_variable is {variable}, but the environment has no such variable. Set it "
+            "to the address to which events are posted, or the key to null"
+        )
+    return os.environ[variable]
 
 
 if __name__ == "__main__":

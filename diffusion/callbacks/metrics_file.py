@@ -41,6 +41,7 @@ class MetricsFile(LoggerDestination):
         self.path = path
         self.row: dict[str, float] = {}
         self.reached: tuple[float, datetime.datetime] | None = None
+        self._loaded: dict[str, float] = {}
         self._step: float = 0
 
     def fit_start(self, state: State, logger: Logger) -> None:
@@ -49,6 +50,7 @@ class MetricsFile(LoggerDestination):
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._step = state.timestamp.batch.value
+        self.row = self._loaded
         written = self.path.stat().st_mtime if self.path.is_file() else 0.0
         with atomic_path(self.path) as partial, partial.open("w", encoding="utf-8") as file:
             for row in _rows(self.path):
@@ -70,9 +72,9 @@ class MetricsFile(LoggerDestination):
         return {"row": json.dumps({"step": self._step, **self.row}) if self.row else ""}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the row of the checkpoint's step."""
-        self.row = json.loads(state.get("row") or "{}")
-        self.row.pop("step", None)
+        """Keep the row of the checkpoint's step until training continues."""
+        self._loaded = json.loads(state.get("row") or "{}")
+        self._loaded.pop("step", None)
 
     def flush(self) -> None:
         """Append the row of the current step to the file."""

@@ -25,6 +25,7 @@ from diffusion.datasets.cache import TierCounts, TierMeter
 from diffusion.distributed import USER_ERROR_EXIT_CODE, broadcast, rank
 from diffusion.errors import MachineError, UserError
 from diffusion.launch import exit_code
+from diffusion.operations import timeouts
 from diffusion.operations.checks.gpu import GpuMeter
 from diffusion.operations.costs import (
     BUDGET,
@@ -38,7 +39,7 @@ from diffusion.operations.costs import (
 )
 from diffusion.operations.hang_detection import STACKS_SIGNAL
 from diffusion.operations.heartbeats import HeartbeatFile, HeartbeatRecord, Phase, stacks_file
-from diffusion.operations.lease import RENEWAL_SECONDS, Lease
+from diffusion.operations.lease import Lease
 from diffusion.operations.utilisation import (
     Counters,
     LoaderSettings,
@@ -87,10 +88,6 @@ class Heartbeat(Callback):
     of a shared file system see it, renews the lease of the run, and ends the process when another start has taken the
     lease. Within the context, `STACKS_SIGNAL` makes the process write the stack traces of all its threads to a file
     beside it. This callback comes before others, whose work then belongs to its phase.
-
-    Args:
-        folder: of the heartbeats of all ranks.
-        lease: of the run.
     """
 
     def __init__(self, folder: Path, lease: Lease) -> None:
@@ -173,7 +170,7 @@ class Heartbeat(Callback):
 
     def _sync_and_renew(self) -> None:
         """Sync the file and renew the lease, in a thread."""
-        while not self._ended.wait(RENEWAL_SECONDS):
+        while not self._ended.wait(timeouts.RENEWAL):
             try:
                 self._file.sync()
                 self._lease.renew()

@@ -15,8 +15,8 @@ import yaml
 from diffusion.checkpointing.layout import INDEX, batch_of, is_half_written, list_checkpoints, remove_copy
 from diffusion.checkpointing.read import UnsafeCheckpointError, check_contents, read_index, stored_files
 from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoints
-from diffusion.config.stores import is_store
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.storage import is_url
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ def resolve_checkpoint(location: str) -> Path:
         UnsafeCheckpointError: it would run code.
         MachineError: the store cannot be read.
     """
-    if is_store(location):
+    if is_url(location):
         return _download(location.rstrip("/"))
     path = Path(location).expanduser()
     if elsewhere := checkpoint_folder(path):

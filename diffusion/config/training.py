@@ -1,6 +1,7 @@
 """Configuration of training: optimizer, Trainer, averages, loggers, plug-ins."""
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -10,7 +11,6 @@ from omegaconf import MISSING
 
 from diffusion.config.fields import MAX_SEED, bounded, time
 from diffusion.config.model import NUM_TIMESTEPS
-from diffusion.config.stores import url_problem
 
 MAX_WIDTH = 1 / math.sqrt(12)
 """Relative width of the plain mean of all weights; a wider profile would weight the oldest most."""
@@ -187,12 +187,14 @@ class TrainerConfig:
                 f"{key}.reduce_precision is fp16 with {key}.precision {self.precision.value}, which does not scale the "
                 f"loss: small gradients would vanish. Set {key}.reduce_precision=bf16."
             )
-        if self.checkpoint_folder is not None:
-            name = f"{key}.checkpoint_folder"
-            problem = url_problem(self.checkpoint_folder, name)
-            if not self.checkpoint_folder.strip():
-                problem = f"{name} is empty. Set a value, or remove the key."
-            yield from [problem] if problem else []
+        folder = self.checkpoint_folder
+        if folder is not None and not folder.strip():
+            yield f"{key}.checkpoint_folder is empty. Set a value, or remove the key."
+        elif folder is not None and "://" in folder and not re.match("s3://[^/]", folder):
+            yield (
+                f"{key}.checkpoint_folder is '{folder}', but must be a folder or s3://bucket/prefix. S3_ENDPOINT_URL "
+                "is the address of other stores with the S3 protocol."
+            )
 
 
 @dataclass(kw_only=True)

@@ -20,10 +20,9 @@ import mmap
 import multiprocessing
 import os
 import re
-import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -235,7 +234,9 @@ class StreamShards:
                 size = (self.folder / file.name).stat().st_size
                 if size != file.num_bytes:
                     path = self.folder / file.name
-                    raise DataError(f"{path} has {size} bytes instead of {file.num_bytes}. {_REWRITE}")
+                    raise DataError(
+                        f"{path} has {size} bytes instead of {file.num_bytes}, and there is no remote. {_REWRITE}"
+                    )
 
     def ensure(self, shard: int) -> None:
         """Have a shard on this machine, whole, or raise a DataError; several threads may ask."""
@@ -457,42 +458,3 @@ def _write_note(descriptor: int | None, failure: str | None) -> None:
     if descriptor is not None:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps([time.time(), failure]).encode(), 0)
-
-
-class Prefetcher:
-    """Visits what comes next in a thread of this process.
-
-    Args:
-        visit: a function of what comes next, such as (epoch, step); several calls at a time are made by nobody.
-    """
-
-    def __init__(self, visit: Callable[[Any], None]) -> None:
-        self._visit = visit
-        self._upcoming: list[Any] = []
-        self._visited: set[Any] = set()
-        self._changed = threading.Condition()
-        self._is_closed = False
-        threading.Thread(target=self._run, name="prefetch", daemon=True).start()
-
-    def reach(self, upcoming: Sequence[Any]) -> None:
-        """Visit these from now on, in order, without those that were visited."""
-        with self._changed:
-            self._visited &= set(upcoming)
-            self._upcoming = [position for position in upcoming if position not in self._visited]
-            self._changed.notify()
-
-    def close(self) -> None:
-        """End the thread after what it visits now."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._upcoming or self._is_closed)
-                if self._is_closed:
-                    return
-                position = self._upcoming.pop(0)
-                self._visited.add(position)
-            self._visit(position)

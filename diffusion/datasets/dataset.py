@@ -12,7 +12,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from threading import Lock
+from threading import Condition, Thread
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +26,6 @@ from diffusion.datasets.bad_images import BadImage, BadImages
 from diffusion.datasets.batch import BatchKey, Sample
 from diffusion.datasets.cache import (
     CacheLimit,
-    Prefetcher,
     StreamShards,
     TierCounts,
     TierMeter,
@@ -38,7 +37,6 @@ from diffusion.datasets.sample_order import (
     GlobalOrder,
     OrderSettings,
     RankOrder,
-    Slots,
     StreamShape,
     describe_changes,
     draws_per_stream,
@@ -102,10 +100,10 @@ class TextImageDataset(Dataset):
         self.seed, self.choose_caption = seed, choose_caption
         self.with_logvar, self.with_text_embeddings = with_logvar, with_text_embeddings
         self.bad_images, self.meter = BadImages(num_ranks), TierMeter()
-        wanted = ["latent_mean", "token_ids"] if tokenize is None else ["image", "captions", "key"]
-        wanted += ["latent_logvar"] if with_logvar else []
-        wanted += ["text_embeddings", "pooled_text_embeddings"] if with_text_embeddings else []
-        wanted += ["placement"]  # Where it is there: some models are conditioned on it.
+        self._required = ["latent_mean", "token_ids"] if tokenize is None else ["image", "captions"]
+        self._required += ["latent_logvar"] if with_logvar and tokenize is None else []
+        self._required += ["text_embeddings", "pooled_text_embeddings"] if with_text_embeddings else []
+        wanted = [*self._required, "placement" if tokenize is None else "key"]  # Where it is there.
         limit, files = None if cache_limit is None else CacheLimit(cache_limit), ShardFiles()
         self.streams = [
             StreamShards(location, hash_kind=hash_kind, limit=limit, meter=self.meter, columns=wanted, files=files)
@@ -218,29 +216,14 @@ class TextImageDataset(Dataset):
     def _check_columns(self, stream: int, location: StreamLocation) -> None:
         columns = self._columns_of(stream)
         where = f"{location.source} (stream '{location.name}')"
-        is_prepared, is_encoded = columns.keys() >= PREPARED_COLUMNS, columns.keys() >= ENCODED_COLUMNS
-        if not is_prepared and not is_encoded:
-            raise DataError(
-                f"{where} has the columns {', '.join(sorted(columns))}; prepared data has "
-                f"{', '.join(sorted(PREPARED_COLUMNS))} and encoded data {', '.join(sorted(ENCODED_COLUMNS))}: "
-                "write it with scripts/prepare.py"
-            )
-        if self.representation == Representation.images and not is_prepared:
-            raise DataError(
-                f"{where} holds latents, and data.representation is images: set data.representation=latents, or point "
-                "data.local (data.remote) at the output of scripts/prepare.py"
-            )
+        for name in self._required:
+            if name not in columns:
+                raise DataError(f"{where} has no {name}, only {', '.join(sorted(columns))}. {_REMEDIES[name]}")
         if self.representation == Representation.latents:
-            if not is_encoded:
-                raise DataError(
-                    f"{where} holds images, and data.representation is latents: encode them with "
-                    "`python scripts/encode.py PREPARED OUT --resolution "
-                    f"{self.transforms[stream].size.height}` and point data.local (data.remote) at OUT, or set "
-                    "data.representation=images"
-                )
             self._check_latents(where, stream, columns)
 
     def _check_latents(self, where: str, stream: int, columns: dict[str, str]) -> None:
+        """Check that latents have the stream's size, and are of the kind of the first stream's."""
         expected = self._columns_of(0)
         first_type, own_type = expected["latent_mean"], columns["latent_mean"]
         (kind, first), (other, latent) = _latent_type(first_type), _latent_type(own_type)
@@ -256,16 +239,26 @@ class TextImageDataset(Dataset):
                 f"{where} holds latents of {latent}, which do not fit images of {size} (data.resolution, or the "
                 "resolution of the stream): set the size they were encoded with, or run scripts/encode.py again"
             )
-        if self.with_text_embeddings and not {"text_embeddings", "pooled_text_embeddings"} <= columns.keys():
-            raise DataError(
-                f"{where} holds no text embeddings, and data.text_embeddings is true: set it to false, or run "
-                "scripts/encode.py with --text-embeddings"
-            )
-        if self.with_logvar and "latent_logvar" not in columns:
-            raise DataError(
-                f"{where} holds only the means of the latents, and objective.posterior is sample: set "
-                "objective.posterior=mean, or run scripts/encode.py without --mean-only"
-            )
+
+
+_REMEDIES = {
+    **dict.fromkeys(
+        ("image", "captions"),
+        "data.representation is images: point data.local (data.remote) at the output of scripts/prepare.py or, if this "
+        "is encoded data, set data.representation=latents",
+    ),
+    **dict.fromkeys(
+        ("latent_mean", "token_ids"),
+        "data.representation is latents: encode prepared data with `python scripts/encode.py PREPARED OUT --resolution "
+        "R` and point data.local (data.remote) at OUT, or set data.representation=images",
+    ),
+    **dict.fromkeys(
+        ("text_embeddings", "pooled_text_embeddings"),
+        "data.text_embeddings is true: set it to false, or run scripts/encode.py with --text-embeddings",
+    ),
+    "latent_logvar": "objective.posterior is sample: set it to mean, or run scripts/encode.py without --mean-only",
+}
+"""What to do about a column that is not there."""
 
 
 class Position(NamedTuple):
@@ -311,7 +304,6 @@ class TrainingDataset(TextImageDataset):
         ]
         self.order = GlobalOrder(shapes, order)
         self._rank_order = RankOrder(self.order, rank=rank, num_ranks=num_ranks)
-        self._steps = StepShards(self._rank_order, self)
         rank_batch_size = order.global_batch_size // num_ranks
         self._batches_ahead = BATCHES_AHEAD if predownload is None else predownload // rank_batch_size
         self._prefetcher: Prefetcher | None = None
@@ -330,8 +322,10 @@ class TrainingDataset(TextImageDataset):
 
     def __getitems__(self, position: Position) -> list[Sample]:
         """Read the samples of this rank in a step."""
-        self._reach(self._upcoming(position))
-        self._steps.count(position)
+        if self._prefetcher is None:  # In the process that reads: threads do not survive a fork.
+            self._prefetcher = Prefetcher(self._rank_order, self)
+            weakref.finalize(self, Prefetcher.close, self._prefetcher)
+        self.meter.add(self._prefetcher.reach(position, self._upcoming(position)))
         slots = self._rank_order.slots(*position)
         try:
             return [
@@ -354,12 +348,6 @@ class TrainingDataset(TextImageDataset):
                     break
             upcoming.append(Position(epoch, step))
         return upcoming
-
-    def _reach(self, upcoming: Sequence[Position]) -> None:
-        if self._prefetcher is None:  # In the process that reads: threads do not survive a fork.
-            self._prefetcher = Prefetcher(self._steps.fetch)
-            weakref.finalize(self, Prefetcher.close, self._prefetcher)
-        self._prefetcher.reach(upcoming)
 
     def begin_epoch(self) -> Position:
         """Where the epoch that begins now starts: at a position that was loaded, or with its first step."""
@@ -424,38 +412,57 @@ class TrainingDataset(TextImageDataset):
         super().close()
 
 
-class StepShards:
-    """The shards that a rank needs in a step, and whether they were there when they were first looked for."""
+class Prefetcher:
+    """Has the shards of the next steps of a rank here in time, in a thread of the process that reads.
+
+    A step hits the cache with the samples whose shards were there when they were first looked for.
+    """
 
     def __init__(self, order: RankOrder, data: TextImageDataset) -> None:
         self._order, self._streams, self._substitutes = order, data.streams, data.substitutes
-        self._meter = data.meter
-        self._looked: dict[Position, TierCounts] = {}
-        self._lock = Lock()
+        self._upcoming: list[Position] = []
+        self._visited: dict[Position, TierCounts | None] = {}
+        self._changed = Condition()
+        self._is_closed = False
+        Thread(target=self._run, name="prefetch", daemon=True).start()
 
-    def fetch(self, position: Position) -> None:
-        """Have the shards of a step here; what fails is tried again when it is read."""
-        shards = self._shards(self._order.slots(*position))
-        counts = self._look(shards)
-        with self._lock:
-            self._looked[position] = counts
-        for stream, shard, _ in shards:
-            try:
-                self._streams[stream].ensure(shard)
-            except DataError as error:
-                logger.warning("a shard that is needed soon is not here yet: %s", error)
+    def reach(self, position: Position, upcoming: Sequence[Position]) -> TierCounts:
+        """Visit the upcoming steps from now on, in order; return the hits of the step that is read now."""
+        with self._changed:
+            counts = self._visited.pop(position, None)
+            self._visited = {step: counts for step, counts in self._visited.items() if step in upcoming}
+            self._upcoming = [step for step in upcoming if step not in self._visited]
+            self._changed.notify()
+        return self._look(self._shards(position)) if counts is None else counts
 
-    def count(self, position: Position) -> None:
-        """Count the hits of a step that is read now."""
-        with self._lock:
-            counts = self._looked.pop(position, None)
-            if counts is None:  # Nobody has looked: this is the first step, or the position was set anew.
-                self._looked.clear()
-        self._meter.add(counts or self._look(self._shards(self._order.slots(*position))))
+    def close(self) -> None:
+        """End the thread after what it visits now."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
 
-    def _shards(self, slots: Slots) -> list[tuple[int, int, int]]:
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._upcoming or self._is_closed)
+                if self._is_closed:
+                    return
+                position = self._upcoming.pop(0)
+                self._visited[position] = None
+            shards = self._shards(position)
+            counts = self._look(shards)
+            with self._changed:
+                if position in self._visited:
+                    self._visited[position] = counts
+            for stream, shard, _ in shards:
+                try:
+                    self._streams[stream].ensure(shard)
+                except DataError as error:  # Tried again when the step is read.
+                    logger.warning("a shard that is needed soon is not here yet: %s", error)
+
+    def _shards(self, position: Position) -> list[tuple[int, int, int]]:
         """Stream, shard and number of samples."""
-        needed = []
+        slots, needed = self._order.slots(*position), []
         for stream in np.unique(slots.stream).tolist():
             indices, substitutes = slots.index[slots.stream == stream], self._substitutes[stream]
             if len(substitutes):

@@ -8,6 +8,8 @@ from diffusion.errors import DataError
 from diffusion.files import read_json, write_json
 
 MANIFEST = "manifest.json"
+WORK = "work.partial"
+"""Folder beside the manifest while a data set is being written."""
 
 
 @dataclass(frozen=True, kw_only=True)

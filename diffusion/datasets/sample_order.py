@@ -363,10 +363,6 @@ _NO_PIECES = Pieces(*(np.zeros(0, np.int64) for _ in range(4)))
 class GlobalOrder:
     """The order of all epochs.
 
-    Args:
-        streams: the streams, in the order of the configuration.
-        settings: what the order depends on.
-
     Raises:
         ConfigurationError: a stream gives less than a batch (or group, or sample), or more than can be counted.
     """
@@ -479,12 +475,7 @@ def describe_changes(there: Mapping[str, object], here: Mapping[str, object]) ->
 
 
 class EpochOrder:
-    """The order of one epoch.
-
-    Args:
-        whole: the order of all epochs.
-        epoch: number of the epoch, below 2^32.
-    """
+    """The order of one epoch, whose number is below 2^32."""
 
     def __init__(self, whole: GlobalOrder, epoch: int) -> None:
         self.whole, self.num_steps = whole, whole.num_steps
@@ -550,11 +541,6 @@ class EpochOrder:
 class RankOrder:
     """The samples of one rank step by step, computed in stretches of steps; several threads may ask.
 
-    Args:
-        order: the order of all epochs.
-        rank: number of the rank.
-        num_ranks: world size.
-
     Raises:
         ConfigurationError: the ranks cannot share a global batch.
     """
@@ -589,9 +575,3 @@ class RankOrder:
 
 _NUM_CHUNKS = 3
 """Stretches that are kept, for threads of which one is ahead of another."""
-
-
-def rank_slots(order: EpochOrder, step: int, *, rank: int, num_ranks: int) -> Slots:
-    """Samples of one rank in one step, in slot order: arrays [B / num_ranks]."""
-    mine = order.whole.rank_range(rank, num_ranks)
-    return Slots(*(array[0] for array in order.slots(step, step + 1, mine.start, mine.stop)))

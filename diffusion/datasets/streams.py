@@ -18,10 +18,10 @@ from typing import Any
 
 from diffusion import storage
 from diffusion.config.data import StreamConfig
-from diffusion.datasets.manifest import MANIFEST
+from diffusion.datasets.manifest import MANIFEST, WORK
 from diffusion.datasets.mds import INDEX
 from diffusion.errors import DataError, MachineError
-from diffusion.files import PARTIAL, read_json
+from diffusion.files import read_json
 from diffusion.storage import FIRST_CONTACT, Access, ForbiddenFileError, MissingFileError, is_url, join, shown
 
 logger = logging.getLogger(__name__)
@@ -90,25 +90,29 @@ def locate_streams(
 
 def check_location(location: StreamLocation) -> None:
     """Raise a DataError unless a stream is there and whole. One behind a URL is checked when its index is fetched."""
-    folder = Path(location.source)
-    if folder.name.endswith(PARTIAL) or location.name.endswith(PARTIAL):
-        raise DataError(f"{folder} is half-written: run the command that writes it (prepare or encode) again")
     if is_url(location.source):
         return
-    if not folder.is_dir():
-        raise DataError(f"{folder} (stream '{location.name}') does not exist{_what_is_there(folder, location.section)}")
+    folder, section = Path(location.source).absolute(), location.section
     if not (folder / INDEX).is_file():
-        raise DataError(
-            f"{folder} (stream '{location.name}') has no {INDEX}: it is not an MDS folder or was not copied whole. "
-            "Copy it again, or write it with scripts/prepare.py or scripts/encode.py"
+        neighbours = sorted(path.parent.name for path in folder.parent.glob(f"*/{INDEX}"))
+        remedy = (
+            f"run scripts/prepare.py (and scripts/encode.py for latents), or correct {section}.local, {section}.remote "
+            f"and {section}.streams"
         )
-    if not any((parent / MANIFEST).is_file() for parent in folder.absolute().parents[:2]):
-        halves = sorted(path.name for path in folder.parent.glob(f"*{PARTIAL}"))
-        if halves:
-            raise DataError(
-                f"{folder.parent} is unfinished ({halves[0]}, and no {MANIFEST}): run the command that writes it "
-                "(prepare or encode) again; it continues where it was stopped"
+        if neighbours:
+            streams = ", ".join(f"{{name: {name}}}" for name in neighbours)
+            remedy = (
+                f"to read what is there, set {section}.streams='[{streams}]' (a bucket without images has no folder)"
             )
+        raise DataError(f"{folder} (stream '{location.name}') is not an MDS folder, it has no {INDEX}: {remedy}")
+    roots = folder.parents[:2]
+    if not any((root / MANIFEST).is_file() for root in roots):
+        for root in roots:
+            if (root / WORK).exists():
+                raise DataError(
+                    f"{root} is unfinished ({WORK}, and no {MANIFEST}): run the command that writes it (prepare or "
+                    "encode) again; it continues where it was stopped"
+                )
         _warn_of_another_tool(folder)
 
 
@@ -116,24 +120,6 @@ def check_location(location: StreamLocation) -> None:
 def _warn_of_another_tool(folder: Path) -> None:
     """Warn once: a run checks its streams before networks are built, and again when it opens them."""
     logger.warning("%s has no %s beside or above it: taken for an MDS folder of another tool", folder, MANIFEST)
-
-
-def _what_is_there(folder: Path, section: str) -> str:
-    """End the message about a missing folder: the half-written one, or its neighbours."""
-    partial = folder.with_name(folder.name + PARTIAL)
-    if partial.is_dir():
-        return f", only the half-written {partial.name}: run the command that writes it (prepare or encode) again"
-    neighbours = sorted(path.parent.name for path in folder.parent.glob(f"*/{INDEX}"))
-    if neighbours:
-        streams = ", ".join(f"{{name: {name}}}" for name in neighbours)
-        return (
-            f". Streams there: {', '.join(neighbours)}. To read these, set {section}.streams='[{streams}]' (a bucket "
-            "without images has no folder)"
-        )
-    return (
-        f": run scripts/prepare.py (and scripts/encode.py for latents), or correct {section}.local, {section}.remote "
-        f"and {section}.streams"
-    )
 
 
 def find_manifest(source: str, access: Access | None = None) -> dict[str, Any] | None:

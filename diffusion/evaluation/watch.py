@@ -25,7 +25,6 @@ from diffusion.checkpointing.resume import FINISHED
 from diffusion.config.checks import num_batches
 from diffusion.config.schema import Config
 from diffusion.config.secrets import redact_arguments
-from diffusion.config.stores import is_store
 from diffusion.distributed import agree, barrier, on_first_rank, start_process_group
 from diffusion.errors import DataError, MachineError
 from diffusion.evaluation.config import EvaluationConfig
@@ -34,6 +33,7 @@ from diffusion.evaluation.generate import checkpoint_models
 from diffusion.evaluation.protocol import Result, read_results
 from diffusion.files import read_json, write_atomically, write_json
 from diffusion.loading import load_config_of
+from diffusion.storage import is_url
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Watcher:
         self.ledger = on_first_rank(lambda: read_ledger(self.folder / LEDGER, self.uri))
         self._loggers: WatchLoggers | None = None
         # Only a run folder has FINISHED; in a store, the checkpoint of the last step ends the run.
-        self._is_finished = is_store(self.uri) and any(entry["is_last"] for entry in self.ledger.values())
+        self._is_finished = is_url(self.uri) and any(entry["is_last"] for entry in self.ledger.values())
         self._pause = threading.Event()
 
     def run(self) -> None:
@@ -169,7 +169,7 @@ def locate(uri: str) -> tuple[Path | None, str]:
         uri: run folder, `checkpoints` folder, or `s3://bucket/prefix`. The `trainer.checkpoint_folder` of a run folder
             is followed. A folder need not exist yet.
     """
-    if is_store(uri):
+    if is_url(uri):
         return None, uri
     path = Path(uri).expanduser()
     run = path.parent if path.name == "checkpoints" else path
@@ -189,7 +189,7 @@ def step_of(name: str) -> int:
 
 def list_complete(checkpoints: str) -> list[str]:
     """Names of the completely written checkpoints of a run, oldest first."""
-    if is_store(checkpoints):
+    if is_url(checkpoints):
         remote = RemoteCheckpoints(checkpoints, timeout=READ_TIMEOUT)
         return [found.name for found in remote.present() if found.is_complete]
     folder = Path(checkpoints).expanduser()
@@ -209,7 +209,7 @@ def copy_checkpoint(checkpoints: str, name: str, folder: Path) -> str | None:
     remove_copy(copy)
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        if is_store(checkpoints):
+        if is_url(checkpoints):
             remote = RemoteCheckpoints(checkpoints, timeout=READ_TIMEOUT)
             for found in remote.present():
                 if found.name == name:

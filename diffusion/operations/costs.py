@@ -31,33 +31,25 @@ class BudgetSpentError(UserError):
 class Kind(str, Enum):
     """Activity that time is spent on."""
 
-    starting = "starting"
-    """From the start of the process to the first request for a batch: imports, model, data, checkpoint."""
-
     training = "training"
-    """New steps."""
-
     repeated = "repeated"
     """Steps that an earlier start has completed, but no checkpoint contained."""
 
+    starting = "starting"
+    """From the start of the process to the first request for a batch: imports, model, data, checkpoint."""
+
     data = "data"
-    """Waiting for batches."""
-
     evaluation = "evaluation"
-    """Evaluation on validation data."""
-
     between = "between"
     """Between steps and after the last one: checkpoints, samples, averages."""
 
 
 _LABELS = {
-    Kind.training: "training",
     Kind.repeated: "repeated steps after a restart",
-    Kind.starting: "starting",
     Kind.data: "waiting for data",
-    Kind.evaluation: "evaluation",
     Kind.between: "checkpoints and samples",
 }
+"""Rows of the table whose name is not that of the kind."""
 
 
 @dataclass(kw_only=True)
@@ -65,10 +57,9 @@ class StartCosts:
     """Costs of one start, by the clock of rank 0: in each step all ranks wait for the slowest."""
 
     began: float
-    """Seconds since 1970."""
+    """Seconds since 1970; `ended` is that of the last update."""
 
     ended: float
-    """Time of the last update."""
 
     num_devices: int
     """GPUs, or ranks on the CPU."""
@@ -89,12 +80,18 @@ class StartCosts:
     """Operations per second of a device by its data sheet."""
 
     seconds: dict[str, float] = field(default_factory=lambda: {kind.value: 0.0 for kind in Kind})
-    """Seconds by kind."""
+    """By kind."""
 
     @property
     def gpu_hours(self) -> float:
         """GPU-hours of all devices."""
         return sum(self.seconds.values()) * self.num_devices / 3600
+
+    @property
+    def new_share(self) -> float:
+        """Share of new steps in the computing time."""
+        new, repeated = self.seconds[Kind.training.value], self.seconds[Kind.repeated.value]
+        return new / (new + repeated) if new + repeated else 0.0
 
     @property
     def dollars(self) -> float:
@@ -103,11 +100,7 @@ class StartCosts:
 
 
 class CostsFile:
-    """Row of this start, overwritten in place by one system call, which needs no space on a full disk.
-
-    Args:
-        run: the run folder.
-    """
+    """Row of this start in a run folder, overwritten in place by one system call: it needs no space on a full disk."""
 
     def __init__(self, run: Path) -> None:
         self._file = os.open(run / COSTS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -181,7 +174,7 @@ def total(starts: Sequence[StartCosts]) -> Totals:
     restarting = sum(start.seconds[Kind.starting.value] * start.num_devices for start in starts[1:]) / 3600
     possible = sum(start.gpu_hours * 3600 * (start.peak_flops or 0.0) for start in starts)
     is_known = possible > 0 and all(start.peak_flops for start in starts)
-    useful = sum(start.flops * start.num_devices * _share_new(start) for start in starts)
+    useful = sum(start.flops * start.num_devices * start.new_share for start in starts)
     return Totals(
         gpu_hours=sum(start.gpu_hours for start in starts),
         dollars=sum(start.dollars for start in starts) if all(start.price is not None for start in starts) else None,
@@ -192,34 +185,19 @@ def total(starts: Sequence[StartCosts]) -> Totals:
     )
 
 
-def _share_new(start: StartCosts) -> float:
-    """Return the share of new steps in the computing time of a start."""
-    new, repeated = start.seconds[Kind.training.value], start.seconds[Kind.repeated.value]
-    return new / (new + repeated) if new + repeated else 0.0
-
-
 def cost_table(starts: Sequence[StartCosts], gpu_utilisation: float | None) -> list[str]:
-    """Return the lines of a table of a run's time by activity, with totals.
-
-    Args:
-        starts: starts of the run.
-        gpu_utilisation: mean over the run from 0 to 1; None if unknown.
-    """
+    """Return the lines of a table of a run's time by activity, with totals and the mean GPU utilisation (0 to 1)."""
     totals = total(starts)
     price = totals.dollars / totals.gpu_hours if totals.dollars and totals.gpu_hours else None
-    hours_by_label = {label: totals.hours[kind.value] for kind, label in _LABELS.items()} | {"total": totals.gpu_hours}
+    hours_by_label = {_LABELS.get(kind, kind.value): totals.hours[kind.value] for kind in Kind}
     rows = [("", "GPU-hours", "share", "dollars")]
-    for label, hours in hours_by_label.items():
+    for label, hours in {**hours_by_label, "total": totals.gpu_hours}.items():
         share = f"{hours / totals.gpu_hours:.1%}" if totals.gpu_hours else "-"
         rows.append((label, f"{hours:,.3f}", share, f"{hours * price:,.2f}" if price is not None else "-"))
     return [
         *text_table(rows),
         f"lost to restarts: {totals.restart_hours:,.3f} GPU-hours, and {totals.gap_hours:,.2f} h between the starts "
         "(not in the table)",
-        f"GPU utilisation, mean of the run: {_percentage(gpu_utilisation)}",
-        f"MFU over all of the time: {_percentage(totals.mfu)}",
+        f"GPU utilisation, mean of the run: {'unknown' if gpu_utilisation is None else f'{gpu_utilisation:.1%}'}",
+        f"MFU over all of the time: {'unknown' if totals.mfu is None else f'{totals.mfu:.1%}'}",
     ]
-
-
-def _percentage(value: float | None) -> str:
-    return f"{value:.1%}" if value is not None else "unknown"

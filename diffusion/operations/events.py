@@ -11,11 +11,10 @@ from typing import Any
 
 import requests
 
+from diffusion.operations import timeouts
+
 EVENTS = "events.jsonl"
 """File in the run folder with a row for each event."""
-
-_POST_SECONDS = 10.0
-_LAST_POSTS_SECONDS = 20.0
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +26,7 @@ class EventKind(str, Enum):
     """A check before a start found a problem of a machine."""
 
     started = "started"
-    told = "told"
+    signal = "signal"
     """The supervisor passed on a signal."""
 
     slow_data = "slow_data"
@@ -35,7 +34,7 @@ class EventKind(str, Enum):
     """The wait for data is over."""
 
     hang = "hang"
-    going_back = "going_back"
+    rolling_back = "rolling_back"
     """The next start rolls back to an earlier checkpoint."""
 
     ended = "ended"
@@ -66,13 +65,7 @@ class EventLog:
             self._poster.start()
 
     def add(self, event: EventKind, reason: str = "", **more: Any) -> None:
-        """Write and post an event.
-
-        Args:
-            event: kind of the event.
-            reason: explanation in words.
-            more: further fields.
-        """
+        """Write and post an event with its reason in words and further fields."""
         time = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
         row = {"time": time, "event": event.value, "reason": reason, **more}
         details = ", ".join(f"{key} {value}" for key, value in more.items())
@@ -90,12 +83,12 @@ class EventLog:
         """Wait for the last posts, up to a time-out."""
         if self._poster is not None:
             self._queue.put(None)
-            self._poster.join(_LAST_POSTS_SECONDS)
+            self._poster.join(timeouts.LAST_POSTS)
 
     def _post_all(self, webhook: str) -> None:
         while (row := self._queue.get()) is not None:
             try:
-                answer = requests.post(webhook, json=row, timeout=_POST_SECONDS)
+                answer = requests.post(webhook, json=row, timeout=timeouts.POST)
             except (requests.RequestException, ValueError) as error:  # The messages contain the address.
                 log.warning("event %s was not posted: %s", row["event"], type(error).__name__)
                 continue

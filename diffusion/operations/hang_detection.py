@@ -4,24 +4,18 @@ import contextlib
 import ctypes
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 from diffusion.config.operations import SupervisionConfig
+from diffusion.operations import timeouts
 from diffusion.operations.heartbeats import HeartbeatRecord, Phase, stacks_file
 from diffusion.operations.processes import is_alive
 
 STACKS_SIGNAL = signal.SIGUSR2
 """Signal on which a rank writes the stack traces of its threads."""
-
-_STACKS_SECONDS = 10.0
-"""Timeout for the stack traces."""
-
-_PAUSE_SECONDS = 0.05
 
 _PHASE_ORDER = {
     Phase.starting: 0,
@@ -45,14 +39,6 @@ class Condition(str, Enum):
     hang = "hang"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Judgement:
-    """Condition of a job with the reason in words."""
-
-    condition: Condition
-    reason: str
-
-
 class HangDetector:
     """Judges the heartbeats of one start of a job, by its own clock.
 
@@ -69,8 +55,8 @@ class HangDetector:
         self._last = now()
         self._counts: dict[int, int] = {}
 
-    def judge(self, heartbeats: Sequence[HeartbeatRecord], stopped: Sequence[int] = ()) -> Judgement:
-        """Judge a job.
+    def judge(self, heartbeats: Sequence[HeartbeatRecord], stopped: Sequence[int] = ()) -> tuple[Condition, str]:
+        """Return the condition of a job, and the reason in words.
 
         Args:
             heartbeats: last heartbeat of each rank.
@@ -82,10 +68,10 @@ class HangDetector:
         silence = self._now() - self._last
         condition, timeout, reason = self._expectation(heartbeats, stopped)
         if silence > timeout:
-            return Judgement(condition=Condition.hang, reason=f"no heartbeat of any rank for {silence:.0f} s: {reason}")
+            return Condition.hang, f"no heartbeat of any rank for {silence:.0f} s: {reason}"
         if condition is Condition.slow_data and silence > self._step_timeout(heartbeats):
-            return Judgement(condition=condition, reason=f"no batch for {silence:.0f} s: {reason}")
-        return Judgement(condition=Condition.working, reason=reason)
+            return condition, f"no batch for {silence:.0f} s: {reason}"
+        return Condition.working, reason
 
     def _expectation(
         self, heartbeats: Sequence[HeartbeatRecord], stopped: Sequence[int]
@@ -126,24 +112,25 @@ def collect_stacks(folder: Path, heartbeats: Sequence[HeartbeatRecord]) -> str:
     Returns:
         A text with one part for each rank, also for those without an answer.
     """
-    here = [heartbeat for heartbeat in heartbeats if is_alive(heartbeat)]
-    here = [heartbeat for heartbeat in here if stacks_file(folder, heartbeat.rank).exists()]
-    sizes = {heartbeat.rank: stacks_file(folder, heartbeat.rank).stat().st_size for heartbeat in here}
-    for heartbeat in here:
+    files = {one.rank: stacks_file(folder, one.rank) for one in heartbeats}
+    sizes = {
+        one.rank: files[one.rank].stat().st_size for one in heartbeats if is_alive(one) and files[one.rank].exists()
+    }
+    asked = [one for one in heartbeats if one.rank in sizes]
+    for one in asked:
         with contextlib.suppress(ProcessLookupError):
-            _signal_main_thread(heartbeat.pid)
-            os.kill(heartbeat.pid, signal.SIGCONT)  # A stopped process writes nothing.
-    deadline, pause = time.monotonic() + _STACKS_SECONDS, threading.Event()
-    while time.monotonic() < deadline and not all(_has_written(folder, one, sizes[one.rank]) for one in here):
-        pause.wait(_PAUSE_SECONDS)
+            _signal_main_thread(one.pid)
+            os.kill(one.pid, signal.SIGCONT)  # A stopped process writes nothing.
+    deadline = time.monotonic() + timeouts.STACKS
+    while time.monotonic() < deadline and not all(_has_written(files[one.rank], one, sizes[one.rank]) for one in asked):
+        time.sleep(0.05)
     parts = []
-    for heartbeat in heartbeats:
-        text = stacks_file(folder, heartbeat.rank).read_text(errors="replace") if heartbeat in here else ""
-        if not text:
-            process = f"process {heartbeat.pid} on {heartbeat.host}"
-            text = f"no answer from {process}: ended, hung in the kernel, or on another machine"
-        title = f"rank {heartbeat.rank}, in phase {heartbeat.phase.value} of step {heartbeat.step}"
-        parts.append(f"{title}:\n{text.rstrip()}\n")
+    for one in heartbeats:
+        text = files[one.rank].read_text(errors="replace") if one in asked else ""
+        text = (
+            text or f"no answer from process {one.pid} on {one.host}: ended, hung in the kernel, or on another machine"
+        )
+        parts.append(f"rank {one.rank}, in phase {one.phase.value} of step {one.step}:\n{text.rstrip()}\n")
     return "\n".join(parts)
 
 
@@ -157,11 +144,11 @@ def _signal_main_thread(pid: int) -> None:
         os.kill(pid, STACKS_SIGNAL)
 
 
-def _has_written(folder: Path, heartbeat: HeartbeatRecord, size: int) -> bool:
+def _has_written(file: Path, heartbeat: HeartbeatRecord, size: int) -> bool:
     """Return whether a rank has ended, or has written all since its file had a size."""
     if not is_alive(heartbeat):
         return True
-    if stacks_file(folder, heartbeat.rank).stat().st_size == size:
+    if file.stat().st_size == size:
         return False
     try:
         status = Path(f"/proc/{heartbeat.pid}/status").read_text()

@@ -2,19 +2,19 @@
 
 import json
 import os
-import threading
+import time
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 
 from diffusion.config.schema import Config
+from diffusion.operations.processes import ProcessRecord
 
 RECORD_BYTES = 2048
 """Constant size of a rank's file: a heartbeat needs no space on a full disk."""
 
 _MAX_MESSAGE = 700
 _NUM_READS = 5
-_PAUSE_SECONDS = 0.01
 
 
 class Phase(str, Enum):
@@ -30,11 +30,7 @@ class Phase(str, Enum):
     """Compiling, within a step."""
 
     step = "step"
-    """Computing a step."""
-
     evaluation = "evaluation"
-    """Evaluating on validation data."""
-
     between = "between"
     """Between two steps: checkpoints, samples."""
 
@@ -46,12 +42,10 @@ class Phase(str, Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeartbeatRecord:
+class HeartbeatRecord(ProcessRecord):
     """Content of a heartbeat."""
 
     rank: int
-    pid: int
-    host: str
     count: int
     """Number of heartbeats before this one."""
 
@@ -61,9 +55,6 @@ class HeartbeatRecord:
 
     num_done: int
     """Completed steps of this start."""
-
-    time: float
-    """Seconds since 1970, by the clock of the host."""
 
     waited: float = 0.0
     """Seconds that the step waited for its batch."""
@@ -82,12 +73,7 @@ class HeartbeatRecord:
 
 
 class HeartbeatFile:
-    """File of one rank; each write is one system call on a file that stays open.
-
-    Args:
-        folder: folder of the files of all ranks.
-        rank: number of the rank.
-    """
+    """File of one rank among those of all ranks; each write is one system call on a file that stays open."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -110,12 +96,7 @@ class HeartbeatFile:
 
 
 def heartbeat_folder(config: Config, run: Path) -> Path:
-    """Return the folder of a run's heartbeats.
-
-    Args:
-        config: its configuration.
-        run: the run folder, as it is reached from here.
-    """
+    """Return the folder of a run's heartbeats; the run folder is given as it is reached from here."""
     folder = config.operations.heartbeat_folder
     return Path(folder).expanduser() if folder else run / "heartbeats"
 
@@ -134,8 +115,7 @@ def read_heartbeats(folder: Path) -> list[HeartbeatRecord]:
 def _read(path: Path) -> HeartbeatRecord | None:
     """Read a heartbeat; several times if it is being overwritten."""
     for attempt in range(_NUM_READS):
-        if attempt:
-            threading.Event().wait(_PAUSE_SECONDS)
+        time.sleep(0.01 if attempt else 0)
         try:
             fields = json.loads(path.read_bytes())
             return HeartbeatRecord(**{**fields, "phase": Phase(fields["phase"])})

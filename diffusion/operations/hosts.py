@@ -7,7 +7,7 @@ import socket
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,14 +16,13 @@ from typing import Any
 from diffusion.config.data import DataConfig, group_size, legal_world_sizes
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.operations.checks.nodes import NodeSpeed, compare_nodes, unfit_nodes
-from diffusion.operations.checks.verdicts import Level, Verdict, from_json, merge, problem, raise_problems
+from diffusion.operations.checks.verdicts import Level, Verdict, merge, problem, raise_problems
 from diffusion.operations.events import EventKind, EventLog, log
-from diffusion.operations.processes import Command
 
 HOSTS_PLACEHOLDER = "{hosts}"
 """Word in a command that is replaced with the chosen hosts, separated by blanks."""
 
-CHECK_MODULE = "diffusion.operations.checks.this_machine"
+CHECK_MODULE = "diffusion.operations.checks.nodes"
 """Program that checks a host."""
 
 
@@ -53,8 +52,8 @@ class Survey:
     """Results of the checks of some hosts."""
 
     hosts: tuple[str, ...]
-    speeds: tuple[NodeSpeed, ...]
-    """Measurements of the hosts that answered."""
+    num_gpus: dict[str, int]
+    """Visible GPUs of the hosts that answered."""
 
     verdicts: tuple[Verdict, ...]
 
@@ -62,16 +61,6 @@ class Survey:
     def unfit(self) -> list[str]:
         """Hosts that are too slow, or with a problem that not all hosts have."""
         return unfit_nodes(self.hosts, self.verdicts)
-
-    def raise_shared_problems(self) -> None:
-        """Raise the problems that no choice of hosts avoids.
-
-        Raises:
-            MachineError: all hosts have the same problem, or the only one has any.
-        """
-        subject = self.hosts[0] if len(self.hosts) == 1 else "all hosts"
-        shared = [verdict for verdict in self.verdicts if not verdict.where]
-        raise_problems([replace(verdict, what=f"{subject}: {verdict.what}") for verdict in shared], MachineError)
 
 
 def survey(hosts: Sequence[str], command: Callable[[str], Sequence[str]], timeout: float) -> Survey:
@@ -89,10 +78,11 @@ def survey(hosts: Sequence[str], command: Callable[[str], Sequence[str]], timeou
         if isinstance(answer, Verdict):
             found.append((host, [answer]))
         else:
-            found.append((host, from_json(answer["verdicts"])))
+            found.append((host, [Verdict(**{**row, "level": Level(row["level"])}) for row in answer["verdicts"]]))
             speeds.append(NodeSpeed(**{**answer["reading"], "name": host}))
     verdicts = [*merge(found), *(compare_nodes(speeds) if speeds else [])]
-    return Survey(hosts=tuple(hosts), speeds=tuple(speeds), verdicts=tuple(verdicts))
+    num_gpus = {speed.name: speed.num_gpus for speed in speeds}
+    return Survey(hosts=tuple(hosts), num_gpus=num_gpus, verdicts=tuple(verdicts))
 
 
 def _run_check(command: Sequence[str], timeout: float) -> dict[str, Any] | Verdict:
@@ -104,8 +94,7 @@ def _run_check(command: Sequence[str], timeout: float) -> dict[str, Any] | Verdi
         output, errors = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         process.kill()  # Without waiting: it may hang in the kernel.
-        what = f"no answer for {timeout:.0f} s"
-        return problem(what, "find out what the check waits for (disk, GPU)", check="answers")
+        return problem("answers", f"no answer for {timeout:.0f} s", "find out what the check waits for (disk, GPU)")
     try:
         answer = json.loads(output.splitlines()[-1])
     except (IndexError, ValueError):
@@ -113,95 +102,19 @@ def _run_check(command: Sequence[str], timeout: float) -> dict[str, Any] | Verdi
     if process.returncode or not isinstance(answer, dict):
         reason = (errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
         remedy = "make sure that ssh reaches it and that it has this folder"
-        return problem(f"the check failed ({reason})", remedy, check="answers")
+        return problem("answers", f"the check failed ({reason})", remedy)
     return answer
 
 
-def check_over_ssh(ssh: Sequence[str], arguments: Sequence[str]) -> Callable[[str], Sequence[str]]:
-    """Return the command that checks a host with the current folder at the same path.
+def check_over_ssh(arguments: Sequence[str]) -> Callable[[str], Sequence[str]]:
+    """Return the command that checks a host by ssh, with the current folder at the same path.
 
-    Args:
-        ssh: program and options.
-        arguments: YAML and overrides of the run.
+    The environment variable SSH holds the program and its options. The arguments are YAML and overrides of the run.
     """
     check = shlex.join(["-m", CHECK_MODULE, *arguments])
     remote = f'cd {shlex.quote(str(Path.cwd()))} && exec "${{BIN:-.venv/bin}}/python" {check}'
-    options = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
-    return lambda host: [*ssh, *options, host, remote]
-
-
-def ssh_command() -> list[str]:
-    """Return the ssh program and its options from the environment variable SSH."""
-    return shlex.split(os.environ.get("SSH", "ssh"))
-
-
-# Choice
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """Hosts of a start."""
-
-    hosts: tuple[str, ...]
-    world_size: int
-    unfit: tuple[str, ...]
-    spare: tuple[str, ...]
-    """Fit hosts that are not needed."""
-
-
-def choose_surveyed(found: Survey, *, wanted: int | None, ranks_per_host: int | None, data: DataConfig) -> Choice:
-    """Choose among checked hosts.
-
-    Args:
-        found: results of the checks.
-        wanted: number of hosts; None is all of them.
-        ranks_per_host: None is one rank for each GPU, or one without GPUs; hosts with another number of GPUs than most
-            are unfit then.
-        data: data whose batches are divided among the ranks.
-
-    Raises:
-        MachineError: all hosts have the same problem, or no number of fit ones suits the batches.
-    """
-    found.raise_shared_problems()
-    unfit = set(found.unfit)
-    if ranks_per_host is None:
-        num_gpus = {speed.name: speed.num_gpus for speed in found.speeds if speed.name not in unfit}
-        usual = statistics.mode(num_gpus.values()) if num_gpus else 1
-        unfit |= {host for host, number in num_gpus.items() if number != usual}
-        ranks_per_host = max(1, usual)
-    unfit_positions = [position for position, host in enumerate(found.hosts) if host in unfit]
-    wanted = wanted or len(found.hosts)
-    return choose_hosts(found.hosts, unfit_positions, wanted=wanted, ranks_per_node=ranks_per_host, data=data)
-
-
-def choose_hosts(
-    hosts: Sequence[str], unfit: Collection[int], *, wanted: int, ranks_per_node: int, data: DataConfig
-) -> Choice:
-    """Choose hosts in their order: the wanted number, or else the largest one that divides the batches.
-
-    The results of the run do not depend on the number.
-
-    Args:
-        hosts: all hosts, spare ones last.
-        unfit: positions of unfit hosts.
-        wanted: number of hosts.
-        ranks_per_node: ranks of each.
-        data: data whose batches are divided among the ranks.
-
-    Raises:
-        MachineError: no number of fit hosts suits the batches.
-    """
-    fit = [host for position, host in enumerate(hosts) if position not in unfit]
-    dropped = tuple(host for position, host in enumerate(hosts) if position in unfit)
-    legal = set(legal_world_sizes(data.global_batch_size, group_size(data)))
-    num = next((num for num in range(min(wanted, len(fit)), 0, -1) if num * ranks_per_node in legal), None)
-    if num is None:
-        raise MachineError(
-            f"{len(fit)} of {len(hosts)} hosts are fit, and no number of them with {ranks_per_node} ranks each divides "
-            f"data.global_batch_size={data.global_batch_size} evenly: repair {', '.join(dropped) or 'nothing'}, or "
-            "start another number of ranks on each"
-        )
-    return Choice(hosts=tuple(fit[:num]), world_size=num * ranks_per_node, unfit=dropped, spare=tuple(fit[num:]))
+    ssh = [*shlex.split(os.environ.get("SSH", "ssh")), "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
+    return lambda host: [*ssh, host, remote]
 
 
 # Supervised jobs
@@ -218,7 +131,46 @@ class Fleet:
     """Number of hosts of the job; None is all of them."""
 
     ranks_per_host: int | None = None
-    """None is one for each GPU, or one without GPUs."""
+    """None is one for each GPU, or one without GPUs; hosts with another number of GPUs than most are unfit then."""
+
+
+def choose_hosts(found: Survey, fleet: Fleet, data: DataConfig) -> tuple[tuple[str, ...], int]:
+    """Choose fit hosts in their order: the wanted number, or else the largest one that divides the batches.
+
+    The results of the run do not depend on the number.
+
+    Returns:
+        The hosts, and the world size.
+
+    Raises:
+        MachineError: all hosts have the same problem, or no number of fit ones suits the batches.
+    """
+    _raise_shared_problems(found)
+    unfit, ranks = set(found.unfit), fleet.ranks_per_host
+    if ranks is None:
+        num_gpus = {host: number for host, number in found.num_gpus.items() if host not in unfit}
+        usual = statistics.mode(num_gpus.values()) if num_gpus else 1
+        unfit |= {host for host, number in num_gpus.items() if number != usual}
+        ranks = max(1, usual)
+    fit = [host for host in found.hosts if host not in unfit]
+    legal = set(legal_world_sizes(data.global_batch_size, group_size(data)))
+    most = min(fleet.wanted or len(fit), len(fit))
+    num = next((num for num in range(most, 0, -1) if num * ranks in legal), None)
+    if num is None:
+        dropped = ", ".join(host for host in found.hosts if host in unfit) or "nothing"
+        raise MachineError(
+            f"{len(fit)} of {len(found.hosts)} hosts are fit, and no number of them with {ranks} ranks each divides "
+            f"data.global_batch_size={data.global_batch_size} evenly: repair {dropped}, or start another number of "
+            "ranks on each"
+        )
+    return tuple(fit[:num]), num * ranks
+
+
+def _raise_shared_problems(found: Survey) -> None:
+    """Raise the problems that no choice of hosts avoids: those of all hosts, or any of the only one."""
+    subject = found.hosts[0] if len(found.hosts) == 1 else "all hosts"
+    shared = [verdict for verdict in found.verdicts if not verdict.where]
+    raise_problems([replace(verdict, what=f"{subject}: {verdict.what}") for verdict in shared], MachineError)
 
 
 class HostedJob:
@@ -244,43 +196,37 @@ class HostedJob:
     ) -> None:
         self._command, self._fleet, self._data = tuple(command), fleet, data
         self._timeout, self._events = timeout, events
-        self.hosts = fleet.hosts[: fleet.wanted] if fleet is not None else ()
         here = [sys.executable, "-m", CHECK_MODULE, *arguments]
-        self._check = (lambda host: here) if fleet is None else check_over_ssh(ssh_command(), arguments)
+        self._check = (lambda host: here) if fleet is None else check_over_ssh(arguments)
 
-    def check(self) -> None:
-        """Check the hosts and choose those of the next start.
+    def start(self) -> list[str]:
+        """Check the hosts and return the command of the next start.
 
         Raises:
             MachineError: no start is possible.
         """
-        if self._timeout is None:
-            return
-        found = survey(self._fleet.hosts if self._fleet else [socket.gethostname()], self._check, self._timeout)
+        fleet = self._fleet
+        hosts = fleet.hosts[: fleet.wanted] if fleet is not None else ()
+        if self._timeout is not None:
+            found = survey(fleet.hosts if fleet else [socket.gethostname()], self._check, self._timeout)
+            self._report(found)
+            if fleet is None:
+                _raise_shared_problems(found)
+            else:
+                hosts, num_ranks = choose_hosts(found, fleet, self._data)
+                log.info("%d ranks on %s", num_ranks, ", ".join(hosts))
+        return [word.replace(HOSTS_PLACEHOLDER, " ".join(hosts)) for word in self._command]
+
+    def _report(self, found: Survey) -> None:
         for verdict in found.verdicts:
             host = verdict.where or ", ".join(found.hosts)
             if verdict.level is Level.problem or unfit_nodes(found.hosts, [verdict]):
                 self._events.add(EventKind.unfit, verdict.sentence, check=verdict.check, host=host)
-            if verdict.level is Level.warning:
+            elif verdict.level is Level.warning:
                 log.warning("%s: %s", host, verdict.sentence)
-        if self._fleet is None:
-            found.raise_shared_problems()
-            return
-        wanted, ranks = self._fleet.wanted, self._fleet.ranks_per_host
-        choice = choose_surveyed(found, wanted=wanted, ranks_per_host=ranks, data=self._data)
-        self.hosts = choice.hosts
-        log.info("%d ranks on %s", choice.world_size, ", ".join(choice.hosts))
 
-    def start(self, keep_open: int) -> Command:
-        """Start the job.
-
-        Args:
-            keep_open: descriptor that it inherits.
-        """
-        hosts = " ".join(self.hosts)
-        command = [word.replace(HOSTS_PLACEHOLDER, hosts) for word in self._command]
-        own = {}
-        if self._fleet is not None:  # The launcher neither checks nor restarts by itself.
-            ranks = self._fleet.ranks_per_host
-            own = {"ATTEMPTS": "1", "CHECK": "false"} | ({"RANKS_PER_HOST": str(ranks)} if ranks else {})
-        return Command(command, keep_open=keep_open, environment={**os.environ, **own})
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of the job."""
+        ranks = self._fleet.ranks_per_host if self._fleet is not None else None
+        return {**os.environ, **({"RANKS_PER_HOST": str(ranks)} if ranks else {})}

@@ -9,7 +9,6 @@ import logging
 import os
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,23 +19,16 @@ import torch.distributed
 
 from diffusion.distributed import agree, has_process_group, rank
 from diffusion.errors import MachineError
-from diffusion.operations.processes import is_alive
+from diffusion.operations import timeouts
+from diffusion.operations.processes import ProcessRecord, is_alive
 
 log = logging.getLogger(__name__)
 
 LEASE = "lease.json"
 """File in the run folder during a start of the run."""
 
-RENEWAL_SECONDS = 10.0
-"""Interval of renewals."""
-
-LEASE_SECONDS = 90.0
-"""Time without a renewal after which a lease of another host has expired."""
-
 _RECORD_BYTES = 512
 """Constant size of the file: a renewal needs no space on a full disk."""
-
-_PAUSE_SECONDS = 0.5
 
 _HOST = socket.gethostname()
 _PROC = Path("/proc/self/ns/pid")
@@ -44,29 +36,18 @@ _NAMESPACE = str(_PROC.readlink()) if _PROC.is_symlink() else ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holder:
-    """Rank 0 of the start that holds the lease."""
+class Holder(ProcessRecord):
+    """Rank 0 of the start that holds the lease, since the time of its acquisition."""
 
-    host: str
     namespace: str
     """Namespace of the process IDs: containers may share a host name, but not the processes."""
-
-    pid: int
-    time: float
-    """Time of the acquisition in seconds since 1970, by the clock of the host."""
 
     token: str
     """Random identity of the start."""
 
 
 class Lease:
-    """Lease of a start, as seen by one of its ranks.
-
-    Args:
-        path: the file.
-        holder: holder of the lease.
-        descriptor: open file on rank 0, which renews it; None on other ranks.
-    """
+    """Lease of a start, as seen by one of its ranks; rank 0 has the open file and renews it."""
 
     def __init__(self, path: Path, holder: Holder, descriptor: int | None) -> None:
         self._path, self._holder, self._descriptor = path, holder, descriptor
@@ -101,7 +82,7 @@ class Lease:
         Raises:
             MachineError: another start has taken over the lease.
         """
-        if time.monotonic() - self._confirmed_at > LEASE_SECONDS / 2:
+        if time.monotonic() - self._confirmed_at > timeouts.LEASE / 2:
             self.renew()
 
     def release(self) -> None:
@@ -151,23 +132,24 @@ def _acquire(path: Path, own: Holder) -> int:
             _write(descriptor, own, 0)
             return descriptor
         before, (holder, content) = content, _read(path)
-        is_here = holder is not None and (holder.host, holder.namespace) == (_HOST, _NAMESPACE)
-        if is_here and holder is not None and not is_alive(holder):
-            _remove(path, content)
-            continue
         if content != before:
             unchanged_since = time.monotonic()
-            if holder is not None and before:
-                raise _already_running(path, holder)
-            if holder is not None:
-                message = "process %d on %s holds %s: waiting up to %.0f s for its next renewal"
-                log.warning(message, holder.pid, holder.host, path, LEASE_SECONDS)
-        if time.monotonic() - unchanged_since > LEASE_SECONDS:
-            if is_here and holder is not None:
+        has_expired = time.monotonic() - unchanged_since > timeouts.LEASE
+        if holder is None:  # It is being created or removed, or damaged.
+            if has_expired:
+                _remove(path, content)
+        elif (holder.host, holder.namespace) == (_HOST, _NAMESPACE):
+            if is_alive(holder):
                 raise _already_running(path, holder)
             _remove(path, content)
-            continue
-        threading.Event().wait(_PAUSE_SECONDS)
+        elif has_expired:
+            _remove(path, content)
+        elif content != before and before:  # It was renewed.
+            raise _already_running(path, holder)
+        elif content != before:
+            message = "process %d on %s holds %s: waiting up to %.0f s for its next renewal"
+            log.warning(message, holder.pid, holder.host, path, timeouts.LEASE)
+        time.sleep(0.5)
 
 
 def _already_running(path: Path, holder: Holder) -> MachineError:

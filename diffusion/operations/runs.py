@@ -1,46 +1,26 @@
-"""Runs as their folders show them: find, describe and stop them, and prune what they no longer need."""
+"""Runs as their folders show them: find, describe and stop them, and find the checkpoints that they no longer need."""
 
 import json
-import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from diffusion.checkpointing.find import is_complete
-from diffusion.checkpointing.layout import list_checkpoints, remove_checkpoint, superseded
+from diffusion.checkpointing.layout import list_checkpoints, superseded
 from diffusion.checkpointing.resume import FINISHED, PREEMPTED
 from diffusion.config.checks import num_batches
 from diffusion.config.fields import parse_time
 from diffusion.config.loading import load
 from diffusion.config.schema import Config
-from diffusion.config.stores import is_store
-from diffusion.datasets.cache import move_unused_cache
-from diffusion.datasets.loader import validation_streams
-from diffusion.datasets.streams import StreamLocation, locate_streams
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.files import lock
-from diffusion.operations.costs import BUDGET, StartCosts, read_costs
+from diffusion.operations.costs import BUDGET
 from diffusion.operations.heartbeats import HeartbeatRecord, Phase, heartbeat_folder, read_heartbeats
-from diffusion.operations.processes import is_alive, terminate
+from diffusion.operations.processes import ProcessRecord, is_alive, terminate
 from diffusion.operations.supervisor import SUPERVISED
 from diffusion.storage import is_url
-
-REMOVED = ".removed"
-"""Suffix of a cache during its removal, so that no job finds half of it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Overview:
-    """Status and costs of a run."""
-
-    folder: Path
-    status: str
-    step: int
-    """Completed steps."""
-
-    starts: tuple[StartCosts, ...]
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
@@ -68,14 +48,8 @@ def read_config(run: Path) -> Config:
     return load(Config, run / "config.yaml")
 
 
-def read_overview(run: Path, config: Config) -> Overview:
-    """Read status and costs of a run."""
-    starts = tuple(read_costs(run))
-    step = starts[-1].reached if starts else 0
-    return Overview(folder=run, status=_status(run, config), step=step, starts=starts)
-
-
-def _status(run: Path, config: Config) -> str:
+def read_status(run: Path, config: Config) -> str:
+    """Return the status of a run in words."""
     if is_running(run, config):
         return "running"
     markers = {FINISHED: "finished", BUDGET: "budget spent", PREEMPTED: "pre-empted"}
@@ -86,11 +60,7 @@ def is_running(run: Path, config: Config) -> bool:
     """Return whether a run is running on this machine or, by its heartbeats, on another one."""
     if supervisor_of(run) is not None:
         return True
-    return any(_may_be_alive(heartbeat, config) for heartbeat in _heartbeats(run, config))
-
-
-def _heartbeats(run: Path, config: Config) -> list[HeartbeatRecord]:
-    return read_heartbeats(heartbeat_folder(config, run))
+    return any(_may_be_alive(one, config) for one in read_heartbeats(heartbeat_folder(config, run)))
 
 
 def _may_be_alive(heartbeat: HeartbeatRecord, config: Config) -> bool:
@@ -102,27 +72,21 @@ def _may_be_alive(heartbeat: HeartbeatRecord, config: Config) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SupervisorRecord:
+class SupervisorRecord(ProcessRecord):
     """Content of a supervisor's lock file."""
-
-    pid: int
-    host: str
-    time: float
-    """Time of its start in seconds since 1970."""
 
     folder: str
     """Working directory."""
 
-    arguments: tuple[str, ...]
+    arguments: list[str]
     """Arguments of `scripts/supervise.py`."""
 
 
 def read_supervisor(run: Path) -> SupervisorRecord | None:
     """Read the record of the last supervisor of a run; None if it had none."""
     try:
-        fields = json.loads((run / SUPERVISED).read_text(encoding="utf-8"))
-        return SupervisorRecord(**{**fields, "arguments": tuple(fields["arguments"])})
-    except (OSError, ValueError, KeyError, TypeError):
+        return SupervisorRecord(**json.loads((run / SUPERVISED).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
         return None
 
 
@@ -149,31 +113,20 @@ def stop(run: Path, config: Config) -> list[int]:
     supervisor = supervisor_of(run)
     if supervisor is not None and supervisor.host != socket.gethostname():  # It would restart the job.
         raise MachineError(f"{run} is supervised on {supervisor.host}: give the command there")
-    ranks = [heartbeat.pid for heartbeat in _heartbeats(run, config) if is_alive(heartbeat)]
-    pids = [supervisor.pid] if supervisor is not None and is_alive(supervisor) else ranks
+    heartbeats = read_heartbeats(heartbeat_folder(config, run))
+    pids = [heartbeat.pid for heartbeat in heartbeats if is_alive(heartbeat)]
+    if supervisor is not None and is_alive(supervisor):
+        pids = [supervisor.pid]
     if not pids:
-        hosts = sorted({heartbeat.host for heartbeat in _heartbeats(run, config) if _may_be_alive(heartbeat, config)})
+        hosts = sorted({heartbeat.host for heartbeat in heartbeats if _may_be_alive(heartbeat, config)})
         remedy = f": give the command on {hosts[0]}" if hosts else ""
         raise MachineError(f"{run} is not running on this machine{remedy}")
     terminate(pids)
     return pids
 
 
-# Pruning
-
-
-@dataclass(frozen=True, kw_only=True)
-class Removable:
-    """A file or folder that no run needs."""
-
-    path: Path
-    why: str
-    num_bytes: int
-    remove: Callable[[], None]
-
-
-def find_removable(run: Path, config: Config, num_kept: int | None) -> Iterator[Removable]:
-    """Find what a run no longer needs: old checkpoints, and its caches if it has finished. Nothing of a running run.
+def find_superseded(run: Path, config: Config, num_kept: int | None) -> list[Path]:
+    """Find the checkpoints that a run no longer needs; none of a running run, or in an object store.
 
     Args:
         run: the run folder.
@@ -181,82 +134,23 @@ def find_removable(run: Path, config: Config, num_kept: int | None) -> Iterator[
         num_kept: newest whole checkpoints that stay beside those of `trainer.keep_every`; None is
             `trainer.keep_checkpoints`.
     """
-    if is_running(run, config):
-        return
-    yield from _checkpoints(run, config, config.trainer.keep_checkpoints if num_kept is None else num_kept)
-    if (run / FINISHED).is_file():
-        yield from _caches(run, config)
-
-
-def _checkpoints(run: Path, config: Config, num_kept: int) -> Iterator[Removable]:
     settings = config.trainer
-    if num_kept < 1 or (settings.checkpoint_folder is not None and is_store(settings.checkpoint_folder)):
-        return
+    num_kept = settings.keep_checkpoints if num_kept is None else num_kept
+    folder = _checkpoint_folder(run, settings.checkpoint_folder)
+    if num_kept < 1 or folder is None or is_running(run, config):
+        return []
     every = None
     if settings.keep_every is not None:
         interval = parse_time(settings.keep_every, "trainer.keep_every")
         every = interval.in_batches(num_batches=num_batches(config), global_batch_size=config.data.global_batch_size)
-    folder = run / "checkpoints"
-    if settings.checkpoint_folder is not None:
-        folder = _absolute(run, Path(settings.checkpoint_folder).expanduser())
-    present = list_checkpoints(folder) if folder is not None else []
-    for path in superseded(present, newest=num_kept, every=every, is_whole=is_complete):
-        why = f"checkpoint older than {num_kept} whole ones"
-        yield Removable(path=path, why=why, num_bytes=_size(path), remove=lambda path=path: remove_checkpoint(path))
+    return superseded(list_checkpoints(folder), newest=num_kept, every=every, is_whole=is_complete)
 
 
-def _caches(run: Path, config: Config) -> Iterator[Removable]:
-    data, validation = config.data, config.validation
-    locations = locate_streams(data.remote, data.local, data.streams)
-    if validation is not None:
-        locations += locate_streams(validation.remote, validation.local, validation_streams(validation, data))
-    for cache in filter(None, (_cache(run, location) for location in locations)):
-        partial, why = _renamed(cache), "cache of a finished run"
-        if partial.is_dir():
-            size = _size(partial)
-            yield Removable(path=partial, why=why, num_bytes=size, remove=lambda path=partial: shutil.rmtree(path))
-        if cache.is_dir():
-            yield Removable(path=cache, why=why, num_bytes=_size(cache), remove=lambda path=cache: _remove_cache(path))
-
-
-def _cache(run: Path, location: StreamLocation) -> Path | None:
-    """Return the folder that a run has filled from a remote; None if it may be the original."""
-    cache = _absolute(run, location.local)
-    if location.remote is None or (not is_url(location.remote) and _absolute(run, location.remote) in (None, cache)):
-        return None
-    return cache
-
-
-def _absolute(run: Path, path: Path | str) -> Path | None:
-    """Resolve a path of a run's configuration; None for a relative one if the working directory is unknown."""
-    supervisor = read_supervisor(run)
-    path = Path(supervisor.folder, path) if supervisor is not None else Path(path)
-    return path.resolve() if path.is_absolute() else None
-
-
-def _remove_cache(cache: Path) -> None:
-    partial = _renamed(cache)
-    if not move_unused_cache(cache, partial):
-        raise MachineError(f"{cache} is in use by a running job, and stays")
-    shutil.rmtree(partial)
-
-
-def _renamed(cache: Path) -> Path:
-    return cache.with_name(cache.name + REMOVED)
-
-
-def _size(path: Path) -> int:
-    if not path.is_dir():
-        return path.stat().st_size
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-
-
-def remove_all(removables: Sequence[Removable]) -> list[str]:
-    """Remove files and folders; return the failures with their reasons."""
-    failures = []
-    for removable in removables:
-        try:
-            removable.remove()
-        except (OSError, MachineError) as error:
-            failures.append(f"{removable.path}: {error}")
-    return failures
+def _checkpoint_folder(run: Path, configured: str | None) -> Path | None:
+    """Return the folder of checkpoints; None for a store, or a relative one if the working directory is unknown."""
+    if configured is None:
+        return run / "checkpoints"
+    supervisor, path = read_supervisor(run), Path(configured).expanduser()
+    if supervisor is not None:
+        path = Path(supervisor.folder, path)
+    return path if path.is_absolute() and not is_url(configured) else None

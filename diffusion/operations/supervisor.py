@@ -7,8 +7,9 @@ import os
 import queue
 import signal
 import socket
+import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,26 +18,16 @@ from types import FrameType
 import psutil
 
 from diffusion.checkpointing.roll_back import read_request
-from diffusion.config.loading import load_config
 from diffusion.config.operations import SupervisionConfig
-from diffusion.config.schema import Config
 from diffusion.distributed import PREEMPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.files import open_lock
-from diffusion.operations import processes
+from diffusion.operations import processes, timeouts
 from diffusion.operations.events import EventKind, EventLog
 from diffusion.operations.hang_detection import Condition, HangDetector, collect_stacks
-from diffusion.operations.heartbeats import HeartbeatRecord, Phase, clear_heartbeats, heartbeat_folder, read_heartbeats
-from diffusion.operations.processes import Command
-from diffusion.operations.restarts import Decision, Ending, Restarts
+from diffusion.operations.heartbeats import HeartbeatRecord, Phase, clear_heartbeats, read_heartbeats
 
 log = logging.getLogger(__name__)
-
-POLL_SECONDS = 0.5
-"""Interval at which the heartbeats are read."""
-
-STRAGGLER_SECONDS = 40.0
-"""Time for ranks to end after their launcher, since they save a checkpoint then; and for a launcher after its ranks."""
 
 HANG_EXIT_CODE = 124
 """Exit code of a job that was ended because of a hang."""
@@ -46,42 +37,113 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SUPERVISED = "supervised.lock"
 """File in the run folder, locked while a supervisor or its job runs; holds process, folder and arguments."""
 
-_LOCK_SECONDS = 1.0
-"""Timeout of the lock, which `runs.supervisor_of` holds for a moment."""
+
+# Restarts
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunFolders:
-    """Folders of a run."""
+class Ending:
+    """Ending of one start of a job."""
 
-    run: Path
-    heartbeats: Path
+    code: int
+    """Exit code."""
+
+    reason: str
+    step: int = -1
+    """Completed steps of the run; -1 if this start completed none."""
+
+    is_lasting: bool = False
+    """Whether a restart meets the same error again."""
+
+
+class Restarts:
+    """Decides after each ending, and counts the restarts without progress.
+
+    - Lasting errors end the job: a configuration error, data past its threshold, a loss that a rollback does not mend.
+    - Other user errors (missing data, a full disk, a store without an answer) end it before its first step under this
+      supervisor, since it is set up wrongly. Later they may be transient.
+    - Exit code 75 restarts immediately; everything else after a pause that doubles while no new step is reached.
+    """
+
+    def __init__(self, settings: SupervisionConfig) -> None:
+        self.settings = settings
+        self._last_step, self._num_in_vain = -1, 0
+
+    def pause_after(self, ending: Ending) -> tuple[float | None, str]:
+        """Return the seconds before the next start, None without one, and the reason."""
+        settings = self.settings
+        if ending.code == 0:
+            return None, ending.reason
+        if ending.is_lasting:
+            return None, f"{ending.reason}; a restart meets the same error"
+        if ending.code == USER_ERROR_EXIT_CODE and max(ending.step, self._last_step) < 0:
+            return None, f"{ending.reason}; no restart before the first step of the run"
+        is_preempted = ending.code == PREEMPTED_EXIT_CODE
+        if is_preempted and not settings.continue_preempted:
+            return None, f"{ending.reason}; operations.supervision.continue_preempted is false"
+        if ending.step > self._last_step:
+            self._last_step, self._num_in_vain = ending.step, 0
+        else:
+            self._num_in_vain += 1
+        if self._num_in_vain > settings.max_restarts:
+            number, step = settings.max_restarts, self._last_step
+            return None, f"{ending.reason}; {number} consecutive restarts without a step after {step}"
+        pause = min(settings.first_pause * 2.0**self._num_in_vain, settings.longest_pause)
+        return 0.0 if is_preempted else pause, ending.reason
+
+
+def ending_of(code: int, heartbeats: Sequence[HeartbeatRecord]) -> Ending:
+    """Return the ending of a start, from the exit code of its launcher and the last heartbeats.
+
+    Not every launcher passes on the exit codes of its ranks.
+    """
+    failed = [one for one in heartbeats if one.phase is Phase.ended and one.error is not None]
+    by_code = {one.code: one for one in reversed(failed)}
+    mistake = by_code.get(USER_ERROR_EXIT_CODE)
+    passed_on = mistake or by_code.get(PREEMPTED_EXIT_CODE)
+    cause = passed_on or next(iter(failed), None)
+    if code and passed_on is not None:
+        code = passed_on.code or code
+    reason = f"exit code {code}" if cause is None else f"{cause.error}"
+    is_lasting = mistake is not None and mistake.is_lasting
+    return Ending(code=code, reason=reason, step=_last_step(heartbeats), is_lasting=is_lasting)
+
+
+def _last_step(heartbeats: Sequence[HeartbeatRecord]) -> int:
+    """Return the completed steps of the run; -1 if this start completed none."""
+    return max((heartbeat.step for heartbeat in heartbeats if heartbeat.num_done), default=-1)
+
+
+# The supervisor
 
 
 class Supervisor:
     """Keeps one job running until it has finished.
 
     Args:
-        start: starts the job; its argument is a descriptor that the job's processes keep open.
-        folders: folders of the run.
+        start: returns the command of the next start; a `MachineError` counts as the end of that start.
+        run: the run folder.
+        heartbeats: folder of the heartbeats.
         settings: timeouts and limits of restarts.
         events: log of events.
         arguments: command line of the supervisor, stored for `runs.py resume`.
-        prepare: called before each start; a `MachineError` counts as the end of that start.
+        environment: variables of the job; None are those of this process.
     """
 
     def __init__(
         self,
-        start: Callable[[int], Command],
-        folders: RunFolders,
+        start: Callable[[], Sequence[str]],
+        run: Path,
+        heartbeats: Path,
         settings: SupervisionConfig,
         events: EventLog,
+        *,
         arguments: Sequence[str] = (),
-        prepare: Callable[[], None] = lambda: None,
+        environment: dict[str, str] | None = None,
     ) -> None:
-        self.folders, self.settings, self.events = folders, settings, events
-        self._start, self._restarts = start, Restarts(settings)
-        self._prepare, self._arguments = prepare, tuple(arguments)
+        self.run_folder, self.heartbeats, self.settings, self.events = run, heartbeats, settings, events
+        self._start, self._environment = start, environment
+        self._restarts, self._arguments = Restarts(settings), tuple(arguments)
         self._signal: int | None = None
         # A handler runs within the waiting thread. An Event that it sets would deadlock if the thread holds its lock;
         # SimpleQueue.put is reentrant.
@@ -108,76 +170,74 @@ class Supervisor:
             Exit code: 0 after the end of the run, 75 after a signal to the supervisor, else that of the job.
 
         Raises:
+            ConfigurationError: the command cannot be started.
             MachineError: a job of this run is running already, or its folder cannot be written.
         """
         lock = self._lock()
         try:
-            decision = self._supervise(lock)
+            while True:
+                ending = self._start_once(lock)
+                pause, reason = self._restarts.pause_after(ending)
+                if self._signal is not None:
+                    pause, reason = None, ending.reason
+                if pause is None:
+                    kind = EventKind.stopped if ending.code else EventKind.finished
+                    self.events.add(kind, reason, code=ending.code)
+                    return ending.code
+                self.events.add(EventKind.ended, reason, code=ending.code, step=ending.step, pause=pause)
+                self._wait(pause)
         finally:
             os.close(lock)
             self.events.close()
-        return decision.code
-
-    def _supervise(self, lock: int) -> Decision:
-        while True:
-            ending = self._start_once(lock)
-            decision = self._restarts.after(ending, was_signalled=self._signal is not None)
-            if not decision.starts_again:
-                kind = EventKind.finished if decision.code == 0 else EventKind.stopped
-                self.events.add(kind, decision.reason, code=decision.code)
-                return decision
-            self.events.add(EventKind.ended, ending.reason, code=ending.code, step=ending.step, pause=decision.pause)
-            self._wait(decision.pause)
-
-    # One start
 
     def _start_once(self, lock: int) -> Ending:
-        """Check the machines, start the job and follow it to its end."""
-        try:
-            if self._signal is None:
-                self._prepare()
-        except MachineError as error:
-            if self._signal is None:
-                return Ending(code=USER_ERROR_EXIT_CODE, reason=f"{type(error).__name__}: {error}")
+        """Start the job and follow it to its end."""
+        signalled = Ending(code=PREEMPTED_EXIT_CODE, reason="the supervisor got a signal")
         if self._signal is not None:
-            return Ending(code=PREEMPTED_EXIT_CODE, reason="the supervisor got a signal")
-        clear_heartbeats(self.folders.heartbeats)
-        job = self._start(lock)
+            return signalled
+        try:
+            command = self._start()
+        except MachineError as error:
+            failed = Ending(code=USER_ERROR_EXIT_CODE, reason=f"{type(error).__name__}: {error}")
+            return failed if self._signal is None else signalled
+        if self._signal is not None:
+            return signalled
+        clear_heartbeats(self.heartbeats)
+        job = start_command(command, lock, self._environment)
         self.events.add(EventKind.started, processes=[job.pid])
         ending = self._follow(job)
-        if (rollback := read_request(self.folders.run)) is not None:
+        if (rollback := read_request(self.run_folder)) is not None:
             reason = f"the loss of step {rollback.step} is {rollback.loss}"
-            self.events.add(EventKind.going_back, reason, to=rollback.limit)
+            self.events.add(EventKind.rolling_back, reason, to=rollback.limit)
         return ending
 
-    def _follow(self, job: Command) -> Ending:
+    def _follow(self, job: subprocess.Popen) -> Ending:
         """Wait for the end of the job, or end it when it hangs."""
         detector, condition, is_passed_on = HangDetector(self.settings), Condition.working, False
         while (code := job.poll()) is None:
-            heartbeats = read_heartbeats(self.folders.heartbeats)
+            heartbeats = read_heartbeats(self.heartbeats)
             if self._signal is not None and not is_passed_on:
                 is_passed_on = True
-                self.events.add(EventKind.told, f"{signal.Signals(self._signal).name} came and is passed on")
+                self.events.add(EventKind.signal, f"{signal.Signals(self._signal).name} is passed on")
                 # The ranks notify one another; before the first heartbeat only the launcher is known.
                 processes.terminate(self._ranks() or [job.pid])
-            stopped = [heartbeat.rank for heartbeat in heartbeats if processes.is_stopped(heartbeat)]
-            judgement = detector.judge(heartbeats, stopped)
-            if judgement.condition is Condition.hang:
-                return self._end_hang(job, heartbeats, judgement.reason)
-            if judgement.condition is not condition:
-                condition = judgement.condition
-                kind = EventKind.slow_data if condition is Condition.slow_data else EventKind.data_came
-                self.events.add(kind, judgement.reason)
-            self._wait(POLL_SECONDS)
-        _, stragglers = psutil.wait_procs(processes.tree(self._ranks()), timeout=STRAGGLER_SECONDS)
+            stopped = [one.rank for one in heartbeats if processes.status(one) == psutil.STATUS_STOPPED]
+            now, reason = detector.judge(heartbeats, stopped)
+            if now is Condition.hang:
+                return self._end_hang(job, heartbeats, reason)
+            if now is not condition:
+                condition = now
+                self.events.add(EventKind.slow_data if now is Condition.slow_data else EventKind.data_came, reason)
+            self._wait(timeouts.POLL)
+        _, stragglers = psutil.wait_procs(processes.tree(self._ranks()), timeout=timeouts.STRAGGLERS)
         processes.kill(stragglers)
-        return ending_of(code, read_heartbeats(self.folders.heartbeats))
+        return ending_of(code if code >= 0 else 128 - code, read_heartbeats(self.heartbeats))
 
-    def _end_hang(self, job: Command, heartbeats: Sequence[HeartbeatRecord], reason: str) -> Ending:
+    def _end_hang(self, job: subprocess.Popen, heartbeats: Sequence[HeartbeatRecord], reason: str) -> Ending:
         """Write the stack traces of the ranks and kill the job."""
-        text = collect_stacks(self.folders.heartbeats, heartbeats)
+        text = collect_stacks(self.heartbeats, heartbeats)
         now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%d-%H%M%S")
-        path = self.folders.run / f"stacks-{now}.txt"
+        path = self.run_folder / f"stacks-{now}.txt"
         log.error("%s", text)
         try:
             path.write_text(text, encoding="utf-8")
@@ -188,28 +248,27 @@ class Supervisor:
         self._kill(job)
         return Ending(code=HANG_EXIT_CODE, reason=reason, step=step)
 
-    def _kill(self, job: Command) -> None:
+    def _kill(self, job: subprocess.Popen) -> None:
         """Kill the ranks of this machine, then the launcher, which first gets time to end those of other machines."""
         everything = processes.tree([job.pid, *self._ranks()])
         processes.kill(processes.tree(self._ranks()))
         processes.terminate([job.pid])
-        psutil.wait_procs([process for process in everything if process.pid == job.pid], timeout=STRAGGLER_SECONDS)
+        psutil.wait_procs([process for process in everything if process.pid == job.pid], timeout=timeouts.STRAGGLERS)
         processes.kill(everything)
 
     def _ranks(self) -> list[int]:
         """Return the processes of the ranks on this machine."""
-        heartbeats = read_heartbeats(self.folders.heartbeats)
-        return [heartbeat.pid for heartbeat in heartbeats if processes.is_alive(heartbeat)]
+        return [heartbeat.pid for heartbeat in read_heartbeats(self.heartbeats) if processes.is_alive(heartbeat)]
 
     def _lock(self) -> int:
-        run = self.folders.run
+        run = self.run_folder
         running = MachineError(
             f"a job of {run} is running already, supervised or not. End it (SIGTERM to a rank saves it), or wait for "
             "its end"
         )
         try:
             run.mkdir(parents=True, exist_ok=True)
-            lock = open_lock(run / SUPERVISED, timeout=_LOCK_SECONDS)
+            lock = open_lock(run / SUPERVISED, timeout=timeouts.SUPERVISOR_LOCK)
         except TimeoutError as error:
             raise running from error
         except OSError as error:
@@ -225,68 +284,19 @@ class Supervisor:
         return lock
 
 
-def ending_of(code: int, heartbeats: Sequence[HeartbeatRecord]) -> Ending:
-    """Return the ending of a start, from the exit code of its launcher and the last heartbeats.
-
-    Not every launcher passes on the exit codes of its ranks.
-    """
-    failed = [one for one in heartbeats if one.phase is Phase.ended and one.error is not None]
-    mistake = next((one for one in failed if one.code == USER_ERROR_EXIT_CODE), None)
-    preempted = next((one for one in failed if one.code == PREEMPTED_EXIT_CODE), None)
-    cause = mistake or preempted or next(iter(failed), None)
-    if code and cause is not None and cause in (mistake, preempted):
-        code = cause.code or code
-    reason = f"exit code {code}" if cause is None else f"{cause.error}"
-    is_lasting = mistake is not None and mistake.is_lasting
-    return Ending(code=code, reason=reason, step=_last_step(heartbeats), is_lasting=is_lasting)
-
-
-def _last_step(heartbeats: Sequence[HeartbeatRecord]) -> int:
-    """Return the completed steps of the run; -1 if this start completed none."""
-    return max((heartbeat.step for heartbeat in heartbeats if heartbeat.num_done), default=-1)
-
-
-# The supervised command
-
-
-@dataclass(frozen=True, kw_only=True)
-class SupervisedCommand:
-    """A command that starts a job, as the supervisor reads it."""
-
-    config: Config
-    arguments: tuple[str, ...]
-    """YAML file and overrides."""
-
-    folders: RunFolders
-    webhook: str | None
-    """Address for events, a secret."""
-
-
-def read_command(command: Sequence[str], environment: Mapping[str, str]) -> SupervisedCommand:
-    """Read the configuration of a command that starts a job.
-
-    Args:
-        command: launcher, program, the YAML of the run, and `key.sub=value`.
-        environment: holds the address of the webhook.
+def start_command(command: Sequence[str], lock: int, environment: dict[str, str] | None) -> subprocess.Popen:
+    """Start a command in a session of its own; it inherits the lock, which lasts as long as its processes.
 
     Raises:
-        ConfigurationError: the command names no YAML, the configuration is wrong, or the webhook is not set.
+        ConfigurationError: the program does not exist.
     """
-    yaml, overrides = split_command(command)
-    config = load_config(yaml, overrides)
-    name = config.operations.supervision.webhook_variable
-    if name is not None and not environment.get(name):
+    try:
+        return subprocess.Popen(command, start_new_session=True, pass_fds=(lock,), env=environment)
+    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
         raise ConfigurationError(
-            f"operations.supervision.webhook_variable is {name}, but the environment has no such variable. Set it to "
-            "the address to which events are posted, or the key to null"
-        )
-    run = Path(config.output_folder).expanduser()
-    return SupervisedCommand(
-        config=config,
-        arguments=(yaml, *overrides),
-        folders=RunFolders(run=run, heartbeats=heartbeat_folder(config, run)),
-        webhook=environment[name] if name is not None else None,
-    )
+            f"the command cannot be started: {command[0]}: {error.strerror}. Name an existing program, as in "
+            "composer run.py yamls/phase1.yaml"
+        ) from error
 
 
 def split_command(command: Sequence[str]) -> tuple[str, list[str]]:

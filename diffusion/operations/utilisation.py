@@ -26,11 +26,9 @@ class Counters:
 
     clock: float
     cpu_busy: float
-    """Computing time of the cores that this process may use, added up."""
+    """Computing time of the cores that this process may use, added up; then their I/O wait, and all of their time."""
 
     cpu_waiting: float
-    """Their I/O wait."""
-
     cpu_total: float
     disk_read: int
     memory_total: int
@@ -75,10 +73,9 @@ class Usage:
     """Utilisation of a rank and its machine: shares from 0 to 1, rates in bytes per second."""
 
     cpu: float
-    """Share of the time in which the cores computed."""
+    """Share of the time in which the cores computed, and in which they waited for a disk."""
 
     cpu_waiting: float
-    """Share of the time in which the cores waited for a disk."""
 
     workers: float | None
     """Share of a core used by a loader worker; None without workers."""
@@ -89,13 +86,7 @@ class Usage:
 
 
 def usage_between(before: Counters, after: Counters, num_workers: int) -> Usage:
-    """Compute the utilisation between two readings.
-
-    Args:
-        before: first reading.
-        after: second reading.
-        num_workers: loader workers that deliver batches: the busiest of all workers.
-    """
+    """Compute the utilisation between two readings; of the loader workers, that of the busiest `num_workers`."""
     seconds = max(after.clock - before.clock, 1e-9)
     core_seconds = max(after.cpu_total - before.cpu_total, 1e-9)
     common = before.worker_seconds.keys() & after.worker_seconds.keys()
@@ -119,10 +110,10 @@ class LoaderSettings:
     """Settings of the loader that matter for its bottleneck."""
 
     num_workers: int
-    """Workers of a rank."""
+    """Of a rank."""
 
     num_cores: int
-    """Cores of the machine."""
+    """Of the machine."""
 
     decodes: bool
     """Whether images are decoded during training."""
@@ -130,18 +121,16 @@ class LoaderSettings:
     has_cache_limit: bool = False
 
 
-def explain_waiting(usage: Usage | None, downloaded: float, settings: LoaderSettings) -> str:
+def explain_waiting(usage: Usage, downloaded: float, settings: LoaderSettings) -> str:
     """Explain the bottleneck of the loader, and what to do.
 
     Args:
-        usage: utilisation of the busiest machine; None if unknown.
+        usage: utilisation of the busiest machine.
         downloaded: bytes per second that all nodes downloaded.
         settings: settings of the loader.
     """
     if settings.num_workers == 0:
         return "batches are loaded in the training process: set data.num_workers (8 on a large machine)"
-    if usage is None:
-        return "the cause is unknown"
     workers = usage.workers or 0.0
     if usage.cpu >= _ALL_CORES_BUSY:
         remedy = "encode the images beforehand (scripts/encode.py)" if settings.decodes else "use fewer processes"

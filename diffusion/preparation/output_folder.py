@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from diffusion.datasets.manifest import MANIFEST, PreparedManifest
+from diffusion.datasets.manifest import MANIFEST, WORK, PreparedManifest
 from diffusion.datasets.mds import INDEX, read_shards, remove_mds
 from diffusion.errors import ConfigurationError, DataError, MachineError
-from diffusion.files import PARTIAL, lock, read_json
+from diffusion.files import lock, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,6 @@ FACTS = "facts"
 REFUSED = "refused"
 """Folder of a data set: some refused images of each partition."""
 
-WORK = "work" + PARTIAL
 DONE = "partitions"
 """Folder below the folder of a plan: a folder per finished partition."""
 

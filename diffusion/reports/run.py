@@ -25,7 +25,12 @@ from diffusion.reports.curves import Curve, read_curves, read_json_lines
 ROLLBACK = "rollback"
 """Event of a timeline, beside those of `EventKind`."""
 
-_SHOWN_ELSEWHERE = (EventKind.started.value, EventKind.data_came.value, EventKind.going_back.value)
+_SHOWN_ELSEWHERE = (
+    EventKind.started.value,
+    EventKind.data_came.value,
+    EventKind.rolling_back.value,
+    "going_back",  # until 0.3
+)
 """Events of starts, of the end of slow data, and of rollbacks, which have rows or tables of their own."""
 
 Row = Mapping[str, Any]

@@ -19,7 +19,7 @@ from diffusion.callbacks.saving import STALL
 from diffusion.errors import DataError
 from diffusion.evaluation.protocol import COMPOSITIONAL, Result, protocol_hash
 from diffusion.planning.plan import plan_run
-from diffusion.planning.streams import plan_epoch
+from diffusion.planning.storage import plan_epoch
 from diffusion.reports.figures import (
     COLOURS,
     DARK,

@@ -24,7 +24,7 @@ def test_a_supervised_run_recovers_from_faults_and_equals_an_undisturbed_one(ser
     events = read_events(run)
     names = [event["event"] for event in events]
     assert names.count("started") == len(FAULTS) + 1
-    assert names.count("going_back") == 1
+    assert names.count("rolling_back") == 1
     assert names[-1] == "finished"
     (hang,) = [event for event in events if event["event"] == "hang" and "was stopped" in event["reason"]]
     stacks = (run / hang["stacks"]).read_text()

@@ -63,7 +63,6 @@ def test_images_and_their_listing_are_written(command, tmp_path):
         (["--images-per-prompt", "0"], "--images-per-prompt 0"),
         (["--batch-size", "0"], "--batch-size 0"),
         (["--columns", "0"], "--columns 0"),
-        (["--device", "foo"], "--device foo"),
     ],
 )
 def test_errors_are_reported_before_the_model_is_loaded(options, message, command):

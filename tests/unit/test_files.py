@@ -11,7 +11,6 @@ import pytest
 
 from diffusion.errors import DataError
 from diffusion.files import (
-    atomic_folder,
     atomic_path,
     lock,
     open_lock,
@@ -42,9 +41,11 @@ def test_a_file_is_replaced_as_a_whole(tmp_path):
 
 def test_nothing_is_left_of_a_failure(tmp_path):
     write_atomically(tmp_path / "a", "old")
-    for write in (atomic_path, atomic_folder):
-        with pytest.raises(KeyboardInterrupt), write(tmp_path / "a") as partial:
-            (partial / "b" if partial.is_dir() else partial).write_text("new")
+    for is_folder in (False, True):
+        with pytest.raises(KeyboardInterrupt), atomic_path(tmp_path / "a") as partial:
+            if is_folder:
+                partial.mkdir()
+            (partial / "b" if is_folder else partial).write_text("new")
             raise KeyboardInterrupt
     assert names(tmp_path) == ["a"]
     assert (tmp_path / "a").read_text() == "old"
@@ -52,14 +53,17 @@ def test_nothing_is_left_of_a_failure(tmp_path):
 
 def test_a_folder_appears_when_it_is_whole_and_replaces_none(tmp_path):
     folder = tmp_path / "deep" / "folder"
-    with atomic_folder(folder) as partial:
-        (partial / "sub").mkdir()
+    folder.parent.mkdir()
+    with atomic_path(folder) as partial:
+        (partial / "sub").mkdir(parents=True)
         (partial / "sub" / "a").write_text("1")
         assert not folder.exists()
     assert (folder / "sub" / "a").read_text() == "1"
-    with pytest.raises(OSError), atomic_folder(folder) as partial:
+    with pytest.raises(OSError), atomic_path(folder) as partial:
+        partial.mkdir()
         (partial / "b").write_text("2")
-    with atomic_folder(folder, exist_ok=False, partial=unique_partial(folder)) as partial:
+    with atomic_path(folder, exist_ok=False, partial=unique_partial(folder)) as partial:
+        partial.mkdir()
         (partial / "b").write_text("2")
     assert names(folder) == ["sub"]
     assert names(folder.parent) == ["folder"]
@@ -68,7 +72,8 @@ def test_a_folder_appears_when_it_is_whole_and_replaces_none(tmp_path):
 def test_what_a_killed_process_left_is_removed(tmp_path):
     (tmp_path / ".a.partial").mkdir()
     (tmp_path / ".a.partial" / "b").write_text("half")
-    with atomic_folder(tmp_path / "a") as partial:
+    with atomic_path(tmp_path / "a") as partial:
+        partial.mkdir()
         (partial / "c").write_text("whole")
     assert names(tmp_path / "a") == ["c"]
 

@@ -1,38 +1,49 @@
-"""Checks of the data: streams and their files, the cache of each node, and one batch of each stream."""
+"""Checks of the data: streams and what encoded them, the cache of each node, and a batch of each stream."""
 
 import hashlib
-import json
+import shutil
 import tempfile
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
 from diffusion import storage
-from diffusion.config.data import DataConfig, Representation, ValidationConfig
+from diffusion.config.data import DataConfig, ImageSize, Representation, StreamConfig, ValidationConfig, image_sizes
 from diffusion.config.fields import parse_size
 from diffusion.config.model import Posterior
 from diffusion.config.schema import Config
-from diffusion.datasets.batch import BatchKey, collate, num_samples
-from diffusion.datasets.dataset import ENCODED_COLUMNS, PREPARED_COLUMNS, Tokenize, TrainingDataset
-from diffusion.datasets.loader import BatchLoader, order_settings, validation_dataset, validation_streams
-from diffusion.datasets.mds import INDEX, find_wrong_hash
-from diffusion.datasets.sample_order import GlobalOrder, StreamShape, draws_per_stream
+from diffusion.datasets.batch import BatchKey, collate
+from diffusion.datasets.dataset import Tokenize, TrainingDataset
+from diffusion.datasets.encoded import EncodedManifest, check_encoded, read_encoded_manifest
+from diffusion.datasets.loader import (
+    BatchLoader,
+    check_training_streams,
+    check_validation_streams,
+    train_loader,
+    validation_dataset,
+    validation_streams,
+)
+from diffusion.datasets.mds import INDEX, check_shard, read_index, read_shards
 from diffusion.datasets.streams import StreamLocation, check_location, find_manifest, locate_streams
-from diffusion.errors import DataError, UserError
+from diffusion.distributed import local_world_size, world_size
+from diffusion.errors import ConfigurationError, DataError, MachineError, UserError
+from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.pretrained import module_identity, tokenizer_identity
 from diffusion.models.tokenizers import build_tokenizer, tokenize
-from diffusion.operations.checks.check import Check, Job, Stage
-from diffusion.operations.checks.machine import DiskProbe, probe_disk
-from diffusion.operations.checks.verdicts import Verdict, ok, problem, size_text, warning
-from diffusion.planning.fleet import FleetStream, World, traffic
+from diffusion.operations.checks.machine import existing
+from diffusion.operations.checks.verdicts import (
+    Verdict,
+    log_and_raise,
+    ok,
+    on_each_machine,
+    problem,
+    size_text,
+    warning,
+)
+from diffusion.planning.downloads import FleetStream, World, traffic
 from diffusion.storage import is_url, join
-
-NUM_EXAMPLES = 3
-"""Damaged files that a verdict names."""
 
 BATCHES_AHEAD = 8
 """Batches that a worker downloads ahead if `data.predownload` is null."""
@@ -41,190 +52,91 @@ MIN_CACHED_SHARDS = 4
 """Smallest cache limit, in multiples of the largest shard."""
 
 BATCH_SAMPLES = 16
-"""Samples of each stream that are read and decoded."""
+"""Samples of each stream that the doctor reads and decodes."""
+
+# At the start of training
 
 
-def data_sections(config: Config) -> list[tuple[str, ValidationConfig]]:
-    """Return the data sets of a run in the form of validation data, each with the prefix of its verdicts."""
-    data = config.data
-    sections = [("", ValidationConfig(remote=data.remote, local=data.local, streams=data.streams))]
+def check_streams(config: Config) -> None:
+    """Check that the data exists and is what the configuration says, as far as that is known without the model.
+
+    Raises:
+        DataError: what is missing or differs, and what to do.
+    """
+    with_logvar = config.objective.posterior == Posterior.sample
+    if config.plugins.train_dataset is None:
+        check_training_streams(config.data, with_logvar=with_logvar)
     if config.validation is not None:
-        streams = validation_streams(config.validation, data)
-        sections.append(("validation ", replace(config.validation, streams=streams)))
-    return sections
+        check_validation_streams(config.validation, config.data, with_logvar=with_logvar)
+    for _ in _encoded_streams(config):
+        pass
 
 
-def _locations(config: Config) -> dict[str, list[StreamLocation]]:
-    """Return the locations of the streams of each data set, by the prefix of its verdicts."""
+def check_identity(config: Config, model: LatentDiffusion) -> None:
+    """Check that latents were encoded by the VAE, tokenizer and text encoder of the model.
+
+    Raises:
+        DataError: they were not.
+    """
+    streams = list(_encoded_streams(config))
+    if not streams:
+        return
+    vae, tokenizer = module_identity(model.vae), tokenizer_identity(model.tokenizer)
+    text_encoder = module_identity(model.text_encoder) if config.data.text_embeddings else None
+    for location, size, manifest in streams:
+        check_encoded(
+            manifest,
+            where=location.source,
+            size=size,
+            needs_logvar=config.objective.posterior == Posterior.sample,
+            vae_identity=vae,
+            tokenizer_identity=tokenizer,
+            text_encoder_identity=text_encoder,
+        )
+
+
+def _encoded_streams(config: Config) -> Iterator[tuple[StreamLocation, ImageSize, EncodedManifest]]:
+    """Iterate over the streams of latents for training and validation, with their image sizes and manifests.
+
+    Raises:
+        DataError: one has no manifest, or one of something else.
+    """
+    data = config.data
+    if data.representation != Representation.latents or config.plugins.train_dataset is not None:
+        return
+    for streams in _sections(config).values():
+        sizes = image_sizes([stream for stream, _ in streams], data.resolution)
+        for (_, location), size in zip(streams, sizes, strict=True):
+            manifest = read_encoded_manifest(location.source, location.access)
+            if manifest is None:
+                raise DataError(f"{location.source} has no manifest.json beside it: encode it with scripts/encode.py")
+            yield location, size, manifest
+
+
+def _sections(config: Config) -> dict[str, list[tuple[StreamConfig, StreamLocation]]]:
+    """Return the streams of `data` and `validation` with their locations."""
+    data, validation = config.data, config.validation
+    found = {"data": (data.remote, data.local, data.streams)}
+    if validation is not None:
+        found["validation"] = validation.remote, validation.local, validation_streams(validation, data)
     return {
-        prefix: locate_streams(section.remote, section.local, section.streams or [], prefix.strip() or "data")
-        for prefix, section in data_sections(config)
+        section: list(zip(streams, locate_streams(remote, local, streams, section), strict=True))
+        for section, (remote, local, streams) in found.items()
     }
 
 
-# Streams
-
-
-@dataclass(frozen=True, kw_only=True)
-class StreamProbe:
-    """State of a stream, from its index and files."""
-
-    name: str
-    source: str
-    """Folder or URL of the original."""
-
-    sha256: str
-    """Hash of the index, which contains the hashes of the shards."""
-
-    index_bytes: int
-    columns: Mapping[str, str]
-    """MDS type of each column."""
-
-    samples_per_shard: tuple[int, ...]
-    bytes_per_shard: tuple[int, ...]
-    """Bytes of each shard in a cache: both forms of a compressed one, which exist together for a moment."""
-
-    damaged: tuple[str, ...] = ()
-    """Files of the original that are missing or damaged; unknown behind a URL."""
-
-    is_deep: bool = False
-    """Whether the files were hashed."""
-
-    cached_sha256: str | None = None
-    """Hash of the index in the cache; None without one."""
-
-    manifest: Mapping[str, Any] | None = None
-    """Content of the data set's `manifest.json`."""
-
-
-def probe_streams(job: Job) -> dict[str, StreamProbe | UserError]:
-    """Probe the streams of all data sets, by the names of their verdicts."""
-    found: dict[str, StreamProbe | UserError] = {}
-    for prefix, locations in _locations(job.config).items():
-        for location in locations:
-            try:
-                probe = probe_stream(location, job.config.data.download_timeout, deep=job.is_deep)
-            except UserError as error:
-                probe = error
-            found[f"{prefix}stream {location.name}"] = probe
-    return found
-
-
-def probe_stream(location: StreamLocation, timeout: float, *, deep: bool = False) -> StreamProbe:
-    """Read a stream's index and manifest, and examine its files.
-
-    Args:
-        location: location of the stream.
-        timeout: seconds for a download.
-        deep: hash the files, with a progress bar.
+def check_caches(config: Config, dataset: TrainingDataset) -> None:
+    """Check each machine's cache at the start of training; called by all ranks.
 
     Raises:
-        DataError: it cannot be read, or is not an MDS folder.
+        ConfigurationError: on all ranks, if `data.cache_limit` is too small.
+        MachineError: on all ranks, if the disk of a machine is too small.
     """
-    check_location(location)
-    content = _read_index(location, timeout)
-    try:
-        shards = json.loads(content)["shards"]
-        stored = [shard["zip_data"] or shard["raw_data"] for shard in shards]
-        files = {str(data["basename"]): (int(data["bytes"]), dict(data["hashes"])) for data in stored}
-        samples = tuple(int(shard["samples"]) for shard in shards)
-        sizes = tuple(
-            int(shard["raw_data"]["bytes"]) + int((shard["zip_data"] or {"bytes": 0})["bytes"]) for shard in shards
-        )
-        columns = dict(zip(shards[0]["column_names"], shards[0]["column_encodings"], strict=True))
-    except (KeyError, TypeError, IndexError, ValueError) as error:
-        where = f"{location.source} (stream '{location.name}')"
-        raise DataError(f"the {INDEX} of {where} is damaged ({error!r}): copy or write the data set again") from error
-    folder = None if is_url(location.source) else Path(location.source)
-    cached = Path(location.local, INDEX)
-    is_cached = location.remote is not None and cached.is_file()
-    return StreamProbe(
-        name=location.name,
-        source=location.source,
-        sha256=hashlib.sha256(content).hexdigest(),
-        index_bytes=len(content),
-        columns=columns,
-        samples_per_shard=samples,
-        bytes_per_shard=sizes,
-        damaged=tuple(_find_damaged(folder, files, deep=deep)) if folder is not None else (),
-        is_deep=deep and folder is not None,
-        cached_sha256=hashlib.sha256(cached.read_bytes()).hexdigest() if is_cached else None,
-        manifest=find_manifest(location.source, location.access),
-    )
-
-
-def _read_index(location: StreamLocation, timeout: float) -> bytes:
-    if not is_url(location.source):
-        try:
-            return Path(location.source, INDEX).read_bytes()
-        except OSError as error:
-            raise DataError(f"{location.source}/{INDEX} cannot be read: {error.strerror}") from error
-    url = join(location.source, INDEX)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, INDEX)
-        try:
-            storage.download(url, path, access=replace(location.access, attempts=1, timeout=timeout))
-        except UserError as error:
-            raise DataError(f"{url} cannot be downloaded: {error}. Check address, credentials and network") from error
-        return path.read_bytes()
-
-
-def _find_damaged(folder: Path, files: Mapping[str, tuple[int, Mapping[str, str]]], *, deep: bool) -> Iterator[str]:
-    """Return the files that are missing or have another size or, in a deep check, another hash than in the index."""
-    for name, (size, hashes) in tqdm(files.items(), desc=str(folder), unit=" shards", disable=not deep):
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != size or (deep and find_wrong_hash(path, dict(hashes))):
-            yield name
-
-
-def probe_representation(job: Job) -> Representation:
-    """Return `data.representation`."""
-    return job.config.data.representation
-
-
-def check_streams(streams: Mapping[str, StreamProbe | UserError], representation: Representation) -> Iterator[Verdict]:
-    """Check files, columns, manifest and cached index of each stream."""
-    for name, stream in streams.items():
-        verdicts = [problem(str(stream))] if isinstance(stream, UserError) else check_stream(stream, representation)
-        yield from (replace(verdict, check=name) for verdict in verdicts)
-
-
-def check_stream(stream: StreamProbe, representation: Representation) -> Iterator[Verdict]:
-    """Check files, columns, manifest and cached index of a stream."""
-    yield _check_shards(stream)
-    expected = PREPARED_COLUMNS if representation is Representation.images else ENCODED_COLUMNS
-    if missing := sorted(expected - stream.columns.keys()):
-        yield problem(
-            f"{stream.source} has the columns {', '.join(sorted(stream.columns))}, but data.representation is "
-            f"{representation.value}, which reads {', '.join(missing)} as well",
-            "set data.representation to that of the data, or write it with scripts/prepare.py and scripts/encode.py",
-        )
-    split, bucket = stream.source.rstrip("/").split("/")[-2:]
-    manifest = stream.manifest or {}
-    entry = manifest.get("splits", {}).get(split, {}).get(bucket)
-    count = manifest.get("counts", {}).get(split, {}).get(bucket)
-    is_same = count in (None, sum(stream.samples_per_shard))
-    if isinstance(entry, dict):
-        count, is_same = entry.get("num_samples"), entry.get("sha256") == stream.sha256
-    if not is_same:
-        what = f"the index of {stream.source} is not that of manifest.json above it, which records {count} samples"
-        yield problem(what, "copy the whole data set again")
-    if stream.cached_sha256 not in (None, stream.sha256):
-        what = f"the cache of {stream.source} has the index of an older version of the data set"
-        yield problem(what, "empty the cache (data.local), or choose another one")
-
-
-def _check_shards(stream: StreamProbe) -> Verdict:
-    num = len(stream.samples_per_shard)
-    if stream.damaged:
-        shown = ", ".join(stream.damaged[:NUM_EXAMPLES]) + (" ..." if len(stream.damaged) > NUM_EXAMPLES else "")
-        what = f"{len(stream.damaged)} of {num} shards of {stream.source} are missing or damaged: {shown}"
-        return problem(what, "copy or write the data set again")
-    examined = "all there and whole" if stream.is_deep else "all there (--deep compares their hashes)"
-    if is_url(stream.source):
-        examined = "not examined behind a URL"
-    size = size_text(sum(stream.bytes_per_shard))
-    return ok(f"{sum(stream.samples_per_shard):,} samples in {num:,} shards of {size} in total, {examined}")
+    if not any(stream.remote for stream in dataset.streams):
+        return
+    verdicts = on_each_machine(lambda: check_cache(dataset, config.data))
+    log_and_raise([one for one in verdicts if one.check == "cache limit"], ConfigurationError)
+    log_and_raise([one for one in verdicts if one.check != "cache limit"], MachineError)
 
 
 # Cache
@@ -250,127 +162,43 @@ class CacheDemand:
         return self.live_bytes + max(self.ahead_bytes, MIN_CACHED_SHARDS * self.largest_shard)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CacheProbe:
-    """Cache of a node for the training data."""
-
-    demand: CacheDemand
-    limit: str | None
-    """`data.cache_limit`."""
-
-    held_bytes: int
-    """Current size."""
-
-    disks: tuple[DiskProbe, ...]
-    """File systems of its folders."""
-
-    originals: tuple[str, ...]
-    """Streams without a remote, whose folder is the only copy."""
-
-
-def find_cache_demand(
-    streams: Sequence[FleetStream], order: GlobalOrder, data: DataConfig, world: World, *, index_bytes: int = 0
-) -> CacheDemand:
-    """Compute the bytes in the cache of a node.
-
-    Args:
-        streams: shards of the streams of the order, with their bytes in a cache.
-        order: order of samples.
-        data: section `data` of the configuration.
-        world: machines.
-        index_bytes: bytes of the indexes of all streams.
-    """
+def find_cache_demand(dataset: TrainingDataset, data: DataConfig) -> CacheDemand:
+    """Compute the bytes in the cache of a node of this job."""
+    order = dataset.order
+    streams = [
+        FleetStream(shape=shape, bytes_per_shard=stream.index.cached_bytes())
+        for shape, stream in zip(order.streams, dataset.streams, strict=True)
+    ]
+    world = World(num_nodes=max(1, world_size() // local_world_size()), ranks_per_node=local_world_size())
     row = traffic(streams, order.epoch(0), world, images_per_second=1.0)
     largest = max(int(stream.bytes_per_shard.max()) for stream in streams)
     downloaded = row.bytes_per_second * order.num_steps * data.global_batch_size
     share = data.global_batch_size // world.num_ranks
     steps_ahead = max(1, data.num_workers) * (data.predownload or BATCHES_AHEAD * share) / share
     return CacheDemand(
-        live_bytes=row.cache_bytes + index_bytes,
+        live_bytes=row.cache_bytes + sum((stream.folder / INDEX).stat().st_size for stream in dataset.streams),
         ahead_bytes=round(downloaded * min(1.0, steps_ahead / order.num_steps)) + largest,
         largest_shard=largest,
         node_bytes=min(sum(int(stream.bytes_per_shard.sum()) for stream in streams), round(downloaded)),
     )
 
 
-def probe_cache(job: Job) -> CacheProbe | UserError | None:
-    """Probe the cache by the indexes of the streams; None if a stream of the training data cannot be read."""
-    config, data, locations = job.config, job.config.data, _locations(job.config)[""]
-    probes = [job.probe(probe_streams)[f"stream {location.name}"] for location in locations]
-    streams = [probe for probe in probes if isinstance(probe, StreamProbe)]
-    if len(streams) < len(probes):
-        return None
-    try:
-        draws = draws_per_stream(
-            [sum(stream.samples_per_shard) for stream in streams],
-            [stream.proportion for stream in data.streams],
-            [stream.repeat for stream in data.streams],
-        )
-        fleet = [_fleet_stream(stream, num) for stream, num in zip(streams, draws, strict=True)]
-        order = GlobalOrder([stream.shape for stream in fleet], order_settings(data, config.seed))
-    except UserError as error:
-        return error
-    index_bytes = sum(stream.index_bytes for stream in streams)
-    caches = [Path(location.local) for location in locations if location.remote is not None]
-    return CacheProbe(
-        demand=find_cache_demand(fleet, order, data, _world(job), index_bytes=index_bytes),
-        limit=data.cache_limit,
-        held_bytes=sum(probe_disk(cache, with_content=True).held_bytes for cache in caches),
-        disks=_cache_disks(locations),
-        originals=tuple(location.name for location in locations if location.remote is None),
-    )
+def check_cache(dataset: TrainingDataset, data: DataConfig) -> Iterator[Verdict]:
+    """Check the limit of this node's cache, and the space on its disks."""
+    demand, needed = find_cache_demand(dataset, data), 0
+    if data.cache_limit is None:
+        needed = demand.node_bytes
+    else:
+        yield check_cache_limit(demand, data.cache_limit)
+        needed = min(demand.node_bytes, parse_size(data.cache_limit, "data.cache_limit"))
+    missing = max(0, needed - dataset.cache_bytes())
+    caches = [existing(stream.folder) for stream in dataset.streams if stream.remote is not None]
+    for folder in {folder.stat().st_dev: folder for folder in caches}.values():
+        yield check_cache_space(demand, folder, free=shutil.disk_usage(folder).free, missing=missing)
 
 
-def probe_cache_of(dataset: TrainingDataset, job: Job) -> CacheProbe:
-    """Probe the cache by the open data set of training."""
-    order = dataset.order
-    streams = [
-        FleetStream(shape=shape, bytes_per_shard=stream.index.cached_bytes())
-        for shape, stream in zip(order.streams, dataset.streams, strict=True)
-    ]
-    index_bytes = sum((stream.folder / INDEX).stat().st_size for stream in dataset.streams)
-    remotes = zip(dataset.stream_names, dataset.streams, strict=True)
-    return CacheProbe(
-        demand=find_cache_demand(streams, order, job.config.data, _world(job), index_bytes=index_bytes),
-        limit=job.config.data.cache_limit,
-        held_bytes=dataset.cache_bytes(),
-        disks=_cache_disks(_locations(job.config)[""]),
-        originals=tuple(name for name, stream in remotes if stream.remote is None),
-    )
-
-
-def _fleet_stream(stream: StreamProbe, draws: int) -> FleetStream:
-    samples, sizes = (np.array(counts, np.int64) for counts in (stream.samples_per_shard, stream.bytes_per_shard))
-    return FleetStream(
-        shape=StreamShape(name=stream.name, samples_per_shard=samples, draws=draws), bytes_per_shard=sizes
-    )
-
-
-def _cache_disks(locations: Iterable[StreamLocation]) -> tuple[DiskProbe, ...]:
-    """Probe the file systems of the caches, each once."""
-    disks = [probe_disk(Path(location.local).expanduser()) for location in locations if location.remote is not None]
-    return tuple({disk.device: disk for disk in disks}.values())
-
-
-def _world(job: Job) -> World:
-    return World(num_nodes=job.num_nodes, ranks_per_node=job.ranks_per_node)
-
-
-def check_cache_limit(cache: CacheProbe | UserError | None) -> Iterator[Verdict]:
-    """Check that the limit leaves room for the shards that are needed at once."""
-    if isinstance(cache, UserError):
-        yield problem(str(cache), check="epoch")
-    elif cache is not None:
-        yield _check_limit(cache)
-
-
-def _check_limit(cache: CacheProbe) -> Verdict:
-    demand, limit = cache.demand, cache.limit
-    if limit is None:
-        return ok("none")
-    if cache.originals:
-        what = f"data.cache_limit is {limit}, but {', '.join(cache.originals)} has no remote: the only copy"
-        return problem(f"{what} would be deleted", "set data.cache_limit=null, or give data.remote")
+def check_cache_limit(demand: CacheDemand, limit: str) -> Verdict:
+    """Check that a limit leaves room for the shards that are needed at once."""
     size = parse_size(limit, "data.cache_limit")
     least = max(demand.live_bytes, MIN_CACHED_SHARDS * demand.largest_shard)
     what = (
@@ -382,35 +210,29 @@ def _check_limit(cache: CacheProbe) -> Verdict:
         "data.num_canonical_nodes (which changes the order)"
     )
     if size < least:
-        return problem(f"{what}: shards would be deleted before they are read, again and again", remedy)
+        what += ": shards would be deleted before they are read, again and again"
+        return problem("cache limit", what, remedy)
     if size < demand.good_limit:
-        return warning(f"{what}: shards may be deleted before they are read", remedy)
-    return ok(what)
+        return warning("cache limit", f"{what}: shards may be deleted before they are read", remedy)
+    return ok("cache limit", what)
 
 
-def check_cache_space(cache: CacheProbe | UserError | None) -> Iterator[Verdict]:
-    """Check that the disks have space for the cache."""
-    if not isinstance(cache, CacheProbe):
-        return
-    demand = cache.demand
-    size = demand.node_bytes
-    if cache.limit is not None:
-        size = min(size, parse_size(cache.limit, "data.cache_limit"))
-    missing = max(0, size - cache.held_bytes)
-    for disk in cache.disks:
-        what = (
-            f"{disk.folder} has {size_text(disk.free_bytes)} free, and {size_text(missing)} are still to be downloaded "
-            "to this node"
-        )
-        remedy = "free space or choose another data.local"
-        if not disk.is_writable:
-            yield problem(f"{disk.folder} cannot be written", "choose another data.local")
-        elif disk.free_bytes < missing:
-            if disk.free_bytes + cache.held_bytes > demand.good_limit:
-                remedy += f", or set data.cache_limit to at least {_option_text(demand.good_limit)}"
-            yield problem(what, remedy)
-        else:
-            yield ok(what)
+def check_cache_space(demand: CacheDemand, folder: Path, *, free: int, missing: int) -> Verdict:
+    """Check that a disk has space for the cache.
+
+    Args:
+        demand: of the node.
+        folder: of the cache.
+        free: free bytes of the disk.
+        missing: bytes that are still to be downloaded.
+    """
+    what = f"{folder} has {size_text(free)} free, and {size_text(missing)} are still to be downloaded to this node"
+    if free >= missing:
+        return ok("cache space", what)
+    remedy = (
+        f"free space, choose another data.local, or set data.cache_limit (at least {_option_text(demand.good_limit)})"
+    )
+    return problem("cache space", what, remedy)
 
 
 def _option_text(num_bytes: int) -> str:
@@ -418,39 +240,139 @@ def _option_text(num_bytes: int) -> str:
     return size_text(num_bytes).replace(" ", "").lower()
 
 
-# Batches
+# By the doctor
 
 
-def read_batches(config: Config, prefix: str, section: ValidationConfig, *, reads: bool) -> list[Verdict]:
-    """Read one batch of each stream, from its first shard, with the loader of training; called by all ranks.
+def check_data(config: Config, *, deep: bool) -> Iterator[Verdict]:
+    """Check the files of each stream, read a batch of it, and check the cache; on the first rank of a node.
 
     Args:
         config: configuration of the run.
-        prefix: prefix of the verdicts.
-        section: the data set.
-        reads: whether this rank reads; all ranks open the streams.
+        deep: hash the files of the streams that lie in folders, with a progress bar.
+    """
+    tokenizer = _tokenize(config)
+    are_whole = True
+    for section, streams in _sections(config).items():
+        prefix = "" if section == "data" else f"{section} "
+        for stream, location in streams:
+            name = f"{prefix}stream {location.name}"
+            try:
+                check_files(location, config.data.download_timeout, deep=deep)
+                yield ok(name, _read_batch(config, section, stream, tokenizer))
+            except UserError as error:
+                are_whole = False
+                yield problem(name, str(error))
+    if are_whole:
+        yield from _check_training_data(config, tokenizer)
+
+
+def check_files(location: StreamLocation, timeout: float, *, deep: bool) -> None:
+    """Compare the files of a stream with its index, and the index with the manifest and the cache.
+
+    Args:
+        location: location of the stream.
+        timeout: seconds for a download.
+        deep: also compare the hashes of the files.
 
     Raises:
-        DataError: a stream is missing, damaged, or not what the configuration says.
+        DataError: files are missing or damaged, or of different versions of the data set.
     """
+    check_location(location)
+    index = read_source_index(location, timeout)
+    split, bucket = location.source.rstrip("/").split("/")[-2:]
+    manifest = find_manifest(location.source, location.access) or {}
+    entry = manifest.get("splits", {}).get(split, {}).get(bucket)
+    if isinstance(entry, dict) and entry.get("sha256") != hashlib.sha256(index).hexdigest():
+        raise DataError(
+            f"the index of {location.source} is not that of manifest.json above it, which records "
+            f"{entry.get('num_samples')} samples: copy the whole data set again"
+        )
+    cached = Path(location.local, INDEX)
+    if location.remote is not None and cached.is_file() and cached.read_bytes() != index:
+        raise DataError(
+            f"the cache of {location.source} has the index of an older version of the data set: empty the cache "
+            "(data.local), or choose another one"
+        )
+    if is_url(location.source):
+        return
+    folder = Path(location.source)
+    read_index(folder)
+    if deep:
+        damaged = []
+        for entry in tqdm(read_shards(folder), desc=str(folder), unit=" shards"):
+            try:
+                check_shard(folder, entry)
+            except DataError as error:
+                damaged.append(str(error))
+        if damaged:
+            raise DataError(f"{len(damaged)} shards of {folder} are damaged; the first: {damaged[0]}")
+
+
+def read_source_index(location: StreamLocation, timeout: float) -> bytes:
+    """Read the index of a stream's original.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, INDEX)
+        access = replace(location.access, attempts=1, timeout=timeout)
+        storage.download(join(location.source, INDEX), path, access=access)
+        return path.read_bytes()
+
+
+def index_hashes(config: Config) -> dict[str, str]:
+    """Return the hash of the index of each readable stream, which contains the hashes of its shards."""
+    hashes = {}
+    for section, streams in _sections(config).items():
+        for _, location in streams:
+            try:
+                index = read_source_index(location, config.data.download_timeout)
+            except UserError:
+                continue
+            hashes[f"{section} {location.name}"] = hashlib.sha256(index).hexdigest()
+    return hashes
+
+
+def _read_batch(config: Config, section: str, stream: StreamConfig, tokenizer: Tokenize | None) -> str:
+    """Read a batch of a stream from its first shard, with the loader of training, and describe it.
+
+    Raises:
+        DataError: the stream is missing, damaged, or not what the configuration says.
+    """
+    source = config.data if section == "data" else config.validation
+    assert source is not None
     dataset = validation_dataset(
-        replace(section, num_samples=None),
+        ValidationConfig(remote=source.remote, local=source.local, streams=[stream]),
         config.data,
-        tokenize=_tokenize(config),
+        tokenize=tokenizer,
         with_logvar=config.objective.posterior == Posterior.sample,
     )
-    if not reads:
-        return []
-    chosen = [list(part[:BATCH_SAMPLES]) for part in dataset.parts]
-    loader = BatchLoader(dataset, batch_sampler=chosen, collate_fn=collate)
-    verdicts = []
-    began = time.perf_counter()
-    for name, batch in zip(dataset.stream_names, loader, strict=True):
-        seconds, began = time.perf_counter() - began, time.perf_counter()
-        shapes = ", ".join(f"{BatchKey(key).value} {'x'.join(map(str, value.shape))}" for key, value in batch.items())
-        what = f"{num_samples(batch)} samples in {seconds:.2f} s: {shapes}"
-        verdicts.append(ok(what, check=f"{prefix}batch of {name}"))
-    return verdicts
+    batches = BatchLoader(dataset, batch_sampler=[list(dataset.parts[0][:BATCH_SAMPLES])], collate_fn=collate)
+    (batch,) = batches
+    shapes = ", ".join(f"{BatchKey(key).value} {'x'.join(map(str, value.shape))}" for key, value in batch.items())
+    return f"{len(dataset):,} samples; a batch: {shapes}"
+
+
+def _check_training_data(config: Config, tokenizer: Tokenize | None) -> Iterator[Verdict]:
+    """Open all streams together as training does, and check the cache."""
+    try:
+        loader = train_loader(
+            config.data,
+            seed=config.seed,
+            tokenize=tokenizer,
+            rank_batch_size=config.data.global_batch_size // world_size(),
+            with_logvar=config.objective.posterior == Posterior.sample,
+        )
+    except UserError as error:
+        yield problem("data", str(error))
+        return
+    dataset = loader.dataset
+    assert isinstance(dataset, TrainingDataset)
+    yield ok("data", f"{len(loader):,} steps in an epoch")
+    if any(stream.remote for stream in dataset.streams):
+        yield from check_cache(dataset, config.data)
+    dataset.close()
 
 
 def _tokenize(config: Config) -> Tokenize | None:
@@ -458,14 +380,3 @@ def _tokenize(config: Config) -> Tokenize | None:
         return None
     tokenizer = build_tokenizer(config.model.architecture)
     return lambda captions: tokenize(tokenizer, captions)
-
-
-_AT_START = (Stage.start, Stage.doctor)
-
-STREAM_CHECKS = [
-    Check(name="stream NAME", needs=(probe_streams, probe_representation), function=check_streams),
-]
-CACHE_CHECKS = [
-    Check(name="cache limit", needs=(probe_cache,), function=check_cache_limit, stages=_AT_START),
-    Check(name="cache space", needs=(probe_cache,), function=check_cache_space, stages=_AT_START),
-]

@@ -1,10 +1,92 @@
-"""Comparison of the nodes of a job with their median, which names the slow ones."""
+"""The speed of this node, and the comparison of nodes with their median, which names the slow ones.
 
+    python -m diffusion.operations.checks.nodes CONFIG.yaml [key.sub=value ...]
+
+checks this node in seconds, without model, data and other ranks, and prints the results as one line of JSON, which
+`diffusion.operations.hosts` reads. They do not depend on the demand of the run, so this also suits a machine that only
+starts the job elsewhere.
+"""
+
+import json
+import socket
 import statistics
+import sys
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
+import torch
+
+from diffusion.config.checks import resolve_device
+from diffusion.config.loading import load_config
+from diffusion.config.schema import Config
+from diffusion.config.training import Device
+from diffusion.launch import run_command
+from diffusion.operations.checks.gpu import check_gpu_errors
+from diffusion.operations.checks.machine import check_output_folder, checkpoint_folder
 from diffusion.operations.checks.verdicts import Level, Verdict, ok, size_text, warning
+
+DATASHEET_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
+"""Dense bf16, by a part of the device's name."""
+
+
+# Speed of a device
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSpeed:
+    """Measured limits of a device."""
+
+    name: str
+    datasheet_flops: float | None
+    matmul_flops: float
+    """Operations per second (multiply-adds count twice); bf16 on a GPU, fp32 on a CPU."""
+
+    copy_bytes_per_second: float
+    """Bytes read and written."""
+
+
+def measure_device(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> DeviceSpeed:
+    """Measure the rates of a matrix product and of a copy, by a clock."""
+    is_gpu = device.type == "cuda"
+    side, dtype = (8192, torch.bfloat16) if is_gpu else (1024, torch.float32)
+    a, b = torch.randn(2, side, side, device=device, dtype=dtype)
+    source = torch.empty(2**30 if is_gpu else 2**27, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    product = min(time_runs(lambda: a @ b, device, 10 if is_gpu else 3, clock))
+    copied = min(time_runs(lambda: target.copy_(source), device, 10 if is_gpu else 3, clock))
+    name = torch.cuda.get_device_name(device) if is_gpu else f"CPU, {torch.get_num_threads()} threads"
+    return DeviceSpeed(
+        name=name,
+        datasheet_flops=next((rate for part, rate in DATASHEET_FLOPS.items() if part in name), None),
+        matmul_flops=2 * side**3 / product,
+        copy_bytes_per_second=2 * source.numel() / copied,
+    )
+
+
+def time_runs(
+    run: Callable[[], Any], device: torch.device, number: int, clock: Callable[[], float] = time.perf_counter
+) -> list[float]:
+    """Return the seconds of each run, after one for warm-up."""
+    run()
+    times = []
+    for _ in range(number):
+        synchronize(device)
+        start = clock()
+        run()
+        synchronize(device)
+        times.append(clock() - start)
+    return times
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# Comparison
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,18 +106,15 @@ class NodeSpeed:
     copied: float | None = None
     """Bytes per second of a copy in the device's memory, read and written."""
 
-    written: float | None = None
-    """Bytes per second of the disk for checkpoints."""
-
     link: float | None = None
     """Bytes per second to the better of two other nodes, and back."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Comparison:
     """A quantity by which nodes are compared."""
 
-    name: str
+    check: str
     value: Callable[[NodeSpeed], float | None]
     share: float
     """Share of the median below which a node is slow."""
@@ -44,41 +123,15 @@ class Comparison:
     remedy: str
 
 
+# Each step waits for the slowest node.
 COMPARISONS = [
     Comparison(
-        name="GPUs of nodes",
-        value=lambda node: float(node.num_gpus) or None,
-        share=1.0,
-        unit="GPUs",
-        remedy="look for lost GPUs in its kernel log",
+        "GPUs of nodes", lambda node: float(node.num_gpus) or None, 1.0, "GPUs", "look for lost GPUs in its kernel log"
     ),
+    Comparison("matrix product", lambda node: node.flops, 0.8, "operations/s", "check its clocks and its cooling"),
+    Comparison("memory copy", lambda node: node.copied, 0.8, "B/s", "check it for other processes, and its clocks"),
     Comparison(
-        name="matrix product",
-        value=lambda node: node.flops,
-        share=0.8,  # Each step waits for the slowest node.
-        unit="operations/s",
-        remedy="check its clocks and its cooling",
-    ),
-    Comparison(
-        name="memory copy",
-        value=lambda node: node.copied,
-        share=0.8,
-        unit="B/s",
-        remedy="check it for other processes, and its clocks",
-    ),
-    Comparison(
-        name="disk of nodes",
-        value=lambda node: node.written,
-        share=0.2,
-        unit="B/s",
-        remedy="check its disk for other users and free space",
-    ),
-    Comparison(
-        name="network of nodes",
-        value=lambda node: node.link,
-        share=0.5,
-        unit="B/s",
-        remedy="check its cable, its NIC and its error counters",
+        "network of nodes", lambda node: node.link, 0.5, "B/s", "check its cable, its NIC and its error counters"
     ),
 ]
 
@@ -93,11 +146,11 @@ def _compare(nodes: Sequence[NodeSpeed], by: Comparison) -> Verdict:
     usual = max(values) if len(nodes) == 2 else statistics.median(values)
     slow = [(node, value) for node, value in zip(nodes, values, strict=True) if value < by.share * usual]
     if not slow:
-        return ok(f"{_text(min(values), by.unit)} on the slowest of {len(nodes)} nodes", check=by.name)
+        return ok(by.check, f"{_text(min(values), by.unit)} on the slowest of {len(nodes)} nodes")
     found = ", ".join(f"{node.host} has {_text(value, by.unit)}" for node, value in slow)
     what = f"{found}, the median of the {len(nodes)} nodes is {_text(usual, by.unit)}"
     where = ", ".join(node.name for node, _ in slow)
-    return replace(warning(what, f"{by.remedy}, or remove it from the job", check=by.name), where=where)
+    return replace(warning(by.check, what, f"{by.remedy}, or remove it from the job"), where=where)
 
 
 def _text(value: float, unit: str) -> str:
@@ -113,9 +166,39 @@ def unfit_nodes(names: Sequence[str], verdicts: Sequence[Verdict]) -> list[str]:
         names: names of all nodes.
         verdicts: verdicts of all checks.
     """
-    comparisons = {by.name for by in COMPARISONS}
+    comparisons = {by.check for by in COMPARISONS}
     unfit: set[str] = set()
     for verdict in verdicts:
         if verdict.level is Level.problem or (verdict.level is Level.warning and verdict.check in comparisons):
             unfit.update(verdict.where.split(", "))
     return [name for name in names if name in unfit]
+
+
+# This node
+
+
+def check_this_node(config: Config) -> tuple[NodeSpeed, list[Verdict]]:
+    """Measure and check this node.
+
+    Only GPUs are measured: the speed of cores depends on their load at the moment.
+    """
+    host, num_gpus = socket.gethostname(), torch.cuda.device_count()
+    verdicts = [check_output_folder(checkpoint_folder(config))]
+    if resolve_device(config.trainer.device, num_gpus) is not Device.gpu:
+        return NodeSpeed(name=host, host=host, num_gpus=0), verdicts
+    verdicts += check_gpu_errors()
+    speeds = [measure_device(torch.device("cuda", number)) for number in range(num_gpus)]
+    flops = min((speed.matmul_flops for speed in speeds), default=None)
+    copied = min((speed.copy_bytes_per_second for speed in speeds), default=None)
+    return NodeSpeed(name=host, host=host, num_gpus=num_gpus, flops=flops, copied=copied), verdicts
+
+
+def main() -> None:
+    """Print the results."""
+    speed, verdicts = check_this_node(load_config(sys.argv[1], sys.argv[2:]))
+    rows = [asdict(verdict) for verdict in verdicts]
+    sys.stdout.write(json.dumps({"reading": asdict(speed), "verdicts": rows}) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

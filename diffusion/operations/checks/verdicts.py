@@ -1,15 +1,17 @@
-"""Verdicts of checks, merged over machines, as a table, as JSON and as an error."""
+"""Verdicts of checks: merged over machines, as a table, as an error."""
 
+import logging
 import textwrap
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
 
+from diffusion.distributed import agree, broadcast, gather, is_first_rank, local_rank, local_world_size, rank
 from diffusion.errors import UserError
 
-WIDTH = 100
-"""Columns to which the texts of a table are wrapped."""
+_TABLE_WIDTH = 100
+
+log = logging.getLogger(__name__)
 
 
 class Level(str, Enum):
@@ -20,58 +22,42 @@ class Level(str, Enum):
     problem = "problem"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Verdict:
     """Result of one check."""
 
-    check: str = ""
-    """Name of the check; the registry fills it in."""
-
+    check: str
     level: Level
     what: str
     """Finding, in one sentence."""
 
     remedy: str = ""
-    """What to do; empty if there is nothing to do, or if `what` says it."""
-
     where: str = ""
-    """Machines with this finding; empty if it concerns the whole job."""
+    """Machines with this finding, separated by commas; empty if it concerns the whole job."""
 
     @property
     def sentence(self) -> str:
         """Finding and remedy."""
         return f"{self.what}: {self.remedy}" if self.remedy else self.what
 
-    @property
-    def line(self) -> str:
-        """Machines, finding and remedy."""
-        return f"{self.where}: {self.sentence}" if self.where else self.sentence
 
-
-def ok(what: str, *, check: str = "") -> Verdict:
+def ok(check: str, what: str) -> Verdict:
     """Return a verdict without a finding."""
-    return Verdict(check=check, level=Level.ok, what=what)
+    return Verdict(check, Level.ok, what)
 
 
-def warning(what: str, remedy: str, *, check: str = "") -> Verdict:
+def warning(check: str, what: str, remedy: str) -> Verdict:
     """Return a verdict on what may become a problem, or costs time."""
-    return Verdict(check=check, level=Level.warning, what=what, remedy=remedy)
+    return Verdict(check, Level.warning, what, remedy)
 
 
-def problem(what: str, remedy: str = "", *, check: str = "") -> Verdict:
+def problem(check: str, what: str, remedy: str = "") -> Verdict:
     """Return a verdict on what ends the run, or spoils it."""
-    return Verdict(check=check, level=Level.problem, what=what, remedy=remedy)
+    return Verdict(check, Level.problem, what, remedy)
 
 
-def merge(by_machine: Sequence[tuple[str, Sequence[Verdict]]]) -> list[Verdict]:
-    """Merge the verdicts of several machines; those that all machines share appear once.
-
-    Args:
-        by_machine: name of each machine and its verdicts.
-
-    Returns:
-        In the order of their first appearance, with the machines that they concern unless those are all.
-    """
+def merge(by_machine: Sequence[tuple[str, Iterable[Verdict]]]) -> list[Verdict]:
+    """Merge the verdicts of several machines, given with their names; those that all machines share appear once."""
     machines: dict[Verdict, list[str]] = {}
     for name, verdicts in by_machine:
         for verdict in verdicts:
@@ -82,38 +68,43 @@ def merge(by_machine: Sequence[tuple[str, Sequence[Verdict]]]) -> list[Verdict]:
     ]
 
 
-def format_table(verdicts: Sequence[Verdict]) -> str:
-    """Format verdicts for a terminal: check, level, and finding above remedy."""
-    checks = [f"{verdict.check} ({verdict.where})" if verdict.where else verdict.check for verdict in verdicts]
-    width, level_width = max(map(len, checks), default=0), max(len(level.value) for level in Level)
-    indent = " " * (width + level_width + 4)
-    lines = []
-    for check, verdict in zip(checks, verdicts, strict=True):
-        text = textwrap.wrap(verdict.what, WIDTH, break_long_words=False, break_on_hyphens=False) or [""]
-        if verdict.remedy:
-            text += textwrap.wrap(f"-> {verdict.remedy}", WIDTH, break_long_words=False, break_on_hyphens=False)
-        lines.append(f"{check:<{width}}  {verdict.level.value:<{level_width}}  {text[0]}")
-        lines += [indent + line for line in text[1:]]
-    return "\n".join(lines)
+def on_each_machine(check: Callable[[], Iterable[Verdict]]) -> list[Verdict]:
+    """Run a check on the first rank of each machine and merge the verdicts; called by all ranks."""
+    found = agree(lambda: list(check()) if local_rank() == 0 else None)
+    by_rank = broadcast(gather((f"node {rank() // local_world_size()}", found)))
+    return merge([(node, verdicts) for node, verdicts in by_rank if verdicts is not None])
 
 
-def to_json(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
-    """Convert verdicts to plain containers."""
-    return [asdict(verdict) | {"level": verdict.level.value} for verdict in verdicts]
+def log_and_raise(verdicts: Iterable[Verdict], kind: type[UserError]) -> None:
+    """Log the warnings on rank 0 and raise the problems on all ranks."""
+    for verdict in verdicts:
+        if verdict.level is Level.warning and is_first_rank():
+            log.warning("%s%s", f"{verdict.where}: " if verdict.where else "", verdict.sentence)
+    agree(lambda: raise_problems(verdicts, kind))
 
 
-def from_json(rows: Sequence[dict[str, Any]]) -> list[Verdict]:
-    """Invert `to_json`."""
-    return [Verdict(**{**row, "level": Level(row["level"])}) for row in rows]
-
-
-def raise_problems(verdicts: Sequence[Verdict], kind: type[UserError]) -> None:
+def raise_problems(verdicts: Iterable[Verdict], kind: type[UserError]) -> None:
     """Raise one error with all problems among the verdicts, if there are any."""
-    texts = [verdict.line for verdict in verdicts if verdict.level is Level.problem]
+    problems = [verdict for verdict in verdicts if verdict.level is Level.problem]
+    texts = [f"{one.where}: {one.sentence}" if one.where else one.sentence for one in problems]
     if len(texts) == 1:
         raise kind(texts[0])
     if texts:
         raise kind(f"{len(texts)} problems:\n" + "\n".join(f"  - {text}" for text in texts))
+
+
+def format_table(verdicts: Sequence[Verdict]) -> str:
+    """Format verdicts for a terminal: check, level, and finding above remedy."""
+    checks = [f"{verdict.check} ({verdict.where})" if verdict.where else verdict.check for verdict in verdicts]
+    width = max(map(len, checks), default=0)
+    lines = []
+    for check, verdict in zip(checks, verdicts, strict=True):
+        text = textwrap.wrap(verdict.what, _TABLE_WIDTH, break_long_words=False) or [""]
+        if verdict.remedy:
+            text += textwrap.wrap(f"-> {verdict.remedy}", _TABLE_WIDTH, break_long_words=False)
+        lines.append(f"{check:<{width}}  {verdict.level.value:<7}  {text[0]}")
+        lines += [" " * (width + 11) + line for line in text[1:]]
+    return "\n".join(lines)
 
 
 def size_text(num_bytes: float) -> str:

@@ -84,16 +84,13 @@ class BucketOrder:
     cuts: list[int]
 
 
-def order_buckets(
-    kept: KeptIndex, left_out: NDArray[np.bool_], *, shard_bytes: int, shards: ShardFormat
-) -> dict[int, BucketOrder]:
+def order_buckets(kept: KeptIndex, left_out: NDArray[np.bool_], shards: ShardFormat) -> dict[int, BucketOrder]:
     """Sort the samples of each place and cut them into shards.
 
     Args:
         kept: The samples.
         left_out: bool [N], those that are not written.
-        shard_bytes: Size that a shard does not exceed, unless one sample does.
-        shards: Format of the shards.
+        shards: Format of the shards, which do not exceed `shard_bytes` unless one sample does.
 
     Returns:
         For each place number, ascending, the order of its samples.
@@ -105,7 +102,7 @@ def order_buckets(
         samples = np.flatnonzero((kept.rows["place"] == place) & ~left_out)
         samples = samples[np.argsort(kept.rows["order"][samples], kind="stable")]
         sizes = kept.rows["size"][samples].astype(np.int64) + per_sample
-        orders[int(place)] = BucketOrder(samples, cut_by_size(sizes, shard_bytes - empty))
+        orders[int(place)] = BucketOrder(samples, cut_by_size(sizes, shards.shard_bytes - empty))
     return orders
 
 

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from diffusion.files import atomic_folder, read_json, unique_partial, write_json
+from diffusion.files import atomic_path, read_json, unique_partial, write_json
 from diffusion.preparation.records import Refused, clean_text, fit_for_json, reason_text
 
 SAMPLES, INDEX, FACTS, REFUSED, SUMMARY = "samples.bin", "index.npy", "facts.parquet", "refused.parquet", "summary.json"
@@ -179,7 +179,8 @@ def writing_partition(folder: Path, source: str) -> Iterator[PartitionWriter]:
     Raises:
         OSError: The disk is full, or the place cannot be written to.
     """
-    with atomic_folder(folder, partial=unique_partial(folder), exist_ok=False) as partial:
+    with atomic_path(folder, partial=unique_partial(folder), exist_ok=False) as partial:
+        partial.mkdir(parents=True)
         writer = PartitionWriter(partial, source)
         try:
             yield writer

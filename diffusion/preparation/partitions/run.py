@@ -103,7 +103,7 @@ class Run:
             start_over(self.out, self.work.parent)
             raise DataError(message)
         left_out = self._left_out(kept, folders)
-        orders = order_buckets(kept, kept.marked(left_out), shard_bytes=self.settings.shard_bytes, shards=self._format)
+        orders = order_buckets(kept, kept.marked(left_out), self._format)
         self._write_shards(call, kept, folders, orders)
         left_out_examples = self._write_facts(call, kept, folders, orders, left_out)
         return self._finish(summaries, orders, left_out_examples)

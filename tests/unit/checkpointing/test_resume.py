@@ -125,14 +125,14 @@ def test_what_may_be_another_is_told_and_recorded(server, finished, tmp_path):
     shutil.copytree(finished["fsdp"], run)
     free = ["trainer.max_duration=3ba", "optimizer.lr=0.002", "model.low_precision_norms=false"]
     job = server.command(1, command(run, *free))
-    told = [line for line in job.output.splitlines() if line.startswith("settings that differ from")]
-    assert len(told) == 1, job.output
+    changed = [line for line in job.output.splitlines() if line.startswith("settings that differ from")]
+    assert len(changed) == 1, job.output
     for change in (
         "trainer.max_duration (was 2ba, is 3ba)",
         "optimizer.lr (was 0.001, is 0.002)",
         "model.low_precision_norms (was true, is false)",
     ):
-        assert change in told[0]
+        assert change in changed[0]
     newest = list_checkpoints(run / "checkpoints")[-1]
     assert batch_of(newest) == 3
     for config in (load_config(run / "config.yaml"), load_config_of(newest)):

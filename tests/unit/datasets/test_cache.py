@@ -241,7 +241,7 @@ def test_a_shard_is_hashed_once_in_a_start(
 
     monkeypatch.setattr(cache, "hash_file", note)
     for start in (1, 2):
-        options = {"remote": root} if is_cache else {}
+        options: dict[str, Any] = {"remote": root} if is_cache else {}
         folder = tmp_path / "cache" if is_cache else root
         ranks = [open_loader(folder, num_workers=num_workers, **options) for _ in range(2 if is_cache else 1)]
         for loader in [*ranks, *ranks]:

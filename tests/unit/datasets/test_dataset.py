@@ -185,24 +185,20 @@ def test_the_state_of_a_run_on_a_streaming_dataset_is_continued(tmp_path: Path) 
 def test_missing_and_half_written_streams(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = write_prepared(tmp_path, {"a": 8, "b": 8})
     advice = r"data\.streams='\[{name: a}, {name: b}\]'"
-    with pytest.raises(DataError, match=rf"train/c \(stream 'c'\) does not exist. Streams there: a, b. .*{advice}"):
+    with pytest.raises(DataError, match=rf"train/c \(stream 'c'\) .*index.json.*{advice}"):
         open_data(root, "c")
-    with pytest.raises(DataError, match=r"does not exist: run scripts/prepare.py"):
+    with pytest.raises(DataError, match=r"scripts/prepare.py"):
         open_data(tmp_path / "nowhere", "a")
-    with pytest.raises(DataError, match=r"does not exist"):
+    with pytest.raises(DataError, match=r"stream 'c'"):
         open_data(tmp_path / "cache", "c", remote=str(root))
     (root / "a" / "index.json").rename(root / "a" / "index.gone")
-    with pytest.raises(DataError, match=r"train/a \(stream 'a'\) has no index.json"):
+    with pytest.raises(DataError, match=r"train/a \(stream 'a'\) .*index.json"):
         open_data(root, "a")
-    (root / "a").rename(root / "a.partial")
-    with pytest.raises(DataError, match=r"only the half-written a.partial: run the command that writes it"):
-        open_data(root, "a")
-    with pytest.raises(DataError, match=r"a.partial is half-written"):
-        open_data(root, "a.partial")
     (tmp_path / "manifest.json").unlink()
-    with pytest.raises(DataError, match=r"is unfinished \(a.partial, and no manifest.json\)"):
+    (tmp_path / "work.partial").mkdir()
+    with pytest.raises(DataError, match=r"work.partial, and no manifest.json"):
         open_data(root, "b")
-    shutil.rmtree(root / "a.partial")
+    (tmp_path / "work.partial").rmdir()
     open_data(root, "b")
     open_data(root, "b")
     assert caplog.text.count("taken for an MDS folder of another tool") == 1, "said once, though it is opened twice"
@@ -210,18 +206,18 @@ def test_missing_and_half_written_streams(tmp_path: Path, caplog: pytest.LogCapt
 
 def test_images_instead_of_latents_and_the_reverse(tmp_path: Path) -> None:
     images, latents = write_prepared(tmp_path / "a", {"b": 8}), write_encoded(tmp_path / "b", {"b": 8})
-    with pytest.raises(DataError, match=r"holds images.*scripts/encode.py PREPARED OUT --resolution 16"):
+    with pytest.raises(DataError, match=r"latent_mean.*data.representation=images"):
         open_data(images, "b", **LATENTS)
-    with pytest.raises(DataError, match=r"holds latents, and data.representation is images"):
+    with pytest.raises(DataError, match=r"image.*data.representation=latents"):
         open_data(latents, "b")
     write_mds(tmp_path / "c" / "b", {"text": "str"}, [{"text": "x"}] * 8)
-    with pytest.raises(DataError, match=r"has the columns text; prepared data has captions, image"):
+    with pytest.raises(DataError, match=r"no image, only text"):
         open_data(tmp_path / "c", "b")
 
 
 def test_latents_that_do_not_fit_the_configuration(tmp_path: Path) -> None:
     root = write_encoded(tmp_path, {"b": 8}, logvar=False)
-    with pytest.raises(DataError, match=r"only the means.*objective.posterior=mean"):
+    with pytest.raises(DataError, match=r"latent_logvar.*objective.posterior"):
         open_data(root, "b", **LATENTS)
     assert BatchKey.LATENT_LOGVAR not in open_data(root, "b", with_logvar=False, **LATENTS)[0]
     with pytest.raises(DataError, match=r"latents of 4 x 4, which do not fit images of 18 x 18"):

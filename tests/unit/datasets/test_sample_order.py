@@ -18,7 +18,6 @@ from diffusion.datasets.sample_order import (
     Slots,
     StreamShape,
     draws_per_stream,
-    rank_slots,
 )
 from diffusion.errors import ConfigurationError
 from diffusion.randomness import NUM_INDEX_BITS, NUM_OCCURRENCE_BITS
@@ -29,6 +28,12 @@ MIXINGS = [
     {"mixing": Mixing.bucket},
     {"mixing": Mixing.groups, "group_size": 2},
 ]
+
+
+def rank_slots(order: EpochOrder, step: int, *, rank: int, num_ranks: int) -> Slots:
+    """Samples of one rank in one step, in slot order: arrays [B / num_ranks]."""
+    mine = order.whole.rank_range(rank, num_ranks)
+    return Slots(*(array[0] for array in order.slots(step, step + 1, mine.start, mine.stop)))
 
 
 def shape(name: str, num_samples: int, shard: int, draws: int | None = None) -> StreamShape:

@@ -92,7 +92,7 @@ def test_labels_tell_averages_apart():
 
 @pytest.mark.parametrize(("width", "limit"), [(0.05, 1e-7), (0.1, 1e-7), (0.06, 0.004), (0.08, 0.004), (0.15, 0.012)])
 def test_combined_profiles_come_near_to_the_wanted_one(width, limit):
-    """Sixteen times of two widths, over 400 steps; the error that is told is the error there is."""
+    """Sixteen times of two widths, over 400 steps; the reported error is the real one."""
     times = range(25, 401, 25)
     stored = [TimedProfile(PowerFunction(w).gamma, time) for time in times for w in WIDTHS]
     combination = combine_profiles(stored, TimedProfile(PowerFunction(width).gamma, 400))

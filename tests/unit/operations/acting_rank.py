@@ -32,14 +32,14 @@ def beat(rank: int, step: int, phase: Phase, **more) -> HeartbeatRecord:
 
 
 def wait_in_a_collective(say: Callable[[], None]) -> None:
-    """Give the sign of life here: who has read it finds this on the stack."""
+    """Write the heartbeat here: who has read it finds this on the stack."""
     say()
     while True:
         time.sleep(0.05)
 
 
 def work(say: Callable[[], None]) -> None:
-    """Change what is on the stack all the time, from the sign of life on."""
+    """Change what is on the stack all the time, from the heartbeat on."""
     say()
     while True:
         for depth in range(40):

@@ -13,7 +13,7 @@ import pytest
 from diffusion.checkpointing.find import find_checkpoints
 from diffusion.checkpointing.layout import batch_of
 from diffusion.errors import MachineError
-from diffusion.operations import lease
+from diffusion.operations import timeouts
 from diffusion.operations.lease import LEASE, leased
 from tests.tools.training_runs import Job, Run
 
@@ -62,7 +62,7 @@ def test_a_second_start_is_refused_and_a_killed_one_is_followed_at_once(server, 
 def test_all_ranks_end_when_another_start_has_taken_the_run_over(server, tmp_path):
     run = tmp_path / "run"
     job = begun(server, run, num_ranks=2)
-    time.sleep(1.5 * lease.RENEWAL_SECONDS)  # Both ranks have seen their own.
+    time.sleep(1.5 * timeouts.RENEWAL)  # Both ranks have seen their own.
     taken = json.loads((run / LEASE).read_text()) | {"host": "elsewhere", "token": "another"}
     (run / "new").write_text(json.dumps(taken))
     (run / "new").replace(run / LEASE)
@@ -78,7 +78,7 @@ def held_elsewhere(folder: Path, count: int) -> None:
 
 
 def test_a_lease_of_another_host_is_taken_over_when_it_has_run_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(lease, "LEASE_SECONDS", 2.0)
+    monkeypatch.setattr(timeouts, "LEASE", 2.0)
     held_elsewhere(tmp_path, 1)
     began = time.monotonic()
     with leased(tmp_path):

@@ -22,13 +22,10 @@ from diffusion.checkpointing.save import write_file
 from diffusion.config.loading import load_config
 from diffusion.config.schema import Config
 from diffusion.config.secrets import to_public_yaml
-from diffusion.datasets.cache import LOCKS
 from diffusion.errors import ConfigurationError, MachineError
-from diffusion.files import lock
-from diffusion.operations import runs
 from diffusion.operations.costs import BUDGET, CostsFile, Kind, StartCosts
 from diffusion.operations.heartbeats import HeartbeatFile, HeartbeatRecord, Phase
-from diffusion.operations.runs import find_removable, find_runs, is_running, read_overview, remove_all, stop
+from diffusion.operations.runs import find_runs, find_superseded, is_running, read_status, stop
 from diffusion.operations.supervisor import SUPERVISED
 from tests.tools.training_runs import ROOT
 
@@ -100,7 +97,7 @@ def test_a_run_of_another_machine_is_at_work_until_it_is_silent_or_has_ended(tmp
     assert not is_running(tmp_path / "run", config)
     beat(config, host="elsewhere", pid=1, phase=Phase.ended)
     assert not is_running(tmp_path / "run", config)
-    assert read_overview(tmp_path / "run", config).status == "interrupted"
+    assert read_status(tmp_path / "run", config) == "interrupted"
 
 
 def test_a_run_with_a_relative_folder_is_at_work_wherever_it_is_looked_at_from(tmp_path, monkeypatch):
@@ -175,62 +172,27 @@ def test_old_checkpoints_go_and_those_of_a_run_at_work_stay(tmp_path):
     (run / "checkpoints/ep0-ba10.pt").write_bytes(b"damaged")
 
     beat(config, host=socket.gethostname(), pid=os.getpid())
-    assert list(find_removable(run, config, num_kept=1)) == []
+    assert find_superseded(run, config, num_kept=1) == []
     shutil.rmtree(run / "heartbeats")
-    removable = list(find_removable(run, config, num_kept=1))
-    assert [one.path.name for one in removable] == ["ep0-ba2.pt", "ep0-ba6.pt"]
-    assert removable[0].num_bytes == (run / "checkpoints/ep0-ba2.pt").stat().st_size
-    assert remove_all(removable) == []
+    assert [path.name for path in find_superseded(run, config, num_kept=1)] == ["ep0-ba2.pt", "ep0-ba6.pt"]
+    script().prune([tmp_path], 1, is_dry=False)
     assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["ep0-ba4.pt", "ep0-ba8.pt", "ep0-ba10.pt"]
 
 
-def test_the_cache_of_a_finished_run_goes_unless_a_job_uses_it(tmp_path):
-    cache, remote = tmp_path / "cache" / "a", tmp_path / "remote"
-    streams = f"data.streams=[{{name: a}}, {{name: own, remote: null, local: {tmp_path}/own}}]"
-    overrides = ["plugins.train_dataset=null", f"data.remote={remote}", f"data.local={tmp_path}/cache", streams]
-    config = write_run(tmp_path / "run", *overrides)
-    cache.mkdir(parents=True)
-    (cache / "shard.mds").write_bytes(b"x" * 1000)
-    rest = cache.with_name(f"a{runs.REMOVED}")
-    rest.mkdir()
-    (rest / "shard.mds").write_bytes(b"of a prune that was killed")
-    assert list(find_removable(tmp_path / "run", config, None)) == [], "a run that may go on needs its cache"
-
-    (tmp_path / "run" / FINISHED).write_text("{}")
-    found = {one.path: one for one in find_removable(tmp_path / "run", config, None)}
-    assert found[cache].num_bytes == 1000
-    (cache / LOCKS).mkdir()
-    with lock(cache / LOCKS / "in_use", shared=True):
-        (failure,) = remove_all([found[cache]])
-        assert "in use" in failure
-        assert cache.exists()
-    assert remove_all(list(found.values())) == []
-    assert not cache.exists()
-    assert not list(cache.parent.glob(f"*{runs.REMOVED}"))
-    assert list(find_removable(tmp_path / "run", config, None)) == []
-
-
-def test_relative_caches_and_checkpoints_are_those_of_the_folder_in_which_the_run_was_started(tmp_path, monkeypatch):
-    places = ["data.remote=remote", "data.local=cache", "trainer.checkpoint_folder=kept", "data.streams=[{name: a}]"]
-    config = write_run(tmp_path / "run", "plugins.train_dataset=null", *places)
-    (tmp_path / "run" / FINISHED).write_text("{}")
+def test_a_relative_checkpoint_folder_is_that_of_the_folder_in_which_the_run_was_started(tmp_path, monkeypatch):
+    config = write_run(tmp_path / "run", "trainer.checkpoint_folder=kept")
     for folder in (tmp_path, tmp_path / "other"):
-        (folder / "cache/a").mkdir(parents=True)
-        (folder / "kept").mkdir()
+        (folder / "kept").mkdir(parents=True)
         for step in (2, 4):
             write_file(folder / f"kept/ep0-ba{step}.pt", {"state": {"x": torch.zeros(8)}})
     monkeypatch.chdir(tmp_path / "other")
-    assert list(find_removable(tmp_path / "run", config, num_kept=1)) == []
+    assert find_superseded(tmp_path / "run", config, num_kept=1) == []
     os.close(supervise(tmp_path, os.getpid(), []))
     (tmp_path / SUPERVISED).rename(tmp_path / "run" / SUPERVISED)
-    found = [one.path for one in find_removable(tmp_path / "run", config, num_kept=1)]
-    assert found == [tmp_path / "kept/ep0-ba2.pt", tmp_path / "cache/a"]
-    config.data.remote = str(tmp_path / "cache")
-    found = [one.path for one in find_removable(tmp_path / "run", config, num_kept=1)]
-    assert found == [tmp_path / "kept/ep0-ba2.pt"], "the original stays"
+    assert find_superseded(tmp_path / "run", config, num_kept=1) == [tmp_path / "kept/ep0-ba2.pt"]
 
 
-def test_a_run_that_cannot_be_read_is_told_and_the_others_are_tidied_up(tmp_path, capsys):
+def test_a_run_that_cannot_be_read_is_named_and_the_others_are_pruned(tmp_path, capsys):
     (tmp_path / "a").mkdir()
     (tmp_path / "a/config.yaml").write_text("a_key_of_another_version: 1\n")
     write_run(tmp_path / "b")
@@ -238,6 +200,6 @@ def test_a_run_that_cannot_be_read_is_told_and_the_others_are_tidied_up(tmp_path
     for step in (2, 4):
         write_file(tmp_path / f"b/checkpoints/ep0-ba{step}.pt", {"state": {"x": torch.zeros(8)}})
     script().prune([tmp_path], 1, is_dry=True)
-    told = capsys.readouterr().out
-    assert f"{tmp_path}/a  is skipped: " in told
-    assert f"{tmp_path}/b/checkpoints/ep0-ba2.pt  " in told
+    output = capsys.readouterr().out
+    assert f"{tmp_path}/a  is skipped: " in output
+    assert f"{tmp_path}/b/checkpoints/ep0-ba2.pt\n" in output

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -22,8 +21,8 @@ from diffusion.errors import ConfigurationError, MachineError
 from diffusion.operations import supervisor as supervisor_module
 from diffusion.operations.events import EventLog, read_events
 from diffusion.operations.heartbeats import HeartbeatFile, HeartbeatRecord, Phase, read_heartbeats
-from diffusion.operations.processes import Command, kill, tree
-from diffusion.operations.supervisor import SUPERVISED, RunFolders, Supervisor, read_command
+from diffusion.operations.processes import kill, tree
+from diffusion.operations.supervisor import SUPERVISED, Supervisor, split_command
 from tests.tools.training_runs import ROOT, environment
 
 WAITS = {"phase": "step", "step": 7, "waits": True, "code": 0}
@@ -40,17 +39,17 @@ def supervisor_of(
     script = run / "acts.json"
     run.mkdir(exist_ok=True)
     script.write_text(json.dumps(acts))
-    folders = RunFolders(run=run, heartbeats=run / "beats")
-    folders.heartbeats.mkdir(exist_ok=True)
+    heartbeats = run / "beats"
+    heartbeats.mkdir(exist_ok=True)
     program = ROOT / "tests/unit/operations/acting_rank.py"
-    command = [*launcher, sys.executable, str(program), str(folders.heartbeats), str(script)]
-    return Supervisor(
-        lambda lock: Command(command, keep_open=lock, environment=environment()),
-        folders,
-        SupervisionConfig(first_pause=0.01, **settings),
-        EventLog(run),
-        prepare=prepare,
-    )
+    command = [*launcher, sys.executable, str(program), str(heartbeats), str(script)]
+
+    def start() -> list[str]:
+        prepare()
+        return command
+
+    settled = SupervisionConfig(first_pause=0.01, **settings)
+    return Supervisor(start, run, heartbeats, settled, EventLog(run), environment=environment())
 
 
 def names(run: Path) -> list[str]:
@@ -92,7 +91,7 @@ def test_a_launcher_has_time_to_end_the_ranks_of_other_machines_when_those_of_th
     assert (tmp_path / "ended").exists()
 
 
-def test_slow_data_is_told_and_waited_for(tmp_path):
+def test_slow_data_is_reported_and_waited_for(tmp_path):
     supervisor = supervisor_of(tmp_path, [{**WAITS, "phase": "data"}, FINISHES], hang_floor=2, data_timeout=12)
     assert supervisor.run() == 0
     assert names(tmp_path) == ["started", "slow_data", "hang", "ended", "started", "finished"]
@@ -119,7 +118,7 @@ def test_a_signal_is_passed_on_and_the_supervisor_ends_with_the_job(tmp_path):
 
     threading.Thread(target=tell).start()
     assert supervisor.run() == 75
-    assert names(tmp_path) == ["started", "told", "stopped"]
+    assert names(tmp_path) == ["started", "signal", "stopped"]
 
 
 @pytest.mark.usefixtures("own_handlers")
@@ -151,7 +150,7 @@ def test_a_signal_is_received_wherever_the_supervisor_is(tmp_path):
         signal.alarm(0)
         signal.signal(signal.SIGALRM, previous)
         kill(tree([beat.pid for beat in read_heartbeats(tmp_path / "beats")]))
-    assert names(tmp_path) == ["started", "told", "stopped"]
+    assert names(tmp_path) == ["started", "signal", "stopped"]
 
 
 @pytest.mark.usefixtures("own_handlers")
@@ -210,7 +209,7 @@ def test_who_looks_whether_a_run_is_supervised_keeps_no_supervisor_away(tmp_path
     assert supervisor_of(tmp_path, [FINISHES]).run() == 0
 
 
-def test_a_sign_of_life_that_is_being_overwritten_is_read_again(tmp_path, monkeypatch):
+def test_a_heartbeat_that_is_being_overwritten_is_read_again(tmp_path, monkeypatch):
     for rank in (0, 1):
         file = HeartbeatFile(tmp_path, rank)
         file.write(HeartbeatRecord(rank=rank, pid=1, host="h", count=1, phase=Phase.step, step=3, num_done=3, time=0.0))
@@ -230,7 +229,7 @@ def test_a_sign_of_life_that_is_being_overwritten_is_read_again(tmp_path, monkey
 
 def test_a_run_folder_that_cannot_be_written_is_refused(tmp_path):
     supervisor = supervisor_of(tmp_path, [FINISHES])
-    supervisor.folders = replace(supervisor.folders, run=Path("/dev/null/run"))
+    supervisor.run_folder = Path("/dev/null/run")
     with pytest.raises(MachineError, match="/dev/null/run"):
         supervisor.run()
 
@@ -241,14 +240,8 @@ def test_a_program_that_is_not_there_ends_the_supervisor_with_its_name(tmp_path)
         supervisor.run()
 
 
-def test_the_command_says_what_is_supervised(tmp_path):
-    command = ["torchrun", "--nnodes=2", "run.py", "tests/tools/toy.yaml", f"output_folder={tmp_path}"]
-    supervised = read_command([*command, "operations.supervision.hang_floor=90"], {})
-    assert supervised.folders == RunFolders(run=tmp_path, heartbeats=tmp_path / "heartbeats")
-    assert (supervised.config.operations.supervision.hang_floor, supervised.webhook) == (90, None)
-    named = "operations.supervision.webhook_variable=ALARMS"
-    assert read_command([*command, named], {"ALARMS": "http://x/SECRET"}).webhook == "http://x/SECRET"
-    with pytest.raises(ConfigurationError, match=r"operations\.supervision\.webhook_variable"):
-        read_command([*command, named], {})
+def test_yaml_and_overrides_of_a_command():
+    command = ["torchrun", "--nnodes=2", "run.py", "tests/tools/toy.yaml", "output_folder=x", "--other=1", "seed=3"]
+    assert split_command(command) == ("tests/tools/toy.yaml", ["output_folder=x", "seed=3"])
     with pytest.raises(ConfigurationError, match=r"composer run\.py"):
-        read_command(["composer", "run.py"], {})
+        split_command(["composer", "run.py"])

@@ -38,10 +38,6 @@ def test_the_remedy_suits_the_cause(usage, downloaded, settings, remedy):
     assert re.search(remedy, text)
 
 
-def test_nothing_is_claimed_without_readings():
-    assert explain_waiting(None, 0.0, LOADER) == "the cause is unknown"
-
-
 def test_usage_between_two_readings():
     before = Counters(
         clock=100.0, cpu_busy=50.0, cpu_waiting=1.0, cpu_total=400.0, disk_read=0,

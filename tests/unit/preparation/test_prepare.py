@@ -50,7 +50,7 @@ def hostile(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6
     frames = [Image.new("RGB", (20, 20), colour) for colour in ("red", "blue")]
-    pictures = {
+    contents = {
         "animated.gif": encode(frames[0], "GIF", save_all=True, append_images=frames[1:]),
         "bomb.png": bomb,
         "cmyk.jpg": encode(Image.new("CMYK", (20, 20)), "JPEG"),
@@ -66,7 +66,7 @@ def hostile(tmp_path):
         "wrong extension.png": noise(20, 20, image_format="JPEG"),
         "zero.png": b"",
     }
-    for name, content in pictures.items():
+    for name, content in contents.items():
         (folder / name).write_bytes(content)
         if name != "no caption.png":
             (folder / name).with_suffix(".txt").write_text(f"caption of {name}")

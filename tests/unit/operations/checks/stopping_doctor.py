@@ -5,8 +5,8 @@ import runpy
 import signal
 import sys
 
-from diffusion.operations.checks import ranks
-from diffusion.operations.checks.device import DeviceSpeed
+from diffusion.operations.checks import doctor
+from diffusion.operations.checks.nodes import DeviceSpeed
 
 
 def measure(device: object) -> DeviceSpeed:
@@ -15,7 +15,7 @@ def measure(device: object) -> DeviceSpeed:
     return DeviceSpeed(name="", datasheet_flops=None, matmul_flops=1e12, copy_bytes_per_second=1e12)
 
 
-os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", NODE_RANK=os.environ["RANK"])
-ranks.measure_device = measure
+os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+doctor.measure_device = measure
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")

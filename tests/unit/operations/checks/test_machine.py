@@ -1,9 +1,11 @@
-"""Checks of a machine, on recorded probes of healthy and of faulty ones."""
+"""Checks of a machine and its GPUs, of healthy and of faulty ones."""
 
+import logging
 import math
 import os
-import resource
-from dataclasses import replace
+import shutil
+import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,159 +13,48 @@ import pytest
 import torch
 
 from diffusion.config.loading import load_config
-from diffusion.config.schema import Config
 from diffusion.config.training import Device
-from diffusion.operations.checks import gpu as gpu_checks
+from diffusion.errors import MachineError
 from diffusion.operations.checks import machine as machine_checks
-from diffusion.operations.checks.check import Job, Stage, run_checks
-from diffusion.operations.checks.device import computes_bf16
-from diffusion.operations.checks.gpu import GpuMeter, GpuProbe, probe_gpus
+from diffusion.operations.checks.gpu import GpuMeter, check_gpu_errors, check_gpu_memory, computes_bf16, visible_gpus
 from diffusion.operations.checks.machine import (
     Demand,
-    DiskProbe,
-    MachineProbe,
-    WriteProbe,
-    check_cores,
-    check_file_limit,
+    available_memory,
+    check_machines,
     check_memory,
+    check_output_folder,
     check_output_space,
-    check_output_speed,
     check_shared_memory,
     checkpoint_folder,
-    measure_write_speed,
-    probe_disk,
-    probe_machine,
+    file_bytes,
 )
-from diffusion.operations.checks.verdicts import Level, Verdict
+from diffusion.operations.checks.verdicts import Level
+from tests.tools.training_runs import ROOT
 
-GPU = GpuProbe(
-    name="GPU 0 (NVIDIA A100)",
-    total_bytes=80 * 10**9,
-    free_bytes=79 * 10**9,
-    foreign_bytes=0,
-    uncorrected_errors=0,
-    remapping_failed=False,
-    slowdowns=(),
-)
-NODE = MachineProbe(
-    num_cores=96,
-    memory_bytes=1000 * 10**9,
-    available_bytes=900 * 10**9,
-    shm_bytes=500 * 10**9,
-    shm_free_bytes=490 * 10**9,
-    file_limit=65536,
-    file_limit_max=65536,
-)
-DEMAND = Demand(
-    num_ranks=8,
-    num_workers=64,
-    shm_bytes=10**9,
-    num_files=600,
-    memory_bytes=20e9,
-    gpu_bytes=40e9,
-    gpu_bytes_with_reserve=40e9 / 0.9,
-    checkpoint_bytes=14 * 10**9,
-    storage_bytes=140 * 10**9,
-)
-DISK = DiskProbe(folder=Path("/runs"), device=1, free_bytes=10**12, is_writable=True, held_bytes=0)
+GB = 10**9
+DEMAND = Demand(shm_bytes=GB, memory_bytes=20e9, gpu_bytes=40e9, checkpoint_bytes=14 * GB, storage_bytes=140 * GB)
 
 
-def run_at_start(
-    machine: MachineProbe = NODE, demand: Demand = DEMAND, gpus: tuple[GpuProbe, ...] = (GPU, GPU)
-) -> list[Verdict]:
-    """The verdicts of a start of training with these probes."""
-    results = {
-        probe_machine: machine,
-        machine_checks.find_demand: demand,
-        machine_checks.probe_output_disk: DISK,
-        probe_gpus: list(gpus),
-    }
-    device = Device.cpu if demand.gpu_bytes is None else Device.gpu
-    job = Job(config=Config(), device=device, results=results)
-    return run_checks([*machine_checks.CHECKS, *gpu_checks.CHECKS], job, Stage.start)
-
-
-JOB = Job(config=Config(), device=Device.gpu)
-
-
-def levels(verdicts: list[Verdict]) -> set[Level]:
-    return {verdict.level for verdict in verdicts}
-
-
-def test_a_healthy_node_gives_no_warning():
-    assert levels(run_at_start()) == {Level.ok}
-
-
-def test_a_small_machine_with_a_small_run_gives_no_warning():
-    small = replace(
-        NODE,
-        num_cores=2,
-        memory_bytes=8 * 10**9,
-        available_bytes=5 * 10**9,
-        shm_bytes=4 * 10**9,
-        shm_free_bytes=4 * 10**9,
-        file_limit=1024,
-    )
-    tiny = replace(
-        DEMAND, num_ranks=2, num_workers=2, shm_bytes=10**6, num_files=320, memory_bytes=2.3e9, gpu_bytes=None
-    )
-    assert levels(run_at_start(small, tiny, ())) == {Level.ok}
+def test_what_a_machine_lacks():
+    assert check_memory(30 * GB, DEMAND).level is Level.ok
+    assert check_memory(10 * GB, DEMAND).level is Level.warning
+    assert check_shared_memory(2 * GB, DEMAND).level is Level.ok
+    assert check_shared_memory(64 * 10**6, DEMAND).level is Level.problem
 
 
 @pytest.mark.parametrize(
-    ("check", "reading", "level", "text"),
-    [
-        (check_cores, {"num_cores": 8}, Level.warning, "8 cores for 8 ranks and 64 loader workers"),
-        (check_memory, {"available_bytes": 10**10}, Level.warning, "10.0 GB of 1.0 TB memory"),
-        (check_shared_memory, {"shm_free_bytes": 64 * 10**6}, Level.problem, "64.0 MB of 500.0 GB free"),
-        (check_shared_memory, {"shm_free_bytes": 15 * 10**8}, Level.warning, "1.5 GB of 500.0 GB free"),
-        (check_file_limit, {"file_limit": 512}, Level.problem, "may open 512 files, a rank needs about 600"),
-        (check_file_limit, {"file_limit": 1024}, Level.warning, "may open 1024 files"),
-    ],
+    ("free", "held", "level"),
+    [(GB, 0, Level.problem), (100 * GB, 0, Level.warning), (100 * GB, 50 * GB, Level.ok), (200 * GB, 0, Level.ok)],
 )
-def test_what_a_machine_lacks(check, reading, level, text):
-    verdict = check(replace(NODE, **reading), DEMAND)
-    assert verdict.level is level
-    assert text in verdict.what
-    assert verdict.remedy
+def test_space_for_checkpoints(tmp_path, monkeypatch, free, held, level):
+    monkeypatch.setattr(machine_checks.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    monkeypatch.setattr(machine_checks, "file_bytes", lambda folder: held)
+    assert check_output_space(tmp_path / "run", DEMAND).level is level
+    assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("gpu", "check", "level", "text"),
-    [
-        ({"total_bytes": 24 * 10**9}, "GPU memory", Level.problem, "has 24.0 GB of memory, 40.0 GB are needed"),
-        ({"total_bytes": 42 * 10**9}, "GPU memory", Level.warning, "has 42.0 GB of memory"),
-        ({"foreign_bytes": 5 * 10**9}, "GPU in use", Level.warning, "other processes hold 5.0 GB"),
-        ({"foreign_bytes": 6 * 10**10, "free_bytes": 2 * 10**10}, "GPU in use", Level.problem, "hold 60.0 GB"),
-        ({"uncorrected_errors": 3}, "GPU errors", Level.warning, "had 3 uncorrectable memory errors"),
-        ({"remapping_failed": True}, "GPU errors", Level.problem, "cannot replace"),
-        ({"slowdowns": ("too hot",)}, "GPU clocks", Level.warning, "slowed down: too hot"),
-    ],
-)
-def test_what_is_wrong_with_a_gpu(gpu, check, level, text):
-    (verdict,) = [one for one in run_at_start(gpus=(GPU, replace(GPU, **gpu))) if one.level is not Level.ok]
-    assert (verdict.check, verdict.level) == (check, level)
-    assert text in verdict.what
-
-
-def test_gpus_that_nvml_does_not_show_and_a_run_without_gpus():
-    assert levels([one for one in run_at_start(gpus=()) if one.check == "GPUs"]) == {Level.warning}
-    assert not [one for one in run_at_start(demand=replace(DEMAND, gpu_bytes=None), gpus=()) if "GPU" in one.check]
-
-
-def test_space_and_speed_of_the_output_folder():
-    assert check_output_space(replace(DISK, free_bytes=10**9), DEMAND).level is Level.problem
-    little = replace(DISK, free_bytes=10**11)
-    assert check_output_space(little, DEMAND).level is Level.warning
-    assert check_output_space(replace(little, held_bytes=5 * 10**10), DEMAND).level is Level.ok
-    assert check_output_space(replace(DISK, is_writable=False), DEMAND).level is Level.problem
-
-    def speed(bytes_per_second: float) -> Verdict:
-        (found,) = check_output_speed(WriteProbe(folder=Path("/runs"), bytes_per_second=bytes_per_second), DEMAND)
-        return found
-
-    assert "about 14 s" in speed(1e9).what
-    assert speed(1e7).level is Level.warning
+def test_a_folder_that_cannot_be_written():
+    assert check_output_space(Path("/dev/null/run"), DEMAND).level is Level.problem
 
 
 def test_checkpoints_of_a_store_are_written_to_the_output_folder_first():
@@ -175,35 +66,77 @@ def test_checkpoints_of_a_store_are_written_to_the_output_folder_first():
     assert checkpoint_folder(config) == Path("/large/toy")
 
 
-def test_readings_of_this_machine(tmp_path):
-    reading = probe_machine(JOB)
-    assert 1 <= reading.num_cores <= (os.cpu_count() or 1)
-    assert 0 < reading.available_bytes <= reading.memory_bytes
-    assert reading.file_limit == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+def test_files_of_a_folder_are_added_up(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "file").write_bytes(bytes(1234))
-    disk = probe_disk(tmp_path, with_content=True)
-    assert (disk.held_bytes, disk.is_writable) == (1234, True)
-    absent = tmp_path / "not" / "there"
-    assert probe_disk(absent).device == disk.device
-    assert measure_write_speed(absent, 2**20) > 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["sub"]
+    assert file_bytes(tmp_path) == 1234
 
 
-def test_what_the_kernel_would_give_up_is_left_of_a_containers_memory(tmp_path, monkeypatch):
+def test_a_full_disk_cannot_be_written(tmp_path):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a small disk")
+    try:
+        assert check_output_folder(folder).level is Level.problem
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+    assert check_output_folder(folder).level is Level.ok
+
+
+def test_reclaimable_memory_of_a_container_is_available(tmp_path, monkeypatch):
     monkeypatch.setattr(machine_checks, "CGROUP", tmp_path)
-    assert machine_checks._container_memory() == (None, None)
+    of_machine = available_memory()
+    assert of_machine > 1000
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("900\n")
-    assert machine_checks._container_memory() == (None, None)
+    assert available_memory() > 1000
     (tmp_path / "memory.max").write_text("1000\n")
-    assert machine_checks._container_memory() == (1000, 100)
+    assert available_memory() == 100
     stat = "anon 500\nfile 340\ninactive_anon 7\ninactive_file 100\nactive_file 240\nslab_reclaimable 50\n"
     (tmp_path / "memory.stat").write_text(stat + "slab_unreclaimable 10\nslab 60\n")
-    assert machine_checks._container_memory() == (1000, 490)
+    assert available_memory() == 490
     for used, left in ((1900, 0), (300, 1000)):
         (tmp_path / "memory.current").write_text(f"{used}\n")
-        assert machine_checks._container_memory() == (1000, left)
+        assert available_memory() == left
+
+
+# The start of training
+
+
+def start(tmp_path: Path) -> None:
+    config = load_config(
+        ROOT / "tests/tools/toy.yaml",
+        [f"output_folder={tmp_path}/run", "data.num_workers=2", "data.global_batch_size=4096"],
+    )
+    check_machines(config, Device.cpu)
+
+
+def test_a_healthy_start_is_quiet_and_quick(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(machine_checks, "available_memory", lambda: 100 * GB)
+    start(tmp_path)
+    began = time.perf_counter()
+    start(tmp_path)
+    assert time.perf_counter() - began < 5
+    assert [record.message for record in caplog.records if record.name.startswith("diffusion")] == []
+
+
+def test_a_problem_ends_the_start_and_a_warning_is_logged(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(machine_checks, "available_memory", lambda: 10**6)
+    start(tmp_path)
+    assert "data.num_workers" in caplog.text
+    monkeypatch.setattr(machine_checks, "SHM", tmp_path / "absent")
+    with pytest.raises(MachineError, match=r"data\.prefetch_factor"):
+        start(tmp_path)
+
+
+# GPUs
+
+
+def memory(used: int, total: int = 80 * GB) -> SimpleNamespace:
+    return SimpleNamespace(total=total, free=total - used, used=used)
 
 
 class FakeNVMLError(Exception):
@@ -211,7 +144,7 @@ class FakeNVMLError(Exception):
 
 
 def fake_nvml(**functions) -> SimpleNamespace:
-    """A driver with two GPUs; the second is not free of faults."""
+    """A driver with two GPUs of 80 GB; a foreign process holds 20 GB of the second."""
 
     def samples(handle: int, kind: int, since: int):
         taken = [
@@ -227,68 +160,93 @@ def fake_nvml(**functions) -> SimpleNamespace:
         "NVML_MEMORY_ERROR_TYPE_UNCORRECTED": 1,
         "NVML_VOLATILE_ECC": 0,
         "NVML_GPU_UTILIZATION_SAMPLES": 1,
-        "nvmlClocksThrottleReasonHwThermalSlowdown": 64,
-        "nvmlClocksThrottleReasonHwPowerBrakeSlowdown": 128,
-        "nvmlClocksThrottleReasonHwSlowdown": 8,
         "nvmlInit": lambda: None,
-        "nvmlShutdown": lambda: None,
         "nvmlDeviceGetCount": lambda: 2,
         "nvmlDeviceGetHandleByIndex": lambda number: number,
         "nvmlDeviceGetHandleByUUID": {"GPU-b": 1}.__getitem__,
         "nvmlDeviceGetName": lambda handle: "H100",
-        "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(total=100, free=100 - 30 * handle, used=30 * handle),
+        "nvmlDeviceGetMemoryInfo": lambda handle: memory(used=24 * GB * handle),
         "nvmlDeviceGetComputeRunningProcesses": lambda handle: [
-            SimpleNamespace(pid=os.getppid(), usedGpuMemory=20 * handle),
+            SimpleNamespace(pid=os.getppid(), usedGpuMemory=20 * GB * handle),
             SimpleNamespace(pid=1, usedGpuMemory=None),
-            SimpleNamespace(pid=os.getpid(), usedGpuMemory=10 * handle),
+            SimpleNamespace(pid=os.getpid(), usedGpuMemory=10 * GB * handle),
         ],
-        "nvmlDeviceGetTotalEccErrors": lambda handle, kind, counter: 2 * handle,
+        "nvmlDeviceGetTotalEccErrors": lambda handle, kind, counter: 0,
         "nvmlDeviceGetRemappedRows": not_supported,
-        "nvmlDeviceGetCurrentClocksThrottleReasons": lambda handle: 64 * handle,
         "nvmlDeviceGetSamples": samples,
         "nvmlDeviceGetUtilizationRates": lambda handle: SimpleNamespace(gpu=10),
     }
     return SimpleNamespace(**(driver | functions))
 
 
-def test_nvml_is_read_and_memory_of_the_job_is_not_foreign(monkeypatch):
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
     for name in ("CUDA_VISIBLE_DEVICES", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    first, second = probe_gpus(JOB, fake_nvml())
-    assert (first.name, first.foreign_bytes, first.uncorrected_errors, first.slowdowns) == ("GPU 0 (H100)", 0, 0, ())
-    assert (second.free_bytes, second.foreign_bytes, second.uncorrected_errors) == (70, 20, 2)
-    assert second.slowdowns == ("too hot",)
-    assert not second.remapping_failed
 
 
-def test_processes_of_another_namespace_are_not_judged(monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    ours = SimpleNamespace(pid=2**22 + 1, usedGpuMemory=5 * 10**9)  # Above the largest id that Linux gives.
-    found = probe_gpus(JOB, fake_nvml(nvmlDeviceGetComputeRunningProcesses=lambda handle: [ours]))
-    assert [gpu.foreign_bytes for gpu in found] == [None, None]
-    assert levels(run_at_start(gpus=(replace(GPU, foreign_bytes=None),))) == {Level.ok}
+def found(functions: dict, needed: float = 40e9) -> dict[str, Level]:
+    """Levels of the verdicts on the GPUs of a driver, by the name of the check."""
+    nvml = fake_nvml(**functions)
+    return {verdict.check: verdict.level for verdict in [*check_gpu_memory(needed, nvml), *check_gpu_errors(nvml)]}
 
 
-def test_a_gpu_whose_memory_nvml_cannot_read_is_named(monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+def processes(*num_bytes: int, pid: int = 1):
+    return lambda handle: [SimpleNamespace(pid=pid, usedGpuMemory=num) for num in num_bytes]
 
-    def lost(handle: int) -> SimpleNamespace:
-        if handle == 0:
-            raise FakeNVMLError
-        return SimpleNamespace(total=100, free=70, used=30)
 
+def test_memory_of_other_processes_is_named():
+    (verdict,) = [one for one in check_gpu_memory(40e9, fake_nvml()) if one.check == "GPU in use"]
+    assert (verdict.level, "20.0 GB on GPU 1 (H100)" in verdict.what) == (Level.warning, True)
+    assert found({"nvmlDeviceGetComputeRunningProcesses": processes(GB)}) == {"GPUs": Level.ok}
+    assert found({}, 70e9)["GPU in use"] is Level.problem, "it does not fit beside them"
+    of_another_namespace = 2**22 + 1  # Above the largest ID that Linux gives.
+    assert found({"nvmlDeviceGetComputeRunningProcesses": processes(5 * GB, pid=of_another_namespace)}) == {
+        "GPUs": Level.ok
+    }
+
+
+def test_what_is_wrong_with_a_gpu():
+    healthy = {"nvmlDeviceGetComputeRunningProcesses": processes()}
+    assert found(healthy) == {"GPUs": Level.ok}
+    assert found(healthy, 90e9)["GPU memory"] is Level.problem
+    errors = {"nvmlDeviceGetTotalEccErrors": lambda handle, kind, counter: 3}
+    assert found(healthy | errors)["GPU errors"] is Level.warning
+    remapped = {"nvmlDeviceGetRemappedRows": lambda handle: (1, 1, 0, 1)}
+    assert found(healthy | remapped)["GPU errors"] is Level.problem
+
+
+def lost(handle: int) -> SimpleNamespace:
+    if handle == 0:
+        raise FakeNVMLError
+    return memory(used=24 * GB)
+
+
+def gone(*arguments: int) -> SimpleNamespace:
+    raise FakeNVMLError
+
+
+def test_a_gpu_whose_memory_nvml_cannot_read_is_named():
     driver = fake_nvml(nvmlDeviceGetMemoryInfo=lost)
-    found = probe_gpus(JOB, driver)
-    assert [gpu.free_bytes for gpu in found] == [None, 70]
-    (verdict,) = [one for one in run_at_start(gpus=tuple(found)) if one.check == "GPUs"]
+    (verdict,) = [one for one in check_gpu_memory(40e9, driver) if one.check == "GPUs"]
     assert (verdict.level, "GPU 0" in verdict.what) == (Level.warning, True)
     assert GpuMeter(driver).read() == pytest.approx((0.6, 0.3)), "of the GPU that answers"
-
-    def gone(*arguments: int) -> SimpleNamespace:
-        raise FakeNVMLError
-
     assert GpuMeter(fake_nvml(nvmlDeviceGetMemoryInfo=gone)).read() == pytest.approx((0.6, math.nan), nan_ok=True)
-    assert probe_gpus(JOB, fake_nvml(nvmlDeviceGetHandleByIndex=gone)) == []
+    assert found({"nvmlDeviceGetHandleByIndex": gone}) == {"GPUs": Level.warning}
+
+
+def test_only_visible_gpus_are_read_and_none_without_a_driver(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b")
+    assert visible_gpus(fake_nvml()) == {"GPU 0 (H100)": 1}
+    no_driver = fake_nvml(nvmlInit=gone)
+    assert visible_gpus(no_driver) == {}
+    assert GpuMeter(no_driver).read() is None
+
+
+def test_utilisation_is_the_mean_of_the_new_samples_or_the_present_value():
+    meter = GpuMeter(fake_nvml())
+    assert meter.read() == pytest.approx((0.6, 0.15))
+    assert meter.read() == pytest.approx((0.1, 0.15))
 
 
 @pytest.mark.parametrize(("capability", "computes"), [(7, False), (8, True)])
@@ -298,24 +256,5 @@ def test_emulated_bf16_does_not_count(monkeypatch, capability, computes):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=capability))
     monkeypatch.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda device: True)
-    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    monkeypatch.setattr("torch.version.cuda", "12.6")
     assert computes_bf16() is computes
-
-
-def test_only_visible_gpus_are_read_and_none_without_a_driver(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b")
-    (only,) = probe_gpus(JOB, fake_nvml())
-    assert only.free_bytes == 70
-
-    def no_driver() -> None:
-        raise FakeNVMLError
-
-    assert probe_gpus(JOB, fake_nvml(nvmlInit=no_driver)) == []
-    assert GpuMeter(fake_nvml(nvmlInit=no_driver)).read() is None
-
-
-def test_utilisation_is_the_mean_of_the_new_samples_or_the_present_value(monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    meter = GpuMeter(fake_nvml())
-    assert meter.read() == pytest.approx((0.6, 0.15))
-    assert meter.read() == pytest.approx((0.1, 0.15))
