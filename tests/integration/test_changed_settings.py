@@ -161,7 +161,7 @@ def test_samples_and_metrics_follow_after_a_kill(server, shapes, tmp_path):
     common += ["validation.streams=[{name: 32-64}, {name: 64-up}]", "model.vae=" + str(shapes / "vae")]
     toy = {name: ("tests/tools/toy.yaml", [f"output_folder={run}", *common]) for name, run in runs.items()}
     server.train(2, [toy["whole"]])
-    kill = "plugins.callbacks=[{path: tests.unit.checkpointing.test_resume.KillAtEpochEnd}]"
+    kill = "plugins.callbacks=[{path: tests.integration.test_changed_settings.KillAtEpochEnd}]"
     job = server.run(2, [(toy["killed"][0], [*toy["killed"][1], kill])])
     assert -9 in job.codes
     assert batch_of(resolve_checkpoint(str(runs["killed"]))) == NUM_STEPS

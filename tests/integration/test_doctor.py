@@ -116,7 +116,7 @@ def test_ranks_have_time_to_find_each_other_with_a_short_timeout(monkeypatch, tm
 
 @pytest.mark.world_size(2)
 def test_a_rank_that_was_stopped_is_named(server, tmp_path):
-    program = str(ROOT / "tests/unit/operations/checks/stopping_doctor.py")
+    program = str(ROOT / "tests/tools/stopping_doctor.py")
     command = [program, str(ROOT / "scripts/doctor.py"), "tests/tools/toy.yaml", f"output_folder={tmp_path}/run"]
     job = server.start(2, [*command, "--timeout", "4"])
     job.wait_for(lambda: "NoAnswerError: " in job.output)
@@ -159,7 +159,7 @@ def slow_switch() -> Iterator[str]:
 def test_the_node_with_the_slow_cable_is_named(server, slow_switch, tmp_path):
     found = tmp_path / "found.json"
     command = [
-        str(ROOT / "tests/unit/operations/checks/linked_doctor.py"),
+        str(ROOT / "tests/tools/linked_doctor.py"),
         slow_switch,
         str(ROOT / "scripts/doctor.py"),
     ]
