@@ -235,7 +235,7 @@ def meta_unet(config: ModelConfig) -> UNet2DConditionModel:
 def meta_inputs(config: ModelConfig, size: ImageSize, dtype: torch.dtype) -> dict[str, Any]:
     """Arguments of a U-Net on the meta device for one image of a size in pixels; in SDXL pooled text and sizes, too."""
     spec = ARCHITECTURES[config.architecture]
-    unet = {**spec.unet, **config.unet}
+    unet = {"in_channels": spec.vae["latent_channels"], **spec.unet, **config.unet}
     height, width = (side // spec.vae_factor for side in size)
     with torch.device("meta"):
         inputs: dict[str, Any] = {
