@@ -15,11 +15,7 @@ from diffusion.launch import CommandParser
 
 
 def train_command(arguments: Sequence[str], *, say: Callable[[str], None]) -> None:
-    """Train as a YAML file says. The same command again continues the run.
-
-    Args:
-        arguments: the command line, without the program's name.
-        say: where the plan of a dry run goes.
+    """Train as a YAML file says, or `say` the plan. The same command again continues the run.
 
     Raises:
         UserError: the configuration, the data or the machine is at fault.
@@ -72,11 +68,7 @@ def _show_plan(config: Config, say: Callable[[str], None]) -> None:
 
 
 def evaluate_command(arguments: Sequence[str], *, say: Callable[[str], None]) -> None:
-    """Evaluate as a YAML file says, or put the results of several evaluations into one table.
-
-    Args:
-        arguments: the command line, without the program's name.
-        say: where tables go.
+    """Evaluate as a YAML file says, or `say` one table of the results of several evaluations.
 
     Raises:
         UserError: the configuration, the data or the machine is at fault.
@@ -88,7 +80,7 @@ def evaluate_command(arguments: Sequence[str], *, say: Callable[[str], None]) ->
     options = parser.parse_intermixed_args(list(arguments))
     if options.table is not None:
         if rank() == 0:
-            _show_results([options.config, *options.table] if options.config else options.table, say)
+            _show_results(options.table, say)
         return
     if options.config is None:
         parser.error("name the configuration of the evaluation, such as yamls/evaluate.yaml")

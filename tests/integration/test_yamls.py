@@ -19,8 +19,8 @@ from diffusion.config.training import Precision
 from diffusion.models.autoencoder import to_pixels
 from diffusion.models.pretrained import load_pretrained
 from diffusion.planning.plan import plan_run
+from tests.tools.toys import write_vgg
 from tests.tools.training_runs import ROOT, SMALL_UNET
-from tests.tools.vgg import write_vgg
 from verification.callbacks import step_hashes
 
 pytestmark = pytest.mark.slow
@@ -227,8 +227,8 @@ def test_the_vae_is_saved_with_the_statistics_of_its_latents(runs, num, yaml):
     config = load_config(str(folder / "config.yaml"))
     vae = load_pretrained(AutoencoderKL, str(folder / "vae"), None, local_files_only=True)
     with torch.no_grad():
-        pictures = [image for images in statistics_images(config) for image in images.split(1)]
-        moments = torch.cat([vae.quant_conv(vae.encoder(to_pixels(image))).double() for image in pictures])  # pyright: ignore
+        singles = [image for images in statistics_images(config) for image in images.split(1)]
+        moments = torch.cat([vae.quant_conv(vae.encoder(to_pixels(image))).double() for image in singles])  # pyright: ignore
     assert len(moments) > 100
     std, mean = torch.std_mean(moments[:, :4], dim=(0, 2, 3), correction=0)
     saved = dict(vae.config)

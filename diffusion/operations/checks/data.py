@@ -1,7 +1,6 @@
 """Checks of the data: streams and what encoded them, the cache of each node, and a batch of each stream."""
 
 import hashlib
-import logging
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -28,19 +27,18 @@ from diffusion.datasets.loader import (
 )
 from diffusion.datasets.mds import INDEX, check_shard, read_index, read_shards
 from diffusion.datasets.streams import StreamLocation, check_location, find_manifest, locate_streams
-from diffusion.distributed import agree, is_first_rank, local_world_size, world_size
+from diffusion.distributed import local_world_size, world_size
 from diffusion.errors import ConfigurationError, DataError, MachineError, UserError
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.pretrained import module_identity, tokenizer_identity
 from diffusion.models.tokenizers import build_tokenizer, tokenize
 from diffusion.operations.checks.machine import existing
 from diffusion.operations.checks.verdicts import (
-    Level,
     Verdict,
+    log_and_raise,
     ok,
     on_each_machine,
     problem,
-    raise_problems,
     size_text,
     warning,
 )
@@ -55,9 +53,6 @@ MIN_CACHED_SHARDS = 4
 
 BATCH_SAMPLES = 16
 """Samples of each stream that the doctor reads and decodes."""
-
-log = logging.getLogger(__name__)
-
 
 # At the start of training
 
@@ -140,12 +135,8 @@ def check_caches(config: Config, dataset: TrainingDataset) -> None:
     if not any(stream.remote for stream in dataset.streams):
         return
     verdicts = on_each_machine(lambda: check_cache(dataset, config.data))
-    if is_first_rank():
-        for verdict in verdicts:
-            if verdict.level is Level.warning:
-                log.warning("%s", verdict.sentence)
-    agree(lambda: raise_problems([one for one in verdicts if one.check == "cache limit"], ConfigurationError))
-    agree(lambda: raise_problems(verdicts, MachineError))
+    log_and_raise([one for one in verdicts if one.check == "cache limit"], ConfigurationError)
+    log_and_raise([one for one in verdicts if one.check != "cache limit"], MachineError)
 
 
 # Cache

@@ -1,6 +1,5 @@
 """Checks of one machine: memory, and the disk for checkpoints."""
 
-import logging
 import os
 import shutil
 import tempfile
@@ -12,16 +11,16 @@ import psutil
 
 from diffusion.config.schema import Config
 from diffusion.config.training import Device
-from diffusion.distributed import agree, is_first_rank, local_world_size, world_size
+from diffusion.distributed import local_world_size, world_size
 from diffusion.errors import MachineError
 from diffusion.operations.checks.gpu import check_gpu_errors, check_gpu_memory
 from diffusion.operations.checks.verdicts import (
     Level,
     Verdict,
+    log_and_raise,
     ok,
     on_each_machine,
     problem,
-    raise_problems,
     size_text,
     warning,
 )
@@ -37,8 +36,6 @@ RANK_BYTES, WORKER_BYTES = 1.0e9, 0.15e9
 _RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")
 """Memory of a container that the kernel reclaims when it is needed: copies of files."""
 
-log = logging.getLogger(__name__)
-
 
 def check_machines(config: Config, device: Device) -> None:
     """Check each machine at the start of training, in a fraction of a second; called by all ranks.
@@ -46,12 +43,7 @@ def check_machines(config: Config, device: Device) -> None:
     Raises:
         MachineError: on all ranks, if a machine lacks something.
     """
-    verdicts = on_each_machine(lambda: check_machine(config, device))
-    if is_first_rank():
-        for verdict in verdicts:
-            if verdict.level is Level.warning:
-                log.warning("%s%s", f"{verdict.where}: " if verdict.where else "", verdict.sentence)
-    agree(lambda: raise_problems(verdicts, MachineError))
+    log_and_raise(on_each_machine(lambda: check_machine(config, device)), MachineError)
 
 
 def check_machine(config: Config, device: Device) -> Iterator[Verdict]:

@@ -1,14 +1,17 @@
 """Verdicts of checks: merged over machines, as a table, as an error."""
 
+import logging
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from diffusion.distributed import agree, broadcast, gather, local_rank, local_world_size, rank
+from diffusion.distributed import agree, broadcast, gather, is_first_rank, local_rank, local_world_size, rank
 from diffusion.errors import UserError
 
 _TABLE_WIDTH = 100
+
+log = logging.getLogger(__name__)
 
 
 class Level(str, Enum):
@@ -70,6 +73,14 @@ def on_each_machine(check: Callable[[], Iterable[Verdict]]) -> list[Verdict]:
     found = agree(lambda: list(check()) if local_rank() == 0 else None)
     by_rank = broadcast(gather((f"node {rank() // local_world_size()}", found)))
     return merge([(node, verdicts) for node, verdicts in by_rank if verdicts is not None])
+
+
+def log_and_raise(verdicts: Iterable[Verdict], kind: type[UserError]) -> None:
+    """Log the warnings on rank 0 and raise the problems on all ranks."""
+    for verdict in verdicts:
+        if verdict.level is Level.warning and is_first_rank():
+            log.warning("%s%s", f"{verdict.where}: " if verdict.where else "", verdict.sentence)
+    agree(lambda: raise_problems(verdicts, kind))
 
 
 def raise_problems(verdicts: Iterable[Verdict], kind: type[UserError]) -> None:

@@ -16,7 +16,7 @@ from diffusion.models.lora import add_lora
 from diffusion.planning.fleets import Fleet, rate_for
 from diffusion.planning.memory import ParameterCounts, activation_bytes, largest_unit, parameter_counts, plan_memory
 from diffusion.planning.plan import plan_run, training_flops
-from tests.tools.vgg import write_vgg
+from tests.tools.toys import write_vgg
 
 LORA = ["model.lora={rank: 3, targets: [to_q, conv1]}", "init_from.checkpoint=somewhere"]
 SIZE = ImageSize(32, 32)

@@ -256,5 +256,5 @@ def test_emulated_bf16_does_not_count(monkeypatch, capability, computes):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=capability))
     monkeypatch.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda device: True)
-    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    monkeypatch.setattr("torch.version.cuda", "12.6")
     assert computes_bf16() is computes
