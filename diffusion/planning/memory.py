@@ -245,7 +245,7 @@ def meta_inputs(config: ModelConfig, unet: Any, size: ImageSize, dtype: torch.dt
     height, width = (side // spec.vae_factor for side in size)
     with torch.device("meta"):
         inputs: dict[str, Any] = {
-            "sample": torch.empty(1, unet["in_channels"], height, width, dtype=dtype),
+            "sample": torch.empty(1, unet.get("in_channels", 4), height, width, dtype=dtype),
             "timestep": torch.empty(1, dtype=torch.int64),
             "encoder_hidden_states": torch.empty(1, spec.max_tokens, unet["cross_attention_dim"], dtype=dtype),
         }
