@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
 from diffusion.distributed import (
     INTERRUPTED_EXIT_CODE,
@@ -80,7 +80,13 @@ def prepare_environment() -> None:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An argument parser that raises `ConfigurationError`, so that each node prints a mistake once."""
+    """An argument parser that raises `ConfigurationError`, so that each node prints a mistake once.
+
+    The description is printed as it is written.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **options})
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing on every rank."""

@@ -21,11 +21,10 @@ LICENCE_COLUMNS = ("license", "licence")
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("checkpoint", help="checkpoint, or run folder (newest checkpoint)")
     parser.add_argument("--data", type=Path, help="folder of the buckets of the prepared data, such as PREPARED/train")
     parser.add_argument("--out", type=Path, default=Path("seen.csv"), help="table to write (default: seen.csv)")
-    parser.add_argument("--licence-column", help="entry of the metadata (default: license or licence)")
     return parser.parse_args()
 
 
@@ -51,7 +50,6 @@ def main() -> None:
     runs = (checkpoint.parent.parent, Path(config.output_folder).expanduser())  # Of a run in a store: the second.
     bad = next((found for run in runs if (found := read_bad_images(run / FILE))), [])
     apply_substitutes(config, folders, counts, bad)
-    columns = (options.licence_column,) if options.licence_column else LICENCE_COLUMNS
     by_source: Counter[str] = Counter()
     by_licence: Counter[str] = Counter()
     num_seen = 0
@@ -59,7 +57,7 @@ def main() -> None:
         table = csv.writer(file)
         table.writerow(["key", "source", "licence", "stream", "index", "times", "metadata"])
         for one in exposures(config, folders, counts):
-            licence = next((str(one.metadata[name]) for name in columns if one.metadata.get(name)), "")
+            licence = next((str(one.metadata[name]) for name in LICENCE_COLUMNS if one.metadata.get(name)), "")
             source = one.key.partition("/")[0]
             table.writerow([one.key, source, licence, one.stream, one.index, one.times, json.dumps(one.metadata)])
             by_source[source] += one.times

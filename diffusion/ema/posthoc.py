@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,16 +43,14 @@ _NAME = re.compile(r"step-\d+-[a-z]+-[\d.e-]+\.safetensors")
 # The combination of profiles
 
 
-@dataclass(frozen=True)
-class TimedProfile:
+class TimedProfile(NamedTuple):
     """p(tau) = (gamma + 1) tau^gamma / time^(gamma + 1) for tau in [0, time], which integrates to 1."""
 
     gamma: float
     time: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Combination:
+class Combination(NamedTuple):
     """A sum of stored averages."""
 
     coefficients: np.ndarray
@@ -213,12 +211,9 @@ def _open(path: Path) -> Any:
 
 
 def reconstruct(run: Path, width: float, *, step: int | None = None) -> tuple[Path, Combination]:
-    """Make an average of a width from those that a run has stored, and write it to `RUN/reconstructed/`.
+    """Make an average of a relative width from those that a run has stored, and write it to `RUN/reconstructed/`.
 
-    Args:
-        run: the run folder.
-        width: relative width; see `PowerFunction`.
-        step: step at which the average ends, one of those stored; None for the last.
+    It ends at a step that is stored, by default at the last one.
 
     Returns:
         The file (fp32), and its composition.
