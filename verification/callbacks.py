@@ -90,7 +90,7 @@ MOMENTS = ("before_forward", "after_backward", "batch_end")
 class Disturbance(Callback):
     """Disturbs one step, numbered from 0, at one of `MOMENTS`.
 
-    `kill`: the last rank ends by SIGKILL, as if its machine were lost. `term`: each rank gets SIGTERM, as from schedulers.
+    `kill`: the last rank ends by SIGKILL, like a lost machine. `term`: each rank gets SIGTERM, as from schedulers.
     """
 
     def __init__(self, step: int, moment: str, kind: str) -> None:
