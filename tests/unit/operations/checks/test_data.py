@@ -24,8 +24,6 @@ from tests.tools.training_runs import ROOT
 from tests.tools.written_data import data_config, write_encoded, write_prepared
 
 GB = 10**9
-
-
 DEMAND = CacheDemand(live_bytes=10 * GB, ahead_bytes=3 * GB, largest_shard=GB // 4, node_bytes=500 * GB)
 
 
