@@ -1,25 +1,25 @@
 """How fast it is: training steps, and the way of the data beside its limits.
 
-    python -m benchmarks plan [1] [2] [3] [4] --out FOLDER     # the first 40 minutes on a GPU, in four calls
-    python -m benchmarks step --out FOLDER
-    python -m benchmarks ratio load open prepare [--quick]
-    composer -n 8 -m benchmarks step trainer.parallelism=fsdp   # the Trainer on several GPUs
+    python -m benchmarks plan [1] [2] [3] [4] --out FOLDER      # the first 40 minutes on a GPU, in four calls
+    python -m benchmarks step --out FOLDER                      # the Trainer, and the parts of its step
+    composer -n 8 -m benchmarks step trainer.parallelism=fsdp   # on several GPUs
+    python -m benchmarks load open prepare [--quick]
     python -m benchmarks tables [FILE ...]                      # the tables of README and docs/performance.md
 
 plan: 1 correctness and the rates of single operators; 2 steps at 512 px; 3 the Trainer at 256 px; 4 losses over 100
 steps beside fp32, the stall of a checkpoint, samples. A call ends within --minutes. The next call measures the rows
 for which time was short, after its own.
 
-step: the Trainer, and the parts of its step. ratio: the Trainer's step over a plain loop's, in turns on equal models.
 load: latents beside a stock StreamingDataset, images beside bare decoding and resizing. open: what a rank needs before
-the first batch of 790 million samples. prepare: beside a loop that only decodes and copies. Ratios of data are rates:
-above 1 is faster than what is named. Run it on a machine that does nothing else.
+the first batch of 790 million samples. prepare: beside a loop that only decodes and copies. Ratios are rates: above 1
+is faster than what is named. Run it on a machine that does nothing else.
 
-Each row is printed and written to FOLDER/rows.jsonl as soon as it is measured, an error in place of its result as well.
-The same command again measures the rows that are not there.
+Each row is printed and written to FOLDER/rows.jsonl as soon as it is measured, also an error. The same command again
+measures the missing rows.
 """
 
 import argparse
+import math
 import os
 import tempfile
 import time
@@ -31,9 +31,8 @@ from diffusion.distributed import local_rank, rank, world_size
 from diffusion.launch import CommandParser, run_command
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("step", "ratio", "load", "open", "prepare")
+PARTS = ("step", "load", "open", "prepare")
 CALLS = ("1", "2", "3", "4")
-WEEK_MINUTES = 10080
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -89,7 +88,7 @@ def run(options: argparse.Namespace, path: Path) -> None:
     rows, machine = build(options)
     if world_size() == 1:
         num_calls = len(options.parts[1:] or CALLS)
-        minutes = options.minutes * num_calls if options.command == "plan" else WEEK_MINUTES
+        minutes = options.minutes * num_calls if options.command == "plan" else math.inf
         run_rows(rows, machine, path, start + 60 * minutes)
         return
     from composer.utils import dist

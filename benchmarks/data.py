@@ -9,7 +9,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import resource
 import statistics
 import tempfile
 import time
@@ -36,8 +35,8 @@ def in_turns(limit: Callable[[], Any], ours: Callable[[], Any], rounds: int) -> 
     """Compare two ways of the same work, after a round that is not counted.
 
     Returns:
-        `ratio` and `ratio_cpu`: rate of ours over the limit, by the clock and by processor time (children that ended
-        included), medians of the ratios of neighbours; `limit_seconds` and `seconds`: the best round of each.
+        `ratio` and `ratio_cpu`: rate of ours over the limit, by the clock and by processor time, medians of the ratios
+        of neighbours; `limit_seconds` and `seconds`: the best round of each.
     """
     limit()
     ours()
@@ -51,15 +50,14 @@ def in_turns(limit: Callable[[], Any], ours: Callable[[], Any], rounds: int) -> 
 
 
 def _seconds(run: Callable[[], Any]) -> tuple[float, float]:
-    """Seconds by the clock and of the processors."""
+    """Seconds by the clock, and of the processors."""
     clock, cpu = time.perf_counter(), _cpu_seconds()
     run()
     return time.perf_counter() - clock, _cpu_seconds() - cpu
 
 
 def _cpu_seconds() -> float:
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    return time.process_time() + sum(os.times()[2:4])  # Of this process, and of children that ended.
 
 
 # Preparation
@@ -161,12 +159,8 @@ def _data_config(root: Path, representation: Representation, resolution: int, ba
 def measure_opening(num_shards: int, num_streams: int, shard_samples: int = 10_000) -> dict[str, Any]:
     """Open the data of one rank of 128 in a fresh process, and read its first batch of 16 samples.
 
-    A stream's shards are links to one real shard, so that only the indexes have the size of real ones.
-
-    Args:
-        num_shards: Of all streams together.
-        num_streams: Among which the shards are divided.
-        shard_samples: Samples of a shard.
+    The shards are divided among the streams. They are links to one real shard per stream, so that only the indexes have
+    the size of real ones.
 
     Returns:
         `seconds` and `cpu_seconds` until the first batch, without imports; `mebibytes` by which the process grew at

@@ -1,7 +1,6 @@
-"""What has to be right on a GPU before its speed counts, and the rates of single operators."""
+"""Correctness on a GPU before its speed counts, and the rates of attention kernels."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -13,28 +12,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.runs import PlainLoop, run_config, train_deterministically
 from benchmarks.steps import seconds_of
 from diffusion.ema.averaging import full_tensor
-from diffusion.operations.checks.nodes import measure_device, time_runs
+from diffusion.operations.checks.nodes import time_runs
 from diffusion.randomness import Purpose, normal
 
 REPEATS = 10
 """Calls between two waits for the device."""
 
 
-def measure_rates(device: torch.device) -> dict[str, Any]:
-    """Measure the rates of matrix products and of copies; see `DeviceSpeed`."""
-    return asdict(measure_device(device))
-
-
 def measure_precision(
     device: torch.device, *, stock: Sequence[str], overrides: Sequence[str], **run: Any
 ) -> dict[str, Any]:
-    """Compare forward and backward pass of the U-Net with those of a stock one in float64.
-
-    Args:
-        device: Of the U-Nets.
-        stock: Overrides of the stock U-Net in the same precision, whose errors are listed beside ours.
-        overrides: Overrides of ours.
-        run: Further arguments of `run_config`.
+    """Compare forward and backward pass of the U-Net, and of a stock one in the same precision, with stock float64.
 
     Returns:
         By kind of U-Net, `ours_` and `stock_`: `output_error` and `gradient_error` (of all weights): norm of the

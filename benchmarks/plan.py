@@ -4,6 +4,7 @@ import functools
 import os
 import platform
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.version import cuda as cuda_version
 
 from benchmarks import data, first_contact, steps
 from benchmarks.rows import Row
-from benchmarks.runs import free_memory
+from diffusion.operations.checks.nodes import measure_device
 
 STOCK = [
     "model.low_precision_norms=false",
@@ -54,7 +55,7 @@ class Benchmark:
         toy = {"architecture": "tiny", "resolution": 32, "batch_size": 8, "overrides": self.overrides}
         rows = [
             self._row("resumption", first_contact.measure_resumption, 120, **toy),
-            self._row("rates", first_contact.measure_rates, 15),
+            self._row("rates", lambda device: asdict(measure_device(device)), 15),
         ]
         kinds = {"fp32, eager": ("fp32", EAGER)}
         if self.is_gpu:
@@ -124,10 +125,6 @@ class Benchmark:
         if name == "step":
             sizes_of_steps = [(side, size) for side in resolutions for size in sizes]
             return [make(*each) for each in sizes_of_steps for make in (self.trainer, self.parts)]
-        if name == "ratio":
-            run, number = self._run(resolutions[0], sizes[0], self.overrides), 3 if self.quick else 30
-            name = f"ratio/{resolutions[0]}/{sizes[0]}"
-            return [self._row(name, steps.measure_ratio, 120, **run, num_steps=number)]
         quick = self.quick
         rows: dict[str, list[tuple[str, Callable[..., Any], dict[str, Any]]]] = {
             "load": [
@@ -153,9 +150,8 @@ class Benchmark:
     def parts(self, resolution: int, size: int) -> Row:
         """The parts of the Trainer's step."""
         run = self._run(resolution, size * dist.get_world_size(), self.overrides)
-        return self._row(
-            f"parts/{resolution}/{size}", steps.measure_parts, 60, **run, num_steps=4 if self.quick else 12
-        )
+        number = 4 if self.quick else 12
+        return self._row(f"parts/{resolution}/{size}", steps.measure_parts, 60, **run, num_steps=number)
 
     def _divided(self, size: int) -> int:
         return size if self.is_gpu else size // 16
@@ -176,8 +172,9 @@ class Benchmark:
 def _measure(
     measure: Callable[..., dict[str, Any]], device: torch.device, /, *, tf32: bool = False, **parameters: Any
 ) -> dict[str, Any]:
-    """Measure from an empty GPU, and with TF32 as the row says; Composer's device for GPUs switches it on."""
-    free_memory()
+    """Measure with TF32 as the row says; Composer's device for GPUs switches it on."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     result = measure(device, **parameters)
     if device.type == "cuda":

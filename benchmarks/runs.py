@@ -1,7 +1,6 @@
 """Training steps on latents in memory: a plain loop, the Trainer, and the callbacks that measure it."""
 
 import contextlib
-import gc
 import json
 import re
 import tempfile
@@ -195,14 +194,6 @@ def shared_folder() -> Iterator[Path]:
             dist.barrier()
 
 
-def free_memory() -> None:
-    """Give back what is no longer used, and begin a new peak of memory."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
 # Callbacks
 
 
@@ -268,42 +259,6 @@ class PartClock(Callback):
         """`parts`: seconds of each in a step; `num_steps`."""
         parts = {name: self.seconds[name] / max(self.num_steps, 1) for name in (*PARTS.values(), "callbacks")}
         return {"parts": parts, "num_steps": self.num_steps}
-
-
-class TurnsWithLoop(Callback):
-    """Lets a plain loop make a step after each of the Trainer's, on its own copy of the model, and measures both.
-
-    Args:
-        run: Of `run_config`, for the loop.
-    """
-
-    def __init__(self, **run: Any) -> None:
-        self.run = run
-        self.loop: PlainLoop | None = None
-        self.trainer: list[float] = []
-        self.plain: list[float] = []
-        self.last = 0.0
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        """Record the Trainer's time, make the loop's step and record its time."""
-        device = _device(state)
-        self.loop = self.loop or PlainLoop(run_config(**self.run), device)
-        before = self._now(device)
-        self.loop()
-        after = self._now(device)
-        if self.last:
-            self.trainer.append(before - self.last)
-            self.plain.append(after - before)
-        self.last = after
-
-    def result(self) -> dict[str, Any]:
-        """`trainer` and `loop`: seconds of each step."""
-        return {"trainer": self.trainer, "loop": self.plain}
-
-    def _now(self, device: torch.device) -> float:
-        """CPU time of this process on a CPU, which others on the machine disturb little; the clock on a GPU."""
-        synchronize(device)
-        return time.process_time() if device.type == "cpu" else time.perf_counter()
 
 
 class SynchronisationWatch(Callback):

@@ -16,7 +16,7 @@ from benchmarks.runs import PlainLoop, run_config, run_trainer
 from diffusion.config.data import ImageSize
 from diffusion.config.schema import Config
 from diffusion.operations.checks.nodes import synchronize, time_runs
-from diffusion.planning.network import training_flops
+from diffusion.planning.plan import training_flops
 
 WITH_AVERAGE = "algorithms.ema={start: 1ba, decays: [0.9999]}"
 
@@ -71,22 +71,6 @@ def measure_stall(device: torch.device, *, num_steps: int, **run: Any) -> dict[s
     run = _more(run, WITH_AVERAGE, f"trainer.save_interval={num_steps // 2}ba", *saving)
     found = run_trainer("StepClock", {"block": 1}, num_steps=num_steps, **run)
     return {"stall_seconds": found["stall_seconds"], "seconds": statistics.median(found["seconds"])}
-
-
-def measure_ratio(device: torch.device, *, num_steps: int, **run: Any) -> dict[str, Any]:
-    """Time the Trainer's step and a plain loop's in turns, in one process, on equal models.
-
-    Returns:
-        `ratio` (the Trainer's time over the loop's: the median of the ratios of neighbours), `trainer_seconds` and
-        `loop_seconds` (medians; CPU time on a CPU).
-    """
-    found = run_trainer("TurnsWithLoop", run, num_steps=num_steps + 2, **run)
-    pairs = list(zip(found["trainer"], found["loop"], strict=True))[1:]
-    return {
-        "ratio": statistics.median(trainer / plain for trainer, plain in pairs),
-        "trainer_seconds": statistics.median(trainer for trainer, _ in pairs),
-        "loop_seconds": statistics.median(plain for _, plain in pairs),
-    }
 
 
 def measure_synchronisations(device: torch.device, **run: Any) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 python -m demo.score runs/demo
 """
 
-import argparse
 import json
 import random
 from collections.abc import Mapping, Sequence
@@ -74,7 +73,7 @@ def score_model(
 
 def main() -> None:
     """Generate, score, report."""
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("demo", type=Path, help="folder of the demo, with autoencoder/, phase1/ and phase2/")
     parser.add_argument("--guidance-scale", type=float, default=2.0)
     parser.add_argument("--steps", type=int, default=25, help="DDIM steps")

@@ -3,7 +3,6 @@
 python -m demo.shapes OUT --num-images 6000
 """
 
-import argparse
 import dataclasses
 import io
 import json
@@ -127,7 +126,7 @@ def _write_parquet(folder: Path, shard: int, images: list[_Image]) -> None:
 
 def main() -> None:
     """Draw, atomically."""
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("out", type=Path, help="folder; replaced if it exists")
     parser.add_argument("--num-images", type=int, default=6000)
     parser.add_argument("--seed", type=int, default=17)

@@ -15,11 +15,7 @@ from diffusion.launch import CommandParser
 
 
 def train_command(arguments: Sequence[str], *, say: Callable[[str], None]) -> None:
-    """Train as a YAML file says. The same command again continues the run.
-
-    Args:
-        arguments: the command line, without the program's name.
-        say: where the plan of a dry run goes.
+    """Train as a YAML file says, or `say` the plan. The same command again continues the run.
 
     Raises:
         UserError: the configuration, the data or the machine is at fault.
@@ -60,26 +56,19 @@ def _start_logging() -> None:
 
 def _show_plan(config: Config, say: Callable[[str], None]) -> None:
     from diffusion.models.architectures import ARCHITECTURES
-    from diffusion.planning.plan import plan_run
-    from diffusion.planning.plan_text import format_plan
-    from diffusion.planning.streams import absent_streams
+    from diffusion.planning.plan import format_plan, plan_run
+    from diffusion.planning.storage import absent_streams
     from diffusion.plugins import check_plugins
 
     num_ranks = config.plan.num_gpus or world_size()
     check(config, world_size=num_ranks, vae_factor=ARCHITECTURES[config.model.architecture].vae_factor)
     check_plugins(config.plugins)
-    missing = missing_locations(config) | absent_streams(config)
-    plan = plan_run(config, world_size=world_size(), missing=missing)
     say(to_public_yaml(config))
-    say(format_plan(plan))
+    say(format_plan(plan_run(config, world_size=world_size()), missing_locations(config) | absent_streams(config)))
 
 
 def evaluate_command(arguments: Sequence[str], *, say: Callable[[str], None]) -> None:
-    """Evaluate as a YAML file says, or put the results of several evaluations into one table.
-
-    Args:
-        arguments: the command line, without the program's name.
-        say: where tables go.
+    """Evaluate as a YAML file says, or `say` one table of the results of several evaluations.
 
     Raises:
         UserError: the configuration, the data or the machine is at fault.
@@ -91,7 +80,7 @@ def evaluate_command(arguments: Sequence[str], *, say: Callable[[str], None]) ->
     options = parser.parse_intermixed_args(list(arguments))
     if options.table is not None:
         if rank() == 0:
-            _show_results([options.config, *options.table] if options.config else options.table, say)
+            _show_results(options.table, say)
         return
     if options.config is None:
         parser.error("name the configuration of the evaluation, such as yamls/evaluate.yaml")

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
 from diffusion.distributed import (
     INTERRUPTED_EXIT_CODE,
@@ -80,7 +80,13 @@ def prepare_environment() -> None:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An argument parser that raises `ConfigurationError`, so that each node prints a mistake once."""
+    """An argument parser that raises `ConfigurationError`, so that each node prints a mistake once.
+
+    The description is printed as it is written.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **options})
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing on every rank."""
@@ -100,15 +106,10 @@ def positive(text: str) -> int:
 
 
 def run_command(main: Callable[[], None], *, say: Callable[[str], None] = say_to_stderr) -> int:
-    """Run a command and turn a `UserError` into one message.
+    """Run a command, turn a `UserError` into one message, and return the exit code of this process.
 
-    Args:
-        main: the command.
-        say: prints the message.
-
-    Returns:
-        The exit code of this process. With a process group the process ends here, with that code. Exceptions that are
-        no `UserError`, `PreemptedError` or Ctrl-C pass.
+    With a process group the process ends here, with that code. Exceptions that are no `UserError`, `PreemptedError` or
+    Ctrl-C pass.
     """
     prepare_environment()
     if "RANK" in os.environ:  # A signal to the composer launcher, or SIGKILL to torchrun, ends it alone.
@@ -164,13 +165,9 @@ def _report(error: BaseException, say: Callable[[str], None]) -> None:
 
 
 def end_with_parent(number: int, parent: int | None = None) -> None:
-    """Send this process a signal within about a second of its parent's death.
+    """Send this process a signal within about a second of its parent's death; by default of the present parent's.
 
     The kernel's own signal (PR_SET_PDEATHSIG) comes when the thread that started the process ends, which may be early.
-
-    Args:
-        number: the signal.
-        parent: process ID of the parent; None is the present one.
     """
     expected = os.getppid() if parent is None else parent
     if sys.platform == "linux":

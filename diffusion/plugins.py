@@ -28,7 +28,7 @@ def build_plugin(plugin: Plugin, key: str, kind: type[Built] = object) -> Built:
     Args:
         plugin: import path and arguments.
         key: its key in the configuration, for messages.
-        kind: required type of the result; a protocol must be `runtime_checkable`.
+        kind: required type of the result, or a `runtime_checkable` protocol.
 
     Raises:
         ConfigurationError: there is no such module or name, it does not take these arguments, or its result has another

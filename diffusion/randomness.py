@@ -4,7 +4,7 @@ A generator with a state gives a different number to a sample as soon as the num
 moment of resumption changes. Here every number is a pure function of its address: Philox4x32-10 (Salmon et al.,
 "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.2) of the key (seed, purpose) and the counter
 (position, step, sample), in integer arithmetic that gives the same bits on every device: by operations of torch on a
-CPU, by one kernel (`diffusion.kernels.philox`) on a GPU.
+CPU, by one kernel (`diffusion.kernels`) on a GPU.
 
 Shape letters: B batch, N numbers per sample.
 """
@@ -112,7 +112,7 @@ def random_words(seed: int, purpose: Purpose, step: Tensor, sample: Tensor, num_
 
 def _draw_on_gpu(seed: int, purpose: Purpose, step: Tensor, sample: Tensor, num: int, dtype: torch.dtype) -> Tensor:
     """Words (int64) or normal numbers (float32) [B, num], in one launch."""
-    from diffusion.kernels.philox import draw  # Triton need not be installed for a CPU.
+    from diffusion.kernels import draw  # Triton need not be installed for a CPU.
 
     assert 0 <= seed < MAX_SEED, f"seed {seed}"
     return draw(purpose << 32 | seed, step, sample, num, dtype)

@@ -68,11 +68,8 @@ def fsdp_config(settings: TrainerConfig) -> ElasticFSDP2Config:
 def set_collective_timeout(seconds: float, mesh: DeviceMesh | None) -> None:
     """Change the timeout of collectives; called by all ranks together.
 
-    With NCCL it holds for collectives that start from now on; gloo keeps the timeout of its start.
-
-    Args:
-        seconds: the timeout.
-        mesh: FSDP2's device mesh, for its process groups; None without FSDP2.
+    With NCCL it holds for collectives that start from now on; gloo keeps the timeout of its start. The mesh is FSDP2's,
+    for its process groups; None without FSDP2.
     """
     dist.barrier()  # A rank with a shorter timeout would give up on ranks with the longer one.
     if dist.get_backend() == "nccl":

@@ -5,21 +5,25 @@
     python scripts/plan.py yamls/phase1.yaml --measured rows.jsonl --gpus 8 32 128 --price 3.5 --network-gb 100
 
 The YAMLs are consecutive runs. A fleet is one of the published table, an object of a JSON list, or a number of GPUs
-measured by `python -m benchmarks`. Prints tables; --out also writes plan.json and plan.png. Days exclude failures; a
-column adds them at the recommended interval between checkpoints.
+measured by `python -m benchmarks`. Days exclude failures; a column adds them at the recommended interval between
+checkpoints.
 """
 
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from diffusion.config.checks import is_location
 from diffusion.config.loading import load_config
 from diffusion.config.schema import Config
 from diffusion.launch import CommandParser, run_command
+
+if TYPE_CHECKING:
+    from diffusion.planning.fleets import Fleet
 
 
 def build_parser() -> CommandParser:
@@ -29,51 +33,38 @@ def build_parser() -> CommandParser:
     parser.add_argument("configs", nargs="+", metavar="RUN.yaml", help="runs, and key.sub=value for all")
     parser.add_argument("--fleets", type=Path, metavar="FILE", help="JSON list of fleets; default: the published ones")
     parser.add_argument("--measured", type=Path, metavar="FILE", help="rows.jsonl of `python -m benchmarks` for a GPU")
-    parser.add_argument(
-        "--gpus", type=int, nargs="+", default=[8, 16, 32, 64, 128], help="with --measured: fleet sizes"
-    )
+    sizes = [8, 16, 32, 64, 128]
+    parser.add_argument("--gpus", type=int, nargs="+", default=sizes, help="with --measured: fleet sizes")
     parser.add_argument("--price", type=float, help="with --measured: dollars per GPU-hour")
     parser.add_argument("--gpu-memory-gb", type=float, help="with --measured: memory of a GPU")
     parser.add_argument("--network-gb", type=float, default=37.4, help="with --measured: GB/s of a node's network")
     parser.add_argument("--samples", type=float, nargs="+", help="samples of each run's data, if not readable here")
     parser.add_argument("--storage-price", type=float, default=0.0, help="dollars per TB and month")
     parser.add_argument("--egress-price", type=float, default=0.0, help="dollars per TB read from the store")
-    parser.add_argument("--request-price", type=float, default=0.0, help="dollars per million requests to the store")
-    parser.add_argument("--disk-price", type=float, default=0.0, help="dollars per TB and month of the nodes' disks")
     parser.add_argument("--gpu-hours-between-failures", type=float, help="default: as in the published run")
     parser.add_argument("--restart-seconds", type=float, default=600.0, help="from a failure to the next step")
     parser.add_argument("--save-seconds", type=float, default=30.0, help="stall of training for a checkpoint")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for plan.json and plan.png")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan as JSON")
     return parser
 
 
 def main(arguments: Sequence[str]) -> None:
     """Plan and print."""
-    from diffusion.planning.fleets import HARDWARE_FAILURES, TRAINING_A100_HOURS, Breakdowns, Prices, make_budget
-    from diffusion.planning.fleets_text import format_budgets, plot_budgets
+    from diffusion.planning.fleets import HARDWARE_FAILURES, TRAINING_A100_HOURS, Failures, format_budgets, make_budget
 
     options = build_parser().parse_intermixed_args(list(arguments))
     configs = load_configs(options.configs, options.samples)
-    prices = Prices(
-        storage_per_tb_month=options.storage_price,
-        egress_per_tb=options.egress_price,
-        per_million_requests=options.request_price,
-        disk_per_tb_month=options.disk_price,
-    )
-    breakdowns = Breakdowns(
-        gpu_hours_between_failures=options.gpu_hours_between_failures or TRAINING_A100_HOURS / HARDWARE_FAILURES,
+    failures = Failures(
+        gpu_hours_between=options.gpu_hours_between_failures or TRAINING_A100_HOURS / HARDWARE_FAILURES,
         restart_seconds=options.restart_seconds,
         save_seconds=options.save_seconds,
     )
-    budgets = [
-        make_budget(configs, fleet, prices=prices, breakdowns=breakdowns) for fleet in find_fleets(options, configs)
-    ]
-    print(format_budgets(budgets))
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        content = [{**asdict(budget), "cost": budget.cost, "days_range": budget.days_range} for budget in budgets]
-        (options.out / "plan.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        plot_budgets(budgets, options.out / "plan.png")
+    prices = {"storage_per_tb_month": options.storage_price, "egress_per_tb": options.egress_price}
+    budgets = [make_budget(configs, fleet, failures=failures, **prices) for fleet in find_fleets(options, configs)]
+    print(format_budgets(budgets, failures))
+    if options.json is not None:
+        content = [{**asdict(budget), "cost": budget.cost} for budget in budgets]
+        options.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def load_configs(words: Sequence[str], samples: Sequence[float] | None) -> list[Config]:
@@ -84,32 +75,27 @@ def load_configs(words: Sequence[str], samples: Sequence[float] | None) -> list[
     if samples is not None and len(samples) != len(files):
         raise ConfigurationError(f"--samples has {len(samples)} numbers for {len(files)} runs: give one for each")
     configs = [load_config(file, overrides, may_miss=is_location) for file in files]
-    if samples is None:
-        return configs
-    return [
-        replace(config, plan=replace(config.plan, num_samples=int(number)))
-        for config, number in zip(configs, samples, strict=True)
-    ]
+    for config, number in zip(configs, samples or [], strict=samples is not None):
+        config.plan.num_samples = int(number)
+    return configs
 
 
-def find_fleets(options: Any, configs: Sequence[Config]) -> list[Any]:
+def find_fleets(options: Namespace, configs: Sequence[Config]) -> "list[Fleet]":
     """The fleets that were asked for."""
     from diffusion.planning.fleets import A100_FLEETS, fleets_from_benchmark, read_fleets
-    from diffusion.planning.network import parameter_counts
-    from diffusion.planning.scaling import Interconnect
+    from diffusion.planning.memory import parameter_counts
 
     fleets = read_fleets(options.fleets) if options.fleets is not None else []
     if options.measured is not None:
-        memory = options.gpu_memory_gb * 1e9 if options.gpu_memory_gb is not None else None
         counts = parameter_counts(configs[0])
         fleets += fleets_from_benchmark(
             options.measured,
             options.gpus,
-            links=Interconnect(node_bytes_per_second=options.network_gb * 1e9),
             num_parameters=counts.trained + counts.fixed,
             global_batch_size=configs[0].data.global_batch_size,
+            network=options.network_gb * 1e9,
             price_per_gpu_hour=options.price,
-            gpu_memory_bytes=memory,
+            gpu_memory_bytes=options.gpu_memory_gb * 1e9 if options.gpu_memory_gb is not None else None,
         )
     return fleets or A100_FLEETS
 

@@ -12,7 +12,6 @@ code 130.
 
 import argparse
 import logging
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,8 +19,8 @@ from diffusion.config.loading import load_complete
 from diffusion.datasets.buckets import DEFAULT_EDGES, parse_edges
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.datasets.mds import DEFAULT_SHARD_BYTES
-from diffusion.distributed import INTERRUPTED_EXIT_CODE
-from diffusion.errors import ConfigurationError, UserError
+from diffusion.errors import ConfigurationError
+from diffusion.launch import CommandParser, run_command
 from diffusion.preparation.config import BucketsConfig, Engine, PrepareConfig
 from diffusion.preparation.partitions.preview import Preview
 from diffusion.preparation.prepare import prepare_from, preview_of
@@ -33,30 +32,29 @@ NUM_DRY_RUN = 100
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    description, _, _ = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(description=description)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("words", nargs="*", metavar="SOURCE ... OUT | key=value", help="folders, tar or parquet files, "
                         "quoted patterns, and the output folder; with --config: keys and values")  # fmt: skip
-    parser.add_argument("--config", type=Path, default=None, metavar="YAML", help="read the settings from a file; the "
+    parser.add_argument("--config", type=Path, metavar="YAML", help="read the settings from a file; the "
                         "settings below are then given as key=value")  # fmt: skip
-    parser.add_argument("--dry-run", nargs="?", type=int, const=NUM_DRY_RUN, default=None, metavar="IMAGES",
+    parser.add_argument("--dry-run", nargs="?", type=int, const=NUM_DRY_RUN, metavar="IMAGES",
                         help="read this number of images of each source (default: 100), print what would be kept and "
                         "rejected, and write nothing")  # fmt: skip
     edges_help = "lowest shorter side of each bucket (default: 256 512 768 1024); give it after OUT"
     settings = parser.add_argument_group("settings, without --config")
-    settings.add_argument("--edges", nargs="+", default=None, metavar="PIXELS", help=edges_help)
-    settings.add_argument("--validation-fraction", type=float, default=None, help="share for validation (default: 0)")
-    settings.add_argument("--seed", type=int, default=None, help="of the order and the validation split (default: 17)")
-    settings.add_argument("--shard-mb", type=int, default=None, metavar="MIB",
+    settings.add_argument("--edges", nargs="+", metavar="PIXELS", help=edges_help)
+    settings.add_argument("--validation-fraction", type=float, help="share for validation (default: 0)")
+    settings.add_argument("--seed", type=int, help="of the order and the validation split (default: 17)")
+    settings.add_argument("--shard-mb", type=int, metavar="MIB",
                           help=f"size of a shard in MiB (default: {DEFAULT_SHARD_BYTES // 2**20})")  # fmt: skip
-    settings.add_argument("--compression", default=None, help="of the shards, such as zstd:3 (default: none)")
-    settings.add_argument("--workers", type=int, default=None, help="workers (default: one per core)")
-    settings.add_argument("--engine", default=None, help="processes (default) or ray")
-    settings.add_argument("--partition-size", type=int, default=None, help="images per partition, "
+    settings.add_argument("--compression", help="of the shards, such as zstd:3 (default: none)")
+    settings.add_argument("--workers", type=int, help="workers (default: one per core)")
+    settings.add_argument("--engine", choices=[one.value for one in Engine], help="default: processes")
+    settings.add_argument("--partition-size", type=int, help="images per partition, "
                           "unless the source defines it (default: 1024)")  # fmt: skip
-    settings.add_argument("--image-column", default=None, help="column of the images in parquet files")
-    settings.add_argument("--caption-column", default=None, help="column of the captions in parquet files")
-    parser.add_argument("--withdraw", type=Path, default=None, metavar="FILE", help="keys, one per line, to keep "
+    settings.add_argument("--image-column", help="column of the images in parquet files")
+    settings.add_argument("--caption-column", help="column of the captions in parquet files")
+    parser.add_argument("--withdraw", type=Path, metavar="FILE", help="keys, one per line, to keep "
                         "out of the data set; samples that are in it already are marked as removed")  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="replace a finished data set in OUT")
     parser.add_argument("--no-report", action="store_true", help="do not write report.html and report.json")
@@ -65,11 +63,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def configuration(options: argparse.Namespace) -> PrepareConfig:
-    """Return the configuration that the command line gives.
-
-    Raises:
-        ConfigurationError: Something is missing, wrong or given in two ways.
-    """
+    """Return the configuration that the command line gives."""
     if options.dry_run is not None and options.dry_run < 1:
         raise ConfigurationError(f"--dry-run {options.dry_run}: it must look at 1 image or more")
     names = ("validation_fraction", "seed", "shard_mb", "compression", "workers", "partition_size", "image_column",
@@ -85,10 +79,6 @@ def configuration(options: argparse.Namespace) -> PrepareConfig:
     if len(options.words) < (1 if options.dry_run is not None else 2):
         raise ConfigurationError("give SOURCE ... and OUT, or --config FILE (see --help)")
     if options.engine is not None:
-        if options.engine not in [one.value for one in Engine]:
-            raise ConfigurationError(
-                f"--engine {options.engine}: it is one of {', '.join(one.value for one in Engine)}"
-            )
         given["engine"] = Engine(options.engine)
     edges = list(parse_edges(DEFAULT_EDGES if options.edges is None else options.edges))
     sources = options.words[:-1] if len(options.words) > 1 else options.words
@@ -96,7 +86,7 @@ def configuration(options: argparse.Namespace) -> PrepareConfig:
 
 
 def dry_run_text(previews: Sequence[Preview]) -> str:
-    """Return what a dry run found as a table, with an example of each reason."""
+    """Table of what a dry run found, with an example of each reason."""
     rows: list[tuple[str, ...]] = [("source", "images", "kept", "refused as", "of them")]
     examples = []
     for one in previews:
@@ -109,7 +99,7 @@ def dry_run_text(previews: Sequence[Preview]) -> str:
 
 
 def summary(manifest: PreparedManifest) -> str:
-    """Return the counts of a manifest as a table."""
+    """Table of the counts of a manifest."""
     rows = [("source", "seen", "kept", "refused")]
     rows += [(one.name, str(one.seen), str(one.kept), str(one.seen - one.kept)) for one in manifest.sources]
     rows.append(("all", str(manifest.seen), str(manifest.kept), str(manifest.seen - manifest.kept)))
@@ -131,35 +121,27 @@ def summary(manifest: PreparedManifest) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prepare, or show what would be kept."""
     options = parse_arguments(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("diffusion").setLevel(logging.INFO)
-    logging.getLogger("PIL").setLevel(logging.CRITICAL)  # what it says about damaged files is in the table of refusals
-    try:
-        config = configuration(options)
-        if options.dry_run is not None:
-            print(dry_run_text(preview_of(config, options.dry_run)))
-            if options.config is None and len(options.words) > 1:
-                print(f"{config.out} is taken for OUT, which a dry run does not look at")
-            return 0
-        manifest = prepare_from(
-            config,
-            withdrawn=options.withdraw,
-            overwrite=options.overwrite,
-            report=not options.no_report,
-            progress=not options.quiet,
-        )
-    except UserError as error:
-        print(f"prepare: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("prepare: stopped; the same command continues", file=sys.stderr)
-        return INTERRUPTED_EXIT_CODE
+    logging.getLogger("PIL").setLevel(logging.CRITICAL)  # Damaged files are in the table of rejections.
+    config = configuration(options)
+    if options.dry_run is not None:
+        print(dry_run_text(preview_of(config, options.dry_run)))
+        if options.config is None and len(options.words) > 1:
+            print(f"{config.out} is taken for OUT, which a dry run does not look at")
+        return
+    manifest = prepare_from(
+        config,
+        withdrawn=options.withdraw,
+        overwrite=options.overwrite,
+        report=not options.no_report,
+        progress=not options.quiet,
+    )
     print(summary(manifest))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(run_command(main))

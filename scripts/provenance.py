@@ -21,12 +21,10 @@ LICENCE_COLUMNS = ("license", "licence")
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("checkpoint", help="checkpoint, or run folder (newest checkpoint)")
     parser.add_argument("--data", type=Path, help="folder of the buckets of the prepared data, such as PREPARED/train")
     parser.add_argument("--out", type=Path, default=Path("seen.csv"), help="table to write (default: seen.csv)")
-    parser.add_argument("--licence-column", help="entry of the metadata (default: license or licence)")
-    parser.add_argument("--quiet", action="store_true", help="no progress bars")
     return parser.parse_args()
 
 
@@ -36,37 +34,33 @@ def main() -> None:
     from diffusion.checkpointing.find import resolve_checkpoint
     from diffusion.checkpointing.read import read_position
     from diffusion.datasets.bad_images import FILE, read_bad_images
+    from diffusion.datasets.provenance import apply_substitutes, build_order, exposures, find_folders, times_seen
+    from diffusion.datasets.sample_order import describe_changes
+    from diffusion.errors import DataError
     from diffusion.loading import load_config_of
-    from diffusion.planning.provenance import (
-        apply_substitutes,
-        build_order,
-        check_order,
-        exposures,
-        find_folders,
-        times_seen,
-    )
 
     checkpoint = resolve_checkpoint(options.checkpoint)
     config = load_config_of(checkpoint)
     folders = find_folders(config, options.data)
     order = build_order(config, folders)
     num_steps, fingerprint = read_position(checkpoint)
-    check_order(order, fingerprint)
-    counts = times_seen(order, num_steps, progress=not options.quiet)
+    if changes := describe_changes(fingerprint, order.fingerprint()):
+        raise DataError(f"this is not the data that the run has seen: {'; '.join(changes)}. Name that with --data")
+    counts = times_seen(order, num_steps)
     runs = (checkpoint.parent.parent, Path(config.output_folder).expanduser())  # Of a run in a store: the second.
     bad = next((found for run in runs if (found := read_bad_images(run / FILE))), [])
     apply_substitutes(config, folders, counts, bad)
-    columns = (options.licence_column,) if options.licence_column else LICENCE_COLUMNS
     by_source: Counter[str] = Counter()
     by_licence: Counter[str] = Counter()
     num_seen = 0
     with atomic_path(options.out) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
         table.writerow(["key", "source", "licence", "stream", "index", "times", "metadata"])
-        for one in exposures(config, folders, counts, progress=not options.quiet):
-            licence = next((str(one.metadata[name]) for name in columns if one.metadata.get(name)), "")
-            table.writerow([one.key, one.source, licence, one.stream, one.index, one.times, json.dumps(one.metadata)])
-            by_source[one.source] += one.times
+        for one in exposures(config, folders, counts):
+            licence = next((str(one.metadata[name]) for name in LICENCE_COLUMNS if one.metadata.get(name)), "")
+            source = one.key.partition("/")[0]
+            table.writerow([one.key, source, licence, one.stream, one.index, one.times, json.dumps(one.metadata)])
+            by_source[source] += one.times
             by_licence[licence or "(none given)"] += one.times
             num_seen += 1
     print(f"{checkpoint}: {num_steps} steps of {config.data.global_batch_size} samples")

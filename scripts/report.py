@@ -14,7 +14,7 @@ from diffusion.launch import CommandParser, run_command
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--phases", type=Path, nargs="+", default=[], help="run folders of later phases, in order")
     parser.add_argument("--evaluations", type=Path, nargs="+", default=[], help="other output folders of evaluate.py")

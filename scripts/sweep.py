@@ -20,7 +20,7 @@ from diffusion.launch import CommandParser, positive, run_command
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("sweep", type=Path, metavar="SWEEP.yaml", help="file of the sweep")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="values of all points")
     parser.add_argument("--out", type=Path, default=Path("runs/sweeps"), help="parent of the folders of the sweeps")

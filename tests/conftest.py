@@ -21,7 +21,7 @@ LONGEST = (
     "test_groups_training.py",
     "test_stores.py",
     "test_source_remote.py",
-    "test_killed.py",
+    "test_killed_preparation.py",
     "test_resumption.py",
     "test_run.py",
 )

@@ -40,11 +40,7 @@ from diffusion.trainer import HostSpeedMonitor
 
 
 def build_loggers(config: Config, folder: Path) -> list[LoggerDestination]:
-    """Build the logger destinations of a run, in the order in which they run.
-
-    Args:
-        config: the configuration.
-        folder: the run folder.
+    """Build the logger destinations of a run folder, in the order in which they run.
 
     Raises:
         ConfigurationError: a plug-in cannot be imported or built.
@@ -76,15 +72,7 @@ def build_callbacks(
     device: Device,
     heartbeat: Heartbeat,
 ) -> list[Callback]:
-    """Build the callbacks of a run, in the order in which they run.
-
-    Args:
-        config: the configuration.
-        model: the model in training.
-        dataset: the training data of this rank.
-        storage: run folder and checkpoint folder.
-        device: the device of training.
-        heartbeat: of this rank, which has started.
+    """Build the callbacks of this rank, in the order in which they run; the heartbeat has started.
 
     Raises:
         ConfigurationError: a plug-in cannot be imported or built.

@@ -40,10 +40,6 @@ class LossGuard(Callback):
     device here, and all ranks decide the same. A skipped step has no update: weights, moments and step count of the
     optimizer stay, while time, learning rate and data go on. Skipped steps are part of the record of the run and of
     each later checkpoint.
-
-    Args:
-        guard: the settings.
-        run: the run folder.
     """
 
     def __init__(self, guard: GuardConfig, run: Path) -> None:
@@ -115,10 +111,10 @@ class BadImageGuard(Callback):
     """List the images that could not be decoded in `bad_images.jsonl`; too many of them end the run on all ranks.
 
     Each rank collects its own on the host; at an interval the ranks exchange them. An image counts once, also over
-    epochs and starts: the file holds those of earlier ones.
+    epochs and starts: the file in the run folder, which rank 0 writes, holds those of earlier ones.
 
     Args:
-        folder: of the run; rank 0 writes.
+        folder: the run folder.
         interval: steps between two exchanges.
         dataset: the training data of this rank.
     """

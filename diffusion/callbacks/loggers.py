@@ -32,11 +32,7 @@ PROGRESS_SECONDS = 30.0
 
 
 class TensorBoardLogger(LoggerDestination):
-    """Write numbers and images on rank 0 to one event file per start, which hides later points of earlier starts.
-
-    Args:
-        folder: parent of the folder of event files, which has the name of the run.
-    """
+    """Write numbers and images on rank 0 to one event file per start, which hides later points of earlier starts."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -87,12 +83,7 @@ class TensorBoardLogger(LoggerDestination):
 
 
 class WandB(WandBLogger):
-    """Composer's WandBLogger with the configuration of the run, and an id by which a resumed run is found.
-
-    Args:
-        folder: the run folder, below which wandb writes.
-        config: the configuration of the run.
-    """
+    """Composer's WandBLogger with the configuration of the run, and an id by which a resumed run is found."""
 
     def __init__(self, folder: Path, config: Config) -> None:
         settings = config.loggers.wandb

@@ -88,10 +88,6 @@ class Heartbeat(Callback):
     of a shared file system see it, renews the lease of the run, and ends the process when another start has taken the
     lease. Within the context, `STACKS_SIGNAL` makes the process write the stack traces of all its threads to a file
     beside it. This callback comes before others, whose work then belongs to its phase.
-
-    Args:
-        folder: of the heartbeats of all ranks.
-        lease: of the run.
     """
 
     def __init__(self, folder: Path, lease: Lease) -> None:

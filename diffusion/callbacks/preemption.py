@@ -31,10 +31,7 @@ _SPENT = 1
 class LaggingMaximum:
     """The largest of the ranks' numbers, one step later, so that no rank waits for its device or for another rank.
 
-    All ranks call `start` and `finish` alternately.
-
-    Args:
-        device: of the tensors of collectives.
+    All ranks call `start` and `finish` alternately. The device is that of the tensors of collectives.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -73,7 +70,7 @@ class SaveOnPreemption(Callback):
     saved, so they are forked with SIGTERM blocked; they end with the run.
 
     Args:
-        saver: writes the checkpoint; comes before this callback.
+        saver: comes before this callback.
         folder: the run folder, for the marker.
         meter: knows when the budget is spent, which ends the run in the same way.
     """

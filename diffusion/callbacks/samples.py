@@ -24,13 +24,8 @@ GRID_COLUMNS = 8
 class SampleGrids(Callback):
     """Generate one image per prompt at intervals and at the end, as PNG in the run folder and to the loggers.
 
-    The prompts are divided among the ranks. With an average of the weights, the average is sampled.
-
-    Args:
-        model: the model in training.
-        config: prompts, interval and sampler.
-        folder: of the grids, `step-000100.png`.
-        ema: the average, if there is one.
+    The prompts are divided among the ranks. With an average of the weights, the average is sampled. The grids are
+    `step-000100.png` in the folder.
     """
 
     def __init__(self, model: LatentDiffusion, config: SamplesConfig, folder: Path, ema: LateStartEMA | None) -> None:

@@ -41,11 +41,7 @@ WRITE_TIMEOUT = datetime.timedelta(hours=2)
 
 
 class RunRecord(Callback):
-    """Store in each checkpoint what is needed to understand and use it.
-
-    Args:
-        record: plain containers: the resolved configuration, latent scaling, noise schedule.
-    """
+    """Store in each checkpoint what is needed to understand and use it, in plain containers."""
 
     def __init__(self, record: dict[str, Any]) -> None:
         self.record = record

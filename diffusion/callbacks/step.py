@@ -73,9 +73,6 @@ class ClipGradients(Callback):
     """Scale the gradients of a step down to a maximum norm over all parameters of all ranks, and log the norm.
 
     The host does not wait for the norm: it reads its copy at the end of the step, after Composer has read the loss.
-
-    Args:
-        max_norm: largest norm after clipping.
     """
 
     def __init__(self, max_norm: float) -> None:
@@ -136,12 +133,9 @@ class AccumulateLocally(Callback):
 
 
 class CollectiveTimeout(Callback):
-    """Change the timeout of collectives at the start of training and again after its first steps: compilation is slow.
+    """Change the timeout of collectives, in seconds, at the start of training and again after its first steps.
 
-    Args:
-        first: seconds in the first steps.
-        then: seconds after them.
-        num_first_steps: number of first steps.
+    Ranks that compile are slow.
     """
 
     def __init__(self, first: float, then: float, num_first_steps: int = NUM_FIRST_STEPS) -> None:

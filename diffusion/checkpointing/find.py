@@ -60,22 +60,19 @@ def is_complete(path: Path) -> bool:
     return find_damage(path) is None
 
 
-def check_checkpoint(path: Path, *, thoroughly: bool = True) -> None:
-    """Check that a checkpoint is whole and runs no code when it is read.
-
-    Args:
-        path: file or folder.
-        thoroughly: read all of it and compare with its checksums.
+def check_checkpoint(path: Path) -> None:
+    """Check that a checkpoint is whole, has its checksums and runs no code when it is read; reads all of it.
 
     Raises:
         UnsafeCheckpointError: it would run code.
         DataError: it is damaged.
     """
-    _check_whole(path)
-    check_contents(path, thoroughly=thoroughly)
+    check_whole(path)
+    check_contents(path)
 
 
-def _check_whole(path: Path) -> None:
+def check_whole(path: Path) -> None:
+    """Raise a DataError if `find_damage` finds some."""
     if damage := find_damage(path):
         raise DataError(f"checkpoint {path} is damaged: {damage}")
 
@@ -129,7 +126,7 @@ def resolve_checkpoint(location: str) -> Path:
             raise ConfigurationError(f"checkpoint {path} is not whole ({damage}): choose another one")
         return path
     for folder in (path, path / "checkpoints"):
-        if found := newest_that_passes(list_checkpoints(folder), _check_whole):
+        if found := newest_that_passes(list_checkpoints(folder), check_whole):
             return found
     problem = "holds no complete checkpoint" if path.exists() else "does not exist"
     raise ConfigurationError(f"{path} {problem}: give a checkpoint, a run's folder, or its `checkpoints` folder")

@@ -96,13 +96,7 @@ def superseded(
 
 
 def kept_steps(steps: Sequence[float], *, newest: int, every: float | None) -> list[float]:
-    """Select the checkpoints that a run leaves at its end.
-
-    Args:
-        steps: steps after which checkpoints are written, ascending.
-        newest: number of the newest ones that stay.
-        every: the first one at or after each multiple of this number of steps stays as well.
-    """
+    """Select of the steps after which checkpoints are written those that stay at the end, as in `superseded`."""
     removed = _superseded_positions(steps, num_replaceable=max(len(steps) - newest, 0), every=every)
     return [step for position, step in enumerate(steps) if position not in removed]
 

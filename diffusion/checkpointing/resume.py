@@ -13,7 +13,7 @@ import yaml
 from composer import Event, Trainer
 from composer.utils import dist
 
-from diffusion.checkpointing.find import check_checkpoint, is_complete, newest_that_passes
+from diffusion.checkpointing.find import check_checkpoint, check_whole, is_complete, newest_that_passes
 from diffusion.checkpointing.layout import list_checkpoints, remove_copy, remove_half_written
 from diffusion.checkpointing.read import read_index, read_record, stored_files
 from diffusion.checkpointing.remote import RemoteCheckpoint, RemoteCheckpoints
@@ -71,7 +71,7 @@ def checkpoint_storage(config: Config, run: Path) -> CheckpointStorage:
 def find_resumption(config: Config, storage: CheckpointStorage) -> str | None:
     """Find the newest checkpoint of a run that is whole and runs no code when it is loaded; None for a new run.
 
-    Rank 0 decides; the first rank of each other node checks the same checkpoint again. From an object store it is
+    Rank 0 decides; the first rank of each other node looks for the same checkpoint. From an object store it is
     downloaded once per node, to `downloads/` in the run folder. To be called by all ranks.
 
     Raises:
@@ -83,7 +83,7 @@ def find_resumption(config: Config, storage: CheckpointStorage) -> str | None:
         return _find_remote(config, storage, storage.remote)
     path = on_first_rank(lambda: _find_local(config, storage.folder), takes_long=True)
     if path is not None:
-        agree(lambda: check_checkpoint(path, thoroughly=False) if _is_first_of_another_node() else None)
+        agree(lambda: check_whole(path) if _is_first_of_another_node() else None)
         if rank() == 0:
             log.info("resuming from %s", path)
     return None if path is None else str(path)

@@ -63,8 +63,13 @@ class PowerFunction:
 
     @property
     def gamma(self) -> float:
-        """The exponent."""
-        return width_to_gamma(self.width)
+        """The exponent.
+
+        Equation 3 is width = (gamma + 1)^(1/2) (gamma + 2)^(-1) (gamma + 3)^(-1/2). Squared it is
+        (gamma + 2)^2 (gamma + 3) - (gamma + 1) / width^2 = 0, whose largest root is the exponent.
+        """
+        inverse = self.width**-2
+        return float(np.roots([1.0, 7.0, 16.0 - inverse, 12.0 - inverse]).real.max())
 
     def step(self, time: int) -> float:
         """The fraction 1 - beta(t) by which the average moves towards the weights of time t = 2, 3, ..."""
@@ -73,16 +78,6 @@ class PowerFunction:
 
 Profile = Exponential | PowerFunction
 """The rule of an average: its label in files and commands, and its step towards the weights of a time."""
-
-
-def width_to_gamma(width: float) -> float:
-    """The exponent of a relative width in (0, `MAX_WIDTH`).
-
-    Equation 3 is width = (gamma + 1)^(1/2) (gamma + 2)^(-1) (gamma + 3)^(-1/2). Squared it is
-    (gamma + 2)^2 (gamma + 3) - (gamma + 1) / width^2 = 0, whose largest root is the exponent.
-    """
-    inverse = width**-2
-    return float(np.roots([1.0, 7.0, 16.0 - inverse, 12.0 - inverse]).real.max())
 
 
 # Tensors
@@ -101,13 +96,9 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def gather_on_rank_0(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Gather whole tensors on the CPU of rank 0; nothing on the others. To be called by all ranks.
+    """Gather whole tensors on the CPU of rank 0, in another dtype if given; nothing on the others.
 
-    On devices and on other ranks, one tensor at a time is whole.
-
-    Args:
-        tensors: sharded or not, by name.
-        dtype: of the result; None keeps it.
+    To be called by all ranks. On devices and on other ranks, one tensor at a time is whole.
     """
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     whole = ((name, full_tensor(tensor)) for name, tensor in tensors.items())
@@ -132,11 +123,9 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class WeightAverage:
-    """Average of parameters by a profile, in fp32, of this rank's shards only.
+    """Average of fp32 parameters by a profile, of this rank's shards only.
 
-    Args:
-        parameters: fp32, by name; the average starts as a copy of them, which are the weights of time 1.
-        profile: the rule of its updates.
+    It starts as a copy of the parameters, which are the weights of time 1.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], profile: Profile) -> None:

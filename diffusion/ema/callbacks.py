@@ -267,33 +267,25 @@ class AverageSnapshots(Callback):
 
     def _store(self, record: AverageRecord, tensors: dict[str, Tensor]) -> None:
         if rank() == 0:
-            self._upload(write_average(self.folder, record, tensors))
-
-    def _upload(self, path: Path) -> None:
-        if self.remote is not None:
-            self.remote.upload_later(path, f"{STORED}/{path.name}")
+            path = write_average(self.folder, record, tensors)
+            if self.remote is not None:
+                self.remote.upload_later(path, f"{STORED}/{path.name}")
 
     def _upload_missing(self) -> None:
         if self.remote is not None and rank() == 0:
             stored = self.remote.files()
             for path in sorted(self.folder.glob(f"*{AVERAGE_SUFFIX}")):
                 if f"{STORED}/{path.name}" not in stored:
-                    self._upload(path)
+                    self.remote.upload_later(path, f"{STORED}/{path.name}")
 
 
 def build_averages(
     config: EMAConfig | None, folder: Path, remote: RemoteCheckpoints | None = None
 ) -> tuple[LateStartEMA | None, list[Callback]]:
-    """Build the callbacks that average and store.
-
-    Args:
-        config: None for no averages.
-        folder: the run folder.
-        remote: the run's checkpoints in an object store; None if they are in a folder.
+    """Build the callbacks that average and store, for a run in `folder` with checkpoints in a folder or store.
 
     Returns:
-        The average to sample and export, None for the weights themselves; and all callbacks, in the order in which
-        they run.
+        The average to sample and export, None for the weights themselves; and all callbacks in their order.
     """
     if config is None:
         return None, []

@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,16 +43,14 @@ _NAME = re.compile(r"step-\d+-[a-z]+-[\d.e-]+\.safetensors")
 # The combination of profiles
 
 
-@dataclass(frozen=True)
-class TimedProfile:
+class TimedProfile(NamedTuple):
     """p(tau) = (gamma + 1) tau^gamma / time^(gamma + 1) for tau in [0, time], which integrates to 1."""
 
     gamma: float
     time: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Combination:
+class Combination(NamedTuple):
     """A sum of stored averages."""
 
     coefficients: np.ndarray
@@ -84,11 +82,7 @@ def combine_profiles(stored: Sequence[TimedProfile], wanted: TimedProfile) -> Co
     """Find the combination of stored profiles that is nearest to a wanted one.
 
     Least squares in the L2 norm over time, under the condition that the coefficients sum to 1: without it, the part of
-    the weights that does not move would be scaled.
-
-    Args:
-        stored: at least one.
-        wanted: of a time up to the last stored one.
+    the weights that does not move would be scaled. The wanted profile's time is at most the last stored one.
     """
     products = np.array([[inner_product(one, other) for other in stored] for one in stored])
     target = np.array([inner_product(one, wanted) for one in stored])
@@ -128,12 +122,7 @@ class AverageRecord:
 
 
 def write_average(folder: Path, record: AverageRecord, tensors: dict[str, Tensor]) -> Path:
-    """Write an average under the name of its record. Equal averages give equal bytes.
-
-    Args:
-        folder: is created.
-        record: its description.
-        tensors: on the CPU, by the model's parameter names.
+    """Write an average, whose tensors on the CPU have the model's names. Equal averages give equal bytes.
 
     Raises:
         MachineError: it cannot be written.
@@ -190,11 +179,7 @@ def read_combination(paths: Iterable[Path], coefficients: Iterable[float]) -> It
 
 
 def fetch_averages(uri: str, run: Path) -> None:
-    """Download the averages that a run has stored beside its checkpoints, except those that are here already.
-
-    Args:
-        uri: `s3://bucket/prefix` of the run's checkpoints.
-        run: the run folder here.
+    """Download the averages beside a run's checkpoints (`s3://bucket/prefix`) to its folder, unless they are there.
 
     Raises:
         DataError: the URI is not that of a store.
@@ -226,12 +211,9 @@ def _open(path: Path) -> Any:
 
 
 def reconstruct(run: Path, width: float, *, step: int | None = None) -> tuple[Path, Combination]:
-    """Make an average of a width from those that a run has stored, and write it to `RUN/reconstructed/`.
+    """Make an average of a relative width from those that a run has stored, and write it to `RUN/reconstructed/`.
 
-    Args:
-        run: the run folder.
-        width: relative width; see `PowerFunction`.
-        step: step at which the average ends, one of those stored; None for the last.
+    It ends at a step that is stored, by default at the last one.
 
     Returns:
         The file (fp32), and its composition.

@@ -83,9 +83,7 @@ def build_perceptual() -> _LPIPS:
 def load_perceptual(path: str | None, key: str) -> nn.Module:
     """Build frozen LPIPS: two batches of images, float32 [B, 3, height, width] in [-1, 1] -> [B, 1, 1, 1].
 
-    Args:
-        path: torchvision's weights of VGG16, a state dict with `features.0.weight` and so on.
-        key: key of the path in the configuration, for messages.
+    The file at `path` (key `key` of the configuration) holds torchvision's weights of VGG16.
 
     Raises:
         ConfigurationError: the file is missing, or does not hold these weights.
@@ -246,24 +244,17 @@ def psnr(decoded: Tensor, pixels: Tensor) -> Tensor:
 def latent_statistics(
     vae: AutoencoderKL, batches: Iterable[Tensor], device: torch.device
 ) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of each channel of the posterior's mean, over all ranks' images.
+    """Mean and standard deviation of each channel of the posterior's mean, over all ranks' images, summed in float64.
 
-    Args:
-        vae: the encoder.
-        batches: images of this rank, uint8 [B, 3, height, width].
-        device: device of the VAE.
-
-    Returns:
-        C means and C standard deviations, accumulated in float64.
+    `batches` are images of this rank, uint8 [B, 3, height, width].
     """
     num_channels = vae.config["latent_channels"]
     sums = torch.zeros(3, num_channels, dtype=torch.float64)
     for images in batches:
         mean = vae.encode(to_pixels(images.to(device))).latent_dist.mean.double().cpu()  # pyright: ignore
         per_channel = mean.transpose(0, 1).flatten(1)
-        sums += torch.stack(
-            [torch.full((num_channels,), per_channel.shape[1]), per_channel.sum(1), per_channel.square().sum(1)]
-        )
+        count = torch.full((num_channels,), per_channel.shape[1])
+        sums += torch.stack([count, per_channel.sum(1), per_channel.square().sum(1)])
     if dist.is_initialized() and dist.get_world_size() > 1:
         sums = sums.to(device)
         dist.all_reduce(sums)

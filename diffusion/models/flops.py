@@ -25,12 +25,6 @@ def batch_flops(
 ) -> float:
     """Operations of the U-Net, forward and backward, for the samples of a batch, which may be groups of several shapes.
 
-    Args:
-        unet: configuration of the U-Net.
-        batch: the entries of `BatchKey`; only shapes are read.
-        vae_factor: pixels per latent position along one side.
-        has_fixed_weights: the U-Net's weights are frozen (LoRA).
-
     Returns:
         The sum; NaN for unknown block types.
     """
@@ -50,10 +44,10 @@ def batch_flops(
 
 
 def count_unet_flops(unet: Mapping[str, Any], *, height: int, width: int, num_tokens: int) -> "UNetFlops | None":
-    """Count the operations of a diffusers UNet2DConditionModel for one image.
+    """Count the operations of a UNet2DConditionModel, from its configuration with all defaults, for one image.
 
     Args:
-        unet: configuration of the U-Net (`unet.config`, with all defaults).
+        unet: `unet.config`.
         height: height of the latent.
         width: width of the latent.
         num_tokens: tokens of the caption.

@@ -43,12 +43,9 @@ def timestep_bins(num_timesteps: int) -> list[range]:
 
 
 def validation_means(name: str, streams: Sequence[str] = (), bins: Sequence[range] = ()) -> dict[str, Metric]:
-    """Metrics of a value: over all validation data, by stream and by timestep.
+    """Metrics of a value: over all validation data (`name`), by stream and by timestep (`name/...`).
 
-    Args:
-        name: name of the metric, and prefix of the others.
-        streams: names of the streams by number; empty names are skipped. A single stream has no metric of its own.
-        bins: ranges of timesteps.
+    Streams without a name and a single one have no metric of their own.
     """
     metrics: dict[str, Metric] = {name: ValidationMean()}
     if len(streams) > 1:

@@ -168,11 +168,7 @@ def _load_text_encoder(spec: ArchitectureSpec, source: str, **options: Any) -> T
 
 
 def _local_folder(source: str) -> Path | None:
-    """Path of a local folder; None for a hub name.
-
-    Raises:
-        ConfigurationError: `source` is a path without a folder.
-    """
+    """Path of a local folder; None for a hub name."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
@@ -244,11 +240,7 @@ def is_pipeline(path: str | Path) -> bool:
 
 
 def read_pipeline_unet(folder: Path, unet: UNet2DConditionModel) -> dict[str, Tensor]:
-    """Read the weights of a folder's U-Net.
-
-    Args:
-        folder: in the diffusers layout.
-        unet: network that will load them; its configuration is compared with the stored one.
+    """Read the weights of a folder's U-Net, whose stored configuration is compared with that of `unet`.
 
     Raises:
         ConfigurationError: there is no U-Net in safetensors, or its configuration differs.
@@ -278,10 +270,6 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 def unet_folder(source: str, *, local_files_only: bool) -> Path:
     """Folder with a U-Net and its noise schedule, downloaded from the hub if `source` is a hub name.
-
-    Args:
-        source: a folder in the diffusers layout, or a hub name.
-        local_files_only: read the local cache instead of the hub.
 
     Raises:
         ConfigurationError: the U-Net is missing.
@@ -385,13 +373,7 @@ def _identity(num_channels: int) -> nn.Conv2d:
 
 
 def write_pipeline(folder: Path, *, unet: UNet2DConditionModel, frozen: FrozenParts, scheduler: DDIMScheduler) -> None:
-    """Write all parts of a pipeline.
-
-    Args:
-        folder: empty folder, which the caller renames when it is complete.
-        unet: the trained network.
-        frozen: the other parts.
-        scheduler: sampler of the pipeline.
+    """Write all parts of a pipeline to an empty folder, which the caller renames when it is complete.
 
     Raises:
         OSError: a file cannot be written.

@@ -1,19 +1,27 @@
-"""Fleets of GPUs side by side: how fast they are, and what several runs together take and cost on each."""
+"""Fleets of GPUs side by side: throughput, and time and cost of several runs together on each."""
 
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from diffusion.config.data import ImageSize
 from diffusion.config.model import Architecture, ModelConfig
 from diffusion.config.schema import Config, Task
 from diffusion.errors import ConfigurationError
-from diffusion.planning.network import training_flops
-from diffusion.planning.plan import SECONDS_PER_DAY, Plan, plan_run
-from diffusion.planning.scaling import Interconnect, StepModel, predict_images_per_second
+from diffusion.planning.plan import (
+    SECONDS_PER_DAY,
+    Plan,
+    largest_microbatch,
+    plan_run,
+    shown,
+    size_text,
+    training_flops,
+)
 
 DAYS_PER_MONTH = 365.25 / 12
 
@@ -27,23 +35,21 @@ A100_RATES = {
     64: {256: 8_530, 512: 2_340},
     128: {256: 11_600, 512: 4_590},
 }
-"""Images per second of so many A100, by resolution."""
+"""Images per second by number of A100 and resolution."""
 
 PRICE_PER_A100_HOUR = 2.0
 """In dollars."""
 
-A100_MEMORY_BYTES = 80e9
-
 TRAINING_A100_HOURS, LATENTS_A100_HOURS = 20_051, 3_784
-"""What the published run took: training, and latents computed beforehand."""
+"""Of the published run: training, and latents computed beforehand."""
 
 HARDWARE_FAILURES = 2
-"""Of the published run, in so many A100-hours of training: few to estimate a rate from."""
+"""Of the published run's training: few to estimate a rate from."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """GPUs of one kind, and how many images per second they train together."""
+    """GPUs of one kind, and their joint throughput."""
 
     name: str
     num_gpus: int
@@ -51,16 +57,14 @@ class Fleet:
     """By resolution; other resolutions and architectures go by their floating-point operations."""
 
     architecture: Architecture = Architecture.stable_diffusion_2
-    """Whose images these are."""
+    """Architecture of these images per second."""
 
     price_per_gpu_hour: float | None = None
     """In dollars."""
 
     gpu_memory_bytes: float | None = None
     deviation: float | None = None
-    """Half the range of repeated measurements over their median; None where there was one."""
-
-    source: str = "given"
+    """Half the range of repeated measurements over their median; None for a single one."""
 
 
 A100_FLEETS = [
@@ -68,44 +72,50 @@ A100_FLEETS = [
         name=f"{num_gpus} A100",
         num_gpus=num_gpus,
         price_per_gpu_hour=PRICE_PER_A100_HOUR,
-        gpu_memory_bytes=A100_MEMORY_BYTES,
+        gpu_memory_bytes=80e9,
         images_per_second={side: float(rate) for side, rate in rates.items()},
-        source="published table",
     )
     for num_gpus, rates in A100_RATES.items()
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prices:
-    """What is paid beside GPUs, in dollars; 0 is not counted."""
+class Failures:
+    """Independent failures of GPUs, and their cost in time."""
 
-    storage_per_tb_month: float = 0.0
-    egress_per_tb: float = 0.0
-    per_million_requests: float = 0.0
-    disk_per_tb_month: float = 0.0
-    """Of the nodes' own disks, where they are paid apart from the GPUs."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Breakdowns:
-    """How often GPUs fail, and what that costs in time."""
-
-    gpu_hours_between_failures: float
+    gpu_hours_between: float = TRAINING_A100_HOURS / HARDWARE_FAILURES
     restart_seconds: float = 600.0
     """From a failure to the next step."""
 
     save_seconds: float = 30.0
     """Stall of a step that saves a checkpoint."""
 
-    def mean_seconds(self, num_gpus: int) -> float:
-        """Return the mean time between two failures of a fleet."""
-        return self.gpu_hours_between_failures * 3600 / num_gpus
+    def save_interval(self, num_gpus: int) -> float:
+        """Best time between checkpoints in seconds, to first order (Young 1974).
+
+        sqrt(2 save M), where M is the mean time between two failures of the fleet.
+        """
+        return math.sqrt(2 * self.save_seconds * self.gpu_hours_between * 3600 / num_gpus)
+
+    def expected_seconds(self, work: float, interval: float, num_gpus: int) -> float:
+        """Mean duration of a run (Daly 2006, equation 13).
+
+        (M + restart) (exp((interval + save) / M) - 1) for each interval: after a failure the run restarts and repeats
+        the work since its newest checkpoint.
+
+        Args:
+            work: seconds of training.
+            interval: seconds of training between two checkpoints.
+            num_gpus: GPUs of the fleet.
+        """
+        mean = self.gpu_hours_between * 3600 / num_gpus
+        segment = (mean + self.restart_seconds) * math.expm1((interval + self.save_seconds) / mean)
+        return work / interval * segment
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What several runs, one after the other, take on a fleet. None is not known."""
+    """Time and cost of several runs, one after the other, on a fleet. None: unknown."""
 
     fleet: Fleet
     plans: list[Plan]
@@ -114,177 +124,162 @@ class Budget:
     gpu_cost: float | None
     storage_cost: float | None
     egress_cost: float | None
-    request_cost: float | None
-    disk_cost: float | None
     days_with_failures: float
-    """With checkpoints, failures and restarts: the mean by Daly's formula."""
+    """Mean with checkpoints, failures and restarts."""
 
     save_interval_steps: list[int]
     """Recommended, for each run."""
 
-    assumptions: list[str] = field(default_factory=list)
-
     @property
     def cost(self) -> float | None:
-        """Of everything that is known; None without a price of GPUs."""
+        """Sum of known costs; None without a price of GPUs."""
         if self.gpu_cost is None:
             return None
-        parts = (self.storage_cost, self.egress_cost, self.request_cost, self.disk_cost)
-        return self.gpu_cost + sum(part or 0.0 for part in parts)
-
-    @property
-    def days_range(self) -> tuple[float, float] | None:
-        """Days if each measurement was as far off as repeated ones were from one another."""
-        deviation = self.fleet.deviation
-        return None if deviation is None else (self.days * (1 - deviation), self.days * (1 + deviation))
-
-
-def rate_for(fleet: Fleet, config: Config) -> float:
-    """Images per second of a fleet in a run: as given for its resolution, else by floating-point operations.
-
-    Raises:
-        ConfigurationError: the fleet has no rate at all, one of the architectures cannot be counted, or the run
-            trains a VAE.
-    """
-    if config.task is not Task.diffusion:
-        raise ConfigurationError(
-            f"run {config.run_name} trains a VAE, but the rates of a fleet are of U-Nets: measure its images per "
-            "second, and plan it with run.py --dry-run plan.images_per_second=..."
-        )
-    resolution = config.data.resolution
-    model = config.model
-    same = model.architecture is fleet.architecture and not model.unet and model.lora is None
-    if same and resolution in fleet.images_per_second:
-        return fleet.images_per_second[resolution]
-    if not fleet.images_per_second:
-        raise ConfigurationError(f"fleet {fleet.name} has no images_per_second: give it for one resolution at least")
-    nearest = min(fleet.images_per_second, key=lambda side: abs(side - resolution))
-    reference = Config(model=ModelConfig(architecture=fleet.architecture))
-    known = training_flops(reference, ImageSize(nearest, nearest))
-    asked = training_flops(config, ImageSize(resolution, resolution))
-    if known is None or asked is None:
-        raise ConfigurationError(
-            f"fleet {fleet.name} has no images_per_second at {resolution} px, and model.unet has blocks whose "
-            "operations are not known: measure it with benchmarks/__main__.py step"
-        )
-    return fleet.images_per_second[nearest] * known / asked
+        return self.gpu_cost + (self.storage_cost or 0.0) + (self.egress_cost or 0.0)
 
 
 def make_budget(
     configs: Sequence[Config],
     fleet: Fleet,
     *,
-    prices: Prices,
-    breakdowns: Breakdowns,
+    failures: Failures,
+    storage_per_tb_month: float = 0.0,
+    egress_per_tb: float = 0.0,
 ) -> Budget:
-    """Work out what runs take on a fleet.
+    """Compute time and cost of runs on a fleet.
 
     Args:
         configs: the runs.
-        fleet: on which they run one after the other.
-        prices: of storage and egress.
-        breakdowns: how often GPUs fail.
+        fleet: the fleet.
+        failures: failures of its GPUs.
+        storage_per_tb_month: dollars for data and kept checkpoints, for the days of each run; 0: not counted.
+        egress_per_tb: dollars for downloads from `data.remote`; 0: not counted.
     """
     plans, steps, with_failures = [], [], 0.0
     for config in configs:
-        planned = replace(
+        assumed = replace(
             config.plan,
             num_gpus=fleet.num_gpus,
             images_per_second=rate_for(fleet, config),
             price_per_gpu_hour=fleet.price_per_gpu_hour,
             gpu_memory_gb=fleet.gpu_memory_bytes / 1e9 if fleet.gpu_memory_bytes else config.plan.gpu_memory_gb,
         )
-        plan = plan_run(replace(config, plan=planned))
+        plan = plan_run(replace(config, plan=assumed))
         assert plan.days is not None
         seconds = plan.days * SECONDS_PER_DAY
-        interval = min(seconds, save_interval(breakdowns, fleet.num_gpus))
-        with_failures += expected_seconds(seconds, interval, breakdowns, fleet.num_gpus)
+        interval = min(seconds, failures.save_interval(fleet.num_gpus))
+        with_failures += failures.expected_seconds(seconds, interval, fleet.num_gpus)
         steps.append(max(1, round(interval / seconds * plan.num_iterations)))
         plans.append(plan)
-    days = sum(plan.days or 0.0 for plan in plans)
     gpu_hours = sum(plan.gpu_hours or 0.0 for plan in plans)
     return Budget(
         fleet=fleet,
         plans=plans,
-        days=days,
+        days=sum(plan.days or 0.0 for plan in plans),
         gpu_hours=gpu_hours,
         gpu_cost=gpu_hours * fleet.price_per_gpu_hour if fleet.price_per_gpu_hour is not None else None,
-        storage_cost=_held_cost(plans, prices.storage_per_tb_month, [_stored(plan) for plan in plans]),
-        egress_cost=_cost(prices.egress_per_tb / 1e12, [plan.tiers.fetched_bytes for plan in plans]),
-        request_cost=_cost(prices.per_million_requests / 1e6, [plan.tiers.requests for plan in plans]),
-        disk_cost=_held_cost(plans, prices.disk_per_tb_month, [_on_disks(plan) for plan in plans]),
+        storage_cost=_cost(storage_per_tb_month, [_stored_tb_months(plan) for plan in plans]),
+        egress_cost=_cost(egress_per_tb / 1e12, [plan.tiers.fetched_bytes for plan in plans]),
         days_with_failures=with_failures / SECONDS_PER_DAY,
         save_interval_steps=steps,
-        assumptions=_assumptions(fleet, breakdowns, prices),
     )
 
 
-def save_interval(breakdowns: Breakdowns, num_gpus: int) -> float:
-    """Return the best time between checkpoints in seconds, to first order: sqrt(2 save M) (Young 1974).
-
-    M is the mean time between two failures of the fleet.
-    """
-    return math.sqrt(2 * breakdowns.save_seconds * breakdowns.mean_seconds(num_gpus))
-
-
-def expected_seconds(work: float, interval: float, breakdowns: Breakdowns, num_gpus: int) -> float:
-    """Return the mean duration of a run with independent failures (Daly 2006, equation 13).
-
-    (M + restart) (exp((interval + save) / M) - 1) for each interval: after a failure the run restarts and repeats the
-    work since its newest checkpoint.
-
-    Args:
-        work: seconds of training.
-        interval: seconds of training between two checkpoints.
-        breakdowns: how often GPUs fail.
-        num_gpus: of the fleet.
-    """
-    mean = breakdowns.mean_seconds(num_gpus)
-    segment = (mean + breakdowns.restart_seconds) * math.expm1((interval + breakdowns.save_seconds) / mean)
-    return work / interval * segment
-
-
-def _stored(plan: Plan) -> float | None:
-    """Bytes of a run's data and of all its checkpoints that stay."""
-    return None if plan.data_bytes is None or plan.storage_bytes is None else plan.data_bytes + plan.storage_bytes
-
-
-def _on_disks(plan: Plan) -> float | None:
-    return None if plan.tiers.disk_bytes is None else plan.tiers.num_nodes * plan.tiers.disk_bytes
-
-
-def _held_cost(plans: Sequence[Plan], price_per_tb_month: float, held: Sequence[float | None]) -> float | None:
-    """Of bytes that are held for as long as each run takes."""
-    months = [(plan.days or 0.0) / DAYS_PER_MONTH for plan in plans]
-    amounts = [None if size is None else size * time for size, time in zip(held, months, strict=True)]
-    return _cost(price_per_tb_month / 1e12, amounts)
+def _stored_tb_months(plan: Plan) -> float | None:
+    """Data and kept checkpoints of a run, for its duration."""
+    data, checkpoints = plan.tiers.data_bytes, plan.checkpoints.kept_bytes
+    if data is None or checkpoints is None or plan.days is None:
+        return None
+    return (data + checkpoints) / 1e12 * plan.days / DAYS_PER_MONTH
 
 
 def _cost(price: float, amounts: Sequence[float | None]) -> float | None:
-    """Of all amounts together; nothing where there is no price, None where one is not known."""
+    """Cost of all amounts; 0 without a price, None if an amount is unknown."""
     known = [amount for amount in amounts if amount is not None]
     return price * sum(known) if not price or len(known) == len(amounts) else None
 
 
-def _assumptions(fleet: Fleet, breakdowns: Breakdowns, prices: Prices) -> list[str]:
-    hours = breakdowns.gpu_hours_between_failures
-    notes = [
-        f"Images per second: {fleet.source}; at other resolutions and for other networks by floating-point operations.",
-        f"Failures: independent, one in {hours:,.0f} GPU-hours; {breakdowns.restart_seconds:g} s to restart, "
-        f"{breakdowns.save_seconds:g} s for which training waits for a checkpoint, at the recommended interval.",
-    ]
-    if prices.storage_per_tb_month:
-        notes.append("Storage: data and checkpoints that stay, for the days of each run.")
-    if prices.egress_per_tb:
-        notes.append(
-            "Egress: of runs with data.remote: each sample once where the nodes' disks hold what they read, else in "
-            "every epoch."
+def rate_for(fleet: Fleet, config: Config) -> float:
+    """Images per second of a fleet in a run: as given for its resolution, else by floating-point operations.
+
+    Raises:
+        ConfigurationError: the rate is unknown.
+    """
+    if config.task is not Task.diffusion:
+        raise ConfigurationError(
+            f"run {config.run_name} trains a VAE, but the rates of a fleet are of U-Nets: measure its images per "
+            "second, and plan it with run.py --dry-run plan.images_per_second=..."
         )
-    if prices.per_million_requests:
-        notes.append("Requests: a HEAD and a GET for each shard that is fetched; checkpoints are not counted.")
-    if prices.disk_per_tb_month:
-        notes.append("Disks: what the caches hold, for the days of each run.")
-    return notes
+    side, model = config.data.resolution, config.model
+    is_same = model.architecture is fleet.architecture and not model.unet and model.lora is None
+    if is_same and side in fleet.images_per_second:
+        return fleet.images_per_second[side]
+    nearest = min(fleet.images_per_second, key=lambda one: abs(one - side))
+    measured = Config(model=ModelConfig(architecture=fleet.architecture))
+    known = training_flops(measured, ImageSize(nearest, nearest))
+    asked = training_flops(config, ImageSize(side, side))
+    if known is None or asked is None:
+        raise ConfigurationError(
+            f"fleet {fleet.name} has no images_per_second at {side} px, and model.unet has blocks whose operations are "
+            "not known: measure it with `python -m benchmarks step`"
+        )
+    return fleet.images_per_second[nearest] * known / asked
+
+
+# Throughput of many GPUs from that of one
+
+BACKWARD_SHARE = 2 / 3
+"""Share of a step's computation that hides communication."""
+
+GPUS_PER_NODE = 8
+GATHER_BYTES = 2
+"""Per parameter and step: gathered weights in half precision."""
+
+OPTIMIZER_BYTES = 28
+"""Memory traffic of AdamW per parameter: weight, gradient and two moments are read, all but the gradient written."""
+
+GPU_LINK = 200e9
+"""Effective bytes per second between the GPUs of a node."""
+
+GPU_MEMORY_BANDWIDTH = 1.5e12
+
+PUBLISHED_NETWORK = 37.4e9
+"""Bytes per second of a node's network, fitted to one entry of the published table (256 px on 128 A100); 75 % of a
+400 Gbit/s network."""
+
+
+def predict_images_per_second(
+    num_gpus: int,
+    *,
+    images_per_gpu_second: float,
+    num_parameters: int,
+    global_batch_size: int,
+    network: float = PUBLISHED_NETWORK,
+    reduce_bytes: int = 4,
+) -> float:
+    """Throughput of a fleet with SHARD_GRAD_OP and `performance.accumulate_locally`.
+
+    Weights are gathered and gradients reduced once per step. Ring collectives carry each byte over the network of each
+    node once, and within a node over the links of a GPU. What the backward pass does not hide adds to the step. The
+    optimizer works on a GPU's shard.
+
+    Args:
+        num_gpus: GPUs of the fleet.
+        images_per_gpu_second: throughput of one GPU.
+        num_parameters: parameters of the network.
+        global_batch_size: images per step.
+        network: bytes per second of a node's network, in each direction.
+        reduce_bytes: bytes per gradient on the network: 4 in fp32, 2 with `trainer.reduce_precision` bf16.
+    """
+    computing = global_batch_size / num_gpus / images_per_gpu_second
+    moved = num_parameters * (GATHER_BYTES + reduce_bytes) * (num_gpus - 1) / num_gpus
+    communicating = moved / (GPU_LINK if num_gpus <= GPUS_PER_NODE else network)
+    exposed = max(0.0, communicating - BACKWARD_SHARE * computing)
+    optimizing = num_parameters / num_gpus * OPTIMIZER_BYTES / GPU_MEMORY_BANDWIDTH
+    return global_batch_size / (computing + exposed + optimizing)
+
+
+# Fleets from files
 
 
 def read_fleets(path: Path) -> list[Fleet]:
@@ -294,8 +289,14 @@ def read_fleets(path: Path) -> list[Fleet]:
         ConfigurationError: it cannot be read.
     """
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-        return [_fleet(entry) for entry in entries]
+        fleets = []
+        for entry in json.loads(path.read_text(encoding="utf-8")):
+            rates = {int(side): float(rate) for side, rate in entry["images_per_second"].items()}
+            if not rates:
+                raise ValueError(f"{entry['name']} has no images_per_second")
+            architecture = Architecture(entry.get("architecture", Architecture.stable_diffusion_2.value))
+            fleets.append(Fleet(**{**entry, "images_per_second": rates, "architecture": architecture}))
+        return fleets
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(
             f'{path} is no list of fleets ({error}): give e.g. [{{"name": "ours", "num_gpus": 64, '
@@ -303,65 +304,140 @@ def read_fleets(path: Path) -> list[Fleet]:
         ) from error
 
 
-def _fleet(entry: dict[str, Any]) -> Fleet:
-    rates = {int(side): float(rate) for side, rate in entry["images_per_second"].items()}
-    architecture = Architecture(entry.get("architecture", Architecture.stable_diffusion_2.value))
-    return Fleet(**{**entry, "images_per_second": rates, "architecture": architecture})
-
-
 def fleets_from_benchmark(
-    path: Path,
-    sizes: Sequence[int],
-    *,
-    links: Interconnect,
-    num_parameters: int,
-    global_batch_size: int,
-    **options: Any,
+    path: Path, sizes: Sequence[int], *, num_parameters: int, global_batch_size: int, network: float, **options: Any
 ) -> list[Fleet]:
-    """Fleets of the GPU that `benchmarks/__main__.py` measured, by the model of scaling.
+    """Fleets of the GPU that `python -m benchmarks` measured, by `predict_images_per_second`.
 
     Args:
         path: its file of rows, with one GPU's steps of the Trainer at each resolution.
         sizes: numbers of GPUs.
-        links: between them.
-        num_parameters: of the network that was measured.
-        global_batch_size: of the runs.
+        num_parameters: parameters of the measured network.
+        global_batch_size: images per step of the runs.
+        network: bytes per second of a node's network.
         options: further fields of `Fleet`, such as the price.
 
     Raises:
         ConfigurationError: the file holds no such measurement.
     """
-    best: dict[int, dict[str, Any]] = {}
     try:
-        for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
-            if line.get("kind") != "trainer" or line.get("result", {}).get("num_gpus") != 1:
-                continue
-            row = {**line["parameters"], **line["result"], "machine": line["machine"]["device"]}
-            if row["images_per_second"] > best.get(row["resolution"], {"images_per_second": 0.0})["images_per_second"]:
-                best[row["resolution"]] = row
-        machine, architecture = next((row["machine"], Architecture(row["architecture"])) for row in best.values())
-    except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        rows = [
+            {**line["parameters"], **line["result"], "machine": line["machine"]["device"]}
+            for line in lines
+            if line.get("kind") == "trainer" and line.get("result", {}).get("num_gpus") == 1
+        ]
+        best = {row["resolution"]: row for row in sorted(rows, key=lambda row: row["images_per_second"])}
+        machine, architecture = rows[0]["machine"], Architecture(rows[0]["architecture"])
+        deviation = max(row["deviation"] for row in best.values())
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise ConfigurationError(
-            f"{path} holds no steps of the Trainer ({error}): make it with benchmarks/__main__.py step --out FOLDER"
+            f"{path} holds no steps of the Trainer ({error}): make it with `python -m benchmarks step --out FOLDER`"
         ) from error
-    models = {
-        side: StepModel(
-            num_parameters=num_parameters,
-            global_batch_size=global_batch_size,
-            microbatch_size=row["microbatch_size"],
-            images_per_gpu_second=row["images_per_second"],
-        )
-        for side, row in best.items()
-    }
     return [
         Fleet(
             name=f"{number} x {machine}",
             num_gpus=number,
-            images_per_second={side: predict_images_per_second(model, links, number) for side, model in models.items()},
+            images_per_second={
+                side: predict_images_per_second(
+                    number,
+                    images_per_gpu_second=row["images_per_second"],
+                    num_parameters=num_parameters,
+                    global_batch_size=global_batch_size,
+                    network=network,
+                )
+                for side, row in best.items()
+            },
             architecture=architecture,
-            deviation=max(row["deviation"] for row in best.values()),
-            source=f"one GPU measured ({path.name}), the fleet by the model of scaling",
+            deviation=deviation,
             **options,
         )
         for number in sizes
     ]
+
+
+# Tables
+
+
+def format_budgets(budgets: Sequence[Budget], failures: Failures) -> str:
+    """Write time and cost of the same runs on several fleets, side by side."""
+    plans = budgets[0].plans
+    tables = {
+        "Together " + " and ".join(f"{plan.num_images:,} images ({plan.run_name})" for plan in plans): [
+            _cost_row(budget) for budget in budgets
+        ],
+        "Memory of one GPU": [_memory_row(budget, plan) for budget in budgets for plan in budget.plans],
+        "Data and checkpoints": [_data_row(plan) for plan in plans],
+        "Tiers of storage": [_tier_row(budget, plan) for budget in budgets for plan in budget.plans],
+    }
+    parts = [f"{title}\n{pd.DataFrame(rows).to_string(index=False)}\n" for title, rows in tables.items()]
+    notes = f"""Assumed
+  - Images per second at other resolutions and of other networks go by floating-point operations.
+  - One failure in {failures.gpu_hours_between:,.0f} GPU-hours, {failures.restart_seconds:g} s to restart, \
+{failures.save_seconds:g} s for a checkpoint, at the recommended interval.
+  - Storage: data and kept checkpoints, for the days of each run. Egress: of runs with data.remote, each sample once
+    where the nodes' disks hold what they read, else in every epoch."""
+    return "\n".join([*parts, notes])
+
+
+def _cost_row(budget: Budget) -> dict[str, str]:
+    days, deviation = f"{budget.days:,.2f}", budget.fleet.deviation
+    if deviation is not None:
+        days += f" ({budget.days * (1 - deviation):,.2f} to {budget.days * (1 + deviation):,.2f})"
+    return {
+        "fleet": budget.fleet.name,
+        **{f"{plan.run_name} img/s": shown(plan.images_per_second, "{:,.0f}") for plan in budget.plans},
+        "days": days,
+        "GPU-hours": f"{budget.gpu_hours:,.0f}",
+        "cost": shown(budget.gpu_cost, "${:,.0f}"),
+        "+ storage": shown(budget.storage_cost, "${:,.0f}"),
+        "+ egress": shown(budget.egress_cost, "${:,.0f}"),
+        "with failures": f"{budget.days_with_failures:,.2f} days",
+        **{
+            f"{plan.run_name} save": f"{steps:,}ba"
+            for plan, steps in zip(budget.plans, budget.save_interval_steps, strict=True)
+        },
+    }
+
+
+def _memory_row(budget: Budget, plan: Plan) -> dict[str, str]:
+    memory = plan.memory
+    return {
+        "fleet": budget.fleet.name,
+        "run": plan.run_name,
+        "state": size_text(memory.state_bytes),
+        "frozen": size_text(memory.frozen_bytes),
+        "reduction": size_text(memory.reduction_bytes),
+        "microbatch": str(memory.microbatch_size),
+        "activations": size_text(memory.activation_bytes),
+        "largest microbatch": largest_microbatch(plan),
+    }
+
+
+def _data_row(plan: Plan) -> dict[str, str]:
+    epochs = plan.num_images / plan.num_samples if plan.num_samples else None
+    return {
+        "run": plan.run_name,
+        "epochs": shown(epochs, "{:,.2f}"),
+        "bytes per sample": shown(plan.tiers.sample_bytes, "{:,}"),
+        "data": size_text(plan.tiers.data_bytes),
+        "checkpoints kept": shown(plan.checkpoints.num_kept, "{:,}"),
+        "together": size_text(plan.checkpoints.kept_bytes),
+    }
+
+
+def _tier_row(budget: Budget, plan: Plan) -> dict[str, str]:
+    tiers = plan.tiers
+    reading = tiers.sample_bytes * (plan.images_per_second or 0) if tiers.sample_bytes else None
+    return {
+        "fleet": budget.fleet.name,
+        "run": plan.run_name,
+        "nodes": f"{tiers.num_nodes:,}",
+        "store holds": size_text(tiers.data_bytes),
+        "all nodes read per second": size_text(reading),
+        "a node reads per epoch": size_text(tiers.node_bytes),
+        "fetched by a node in later epochs": size_text(tiers.epoch_bytes),
+        "fetched in all": size_text(tiers.fetched_bytes),
+        "disk per node": size_text(tiers.disk_bytes),
+        "shared memory": size_text(tiers.memory_bytes),
+    }

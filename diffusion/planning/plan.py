@@ -1,385 +1,272 @@
-"""What a run amounts to, worked out before it starts: images, epochs, days, cost, memory, storage.
+"""The plan of a run before it starts: images, epochs, days, cost, memory, storage.
 
-Counts (images, bytes of weights, gradients, optimizer state, checkpoints) are exact; what is estimated or assumed is
-listed with the result. Text is made by `format_plan`.
+Counts (images, bytes of weights, gradients, optimizer state, checkpoints) are exact; estimates and assumptions are
+listed with the plan.
 """
 
+import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from fractions import Fraction
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from diffusion.checkpointing.layout import kept_steps
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
 from diffusion.config.checks import num_batches
-from diffusion.config.data import ImageSize, Representation, image_sizes, microbatch_size
-from diffusion.config.fields import parse_time
+from diffusion.config.data import ImageSize
+from diffusion.config.loading import to_yaml
 from diffusion.config.schema import Config, Task
-from diffusion.config.training import NumberFormat, Parallelism, Precision
-from diffusion.planning.network import activation_bytes, largest_unit, parameter_counts, training_flops
-from diffusion.planning.streams import EpochPlan, plan_epoch
-from diffusion.planning.tiers import STORED_BYTES, TierPlan, plan_tiers, stored_bytes
-
-WEIGHT_BYTES = GRADIENT_BYTES = EMA_BYTES = 4
-"""Master weights, gradients and their average are fp32."""
-
-ADAM_BYTES = 8
-"""AdamW holds two fp32 moments per parameter."""
-
-CUDA_BYTES = 1.5e9
-"""What CUDA, its libraries and NCCL take of a GPU's memory (assumed)."""
-
-USABLE_MEMORY = 0.9
-"""Share of a GPU's memory that may be planned: workspaces, the largest temporary tensors and fragments take the rest
-(assumed)."""
-
-GPU_MEMORY_GB = (40, 80, 141, 192)
-"""Sizes of GPUs for which the largest microbatch is worked out."""
+from diffusion.models.architectures import ARCHITECTURES
+from diffusion.models.flops import count_unet_flops
+from diffusion.planning.memory import (
+    CUDA_BYTES,
+    USABLE_MEMORY,
+    MemoryPlan,
+    ParameterCounts,
+    StateMemory,
+    largest_size,
+    meta_inputs,
+    meta_unet,
+    parameter_counts,
+    parse_model,
+    plan_memory,
+)
+from diffusion.planning.storage import (
+    CheckpointPlan,
+    EpochPlan,
+    StreamPlan,
+    TierPlan,
+    plan_checkpoints,
+    plan_epoch,
+    plan_tiers,
+)
 
 SECONDS_PER_DAY = 86400
+UNKNOWN = "not known"
 
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryPlan:
-    """Bytes of the training state per rank for one parallelism, without activations."""
-
-    name: str
-    is_chosen: bool
-    weights: int
-    """With the copies that stay for the backward pass."""
-
-    gradients: int
-    optimizer: int
-    ema: int
-    """Of all averages."""
-
-    @property
-    def total(self) -> int:
-        """Weights, gradients, optimizer and averages."""
-        return self.weights + self.gradients + self.optimizer + self.ema
+ASSUMPTIONS = [
+    "Memory: fp32 weights, gradients, AdamW moments and averages; fsdp gathers weights in the arithmetic's precision. "
+    "With reshard_after_forward the gathered block is not counted.",
+    "Activations: what autograd keeps in the arithmetic's precision, nothing recomputed or compiled. Largest "
+    f"microbatch: {CUDA_BYTES / 1e9:g} GB for CUDA, and at most {USABLE_MEMORY:.0%} of the memory.",
+    "Checkpoints: 4 bytes of each weight and, for those that are trained, 8 of AdamW and 4 of each started average.",
+    "Latents: one caption per image, without keys and what MDS adds; no validation data.",
+    "Days: images over plan.images_per_second of the whole fleet; no restart, evaluation, checkpoint or idle time.",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a run amounts to. None is not known."""
+    """What a run takes. None: unknown."""
 
     run_name: str
     num_iterations: int
     global_batch_size: int
     num_images: int
     num_ranks: int
-    samples_per_rank: float
-    microbatch_size: int
-    num_microbatches: int
-    epoch: EpochPlan
     num_parameters: int
-    memory: list[MemoryPlan]
-    activation_bytes: float | None
-    """Per rank and microbatch."""
-
-    frozen_bytes: int
-    """Of networks that are only used, per rank."""
-
-    reduction_bytes: int
-    """Gradients that are not sharded (yet), per rank: of the unit that is reduced, and those accumulated whole."""
-
-    gpu_bytes: float
-    """All of these and what CUDA takes: of a GPU, for one rank; without activations where they are not known."""
-
-    largest_microbatches: dict[float, int] | None
-    """The largest that fits, by GB of a GPU's memory, of those that divide a rank's share or a group; 0: none fits."""
+    """Trained parameters."""
 
     training_flops: float | None
-    """Of the U-Net for one image, forward and backward."""
-
-    sample_bytes: int | None
-    """Of one stored sample, without its key."""
+    """Operations of the U-Net for one image, forward and backward."""
 
     num_samples: int | None
-    """Of the data set."""
+    """Samples of the data set."""
 
-    data_bytes: float | None
-    """Of all samples."""
-
+    epoch: EpochPlan
+    memory: MemoryPlan
     tiers: TierPlan
-
-    checkpoint_bytes: int
-    """The largest checkpoint."""
-
-    num_checkpoints: int | None
-    """Checkpoints that stay."""
-
-    storage_bytes: int | None
-    """Of all checkpoints that stay."""
-
-    num_average_files: int | None
-    """Files of averages of the weights, beside the checkpoints."""
-
-    average_file_bytes: int
-    """Of one of them."""
-
+    checkpoints: CheckpointPlan
     images_per_second: float | None
     days: float | None
     gpu_hours: float | None
     cost: float | None
     """In dollars."""
 
-    missing: dict[str, str] = field(default_factory=dict)
-    """Keys of locations that are not given yet, and their meanings."""
 
-    assumptions: list[str] = field(default_factory=list)
-
-
-def plan_run(config: Config, *, world_size: int = 1, missing: dict[str, str] | None = None) -> Plan:
-    """Count the parameters of what is configured, and work out what a run amounts to (`make_plan`)."""
-    counts = parameter_counts(config)
-    return make_plan(
-        config,
-        num_parameters=counts.trained,
-        fixed_parameters=counts.fixed,
-        frozen_parameters=counts.frozen,
-        world_size=world_size,
-        missing=missing,
-    )
-
-
-def make_plan(
-    config: Config,
-    *,
-    num_parameters: int,
-    fixed_parameters: int = 0,
-    frozen_parameters: int = 0,
-    world_size: int = 1,
-    missing: dict[str, str] | None = None,
-) -> Plan:
-    """Work out what a run amounts to.
+def plan_run(config: Config, *, world_size: int = 1, counts: ParameterCounts | None = None) -> Plan:
+    """Compute what a run takes.
 
     Args:
         config: the configuration; locations may be missing (`???`).
-        num_parameters: trained parameters.
-        fixed_parameters: of the same network, that LoRA's matrices are put beside.
-        frozen_parameters: of networks that are only used: VAE and text encoder.
-        world_size: ranks that the launcher started, which `plan.num_gpus` replaces.
-        missing: missing keys and their meanings, listed with the plan.
+        world_size: number of ranks, which `plan.num_gpus` replaces.
+        counts: parameters; None counts those of the configured network.
 
     Raises:
         ConfigurationError: `trainer.max_duration` is not a number of batches.
     """
-    num_iterations = num_batches(config)
-    num_ranks = config.plan.num_gpus or world_size
+    counts = parameter_counts(config) if counts is None else counts
+    num_iterations, num_ranks = num_batches(config), config.plan.num_gpus or world_size
     num_images = num_iterations * config.data.global_batch_size
-    share = config.data.global_batch_size / num_ranks
-    microbatch = microbatch_size(config.data, config.trainer.device_train_microbatch_size, num_ranks)
     throughput, price = config.plan.images_per_second, config.plan.price_per_gpu_hour
-    seconds = num_images / throughput if throughput else None
-    gpu_hours = seconds / 3600 * num_ranks if seconds is not None else None
-    saves = _checkpoints(config, num_iterations, num_parameters, fixed_parameters)
-    largest = fixed_parameters * WEIGHT_BYTES + num_parameters * (WEIGHT_BYTES + ADAM_BYTES + _ema_bytes(config))
-    size = _largest_size(config)
-    activations, flops = activation_bytes(config, size), training_flops(config, size)
+    days = num_images / throughput / SECONDS_PER_DAY if throughput else None
+    gpu_hours = days * 24 * num_ranks if days is not None else None
     epoch = plan_epoch(config, num_images)
-    num_samples, sample_bytes = _num_samples(config, epoch), stored_bytes(config, size)
-    data_bytes = num_samples * sample_bytes if num_samples is not None and sample_bytes is not None else None
-    memory = _memory(config, num_parameters, fixed_parameters, num_ranks)
-    frozen = frozen_parameters * WEIGHT_BYTES
-    held = next(one.total for one in memory if one.is_chosen) + frozen
-
-    def reduction(size: int) -> int:
-        return _reduction_bytes(config, num_parameters, is_whole=size < share)
-
-    def gpu_bytes(size: int) -> float:
-        return CUDA_BYTES + held + reduction(size) + size * (activations or 0)
-
-    assumptions = _assumptions(config, throughput, activations, num_ranks)
-    if epoch.problem is not None:
-        assumptions.append(f"This run would not start: {epoch.problem}.")
+    samples = [stream.num_samples for stream in epoch.streams]
+    known = [count for count in samples if count is not None]
+    num_samples = sum(known) if samples and len(known) == len(samples) else config.plan.num_samples
     return Plan(
         run_name=config.run_name,
         num_iterations=num_iterations,
         global_batch_size=config.data.global_batch_size,
         num_images=num_images,
         num_ranks=num_ranks,
-        samples_per_rank=share,
-        microbatch_size=microbatch,
-        num_microbatches=math.ceil(share / microbatch),
-        epoch=epoch,
-        num_parameters=num_parameters,
-        memory=memory,
-        activation_bytes=activations * microbatch if activations is not None else None,
-        frozen_bytes=frozen,
-        reduction_bytes=reduction(microbatch),
-        gpu_bytes=gpu_bytes(microbatch),
-        largest_microbatches=_largest_microbatches(config, num_ranks, gpu_bytes) if activations is not None else None,
-        training_flops=flops,
-        sample_bytes=sample_bytes,
+        num_parameters=counts.trained,
+        training_flops=training_flops(config, largest_size(config)),
         num_samples=num_samples,
-        data_bytes=data_bytes,
-        tiers=plan_tiers(
-            config,
-            num_ranks=num_ranks,
-            num_images=num_images,
-            num_samples=num_samples,
-            sample_bytes=sample_bytes,
-            num_shards=epoch.num_shards,
-        ),
-        checkpoint_bytes=largest,
-        num_checkpoints=len(saves) if saves is not None else None,
-        storage_bytes=sum(saves) if saves is not None else None,
-        num_average_files=_count_average_files(config, num_iterations),
-        average_file_bytes=_average_file_bytes(config, num_parameters),
+        epoch=epoch,
+        memory=plan_memory(config, counts, num_ranks),
+        tiers=plan_tiers(config, num_ranks=num_ranks, num_images=num_images, num_samples=num_samples),
+        checkpoints=plan_checkpoints(config, counts),
         images_per_second=throughput,
-        days=seconds / SECONDS_PER_DAY if seconds is not None else None,
+        days=days,
         gpu_hours=gpu_hours,
         cost=gpu_hours * price if gpu_hours is not None and price is not None else None,
-        missing=missing or {},
-        assumptions=assumptions,
     )
 
 
-def _ema_bytes(config: Config) -> int:
-    """Bytes per parameter of all averages together."""
-    return EMA_BYTES * config.algorithms.ema.num_averages if config.algorithms.ema is not None else 0
+def training_flops(config: Config, size: ImageSize) -> int | None:
+    """Operations of the U-Net for one image of a size in pixels, forward and backward; None where not known."""
+    return _training_flops(to_yaml(config.model), size) if config.task is Task.diffusion else None
 
 
-def _memory(config: Config, num_parameters: int, fixed_parameters: int, num_ranks: int) -> list[MemoryPlan]:
-    """Bytes per rank: fsdp (FSDP2) without and with resharding after the forward pass, and ddp."""
-    part = Fraction(config.trainer.num_replicas, num_ranks)
-    is_fp32 = config.trainer.precision is Precision.fp32
-    gathered = (num_parameters + fixed_parameters) * (4 if is_fp32 else 2)
-    parallelism, reshards = config.trainer.parallelism, config.trainer.reshard_after_forward
-
-    def plan(name: str, part: Fraction, copy: int, is_chosen: bool) -> MemoryPlan:
-        held, fixed = math.ceil(num_parameters * part), math.ceil(fixed_parameters * part)
-        return MemoryPlan(
-            name=name,
-            is_chosen=is_chosen,
-            weights=(held + fixed) * WEIGHT_BYTES + copy,
-            gradients=held * GRADIENT_BYTES,
-            optimizer=held * ADAM_BYTES,
-            ema=held * _ema_bytes(config),
-        )
-
-    is_fsdp = parallelism is Parallelism.fsdp
-    return [
-        plan("fsdp (SHARD_GRAD_OP)", part, gathered, is_fsdp and not reshards),
-        plan("fsdp, reshard_after_forward (FULL_SHARD)", part, 0, is_fsdp and reshards),
-        plan("ddp", Fraction(1), 0 if is_fp32 else gathered, parallelism is Parallelism.ddp),
-    ]
+@functools.cache
+def _training_flops(model: str, size: ImageSize) -> int | None:
+    config = parse_model(model)
+    unet, spec = meta_unet(config), ARCHITECTURES[config.architecture]
+    if config.lora is not None:
+        with FlopCounterMode(display=False) as counter:
+            unet(**meta_inputs(config, size, torch.float32)).sample.sum().backward()
+        return counter.get_total_flops()
+    height, width = (side // spec.vae_factor for side in size)
+    flops = count_unet_flops(unet.config, height=height, width=width, num_tokens=spec.max_tokens)
+    return flops.training if flops is not None else None
 
 
-def _reduction_bytes(config: Config, num_parameters: int, *, is_whole: bool) -> int:
-    """Gradients that are not sharded.
+def format_plan(plan: Plan, missing: Mapping[str, str] | None = None) -> str:
+    """Write a plan for a terminal.
 
     Args:
-        config: the configuration.
-        num_parameters: trained.
-        is_whole: whether there are several microbatches, whose gradients may be accumulated before they are reduced.
+        plan: the plan.
+        missing: keys that have to be set before the start, and their meanings.
     """
-    trainer = config.trainer
-    if trainer.parallelism is Parallelism.ddp:
-        return num_parameters * GRADIENT_BYTES  # The buckets that gradients are reduced in.
-    computed = NumberFormat.fp32 if trainer.precision is Precision.fp32 else NumberFormat.bf16
-    unit = largest_unit(config) * (STORED_BYTES[computed] + STORED_BYTES[trainer.reduce_precision])
-    accumulates = config.performance.accumulate_locally and not trainer.reshard_after_forward and is_whole
-    return unit + (num_parameters * GRADIENT_BYTES if accumulates else 0)
-
-
-def _largest_microbatches(config: Config, num_ranks: int, gpu_bytes: Callable[[int], float]) -> dict[float, int]:
-    limits = range(1, config.data.global_batch_size // num_ranks + 1)
-    needed = {size: gpu_bytes(size) for size in {microbatch_size(config.data, limit, num_ranks) for limit in limits}}
-    own = config.plan.gpu_memory_gb
-    memories: set[float] = {*GPU_MEMORY_GB, *([own] if own is not None else [])}
-    return {
-        memory: max((size for size, num in needed.items() if num <= USABLE_MEMORY * memory * 1e9), default=0)
-        for memory in sorted(memories)
-    }
-
-
-def _largest_size(config: Config) -> ImageSize:
-    """Of the images of all streams the one with the largest area."""
-    streams = config.data.streams if isinstance(config.data.streams, list) else []
-    square = ImageSize(config.data.resolution, config.data.resolution)
-    return max(image_sizes(streams, config.data.resolution), key=lambda size: size.height * size.width, default=square)
-
-
-def _num_samples(config: Config, epoch: EpochPlan) -> int | None:
-    counts = [stream.num_samples for stream in epoch.streams]
-    known = [count for count in counts if count is not None]
-    return sum(known) if counts and len(known) == len(counts) else config.plan.num_samples
-
-
-def _checkpoints(config: Config, num_iterations: int, num_parameters: int, fixed_parameters: int) -> list[int] | None:
-    """Bytes of each checkpoint that stays, oldest first; None where the interval is in epochs."""
-    scale = {"num_batches": num_iterations, "global_batch_size": config.data.global_batch_size}
-    interval = parse_time(config.trainer.save_interval, "trainer.save_interval").in_batches(**scale)
-    ema = config.algorithms.ema
-    start = parse_time(ema.start, "algorithms.ema.start").in_batches(**scale) if ema else math.inf
-    if interval is None or start is None:
-        return None
-    count = math.ceil(num_iterations / max(interval, 1))
-    saved = [min(number * max(interval, 1), num_iterations) for number in range(1, count + 1)]
-    keep, text = config.trainer.keep_checkpoints, config.trainer.keep_every
-    every = parse_time(text, "trainer.keep_every").in_batches(**scale) if text is not None else None
-    batches = kept_steps(saved, newest=keep, every=every) if keep != -1 else saved
-    without_ema = fixed_parameters * WEIGHT_BYTES + num_parameters * (WEIGHT_BYTES + ADAM_BYTES)
-    return [without_ema + (num_parameters * _ema_bytes(config) if batch >= start else 0) for batch in batches]
-
-
-def _assumptions(config: Config, throughput: float | None, activations: float | None, num_ranks: int) -> list[str]:
-    assumptions = [
-        "Memory: fp32 weights, gradients, AdamW moments and averages per rank, without activations, buffers, "
-        "networks that are only used and what CUDA takes; fsdp gathers weights in "
-        f"{'fp32' if config.trainer.precision is Precision.fp32 else 'half precision'} and, with "
-        "reshard_after_forward, one block at a time, which is not counted.",
-        "Checkpoints: 4 bytes of each weight and, for those that are trained, 8 of AdamW and 4 of each average that "
-        "has started.",
+    memory, tiers, checkpoints = plan.memory, plan.tiers, plan.checkpoints
+    share = plan.global_batch_size / plan.num_ranks
+    rows = [
+        ("images", f"{plan.num_images:,} = {plan.num_iterations:,} iterations x {plan.global_batch_size:,}"),
+        (
+            "per rank",
+            f"{share:g} samples of each step on {plan.num_ranks} ranks, "
+            f"{math.ceil(share / memory.microbatch_size)} x {memory.microbatch_size}",
+        ),
+        *[(f"stream {stream.name}", _stream(stream)) for stream in plan.epoch.streams],
+        ("epoch", shown(plan.epoch.num_steps, "{:,} steps")),
+        ("throughput", shown(plan.images_per_second, "{:,g} images/s", "plan.images_per_second")),
+        ("time", shown(plan.days, f"{{:,.2f}} days on {plan.num_ranks} GPU{'s' if plan.num_ranks > 1 else ''}")),
+        ("GPU-hours", shown(plan.gpu_hours, "{:,.0f}")),
+        ("cost", shown(plan.cost, "${:,.0f}", "plan.images_per_second and plan.price_per_gpu_hour")),
+        ("parameters", f"{plan.num_parameters:,} trained"),
+        ("operations", _operations(plan)),
+        *[(f"memory, {state.name}", _state(state)) for state in memory.states],
+        ("memory, frozen", f"{size_text(memory.frozen_bytes)} of networks that are only used"),
+        ("memory, reduction", f"{size_text(memory.reduction_bytes)} of gradients that are not sharded"),
+        ("activations", f"{size_text(memory.activation_bytes)} per microbatch of {memory.microbatch_size}"),
+        ("largest microbatch", largest_microbatch(plan)),
+        ("data", _data(plan)),
+        ("tier, store", _store(plan)),
+        (
+            "tier, local disk",
+            f"{size_text(tiers.node_bytes)} per node, with data.cache_limit {size_text(tiers.disk_bytes)}",
+        ),
+        ("tier, shared memory", f"{size_text(tiers.memory_bytes)} per node of batches that are ready"),
+        ("checkpoint", size_text(checkpoints.largest_bytes)),
+        ("checkpoints kept", f"{shown(checkpoints.num_kept, '{:,}')}, together {size_text(checkpoints.kept_bytes)}"),
     ]
-    if throughput:
-        assumptions.append(
-            "Days: images over plan.images_per_second, which is taken as given for the whole fleet; no restart, "
-            "evaluation, checkpoint or idle time."
-        )
-    if activations is not None:
-        assumptions.append(
-            "Activations: what autograd keeps in the arithmetic's precision, nothing recomputed or compiled. Largest "
-            f"microbatch: with {CUDA_BYTES / 1e9:g} GB for CUDA it takes at most {USABLE_MEMORY:.0%} of the memory."
-        )
-    if config.data.representation is Representation.latents:
-        assumptions.append("Data: one caption per image, without keys and what MDS adds; no validation data.")
-    if config.data.global_batch_size % num_ranks:
-        assumptions.append(
-            f"data.global_batch_size={config.data.global_batch_size} cannot be divided among {num_ranks} GPUs: this "
-            "run would not start."
-        )
-    if config.task is Task.diffusion and config.model.pretrained is None and config.model.vae is None:
-        assumptions.append("VAE and text encoder: random weights (model.pretrained is null).")
-    return assumptions
+    if checkpoints.average_file_bytes:
+        number, size = checkpoints.num_average_files, checkpoints.average_file_bytes
+        total = size_text(number * size if number is not None else None)
+        rows.append(("averages stored", f"{shown(number, '{:,}')} files of {size_text(size)}, together {total}"))
+    width = max(len(name) for name, _ in rows)
+    lines = [f"Plan of {plan.run_name}", *(f"  {name:<{width}}  {text}" for name, text in rows)]
+    if missing:
+        lines += ["Still missing before it can start", *(f"  {key}: {doc}" for key, doc in missing.items())]
+    lines += [f"This run would not start: {problem}." for problem in _problems(plan)]
+    return "\n".join([*lines, "Assumed", *(f"  - {assumption}" for assumption in ASSUMPTIONS)])
 
 
-def _count_average_files(config: Config, num_iterations: int) -> int | None:
-    """Files of `algorithms.ema.power`: of each width at each interval after the start, and at the end.
-
-    Args:
-        config: the configuration.
-        num_iterations: length of the run in steps.
-
-    Returns:
-        The number; None where the start is in epochs, whose length only the data knows.
-    """
-    ema = config.algorithms.ema
-    if ema is None or ema.power is None:
-        return 0
-    scale = {"num_batches": num_iterations, "global_batch_size": config.data.global_batch_size}
-    start = parse_time(ema.start, "algorithms.ema.start").in_batches(**scale)
-    every = parse_time(ema.power.snapshot_interval, "algorithms.ema.power.snapshot_interval").in_batches(**scale)
-    if start is None or every is None:
-        return None
-    first, interval = max(1, math.ceil(start)), int(every)
-    at_intervals = num_iterations // interval - first // interval
-    at_the_end = 1 if num_iterations % interval and num_iterations > first else 0
-    return (at_intervals + at_the_end) * len(ema.power.relative_widths)
+def _problems(plan: Plan) -> list[str]:
+    problems = [plan.epoch.problem] if plan.epoch.problem is not None else []
+    if plan.global_batch_size % plan.num_ranks:
+        problems.append(f"{plan.num_ranks} GPUs do not divide data.global_batch_size={plan.global_batch_size}")
+    return problems
 
 
-def _average_file_bytes(config: Config, num_parameters: int) -> int:
-    """Bytes of the tensors in one such file."""
-    power = config.algorithms.ema.power if config.algorithms.ema is not None else None
-    return num_parameters * STORED_BYTES[power.snapshot_precision] if power is not None else 0
+def shown(value: float | None, form: str, key: str = "") -> str:
+    """Format a number; an unknown one names the key to set."""
+    if value is None:
+        return f"{UNKNOWN} (set {key})" if key else UNKNOWN
+    return form.format(value)
+
+
+def size_text(num_bytes: float | None) -> str:
+    """Bytes in decimal units."""
+    if num_bytes is None:
+        return UNKNOWN
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:,.2f} {unit}"
+    return f"{num_bytes:,.0f} B"
+
+
+def largest_microbatch(plan: Plan) -> str:
+    """Largest microbatch on each size of GPU."""
+    sizes = plan.memory.largest_microbatches
+    if sizes is None:
+        return UNKNOWN
+    return ", ".join(f"{size or 'none'} on {memory:g} GB" for memory, size in sizes.items())
+
+
+def _stream(stream: StreamPlan) -> str:
+    parts = [
+        f"{shown(stream.num_samples, '{:,}')} samples",
+        f"{shown(stream.epochs, '{:,.2f}')} epochs",
+        f"{shown(stream.share, '{:.2%}')} of the run",
+    ]
+    if stream.draws is not None:
+        parts.append(f"an epoch drops {stream.dropped:,} of {stream.draws:,}")
+    return ", ".join(parts)
+
+
+def _state(state: StateMemory) -> str:
+    sizes = {"weights": state.weights, "gradients": state.gradients, "Adam": state.optimizer, "EMA": state.ema}
+    parts = ", ".join(f"{name} {size_text(size)}" for name, size in sizes.items() if size)
+    return f"{size_text(state.total)} per rank ({parts}){'  <- chosen' if state.is_chosen else ''}"
+
+
+def _operations(plan: Plan) -> str:
+    if plan.training_flops is None:
+        return UNKNOWN
+    text = f"{plan.training_flops / 1e9:,.1f} GFLOP per image, {plan.training_flops * plan.num_images:.2e} in all"
+    if plan.images_per_second is None:
+        return text
+    return f"{text}; {plan.training_flops * plan.images_per_second / plan.num_ranks / 1e12:,.1f} TFLOP/s per GPU"
+
+
+def _data(plan: Plan) -> str:
+    sample = shown(plan.tiers.sample_bytes, "{:,} bytes per sample", "plan.image_kb")
+    return (
+        f"{sample}, {shown(plan.num_samples, '{:,} samples', 'plan.num_samples')}, {size_text(plan.tiers.data_bytes)}"
+    )
+
+
+def _store(plan: Plan) -> str:
+    tiers = plan.tiers
+    if tiers.fetched_bytes == 0:
+        return "none: without data.remote nothing is fetched, and data.local holds everything on each node"
+    later = "again" if tiers.epoch_bytes else "nothing"
+    text = (
+        f"each of {tiers.num_nodes:,} nodes fetches {size_text(tiers.node_bytes)} in its first epoch, {later} in others"
+    )
+    if plan.images_per_second is not None and tiers.sample_bytes is not None:
+        text += f", up to {size_text(tiers.sample_bytes * plan.images_per_second)}/s together"
+    return f"{text}; in all {size_text(tiers.fetched_bytes)}"

@@ -19,7 +19,7 @@ from diffusion.callbacks.saving import STALL
 from diffusion.errors import DataError
 from diffusion.evaluation.protocol import COMPOSITIONAL, Result, protocol_hash
 from diffusion.planning.plan import plan_run
-from diffusion.planning.streams import plan_epoch
+from diffusion.planning.storage import plan_epoch
 from diffusion.reports.figures import (
     COLOURS,
     DARK,
@@ -63,7 +63,7 @@ CURVES_SHOWN = 6
 POINTS_MARKED = 40
 """Largest number of values of a curve that are marked one by one."""
 
-_TIMESTEPS = re.compile(r"timesteps?[-_/ ](\d+)(?:-|_|to)(\d+)$")
+_TIMESTEPS = re.compile(r"^metrics/.*timesteps?[-_/ ](\d+)(?:-|_|to)(\d+)$")
 
 
 def write_report(runs: Sequence[Run], path: Path, evaluations: Sequence[Path] = ()) -> None:
@@ -180,7 +180,7 @@ def _loss_by_timestep(run: Run) -> str | None:
     """Figure of the validation loss by timestep, at some evaluations."""
     matches = {name: match for name in run.curves if (match := _TIMESTEPS.search(name))}
     bins = {(int(match[1]), int(match[2])): run.curves[name] for name, match in matches.items()}
-    if not bins:
+    if len({curve.num_values for curve in bins.values()}) != 1:  # None, or some are not finite.
         return None
     steps = next(iter(bins.values())).steps
     profiles = {
@@ -191,10 +191,9 @@ def _loss_by_timestep(run: Run) -> str | None:
 
 
 def metrics_section(runs: Sequence[Run], folders: Sequence[Path]) -> dict[str, Any]:
-    """Image metrics over guidance scales and checkpoints, and tables of all numbers."""
+    """Image metrics over guidance scales and checkpoints, and a table of all numbers."""
     points, num_damaged = read_evaluations([*(run.folder for run in runs), *folders])
     is_category = points["metric"].str.startswith(f"{COMPOSITIONAL}/")
-    tables = {"Image metrics": points[~is_category], "Compositional checks by category": points[is_category]}
     figures: dict[str, str | None] = {}
     for metric, part in points[~is_category].groupby("metric", sort=False):
         figures[f"{metric} over the guidance scale"] = _plot_metric(part, x="guidance scale", by="model")
@@ -202,13 +201,9 @@ def metrics_section(runs: Sequence[Run], folders: Sequence[Path]) -> dict[str, A
     return {
         "num_damaged": num_damaged,
         "figures": {caption: figure for caption, figure in figures.items() if figure is not None},
-        "tables": {
-            caption: part.pivot_table("text", ["model", "guidance"], "metric", "last", fill_value="", sort=False)
-            .rename_axis(columns=None)
-            .reset_index()
-            for caption, part in tables.items()
-            if len(part)
-        },
+        "table": points.pivot_table("text", ["model", "guidance"], "metric", "last", fill_value="", sort=False)
+        .rename_axis(columns=None)
+        .reset_index(),
     }
 
 

@@ -18,7 +18,7 @@ from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.layout import batch_of
 from tests.tools.forking import free_port
-from tests.tools.hosts import ADDRESSES, Agent, Agents, Cable, wait_until
+from tests.tools.hosts import ADDRESSES, Agent, Agents, Network, wait_until
 from tests.tools.training_runs import BIN, ROOT, Run, TrainingServer, launcher_environment
 from verification.callbacks import step_hashes
 
@@ -36,26 +36,26 @@ LAST_CALL = 8
 """Seconds that the first host waits for the second at a rendezvous before it begins alone."""
 
 KEEP_ALIVE = (2, 5)
-"""Seconds between two signs of life of an agent, and how many may be missing: other tests keep the cores busy."""
+"""seconds between two heartbeats of an agent, and how many may be missing: other tests keep the cores busy."""
 
 
 @pytest.fixture(scope="module")
-def cable() -> Iterator[Cable | None]:
-    """The hosts' cable; None where this machine cannot have any."""
+def network() -> Iterator[Network | None]:
+    """The hosts' network; None where this machine cannot have any."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         yield None
         return
-    cable = Cable(f"d{os.getpid()}")
+    network = Network(f"d{os.getpid()}")
     try:
-        yield cable
+        yield network
     finally:
-        cable.remove()
+        network.remove()
 
 
 @pytest.fixture(scope="module")
-def agents(cable: Cable | None, server: TrainingServer) -> Iterator[Agents]:
+def agents(network: Network | None, server: TrainingServer) -> Iterator[Agents]:
     """What starts agents, on the hosts where there are any."""
-    agents = Agents(server, cable.hosts if cable else {})
+    agents = Agents(server, network.hosts if network else {})
     yield agents
     agents.close()
 
@@ -87,21 +87,21 @@ def alone(num_ranks: int) -> list[str]:
     return [f"--nproc-per-node={num_ranks}", "--nnodes=1:1", "--max-restarts=1", *rendezvous]
 
 
-def elastic(host: str, port: int, cable: Cable | None) -> list[str]:
+def elastic(host: str, port: int, network: Network | None) -> list[str]:
     """Arguments of torchrun for one of two hosts, of which one suffices; the first keeps the rendezvous."""
     alive = f"keep_alive_interval={KEEP_ALIVE[0]},keep_alive_max_attempt={KEEP_ALIVE[1]}"
     settings = f"last_call_timeout={LAST_CALL},{alive},is_host={int(host == 'first')}"
-    address = [f"--local-addr={ADDRESSES[host]}"] if cable else []
-    endpoint = f"{ADDRESSES['first'] if cable else '127.0.0.1'}:{port}"
+    address = [f"--local-addr={ADDRESSES[host]}"] if network else []
+    endpoint = f"{ADDRESSES['first'] if network else '127.0.0.1'}:{port}"
     return [
         *("--nnodes=1:2", "--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=job"),
         *(f"--rdzv-conf={settings}", *address),
     ]
 
 
-def fixed(host: str, port: int, cable: Cable | None) -> list[str]:
+def fixed(host: str, port: int, network: Network | None) -> list[str]:
     """Arguments of torchrun for one of two hosts that need each other."""
-    address = ADDRESSES["first"] if cable else "127.0.0.1"
+    address = ADDRESSES["first"] if network else "127.0.0.1"
     return ["--nnodes=2", f"--node-rank={int(host == 'second')}", f"--master-addr={address}", f"--master-port={port}"]
 
 
@@ -151,9 +151,9 @@ def test_a_signal_to_torchrun_alone_saves_the_run(agents, tmp_path, number):
 
 
 @pytest.mark.world_size(2)
-def test_a_host_whose_agent_is_killed_is_left_behind(agents, cable, undisturbed, tmp_path):
+def test_a_host_whose_agent_is_killed_is_left_behind(agents, network, undisturbed, tmp_path):
     """Its ranks notice that the agent is gone, and say so to all; so not even a step is done twice."""
-    both = start_both(agents, elastic, cable, tmp_path, disturbed("agent", "second"))
+    both = start_both(agents, elastic, network, tmp_path, disturbed("agent", "second"))
     assert both["second"].wait(300) == -signal.SIGKILL, both["second"].output
     assert both["first"].wait(300) == 0, both["first"].output
     assert starts(tmp_path) == [2, 1]
@@ -161,69 +161,69 @@ def test_a_host_whose_agent_is_killed_is_left_behind(agents, cable, undisturbed,
 
 
 @pytest.mark.world_size(2)
-def test_a_lost_host_ends_the_others_and_both_continue(agents, cable, undisturbed, tmp_path):
-    both = start_both(agents, fixed, cable, tmp_path, disturbed("all", "second"))
+def test_a_lost_host_ends_the_others_and_both_continue(agents, network, undisturbed, tmp_path):
+    both = start_both(agents, fixed, network, tmp_path, disturbed("all", "second"))
     assert both["second"].wait(300) == -signal.SIGKILL, both["second"].output
     assert both["first"].wait(60 + GRACE) != 0
-    assert_continues(agents, cable, undisturbed, tmp_path)
+    assert_continues(agents, network, undisturbed, tmp_path)
 
 
 @pytest.mark.world_size(2)
-def test_hosts_that_are_cut_off_from_each_other_end_and_both_continue(agents, cable, undisturbed, tmp_path):
-    skip_without(cable)
-    both = start_both(agents, fixed, cable, tmp_path, disturbed("cable", "second"), dist_timeout=DIST_TIMEOUT)
-    cut = wait_for_cut(cable, both)
+def test_hosts_that_are_cut_off_from_each_other_end_and_both_continue(agents, network, undisturbed, tmp_path):
+    skip_without(network)
+    both = start_both(agents, fixed, network, tmp_path, disturbed("cable", "second"), dist_timeout=DIST_TIMEOUT)
+    cut = wait_for_cut(network, both)
     assert both["first"].wait(DIST_TIMEOUT + GRACE) != 0
     assert both["second"].wait(DIST_TIMEOUT + GRACE) != 0
     assert time.monotonic() - cut < DIST_TIMEOUT + GRACE
-    cable.plug_in()
-    assert_continues(agents, cable, undisturbed, tmp_path)
+    network.plug_in()
+    assert_continues(agents, network, undisturbed, tmp_path)
 
 
 @pytest.mark.world_size(2)
-def test_of_hosts_that_are_cut_off_from_each_other_one_goes_on(agents, cable, undisturbed, tmp_path):
-    skip_without(cable)
-    both = start_both(agents, elastic, cable, tmp_path, disturbed("cable", "second"), dist_timeout=DIST_TIMEOUT)
-    cut = wait_for_cut(cable, both)
+def test_of_hosts_that_are_cut_off_from_each_other_one_goes_on(agents, network, undisturbed, tmp_path):
+    skip_without(network)
+    both = start_both(agents, elastic, network, tmp_path, disturbed("cable", "second"), dist_timeout=DIST_TIMEOUT)
+    cut = wait_for_cut(network, both)
     wait_until(lambda: not both["second"].ranks, "the ranks that were cut off go on")
     assert time.monotonic() - cut < DIST_TIMEOUT + GRACE
     assert both["first"].wait(300) == 0, both["first"].output
     assert both["second"].wait(300) != 0
-    cable.plug_in()
+    network.plug_in()
     assert starts(tmp_path) == [2, 1]
     assert_equal(tmp_path, undisturbed)
 
 
-def skip_without(cable: Cable | None) -> None:
-    if cable is None:
+def skip_without(network: Network | None) -> None:
+    if network is None:
         pytest.skip("needs network namespaces: root and iproute2")
 
 
 def start_both(
-    agents: Agents, arguments, cable: Cable | None, folder: Path, *callbacks: str, dist_timeout: int = 60
+    agents: Agents, arguments, network: Network | None, folder: Path, *callbacks: str, dist_timeout: int = 60
 ) -> Mapping[str, Agent]:
     """Start the run of a folder on both hosts at the same time."""
     port, meet = free_port(), Path(tempfile.mkdtemp(dir=folder, prefix="meet-"))
-    torchrun = {host: arguments(host, port, cable) for host in ADDRESSES}
+    torchrun = {host: arguments(host, port, network) for host in ADDRESSES}
     return agents.start_together(torchrun, [recipe(folder, *callbacks, dist_timeout=dist_timeout)], meet)
 
 
-def assert_continues(agents: Agents, cable: Cable | None, undisturbed: Undisturbed, run: Path) -> None:
+def assert_continues(agents: Agents, network: Network | None, undisturbed: Undisturbed, run: Path) -> None:
     """The same command on both hosts continues."""
-    for host, agent in start_both(agents, fixed, cable, run).items():
+    for host, agent in start_both(agents, fixed, network, run).items():
         assert agent.wait(300) == 0, f"{host}: {agent.output}"
     assert starts(run) == [2, 2]
     assert_equal(run, undisturbed)
 
 
-def wait_for_cut(cable: Cable, both: Mapping[str, Agent]) -> float:
-    """Return when the cable was pulled."""
+def wait_for_cut(network: Network, both: Mapping[str, Agent]) -> float:
+    """Return the time at which the cable was pulled."""
 
     def is_cut_or_over() -> bool:
-        return not cable.is_plugged_in() or all(agent.has_ended() for agent in both.values())
+        return not network.is_plugged_in() or all(agent.has_ended() for agent in both.values())
 
     wait_until(is_cut_or_over, "the run does not begin", 300)
-    assert not cable.is_plugged_in(), "\n".join(f"{host} has ended:\n{both[host].output}" for host in both)
+    assert not network.is_plugged_in(), "\n".join(f"{host} has ended:\n{both[host].output}" for host in both)
     return time.monotonic()
 
 

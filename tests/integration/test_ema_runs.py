@@ -56,7 +56,7 @@ def runs(server, shapes, tmp_path_factory) -> dict[str, Path]:
 
     def recorded(name: str, *more: str) -> Run:
         weights = plugin("tests.tools.toys.RecordWeights", folder=str(folder[name] / "weights"))
-        record = plugin("tests.tools.averages_record.RecordAverages", folder=str(folder[name] / "record"))
+        record = plugin("tests.tools.toys.RecordAverages", folder=str(folder[name] / "record"))
         return run(folder[name], "fsdp" if "fsdp" in name else "ddp", *more, plugins=[record, weights])
 
     short, rarely = "trainer.max_duration=6ba", "trainer.save_interval=4ba"
@@ -137,7 +137,7 @@ def test_the_weights_are_stored_beside_their_averages(runs, name):
 def test_the_first_average_is_the_one_called_ema(runs):
     for name in ("none", "fsdp-2"):
         assert difference(read_unet(newest(runs[name]), Weights.ema), read_unet(newest(runs[name]), "decay-0.9")) == 0
-        with pytest.raises(DataError, match=r"holds decay-0.9, decay-0.5, width-0.1, width-0.2, but not .* width-0.3"):
+        with pytest.raises(DataError, match=r"decay-0.9, decay-0.5, width-0.1, width-0.2, .* width-0.3"):
             read_unet(newest(runs[name]), "width-0.3")
 
 
@@ -273,5 +273,5 @@ def test_a_width_that_was_not_tracked_generates(runs, tmp_path):
     assert difference(load_model(tracked).unet.state_dict(), float64_average(copy, PowerFunction(0.2), 6)) < 1e-6
     loaded = load_model(runs["none"], weights="width-0.2").unet.state_dict()
     assert difference(loaded, read_unet(newest(runs["none"]), "width-0.2")) == 0
-    with pytest.raises(ConfigurationError, match=r"no average of step 5: there are 4, 6, 8"):
+    with pytest.raises(ConfigurationError, match=r"step 5: .*4, 6, 8"):
         reconstruct(copy, 0.2, step=5)

@@ -182,7 +182,7 @@ def test_two_jobs_on_one_machine_train_as_if_alone(server, shapes, tmp_path):
 
 def test_a_data_set_of_the_users_own_that_is_less_than_a_step_is_refused():
     config = load_config("tests/tools/toy.yaml", ["plugins.train_dataset.arguments={num_samples: 7}"])
-    with pytest.raises(ConfigurationError, match=r"ToyLatents\) holds 7 samples, fewer than the 8 of a step"):
+    with pytest.raises(ConfigurationError, match=r"plugins\.train_dataset .*data\.global_batch_size"):
         build_train_data(config)
     config = load_config("tests/tools/toy.yaml", ["plugins.train_dataset.arguments={num_samples: 8}"])
     assert len(list(build_train_data(config).dataloader)) == 1
@@ -191,7 +191,7 @@ def test_a_data_set_of_the_users_own_that_is_less_than_a_step_is_refused():
 def test_a_folder_for_signs_of_life_that_cannot_be_written_is_named(tmp_path):
     folder, not_written = (
         Path("/dev/null/beats"),
-        pytest.raises(MachineError, match="written to /dev/null/beats: Not a"),
+        pytest.raises(MachineError, match="/dev/null/beats"),
     )
     with not_written, leased(tmp_path) as lease, Heartbeat(folder, lease):
         pass

@@ -67,7 +67,7 @@ def test_fine_tuning_on_real_images(place, server):
         run = next(word.removeprefix("output_folder=") for word in command if word.startswith("output_folder="))
         _, losses = series(read_metrics(Path(run) / "metrics.jsonl"), "metrics/validation/loss")
         assert len(losses) == 3
-        assert losses == sorted(set(losses), reverse=True), f"{run}: the held-out loss falls"
+        assert losses == sorted(set(losses), reverse=True), f"{run}: the validation loss falls"
 
     export(str(place / "demo" / "phase1"), place / "base")
     export(str(place / "emoji" / "lora"), place / "adapter", lora_only=True)

@@ -16,8 +16,8 @@ COUNTS = {"square": 40, "wide": 28, "tall": 20}
 """Images: 22 groups of 4, five global batches of 16 in an epoch."""
 
 SIZES = {"square": [32, 32], "wide": [24, 40], "tall": [40, 24]}
-HELD_OUT = {"square": 7, "wide": 4, "tall": 2}
-"""Held-out images of each stream."""
+VALIDATION = {"square": 7, "wide": 4, "tall": 2}
+"""Validation images of each stream."""
 
 Run = tuple[str, list[str]]
 
@@ -31,9 +31,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     root = tmp_path_factory.mktemp("sizes")
     write_prepared(root / "images", COUNTS)
-    write_prepared(root / "held-out", HELD_OUT)
+    write_prepared(root / "validation", VALIDATION)
     model = tiny()
-    for split, counts in (("train", COUNTS), ("held-out", HELD_OUT)):
+    for split, counts in (("train", COUNTS), ("validation", VALIDATION)):
         for name in counts:
             _encode(root / "latents" / split / name, name, counts[name], model)
     _write_manifest(
@@ -82,7 +82,7 @@ def _write_manifest(root: Path, **identities) -> None:
         mean_only=False,
         precision="fp32",
         source="",
-        counts={"train": COUNTS, "held-out": HELD_OUT},
+        counts={"train": COUNTS, "validation": VALIDATION},
         sizes={name: size for name, size in SIZES.items() if name != "square"},
         **identities,
     )
@@ -92,9 +92,9 @@ def _write_manifest(root: Path, **identities) -> None:
 def overrides(data: Path, kind: str = "images", mixing: str = "groups") -> list[str]:
     """The toy run on the data."""
     streams = ", ".join(f"{{name: {name}, resolution: {size}}}" for name, size in SIZES.items())
-    train, held_out = {
-        "images": (data / "images" / "train", data / "held-out" / "train"),
-        "latents": (data / "latents" / "train", data / "latents" / "held-out"),
+    train, validation = {
+        "images": (data / "images" / "train", data / "validation" / "train"),
+        "latents": (data / "latents" / "train", data / "latents" / "validation"),
     }[kind]
     return [
         f"data.representation={'images' if kind == 'images' else 'latents'}",
@@ -105,7 +105,7 @@ def overrides(data: Path, kind: str = "images", mixing: str = "groups") -> list[
         "data.global_batch_size=16",
         "data.num_canonical_nodes=4",
         "objective.stratified_timesteps=true",
-        f"validation={{local: {held_out}, device_batch_size: 3}}",
+        f"validation={{local: {validation}, device_batch_size: 3}}",
         f"trainer.max_duration={NUM_STEPS}ba",
         "trainer.eval_interval=4ba",
         "trainer.save_interval=3ba",
@@ -196,7 +196,7 @@ def test_losses_by_stream_add_up_to_the_whole(runs: Path):
     losses = numbers(runs / "two")
     by_stream = [losses[f"metrics/validation/loss/{name}"] for name in SIZES]
     for whole, *parts in zip(losses["metrics/validation/loss"], *by_stream, strict=True):
-        mean = sum(part * num for part, num in zip(parts, HELD_OUT.values(), strict=True)) / sum(HELD_OUT.values())
+        mean = sum(part * num for part, num in zip(parts, VALIDATION.values(), strict=True)) / sum(VALIDATION.values())
         assert whole == pytest.approx(mean, rel=1e-5)
     buckets = numbers(runs / "bucket-two")
     steps = _streams_of_steps(runs / "bucket-two")

@@ -86,7 +86,7 @@ MISTAKES = {
         ["output_folder=/proc/nowhere/run cannot be written: ", "Choose another one"],
     ),
 }
-"""Overrides, lines of a YAML file, or None for a file that is not there; and what is told."""
+"""Overrides, lines of a YAML file, or None for a missing file; and parts of the message."""
 
 
 def run(server: TrainingServer, *arguments: str) -> Ended:

@@ -1,4 +1,4 @@
-"""Objects of the user's own in a run: what is told of a wrong one, and that errors of their code are not hidden."""
+"""Objects of the user's own in a run: an error of a wrong one names its key, and errors of its code are not hidden."""
 
 import pytest
 from composer import Algorithm, Callback

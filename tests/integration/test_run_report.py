@@ -13,7 +13,7 @@ from wandb.sdk.internal.datastore import DataStore
 from diffusion.distributed import PREEMPTED_EXIT_CODE
 from diffusion.reports.run import read_run
 from diffusion.reports.run_page import write_report
-from tests.tools.secretive import API_KEY
+from tests.tools.toys import API_KEY
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ def signal_at(step: int, number: int) -> str:
 
 
 SECRETIVE = (
-    "{path: tests.tools.secretive.Secretive, "
+    "{path: tests.tools.toys.Secretive, "
     f"arguments: {{api_key: {IN_CONFIG}, url: 'https://me:{IN_URL}@host/x', note: '${{oc.env:TEST_STORE_PASSWORD}}'}}}}"
 )
 
@@ -115,7 +115,7 @@ def test_wandb_has_configuration_group_tags_and_captions(run: Path) -> None:
     config = {item.key: json.loads(item.value_json) for item in runs[-1].config.update}
     assert config["trainer"]["max_duration"] == f"{NUM_STEPS}ba"
     assert config["optimizer"]["lr"] == 1e-3
-    assert config["plugins"]["callbacks"]["0"]["arguments"]["api_key"] == "***"
+    assert config["plugins"]["callbacks"][0]["arguments"]["api_key"] == "***"
     files = [
         name
         for kind, record in records

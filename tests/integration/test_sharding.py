@@ -33,14 +33,14 @@ def test_what_cannot_be():
         config = Config(data=data, trainer=settings)
         check(config, world_size=4)
 
-    with pytest.raises(ConfigurationError, match=r"trainer.num_replicas is 3"):
+    with pytest.raises(ConfigurationError, match=r"trainer.num_replicas"):
         checked(num_replicas=3)
-    with pytest.raises(ConfigurationError, match=r"trainer.num_replicas is 2"):
+    with pytest.raises(ConfigurationError, match=r"trainer.num_replicas"):
         checked(num_replicas=2, parallelism=Parallelism.ddp)
-    with pytest.raises(ConfigurationError, match=r"trainer.reduce_precision is bf16"):
+    with pytest.raises(ConfigurationError, match=r"trainer.reduce_precision"):
         checked(reduce_precision=NumberFormat.bf16, parallelism=Parallelism.ddp)
-    with pytest.raises(ConfigurationError, match=r"trainer.reduce_precision is fp16"):
+    with pytest.raises(ConfigurationError, match=r"trainer.reduce_precision"):
         checked(reduce_precision=NumberFormat.fp16)
     config = Config(trainer=TrainerConfig(precision=Precision.fp32, num_replicas=2))
-    with pytest.raises(MachineError, match=r"trainer.num_replicas is 2"):
+    with pytest.raises(MachineError, match=r"trainer.num_replicas"):
         check_machine(config, num_gpus=0, bf16_supported=False)

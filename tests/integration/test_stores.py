@@ -225,7 +225,7 @@ def test_a_damaged_object_is_fetched_again_and_then_reported(tmp_path, remote, p
             proxy.fault = lambda name, count: "cut" if name == "shard.00001.mds" else None
         else:
             path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-        with pytest.raises(DataError, match=r"stream 'a', shard shard.00001.mds could not be fetched from .*"):
+        with pytest.raises(DataError, match=r"shard\.00001\.mds"):
             read(open_loader(tmp_path, remote, "a"))
     finally:
         path.write_bytes(data)

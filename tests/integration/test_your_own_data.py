@@ -39,11 +39,11 @@ def test_the_guide_word_for_word(server, place):
         options = {"cwd": place, "env": {**environment(), "PATH": path}, "stdout": output, "stderr": output}
         done = subprocess.run(command, **options, timeout=600, check=False)
     assert done.returncode == 0, (place / "output.txt").read_text()[-8000:]
-    withdrawn = (place / "taken-back.txt").read_text().strip()
+    removed = (place / "taken-back.txt").read_text().strip()
     with (place / "seen.csv").open(encoding="utf-8") as file:
         seen = {row["key"]: int(row["times"]) for row in csv.DictReader(file)}
     assert sum(seen.values()) == 4 * 8, "steps x batch"
     assert all(key.startswith("images/") for key in seen)
-    assert withdrawn not in seen
+    assert removed not in seen
     for run in ("first", "second"):
         assert (place / "runs" / run / "finished.json").is_file()

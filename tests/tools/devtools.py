@@ -25,9 +25,9 @@ class PageReplacedError(Exception):
 class Tab:
     """One page; a context manager."""
 
-    def __init__(self, width: int = 1280, height: int = 800, patience: float = 180.0) -> None:
+    def __init__(self, width: int = 1280, height: int = 800, timeout: float = 180.0) -> None:
         self._size = (width, height)
-        self._patience = patience
+        self._timeout = timeout
         self._number = 0
 
     def __enter__(self) -> "Tab":
@@ -42,7 +42,7 @@ class Tab:
         self._until(lambda: self._address(port) is not None)
         address = self._address(port)
         assert address is not None
-        self._socket = connect(address, max_size=None, open_timeout=self._patience, ping_timeout=None)
+        self._socket = connect(address, max_size=None, open_timeout=self._timeout, ping_timeout=None)
         width, height = self._size
         is_phone = width < 500
         self.call("Page.enable")
@@ -56,22 +56,22 @@ class Tab:
 
     @staticmethod
     def _address(port: int) -> str | None:
-        """Where the page is spoken to, when it is there."""
+        """Address of the page, or None before it exists."""
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list") as answer:
             return next((each["webSocketDebuggerUrl"] for each in json.load(answer) if each["type"] == "page"), None)
 
     def __exit__(self, *_: object) -> None:
         self._socket.close()
         self._process.terminate()
-        self._process.wait(self._patience)
+        self._process.wait(self._timeout)
         self._folder.cleanup()
 
     def call(self, method: str, **parameters: Any) -> dict:
-        """Call the protocol and return the result; events are passed over."""
+        """Call the protocol and return the result; events are skipped."""
         self._number += 1
         self._socket.send(json.dumps({"id": self._number, "method": method, "params": parameters}))
         while True:
-            answer = json.loads(self._socket.recv(self._patience))
+            answer = json.loads(self._socket.recv(self._timeout))
             if answer.get("id") == self._number:
                 if answer.get("error", {}).get("message") == "Inspected target navigated or closed":
                     raise PageReplacedError
@@ -130,7 +130,7 @@ class Tab:
         return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
 
     def _until(self, condition) -> None:
-        deadline = time.monotonic() + self._patience
+        deadline = time.monotonic() + self._timeout
         while not condition():
             assert time.monotonic() < deadline, "waited in vain"
             time.sleep(0.01)

@@ -1,8 +1,8 @@
-"""Two hosts on one machine, and agents of torchrun on them.
+"""Hosts on one machine, and agents of torchrun on them.
 
-The hosts are network namespaces, joined by a cable that can be pulled. As a program this file is an agent that forks
-its ranks, which makes a start quicker. Everything else about it is torchrun's own: arguments, rendezvous, restarts, and
-each host's agent as the parent of the ranks there.
+The hosts are network namespaces with cables to a switch. As a program this file is an agent that forks its ranks, which
+makes a start quicker. Everything else about it is torchrun's own: arguments, rendezvous, restarts, and each host's
+agent as the parent of the ranks there.
 """
 
 import ctypes
@@ -20,68 +20,29 @@ import psutil
 from tests.tools.training_runs import Job, Run, TrainingServer, train_runs
 
 ADDRESSES = {"first": "10.77.0.1", "second": "10.77.0.2"}
-"""Of the hosts."""
+"""Of two hosts."""
 
 TCP_RETRIES = 6
-"""How often the hosts send again what nobody confirms: for some 25 seconds, instead of 15 minutes."""
+"""How often the hosts send unconfirmed data again: for some 25 seconds, instead of 15 minutes."""
 
 _NEW_NETWORK = 0x40000000
 """CLONE_NEWNET of linux/sched.h."""
 
 
-class Cable:
-    """Two network namespaces, `NAME-first` and `NAME-second`, and the link between them.
-
-    Args:
-        name: a beginning of the namespaces' names that nobody else has.
-
-    Raises:
-        subprocess.CalledProcessError: the kernel does not allow it.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.hosts = {host: f"{name}-{host}" for host in ADDRESSES}
-        first, second = self.hosts.values()
-        _ip("netns", "add", first)
-        _ip("netns", "add", second)
-        _ip("link", "add", "eth0", "netns", first, "type", "veth", "peer", "name", "eth0", "netns", second)
-        for host, namespace in self.hosts.items():
-            _ip("-n", namespace, "address", "add", f"{ADDRESSES[host]}/24", "dev", "eth0")
-            _ip("-n", namespace, "link", "set", "lo", "up")
-            _ip("-n", namespace, "link", "set", "eth0", "up")
-            _ip("netns", "exec", namespace, "sh", "-c", f"echo {TCP_RETRIES} > /proc/sys/net/ipv4/tcp_retries2")
-
-    def plug_in(self) -> None:
-        """Join the hosts again."""
-        _ip("-n", self.hosts["second"], "link", "set", "eth0", "up")
-
-    def is_plugged_in(self) -> bool:
-        """Whether it joins the hosts."""
-        return "LOWER_UP" in _ip("-n", self.hosts["first"], "link", "show", "eth0")
-
-    def remove(self) -> None:
-        """Remove the namespaces."""
-        for namespace in self.hosts.values():
-            subprocess.run(["ip", "netns", "delete", namespace], check=False, capture_output=True)
-
-
-def _ip(*arguments: str) -> str:
-    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
-
-
-class Switch:
+class Network:
     """Network namespaces as hosts, numbered from 0, each with a cable to a switch.
 
     Args:
-        name: a beginning of the namespaces' names that nobody else has.
-        num_hosts: how many.
+        name: A unique beginning of the namespaces' names.
+        num_hosts: Number of hosts.
 
     Raises:
-        subprocess.CalledProcessError: the kernel does not allow it.
+        subprocess.CalledProcessError: The kernel does not allow it.
     """
 
-    def __init__(self, name: str, num_hosts: int) -> None:
+    def __init__(self, name: str, num_hosts: int = 2) -> None:
         self.name, self.num_hosts = name, num_hosts
+        self.hosts = {host: self.namespace(name, number) for number, host in enumerate(ADDRESSES)}
         _ip("netns", "add", name)
         _ip("-n", name, "link", "add", "switch", "type", "bridge")
         _ip("-n", name, "link", "set", "switch", "up")
@@ -93,6 +54,7 @@ class Switch:
             _ip("-n", host, "address", "add", f"{self.address(number)}/24", "dev", "eth0")
             _ip("-n", host, "link", "set", "lo", "up")
             _ip("-n", host, "link", "set", "eth0", "up")
+            _ip("netns", "exec", host, "sh", "-c", f"echo {TCP_RETRIES} > /proc/sys/net/ipv4/tcp_retries2")
 
     @staticmethod
     def namespace(name: str, number: int) -> str:
@@ -102,7 +64,7 @@ class Switch:
     @staticmethod
     def address(number: int) -> str:
         """Of a host."""
-        return f"10.78.0.{number + 1}"
+        return f"10.77.0.{number + 1}"
 
     def slow_down(self, number: int, rate: str) -> None:
         """Let a host send no faster than at a rate, such as `100mbit`; what it misses while it waits for a core it may
@@ -111,19 +73,26 @@ class Switch:
         command = ["tc", "-n", self.namespace(self.name, number), "qdisc", "add", "dev", "eth0", "root", *limit]
         subprocess.run(command, check=True, capture_output=True)
 
+    def plug_in(self) -> None:
+        """Join the second host again."""
+        _ip("-n", self.hosts["second"], "link", "set", "eth0", "up")
+
+    def is_plugged_in(self) -> bool:
+        """Whether the second host is joined."""
+        return "LOWER_UP" in _ip("-n", self.hosts["second"], "link", "show", "eth0")
+
     def remove(self) -> None:
         """Remove the namespaces."""
         for namespace in (self.name, *(self.namespace(self.name, number) for number in range(self.num_hosts))):
             subprocess.run(["ip", "netns", "delete", namespace], check=False, capture_output=True)
 
 
-class Agents:
-    """Starts agents of torchrun.
+def _ip(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
 
-    Args:
-        server: forks them.
-        namespaces: the network namespace of each host; without one a host is only a name.
-    """
+
+class Agents:
+    """Starts agents of torchrun, forked by a server, in the network namespace of their host, if it has one."""
 
     def __init__(self, server: TrainingServer, namespaces: dict[str, str] | None = None) -> None:
         self._server, self._namespaces = server, namespaces or {}
@@ -132,11 +101,7 @@ class Agents:
     def start(self, host: str, torchrun: Sequence[str], runs: Sequence[Run], meet: str = "") -> "Agent":
         """Start an agent, with arguments of torchrun, whose ranks train the configurations one after the other.
 
-        Args:
-            host: its name.
-            torchrun: the arguments.
-            runs: the configurations.
-            meet: a folder; the agent begins when those of all `ADDRESSES` have come there.
+        With a folder `meet`, it begins when the agents of all `ADDRESSES` have come there.
         """
         request = {"namespace": self._namespaces.get(host), "torchrun": torchrun, "runs": runs, "meet": meet}
         variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "HOST": host}
@@ -146,13 +111,7 @@ class Agents:
     def start_together(
         self, torchrun: Mapping[str, Sequence[str]], runs: Sequence[Run], meet: Path
     ) -> "dict[str, Agent]":
-        """Start the agents of all hosts, each with its arguments, which begin at the same time.
-
-        Args:
-            torchrun: arguments for each of `ADDRESSES`.
-            runs: the configurations.
-            meet: an empty folder.
-        """
+        """Start the agents of all hosts, which begin together when they have met in an empty folder."""
         return {host: self.start(host, arguments, runs, str(meet)) for host, arguments in torchrun.items()}
 
     def close(self) -> None:
@@ -202,7 +161,7 @@ class Agent:
 
 
 def wait_until(condition: Callable[[], object], what: str, timeout: float = 180) -> None:
-    """Wait for something, and fail with `what` when it does not come."""
+    """Wait for a condition, and fail with `what` after a time."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, what
@@ -238,10 +197,10 @@ def _rank(runs: list[Run]) -> None:
         sys.exit(code)
 
 
-def _meet(place: Path) -> None:
+def _meet(folder: Path) -> None:
     """Wait until the agents of all hosts are here: who comes to a rendezvous much earlier begins alone."""
-    (place / os.environ["HOST"]).touch()
-    wait_until(lambda: len(list(place.iterdir())) == len(ADDRESSES), "the other host's agent has not come")
+    (folder / os.environ["HOST"]).touch()
+    wait_until(lambda: len(list(folder.iterdir())) == len(ADDRESSES), "the other host's agent has not come")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from diffusion.config.schema import Config
 from diffusion.ema.averaging import Exponential, WeightAverage, local_shard, trainable_parameters
-from diffusion.planning.network import meta_unet
+from diffusion.planning.memory import meta_unet
 from diffusion.sharding import fsdp_config
 
 

@@ -1,18 +1,25 @@
-"""Data sets and callbacks that the training tests name by import path."""
+"""Data sets, callbacks and weights for tests of training; YAMLs name them by import path."""
 
+import hashlib
+import json
 import os
 import resource
 import signal
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 from composer import Callback, Logger, State
 from composer.utils import dist
-from torch import Tensor
+from torch import Tensor, nn
+from torchvision.models import vgg16
 
-from diffusion.ema.averaging import full_tensor, trainable_parameters
+from diffusion.ema.averaging import full_tensor, local_shard, trainable_parameters
+from diffusion.ema.callbacks import LateStartEMA
+from diffusion.models.architectures import with_seed
 
 NUM_SAMPLES = 64
 
@@ -153,3 +160,63 @@ class RecordGradients(Callback):
             gradients = {name: full_tensor(p.grad).clone() for name, p in named if p.grad is not None}
             if dist.get_global_rank() == 0:
                 torch.save(gradients, self.path)
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> str:
+    """Hash of this rank's shards."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(local_shard(tensor.detach()).contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+class RecordAverages(Callback):
+    """Write to `folder/rank-R.jsonl` what the averages take, and which weights are in place when."""
+
+    def __init__(self, folder: str) -> None:
+        self.path = Path(folder) / f"rank-{dist.get_global_rank()}.jsonl"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def _write(self, event: str, state: State, **values: Any) -> None:
+        weights = fingerprint(trainable_parameters(state.model).values())
+        row = {"event": event, "step": state.timestamp.batch.value, "weights": weights, **values}
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        self._write("batch_start", state)
+
+    def eval_start(self, state: State, logger: Logger) -> None:
+        self._write("eval_start", state)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        (ema,) = (callback for callback in state.callbacks if isinstance(callback, LateStartEMA))
+        averages = [average.averages for average in ema.averages]
+        shards = [local_shard(tensor) for tensors in averages for tensor in tensors.values()]
+        storages = {shard.untyped_storage().data_ptr(): shard.untyped_storage().nbytes() for shard in shards}
+        self._write(
+            "batch_end",
+            state,
+            num_averages=len(averages),
+            num_bytes=sum(storages.values()),
+            num_elements=sum(local_shard(p).numel() for p in trainable_parameters(state.model).values()),
+            average=fingerprint(averages[0].values()) if averages else None,
+        )
+
+
+API_KEY = "planted-1-config"
+
+
+class Secretive(Callback):
+    """Takes arguments that are nobody else's business."""
+
+    def __init__(self, api_key: str, url: str, note: str) -> None:
+        assert api_key == API_KEY, "the callback gets what the configuration says"
+
+
+def write_vgg(path: Path) -> nn.Sequential:
+    """Save the weights as torchvision's file has them, without the classifier; return the layers."""
+    features = with_seed(0, lambda: vgg16(weights=None, init_weights=False).features)
+    assert isinstance(features, nn.Sequential)
+    torch.save({f"features.{name}": tensor for name, tensor in features.state_dict().items()}, path)
+    return features

@@ -65,9 +65,7 @@ def _compiled(kind: type[nn.Module], cuda_graphs: bool) -> type[nn.Module]:
 def compile_modules(modules: list[nn.Module], *, cuda_graphs: bool = False) -> None:
     """Compile the forward pass of modules in training, in place, at its first call for each shape.
 
-    Args:
-        modules: units of compilation.
-        cuda_graphs: record kernels as CUDA graphs; needs `mark_steps`.
+    CUDA graphs need `mark_steps`.
     """
     torch._dynamo.config.recompile_limit = MAX_GRAPHS
     torch._dynamo.config.accumulated_recompile_limit = MAX_GRAPHS

@@ -42,7 +42,7 @@ from diffusion.operations.checks.verdicts import (
     size_text,
     warning,
 )
-from diffusion.planning.fleet import FleetStream, World, traffic
+from diffusion.planning.downloads import FleetStream, World, traffic
 from diffusion.storage import is_url, join
 
 BATCHES_AHEAD = 8

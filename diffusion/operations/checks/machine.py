@@ -84,19 +84,19 @@ def find_demand(config: Config, device: Device, *, num_ranks: int, ranks_per_nod
     """Compute the demand of a run from its configuration."""
     # These take many seconds, and the checks before each start need none of them.
     from diffusion.planning.plan import plan_run
-    from diffusion.planning.tiers import waiting_bytes
+    from diffusion.planning.storage import waiting_bytes
 
     data = config.data
     plan = plan_run(replace(config, plan=replace(config.plan, num_gpus=None)), world_size=num_ranks)
-    state = next(memory.total for memory in plan.memory if memory.is_chosen)
+    state = plan.memory.state_bytes
     workers = data.num_workers * (2 if config.validation is not None else 1)
     in_memory = state if device is Device.cpu or config.trainer.async_checkpoints else 0
     return Demand(
         shm_bytes=ranks_per_node * waiting_bytes(config, data.global_batch_size // num_ranks),
         memory_bytes=ranks_per_node * (RANK_BYTES + workers * WORKER_BYTES + in_memory),
-        gpu_bytes=plan.gpu_bytes if device is Device.gpu else None,
-        checkpoint_bytes=plan.checkpoint_bytes,
-        storage_bytes=plan.storage_bytes,
+        gpu_bytes=plan.memory.gpu_bytes if device is Device.gpu else None,
+        checkpoint_bytes=plan.checkpoints.largest_bytes,
+        storage_bytes=plan.checkpoints.kept_bytes,
     )
 
 

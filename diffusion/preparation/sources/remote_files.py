@@ -21,12 +21,7 @@ T = TypeVar("T")
 
 
 def check_url(url: str) -> None:
-    """Refuse a URL that holds credentials, or whose scheme is not known.
-
-    Raises:
-        DataError: It does.
-        MachineError: The package for its scheme is not installed.
-    """
+    """Raise a DataError if a URL holds credentials, or if its scheme is not known."""
     host = url.partition("://")[2].partition("/")[0]
     if "@" in host:
         raise DataError(

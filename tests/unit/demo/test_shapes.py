@@ -41,16 +41,16 @@ def _read(folder: Path) -> list[tuple[bytes, str]]:
     """Return the encoded image and the caption of every sample of all three layouts."""
     samples = []
     for text in sorted((folder / "images").rglob("*.txt")):
-        (picture,) = [path for path in text.parent.glob(f"{text.stem}.*") if path.suffix != ".txt"]
-        samples.append((picture.read_bytes(), text.read_text().strip()))
+        (image_file,) = [path for path in text.parent.glob(f"{text.stem}.*") if path.suffix != ".txt"]
+        samples.append((image_file.read_bytes(), text.read_text().strip()))
     for path in sorted((folder / "webdataset").glob("*.tar")):
         with tarfile.open(path) as tar:
             content = {member.name: tar.extractfile(member).read() for member in tar.getmembers()}
         for name in [name for name in content if name.endswith(".txt")]:
-            (picture,) = [
+            (image_file,) = [
                 content[f"{name[:-4]}.{suffix}"] for suffix in ("png", "jpg") if f"{name[:-4]}.{suffix}" in content
             ]
-            samples.append((picture, content[name].decode()))
+            samples.append((image_file, content[name].decode()))
     for path in sorted((folder / "parquet").glob("*.parquet")):
         for row in pq.read_table(path).to_pylist():
             samples.append((row["image"]["bytes"], row["caption"]))
@@ -62,10 +62,10 @@ def test_same_seed_same_bytes_and_another_seed_or_split_other_images(tmp_path: P
         write_data_set(tmp_path / name, 60, seed, split=split, shard_size=7)
     first = _digests(tmp_path / "a")
     assert _digests(tmp_path / "b") == first
-    pictures = {digest for name, digest in first.items() if not name.endswith(".txt")}
+    digests = {digest for name, digest in first.items() if not name.endswith(".txt")}
     for other in ("c", "d"):
         others = {digest for name, digest in _digests(tmp_path / other).items() if not name.endswith(".txt")}
-        assert not pictures & others
+        assert not digests & others
 
 
 def test_generator_is_pinned() -> None:
@@ -121,12 +121,12 @@ def test_webdataset_has_the_records_of_img2dataset(data_set: Path) -> None:
             names = tar.getnames()
             for name in [name for name in names if name.endswith(".json")]:
                 record = json.load(tar.extractfile(name))
-                (picture,) = [
+                (image_file,) = [
                     other for other in names if other.startswith(record["key"]) and other.endswith(("png", "jpg"))
                 ]
                 assert name == f"{record['key']}.json"
                 assert tar.extractfile(f"{record['key']}.txt").read().decode() == record["caption"]
-                assert Image.open(tar.extractfile(picture)).size == (record["width"], record["height"])
+                assert Image.open(tar.extractfile(image_file)).size == (record["width"], record["height"])
                 assert record["url"].endswith(record["key"])
 
 

@@ -64,7 +64,7 @@ def trainer(ema: LateStartEMA, *callbacks: Callback) -> Trainer:
     return Trainer(
         model=model,
         train_dataloader=data(),
-        eval_dataloader=Evaluator(label="held-out", dataloader=data(), eval_interval="2ba"),
+        eval_dataloader=Evaluator(label="validation", dataloader=data(), eval_interval="2ba"),
         optimizers=torch.optim.SGD(model.line.parameters(), lr=0.1),
         max_duration="6ba",
         callbacks=[ema, *callbacks],

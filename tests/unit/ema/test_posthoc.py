@@ -89,14 +89,14 @@ def test_the_command(trajectories):
 
 
 def test_what_cannot_be_reconstructed_is_told(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"holds no averages: give the folder .* algorithms.ema.power"):
+    with pytest.raises(ConfigurationError, match=r"algorithms\.ema\.power"):
         reconstruct(tmp_path, 0.08)
     record = AverageRecord(label="width-0.1", step=10, time=7)
     path = write_average(tmp_path / STORED, record, {"unet.w": torch.ones(8)})
     (tmp_path / STORED / f".{path.name}.partial").write_bytes(b"left behind")
     assert list_averages(tmp_path) == [(path, record)]
     write_average(tmp_path / STORED, AverageRecord(label="width-0.1", step=20, time=17), {"unet.w": torch.ones(9)})
-    with pytest.raises(DataError, match=r"unet.w does not fit"):
+    with pytest.raises(DataError, match=r"unet\.w"):
         reconstruct(tmp_path, 0.08)
     path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(DataError, match=r"step-000010-width-0\.1\.safetensors"):

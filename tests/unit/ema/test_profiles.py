@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from diffusion.ema.averaging import Exponential, PowerFunction, width_to_gamma
+from diffusion.ema.averaging import Exponential, PowerFunction
 from diffusion.ema.posthoc import TimedProfile, combine_profiles, inner_product
 from diffusion.errors import ConfigurationError
 
@@ -37,12 +37,12 @@ def weights_of(profile: PowerFunction, time: int, end: int) -> np.ndarray:
 
 @pytest.mark.parametrize(("width", "gamma"), [(0.05, 16.97), (0.10, 6.94)])
 def test_exponents_of_the_paper(width, gamma):
-    assert width_to_gamma(width) == pytest.approx(gamma, abs=0.005)
+    assert PowerFunction(width).gamma == pytest.approx(gamma, abs=0.005)
 
 
 @pytest.mark.parametrize("width", [0.01, 0.05, 0.08, 0.2, 0.28])
 def test_width_is_the_standard_deviation_of_the_profile(width):
-    gamma = width_to_gamma(width)
+    gamma = PowerFunction(width).gamma
     profile = TimedProfile(gamma, 1.0)
     mean = integrate(lambda t: t * density(profile, t), 1.0)
     variance = integrate(lambda t: (t - mean) ** 2 * density(profile, t), 1.0)
@@ -92,10 +92,10 @@ def test_labels_tell_averages_apart():
 
 @pytest.mark.parametrize(("width", "limit"), [(0.05, 1e-7), (0.1, 1e-7), (0.06, 0.004), (0.08, 0.004), (0.15, 0.012)])
 def test_combined_profiles_come_near_to_the_wanted_one(width, limit):
-    """Sixteen times of two widths, over 400 steps; the error that is told is the error there is."""
+    """Sixteen times of two widths, over 400 steps; the reported error is the real one."""
     times = range(25, 401, 25)
-    stored = [TimedProfile(width_to_gamma(w), time) for time in times for w in WIDTHS]
-    combination = combine_profiles(stored, TimedProfile(width_to_gamma(width), 400))
+    stored = [TimedProfile(PowerFunction(w).gamma, time) for time in times for w in WIDTHS]
+    combination = combine_profiles(stored, TimedProfile(PowerFunction(width).gamma, 400))
     assert combination.error < limit
     assert combination.coefficients.sum() == pytest.approx(1.0, abs=1e-12)
     assert combination.amplification < 2.5

@@ -15,7 +15,7 @@ NUM_SCENES = 200
 
 
 def _seen(scene: Scene, side: int, rng: random.Random) -> Image.Image:
-    """Return a held-out image as training sees it: shorter side resized, centre cropped."""
+    """Return a validation image as training sees it: shorter side resized, centre cropped."""
     natural = rng.choice([size for size in SHORTER_SIDES if size >= side])
     image = shapes.draw(scene, (round(natural * 1.125), natural))
     image = image.resize((round(image.width * side / natural), side), Image.Resampling.BICUBIC)
@@ -37,7 +37,7 @@ def _scene(*things: tuple[str, str, float, float], relation: str | None = None, 
 
 @pytest.mark.parametrize("side", [32, 64])
 @pytest.mark.parametrize("blur", [0.0, 0.015])
-def test_right_on_held_out_images(side: int, blur: float) -> None:
+def test_right_on_validation_images(side: int, blur: float) -> None:
     scores = [score(image.filter(ImageFilter.GaussianBlur(blur * side)), scene) for image, scene in _images(side)]
     assert np.mean([one.colour for one in scores]) >= 0.98
     assert np.mean([one.shape for one in scores]) >= 0.98

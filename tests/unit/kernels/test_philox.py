@@ -2,7 +2,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,16 +9,16 @@ import torch
 
 from diffusion.models.objectives import draw_stratified_timesteps
 from diffusion.randomness import MAX_SEED, Purpose, bernoulli, normal, randint, random_words
+from tests.tools.training_runs import ROOT
 from tests.tools.triton_aot import ARCHITECTURES, Launch, launches
 
-PROGRAM = Path(__file__).with_name("drawn_numbers.py")
+PROGRAM = ROOT / "tests/tools/drawn_numbers.py"
 
 
 def agreement(device: str, **environment: str) -> dict[str, Any]:
-    root = str(Path(__file__).resolve().parents[3])
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(PROGRAM), device],
-        env={**os.environ, "PYTHONPATH": root, **environment},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,
         timeout=600,

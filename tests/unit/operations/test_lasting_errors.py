@@ -1,4 +1,4 @@
-"""Errors that starting again does not mend are still told from others after they came through a loader worker."""
+"""Errors that a restart does not mend are still distinguished from others after they came through a loader worker."""
 
 import pytest
 from torch.utils.data import Dataset

@@ -200,6 +200,6 @@ def test_a_run_that_cannot_be_read_is_named_and_the_others_are_pruned(tmp_path, 
     for step in (2, 4):
         write_file(tmp_path / f"b/checkpoints/ep0-ba{step}.pt", {"state": {"x": torch.zeros(8)}})
     script().prune([tmp_path], 1, is_dry=True)
-    told = capsys.readouterr().out
-    assert f"{tmp_path}/a  is skipped: " in told
-    assert f"{tmp_path}/b/checkpoints/ep0-ba2.pt\n" in told
+    output = capsys.readouterr().out
+    assert f"{tmp_path}/a  is skipped: " in output
+    assert f"{tmp_path}/b/checkpoints/ep0-ba2.pt\n" in output

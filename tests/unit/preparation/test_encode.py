@@ -268,11 +268,11 @@ def test_latents_read_are_those_of_the_images_read(prepared: Path, tmp_path: Pat
         batches.append(list(train_loader(config, seed=1, tokenize=tokenize, rank_batch_size=4)))
     vae = build_vae()
     assert len(batches[0]) == len(batches[1]) > 0
-    for pictures, latents in zip(*batches, strict=True):
+    for decoded, latents in zip(*batches, strict=True):
         for key in (BatchKey.SAMPLE, BatchKey.STREAM, BatchKey.TOKEN_IDS):
-            assert torch.equal(pictures[key], latents[key])
+            assert torch.equal(decoded[key], latents[key])
         with torch.no_grad():
-            mean = vae.encode(pictures[BatchKey.IMAGE] / 127.5 - 1).latent_dist.mean
+            mean = vae.encode(decoded[BatchKey.IMAGE] / 127.5 - 1).latent_dist.mean
         torch.testing.assert_close(latents[BatchKey.LATENT_MEAN], mean.half(), rtol=2e-3, atol=1e-4)
 
 

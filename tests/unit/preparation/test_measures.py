@@ -116,12 +116,12 @@ def test_any_shape_can_be_measured(size):
 @pytest.mark.emoji
 def test_copies_of_real_images_are_near_and_different_ones_are_not(data_folder):
     files = [path.read_bytes() for path in sorted((data_folder / "emoji/folder_512").glob("*.png"))[::3]]
-    pictures = [decode_rgb(data) for data in files]
+    decoded = [decode_rgb(data) for data in files]
     found = [measured_file(data) for data in files]
     originals = np.array([int(one["phash"], 16) for one in found], np.uint64)
     for size, quality in ((512, 60), (256, 75), (64, 95)):
         copies = []
-        for image in pictures:
+        for image in decoded:
             data = io.BytesIO()
             image.resize((size, size), Image.Resampling.LANCZOS).save(data, "JPEG", quality=quality)
             copies.append(int(measured_file(data.getvalue())["phash"], 16))

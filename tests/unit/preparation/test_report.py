@@ -110,12 +110,12 @@ def hostile_report(folder):
         row("refused", HOSTILE, detail=HOSTILE, **{"score <b>$x$": 3.0}, language="en"),
         row("copy", "duplicate", detail="of red", **{"score <b>$x$": 3.0}, language="en"),
     ]
-    pictures = {"red": noise(60, 40), HOSTILE: encode(Image.new("RGB", (40, 90), "red")), "refused": b"not an image"}
+    contents = {"red": noise(60, 40), HOSTILE: encode(Image.new("RGB", (40, 90), "red")), "refused": b"not an image"}
     asked = []
 
     def read(key):
         asked.append(key)
-        return pictures.get(key)
+        return contents.get(key)
 
     write_report(folder, [write_facts(folder / "facts.parquet", rows)], read, title=f"Report {HOSTILE}")
     return asked

@@ -86,7 +86,7 @@ class TestPrepared:
 class TestOthers:
     @pytest.mark.parametrize("compression", [None, "zstd:3"])
     def test_encodings(self, tmp_path, compression):
-        picture = Image.open(io.BytesIO(noise(20, 10)))
+        original = Image.open(io.BytesIO(noise(20, 10)))
         jpeg = noise(20, 10, image_format="JPEG")
         columns = {
             "jpg": "jpeg",
@@ -125,10 +125,10 @@ class TestOthers:
         assert len(partitions) > 1, "shards are small"
         assert [item for one in partitions for item in source.only(one).read(one)] == items
 
-        pil = write_mds(tmp_path / "pil", {"image": "pil", "text": "str"}, [{"image": picture, "text": "x"}])
+        pil = write_mds(tmp_path / "pil", {"image": "pil", "text": "str"}, [{"image": original, "text": "x"}])
         (record,) = open_source(pil).read()
         assert isinstance(record, Record)
-        assert np.array_equal(np.asarray(Image.open(io.BytesIO(record.image))), np.asarray(picture))
+        assert np.array_equal(np.asarray(Image.open(io.BytesIO(record.image))), np.asarray(original))
 
     def test_folders_below_and_named_columns(self, tmp_path):
         for name in ("b", "a/c"):

@@ -34,7 +34,7 @@ def test_bootstrap_of_a_mean_has_the_normal_width_and_knows_clusters():
     [interval] = bootstrap(counts, share_of_decided, seed=1)
     assert interval.high - interval.low == pytest.approx(2 * 1.96 * 0.5 / 20, rel=0.08)
     [tenfold] = bootstrap(10 * counts, share_of_decided, seed=1)
-    assert tenfold == interval, "ten equal votes on a prompt tell no more than one"
+    assert tenfold == interval, "ten equal votes on a prompt count no more than one"
     assert bootstrap(counts, share_of_decided, seed=1) == [interval]
 
 

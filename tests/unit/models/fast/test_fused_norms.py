@@ -10,8 +10,7 @@ from torch import nn
 from diffusion.models.fast.channels_last import ChannelsLastResnet
 from diffusion.models.fast.compilation import compile_modules
 from diffusion.models.fast.norms import FusedGroupNorm, fuse, group_norm, use_low_precision_norms
-from tests.tools.generated_code import traffic
-from tests.tools.inductor_aot import Graph, lowering_for_gpu
+from tests.tools.inductor_aot import Graph, lowering_for_gpu, traffic
 from tests.tools.triton_aot import ARCHITECTURES
 
 SHAPES = [(2, 12, 3, 5, 4), (1, 40, 8, 16, 4), (2, 80, 9, 15, 1), (3, 64, 2, 2, 32), (1, 24, 33, 33, 8)]

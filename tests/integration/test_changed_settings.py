@@ -125,14 +125,14 @@ def test_what_may_be_another_is_told_and_recorded(server, finished, tmp_path):
     shutil.copytree(finished["fsdp"], run)
     free = ["trainer.max_duration=3ba", "optimizer.lr=0.002", "model.low_precision_norms=false"]
     job = server.command(1, command(run, *free))
-    told = [line for line in job.output.splitlines() if line.startswith("settings that differ from")]
-    assert len(told) == 1, job.output
+    changed = [line for line in job.output.splitlines() if line.startswith("settings that differ from")]
+    assert len(changed) == 1, job.output
     for change in (
         "trainer.max_duration (was 2ba, is 3ba)",
         "optimizer.lr (was 0.001, is 0.002)",
         "model.low_precision_norms (was true, is false)",
     ):
-        assert change in told[0]
+        assert change in changed[0]
     newest = list_checkpoints(run / "checkpoints")[-1]
     assert batch_of(newest) == 3
     for config in (load_config(run / "config.yaml"), load_config_of(newest)):
@@ -161,7 +161,7 @@ def test_samples_and_metrics_follow_after_a_kill(server, shapes, tmp_path):
     common += ["validation.streams=[{name: 32-64}, {name: 64-up}]", "model.vae=" + str(shapes / "vae")]
     toy = {name: ("tests/tools/toy.yaml", [f"output_folder={run}", *common]) for name, run in runs.items()}
     server.train(2, [toy["whole"]])
-    kill = "plugins.callbacks=[{path: tests.unit.checkpointing.test_resume.KillAtEpochEnd}]"
+    kill = "plugins.callbacks=[{path: tests.integration.test_changed_settings.KillAtEpochEnd}]"
     job = server.run(2, [(toy["killed"][0], [*toy["killed"][1], kill])])
     assert -9 in job.codes
     assert batch_of(resolve_checkpoint(str(runs["killed"]))) == NUM_STEPS

@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from diffusion.kernels.philox import draw
+from diffusion.kernels import draw
 from diffusion.randomness import MAX_SEED, Purpose, normal, random_words
 
 CASES = [

@@ -116,7 +116,7 @@ def start_ranks(folder: Path) -> tuple[subprocess.Popen, list[HeartbeatRecord]]:
     folder.mkdir()
     script = folder / "acts.json"
     script.write_text(json.dumps([{"phase": "step", "step": 7, "works": True, "threads": 4, "code": 0}]))
-    command = [sys.executable, str(ROOT / "tests/unit/operations/acting_rank.py"), str(folder), str(script)]
+    command = [sys.executable, str(ROOT / "tests/tools/acting_rank.py"), str(folder), str(script)]
     job = subprocess.Popen(command, env=environment())
     while True:
         beats = read_heartbeats(folder)

@@ -40,7 +40,7 @@ class PoisonAt(Callback):
 
 def poison(step: int, once: Path | None = None) -> str:
     arguments = f"{{step: {step}" + (f", once: {once}}}" if once else "}")
-    return f"plugins.callbacks=[{{path: tests.unit.operations.test_loss_guard.PoisonAt, arguments: {arguments}}}]"
+    return f"plugins.callbacks=[{{path: tests.integration.test_loss_guard.PoisonAt, arguments: {arguments}}}]"
 
 
 def run(folder: Path, *overrides: str) -> tuple[str, list[str]]:
@@ -131,7 +131,7 @@ def test_a_nan_that_comes_again_ends_the_run_until_its_steps_are_skipped_on_any_
 @pytest.mark.world_size(2)
 def test_the_samples_of_a_wrong_loss_are_named(server, shapes, tmp_path):
     batches = f"{{path: tests.tools.toys.RecordBatches, arguments: {{folder: {tmp_path}/seen}}}}"
-    wrong = "{path: tests.unit.operations.test_loss_guard.PoisonAt, arguments: {step: 3}}"
+    wrong = "{path: tests.integration.test_loss_guard.PoisonAt, arguments: {step: 3}}"
     options = [f"plugins.callbacks=[{batches}, {wrong}]", "trainer.max_duration=8ba"]
     job = server.run(2, [latents(shapes, shapes / "latents-32", tmp_path / "run", *options)])
     assert set(job.codes) == {75}, job.output

@@ -14,15 +14,9 @@ from diffusion.models.architectures import TINY, build_vae
 from diffusion.models.autoencoder import AutoencoderTraining
 from diffusion.models.lora import add_lora
 from diffusion.planning.fleets import Fleet, rate_for
-from diffusion.planning.network import (
-    ParameterCounts,
-    activation_bytes,
-    largest_unit,
-    parameter_counts,
-    training_flops,
-)
-from diffusion.planning.plan import make_plan, plan_run
-from tests.tools.vgg import write_vgg
+from diffusion.planning.memory import ParameterCounts, activation_bytes, largest_unit, parameter_counts, plan_memory
+from diffusion.planning.plan import plan_run, training_flops
+from tests.tools.toys import write_vgg
 
 LORA = ["model.lora={rank: 3, targets: [to_q, conv1]}", "init_from.checkpoint=somewhere"]
 SIZE = ImageSize(32, 32)
@@ -83,20 +77,19 @@ def test_gradients_of_matrices_are_reduced_and_less_is_kept(model):
 def test_memory_and_checkpoints_of_lora(parallelism):
     counts = parameter_counts(toy(*LORA))
     plan = plan_run(toy(*LORA, f"trainer.parallelism={parallelism}", "algorithms.ema.decays=[0.9,0.99]"))
-    (memory,) = [one for one in plan.memory if one.is_chosen]
+    (memory,) = [one for one in plan.memory.states if one.is_chosen]
     copy = counts.trained + counts.fixed if parallelism == "fsdp" else 0
     assert memory.weights == 4 * (counts.trained + counts.fixed + copy)
     assert (memory.gradients, memory.optimizer, memory.ema) == tuple(n * counts.trained for n in (4, 8, 8))
-    assert plan.checkpoint_bytes == 4 * counts.fixed + 20 * counts.trained
-    assert (plan.num_parameters, plan.frozen_bytes) == (counts.trained, 4 * counts.frozen)
+    assert plan.checkpoints.largest_bytes == 4 * counts.fixed + 20 * counts.trained
+    assert (plan.num_parameters, plan.memory.frozen_bytes) == (counts.trained, 4 * counts.frozen)
     unit = counts.trained if parallelism == "ddp" else 2 * largest_unit(toy(*LORA))
-    assert plan.reduction_bytes == 4 * unit
+    assert plan.memory.reduction_bytes == 4 * unit
 
 
 def test_shards_are_rounded_up_in_whole_numbers():
     config = toy("plan.num_gpus=8", "trainer.num_replicas=8")
-    config.plan.num_gpus = 49 * 8
-    memory = make_plan(config, num_parameters=49, fixed_parameters=50).memory[1]
+    memory = plan_memory(config, ParameterCounts(49, 50), 49 * 8).states[1]
     assert (memory.weights, memory.gradients) == (4 * (1 + 2), 4)
 
 

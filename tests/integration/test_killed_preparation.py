@@ -94,7 +94,7 @@ def test_workers_end_with_the_preparation_that_is_killed(tmp_path):
     """In the middle of their work: what reads the output of a killed one gets its end soon."""
     program = (
         "import sys; from pathlib import Path; from diffusion.preparation.partitions.engine import Workers, started\n"
-        "from tests.unit.preparation.test_killed import work_long\n"
+        "from tests.integration.test_killed_preparation import work_long\n"
         "with started(Workers(number=2)) as run: list(run(work_long, [Path(mark) for mark in sys.argv[1:]]))"
     )
     marks = [tmp_path / "one", tmp_path / "two"]

@@ -18,7 +18,7 @@ from diffusion.operations.checks import doctor
 from diffusion.operations.checks.doctor import NoAnswerError, await_ranks, check_equality, pairings
 from diffusion.operations.checks.nodes import NodeSpeed, compare_nodes, unfit_nodes
 from diffusion.operations.checks.verdicts import Level, format_table, merge, ok, problem, raise_problems, warning
-from tests.tools.hosts import Switch
+from tests.tools.hosts import Network
 from tests.tools.training_runs import ROOT
 
 NODE = NodeSpeed(name="node 0", host="n0", num_gpus=8, flops=7e14, copied=3e12, link=2.2e10)
@@ -116,7 +116,7 @@ def test_ranks_have_time_to_find_each_other_with_a_short_timeout(monkeypatch, tm
 
 @pytest.mark.world_size(2)
 def test_a_rank_that_was_stopped_is_named(server, tmp_path):
-    program = str(ROOT / "tests/unit/operations/checks/stopping_doctor.py")
+    program = str(ROOT / "tests/tools/stopping_doctor.py")
     command = [program, str(ROOT / "scripts/doctor.py"), "tests/tools/toy.yaml", f"output_folder={tmp_path}/run"]
     job = server.start(2, [*command, "--timeout", "4"])
     job.wait_for(lambda: "NoAnswerError: " in job.output)
@@ -142,7 +142,7 @@ def test_rank_0_is_named_when_it_does_not_say_who_is_silent(monkeypatch):
 def slow_switch() -> Iterator[str]:
     """Name of a switch that joins four hosts, of which the third sends slowly."""
     try:
-        switch = Switch(f"w{os.getpid()}", 4)
+        switch = Network(f"w{os.getpid()}", 4)
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"needs root and network namespaces (apt-get install iproute2): {error}")
     try:
@@ -159,7 +159,7 @@ def slow_switch() -> Iterator[str]:
 def test_the_node_with_the_slow_cable_is_named(server, slow_switch, tmp_path):
     found = tmp_path / "found.json"
     command = [
-        str(ROOT / "tests/unit/operations/checks/linked_doctor.py"),
+        str(ROOT / "tests/tools/linked_doctor.py"),
         slow_switch,
         str(ROOT / "scripts/doctor.py"),
     ]

@@ -15,7 +15,7 @@ import pytest
 from diffusion.operations import processes
 from diffusion.operations.checks.verdicts import problem
 from diffusion.operations.events import read_events
-from tests.tools.hosts import ADDRESSES, Cable, wait_until
+from tests.tools.hosts import ADDRESSES, Network, wait_until
 from tests.tools.training_runs import BIN, ROOT, environment
 
 pytestmark = pytest.mark.slow
@@ -46,7 +46,7 @@ if [ "$1" = -m ]; then
   exit
 fi
 sleep {seconds} &
-trap 'echo told > {folder}/told-$HOST; kill $!; exit 1' TERM
+trap 'echo terminated > {folder}/terminated-$HOST; kill $!; exit 1' TERM
 echo "$@" >> {folder}/started-$HOST
 wait
 [ "$(wc -l < {folder}/started-$HOST)" -gt 1 ] || exit {code}
@@ -58,15 +58,15 @@ class Hosts:
     """The hosts, and the launcher on the first of them.
 
     Args:
-        cable: joins them.
+        network: Joins them.
         folder: for keys, configurations and output.
         programs: where the hosts find torchrun.
         interval: seconds between two looks at a silent connection, which ends after two without an answer; a machine
             that stands still for a while loses it, too.
     """
 
-    def __init__(self, cable: Cable, folder: Path, programs: Path, interval: int = 30) -> None:
-        self.cable, self.folder, self.programs, self.interval = cable, folder, programs, interval
+    def __init__(self, network: Network, folder: Path, programs: Path, interval: int = 30) -> None:
+        self.network, self.folder, self.programs, self.interval = network, folder, programs, interval
         self.log = folder / "launcher.txt"
         for key in ("key", "host_key"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
@@ -89,7 +89,7 @@ class Hosts:
 
     def on(self, host: str) -> list[str]:
         """Beginning of a command that runs on a host."""
-        return ["ip", "netns", "exec", self.cable.hosts[host]]
+        return ["ip", "netns", "exec", self.network.hosts[host]]
 
     def launch(self, *arguments: str) -> subprocess.Popen:
         """Start ssh.sh with arguments."""
@@ -115,7 +115,7 @@ class Hosts:
 
     def running(self, host: str) -> list[str]:
         """Names of the programs on a host that are not ssh's."""
-        command = ["ip", "netns", "pids", self.cable.hosts[host]]
+        command = ["ip", "netns", "pids", self.network.hosts[host]]
         numbers = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
         names = {process.pid: process.info["name"] for process in psutil.process_iter(["name"])}
         own = ("sshd", "ssh", "ssh.sh")
@@ -136,10 +136,10 @@ def make_hosts(tmp_path: Path) -> Iterator:
             f"needs root, namespaces and ssh (apt-get install iproute2 openssh-server): no {', '.join(missing)}"
         )
     made: list[Hosts] = []
-    cable = Cable(f"s{os.getpid()}")
+    network = Network(f"s{os.getpid()}")
 
     def make(programs: Path, **options: int) -> Hosts:
-        made.append(Hosts(cable, tmp_path, programs, **options))
+        made.append(Hosts(network, tmp_path, programs, **options))
         return made[0]
 
     try:
@@ -147,7 +147,7 @@ def make_hosts(tmp_path: Path) -> Iterator:
     finally:
         for hosts in made:
             hosts.close()
-        cable.remove()
+        network.remove()
 
 
 def stand_in(folder: Path, *, seconds: int = 0, code: int = 1, unfit: str = "") -> Path:
@@ -205,7 +205,9 @@ def test_the_hosts_end_when_the_launcher_gets_a_signal_or_is_killed(make_hosts, 
     wait_until(lambda: all((tmp_path / f"started-{host}").exists() for host in ADDRESSES), "the hosts do not start")
     launcher.send_signal(number)
     assert launcher.wait(60) == code, hosts.log.read_text()
-    wait_until(lambda: all((tmp_path / f"told-{host}").exists() for host in ADDRESSES), "the hosts are not told")
+    wait_until(
+        lambda: all((tmp_path / f"terminated-{host}").exists() for host in ADDRESSES), "the hosts are not terminated"
+    )
     wait_until(lambda: "python" not in hosts.running("second"), "the hosts go on")
 
 
@@ -213,8 +215,8 @@ def test_hosts_that_are_connected_to_after_a_signal_end_as_well(tmp_path):
     """The signal comes while the command of the first host is put together."""
     (tmp_path / "ssh").write_text("#!/bin/bash\ncat > /dev/null\nexit 1\n")
     (tmp_path / "ssh").chmod(0o755)
-    (tmp_path / "told").write_text('printf() { builtin printf "$@"; [ "$1" != "%q " ] || kill -TERM $$; }\n')
-    variables = {"SSH": str(tmp_path / "ssh"), "BASH_ENV": str(tmp_path / "told")}
+    (tmp_path / "bash_env").write_text('printf() { builtin printf "$@"; [ "$1" != "%q " ] || kill -TERM $$; }\n')
+    variables = {"SSH": str(tmp_path / "ssh"), "BASH_ENV": str(tmp_path / "bash_env")}
     command = ["launchers/ssh.sh", "first second", "tests/tools/toy.yaml"]
     launcher = subprocess.Popen(command, cwd=ROOT, env=environment() | variables, start_new_session=True)
     try:

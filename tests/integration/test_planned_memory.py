@@ -8,8 +8,7 @@ import pytest
 
 from diffusion.config.checks import is_location
 from diffusion.config.loading import load_config
-from diffusion.planning.network import parameter_counts
-from diffusion.planning.plan import make_plan
+from diffusion.planning.memory import ParameterCounts, parameter_counts, plan_memory
 from tests.tools.training_runs import ROOT, environment
 
 pytestmark = pytest.mark.slow
@@ -102,7 +101,7 @@ def test_groups_of_ranks_hold_the_model_once_each(counts):
 @pytest.mark.parametrize("phase", [1, 2])
 def test_the_plan_is_right_within_one_percent(counts, phase):
     config = load_config(f"yamls/phase{phase}.yaml", ["plan.num_gpus=128"], may_miss=is_location)
-    _, shards_only, _ = make_plan(config, num_parameters=NUM_PARAMETERS).memory
+    _, shards_only, _ = plan_memory(config, ParameterCounts(NUM_PARAMETERS), 128).states
     for rank in (0, 127):
         counted = counts[f"{phase} {rank}"]
         assert sum(counted.values()) == pytest.approx(shards_only.total, rel=0.03)

@@ -100,7 +100,7 @@ class SpendAfter(Callback):
 
 @pytest.mark.world_size(2)
 def test_a_spent_budget_saves_and_ends_the_run_until_it_is_raised(server, tmp_path):
-    plugin = "plugins.callbacks=[{path: tests.unit.operations.test_costs.SpendAfter, arguments: {step: 3}}]"
+    plugin = "plugins.callbacks=[{path: tests.integration.test_costs.SpendAfter, arguments: {step: 3}}]"
     common = [f"output_folder={tmp_path}", "samples.prompts=[]", "plan.price_per_gpu_hour=0.5"]
     limited = [*common, "trainer.save_interval=100ba", "operations.max_dollars=500"]
     spent = server.run(2, [("tests/tools/toy.yaml", [*limited, plugin])])

@@ -1,6 +1,6 @@
-"""What a run has seen: which samples, how often, worked out from the order instead of being logged."""
+"""Exposure of a run: which samples it has seen and how often, computed from the order instead of being logged."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from diffusion.config.schema import Config
 from diffusion.datasets.bad_images import BadImage
 from diffusion.datasets.loader import order_settings
 from diffusion.datasets.mds import INDEX, open_shard, read_shards
-from diffusion.datasets.sample_order import GlobalOrder, StreamShape, describe_changes, draws_per_stream
+from diffusion.datasets.sample_order import GlobalOrder, StreamShape, draws_per_stream
 from diffusion.datasets.streams import StreamLocation, Substitutes, find_substitutes, locate_streams
 from diffusion.errors import DataError
 
@@ -27,19 +27,37 @@ class Exposure:
 
     stream: str
     index: int
-    """Its number in the stream."""
+    """Number in the stream."""
 
     times: int
-    """How often it was drawn."""
+    """Number of draws."""
 
     key: str
     metadata: dict[str, Any]
-    """What its source knew, where the data holds it: prepared data does, latents do not."""
+    """Metadata of its source, in prepared data; latents have none."""
 
-    @property
-    def source(self) -> str:
-        """Name of the source that it came from: the first part of its key."""
-        return self.key.partition("/")[0]
+
+def find_folders(config: Config, prepared: Path | None) -> list[Path]:
+    """Local MDS folder of each stream.
+
+    Args:
+        config: the run's configuration.
+        prepared: folder of the buckets of prepared data (`PREPARED/train`); None for the streams themselves.
+
+    Raises:
+        DataError: a stream is not on this machine.
+    """
+    folders = []
+    for location in locate_streams(config.data.remote, config.data.local, config.data.streams):
+        here = location.source if Path(location.source).is_dir() else location.local
+        folder = Path(here) if prepared is None else prepared / location.name
+        if not (folder / INDEX).is_file():
+            raise DataError(
+                f"{folder} (stream '{location.name}') is not an MDS folder here: copy the data to this machine and "
+                "name it with --data"
+            )
+        folders.append(folder)
+    return folders
 
 
 def build_order(config: Config, folders: list[Path]) -> GlobalOrder:
@@ -67,35 +85,15 @@ def build_order(config: Config, folders: list[Path]) -> GlobalOrder:
     return GlobalOrder(shapes, order_settings(config.data, config.seed))
 
 
-def check_order(order: GlobalOrder, fingerprint: Mapping[str, object]) -> None:
-    """Refuse data or settings that give another order than the run had.
+def times_seen(order: GlobalOrder, num_steps: int) -> list[NDArray[np.int32]]:
+    """Count the draws of each sample in the first steps of a run: int32 [N] for each stream.
 
-    Args:
-        order: made by `build_order`.
-        fingerprint: what the checkpoint says of its order.
-
-    Raises:
-        DataError: what differs.
-    """
-    if changes := describe_changes(fingerprint, order.fingerprint()):
-        raise DataError(f"this is not the data that the run has seen: {'; '.join(changes)}. Name that with --data")
-
-
-def times_seen(order: GlobalOrder, num_steps: int, *, progress: bool = False) -> list[NDArray[np.int32]]:
-    """How often each sample was drawn in the first steps of a run.
-
-    Args:
-        order: the order of the run.
-        num_steps: optimizer steps; an epoch has `order.num_steps`.
-        progress: show a bar on stderr.
-
-    Returns:
-        int32 [N] for each stream: 4 bytes a sample. About a million samples of the order are counted a second.
+    About a million samples of the order are counted a second.
     """
     counts = [np.zeros(stream.num_samples, np.int32) for stream in order.streams]
     size = order.settings.global_batch_size
     steps_per_chunk = max(1, CHUNK // size)
-    with tqdm(total=num_steps * size, unit=" samples", unit_scale=True, disable=not progress) as bar:
+    with tqdm(total=num_steps * size, unit=" samples", unit_scale=True, disable=None) as bar:
         for epoch in range(-(-num_steps // order.num_steps)):
             samples = order.epoch(epoch)
             stop = min(order.num_steps, num_steps - epoch * order.num_steps)
@@ -111,7 +109,7 @@ def times_seen(order: GlobalOrder, num_steps: int, *, progress: bool = False) ->
 def apply_substitutes(
     config: Config, folders: list[Path], counts: list[NDArray[np.int32]], bad: Sequence[BadImage] = ()
 ) -> None:
-    """Count at their substitutes the samples that are removed or damaged, in place.
+    """Count removed and damaged samples at their substitutes, in place.
 
     Removals count as if they had been there from the beginning of the run. Marks count wherever they are: beside the
     streams of the run (images that could not be encoded) and beside the folders.
@@ -119,7 +117,7 @@ def apply_substitutes(
     Args:
         config: the run's configuration.
         folders: as for `build_order`.
-        counts: made by `times_seen`.
+        counts: result of `times_seen`.
         bad: images that the run could not decode.
 
     Raises:
@@ -128,29 +126,26 @@ def apply_substitutes(
     locations = locate_streams(config.data.remote, config.data.local, config.data.streams)
     for location, folder, count in zip(locations, folders, counts, strict=True):
         beside_folder = StreamLocation(name=location.name, remote=None, local=str(folder))
-        marked = [find_substitutes(place, len(count)).absent for place in (location, beside_folder)]
+        marked = [index for one in (location, beside_folder) for index in find_substitutes(one, len(count)).absent]
         undecodable = [image.index for image in bad if image.stream == location.name]
-        substitutes = Substitutes(len(count), [*marked[0], *marked[1], *undecodable], location.name)
+        substitutes = Substitutes(len(count), [*marked, *undecodable], location.name)
         for index in substitutes.absent:
             times, count[index] = int(count[index]), 0
             count[substitutes.substitute_of(index)] += times
 
 
-def exposures(
-    config: Config, folders: list[Path], counts: list[NDArray[np.int32]], *, progress: bool = False
-) -> Iterator[Exposure]:
-    """Look up what was seen, stream by stream, in the order of the data.
+def exposures(config: Config, folders: list[Path], counts: list[NDArray[np.int32]]) -> Iterator[Exposure]:
+    """Look up the samples that were seen, stream by stream, in the order of the data.
 
     Args:
         config: the run's configuration.
         folders: as for `build_order`.
-        counts: made by `times_seen`.
-        progress: show a bar on stderr.
+        counts: result of `times_seen`.
 
     Raises:
-        DataError: a shard is missing, or holds no keys.
+        DataError: a shard is missing, or has no keys.
     """
-    with tqdm(total=sum(map(len, counts)), unit=" samples", unit_scale=True, disable=not progress) as bar:
+    with tqdm(total=sum(map(len, counts)), unit=" samples", unit_scale=True, disable=None) as bar:
         for stream, folder, count in zip(config.data.streams, folders, counts, strict=True):
             first = 0
             for entry in read_shards(folder):
@@ -158,37 +153,17 @@ def exposures(
                 if len(seen):
                     with open_shard(folder, entry) as reader:
                         for number in seen.tolist():
-                            yield _exposure(stream.name, first + number, int(count[first + number]), reader[number])
+                            index, columns = first + number, reader[number]
+                            if "key" not in columns:
+                                raise DataError(
+                                    f"stream '{stream.name}' has no keys: name its prepared data with --data"
+                                )
+                            yield Exposure(
+                                stream=stream.name,
+                                index=index,
+                                times=int(count[index]),
+                                key=columns["key"],
+                                metadata=columns.get("metadata") or {},
+                            )
                 first += entry["samples"]
                 bar.update(entry["samples"])
-
-
-def _exposure(stream: str, index: int, times: int, columns: dict[str, Any]) -> Exposure:
-    if "key" not in columns:
-        raise DataError(f"stream '{stream}' holds no keys: name the prepared data that it was made from")
-    return Exposure(stream=stream, index=index, times=times, key=columns["key"], metadata=columns.get("metadata") or {})
-
-
-def find_folders(config: Config, prepared: Path | None) -> list[Path]:
-    """Where each stream's samples can be looked up on this machine.
-
-    Args:
-        config: the run's configuration.
-        prepared: folder of the buckets of prepared data (`PREPARED/train`); None for the streams themselves.
-
-    Raises:
-        DataError: a stream is not on this machine.
-    """
-    locations = locate_streams(config.data.remote, config.data.local, config.data.streams)
-    folders = [_folder(location) if prepared is None else prepared / location.name for location in locations]
-    for location, folder in zip(locations, folders, strict=True):
-        if not (folder / INDEX).is_file():
-            raise DataError(
-                f"{folder} (stream '{location.name}') is not an MDS folder here: copy the data to this machine and "
-                "name it with --data"
-            )
-    return folders
-
-
-def _folder(location: StreamLocation) -> Path:
-    return Path(location.source if Path(location.source).is_dir() else location.local)

@@ -41,7 +41,7 @@ def supervisor_of(
     script.write_text(json.dumps(acts))
     heartbeats = run / "beats"
     heartbeats.mkdir(exist_ok=True)
-    program = ROOT / "tests/unit/operations/acting_rank.py"
+    program = ROOT / "tests/tools/acting_rank.py"
     command = [*launcher, sys.executable, str(program), str(heartbeats), str(script)]
 
     def start() -> list[str]:
@@ -169,7 +169,7 @@ def test_a_mistake_before_the_first_step_stops_the_supervisor_until_it_is_mended
 
 def test_a_run_that_is_at_work_is_refused_also_when_its_supervisor_is_gone_until_its_job_is_ended(tmp_path):
     program = (
-        "import sys; from pathlib import Path; from tests.unit.operations.test_supervisor import *; "
+        "import sys; from pathlib import Path; from tests.integration.test_supervisor import *; "
         "supervisor_of(Path(sys.argv[1]), [WAITS]).run()"
     )
     first = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, env=environment())

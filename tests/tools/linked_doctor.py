@@ -7,13 +7,13 @@ import sys
 
 from diffusion.operations.checks import doctor
 from diffusion.operations.checks.nodes import DeviceSpeed
-from tests.tools.hosts import Switch, enter
+from tests.tools.hosts import Network, enter
 
 RANK = os.environ["RANK"]
 SWITCH = sys.argv[1]
 
-enter(Switch.namespace(SWITCH, int(RANK)))
-os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR=Switch.address(0))
+enter(Network.namespace(SWITCH, int(RANK)))
+os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR=Network.address(0))
 socket.gethostname = lambda: f"n{RANK}"
 doctor.LINK_BYTES = 2**22  # The cables are slow, for which busy cores matter less.
 doctor.measure_device = lambda device: DeviceSpeed(

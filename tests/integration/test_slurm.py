@@ -103,7 +103,7 @@ echo "rank $RANK $LOCAL_RANK $NODE_RANK of $WORLD_SIZE $LOCAL_WORLD_SIZE: $@, re
 [ "$RANK" = 0 ] || sleep 1
 [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || exit $CODE
 """
-"""In the place of Python: says what it is told, and ends with an exit code when the job was not queued again."""
+"""In the place of Python: prints its arguments, and ends with an exit code when the job was not queued again."""
 
 
 @pytest.fixture
@@ -136,8 +136,8 @@ def test_a_run_that_gets_a_signal_is_saved_queued_again_and_continued(server, cl
     from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 
     run, log = tmp_path / "run", tmp_path / "log.txt"
-    told = "plugins.callbacks=[{path: tests.tools.toys.SignalAt, arguments: {step: 3, number: 10, rank: 1}}]"
-    overrides = [f"output_folder={run}", "samples.prompts=[]", told]
+    request = "plugins.callbacks=[{path: tests.tools.toys.SignalAt, arguments: {step: 3, number: 10, rank: 1}}]"
+    overrides = [f"output_folder={run}", "samples.prompts=[]", request]
     python = str(server.programs(tmp_path / "bin") / "python")
     number = submit(cluster | {"PYTHON": python}, log, "tests/tools/toy.yaml", *overrides)
     known = wait_for(cluster, number, log)

@@ -17,7 +17,7 @@ from diffusion.operations.utilisation import Counters, LoaderSettings
 from tests.tools.toys import ToyLatents
 
 SLEEP = 0.08
-HERE = "tests.unit.callbacks.test_utilisation"
+HERE = "tests.integration.test_utilisation"
 SLOW = f"{HERE}.SlowLatents"
 
 FIRST = Counters(

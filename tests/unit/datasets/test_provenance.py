@@ -8,7 +8,7 @@ import numpy as np
 
 from diffusion.config.loading import load_config
 from diffusion.datasets.bad_images import BadImage
-from diffusion.planning.provenance import apply_substitutes
+from diffusion.datasets.provenance import apply_substitutes
 from tests.integration.test_bad_images_in_runs import runs
 from tests.integration.test_failures import SMALL
 from tests.tools.written_data import write_encoded, write_prepared
@@ -32,7 +32,7 @@ def test_the_command_lists_what_a_run_of_bad_images_has_seen(server, tmp_path: P
     ((yaml, overrides),) = runs(root, tmp_path / "run", 8)
     server.train(1, [(yaml, overrides)])
     out = tmp_path / "seen.csv"
-    server.command(0, ["scripts/provenance.py", str(tmp_path / "run"), "--out", str(out), "--quiet"])
+    server.command(0, ["scripts/provenance.py", str(tmp_path / "run"), "--out", str(out)])
     times = {int(row["index"]): int(row["times"]) for row in csv.DictReader(out.open())}
     assert sum(times.values()) == 64
     assert times == {index: 1 for index in range(64) if index not in (3, 4, 63)} | {0: 2, 5: 3}

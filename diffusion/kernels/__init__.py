@@ -1,1 +1,0 @@
-"""Triton kernels, independent of the rest of the package."""

@@ -1,0 +1,328 @@
+"""Memory of a rank: weights, gradients, optimizer and averages, frozen networks, reduced gradients, activations.
+
+Parameters and activations are counted on networks of the meta device, once for each architecture and image size.
+"""
+
+import functools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from torch import Tensor, nn
+
+from diffusion.config.data import ImageSize, image_sizes, microbatch_size
+from diffusion.config.loading import from_dict, to_yaml
+from diffusion.config.model import Compilation, ModelConfig
+from diffusion.config.schema import Config, Task
+from diffusion.config.training import NumberFormat, Parallelism, Precision
+from diffusion.models.architectures import ARCHITECTURES, build_unet, build_vae, count_parameters
+from diffusion.models.autoencoder import PatchDiscriminator, build_perceptual
+from diffusion.models.fast.compilation import find_blocks
+from diffusion.models.lora import add_lora
+
+WEIGHT_BYTES = GRADIENT_BYTES = EMA_BYTES = 4
+"""Master weights, gradients and their averages are fp32."""
+
+ADAM_BYTES = 8
+"""AdamW holds two fp32 moments per parameter."""
+
+FORMAT_BYTES = {NumberFormat.fp32: 4, NumberFormat.fp16: 2, NumberFormat.bf16: 2}
+
+CUDA_BYTES = 1.5e9
+"""GPU memory of CUDA, its libraries and NCCL (assumed)."""
+
+USABLE_MEMORY = 0.9
+"""Share of a GPU's memory that may be planned (assumed). Workspaces, the largest temporary tensors and fragmentation
+take the rest."""
+
+GPU_MEMORY_GB = (40, 80, 141, 192)
+"""Sizes of GPUs for which the largest microbatch is computed."""
+
+
+class ParameterCounts(NamedTuple):
+    """Parameters of a run."""
+
+    trained: int
+    """With gradients, optimizer state and averages; a VAE's discriminator included."""
+
+    fixed: int = 0
+    """Weights beside LoRA's matrices, which are sharded, gathered and stored with them."""
+
+    frozen: int = 0
+    """Weights of networks that are only used, whole on each rank: VAE and text encoder; LPIPS for a VAE."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateMemory:
+    """Bytes of the training state of a rank for one parallelism."""
+
+    name: str
+    is_chosen: bool
+    weights: int
+    """With the gathered copies that stay for the backward pass."""
+
+    gradients: int
+    optimizer: int
+    ema: int
+    """All averages."""
+
+    @property
+    def total(self) -> int:
+        """Weights, gradients, optimizer and averages."""
+        return self.weights + self.gradients + self.optimizer + self.ema
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Bytes of a rank. None: unknown."""
+
+    microbatch_size: int
+    states: list[StateMemory]
+    frozen_bytes: int
+    reduction_bytes: int
+    """Gradients that are not sharded: those of the unit being reduced, and those accumulated whole."""
+
+    activation_bytes: int | None
+    """Activations of a microbatch."""
+
+    gpu_bytes: float
+    """Sum of all, with CUDA; without unknown activations."""
+
+    largest_microbatches: dict[float, int] | None
+    """Largest legal microbatch by GB of a GPU's memory; 0: none fits."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Training state with the configured parallelism."""
+        return next(state.total for state in self.states if state.is_chosen)
+
+
+def plan_memory(config: Config, counts: ParameterCounts, num_ranks: int) -> MemoryPlan:
+    """Compute the memory of a rank."""
+    states = _states(config, counts, num_ranks)
+    frozen = counts.frozen * WEIGHT_BYTES
+    held = CUDA_BYTES + next(state.total for state in states if state.is_chosen) + frozen
+    activations = activation_bytes(config, largest_size(config))
+    share = config.data.global_batch_size / num_ranks
+
+    def reduction(size: int) -> int:
+        return _reduction_bytes(config, counts.trained, has_several_microbatches=size < share)
+
+    def gpu_bytes(size: int) -> float:
+        return held + reduction(size) + size * (activations or 0)
+
+    largest = None
+    if activations is not None:
+        limits = range(1, int(share) + 1)
+        needed = {size: gpu_bytes(size) for size in {microbatch_size(config.data, one, num_ranks) for one in limits}}
+        memories: set[float] = {*GPU_MEMORY_GB}
+        if config.plan.gpu_memory_gb is not None:
+            memories.add(config.plan.gpu_memory_gb)
+        largest = {
+            memory: max((size for size, num in needed.items() if num <= USABLE_MEMORY * memory * 1e9), default=0)
+            for memory in sorted(memories)
+        }
+    size = microbatch_size(config.data, config.trainer.device_train_microbatch_size, num_ranks)
+    return MemoryPlan(
+        microbatch_size=size,
+        states=states,
+        frozen_bytes=frozen,
+        reduction_bytes=reduction(size),
+        activation_bytes=activations * size if activations is not None else None,
+        gpu_bytes=gpu_bytes(size),
+        largest_microbatches=largest,
+    )
+
+
+def _states(config: Config, counts: ParameterCounts, num_ranks: int) -> list[StateMemory]:
+    """Training state with fsdp (FSDP2) without and with resharding after the forward pass, and with ddp."""
+    trainer = config.trainer
+    shard = Fraction(trainer.num_replicas, num_ranks)
+    is_fp32 = trainer.precision is Precision.fp32
+    copy = (counts.trained + counts.fixed) * (4 if is_fp32 else 2)
+
+    def state(name: str, part: Fraction, copy: int, is_chosen: bool) -> StateMemory:
+        trained, fixed = math.ceil(counts.trained * part), math.ceil(counts.fixed * part)
+        return StateMemory(
+            name=name,
+            is_chosen=is_chosen,
+            weights=(trained + fixed) * WEIGHT_BYTES + copy,
+            gradients=trained * GRADIENT_BYTES,
+            optimizer=trained * ADAM_BYTES,
+            ema=trained * average_bytes(config),
+        )
+
+    is_fsdp, reshards = trainer.parallelism is Parallelism.fsdp, trainer.reshard_after_forward
+    return [
+        state("fsdp (SHARD_GRAD_OP)", shard, copy, is_fsdp and not reshards),
+        state("fsdp, reshard_after_forward (FULL_SHARD)", shard, 0, is_fsdp and reshards),
+        state("ddp", Fraction(1), 0 if is_fp32 else copy, not is_fsdp),
+    ]
+
+
+def average_bytes(config: Config) -> int:
+    """Bytes per parameter of all averages together."""
+    return EMA_BYTES * config.algorithms.ema.num_averages if config.algorithms.ema is not None else 0
+
+
+def _reduction_bytes(config: Config, num_trained: int, *, has_several_microbatches: bool) -> int:
+    trainer = config.trainer
+    if trainer.parallelism is Parallelism.ddp:
+        return num_trained * GRADIENT_BYTES  # The buckets that gradients are reduced in.
+    computed = NumberFormat.fp32 if trainer.precision is Precision.fp32 else NumberFormat.bf16
+    unit = largest_unit(config) * (FORMAT_BYTES[computed] + FORMAT_BYTES[trainer.reduce_precision])
+    accumulates = config.performance.accumulate_locally and not trainer.reshard_after_forward
+    return unit + (num_trained * GRADIENT_BYTES if accumulates and has_several_microbatches else 0)
+
+
+def largest_size(config: Config) -> ImageSize:
+    """Largest area of the images of all streams."""
+    streams = config.data.streams if isinstance(config.data.streams, list) else []
+    square = ImageSize(config.data.resolution, config.data.resolution)
+    return max(image_sizes(streams, config.data.resolution), key=lambda size: size.height * size.width, default=square)
+
+
+# Networks
+
+
+def parameter_counts(config: Config) -> ParameterCounts:
+    """Count the parameters of what is configured.
+
+    Raises:
+        MachineError: LoRA is configured, and peft is not installed.
+        ConfigurationError: LoRA is to be put beside a layer that is not in the U-Net.
+    """
+    if config.task is Task.diffusion:
+        return _unet_counts(to_yaml(config.model))
+    settings = config.autoencoder
+    with torch.device("meta"):
+        trained = _num_trained(build_vae(ARCHITECTURES[config.model.architecture], settings.vae).parameters())
+        if settings.adversarial_weight > 0:
+            trained += _num_trained(PatchDiscriminator().parameters())
+        frozen = sum(p.numel() for p in build_perceptual().parameters()) if settings.perceptual_weight > 0 else 0
+    return ParameterCounts(trained, 0, frozen)
+
+
+def activation_bytes(config: Config, size: ImageSize) -> int | None:
+    """Bytes that the U-Net keeps for the backward pass of one image; None where that is not known."""
+    if config.task is not Task.diffusion or config.trainer.activation_checkpointing:
+        return None
+    dtype = torch.float32 if config.trainer.precision is Precision.fp32 else torch.bfloat16
+    return _activation_bytes(to_yaml(config.model), size, dtype)
+
+
+def largest_unit(config: Config) -> int:
+    """Trained parameters of the largest part of the network whose gradients FSDP2 reduces at once."""
+    if config.task is not Task.diffusion or config.performance.compilation is Compilation.unet:
+        return parameter_counts(config).trained
+    return _largest_unit(to_yaml(config.model))
+
+
+def meta_unet(config: ModelConfig) -> UNet2DConditionModel:
+    """Build the U-Net as it is trained, with LoRA's matrices where they are configured, on the meta device."""
+    with torch.device("meta"):
+        unet = build_unet(config)
+        if config.lora is not None:
+            add_lora(unet, config.lora, seed=0)
+    return unet
+
+
+def meta_inputs(config: ModelConfig, size: ImageSize, dtype: torch.dtype) -> dict[str, Any]:
+    """Arguments of a U-Net on the meta device for one image of a size in pixels; in SDXL pooled text and sizes, too."""
+    spec = ARCHITECTURES[config.architecture]
+    unet = {**spec.unet, **config.unet}
+    height, width = (side // spec.vae_factor for side in size)
+    with torch.device("meta"):
+        inputs: dict[str, Any] = {
+            "sample": torch.empty(1, unet["in_channels"], height, width, dtype=dtype),
+            "timestep": torch.empty(1, dtype=torch.int64),
+            "encoder_hidden_states": torch.empty(1, spec.max_tokens, unet["cross_attention_dim"], dtype=dtype),
+        }
+        if unet.get("addition_embed_type") == "text_time":
+            pooled = unet["projection_class_embeddings_input_dim"] - 6 * unet["addition_time_embed_dim"]
+            added = {"text_embeds": torch.empty(1, pooled, dtype=dtype), "time_ids": torch.empty(1, 6, dtype=dtype)}
+            inputs["added_cond_kwargs"] = added
+    return inputs
+
+
+def parse_model(text: str) -> ModelConfig:
+    """Read a section `model` written by `to_yaml`, the key of cached counts."""
+    return from_dict(ModelConfig, yaml.safe_load(text), "model")
+
+
+@functools.cache
+def _unet_counts(model: str) -> ParameterCounts:
+    config = parse_model(model)
+    unet, counts = meta_unet(config), count_parameters(config)
+    trained = _num_trained(unet.parameters())
+    fixed = sum(p.numel() for p in unet.parameters()) - trained
+    return ParameterCounts(trained, fixed, counts["vae"] + counts["text_encoder"])
+
+
+@functools.cache
+def _largest_unit(model: str) -> int:
+    """Of the blocks, and of the rest together."""
+    network = meta_unet(parse_model(model))
+    sizes = [_num_trained(block.parameters()) for block in find_blocks(network)]
+    return max(*sizes, _num_trained(network.parameters()) - sum(sizes))
+
+
+def _num_trained(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+
+
+@functools.cache
+def _activation_bytes(model: str, size: ImageSize, dtype: torch.dtype) -> int:
+    """Each storage that autograd keeps counts once, weights do not; nothing is recomputed.
+
+    Attention counts as by a flash kernel, which keeps its inputs and output and no scores.
+    """
+    config = parse_model(model)
+    unet: Any = meta_unet(config)
+    nn.Module.to(unet, dtype)
+    unet.set_attn_processor(FlashAttentionShapes())
+    weights = {parameter.untyped_storage()._cdata for parameter in unet.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()._cdata
+        if storage not in weights:
+            kept[storage] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = unet(**meta_inputs(config, size, dtype))  # Its graph keeps the storages, and their numbers, in use.
+    assert output.sample.is_meta
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+class _Kept(torch.autograd.Function):
+    """Keeps what flash attention keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # pyright: ignore
+        result = torch.empty_like(query)
+        ctx.save_for_backward(query, key, value, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore
+        query, key, value, _ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+class FlashAttentionShapes:
+    """An attention processor of diffusers that computes shapes only."""
+
+    def __call__(
+        self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, **_: Any
+    ) -> Tensor:
+        """Attend: [B, positions, C], the same shape."""
+        context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        attended: Any = _Kept.apply(attn.to_q(hidden_states), attn.to_k(context), attn.to_v(context))
+        return attn.to_out[1](attn.to_out[0](attended))

@@ -1,0 +1,307 @@
+"""Data and checkpoints of a run: epochs of its streams, bytes in the store, on the disk of a node and in its memory."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from omegaconf import MISSING
+
+from diffusion.checkpointing.layout import kept_steps
+from diffusion.config.checks import num_batches
+from diffusion.config.data import DataConfig, ImageSize, Representation, StreamConfig
+from diffusion.config.fields import parse_size, parse_time
+from diffusion.config.model import Posterior
+from diffusion.config.schema import Config
+from diffusion.config.training import NumberFormat
+from diffusion.datasets.loader import order_settings, validation_streams
+from diffusion.datasets.mds import read_shards
+from diffusion.datasets.sample_order import GlobalOrder, StreamShape, draws_per_stream
+from diffusion.datasets.streams import StreamLocation, locate_streams
+from diffusion.errors import ConfigurationError, DataError
+from diffusion.models.architectures import ARCHITECTURES
+from diffusion.planning.memory import (
+    ADAM_BYTES,
+    FORMAT_BYTES,
+    WEIGHT_BYTES,
+    ParameterCounts,
+    average_bytes,
+    largest_size,
+)
+from diffusion.storage import is_url
+
+PLACEMENT_NUMBERS = 6
+
+
+# Streams
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamPlan:
+    """Exposure of one stream. None: unknown."""
+
+    name: str
+    num_samples: int | None
+    """Samples in its index; None where it cannot be read here."""
+
+    share: float | None
+    """Share of the run's images."""
+
+    epochs: float | None
+    """Mean number of times that each sample is seen."""
+
+    draws: int | None = None
+    """Samples of an epoch before it is cut to whole global batches (and groups)."""
+
+    dropped: int | None = None
+    """Samples that are cut off in the first epoch; others in each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochPlan:
+    """Streams and length of an epoch."""
+
+    streams: list[StreamPlan]
+    num_steps: int | None = None
+    """Whole global batches; None where a stream is unknown."""
+
+    problem: str | None = None
+    """Why there is no such epoch."""
+
+
+def plan_epoch(config: Config, num_images: int) -> EpochPlan:
+    """Compute the exposure of each stream.
+
+    Args:
+        config: the configuration; locations may be missing (`???`).
+        num_images: images of the run.
+    """
+    data = config.data
+    if config.plugins.train_dataset is not None or not isinstance(data.streams, list):
+        return EpochPlan(streams=[])
+    shards: list[np.ndarray | None] = [None] * len(data.streams)
+    if MISSING not in (data.local, data.remote):
+        shards = [_samples_per_shard(one) for one in locate_streams(data.remote, data.local, data.streams)]
+    counts = [None if one is None else int(one.sum()) for one in shards]
+    plans = [
+        StreamPlan(
+            name=stream.name,
+            num_samples=count,
+            share=share,
+            epochs=share * num_images / count if share is not None and count else None,
+        )
+        for stream, count, share in zip(data.streams, counts, _shares(data.streams, counts), strict=True)
+    ]
+    known = [(one, int(one.sum())) for one in shards if one is not None]
+    if len(known) < len(shards):
+        return EpochPlan(streams=plans)
+    proportions, repeats = [stream.proportion for stream in data.streams], [stream.repeat for stream in data.streams]
+    draws = draws_per_stream([count for _, count in known], proportions, repeats)
+    shapes = [
+        StreamShape(name=stream.name, samples_per_shard=samples, draws=num)
+        for stream, (samples, _), num in zip(data.streams, known, draws, strict=True)
+    ]
+    try:
+        epoch = GlobalOrder(shapes, order_settings(data, config.seed)).epoch(0)
+    except ConfigurationError as error:
+        return EpochPlan(streams=plans, problem=str(error))
+    plans = [
+        replace(plan, draws=num, dropped=lost) for plan, num, lost in zip(plans, draws, epoch.dropped, strict=True)
+    ]
+    return EpochPlan(streams=plans, num_steps=epoch.num_steps)
+
+
+def absent_streams(config: Config) -> dict[str, str]:
+    """Folders of data that the configuration names and that are not on this machine.
+
+    Returns:
+        By section, a sentence. URLs, locations that are missing (`???`), and data of a plug-in are skipped.
+    """
+    sections = {}
+    if config.plugins.train_dataset is None and isinstance(config.data.streams, list):
+        sections["data.streams"] = (config.data, config.data.streams)
+    if config.validation is not None and (config.validation.streams or "data.streams" in sections):
+        sections["validation.streams"] = (config.validation, validation_streams(config.validation, config.data))
+    absent = {}
+    for key, (section, streams) in sections.items():
+        if MISSING in (section.local, section.remote):
+            continue
+        sources = [location.source for location in locate_streams(section.remote, section.local, streams)]
+        if folders := [source for source in sources if not is_url(source) and not Path(source).is_dir()]:
+            absent[key] = f"not on this machine: {', '.join(folders)}"
+    return absent
+
+
+def _samples_per_shard(location: StreamLocation) -> np.ndarray | None:
+    """Samples per shard of a stream; None where its index cannot be read on this machine."""
+    for folder in (location.remote, location.local):
+        if folder and not is_url(folder):
+            try:
+                return np.array([shard["samples"] for shard in read_shards(Path(folder).expanduser())], np.int64)
+            except (OSError, DataError):
+                continue
+    return None
+
+
+def _shares(streams: Sequence[StreamConfig], counts: Sequence[int | None]) -> list[float | None]:
+    """Share of each stream in the run's images."""
+    weights = [stream.proportion for stream in streams]
+    if None in weights:
+        repeats = [1.0 if stream.repeat is None else stream.repeat for stream in streams]
+        weights = [None if count is None else repeat * count for repeat, count in zip(repeats, counts, strict=True)]
+    known = [weight for weight in weights if weight is not None]
+    if len(known) < len(weights) or not sum(known):
+        return [None] * len(weights)
+    return [weight / sum(known) for weight in known]
+
+
+# Tiers: the store, the disk of a node, its shared memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierPlan:
+    """Bytes of the data in each tier of storage. None: unknown."""
+
+    num_nodes: int
+    sample_bytes: int | None
+    """One stored sample, without its key."""
+
+    data_bytes: float | None
+    """All samples."""
+
+    node_bytes: float | None
+    """What a node reads in an epoch and keeps on its disk without a limit; everything without a remote."""
+
+    disk_bytes: float | None
+    """What a node keeps with `data.cache_limit`."""
+
+    epoch_bytes: float | None
+    """Downloads of a node in each epoch after the first."""
+
+    fetched_bytes: float | None
+    """Downloads of all nodes in the run; 0 without a remote."""
+
+    memory_bytes: int
+    """Batches of loader workers in the shared memory of one node."""
+
+
+def plan_tiers(config: Config, *, num_ranks: int, num_images: int, num_samples: int | None) -> TierPlan:
+    """Compute the bytes in each tier. With a remote for some streams only, all count as fetched.
+
+    Args:
+        config: the configuration; locations may be missing (`???`).
+        num_ranks: world size.
+        num_images: images of the run.
+        num_samples: samples of the data set.
+    """
+    data = config.data
+    num_nodes = math.ceil(num_ranks / config.plan.gpus_per_node)
+    ranks_per_node = min(num_ranks, config.plan.gpus_per_node)
+    sample = stored_bytes(config, largest_size(config))
+    total = node = kept = again = fetched = None
+    if sample is not None and num_samples is not None:
+        total = node = kept = float(num_samples * sample)
+        again = fetched = 0.0
+    if total is not None and num_samples and _has_remote(data):
+        # A node reads the shards of its lanes, of which nodes beyond their number share some.
+        lanes = order_settings(data, config.seed).num_lanes
+        node = total * math.ceil(lanes / num_nodes) / lanes
+        limit = parse_size(data.cache_limit, "data.cache_limit") if data.cache_limit is not None else math.inf
+        kept = min(node, limit)
+        again = 0.0 if node <= limit else node
+        epochs = num_images / num_samples
+        fetched = num_nodes * node * (min(1.0, epochs) if node <= limit else epochs)
+    return TierPlan(
+        num_nodes=num_nodes,
+        sample_bytes=sample,
+        data_bytes=total,
+        node_bytes=node,
+        disk_bytes=kept,
+        epoch_bytes=again,
+        fetched_bytes=fetched,
+        memory_bytes=ranks_per_node * waiting_bytes(config, math.ceil(data.global_batch_size / num_ranks)),
+    )
+
+
+def _has_remote(data: DataConfig) -> bool:
+    streams = data.streams if isinstance(data.streams, list) else []  # Missing beside a plug-in.
+    return data.remote is not None or any(stream.remote is not None for stream in streams)
+
+
+def stored_bytes(config: Config, size: ImageSize) -> int | None:
+    """Bytes of a stored sample with one caption; None for images without `plan.image_kb`."""
+    if config.data.representation is Representation.images:
+        return round(config.plan.image_kb * 1000) if config.plan.image_kb is not None else None
+    return _encoded_bytes(config, size) + 4 * (ARCHITECTURES[config.model.architecture].max_tokens + PLACEMENT_NUMBERS)
+
+
+def waiting_bytes(config: Config, rank_batch_size: int) -> int:
+    """Bytes of the batches that a rank's loader workers hold ready in shared memory."""
+    data, validation, size = config.data, config.validation, largest_size(config)
+    is_image = data.representation is Representation.images
+    content = 3 * size.height * size.width if is_image else _encoded_bytes(config, size)
+    # Token ids, placement, address and stream are int64 in a batch.
+    sample = content + 8 * (ARCHITECTURES[config.model.architecture].max_tokens + PLACEMENT_NUMBERS + 2)
+    num_samples = rank_batch_size + (validation.device_batch_size if validation is not None else 0)
+    return data.num_workers * data.prefetch_factor * num_samples * sample
+
+
+def _encoded_bytes(config: Config, size: ImageSize) -> int:
+    """Moments of an image's latent, and a caption's encoding where that is stored."""
+    spec = ARCHITECTURES[config.model.architecture]
+    moments = 2 if config.objective.posterior is Posterior.sample else 1
+    numbers = moments * (size.height * size.width // spec.vae_factor**2) * spec.vae["latent_channels"]
+    if config.data.text_embeddings:
+        numbers += spec.max_tokens * {**spec.unet, **config.model.unet}["cross_attention_dim"]
+    return numbers * FORMAT_BYTES[NumberFormat.fp16]
+
+
+# Checkpoints
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointPlan:
+    """Bytes of checkpoints and of averages stored beside them. None: unknown, since an interval is in epochs."""
+
+    largest_bytes: int
+    num_kept: int | None
+    kept_bytes: int | None
+    num_average_files: int | None
+    average_file_bytes: int
+
+
+def plan_checkpoints(config: Config, counts: ParameterCounts) -> CheckpointPlan:
+    """Compute the bytes of the checkpoints that stay: 12 of each trained weight, and 4 of each started average."""
+    ema, trainer, total = config.algorithms.ema, config.trainer, num_batches(config)
+
+    def steps(text: str, key: str) -> float | None:
+        return parse_time(text, key).in_batches(num_batches=total, global_batch_size=config.data.global_batch_size)
+
+    state = counts.fixed * WEIGHT_BYTES + counts.trained * (WEIGHT_BYTES + ADAM_BYTES)
+    averages = counts.trained * average_bytes(config)
+    interval = steps(trainer.save_interval, "trainer.save_interval")
+    start = steps(ema.start, "algorithms.ema.start") if ema is not None else math.inf
+    kept = None
+    if interval is not None and start is not None:
+        interval = max(interval, 1)
+        saved = [min(number * interval, total) for number in range(1, math.ceil(total / interval) + 1)]
+        if trainer.keep_checkpoints != -1:
+            every = steps(trainer.keep_every, "trainer.keep_every") if trainer.keep_every is not None else None
+            saved = kept_steps(saved, newest=trainer.keep_checkpoints, every=every)
+        kept = [state + (averages if step >= start else 0) for step in saved]
+    num_files: int | None = 0
+    power = ema.power if ema is not None else None
+    if power is not None:
+        every = steps(power.snapshot_interval, "algorithms.ema.power.snapshot_interval")
+        num_files = None
+        if start is not None and every is not None:
+            ends = {*range(0, total + 1, int(every)), total}
+            num_files = sum(step > max(1, math.ceil(start)) for step in ends) * len(power.relative_widths)
+    return CheckpointPlan(
+        largest_bytes=state + averages,
+        num_kept=len(kept) if kept is not None else None,
+        kept_bytes=sum(kept) if kept is not None else None,
+        num_average_files=num_files,
+        average_file_bytes=counts.trained * FORMAT_BYTES[power.snapshot_precision] if power is not None else 0,
+    )
