@@ -88,8 +88,10 @@ class Conditioning(NamedTuple):
 
     def concatenate(self, other: "Conditioning") -> "Conditioning":
         """Append another batch."""
-        pairs = zip(self, other, strict=True)
-        return Conditioning(*(None if one is None else torch.cat([one, two]) for one, two in pairs))
+        joined = [
+            None if one is None or two is None else torch.cat([one, two]) for one, two in zip(self, other, strict=True)
+        ]
+        return Conditioning(*joined)  # pyright: ignore[reportArgumentType]
 
 
 class Conditioner:

@@ -7,6 +7,8 @@ way. The class of existing modules is changed in place, so that parameters, `req
 Shape letters: B batch, C channels, G groups, H W height and width.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,8 +23,8 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 class _LowPrecision:
     """Norm whose input, weight, bias and output have the autocast dtype; the plain norm without autocast."""
 
-    weight: Tensor | None
-    bias: Tensor | None
+    weight: Any  # A tensor, or None.
+    bias: Any
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x; same shape."""
