@@ -11,7 +11,6 @@ be killed at any moment:
 - Originals have no such files: each rank hashes those that it reads. A damaged original is an error.
 - With a size limit, the shards whose last use is longest ago make room (their modification time is that of their last
   use). A process that has one open reads on; one that finds it gone fetches it again.
-- `.locks/in_use` is locked while a job uses the folder, so that nobody removes it (`move_unused_cache`).
 """
 
 import json
@@ -21,7 +20,6 @@ import multiprocessing
 import os
 import re
 import time
-import weakref
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -40,7 +38,7 @@ from diffusion.datasets.mds import (
 )
 from diffusion.datasets.streams import StreamLocation
 from diffusion.errors import DataError, UserError
-from diffusion.files import PARTIAL, atomic_path, hash_file, lock, open_lock, unique_partial
+from diffusion.files import PARTIAL, atomic_path, hash_file, lock, unique_partial
 from diffusion.storage import join, shown
 
 logger = logging.getLogger(__name__)
@@ -48,7 +46,6 @@ logger = logging.getLogger(__name__)
 LOCKS = ".locks"
 """Folder in that of a stream: the locks of its shards, with the outcome of their last check."""
 
-IN_USE = "in_use"
 EVICTION = "eviction"
 
 LEFTOVER_SECONDS = 3600.0
@@ -162,16 +159,6 @@ def _lock_path(folder: Path, name: str) -> Path:
     return path
 
 
-def move_unused_cache(folder: Path, target: Path) -> bool:
-    """Rename a cache, so that no job finds half of it; return False where a job uses it."""
-    try:
-        with lock(_lock_path(folder, IN_USE), timeout=0):
-            folder.rename(target)
-    except TimeoutError:
-        return False
-    return True
-
-
 class StreamShards:
     """The shards of one stream, on this machine when they are read.
 
@@ -201,7 +188,6 @@ class StreamShards:
         self._access, self._hash_kind, self._columns = location.access, hash_kind, columns
         self._limit, self._meter = limit if self.remote else None, meter or TierMeter()
         self._opened = time.time()
-        self._hold()
         self.index = self._open_index()
         if self._limit is not None:
             self._limit.add(self.folder, self.index)
@@ -287,11 +273,9 @@ class StreamShards:
         return num_bytes
 
     def close(self) -> None:
-        """Close all files, and let the folder be removed."""
+        """Close all files."""
         self._files.close()
         self._at_hand.clear()
-        if self._holding is not None:
-            self._holding()
 
     def _have_at_hand(self, shard: int) -> str:
         path = str(self.path(shard))
@@ -306,14 +290,6 @@ class StreamShards:
         if decoder is None:
             decoder = self._decoders[id(shard.layout)] = SampleDecoder(shard.layout, self._columns)
         return decoder
-
-    def _hold(self) -> None:
-        """Mark a cache as in use: of this job, or of another one for which this is an original."""
-        self._holding = None
-        with suppress(OSError):  # A cache that is whole may be read-only.
-            if self.remote is not None or (self.folder / LOCKS).is_dir():
-                descriptor = open_lock(_lock_path(self.folder, IN_USE), shared=True)
-                self._holding = weakref.finalize(self, os.close, descriptor)
 
     def _open_index(self) -> ShardIndex:
         path = self.folder / INDEX

@@ -69,13 +69,17 @@ class ShapesOracle:
         coverage, nearest = _coverage(pixels, background)
         objects = []
         for index in range(len(COLOURS)):
-            labelled: Any = ndimage.label((nearest == index) & (coverage[index] >= MIN_COVERAGE))
-            labels, num_labels = labelled
+            labels, num_labels = _label_components((nearest == index) & (coverage[index] >= MIN_COVERAGE))
             for label in range(1, num_labels + 1):
                 mask = labels == label
                 if mask.mean() >= MIN_AREA:
                     objects += _objects(mask, pixels, background)
         return [found for _, found in sorted(objects, key=lambda entry: entry[0], reverse=True)]
+
+
+def _label_components(mask: np.ndarray) -> tuple[np.ndarray, int]:
+    labelled: Any = ndimage.label(mask)  # Its type in scipy's stubs is that of every overload.
+    return labelled
 
 
 def _background(pixels: np.ndarray) -> np.ndarray:

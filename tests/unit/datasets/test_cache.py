@@ -23,7 +23,7 @@ from diffusion import storage
 from diffusion.config.data import Representation, ValidationConfig
 from diffusion.datasets import cache
 from diffusion.datasets.batch import BatchKey
-from diffusion.datasets.cache import LOCKS, CacheLimit, StreamShards, TierCounts, files_of_cache, move_unused_cache
+from diffusion.datasets.cache import LOCKS, CacheLimit, StreamShards, TierCounts, files_of_cache
 from diffusion.datasets.dataset import TrainingDataset
 from diffusion.datasets.loader import BatchLoader, train_loader, validation_dataset
 from diffusion.datasets.mds import read_shards
@@ -397,13 +397,10 @@ def test_jobs_share_a_cache_and_one_that_is_killed_leaves_it_whole(tmp_path: Pat
     jobs[1].kill()
     for job in (jobs[0], jobs[2]):
         assert [job.lines.readline().strip() for _ in range(2)] == expected
-    assert not move_unused_cache(folder / "a", tmp_path / "moved"), "two jobs use it"
     for job in (jobs[0], jobs[2]):
         job.end()
     for path in (folder / "a").glob("*.mds"):
         assert path.read_bytes() == (remote / "a" / path.name).read_bytes()
-    assert move_unused_cache(folder / "a", tmp_path / "moved")
-    assert not folder.joinpath("a").exists()
 
 
 def test_a_process_that_is_killed_while_it_fetches_holds_up_nobody(tmp_path: Path) -> None:
@@ -432,17 +429,6 @@ def test_a_process_that_is_killed_while_it_fetches_holds_up_nobody(tmp_path: Pat
     assert shards.path(1).read_bytes() == (root / "a" / "shard.00001.mds").read_bytes()
 
 
-def test_a_cache_is_in_use_until_its_data_is_closed(tmp_path: Path) -> None:
-    root, folder = write_encoded(tmp_path / "remote", {"a": 40}), tmp_path / "cache"
-    loader = open_loader(folder, root)
-    read(loader)
-    as_original = open_loader(folder)  # A job may take another one's cache for its original.
-    dataset_of(loader).close()
-    assert not move_unused_cache(folder / "a", tmp_path / "moved")
-    dataset_of(as_original).close()
-    assert move_unused_cache(folder / "a", tmp_path / "moved")
-
-
 def test_a_whole_cache_may_be_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, folder = write_encoded(tmp_path / "remote", {"a": 40}), tmp_path / "cache"
     shutil.copytree(root, folder)
@@ -450,7 +436,7 @@ def test_a_whole_cache_may_be_read_only(tmp_path: Path, monkeypatch: pytest.Monk
     def refuse(*_: Any, **__: Any) -> int:
         raise PermissionError(13, "read-only")
 
-    monkeypatch.setattr(cache, "open_lock", refuse)
+    monkeypatch.setattr(cache, "lock", refuse)
     monkeypatch.setattr(cache, "_lock_path", refuse)
     assert len(read(open_loader(folder, root))) == 5
 
