@@ -9,6 +9,7 @@ import traceback
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -216,11 +217,7 @@ class StepClock(Callback):
 
     def result(self) -> dict[str, Any]:
         """`seconds`: per step, of each block but the first."""
-        return {
-            "seconds": [
-                (after - before) / self.block for before, after in zip(self.times, self.times[1:], strict=False)
-            ]
-        }
+        return {"seconds": [(after - before) / self.block for before, after in pairwise(self.times)]}
 
 
 PARTS = {

@@ -24,18 +24,11 @@ WITH_AVERAGE = "algorithms.ema={start: 1ba, decays: [0.9999]}"
 def measure_loop(
     device: torch.device, *, num_blocks: int, block: int, num_kernels: int = 0, **run: Any
 ) -> dict[str, Any]:
-    """Time the steps of a plain loop.
-
-    Args:
-        device: Of training.
-        num_blocks: Timed, after one that is not.
-        block: Steps between two waits for the device.
-        num_kernels: Longest kernels of a profile of two more steps; 0 is no profile.
-        run: See above.
+    """Time the steps of a plain loop in blocks, with a wait for the device after each.
 
     Returns:
         As `_speed`; `first_seconds` (of the first step, compilation included) and `kernels` (name, calls and
-        milliseconds of a step), or `profile_error`.
+        milliseconds of a step, the longest of a profile of two more steps), or `profile_error`.
     """
     config = run_config(**run)
     step = PlainLoop(config, device)
@@ -79,11 +72,7 @@ def measure_synchronisations(device: torch.device, **run: Any) -> dict[str, Any]
 
 
 def measure_losses(device: torch.device, *, num_steps: int, **run: Any) -> dict[str, Any]:
-    """Train from the same weights on the same draws as all other rows of this kind with this batch size.
-
-    Returns:
-        `losses`: of each step.
-    """
+    """Losses of each step, from the same weights on the same draws as all rows of this kind with this batch size."""
     step = PlainLoop(run_config(**run), device)
     losses = torch.stack([step() for _ in range(num_steps)]).tolist()
     return {"losses": losses, "first_loss": losses[0], "last_loss": losses[-1]}

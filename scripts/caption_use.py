@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from statistics import mean
 
 from diffusion.launch import CommandParser, run_command
 
@@ -28,10 +29,12 @@ def main() -> None:
     model = load_model(checkpoint, weights=arguments.weights)
     dataset = open_validation_data(config, model)
     assert config.validation is not None
-    use = measure_caption_use(model, validation_loader(dataset, config.validation, config.data), range(arguments.seeds))
-    row = {"checkpoint": str(checkpoint), "num_samples": len(dataset), "true": use.true, "shuffled": use.shuffled}
-    print(json.dumps(row))
-    print(f"the loss is {use.gain:.5f} lower with the true captions; range over the seeds: {use.spread:.5f}")
+    batches = validation_loader(dataset, config.validation, config.data)
+    losses = measure_caption_use(model, batches, range(arguments.seeds))
+    print(json.dumps({"checkpoint": str(checkpoint), "num_samples": len(dataset), **losses}))
+    gains = [shuffled - true for true, shuffled in zip(losses["true"], losses["shuffled"], strict=True)]
+    spread = max(gains) - min(gains)
+    print(f"the loss is {mean(gains):.5f} lower with the true captions; range over the seeds: {spread:.5f}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 import argparse
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,20 +79,6 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise ConfigurationError(str(error)) from error
 
 
-def open_folder(out: Path) -> None:
-    """Create the folder for the images.
-
-    Raises:
-        MachineError: the folder cannot be written.
-    """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        raise _unwritable(out, error) from error
-
-
 def write_images(
     out: Path, images: "list[Image.Image]", prompts: list[str], seeds: list[int], num_columns: int
 ) -> None:
@@ -102,27 +90,32 @@ def write_images(
         prompts: the prompts.
         seeds: seed of each image.
         num_columns: columns of the grid.
-
-    Raises:
-        MachineError: the folder cannot be written.
     """
     from diffusion.evaluation.prompts import write_listing
     from diffusion.models.sampling import image_grid
 
     num_each = len(images) // len(prompts)
+    rows = []
+    for i, image in enumerate(images):
+        image.save(out / f"{i:05d}.png")
+        rows.append({"file_name": f"{i:05d}.png", "prompt": prompts[i // num_each], "seed": seeds[i]})
+    write_listing(out, rows)
+    image_grid(images, num_columns).save(out / "grid.png")
+
+
+@contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """Explain errors of the folder for the images.
+
+    Raises:
+        MachineError: the folder cannot be written.
+    """
     try:
-        rows = []
-        for i, image in enumerate(images):
-            image.save(out / f"{i:05d}.png")
-            rows.append({"file_name": f"{i:05d}.png", "prompt": prompts[i // num_each], "seed": seeds[i]})
-        write_listing(out, rows)
-        image_grid(images, num_columns).save(out / "grid.png")
+        yield
     except OSError as error:
-        raise _unwritable(out, error) from error
-
-
-def _unwritable(out: Path, error: OSError) -> MachineError:
-    return MachineError(f"--out {out} cannot be written: {error.strerror or error}. Choose another folder")
+        raise MachineError(
+            f"--out {out} cannot be written: {error.strerror or error}. Choose another folder"
+        ) from error
 
 
 def main() -> None:
@@ -131,7 +124,10 @@ def main() -> None:
     prompts = read_prompts(arguments)
     check_arguments(arguments)
     device = choose_device(arguments.device)
-    open_folder(arguments.out)
+    with writing(arguments.out):
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=arguments.out):
+            pass
 
     from diffusion.loading import load_model
     from diffusion.models.sampling import image_seeds
@@ -153,7 +149,8 @@ def main() -> None:
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     assert isinstance(images, list)
-    write_images(arguments.out, images, prompts, seeds, arguments.columns)
+    with writing(arguments.out):
+        write_images(arguments.out, images, prompts, seeds, arguments.columns)
     print(f"{len(images)} images in {arguments.out}")
 
 

@@ -88,13 +88,9 @@ MOMENTS = ("before_forward", "after_backward", "batch_end")
 
 
 class Disturbance(Callback):
-    """Kills the last rank, or terminates all ranks, in one step.
+    """Disturbs one step, numbered from 0, at one of `MOMENTS`.
 
-    Args:
-        step: Number of the step, from 0.
-        moment: One of `MOMENTS`.
-        kind: `kill`: the last rank ends by SIGKILL, as if its machine were lost, and its launcher ends the others.
-            `term`: each rank gets SIGTERM, as schedulers send it.
+    `kill`: the last rank ends by SIGKILL, like a lost machine. `term`: each rank gets SIGTERM, as from schedulers.
     """
 
     def __init__(self, step: int, moment: str, kind: str) -> None:

@@ -147,9 +147,8 @@ def run(recipe: Recipe, spec: RunSpec, data: Sequence[str]) -> Outcome:
         chance = random.Random(f"{recipe.seed} {spec.name}")
         interrupted_at = chance.randrange(recipe.num_steps // 6, recipe.num_steps * 5 // 6)
         moment = chance.choice(MOMENTS)
-        disturbance = plugin(
-            "verification.callbacks.Disturbance", step=interrupted_at, moment=moment, kind=spec.interruption
-        )
+        settings = {"step": interrupted_at, "moment": moment, "kind": spec.interruption}
+        disturbance = plugin("verification.callbacks.Disturbance", **settings)
         code = _run(recipe.command(spec, folder, num_ranks, data, disturbance), num_ranks, folder)
         if not code:
             raise VerificationError(f"{spec.name}: the disturbed run ended with exit code 0; see {folder}/log.txt")
@@ -219,8 +218,7 @@ def compare(outcome: Outcome, reference: Outcome) -> Comparison:
 
 
 def _largest_difference(run: Path, reference: Path, weights: Weights) -> float:
-    expected = read_unet(resolve_checkpoint(str(reference)), weights)
-    found = read_unet(resolve_checkpoint(str(run)), weights)
+    found, expected = (read_unet(resolve_checkpoint(str(folder)), weights) for folder in (run, reference))
     assert expected.keys() == found.keys()
     tiny = torch.finfo(torch.float32).tiny
     return max(

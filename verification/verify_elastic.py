@@ -48,11 +48,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main(launcher: Callable[[int], list[str]] | None = None) -> None:
-    """Make data, run, compare.
-
-    Args:
-        launcher: Command that starts a program on so many ranks; by default Composer's.
-    """
+    """Make data, run, compare; ranks are started with Composer's launcher or another one (`runs.Launcher`)."""
     arguments = parse_arguments()
     from verification.runs import Recipe, compare, composer, format_table, make_data, run
     from verification.ways import covering_set, product, short_set

@@ -22,9 +22,9 @@ from diffusion.distributed import (
 from diffusion.errors import ConfigurationError, MachineError, error_context
 from diffusion.evaluation.config import EvaluationConfig
 from diffusion.evaluation.generate import EvaluatedModel, Generator, Task, find_models, generate_images, load_generator
-from diffusion.evaluation.images import ImageFiles, list_images
+from diffusion.evaluation.images import image_files, list_images
 from diffusion.evaluation.metrics import Metrics
-from diffusion.evaluation.object_checks import ObjectChecks, open_object_checks
+from diffusion.evaluation.object_checks import ObjectChecks
 from diffusion.evaluation.prompts import Prompt, read_listing, read_prompts
 from diffusion.evaluation.protocol import (
     RESULTS,
@@ -76,7 +76,7 @@ class Evaluation:
         self.prompts: list[Prompt] = agree(self._read_prompts)
         self.object_checks: ObjectChecks | None = None
         if (settings := protocol.compositional) is not None:
-            self.object_checks = agree(lambda: open_object_checks(settings, self.device))
+            self.object_checks = agree(lambda: ObjectChecks.open(settings, self.device))
 
     def _read_prompts(self) -> list[Prompt]:
         config = self.config.protocol.prompts
@@ -114,7 +114,7 @@ class Evaluation:
         listed = agree(lambda: read_listing(folder))
         files = list_images(folder) if listed is None else [image.path for image in listed]
         texts = None if listed is None else [image.prompt for image in listed]
-        numbers = self.metrics.compute(ImageFiles(files), texts, {"num": len(files), "given": True})
+        numbers = self.metrics.compute(image_files(files), texts, {"num": len(files), "given": True})
         self._write(Result(name=folder.resolve().name, path=str(folder), numbers=numbers))
 
     def _evaluate_images(self, model: EvaluatedModel, generator: Generator, scale: float) -> None:
@@ -132,7 +132,7 @@ class Evaluation:
             files = generate_images(generator, task, folder / kind, f"{model.name} cfg {scale:g} {kind}")
             if kind == "prompts":
                 texts = [self.prompts[task.prompt_of(image)].text for image in range(task.num_images)]
-                result.numbers |= self.metrics.compute(ImageFiles(files), texts, records[kind])
+                result.numbers |= self.metrics.compute(image_files(files), texts, records[kind])
             elif self.object_checks is not None:
                 result.numbers |= self.object_checks.evaluate(files, records[kind])
         self._write(result)

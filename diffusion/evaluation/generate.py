@@ -8,7 +8,8 @@ to the bit on one kind of machine. Another batch size changes rounding errors. A
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from tqdm.auto import tqdm
 
 from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.layout import batch_of
-from diffusion.distributed import agree, barrier, broadcast, is_first_rank, rank, world_size
+from diffusion.distributed import barrier, is_first_rank, on_first_rank, rank, world_size
 from diffusion.ema.posthoc import AVERAGE_SUFFIX
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.evaluation.config import SamplingConfig
@@ -38,21 +39,29 @@ GENERATION = "generation.json"
 
 
 class Generator(ABC):
-    """Generates images from prompts and initial latents.
-
-    Attributes:
-        identity: hash of the weights.
-        resolution: default side of images in pixels.
-        vae_factor: pixels per latent position along one side.
-        num_channels: channels of the latents.
-        device: device of the weights.
-    """
+    """Generates images from prompts and initial latents."""
 
     identity: str
+    """Hash of the weights."""
+
     resolution: int
+    """Default side of images in pixels."""
+
     vae_factor: int
+    """Pixels per latent position along one side."""
+
     num_channels: int
+    """Channels of the latents."""
+
+    scheduler: Any
+    """The sampler: a scheduler of diffusers."""
+
     device: torch.device
+
+    @property
+    def sampler(self) -> str:
+        """Name of the sampler: `ddim` of a DDIMScheduler."""
+        return type(self.scheduler).__name__.removesuffix("Scheduler").lower()
 
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
         """Channels, height and width of the latents of an image, whose size is in pixels.
@@ -68,7 +77,7 @@ class Generator(ABC):
 
     @abstractmethod
     def generate(
-        self, prompts: Sequence[str], latents: Tensor, *, negative_prompt: str, num_steps: int, guidance_scale: float
+        self, prompts: Sequence[str], latents: Tensor, sampling: SamplingConfig, guidance_scale: float
     ) -> list[Image.Image]:
         """Generate one image for each prompt, from latents [B, C, H, W]."""
 
@@ -94,32 +103,25 @@ class EvaluatedModel:
 
 
 class CheckpointGenerator(Generator):
-    """Generator from a model of this package.
-
-    Args:
-        model: the model.
-        device: device of the model.
-
-    Attributes:
-        vae_identity: hash of the VAE's weights.
-    """
+    """Generator from a model of this package."""
 
     def __init__(self, model: LatentDiffusion, device: torch.device) -> None:
         self.vae_identity = module_identity(model.vae)
+        self.scheduler = inference_scheduler(model.noise_scheduler)
         self.identity = _joined(module_identity(model.unet), self.vae_identity, module_identity(model.text_encoder))
         self.model, self.device, self.resolution = model.to(device).eval(), device, model.resolution
         self.vae_factor, self.num_channels = model.vae_factor, model.unet.config["in_channels"]
 
     def generate(
-        self, prompts: Sequence[str], latents: Tensor, *, negative_prompt: str, num_steps: int, guidance_scale: float
+        self, prompts: Sequence[str], latents: Tensor, sampling: SamplingConfig, guidance_scale: float
     ) -> list[Image.Image]:
         """Generate one image for each prompt."""
         images = self.model.generate(
             prompts,
-            negative_prompt,
+            sampling.negative_prompt,
             height=latents.shape[2] * self.vae_factor,
             width=latents.shape[3] * self.vae_factor,
-            num_inference_steps=num_steps,
+            num_inference_steps=sampling.num_inference_steps,
             guidance_scale=guidance_scale,
             latents=latents,
             batch_size=len(prompts),
@@ -133,7 +135,7 @@ class PipelineGenerator(Generator):
     """Generator from a text-to-image pipeline of diffusers, with the DDIM sampler of this package.
 
     Args:
-        folder: folder in the diffusers layout.
+        folder: Stable Diffusion or SDXL in the diffusers layout.
         device: device of the pipeline.
 
     Raises:
@@ -144,7 +146,8 @@ class PipelineGenerator(Generator):
         from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 
         pipeline = _load_pipeline(folder)
-        pipeline.scheduler = inference_scheduler(DDIMScheduler.from_config(pipeline.scheduler.config))
+        self.scheduler = inference_scheduler(DDIMScheduler.from_config(pipeline.scheduler.config))
+        pipeline.scheduler = self.scheduler
         pipeline.set_progress_bar_config(disable=True)
         text_encoder = pipeline.text_encoder
         if hasattr(pipeline, "text_encoder_2"):
@@ -156,22 +159,21 @@ class PipelineGenerator(Generator):
         self.resolution = pipeline.unet.config.sample_size * self.vae_factor
 
     def generate(
-        self, prompts: Sequence[str], latents: Tensor, *, negative_prompt: str, num_steps: int, guidance_scale: float
+        self, prompts: Sequence[str], latents: Tensor, sampling: SamplingConfig, guidance_scale: float
     ) -> list[Image.Image]:
         """Generate one image for each prompt."""
         return self.pipeline(
             list(prompts),
-            negative_prompt=[negative_prompt] * len(prompts),
+            negative_prompt=[sampling.negative_prompt] * len(prompts),
             height=latents.shape[2] * self.vae_factor,
             width=latents.shape[3] * self.vae_factor,
-            num_inference_steps=num_steps,
+            num_inference_steps=sampling.num_inference_steps,
             guidance_scale=guidance_scale,
             latents=latents.to(self.pipeline.unet.dtype),
         ).images
 
 
 def _load_pipeline(folder: Path) -> Any:
-    """Load a pipeline of the class in its index: Stable Diffusion or SDXL."""
     from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
     from diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl import StableDiffusionXLPipeline
 
@@ -257,7 +259,7 @@ class Task:
             "prompts": prompts_identity(self.prompts),
             "images_per_prompt": self.sampling.images_per_prompt,
             "guidance_scale": self.guidance_scale,
-            "sampler": "ddim",
+            "sampler": generator.sampler,
             "num_inference_steps": self.sampling.num_inference_steps,
             "seed": self.sampling.seed,
             "height": height,
@@ -272,11 +274,6 @@ def addressed_latents(task: Task, images: Sequence[int], shape: tuple[int, int, 
     addresses = [divmod(image, task.sampling.images_per_prompt) for image in images]
     prompt, copy = (torch.tensor(part) for part in zip(*addresses, strict=True))
     return normal(task.sampling.seed, Purpose.INITIAL_LATENTS, copy, prompt, shape).to(device)
-
-
-def image_file(folder: Path, image: int) -> Path:
-    """File of an image."""
-    return folder / f"{image:06d}.png"
 
 
 def generate_images(generator: Generator, task: Task, folder: Path, label: str) -> list[Path]:
@@ -295,33 +292,27 @@ def generate_images(generator: Generator, task: Task, folder: Path, label: str) 
         ConfigurationError: the folder has images of another task; names the difference.
         MachineError: the folder cannot be written.
     """
-    files = [image_file(folder, image) for image in range(task.num_images)]
-    agree(lambda: _open_folder(folder, task.record(generator)) if is_first_rank() else None)
+    files = [folder / f"{image:06d}.png" for image in range(task.num_images)]
+    shape = generator.latent_shape(*task.size(generator))
+    on_first_rank(lambda: _open_folder(folder, task.record(generator)))
 
     def find_missing() -> list[int]:
         starts = range(0, task.num_images, task.batch_size)
         return [start for start in starts if not all(file.is_file() for file in files[start : start + task.batch_size])]
 
-    missing = broadcast(agree(find_missing))
+    missing = on_first_rank(find_missing)
     with torch.no_grad():
         for start in tqdm(missing[rank() :: world_size()], desc=label, disable=not is_first_rank(), leave=False):
             numbers = range(start, min(start + task.batch_size, task.num_images))
-            for number, image in zip(numbers, _generate(generator, task, numbers), strict=True):
-                _save(image, files[number])
+            texts = [task.prompts[task.prompt_of(number)].text for number in numbers]
+            latents = addressed_latents(task, numbers, shape, generator.device)
+            images = generator.generate(texts, latents, task.sampling, task.guidance_scale)
+            for number, image in zip(numbers, images, strict=True):
+                with _explained(files[number]), atomic_path(files[number], durable=False) as partial:
+                    image.save(partial, format="PNG", compress_level=1)
     barrier()
-    agree(lambda: _write_listing(folder, task, files) if is_first_rank() else None)
+    on_first_rank(lambda: _write_listing(folder, task, files))
     return files
-
-
-def _generate(generator: Generator, task: Task, images: Sequence[int]) -> list[Image.Image]:
-    shape = generator.latent_shape(*task.size(generator))
-    return generator.generate(
-        [task.prompts[task.prompt_of(image)].text for image in images],
-        addressed_latents(task, images, shape, generator.device),
-        negative_prompt=task.sampling.negative_prompt,
-        num_steps=task.sampling.num_inference_steps,
-        guidance_scale=task.guidance_scale,
-    )
 
 
 def _open_folder(folder: Path, record: dict[str, Any]) -> None:
@@ -333,20 +324,17 @@ def _open_folder(folder: Path, record: dict[str, Any]) -> None:
             listed = "; ".join(f"{key}: {found.get(key)} there, {record.get(key)} now" for key in differing)
             raise ConfigurationError(f"{folder} has images of another task ({listed}): choose another output_folder")
         return
-    try:
+    with _explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / GENERATION, record)
-    except OSError as error:
-        raise MachineError(f"{folder} cannot be written: {error.strerror}") from error
 
 
-def _save(image: Image.Image, file: Path) -> None:
-    """Write an image atomically."""
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
     try:
-        with atomic_path(file, durable=False) as partial:
-            image.save(partial, format="PNG", compress_level=1)
+        yield
     except OSError as error:
-        raise MachineError(f"{file} cannot be written: {error.strerror or error}") from error
+        raise MachineError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def _write_listing(folder: Path, task: Task, files: Sequence[Path]) -> None:
@@ -354,6 +342,13 @@ def _write_listing(folder: Path, task: Task, files: Sequence[Path]) -> None:
     for image, file in enumerate(files):
         number, copy = divmod(image, task.sampling.images_per_prompt)
         prompt = task.prompts[number]
-        row = {"file_name": file.name, "prompt": prompt.text, "category": prompt.category}
-        rows.append({**row, "prompt_index": number, "image_of_prompt": copy})
+        rows.append(
+            {
+                "file_name": file.name,
+                "prompt": prompt.text,
+                "category": prompt.category,
+                "prompt_index": number,
+                "image_of_prompt": copy,
+            }
+        )
     write_listing(folder, rows)

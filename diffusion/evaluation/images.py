@@ -4,10 +4,11 @@ import hashlib
 import itertools
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from PIL import Image, ImageOps
 
@@ -15,24 +16,44 @@ from diffusion.datasets.images import UndecodableImageError, decode_rgb
 from diffusion.datasets.mds import INDEX, open_shard, read_shards
 from diffusion.errors import ConfigurationError, DataError, error_context
 from diffusion.evaluation.config import ReferenceConfig
+from diffusion.files import hash_file
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
 
 _OPEN_SHARDS = 8
 
 
-class Images(Protocol):
-    """Images by number."""
+@dataclass(frozen=True)
+class Images:
+    """Images by number.
 
-    def __len__(self) -> int: ...
+    Args:
+        num: number of images.
+        read: reads an RGB image; raises a DataError if it cannot be decoded.
+    """
+
+    num: int
+    read: Callable[[int], Image.Image]
+
+    def __len__(self) -> int:
+        return self.num
 
     def __getitem__(self, index: int) -> Image.Image:
-        """RGB image.
+        return self.read(index)
 
-        Raises:
-            DataError: the image cannot be decoded.
-        """
-        ...
+
+def image_files(files: Sequence[Path]) -> Images:
+    """Image files by number."""
+    return Images(len(files), lambda index: read_image(files[index]))
+
+
+def read_image(file: Path) -> Image.Image:
+    """Read an image file as RGB.
+
+    Raises:
+        DataError: it cannot be decoded.
+    """
+    return _decode(file.read_bytes(), str(file))
 
 
 def smallest_hashes(names: Sequence[str], num: int | None) -> list[int]:
@@ -51,30 +72,6 @@ def smallest_hashes(names: Sequence[str], num: int | None) -> list[int]:
 def by_hash(names: Sequence[str]) -> list[int]:
     """Numbers of names in the order of their SHA-256."""
     return sorted(range(len(names)), key=lambda i: hashlib.sha256(names[i].encode()).digest())
-
-
-class ImageFiles:
-    """Image files by number.
-
-    Args:
-        files: paths of the files.
-    """
-
-    def __init__(self, files: Sequence[Path]) -> None:
-        self.files = list(files)
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, index: int) -> Image.Image:
-        return _decode(self.files[index].read_bytes(), str(self.files[index]))
-
-    def identity(self) -> str:
-        """Hash of names and contents."""
-        digest = hashlib.sha256()
-        for file in self.files:
-            digest.update(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
-        return digest.hexdigest()[:16]
 
 
 def list_images(folder: Path) -> list[Path]:
@@ -135,45 +132,6 @@ class PreparedSamples:
         return self._readers[shard][1]
 
 
-class PreparedImages:
-    """Images of a prepared data set.
-
-    Args:
-        samples: the data set.
-        indices: numbers of the samples.
-    """
-
-    def __init__(self, samples: PreparedSamples, indices: Sequence[int]) -> None:
-        self.samples, self.indices = samples, list(indices)
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> Image.Image:
-        sample = self.samples.sample(self.indices[index])
-        if "image" not in sample:
-            raise DataError("the data set has no images (is it encoded?): give the prepared one")
-        return _decode(sample["image"], f"sample {sample.get('key', index)}")
-
-
-class ScaledSquares:
-    """Centre squares of images, scaled to one size.
-
-    Args:
-        images: the images.
-        size: side in pixels.
-    """
-
-    def __init__(self, images: Images, size: int) -> None:
-        self.images, self.size = images, size
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> Image.Image:
-        return ImageOps.fit(self.images[index], (self.size, self.size), method=Image.Resampling.BICUBIC)
-
-
 def open_reference(config: ReferenceConfig) -> tuple[Images, str]:
     """Open the reference set; return its images and the hash of its content.
 
@@ -194,13 +152,27 @@ def open_reference(config: ReferenceConfig) -> tuple[Images, str]:
     if len(chosen) < 2:
         raise ConfigurationError(f"{key}.path={config.path} has {len(chosen)} images: 2 or more are needed")
     if samples is not None:
-        images: Images = PreparedImages(samples, chosen)
         content = f"{samples.identity()} {config.num}"
+        images = Images(len(chosen), lambda index: _prepared_image(samples, chosen[index]))
     else:
-        images = taken = ImageFiles([files[i] for i in chosen])
-        content = taken.identity()
+        files = [files[i] for i in chosen]
+        contents = "".join(f"{file.name} {hash_file(file, 'sha256')}\n" for file in files)
+        content = hashlib.sha256(contents.encode()).hexdigest()[:16]
+        images = image_files(files)
     identity = hashlib.sha256(content.encode()).hexdigest()[:16]
-    return (ScaledSquares(images, config.size) if config.size else images), identity
+    return (_scaled_squares(images, config.size) if config.size else images), identity
+
+
+def _prepared_image(samples: PreparedSamples, index: int) -> Image.Image:
+    sample = samples.sample(index)
+    if "image" not in sample:
+        raise DataError("the data set has no images (is it encoded?): give the prepared one")
+    return _decode(sample["image"], f"sample {sample.get('key', index)}")
+
+
+def _scaled_squares(images: Images, size: int) -> Images:
+    """Centre squares of images, scaled to `size` pixels."""
+    return Images(len(images), lambda index: ImageOps.fit(images[index], (size, size), method=Image.Resampling.BICUBIC))
 
 
 def _decode(content: bytes, name: str) -> Image.Image:

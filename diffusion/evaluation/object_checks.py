@@ -70,13 +70,8 @@ class ZeroShotDetector:
     The boxes do not depend on the labels. The colour of an object is that of the query ("a red apple") with the highest
     score of its box.
 
-    Args:
-        folder: config.json, safetensors, tokenizer and preprocessor of transformers.
-        threshold: minimum confidence.
-        device: device of the model.
-
     Raises:
-        ConfigurationError: the folder has no such model.
+        ConfigurationError: the folder has no such model in the layout of transformers.
     """
 
     def __init__(self, folder: str, threshold: float, device: torch.device) -> None:
@@ -239,6 +234,27 @@ class ObjectChecks:
     checks: Sequence[Check]
     detector: Detector
 
+    @classmethod
+    def open(cls, config: CompositionalConfig, device: torch.device) -> "ObjectChecks":
+        """Read the checks and load the detector.
+
+        Raises:
+            ConfigurationError: a file or the detector is missing.
+        """
+        from diffusion.evaluation.shape_checks import ShapesOracle, shape_checks
+
+        if config.detector is not None:
+            detector: Detector = ZeroShotDetector(config.detector, config.threshold, device)
+        elif config.suite == SHAPES:
+            detector = ShapesOracle()
+        else:
+            raise ConfigurationError(
+                f"protocol.compositional.suite={config.suite} needs a detector: give protocol.compositional.detector, "
+                "a folder with an OWL-ViT or OWLv2 model; only suite=shapes works without one"
+            )
+        checks = shape_checks() if config.suite == SHAPES else read_checks(Path(config.suite).expanduser())
+        return cls(config=config, checks=checks, detector=detector)
+
     def prompts(self) -> list[Prompt]:
         """Prompts of the checks."""
         return [Prompt(text=check.prompt, category=check.category) for check in self.checks]
@@ -288,27 +304,3 @@ class ObjectChecks:
         values = {COMPOSITIONAL: sum(shares.values()) / len(shares), **shares}
         protocols = self.protocols(images)
         return {name: Number(value=values[name], protocol=protocols[name]) for name in protocols}
-
-
-def open_object_checks(config: CompositionalConfig, device: torch.device) -> ObjectChecks:
-    """Read the checks and load the detector.
-
-    Raises:
-        ConfigurationError: a file or the detector is missing.
-    """
-    if config.suite != SHAPES and config.detector is None:
-        raise ConfigurationError(
-            f"protocol.compositional.suite={config.suite} needs a detector: give protocol.compositional.detector, a "
-            "folder with an OWL-ViT or OWLv2 model; only suite=shapes works without one"
-        )
-    if config.suite == SHAPES:
-        from diffusion.evaluation.shape_checks import ShapesOracle, shape_checks
-
-        checks = shape_checks()
-        if config.detector is None:
-            return ObjectChecks(config=config, checks=checks, detector=ShapesOracle())
-    else:
-        checks = read_checks(Path(config.suite).expanduser())
-    assert config.detector is not None
-    detector = ZeroShotDetector(config.detector, config.threshold, device)
-    return ObjectChecks(config=config, checks=checks, detector=detector)

@@ -7,7 +7,7 @@ is stored and hashed with the number. Numbers with different protocols are never
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -80,27 +80,15 @@ class Result:
         scale = "" if self.guidance_scale is None else f"-cfg{self.guidance_scale:g}"
         return f"{self.name}{scale}.json"
 
-    def to_json(self) -> dict[str, Any]:
-        """Numbers with the hashes of their protocols; protocols by hash."""
-        hashes = {name: protocol_hash(number.protocol) for name, number in self.numbers.items()}
-        return {
-            "name": self.name,
-            "path": self.path,
-            "step": self.step,
-            "weights": self.weights,
-            "guidance_scale": self.guidance_scale,
-            "identity": self.identity,
-            "numbers": {
-                name: {"value": number.value, "protocol": hashes[name]} for name, number in self.numbers.items()
-            },
-            "protocols": {hashes[name]: number.protocol for name, number in self.numbers.items()},
-        }
-
     def write(self, folder: Path) -> Path:
-        """Write atomically below an output folder; return the path."""
+        """Write atomically below an output folder, with each protocol once; return the path."""
+        content, protocols = asdict(self), {}
+        for number in content["numbers"].values():
+            key = protocol_hash(number["protocol"])
+            protocols[key], number["protocol"] = number["protocol"], key
         path = folder / RESULTS / self.file_name
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, self.to_json())
+        write_json(path, {**content, "protocols": protocols})
         return path
 
     @classmethod
@@ -112,22 +100,18 @@ class Result:
         """
         content = read_json(path)
         try:
+            protocols = content.pop("protocols")
             numbers = {
-                name: Number(value=entry["value"], protocol=content["protocols"][entry["protocol"]])
+                name: Number(value=entry["value"], protocol=protocols[entry["protocol"]])
                 for name, entry in content["numbers"].items()
             }
-            wrong = [
-                name
-                for name in numbers
-                if protocol_hash(numbers[name].protocol) != content["numbers"][name]["protocol"]
-            ]
-            content["path"] = content["place"] if "place" in content else content["path"]  # Until 0.3.
-            fields = ("name", "path", "step", "weights", "guidance_scale", "identity")
-            result = cls(**{key: content[key] for key in fields}, numbers=numbers)
+            if "place" in content:
+                content["path"] = content.pop("place")  # Until 0.3.
+            result = cls(**{**content, "numbers": numbers})
         except (KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{path} is not a result of evaluate.py: {error!r}") from error
-        if wrong:
-            raise DataError(f"{path} was modified: the hash of the protocol of {wrong[0]} differs")
+        if any(protocol_hash(protocol) != key for key, protocol in protocols.items()):
+            raise DataError(f"{path} was modified: the hash of a protocol differs")
         return result
 
 

@@ -10,6 +10,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -68,9 +69,10 @@ class ShapesOracle:
         coverage, nearest = _coverage(pixels, background)
         objects = []
         for index in range(len(COLOURS)):
-            labelled: tuple = ndimage.label((nearest == index) & (coverage[index] >= MIN_COVERAGE))
-            for label in range(1, labelled[1] + 1):
-                mask = labelled[0] == label
+            labelled: Any = ndimage.label((nearest == index) & (coverage[index] >= MIN_COVERAGE))
+            labels, num_labels = labelled
+            for label in range(1, num_labels + 1):
+                mask = labels == label
                 if mask.mean() >= MIN_AREA:
                     objects += _objects(mask, pixels, background)
         return [found for _, found in sorted(objects, key=lambda entry: entry[0], reverse=True)]

@@ -1,7 +1,6 @@
 """Validation loss of any weights on any number of ranks, and its dependence on the captions."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -95,34 +94,10 @@ def open_validation_data(config: Config, model: LatentDiffusion) -> ValidationDa
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class CaptionUse:
-    """Validation losses with true and with shuffled captions, one of each per evaluation seed."""
-
-    true: list[float]
-    """Losses with the captions of the samples."""
-
-    shuffled: list[float]
-    """Losses with the captions of other samples."""
-
-    @property
-    def gain(self) -> float:
-        """Mean over the seeds of the loss with shuffled captions minus the loss with true captions."""
-        return _mean(self.shuffled) - _mean(self.true)
-
-    @property
-    def spread(self) -> float:
-        """Largest minus smallest gain over the seeds."""
-        gains = [s - t for t, s in zip(self.true, self.shuffled, strict=True)]
-        return max(gains) - min(gains)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 @torch.no_grad()
-def measure_caption_use(model: LatentDiffusion, batches: Iterable[Batch], seeds: Sequence[int]) -> CaptionUse:
+def measure_caption_use(
+    model: LatentDiffusion, batches: Iterable[Batch], seeds: Sequence[int]
+) -> dict[str, list[float]]:
     """Measure the validation loss with true captions, and with captions shifted by half the set.
 
     Noise and timesteps of a sample are the same for both, and depend on the seed.
@@ -131,21 +106,23 @@ def measure_caption_use(model: LatentDiffusion, batches: Iterable[Batch], seeds:
         model: the model.
         batches: batches of the validation loader on any device, each with images of one size.
         seeds: evaluation seeds.
+
+    Returns:
+        Losses with `true` captions, and with the `shuffled` ones of other samples, one of each per seed.
     """
     own = list(batches)
     training_seed, was_training = model.seed, model.unet.training
     model.unet.eval()
     try:
-        losses = []
-        for batches in (own, with_shifted_captions(own)):
-            losses.append([])
+        losses: dict[str, list[float]] = {"true": [], "shuffled": []}
+        for name, captioned in (("true", own), ("shuffled", with_shifted_captions(own))):
             for seed in seeds:
                 model.seed = seed
-                losses[-1].append(_mean_loss(model, batches))
+                losses[name].append(_mean_loss(model, captioned))
     finally:
         model.seed = training_seed
         model.unet.train(was_training)
-    return CaptionUse(true=losses[0], shuffled=losses[1])
+    return losses
 
 
 def with_shifted_captions(batches: Sequence[Batch]) -> list[Batch]:

@@ -232,18 +232,24 @@ def meta_unet(config: ModelConfig) -> UNet2DConditionModel:
     return unet
 
 
-def meta_inputs(config: ModelConfig, size: ImageSize, dtype: torch.dtype) -> dict[str, Any]:
-    """Arguments of a U-Net on the meta device for one image of a size in pixels; in SDXL pooled text and sizes, too."""
+def meta_inputs(config: ModelConfig, unet: Any, size: ImageSize, dtype: torch.dtype) -> dict[str, Any]:
+    """Arguments of a U-Net for one image of a size in pixels, on the meta device.
+
+    Args:
+        config: section `model` of the configuration.
+        unet: configuration of the U-Net; SDXL's also takes pooled text and sizes.
+        size: height and width in pixels.
+        dtype: dtype of latents and text.
+    """
     spec = ARCHITECTURES[config.architecture]
-    unet = {**spec.unet, **config.unet}
     height, width = (side // spec.vae_factor for side in size)
     with torch.device("meta"):
         inputs: dict[str, Any] = {
-            "sample": torch.empty(1, unet["in_channels"], height, width, dtype=dtype),
+            "sample": torch.empty(1, unet.get("in_channels", 4), height, width, dtype=dtype),
             "timestep": torch.empty(1, dtype=torch.int64),
             "encoder_hidden_states": torch.empty(1, spec.max_tokens, unet["cross_attention_dim"], dtype=dtype),
         }
-        if unet.get("addition_embed_type") == "text_time":
+        if unet["addition_embed_type"] == "text_time":
             pooled = unet["projection_class_embeddings_input_dim"] - 6 * unet["addition_time_embed_dim"]
             added = {"text_embeds": torch.empty(1, pooled, dtype=dtype), "time_ids": torch.empty(1, 6, dtype=dtype)}
             inputs["added_cond_kwargs"] = added
@@ -296,7 +302,9 @@ def _activation_bytes(model: str, size: ImageSize, dtype: torch.dtype) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = unet(**meta_inputs(config, size, dtype))  # Its graph keeps the storages, and their numbers, in use.
+        output = unet(
+            **meta_inputs(config, unet.config, size, dtype)
+        )  # Its graph keeps the storages, and their numbers, in use.
     assert output.sample.is_meta
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 

@@ -136,7 +136,7 @@ def _training_flops(model: str, size: ImageSize) -> int | None:
     unet, spec = meta_unet(config), ARCHITECTURES[config.architecture]
     if config.lora is not None:
         with FlopCounterMode(display=False) as counter:
-            unet(**meta_inputs(config, size, torch.float32)).sample.sum().backward()
+            unet(**meta_inputs(config, unet.config, size, torch.float32)).sample.sum().backward()
         return counter.get_total_flops()
     height, width = (side // spec.vae_factor for side in size)
     flops = count_unet_flops(unet.config, height=height, width=width, num_tokens=spec.max_tokens)

@@ -20,6 +20,7 @@ from diffusion.operations.checks.nodes import NodeSpeed, compare_nodes, unfit_no
 from diffusion.operations.checks.verdicts import Level, format_table, merge, ok, problem, raise_problems, warning
 from tests.tools.hosts import Network
 from tests.tools.training_runs import ROOT
+from tests.tools.written_data import write_encoded
 
 NODE = NodeSpeed(name="node 0", host="n0", num_gpus=8, flops=7e14, copied=3e12, link=2.2e10)
 NODES = [
@@ -192,3 +193,31 @@ def test_verdicts_of_several_machines_as_a_table_and_as_an_error():
     with pytest.raises(MachineError, match=r"^node 1: full: free it$"):
         raise_problems(merged, MachineError)
     raise_problems([fine, slow], MachineError)
+
+
+@pytest.mark.world_size(2)
+def test_two_ranks_that_see_different_data(server, tmp_path):
+    for rank, size in enumerate((40, 48)):
+        write_encoded(tmp_path / f"rank-{rank}", {"a": size})
+    # The data set of each rank is a folder of its own, which the two see under one path.
+    program = tmp_path / "doctor.py"
+    program.write_text(
+        "import os, runpy, sys\n"
+        f"os.chdir({str(tmp_path)!r} + '/rank-' + os.environ['RANK'])\n"
+        f"sys.argv[0] = {str(ROOT / 'scripts' / 'doctor.py')!r}\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    arguments = [
+        f"output_folder={tmp_path}/run", "plugins.train_dataset=null", "data.local=train", "data.streams=[{name: a}]",
+        "data.num_canonical_nodes=4",
+    ]  # fmt: skip
+    report = tmp_path / "report.json"
+    toy = str(ROOT / "tests/tools/toy.yaml")
+    done = server.start(2, [str(program), toy, *arguments, "--json", str(report)]).finish()
+    assert any(done.codes), done.output
+    verdicts = {verdict["check"]: verdict for verdict in json.loads(report.read_text())}
+    assert verdicts["same data"]["level"] == "problem"
+    assert "on rank 0" in verdicts["same data"]["what"]
+    assert verdicts["versions"]["level"] == verdicts["configuration"]["level"] == "ok"
+    assert "Traceback" not in done.output
+    assert done.output.count("1 problem") == 1

@@ -1,22 +1,22 @@
 """The images of a study: those of each model for each prompt, and as raters receive them."""
 
+import functools
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import xxhash
-from PIL import Image, ImageOps
+from PIL import Image
 
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.evaluation.images import SUFFIXES, read_image
 from diffusion.evaluation.prompts import Prompt, read_listing, read_prompts
 
 NOISE, BLANK = -1, -2
 """Numbers in place of a model's: the images of attention checks, noise or one grey."""
 
 _GREY = 128
-_IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ def collect(folders: Mapping[str, Path], prompts_file: Path) -> ImageSet:
     prompts: dict[str, Prompt] = {}
     for prompt in read_prompts(prompts_file):
         prompts.setdefault(prompt.text.strip(), prompt)
-    found = {name: _images_by_prompt(folder, list(prompts), prompts_file) for name, folder in folders.items()}
+    found = {name: _images_by_prompt(folder, list(prompts)) for name, folder in folders.items()}
     first = next(iter(folders))
     items = []
     for text, prompt in prompts.items():
@@ -83,7 +83,7 @@ def collect(folders: Mapping[str, Path], prompts_file: Path) -> ImageSet:
     return ImageSet(models=tuple(folders), items=tuple(items))
 
 
-def _images_by_prompt(folder: Path, texts: Sequence[str], prompts_file: Path) -> dict[str, list[Path]]:
+def _images_by_prompt(folder: Path, texts: Sequence[str]) -> dict[str, list[Path]]:
     if (listed := read_listing(folder)) is not None:
         found: dict[str, list[Path]] = {}
         for image in listed:
@@ -91,41 +91,24 @@ def _images_by_prompt(folder: Path, texts: Sequence[str], prompts_file: Path) ->
         return found
     if not folder.exists():
         raise DataError(f"{folder}: no such folder")
-    images = sorted(path for path in folder.iterdir() if path.suffix.lower() in _IMAGE_SUFFIXES and path.stem != "grid")
-    if not images:
-        raise DataError(
-            f"{folder}: no images. Generate those of a run or checkpoint first, from a text file of prompts: "
-            f"python scripts/generate.py {folder} --prompts-file {prompts_file.with_suffix('.txt')} --seed 17 "
-            f"--out {folder.name}-images"
-        )
+    images = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES and path.stem != "grid")
     per_prompt, rest = divmod(len(images), len(texts))
-    if rest:
+    if rest or not images:
         raise DataError(
             f"{folder}: {len(images)} images without metadata.jsonl are no multiple of {len(texts)} prompts; give the "
-            "same number for each, in the order of the prompts"
+            "same number for each, in the order of the prompts, or a folder that scripts/generate.py has written"
         )
     return {text: images[i * per_prompt : (i + 1) * per_prompt] for i, text in enumerate(texts)}
 
 
-def checksum(path: Path) -> str:
-    """Checksum of a file's bytes, hexadecimal.
-
-    Raises:
-        DataError: the file is not readable.
-    """
-    try:
-        return xxhash.xxh3_128_hexdigest(path.read_bytes())
-    except OSError as error:
-        raise DataError(f"{path}: not readable: {error}") from error
-
-
+@functools.lru_cache(maxsize=64)
 def served_image(path: Path) -> bytes:
     """Encode an image anew as an RGB PNG: the same pixels, nothing else of the file.
 
     Raises:
-        DataError: the file is no image.
+        DataError: the image cannot be decoded.
     """
-    return _png(_decoded(path))
+    return _png(read_image(path))
 
 
 def check_image(kind: int, beside: Path, seed: int) -> bytes:
@@ -133,21 +116,13 @@ def check_image(kind: int, beside: Path, seed: int) -> bytes:
 
     Args:
         kind: NOISE or BLANK.
-        beside: the image of a model, which gives the size.
-        seed: of the noise.
+        beside: image of a model, which has the size.
+        seed: seed of the noise.
     """
-    width, height = _decoded(beside).size
+    width, height = read_image(beside).size
     if kind == BLANK:
         return _png(Image.new("RGB", (width, height), (_GREY, _GREY, _GREY)))
     return _png(Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)))
-
-
-def _decoded(path: Path) -> Image.Image:
-    try:
-        with Image.open(path) as image:
-            return ImageOps.exif_transpose(image).convert("RGB")
-    except (OSError, ValueError, SyntaxError) as error:
-        raise DataError(f"{path}: not decodable as an image: {error}") from error
 
 
 def _png(image: Image.Image) -> bytes:

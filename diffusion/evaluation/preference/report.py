@@ -1,7 +1,8 @@
-"""The report of a study: rates with intervals, agreement, consistency, strengths; as JSON, figures and a page."""
+"""The report of a study: rates with intervals, strengths, reliability and raters; as JSON, a figure and a page."""
 
+import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import combinations, product
 from pathlib import Path
@@ -9,13 +10,11 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from diffusion.evaluation.preference.images import BLANK, NOISE
 from diffusion.evaluation.preference.statistics import (
     Array,
-    Interval,
     bootstrap,
     bradley_terry,
     krippendorff_alpha,
@@ -24,123 +23,46 @@ from diffusion.evaluation.preference.statistics import (
 )
 from diffusion.evaluation.preference.store import QUESTIONS, Kind
 from diffusion.files import write_json
-from diffusion.reports.figures import COLOURS, DARK, GREY, plain, save_png, subplots, svg_uri
+from diffusion.reports.figures import COLOURS, GREY, plain, save_png, subplots, svg_uri
 from diffusion.reports.page import TEMPLATES, write_page
 
-_QUESTION_NAMES = {"quality": "image quality", "alignment": "prompt alignment"}
 _TIE = -9
 """In place of the preferred model."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """Two models and one question."""
-
-    question: str
-    a: str
-    b: str
-    num_prompts: int
-    wins_a: int
-    wins_b: int
-    ties: int
-    wilson: Interval | None
-    """95 %, of the share of a, with independent votes."""
-
-    bootstrap: Interval | None
-    """95 %, of the share of a, with resampled prompts."""
-
-    @property
-    def num_votes(self) -> int:
-        """Votes, with ties."""
-        return self.wins_a + self.wins_b + self.ties
-
-    @property
-    def interval(self) -> Interval | None:
-        """The outer ends of both intervals: votes on a prompt may depend on each other, and prompts may be few."""
-        if self.wilson is None or self.bootstrap is None:
-            return self.wilson
-        return Interval(min(self.wilson.low, self.bootstrap.low), max(self.wilson.high, self.bootstrap.high))
-
-    @property
-    def share(self) -> float | None:
-        """Share of a in the votes that prefer one of the two."""
-        decided = self.wins_a + self.wins_b
-        return self.wins_a / decided if decided else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Strength:
-    """A model's Bradley-Terry strength."""
-
-    question: str
-    model: str
-    strength: float | None
-    """Natural logarithm of the odds against the average model; None if the likelihood has no maximum."""
-
-    interval: Interval | None
-    """95 %, with resampled prompts."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Share:
-    """A part of some cases."""
-
-    count: int
-    total: int
-
-    @property
-    def interval(self) -> Interval | None:
-        """95 % Wilson interval."""
-        return wilson(self.count, self.total)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RaterRow:
-    """One rater."""
-
-    rater: str
-    num_votes: int
-    failed_checks: int
-    num_checks: int
-    is_kept: bool
-    median_seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Report:
-    """The content of `report.json`."""
+    """Tables of a report. Intervals (`low`, `high`) are of 95 %; numbers that the votes do not determine are NaN."""
 
-    models: tuple[str, ...]
-    raters: list[RaterRow]
-    max_failed: float
-    comparisons: list[Comparison]
-    by_category: dict[str, list[Comparison]]
-    """Empty without categories of prompts."""
+    rates: pd.DataFrame
+    """Each two models `a` and `b` on each `question`: `prompts`, `votes`, `wins_a`, `wins_b`, `ties`, and the `share`
+    of `a` in the votes with a preference. Its interval has the outer ends of Wilson's interval and of a bootstrap over
+    prompts: votes on a prompt may depend on each other, and prompts may be few."""
 
-    strengths: list[Strength]
-    """Empty for two models."""
+    categories: pd.DataFrame
+    """The same by `category` of the prompts; empty without categories."""
 
-    agreement: dict[str, float | None]
-    """Krippendorff's alpha (nominal) by question."""
+    strengths: pd.DataFrame
+    """Bradley-Terry `strength` of each `model` on each `question`: natural logarithm of the odds against the average
+    model. Empty for two models, where the share says the same."""
 
-    num_shared_pairs: int
-    """Pairs with answers of several raters, on which the agreement is computed."""
+    reliability: pd.DataFrame
+    """`value` and number of `cases` of each `measure` and `question`. `agreement` is Krippendorff's alpha (nominal)
+    over pairs with answers of several raters, `consistency` the share of repeats with the first answer, and `first
+    side` the share of votes for the first image among those with a preference."""
 
-    consistency: dict[str, Share]
-    """Repeats with the answer of the first showing, by question."""
-
-    first_side: dict[str, Share]
-    """Votes for the image shown first, among those that prefer one, by question."""
+    raters: pd.DataFrame
+    """Each `rater`: `votes`, attention `checks` and how many `failed`, `median_seconds`, and whether it `counts`."""
 
     @property
     def num_raters(self) -> int:
         """Raters whose votes count."""
-        return sum(row.is_kept for row in self.raters)
+        return int(self.raters["counts"].sum())
 
     @property
     def num_votes(self) -> int:
         """Votes that count: on pairs, without repeats and checks."""
-        return sum(c.num_votes for c in self.comparisons if c.question == QUESTIONS[0])
+        return int(self.rates.loc[self.rates["question"] == QUESTIONS[0], "votes"].sum())
 
 
 def make_report(votes: pd.DataFrame, models: Sequence[str], *, max_failed: float = 0.25, seed: int = 17) -> Report:
@@ -152,27 +74,24 @@ def make_report(votes: pd.DataFrame, models: Sequence[str], *, max_failed: float
         votes: as `Store.votes` returns them.
         models: their names.
         max_failed: largest share of failed attention checks of a rater who counts.
-        seed: of the bootstrap.
+        seed: seed of the bootstrap.
     """
     votes = preferred_models(votes)
     raters = _raters(votes, max_failed)
-    valid = votes[votes["rater"].isin([row.rater for row in raters if row.is_kept])]
-    counted = valid[valid["kind"] == Kind.pair.value]
-    categories = sorted(set(counted["category"]) - {""})
+    valid = votes[votes["rater"].isin(raters.loc[raters["counts"], "rater"])]
+    pairs = valid[valid["kind"] == Kind.pair.value]
+    categories = [
+        {"category": name, **row}
+        for name in sorted(set(pairs["category"]) - {""})
+        for row in compare(pairs[pairs["category"] == name], models, seed)
+        if row["votes"]
+    ]
     return Report(
-        models=tuple(models),
+        rates=pd.DataFrame(compare(pairs, models, seed)),
+        categories=pd.DataFrame(categories),
+        strengths=pd.DataFrame([row for question in QUESTIONS for row in strengths(pairs, models, question, seed)]),
+        reliability=pd.DataFrame([row for question in QUESTIONS for row in _reliability(valid, question)]),
         raters=raters,
-        max_failed=max_failed,
-        comparisons=compare(counted, models, seed),
-        by_category={name: compare(counted[counted["category"] == name], models, seed) for name in categories},
-        strengths=[row for question in QUESTIONS for row in strengths(counted, models, question, seed)],
-        agreement={
-            question: krippendorff_alpha(pd.crosstab(counted["pair"], counted[question]).to_numpy())
-            for question in QUESTIONS
-        },
-        num_shared_pairs=int((counted["pair"].value_counts() > 1).sum()),
-        consistency={question: _consistency(valid, question) for question in QUESTIONS},
-        first_side={question: _first_side(counted, question) for question in QUESTIONS},
     )
 
 
@@ -187,50 +106,52 @@ def preferred_models(votes: pd.DataFrame) -> pd.DataFrame:
     return votes.assign(**preferred)
 
 
-def _raters(votes: pd.DataFrame, max_failed: float) -> list[RaterRow]:
+def _raters(votes: pd.DataFrame, max_failed: float) -> pd.DataFrame:
+    is_check = votes["kind"] == Kind.check.value
+    table = votes.assign(
+        checks=is_check,
+        failed=is_check & (votes[list(QUESTIONS)] < 0).any(axis=1),
+        seconds=votes["voted_at"] - votes["shown_at"],
+    )
+    raters = table.groupby("rater", sort=False).agg(
+        votes=("kind", "size"), checks=("checks", "sum"), failed=("failed", "sum"), median_seconds=("seconds", "median")
+    )
+    raters["counts"] = raters["failed"] <= max_failed * raters["checks"]
+    return raters.reset_index()
+
+
+def compare(votes: pd.DataFrame, models: Sequence[str], seed: int) -> list[dict[str, Any]]:
+    """Rows of `Report.rates`."""
     rows = []
-    for rater, own in votes.groupby("rater", sort=False):
-        checks = own[own["kind"] == Kind.check.value]
-        failed = int((checks[list(QUESTIONS)] < 0).any(axis=1).sum())
-        rows.append(
-            RaterRow(
-                rater=str(rater),
-                num_votes=len(own),
-                failed_checks=failed,
-                num_checks=len(checks),
-                is_kept=failed <= max_failed * len(checks),
-                median_seconds=float((own["voted_at"] - own["shown_at"]).median()),
-            )
-        )
-    return rows
-
-
-def compare(votes: pd.DataFrame, models: Sequence[str], seed: int) -> list[Comparison]:
-    """Compare each two models on each question."""
-    result = []
     for question, (a, b) in product(QUESTIONS, combinations(range(len(models)), 2)):
         between = votes[votes["first"].isin((a, b)) & votes["second"].isin((a, b))]
         wins = pd.DataFrame({"a": between[question] == a, "b": between[question] == b}, dtype=float)
         by_prompt = wins.groupby(between["prompt"], sort=False).sum().to_numpy()
         wins_a, wins_b = int(wins["a"].sum()), int(wins["b"].sum())
-        result.append(
-            Comparison(
-                question=question,
-                a=models[a],
-                b=models[b],
-                num_prompts=len(by_prompt),
-                wins_a=wins_a,
-                wins_b=wins_b,
-                ties=len(between) - wins_a - wins_b,
-                wilson=wilson(wins_a, wins_a + wins_b),
-                bootstrap=bootstrap(by_prompt, share_of_decided, seed=seed)[0] if len(by_prompt) else None,
-            )
+        low, high = wilson(wins_a, wins_a + wins_b)
+        if len(by_prompt):
+            ((boot_low, boot_high),) = bootstrap(by_prompt, share_of_decided, seed=seed)
+            low, high = float(np.fmin(low, boot_low)), float(np.fmax(high, boot_high))
+        rows.append(
+            {
+                "question": question,
+                "a": models[a],
+                "b": models[b],
+                "prompts": len(by_prompt),
+                "votes": len(between),
+                "wins_a": wins_a,
+                "wins_b": wins_b,
+                "ties": len(between) - wins_a - wins_b,
+                "share": wins_a / (wins_a + wins_b) if wins_a + wins_b else np.nan,
+                "low": low,
+                "high": high,
+            }
         )
-    return result
+    return rows
 
 
-def strengths(votes: pd.DataFrame, models: Sequence[str], question: str, seed: int) -> list[Strength]:
-    """Bradley-Terry strengths of more than two models; nothing for two, where the share says the same."""
+def strengths(votes: pd.DataFrame, models: Sequence[str], question: str, seed: int) -> list[dict[str, Any]]:
+    """Rows of `Report.strengths`."""
     num = len(models)
     if num < 3 or votes.empty:
         return []
@@ -242,10 +163,8 @@ def strengths(votes: pd.DataFrame, models: Sequence[str], question: str, seed: i
     values = fit(by_prompt.sum(axis=0, keepdims=True))[0]
     intervals = bootstrap(by_prompt, fit, seed=seed)
     return [
-        Strength(
-            question=question, model=name, strength=float(value) if np.isfinite(value) else None, interval=interval
-        )
-        for name, value, interval in zip(models, values, intervals, strict=True)
+        {"question": question, "model": model, "strength": value, "low": low, "high": high}
+        for model, value, (low, high) in zip(models, values, intervals, strict=True)
     ]
 
 
@@ -259,17 +178,21 @@ def _win_matrices(votes: pd.DataFrame, question: str, num_models: int) -> Array:
     return wins
 
 
-def _consistency(votes: pd.DataFrame, question: str) -> Share:
-    pairs, repeats = (
-        votes[votes["kind"] == kind.value].set_index(["rater", "pair"])[[question]] for kind in (Kind.pair, Kind.repeat)
-    )
-    both = repeats.join(pairs, how="inner", rsuffix="_before")
-    return Share(count=int((both[question] == both[f"{question}_before"]).sum()), total=len(both))
-
-
-def _first_side(votes: pd.DataFrame, question: str) -> Share:
-    decided = votes[votes[question] != _TIE]
-    return Share(count=int((decided[question] == decided["first"]).sum()), total=len(decided))
+def _reliability(votes: pd.DataFrame, question: str) -> list[dict[str, Any]]:
+    pairs, repeats = (votes[votes["kind"] == kind.value] for kind in (Kind.pair, Kind.repeat))
+    alpha = krippendorff_alpha(pd.crosstab(pairs["pair"], pairs[question]).to_numpy())
+    num_shared = int((pairs["pair"].value_counts() > 1).sum())
+    both = repeats.merge(pairs, on=["rater", "pair"], suffixes=("", "_before"))
+    decided = pairs[pairs[question] != _TIE]
+    values = {
+        "agreement": (alpha, num_shared),
+        "consistency": ((both[question] == both[f"{question}_before"]).mean(), len(both)),
+        "first side": ((decided[question] == decided["first"]).mean(), len(decided)),
+    }
+    return [
+        {"measure": measure, "question": question, "value": value, "cases": cases}
+        for measure, (value, cases) in values.items()
+    ]
 
 
 def to_csv(votes: pd.DataFrame, models: Sequence[str]) -> str:
@@ -285,170 +208,49 @@ def to_csv(votes: pd.DataFrame, models: Sequence[str]) -> str:
 
 
 def write_report(report: Report, folder: Path) -> None:
-    """Write `index.html`, `report.json` and the figures as PNG.
-
-    Args:
-        report: the results.
-        folder: is made if it does not exist.
-    """
+    """Write `index.html`, `report.json` and `preference.png` into a folder, which is made if it does not exist."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "report.json", asdict(report))
-    figures = []
-    pairs = list(dict.fromkeys((c.a, c.b) for c in report.comparisons))
-    for i, (a, b) in enumerate(pairs):
-        figure = rates_figure([c for c in report.comparisons if (c.a, c.b) == (a, b)])
-        save_png(figure, folder / ("preference.png" if len(pairs) == 1 else f"preference-{i}.png"))
-        figures.append((svg_uri(figure), f"{a} against {b}. Whiskers: 95 %, the outer ends of both intervals below."))
-    strengths = None
-    if report.strengths:
-        figure = strengths_figure(report.strengths)
-        save_png(figure, folder / "strengths.png")
-        strengths = svg_uri(figure)
+    tables = {name: json.loads(table.to_json(orient="records")) for name, table in vars(report).items()}
+    write_json(folder / "report.json", tables)
+    figure = rates_figure(report.rates)
+    save_png(figure, folder / "preference.png")
+    reliability = report.reliability.assign(value=_text(report.reliability["value"], "{:.2f}"))
     values = {
-        "title": f"Preferred: {', '.join(report.models)}",
+        "title": f"Preferred: {', '.join(dict.fromkeys([*report.rates['a'], *report.rates['b']]))}",
         "report": report,
-        "figures": figures,
-        "strengths_figure": strengths,
-        **_tables(report),
+        "figure": svg_uri(figure),
+        "rates": _shown(report.rates, ["share", "low", "high"], "{:.1%}"),
+        "categories": _shown(report.categories, ["share", "low", "high"], "{:.1%}"),
+        "strengths": _shown(report.strengths, ["strength", "low", "high"], "{:.2f}"),
+        "reliability": reliability,
+        "raters": _shown(report.raters, ["median_seconds"], "{:.1f}"),
     }
     write_page(folder / "index.html", TEMPLATES / "preference.html", values)
 
 
-def _tables(report: Report) -> dict[str, Any]:
-    """Tables of the page."""
-    rates = pd.DataFrame({"question": c.question, **_rate_row(c)} for c in report.comparisons)
-    categories = pd.DataFrame(
-        {"question": c.question, "category": name, **_rate_row(c)}
-        for name, comparisons in report.by_category.items()
-        for c in comparisons
-        if c.num_votes
-    )
-    alpha = f"Krippendorff's alpha, {report.num_shared_pairs} pairs with several raters"
-    trust = [
-        {"": alpha, **{q: _number(report.agreement[q]) for q in QUESTIONS}},
-        {"": "same answer on a repeat, sides exchanged", **{q: _share(report.consistency[q]) for q in QUESTIONS}},
-        {"": "preferred the image shown first", **{q: _share(report.first_side[q]) for q in QUESTIONS}},
-    ]
-    return {
-        "rates": _by_question(rates),
-        "categories": _by_question(categories),
-        "strengths": pd.DataFrame(
-            {
-                "question": row.question,
-                "model": row.model,
-                "log odds against the average": _number(row.strength),
-                "bootstrap 95 %": f"{row.interval.low:.2f} to {row.interval.high:.2f}" if row.interval else "-",
-            }
-            for row in report.strengths
-        ),
-        "trust": pd.DataFrame(trust),
-        "raters": pd.DataFrame(
-            {
-                "rater": row.rater,
-                "votes": row.num_votes,
-                "checks failed": f"{row.failed_checks} of {row.num_checks}",
-                "median time": f"{row.median_seconds:.1f} s",
-                "status": "counted" if row.is_kept else "excluded",
-            }
-            for row in report.raters
-        ),
-    }
-
-
-def _by_question(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
+def _shown(table: pd.DataFrame, columns: Sequence[str], pattern: str) -> pd.DataFrame:
+    """Table for the page, with formatted numbers."""
     if table.empty:
-        return {}
-    return {question: table[table["question"] == question].drop(columns="question") for question in QUESTIONS}
+        return table
+    texts = {name: _text(table[name], pattern) for name in columns}
+    return table.assign(**texts).rename(columns=lambda name: name.replace("_", " "))
 
 
-def _rate_row(c: Comparison) -> dict[str, object]:
-    return {
-        "models": f"{c.a} / {c.b}",
-        "prompts": c.num_prompts,
-        "votes": c.num_votes,
-        "first": c.wins_a,
-        "second": c.wins_b,
-        "no difference": c.ties,
-        "first's share": "-" if c.share is None else f"{c.share:.1%}",
-        "bootstrap, 95 %": _interval(c.bootstrap),
-        "Wilson, 95 %": _interval(c.wilson),
-    }
+def _text(numbers: pd.Series, pattern: str) -> list[str]:
+    return ["-" if pd.isna(number) else pattern.format(number) for number in numbers]
 
 
-def _interval(interval: Interval | None) -> str:
-    return "-" if interval is None else f"{100 * interval.low:.1f} to {100 * interval.high:.1f} %"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _share(share: Share) -> str:
-    if not share.total:
-        return "-"
-    return f"{share.count / share.total:.1%} of {share.total} ({_interval(share.interval)})"
-
-
-def rates_figure(comparisons: Sequence[Comparison]) -> Figure:
-    """Draw the share of the votes that prefer each of two models, with 95 % intervals.
-
-    Args:
-        comparisons: of the same two models, one for each question.
-    """
-    figure, axes = subplots(width=7, height=4)
-    width = 0.36
-    for side, name in enumerate((comparisons[0].a, comparisons[0].b)):
-        shares = [_share_of(c, side) for c in comparisons]
-        positions = np.arange(len(comparisons)) + (side - 0.5) * (width + 0.04)
-        axes.bar(positions, [100 * (share or 0) for share, _ in shares], width, color=COLOURS[side], label=plain(name))
-        for position, (share, interval) in zip(positions, shares, strict=True):
-            _whisker(axes, float(position), share, interval)
-    axes.axhline(50, color=GREY, linewidth=0.8, linestyle=(0, (4, 3)))
-    axes.set_xticks(range(len(comparisons)), [_votes_text(c) for c in comparisons])
-    axes.set_xlim(-0.6, len(comparisons) - 0.4)
-    axes.set_ylim(0, 100)
-    axes.set_ylabel("preferred, % of votes that prefer one")
-    figure.legend(loc="outside upper center", ncols=2, frameon=False)
-    return figure
-
-
-def _share_of(comparison: Comparison, side: int) -> tuple[float | None, Interval | None]:
-    share, interval = comparison.share, comparison.interval
-    if side == 0 or share is None or interval is None:
-        return share, interval
-    return 1 - share, Interval(1 - interval.high, 1 - interval.low)
-
-
-def _whisker(axes: Axes, position: float, share: float | None, interval: Interval | None) -> None:
-    top = 100 * (share or 0)
-    if interval is not None:
-        low, high = 100 * interval.low, 100 * interval.high
-        axes.errorbar(position, top, [[max(0, top - low)], [max(0, high - top)]], color=DARK, capsize=5)
-        top = high
-    axes.text(position, top + 1.5, "-" if share is None else f"{share:.1%}", ha="center", va="bottom",
-              bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
-
-
-def _votes_text(comparison: Comparison) -> str:
-    ties = f"{comparison.ties / comparison.num_votes:.0%} no difference" if comparison.num_votes else "no votes"
-    return f"{_QUESTION_NAMES[comparison.question]}\n{comparison.num_votes:,} votes, {ties}"
-
-
-def strengths_figure(strengths: Sequence[Strength]) -> Figure:
-    """Draw Bradley-Terry strengths with 95 % intervals, the strongest on top."""
-    num_models = len(strengths) // len(QUESTIONS)
-    figure, panels = subplots(1, len(QUESTIONS), width=4.2 * len(QUESTIONS), height=1.1 + 0.4 * num_models)
-    for axes, question in zip(panels, QUESTIONS, strict=True):
-        rows = [row for row in strengths if row.question == question]
-        rows.sort(key=lambda row: (row.strength is not None, row.strength or 0))
-        for position, row in enumerate(rows):
-            if row.strength is not None:
-                axes.plot(row.strength, position, "o", color=COLOURS[0])
-            if row.interval is not None:
-                axes.plot([row.interval.low, row.interval.high], [position, position], color=COLOURS[0])
-        axes.axvline(0, color=GREY, linewidth=0.8, linestyle=(0, (4, 3)))
-        axes.set_yticks(range(len(rows)), [plain(row.model) for row in rows])
-        axes.set_ylim(-0.6, len(rows) - 0.4)
-        axes.set_xlabel("log odds against the average")
-        axes.set_title(_QUESTION_NAMES[question], fontsize=10.5)
+def rates_figure(rates: pd.DataFrame) -> Figure:
+    """Draw the share of the votes with a preference that each first model has, with its interval."""
+    figure, axes = subplots(width=8, height=1.0 + 0.45 * len(rates))
+    positions = np.arange(len(rates))
+    share, low, high = (100 * rates[name] for name in ("share", "low", "high"))
+    whiskers = [(share - low).clip(lower=0), (high - share).clip(lower=0)]
+    axes.errorbar(share, positions, xerr=whiskers, fmt="o", color=COLOURS[0], capsize=4)
+    axes.axvline(50, color=GREY, linewidth=0.8, linestyle=(0, (4, 3)))
+    labels = [f"{row.a} over {row.b}, {row.question}\n{row.votes:,} votes" for row in rates.itertuples()]
+    axes.set_yticks(positions, [plain(label) for label in labels])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 100)
+    axes.set_xlabel("% of the votes with a preference")
     return figure

@@ -1,10 +1,10 @@
 """Statistics of preferences: intervals, agreement between raters, and strengths of more than two models.
 
-Legend of shapes: M models, P prompts, R resamples, U pairs of images.
+Shape letters: M models, P prompts, R resamples, U pairs of images. Numbers that the votes do not determine are NaN.
 """
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import choix
 import krippendorff
@@ -18,28 +18,17 @@ Array = NDArray[np.float64]
 NUM_RESAMPLES = 2000
 
 
-@dataclass(frozen=True)
-class Interval:
-    """A confidence interval."""
-
-    low: float
-    high: float
-
-    def __contains__(self, value: float) -> bool:
-        return self.low <= value <= self.high
-
-
-def wilson(successes: int, total: int) -> Interval | None:
-    """95 % score interval of a proportion of independent answers (Wilson 1927); None without any answer."""
+def wilson(successes: int, total: int) -> tuple[float, float]:
+    """95 % score interval of a proportion of independent answers (Wilson 1927); NaN without any answer."""
     if total == 0:
-        return None
+        return math.nan, math.nan
     interval = binomtest(successes, total).proportion_ci(method="wilson")
-    return Interval(float(interval.low), float(interval.high))
+    return float(interval.low), float(interval.high)
 
 
 def bootstrap(
     counts: Array, statistic: Callable[[Array], Array], *, seed: int, num_resamples: int = NUM_RESAMPLES
-) -> list[Interval | None]:
+) -> Array:
     """95 % percentile intervals of statistics of sums over prompts, by resampling prompts (Efron 1979).
 
     Answers to one prompt may depend on each other. Prompts are assumed to be a random sample.
@@ -47,24 +36,18 @@ def bootstrap(
     Args:
         counts: float64 [P, K], the contribution of each prompt to the K sums.
         statistic: sums [R, K] to statistics [R, S]; NaN where undefined.
-        seed: of the resamples.
+        seed: seed of the resamples.
         num_resamples: R.
 
     Returns:
-        S intervals; None with fewer than two prompts, or where the statistic is undefined in a resample.
+        Intervals [S, 2]; NaN with fewer than two prompts, or where the statistic is undefined in a resample.
     """
     num_prompts = len(counts)
     weights = np.random.default_rng(seed).multinomial(
         num_prompts, np.full(num_prompts, 1 / num_prompts), size=num_resamples
     )
-    intervals: list[Interval | None] = []
-    for values in statistic(weights @ counts).T:
-        if num_prompts < 2 or not np.isfinite(values).all():
-            intervals.append(None)
-        else:
-            low, high = np.quantile(values, [0.025, 0.975])
-            intervals.append(Interval(float(low), float(high)))
-    return intervals
+    intervals = np.quantile(statistic(weights @ counts), [0.025, 0.975], axis=0).T
+    return intervals if num_prompts > 1 else np.full_like(intervals, np.nan)
 
 
 def share_of_decided(sums: Array) -> Array:
@@ -75,18 +58,18 @@ def share_of_decided(sums: Array) -> Array:
     return shares[:, None]
 
 
-def krippendorff_alpha(counts: NDArray[np.int64]) -> float | None:
+def krippendorff_alpha(counts: NDArray[np.int64]) -> float:
     """Agreement between raters on nominal answers: 1 is full agreement, 0 agreement by chance.
 
     Args:
         counts: [U, answers], how often each answer was given; rows with a single answer do not count.
 
     Returns:
-        Alpha; None if no row has two answers, or all answers are equal, so that chance agrees as well.
+        Alpha; NaN if no row has two answers, or all answers are equal, so that chance agrees as well.
     """
     shared = counts[counts.sum(axis=1) > 1]
     if (shared.sum(axis=0) > 0).sum() < 2:
-        return None
+        return math.nan
     return float(krippendorff.alpha(value_counts=shared, level_of_measurement="nominal"))
 
 

@@ -12,8 +12,8 @@ import secrets
 import sqlite3
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
@@ -21,8 +21,8 @@ from pathlib import Path
 import pandas as pd
 
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.evaluation.preference.images import BLANK, NOISE, ImageSet, checksum
-from diffusion.files import atomic_path, unique_partial
+from diffusion.evaluation.preference.images import BLANK, NOISE, ImageSet
+from diffusion.files import atomic_path, hash_file, unique_partial
 
 _FORMAT = 1
 _TABLES = """
@@ -41,6 +41,17 @@ CREATE TABLE votes (presentation TEXT PRIMARY KEY, rater TEXT NOT NULL,
     alignment TEXT NOT NULL CHECK (alignment IN ('first', 'second', 'neither')), voted_at REAL NOT NULL,
     UNIQUE (rater, presentation), FOREIGN KEY (rater, presentation) REFERENCES presentations (rater, id));
 """
+
+_NEW_PAIRS = """
+WITH seen AS (SELECT prompt, COUNT(*) AS times FROM presentations JOIN items USING (item)
+        WHERE rater = :rater AND kind = 'pair' GROUP BY prompt),
+    shown AS (SELECT pair, COUNT(*) AS times FROM presentations WHERE kind = 'pair' GROUP BY pair)
+SELECT pairs.pair, pairs.item, a, b, IFNULL(seen.times, 0) AS by_rater, IFNULL(shown.times, 0) AS by_all
+    FROM pairs JOIN items USING (item) LEFT JOIN seen USING (prompt) LEFT JOIN shown USING (pair)
+    WHERE pairs.pair NOT IN (SELECT pair FROM presentations WHERE rater = :rater AND kind = 'pair')
+    ORDER BY by_rater, by_all, pairs.pair
+"""
+"""Pairs that are new to a rater; those that come first are the least seen ones."""
 
 ANSWERS = ("first", "neither", "second")
 QUESTIONS = ("quality", "alignment")
@@ -62,10 +73,10 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What each rater is shown."""
+    """Screens of each rater."""
 
     seed: int
-    """Of sides, order and checks."""
+    """Seed of sides, order and checks."""
 
     num_pairs: int
     """Pairs per rater, at most all of them."""
@@ -82,7 +93,6 @@ class Presentation:
     """One screen of one rater."""
 
     id: str
-    position: int
     kind: Kind
     item: int
     prompt: str
@@ -92,47 +102,36 @@ class Presentation:
     second: int
 
 
-class StudyFullError(Exception):
-    """The study has its largest number of raters."""
-
-
-class UnknownPresentationError(Exception):
-    """A presentation that was not shown to this rater."""
-
-
 class Store:
-    """The study and its votes. One object may be used by several threads, one file by several processes."""
+    """The study and its votes. One object may be used by several threads, one file by several processes.
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
-        self._connection = connection
-        connection.execute("CREATE TABLE IF NOT EXISTS secret (only INTEGER PRIMARY KEY CHECK (only = 0), key TEXT)")
-        connection.execute("INSERT OR IGNORE INTO secret VALUES (0, ?)", (secrets.token_hex(32),))
-        self.secret: str = connection.execute("SELECT key FROM secret").fetchone()[0]
-        self._lock = threading.Lock()
-        row = connection.execute("SELECT id, models, settings FROM study").fetchone()
-        self.study_id: str = row[0]
-        self.models: tuple[str, ...] = tuple(json.loads(row[1]))
-        self.settings = Settings(**json.loads(row[2]))
-        num_pairs = connection.execute("SELECT COUNT(*) FROM pairs").fetchone()[0]
-        self._num_pairs = min(self.settings.num_pairs, num_pairs)
+    Args:
+        path: an existing file.
 
-    @classmethod
-    def open(cls, path: Path) -> "Store":
-        """Open an existing study.
+    Raises:
+        ConfigurationError: there is no such file, or it is no study.
+    """
 
-        Raises:
-            ConfigurationError: there is no such file, or it is no study.
-        """
+    def __init__(self, path: Path) -> None:
         if not path.is_file():
             raise ConfigurationError(f"{path}: no such file of votes; `serve` makes it")
+        self.path, self._lock = path, threading.Lock()
+        self._connection = sqlite3.connect(path, timeout=60, isolation_level=None, check_same_thread=False)
+        execute = self._connection.execute
         try:
-            connection = _connect(path)
-            row = connection.execute("SELECT format FROM study").fetchone()
-        except sqlite3.DatabaseError as error:
-            raise ConfigurationError(f"{path}: not a file of votes: {error}") from error
-        if row is None or row[0] != _FORMAT:
-            raise ConfigurationError(f"{path}: not a file of votes of format {_FORMAT}")
-        return cls(connection)
+            execute("PRAGMA journal_mode = WAL")
+            execute("PRAGMA synchronous = FULL")
+            execute("PRAGMA foreign_keys = ON")
+            study = execute("SELECT id, models, settings FROM study WHERE format = ?", (_FORMAT,)).fetchone()
+            self.study_id: str = study[0]
+        except (sqlite3.DatabaseError, TypeError) as error:
+            raise ConfigurationError(f"{path}: not a file of votes of format {_FORMAT}: {error}") from error
+        self.models: tuple[str, ...] = tuple(json.loads(study[1]))
+        self.settings = Settings(**json.loads(study[2]))
+        execute("CREATE TABLE IF NOT EXISTS secret (only INTEGER PRIMARY KEY CHECK (only = 0), key TEXT)")
+        execute("INSERT OR IGNORE INTO secret VALUES (0, ?)", (secrets.token_hex(32),))
+        self.secret: str = execute("SELECT key FROM secret").fetchone()[0]
+        self._num_pairs = min(self.settings.num_pairs, execute("SELECT COUNT(*) FROM pairs").fetchone()[0])
 
     @classmethod
     def create_or_continue(cls, path: Path, images: ImageSet, settings: Settings) -> "Store":
@@ -142,14 +141,29 @@ class Store:
             ConfigurationError: the file has another study: models, prompts, or settings differ.
             DataError: an image has changed since the study began.
         """
-        checksums = [[checksum(image) for image in item.images] for item in images.items]
+        checksums = [[hash_file(image, "xxh3_128") for image in item.images] for item in images.items]
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_path(path, partial=unique_partial(path)) as partial:
                 _create(partial, images, settings, checksums)
-        store = cls.open(path)
-        store._check_same_study(path, images, settings, checksums)
+        store = cls(path)
+        store._check_same_study(images, settings, checksums)
         return store
+
+    def _check_same_study(self, images: ImageSet, settings: Settings, checksums: list[list[str]]) -> None:
+        rows = self._connection.execute("SELECT prompt, category, checksums FROM items ORDER BY item").fetchall()
+        stored = {"models": self.models, "prompts": [row[:2] for row in rows], "settings": self.settings}
+        prompts = [(item.prompt, item.category) for item in images.items]
+        given = {"models": images.models, "prompts": prompts, "settings": settings}
+        if different := [name for name in stored if stored[name] != given[name]]:
+            raise ConfigurationError(
+                f"{self.path}: its study has other {' and '.join(different)}; give those it began with, or another "
+                "file with --votes"
+            )
+        for item, row, new in zip(images.items, rows, checksums, strict=True):
+            changed = [image for image, a, b in zip(item.images, json.loads(row[2]), new, strict=True) if a != b]
+            if changed:
+                raise DataError(f"{changed[0]}: changed since the study of {self.path} began")
 
     def close(self) -> None:
         """Close the file."""
@@ -160,49 +174,35 @@ class Store:
         """Screens per rater."""
         return len(self._schedule(""))
 
-    def next_presentation(self, rater: str, *, max_raters: int | None = None) -> Presentation | None:
-        """Return the rater's open presentation, or a new one; None when the rater has answered all.
+    def next_presentation(self, rater: str) -> Presentation | None:
+        """Open presentation of a rater, or a new one; None when the rater has answered all.
 
         A new pair is one whose prompt this rater has seen least often, and of these, one that was shown least often to
         anybody.
-
-        Args:
-            rater: who asks.
-            max_raters: largest number of raters; None: any.
-
-        Raises:
-            StudyFullError: this rater would be one too many.
         """
-        with self._transaction() as connection:
-            opened = connection.execute(
-                "SELECT id FROM presentations p WHERE rater = ? AND NOT EXISTS "
-                "(SELECT 1 FROM votes v WHERE v.presentation = p.id) ORDER BY position LIMIT 1",
-                (rater,),
+        with self._transaction():
+            opened = self._connection.execute(
+                "SELECT id FROM presentations WHERE rater = ? AND id NOT IN (SELECT presentation FROM votes)", (rater,)
             ).fetchone()
             if opened:
                 return self._presentation(rater, opened[0])
-            position = self._count("presentations", rater)
-            kinds = self._schedule(rater)
-            if position == 0 and max_raters is not None:
-                count = connection.execute("SELECT COUNT(DISTINCT rater) FROM presentations").fetchone()[0]
-                if count >= max_raters:
-                    raise StudyFullError
+            position, kinds = self._count("presentations", rater), self._schedule(rater)
             if position >= len(kinds):
                 return None
             identifier, kind = secrets.token_urlsafe(12), kinds[position]
             choose = {Kind.pair: self._choose_pair, Kind.repeat: self._choose_repeat, Kind.check: self._choose_check}
             pair, item, first, second = choose[kind](rater, kinds[:position].count(kind))
-            connection.execute(
+            self._connection.execute(
                 "INSERT INTO presentations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (identifier, rater, position, kind.value, pair, item, first, second, time.time()),
             )
             return self._presentation(rater, identifier)
 
     def presentation(self, rater: str, identifier: str) -> Presentation:
-        """Return a presentation of this rater.
+        """A presentation of this rater.
 
         Raises:
-            UnknownPresentationError: it was not shown to this rater.
+            KeyError: it was not shown to this rater.
         """
         with self._lock:
             return self._presentation(rater, identifier)
@@ -211,8 +211,8 @@ class Store:
         """Store a vote; when this returns, it is on the disk.
 
         Args:
-            rater: who votes.
-            identifier: of the presentation.
+            rater: the voter.
+            identifier: id of the presentation.
             quality: one of ANSWERS.
             alignment: one of ANSWERS.
 
@@ -220,11 +220,11 @@ class Store:
             False if the presentation has a vote already, which stays.
 
         Raises:
-            UnknownPresentationError: the presentation was not shown to this rater.
+            KeyError: the presentation was not shown to this rater.
         """
-        with self._transaction() as connection:
+        with self._transaction():
             self._presentation(rater, identifier)
-            cursor = connection.execute(
+            cursor = self._connection.execute(
                 "INSERT INTO votes VALUES (?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
                 (identifier, rater, quality, alignment, time.time()),
             )
@@ -251,32 +251,11 @@ class Store:
             )
         return votes.astype({"pair": "Int64"})
 
-    def _check_same_study(self, path: Path, images: ImageSet, settings: Settings, checksums: list[list[str]]) -> None:
-        rows = self._connection.execute("SELECT prompt, category, checksums FROM items ORDER BY item").fetchall()
-        for what, stored, given in (
-            ("models", self.models, images.models),
-            ("prompts", [row[:2] for row in rows], [(item.prompt, item.category) for item in images.items]),
-            ("settings", self.settings, settings),
-        ):
-            if stored != given:
-                raise ConfigurationError(
-                    f"{path}: its study has other {what}; give those it began with, or another file with --votes"
-                )
-        for item, row, given in zip(images.items, rows, checksums, strict=True):
-            for image, old, new in zip(item.images, json.loads(row[2]), given, strict=True):
-                if old != new:
-                    raise DataError(f"{image}: changed since the study of {path} began")
-
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._lock:
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with self._lock, self._connection:  # Commits, or rolls back after an exception.
             self._connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._connection
-            except BaseException:
-                self._connection.execute("ROLLBACK")
-                raise
-            self._connection.execute("COMMIT")
+            yield
 
     def _schedule(self, rater: str) -> list[Kind]:
         settings = self.settings
@@ -287,28 +266,19 @@ class Store:
 
     def _presentation(self, rater: str, identifier: str) -> Presentation:
         row = self._connection.execute(
-            "SELECT id, position, kind, item, prompt, first, second FROM presentations JOIN items USING (item) "
+            "SELECT kind, item, prompt, first, second FROM presentations JOIN items USING (item) "
             "WHERE rater = ? AND id = ?",
             (rater, identifier),
         ).fetchone()
         if row is None:
-            raise UnknownPresentationError(identifier)
-        names = Presentation.__dataclass_fields__
-        return Presentation(**{**dict(zip(names, row, strict=True)), "kind": Kind(row[2])})
+            raise KeyError(identifier)
+        kind, item, prompt, first, second = row
+        return Presentation(id=identifier, kind=Kind(kind), item=item, prompt=prompt, first=first, second=second)
 
     def _choose_pair(self, rater: str, number: int) -> tuple[int, int, int, int]:
         """Pair, item, first and second model of a pair that is new to the rater."""
-        execute = self._connection.execute
-        times = dict(execute("SELECT pair, COUNT(*) FROM presentations WHERE kind = 'pair' GROUP BY pair").fetchall())
-        shown = execute(
-            "SELECT pair, prompt FROM presentations JOIN items USING (item) WHERE rater = ? AND kind = 'pair'", (rater,)
-        ).fetchall()
-        own = {pair for pair, _ in shown}
-        seen = Counter(prompt for _, prompt in shown)
-        rows = execute("SELECT pair, item, a, b, prompt FROM pairs JOIN items USING (item) ORDER BY pair").fetchall()
-        ranked = [((seen[row[4]], times.get(row[0], 0)), row[:4]) for row in rows if row[0] not in own]
-        least = min(rank for rank, _ in ranked)
-        candidates = [row for rank, row in ranked if rank == least]
+        rows = self._connection.execute(_NEW_PAIRS, {"rater": rater}).fetchall()
+        candidates = [row[:4] for row in rows if row[4:] == rows[0][4:]]
         seed, position = self.settings.seed, self._count("presentations", rater)
         pair, item, a, b = generator(seed, rater, position, "pair").choice(candidates)
         is_exchanged = generator(seed, rater, pair, "sides").random() < 0.5
@@ -362,26 +332,13 @@ def generator(seed: int, *purpose: object) -> random.Random:
     return random.Random("/".join(str(word) for word in (seed, *purpose)))
 
 
-def _connect(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, timeout=60, isolation_level=None, check_same_thread=False)
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute("PRAGMA synchronous = FULL")
-    connection.execute("PRAGMA foreign_keys = ON")
-    return connection
-
-
 def _create(path: Path, images: ImageSet, settings: Settings, checksums: list[list[str]]) -> None:
-    """Write a study without votes."""
-    connection = sqlite3.connect(path, isolation_level=None)
-    connection.execute("PRAGMA synchronous = FULL")
-    connection.executescript("BEGIN;" + _TABLES)
-    connection.execute(
-        "INSERT INTO study VALUES (0, ?, ?, ?, ?)",
-        (_FORMAT, secrets.token_hex(4), json.dumps(images.models), json.dumps(asdict(settings))),
-    )
+    """Write a study without votes; the file is synchronised before it gets its name."""
+    study = (_FORMAT, secrets.token_hex(4), json.dumps(images.models), json.dumps(asdict(settings)))
     items = [(i, item.prompt, item.category, json.dumps(checksums[i])) for i, item in enumerate(images.items)]
-    connection.executemany("INSERT INTO items VALUES (?, ?, ?, ?)", items)
-    pairs = [(i, *pair) for i, pair in enumerate(images.pairs)]
-    connection.executemany("INSERT INTO pairs VALUES (?, ?, ?, ?)", pairs)
-    connection.execute("COMMIT")
-    connection.close()
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.executescript(_TABLES)
+        connection.execute("INSERT INTO study VALUES (0, ?, ?, ?, ?)", study)
+        connection.executemany("INSERT INTO items VALUES (?, ?, ?, ?)", items)
+        connection.executemany("INSERT INTO pairs VALUES (?, ?, ?, ?)", [(i, *p) for i, p in enumerate(images.pairs)])
+        connection.commit()

@@ -22,7 +22,7 @@ from diffusion.evaluation.generate import (
     generate_images,
     load_generator,
 )
-from diffusion.evaluation.images import ImageFiles
+from diffusion.evaluation.images import image_files
 from diffusion.evaluation.prompts import Prompt
 from diffusion.models.latent_diffusion import LatentDiffusion
 from tests.unit.models.test_pretrained import build, write
@@ -52,7 +52,7 @@ def generated(generator: Generator, folder: Path, scale: float) -> np.ndarray:
     prompts = [Prompt(text=text) for text in ("a red circle", "a blue star on a white background", "")]
     sampling = SamplingConfig(num_inference_steps=3, seed=5, images_per_prompt=2)
     task = Task(prompts=prompts, sampling=sampling, guidance_scale=scale, batch_size=4)
-    images = ImageFiles(generate_images(generator, task, folder / f"cfg{scale:g}", "test"))
+    images = image_files(generate_images(generator, task, folder / f"cfg{scale:g}", "test"))
     return np.stack([np.asarray(images[i]).astype(int) for i in range(len(images))])
 
 

@@ -21,10 +21,10 @@ from diffusion.evaluation.object_checks import (
     MAX_OVERLAP,
     Check,
     Detection,
+    ObjectChecks,
     Wanted,
     ZeroShotDetector,
     is_shown,
-    open_object_checks,
     read_checks,
     relations,
 )
@@ -131,7 +131,7 @@ def test_nothing_is_found_above_the_greatest_confidence(folder: str, image: Imag
 def test_a_suite_is_judged_by_a_detector_whose_weights_are_in_the_protocol(folder: str, tmp_path: Path) -> None:
     suite = tmp_path / "suite.jsonl"
     suite.write_text('{"tag": "single", "prompt": "a cat", "include": [{"class": "cat", "count": 1}]}\n')
-    judge = open_object_checks(CompositionalConfig(suite=str(suite), detector=folder, threshold=0.0), CPU)
+    judge = ObjectChecks.open(CompositionalConfig(suite=str(suite), detector=folder, threshold=0.0), CPU)
     kind, weights = judge.detector.identity.split()
     assert kind == Path(folder).name.rstrip("0")
     assert len(weights) == 16
@@ -203,7 +203,7 @@ def asked_for(check):
 
 @pytest.mark.parametrize("side", [32, 64])
 def test_the_oracle_finds_drawn_objects_only(tmp_path, side):
-    suite = open_object_checks(CompositionalConfig(images_per_prompt=1), torch.device("cpu"))
+    suite = ObjectChecks.open(CompositionalConfig(images_per_prompt=1), torch.device("cpu"))
     assert suite.detector.identity == ShapesOracle.identity
     single, pairs = shape_scenes()
     counted = [asked_for(check) for check in suite.checks if check.category == "count"]
@@ -252,4 +252,4 @@ def test_a_count_is_of_that_colour_and_of_no_more_of_that_shape(num, colour, mor
 
 def test_a_suite_of_other_things_needs_a_detector():
     with pytest.raises(ConfigurationError, match="OWL-ViT"):
-        open_object_checks(CompositionalConfig(suite="geneval.jsonl"), torch.device("cpu"))
+        ObjectChecks.open(CompositionalConfig(suite="geneval.jsonl"), torch.device("cpu"))
