@@ -88,6 +88,8 @@ def _clip(width: int, *, num_layers: int, num_heads: int, projection: int, activ
 STABLE_DIFFUSION_2 = ArchitectureSpec(
     unet={
         "sample_size": 64,
+        "in_channels": 4,
+        "out_channels": 4,
         "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
         "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
         "block_out_channels": (320, 640, 1280, 1280),
@@ -111,6 +113,8 @@ STABLE_DIFFUSION_2 = ArchitectureSpec(
 STABLE_DIFFUSION_XL = ArchitectureSpec(
     unet={
         "sample_size": 128,
+        "in_channels": 4,
+        "out_channels": 4,
         "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
         "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
         "block_out_channels": (320, 640, 1280),
@@ -131,6 +135,8 @@ STABLE_DIFFUSION_XL = ArchitectureSpec(
 TINY = ArchitectureSpec(
     unet={
         "sample_size": 8,
+        "in_channels": 4,
+        "out_channels": 4,
         "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
         "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
         "block_out_channels": (64, 128),
