@@ -10,7 +10,6 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -78,8 +77,9 @@ class ShapesOracle:
 
 
 def _label_components(mask: np.ndarray) -> tuple[np.ndarray, int]:
-    labelled: Any = ndimage.label(mask)  # Its type in scipy's stubs is that of every overload.
-    return labelled
+    """Number the connected pixels of a mask; return the numbers and how many there are."""
+    labels = np.zeros(mask.shape, dtype=np.int32)
+    return labels, int(ndimage.label(mask, output=labels))  # pyright: ignore[reportArgumentType]
 
 
 def _background(pixels: np.ndarray) -> np.ndarray:
