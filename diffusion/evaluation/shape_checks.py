@@ -10,6 +10,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 from PIL import Image
@@ -68,18 +69,13 @@ class ShapesOracle:
         coverage, nearest = _coverage(pixels, background)
         objects = []
         for index in range(len(COLOURS)):
-            labels, num_labels = _label_components((nearest == index) & (coverage[index] >= MIN_COVERAGE))
+            found = (nearest == index) & (coverage[index] >= MIN_COVERAGE)
+            labels, num_labels = cast("tuple[Any, int]", ndimage.label(found))
             for label in range(1, num_labels + 1):
                 mask = labels == label
                 if mask.mean() >= MIN_AREA:
                     objects += _objects(mask, pixels, background)
-        return [found for _, found in sorted(objects, key=lambda entry: entry[0], reverse=True)]
-
-
-def _label_components(mask: np.ndarray) -> tuple[np.ndarray, int]:
-    """Number the connected pixels of a mask; return the numbers and how many there are."""
-    labels = np.zeros(mask.shape, dtype=np.int32)
-    return labels, int(ndimage.label(mask, output=labels))  # pyright: ignore[reportArgumentType]
+        return [one for _, one in sorted(objects, key=lambda entry: entry[0], reverse=True)]
 
 
 def _background(pixels: np.ndarray) -> np.ndarray:
