@@ -72,7 +72,7 @@ class ShapesOracle:
             found = (nearest == index) & (coverage[index] >= MIN_COVERAGE)
             labels, num_labels = cast("tuple[Any, int]", ndimage.label(found))
             for label in range(1, num_labels + 1):
-                mask = labels == label
+                mask = np.equal(labels, label)
                 if mask.mean() >= MIN_AREA:
                     objects += _objects(mask, pixels, background)
         return [one for _, one in sorted(objects, key=lambda entry: entry[0], reverse=True)]
