@@ -83,11 +83,12 @@ class TensorBoardLogger(LoggerDestination):
 
 
 class WandB(WandBLogger):
-    """Composer's WandBLogger with the configuration of the run, and an id by which a resumed run is found."""
+    """Composer's WandBLogger with the run's configuration, an id by which a resumed run is found, and captions."""
 
     def __init__(self, folder: Path, config: Config) -> None:
         settings = config.loggers.wandb
         assert settings is not None
+        self.prompts = config.samples.prompts
         super().__init__(
             project=settings.project,
             entity=settings.entity,
@@ -114,6 +115,16 @@ class WandB(WandBLogger):
         """
         agree(self._start)
         super().init(state, logger)  # Finds the run that is started.
+
+    def log_images(self, images: Any, name: str = "Images", *args: Any, step: int | None = None, **kwargs: Any) -> None:
+        """Log images; the samples, arrays uint8 [H, W, 3], with their prompts as captions."""
+        if not self._enabled or name != "samples":
+            super().log_images(images, name, *args, step=step, **kwargs)
+            return
+        import wandb
+
+        pairs = zip(images, self.prompts, strict=True)
+        wandb.log({name: [wandb.Image(image, caption=prompt) for image, prompt in pairs]}, step=step)
 
     def _start(self) -> None:
         import wandb

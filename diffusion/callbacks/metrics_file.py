@@ -172,4 +172,4 @@ class StartsFile(LoggerDestination):
 
 
 def _text(time: datetime.datetime) -> str:
-    return time.isoformat(timespec="seconds")
+    return time.isoformat(timespec="milliseconds")

@@ -273,7 +273,8 @@ def _read_file(path: Path, named_in: str = "") -> _Source:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         named = f" ({named_in})" if named_in else ""
-        raise ConfigurationError(f"The configuration file {path}{named} cannot be read: {error}.") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigurationError(f"The configuration file {path}{named} cannot be read: {reason}.") from None
     values = _parse(text, str(path))
     if not isinstance(values, dict):
         raise ConfigurationError(f"{path} must hold keys and values (`key: value`), not a list or a single value.")

@@ -34,7 +34,7 @@ SMALLER = [
 
 def documented(place: Path) -> list[list[str]]:
     """Words of the documented commands, with `runs/` elsewhere."""
-    text = (ROOT / "docs" / "fine_tuning.md").read_text(encoding="utf-8").split("## Shown on emoji")[1]
+    text = (ROOT / "docs" / "fine_tuning.md").read_text(encoding="utf-8").split("## An example on emoji")[1]
     [block] = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
     said = "".join(f'{name}() {{ echo "${{@@Q}}"; }}\n' for name in ("python", "composer"))
     done = subprocess.run(["bash", "-euc", said + block], capture_output=True, text=True, check=True)

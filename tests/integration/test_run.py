@@ -37,10 +37,10 @@ MISTAKES = {
         ["data.local=???"],
         [TINY, "data.local (", "data.local=VALUE"],
     ),
-    "missing file": (None, ["The configuration file yamls/phase9.yaml does not exist."]),
+    "missing file": (None, ["yamls/phase9.yaml cannot be read"]),
     "control character": (
         ["group=a\x92b"],
-        ["'group=a\x92b' (command line)", "U+0092"],
+        ["'group=a\x92b' (command line)", "#x0092"],
     ),
     "batch not divisible by the ranks": (
         ["data.global_batch_size=33"],
