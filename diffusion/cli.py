@@ -80,7 +80,7 @@ def evaluate_command(arguments: Sequence[str], *, say: Callable[[str], None]) ->
     options = parser.parse_intermixed_args(list(arguments))
     if options.table is not None:
         if rank() == 0:
-            _show_results(options.table, say)
+            _show_results([one for one in (options.config, *options.table) if one is not None], say)
         return
     if options.config is None:
         parser.error("name the configuration of the evaluation, such as yamls/evaluate.yaml")

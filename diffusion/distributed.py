@@ -20,7 +20,8 @@ WORK_TIMEOUT = datetime.timedelta(days=1)
 USER_ERROR_EXIT_CODE = 2
 
 PREEMPTED_EXIT_CODE = 75
-"""EX_TEMPFAIL of sysexits.h: a signal ended the run, which has saved a checkpoint and continues when started again."""
+"""EX_TEMPFAIL of sysexits.h: a signal (a checkpoint was saved) or a wrong loss ended the run; the next start continues
+it."""
 
 INTERRUPTED_EXIT_CODE = 130
 """Of a command that Ctrl-C ended, as shells have it."""
@@ -113,7 +114,7 @@ def agree(step: Callable[[], T], *, takes_long: bool = False, group: Any = None)
 
     Args:
         step: may raise a `UserError` on some ranks or on all.
-        takes_long: wait for `LONG_TIMEOUT`, over a group of its own, instead of the time-out of collectives.
+        takes_long: wait for `LONG_TIMEOUT` over a group of its own; collectives of training have less.
         group: process group of all ranks for the agreement, as a thread beside the main one needs; None: the default.
 
     Returns:

@@ -43,7 +43,7 @@ class MachineError(UserError):
 
 
 class PreemptedError(Exception):
-    """All ranks were asked to end, and have saved a checkpoint; not a failure."""
+    """The run ends, and its next start continues: after a signal (a checkpoint was saved) or a wrong loss."""
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@
 |---|---|
 | 0 | done |
 | 2 | a `UserError`: the configuration, the data or the machine |
-| 75 | preempted: a checkpoint was saved, and the same command continues |
+| 75 | a signal (a checkpoint was saved) or a wrong loss (the next start rolls back): the same command continues |
 | 130 | Ctrl-C |
 
 Each node's first rank prints a `UserError`, without a traceback and with its rank in front where there are several.
@@ -117,10 +117,12 @@ def run_command(main: Callable[[], None], *, say: Callable[[str], None] = say_to
     try:
         main()
     except BaseException as error:
-        code = exit_code(error)
+        # SIGTERM of the launcher, in answer to another rank, may come while an error of this rank is raised.
+        cause = error.__context__ if isinstance(error, SystemExit) and error.__context__ is not None else error
+        code = exit_code(cause)
         if code == 1:
             raise
-        _report(error, say)
+        _report(cause, say)
         return _end(code)
     return 0
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-MAX_SEED = 2**32
+NUM_SEEDS = 2**32
 """Seeds, steps and epochs are 32-bit words of the address."""
 
 NUM_STREAM_BITS, NUM_OCCURRENCE_BITS, NUM_INDEX_BITS = 10, 13, 40
@@ -103,7 +103,7 @@ def random_words(seed: int, purpose: Purpose, step: Tensor, sample: Tensor, num_
     """
     if sample.is_cuda:
         return _draw_on_gpu(seed, purpose, step, sample, num_words, torch.int64)
-    assert 0 <= seed < MAX_SEED, f"seed {seed}"
+    assert 0 <= seed < NUM_SEEDS, f"seed {seed}"
     position = torch.arange((num_words + 3) // 4, device=sample.device)
     counter = (position[None, :], step[:, None] & _MASK, sample[:, None] & _MASK, (sample[:, None] >> 32) & _MASK)
     words = torch.stack(torch.broadcast_tensors(*philox(counter, (seed, int(purpose)))), dim=-1)
@@ -114,13 +114,13 @@ def _draw_on_gpu(seed: int, purpose: Purpose, step: Tensor, sample: Tensor, num:
     """Words (int64) or normal numbers (float32) [B, num], in one launch."""
     from diffusion.kernels import draw  # Triton need not be installed for a CPU.
 
-    assert 0 <= seed < MAX_SEED, f"seed {seed}"
+    assert 0 <= seed < NUM_SEEDS, f"seed {seed}"
     return draw(purpose << 32 | seed, step, sample, num, dtype)
 
 
 def random_word(seed: int, purpose: Purpose, step: int, sample: int) -> int:
     """Draw one 32-bit word for one sample without tensors (5 us): the first of `random_words`."""
-    assert 0 <= seed < MAX_SEED, f"seed {seed}"
+    assert 0 <= seed < NUM_SEEDS, f"seed {seed}"
     return philox((0, step & _MASK, sample & _MASK, (sample >> 32) & _MASK), (seed, int(purpose)))[0]
 
 

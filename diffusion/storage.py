@@ -400,7 +400,11 @@ class _S3Store:
     def upload(self, path: Path, uri: str) -> None:
         from boto3.s3.transfer import TransferConfig
 
-        with self._errors(uri), path.open("rb") as file:
+        try:
+            file = path.open("rb")
+        except OSError as error:
+            raise MachineError(f"{path} cannot be read: {error.strerror}") from error
+        with file, self._errors(uri):
             self._client().upload_fileobj(file, **_object(uri), Config=TransferConfig(max_concurrency=4))
 
     def delete(self, uris: list[str]) -> None:

@@ -94,7 +94,7 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
 
     Raises:
         UserError: on every rank: the configuration, the data or the machine is at fault.
-        PreemptedError: on every rank: a signal came, a checkpoint was saved and the loggers are closed.
+        PreemptedError: on every rank: after a signal (a checkpoint was saved) or a wrong loss; loggers are closed.
     """
     # Check
     device = start_ranks(config)
@@ -169,12 +169,11 @@ def open_run_folder(config: Config) -> Path:
         MachineError: it cannot be written.
     """
     folder = Path(config.output_folder).expanduser()
-    if not (folder / RUN_CONFIG).exists():
-        record_config(folder, config)
+    record_config(folder, config, replace=False)
     return folder
 
 
-def record_config(folder: Path, config: Config) -> None:
+def record_config(folder: Path, config: Config, *, replace: bool = True) -> None:
     """Save the resolved configuration in the run folder, on rank 0.
 
     Raises:
@@ -184,7 +183,8 @@ def record_config(folder: Path, config: Config) -> None:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / RUN_CONFIG, to_public_yaml(config))
+        if replace or not (folder / RUN_CONFIG).exists():
+            write_atomically(folder / RUN_CONFIG, to_public_yaml(config))
     except OSError as error:
         raise MachineError(f"output_folder={folder} cannot be written: {error.strerror}. Choose another one") from error
 
@@ -221,8 +221,6 @@ def build_training_model(config: Config, device: Device, *, is_new: bool = True)
         ConfigurationError: weights are not where the configuration says, or the combination is impossible.
     """
     if config.task == Task.autoencoder:
-        if config.trainer.parallelism != Parallelism.ddp:
-            raise ConfigurationError("task=autoencoder trains with trainer.parallelism=ddp: set it")
         return with_seed(config.seed, lambda: _build_autoencoder(config))
     model = build_model(config.model, config.objective, resolution=config.data.resolution, seed=config.seed)
     model.num_slots = config.data.global_batch_size

@@ -67,14 +67,14 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         ConfigurationError: names the option.
     """
     from diffusion.models.sampling import whole_number
-    from diffusion.randomness import MAX_SEED
+    from diffusion.randomness import NUM_SEEDS
 
     try:
         for name in ("images_per_prompt", "steps", "height", "width", "batch_size", "columns"):
             if (value := getattr(arguments, name)) is not None:
                 whole_number(f"--{name.replace('_', '-')}", value, least=1)
         if arguments.seed is not None:
-            whole_number("--seed", arguments.seed, least=0, most=MAX_SEED - 1)
+            whole_number("--seed", arguments.seed, least=0, most=NUM_SEEDS - 1)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
 

@@ -124,7 +124,7 @@ def _build_task_callbacks(
     callbacks: list[Callback] = []
     settings, streams = config.trainer, config.data.streams
     if fast.resolve_compilation(config.performance.compilation, device) is not Compilation.none:
-        callbacks.append(CollectiveTimeout(settings.init_timeout, settings.dist_timeout))
+        callbacks.append(CollectiveTimeout(settings.compile_timeout, settings.dist_timeout))
     keeps_weights_whole = settings.parallelism == Parallelism.fsdp and not settings.reshard_after_forward
     if keeps_weights_whole and config.performance.accumulate_locally:
         callbacks.append(AccumulateLocally())

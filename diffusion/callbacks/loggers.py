@@ -116,10 +116,18 @@ class WandB(WandBLogger):
         agree(self._start)
         super().init(state, logger)  # Finds the run that is started.
 
-    def log_images(self, images: Any, name: str = "Images", *args: Any, step: int | None = None, **kwargs: Any) -> None:
+    def log_images(
+        self,
+        images: Any,
+        name: str = "Images",
+        channels_last: bool = False,
+        step: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         """Log images; the samples, arrays uint8 [H, W, 3], with their prompts as captions."""
         if not self._enabled or name != "samples":
-            super().log_images(images, name, *args, step=step, **kwargs)
+            super().log_images(images, name, channels_last, step, *args, **kwargs)
             return
         import wandb
 

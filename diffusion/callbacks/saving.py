@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import copy
-import datetime
 import errno
 import logging
 import os
@@ -27,7 +26,7 @@ from diffusion.checkpointing.layout import (
 )
 from diffusion.checkpointing.remote import RemoteCheckpoints
 from diffusion.checkpointing.save import HostCopy, write_file, write_sharded
-from diffusion.distributed import agree
+from diffusion.distributed import LONG_TIMEOUT, agree
 from diffusion.errors import MachineError, UserError
 from diffusion.models.latent_diffusion import LatentDiffusion
 
@@ -35,9 +34,6 @@ log = logging.getLogger(__name__)
 
 STALL = "time/checkpoint_stall"
 """Metric: seconds for which a step waited for a checkpoint."""
-
-WRITE_TIMEOUT = datetime.timedelta(hours=2)
-"""Timeout of a rank for the others while a checkpoint is written or uploaded."""
 
 
 class RunRecord(Callback):
@@ -133,8 +129,6 @@ class SaveCheckpoints(CheckpointSaver):
         """Wait for a write in the background also when the run ends for another reason."""
         if self._pending is not None:
             concurrent.futures.wait([self._pending])
-            if (error := self._pending.exception()) is not None:
-                log.error("%s", error)
 
     def _save_checkpoint(self, state: State, logger: Logger) -> None:
         start = time.perf_counter()
@@ -144,12 +138,13 @@ class SaveCheckpoints(CheckpointSaver):
         path = self.local / (stem if is_sharded else f"{stem}.pt")
         self.last_checkpoint_batch = state.timestamp.batch
         if self._group is None:
-            self._group = torch.distributed.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
+            self._group = torch.distributed.new_group(backend="gloo", timeout=LONG_TIMEOUT)
         content = _collect(state, is_sharded)
         if self._pool is None:
             self._write(path, content, is_sharded)
         else:
             self._pending = self._pool.submit(self._write, path, self._host_copy.update(content), is_sharded)
+            self._pending.add_done_callback(_log_failure)
         logger.log_metrics({STALL: time.perf_counter() - start})
 
     def _wait(self) -> None:
@@ -181,8 +176,7 @@ class SaveCheckpoints(CheckpointSaver):
             raise
         if self.remote is not None:
             self._upload(self.remote, path, is_sharded)
-        if is_first:
-            self._prune(path)
+        agree(lambda: self._prune(path) if is_first else None, group=self._group)
 
     def _write_files(self, path: Path, content: dict[str, Any], is_sharded: bool) -> None:
         try:
@@ -247,6 +241,12 @@ def _make_room(path: Path) -> None:
         (path if path.suffix == "" else path.parent).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise MachineError(f"checkpoint {path} cannot be written: {error.strerror}") from error
+
+
+def _log_failure(written: concurrent.futures.Future[None]) -> None:
+    """Log at once why a write in the background failed; the run ends at its next save."""
+    if (error := written.exception()) is not None and dist.get_global_rank() == 0:
+        log.error("%s", error)
 
 
 def _take_device() -> None:

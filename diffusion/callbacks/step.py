@@ -12,8 +12,8 @@ from composer.utils import dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from diffusion.checkpointing.save import local_shard
 from diffusion.datasets.batch import BatchKey, num_microbatches, num_samples
-from diffusion.ema.averaging import local_shard
 from diffusion.sharding import set_collective_timeout, set_last_microbatch
 from diffusion.trainer import HostNumber
 

@@ -236,6 +236,16 @@ def check_contents(checkpoint: Path) -> None:
         DataError: it is damaged.
     """
     check_bytes(checkpoint)
+    check_safe(checkpoint)
+
+
+def check_safe(checkpoint: Path) -> None:
+    """Check that a checkpoint runs no code when it is read, without its tensors.
+
+    Raises:
+        UnsafeCheckpointError: it would run code.
+        DataError: it is damaged.
+    """
     if not checkpoint.is_dir():
         load_safely(checkpoint, str(checkpoint), mmap=True)
         return

@@ -15,7 +15,7 @@ from composer.utils import dist
 
 from diffusion.checkpointing.find import check_checkpoint, check_whole, is_complete, newest_that_passes
 from diffusion.checkpointing.layout import list_checkpoints, remove_copy, remove_half_written
-from diffusion.checkpointing.read import read_index, read_record, stored_files
+from diffusion.checkpointing.read import check_safe, read_index, read_record, stored_files
 from diffusion.checkpointing.remote import RemoteCheckpoint, RemoteCheckpoints
 from diffusion.config.checks import is_location
 from diffusion.config.loading import RENAMED, to_yaml
@@ -83,10 +83,16 @@ def find_resumption(config: Config, storage: CheckpointStorage) -> str | None:
         return _find_remote(config, storage, storage.remote)
     path = on_first_rank(lambda: _find_local(config, storage.folder), takes_long=True)
     if path is not None:
-        agree(lambda: check_whole(path) if _is_first_of_another_node() else None)
+        agree(lambda: _check_again(path) if _is_first_of_another_node() else None, takes_long=True)
         if rank() == 0:
             log.info("resuming from %s", path)
     return None if path is None else str(path)
+
+
+def _check_again(path: Path) -> None:
+    """Check on another node, whose folder may be another one, what rank 0 has read in full."""
+    check_whole(path)
+    check_safe(path)
 
 
 def remove_downloads(storage: CheckpointStorage) -> None:

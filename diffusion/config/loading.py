@@ -42,6 +42,7 @@ OVERRIDES = "overrides"
 
 RENAMED = {  # until 0.3
     "data.download_retry": "data.download_attempts",
+    "trainer.init_timeout": "trainer.compile_timeout",
     "operations.supervision.check_patience": "operations.supervision.check_timeout",
     "operations.supervision.data_patience": "operations.supervision.data_timeout",
     "operations.supervision.pause_patience": "operations.supervision.pause_timeout",
@@ -308,7 +309,7 @@ def _parse(text: str, where: str) -> Any:
         return {} if values is None and yaml.compose(text, Loader=_Loader) is None else values
     except RecursionError:
         raise ConfigurationError(f"{where} is nested too deeply.") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a number of 5000 digits.
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:  # `!!bool maybe`; 5000 digits.
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         problem = problem or str(error).splitlines()[0]
         line = f", line {mark.line + 1}, column {mark.column + 1}" if mark and COMMAND_LINE not in where else ""
@@ -426,14 +427,20 @@ class _Merger:
             return self.as_written(value, key)
         if isinstance(kind, type) and issubclass(kind, Enum):
             return kind(value)
+        if kind is not str and isinstance(value, str) and _is_interpolation(self.node_text(key)):
+            value = yaml.load(value, Loader=_Loader)  # An environment variable is text.
         if type(value) not in _SCALARS.get(kind, ()):
             raise TypeError
         return float(value) if kind is float else value
 
     def as_written(self, value: Any, key: str) -> str:
-        """Text of a scalar: `1e3`, whose value is 1000.0."""
+        """Text of a scalar: `1e3`, whose value is 1000.0; of an interpolation, that of its value."""
+        text = self.node_text(key)
+        return str(value) if text is None or _is_interpolation(text) else text
+
+    def node_text(self, key: str) -> str | None:
         node, _ = self.source_of(key).find(key)
-        return node.value if isinstance(node, yaml.ScalarNode) else str(value)
+        return node.value if isinstance(node, yaml.ScalarNode) else None
 
     def resolve(self, values: dict[str, Any]) -> dict[str, Any]:
         """Resolve interpolations. One that refers to a missing value stays text."""
@@ -483,7 +490,7 @@ class _Merger:
         if isinstance(value, dict | list):
             shown = "a group of keys" if isinstance(value, dict) else "a list"
         else:
-            shown = "null" if value is None else f"'{self.as_written(value, key)}'"
+            shown = "null" if value is None else f"'{self.node_text(key) or value}'"
         if get_origin(kind) is list and value is not None:
             hint = f" Give the whole list, {key}=[...]."
         elif isinstance(kind, type) and issubclass(kind, Enum):
@@ -494,4 +501,4 @@ class _Merger:
     def unresolved(self, key: str, error: Exception) -> str:
         source = self.source_of(key)
         reason = "it refers to itself" if isinstance(error, RecursionError) else str(error).splitlines()[0].rstrip(".")
-        return f"{key} is '{self.as_written('', key)}' ({source.where(key)}), which cannot be resolved: {reason}."
+        return f"{key} is '{self.node_text(key) or ''}' ({source.where(key)}), which cannot be resolved: {reason}."

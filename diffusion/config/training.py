@@ -158,9 +158,9 @@ class TrainerConfig:
     dist_timeout: float = bounded(600.0, above=0)
     """Timeout of collective operations, in seconds."""
 
-    init_timeout: float = bounded(3600.0, above=0)
-    """The same in the first 100 steps of a start with compilation (performance.compilation), in which each rank
-    compiles at every new size of images."""
+    compile_timeout: float = bounded(3600.0, above=0)
+    """Timeout of collective operations in the first 100 steps of a start with compilation (performance.compilation), in
+    which each rank compiles at every new size of images, in seconds."""
 
     progress_bar: bool = True
     """Show progress on rank 0: a bar in a terminal, elsewhere a line each half minute."""

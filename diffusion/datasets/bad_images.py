@@ -40,6 +40,7 @@ class BadImage:
 
 def read_bad_images(path: Path) -> list[BadImage]:
     """Read the list of a run; nothing where there is none. A line that a killed process left cut off is no entry."""
+    path = path if path.is_file() else path.with_name(OLD_FILE)
     if not path.is_file():
         return []
     lines = path.read_text(encoding="utf-8").splitlines()

@@ -7,7 +7,8 @@ be killed at any moment:
   releases). It is fetched to a file beside it, which gets its name when its size and hash are those of the index.
 - The file of the lock holds the time of the last check, and the failure if there was one. A process that waited for
   another one's attempt in vain fails with that one's message. A shard that has been checked since this process opened
-  the stream is not hashed again: a node hashes each shard once in a start. A damaged copy is fetched again.
+  the stream is not hashed again: a node hashes each shard once in a start. A copy found damaged is fetched
+  again; damage after that check is a DataError.
 - Originals have no such files: each rank hashes those that it reads. A damaged original is an error.
 - With a size limit, the shards whose last use is longest ago make room (their modification time is that of their last
   use). A process that has one open reads on; one that finds it gone fetches it again.
@@ -432,5 +433,6 @@ def _read_note(descriptor: int | None) -> tuple[float, str | None]:
 
 def _write_note(descriptor: int | None, failure: str | None) -> None:
     if descriptor is not None:
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps([time.time(), failure]).encode(), 0)
+        with suppress(OSError):  # On a full disk the next process checks the shard again.
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps([time.time(), failure]).encode(), 0)

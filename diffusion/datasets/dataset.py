@@ -51,9 +51,6 @@ logger = logging.getLogger(__name__)
 Tokenize = Callable[[list[str]], NDArray[np.int32]]
 """K captions -> int32 [K, L]."""
 
-PREPARED_COLUMNS = {"image", "captions"}
-ENCODED_COLUMNS = {"latent_mean", "token_ids"}
-
 BATCHES_AHEAD = 8
 """Batches whose shards a loader worker fetches ahead, where `data.predownload` is null."""
 

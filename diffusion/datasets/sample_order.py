@@ -34,7 +34,7 @@ from diffusion.errors import ConfigurationError
 from diffusion.randomness import NUM_INDEX_BITS, NUM_OCCURRENCE_BITS, sample_address
 
 ORDER_VERSION = 1
-"""Raised when the same settings give another order."""
+"""Part of the fingerprint: increase it with every change by which the same settings give another order."""
 
 MIN_CHUNK = 2**13
 """Samples of a rank that are computed at once."""

@@ -73,7 +73,7 @@ class Watcher:
         self.ledger = on_first_rank(lambda: read_ledger(self.folder / LEDGER, self.uri))
         self._loggers: WatchLoggers | None = None
         # Only a run folder has FINISHED; in a store, the checkpoint of the last step ends the run.
-        self._is_finished = is_url(self.uri) and any(entry["is_last"] for entry in self.ledger.values())
+        self._is_finished = is_url(self.uri) and any(entry.get("is_last", False) for entry in self.ledger.values())
         self._pause = threading.Event()
 
     def run(self) -> None:
@@ -154,9 +154,13 @@ def read_ledger(path: Path, run: str) -> dict[str, dict[str, Any]]:
     if not path.is_file():
         return {}
     content = read_json(path)
-    if content["run"] != run:
-        raise DataError(f"{path} is of the run {content['run']}, not of {run}: choose another output_folder")
-    return content["checkpoints"]
+    try:
+        owner, entries = content["run"], content["checkpoints"]
+    except (LookupError, TypeError) as error:
+        raise DataError(f"{path} is no ledger of a watcher: choose another output_folder") from error
+    if owner != run:
+        raise DataError(f"{path} is of the run {owner}, not of {run}: choose another output_folder")
+    return entries
 
 
 # The run

@@ -20,7 +20,7 @@ from diffusion.models.pretrained import (
     unet_folder,
 )
 from diffusion.models.sampling import build_noise_scheduler, whole_number
-from diffusion.randomness import MAX_SEED
+from diffusion.randomness import NUM_SEEDS
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ def load_family(
     spec = ARCHITECTURES[architecture]
     try:
         resolution = whole_number("resolution", spec.resolution if resolution is None else resolution, least=1)
-        seed = whole_number("seed", seed, least=0, most=MAX_SEED - 1)
+        seed = whole_number("seed", seed, least=0, most=NUM_SEEDS - 1)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     if resolution % spec.vae_factor:

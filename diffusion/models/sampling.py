@@ -21,7 +21,7 @@ from diffusion.config.model import ObjectiveConfig
 from diffusion.errors import ConfigurationError, raise_all
 from diffusion.models.architectures import NOISE_SCHEDULE
 from diffusion.models.conditioning import Conditioning
-from diffusion.randomness import MAX_SEED, Purpose, normal
+from diffusion.randomness import NUM_SEEDS, Purpose, normal
 
 Denoiser = Callable[[Tensor, Tensor, Conditioning], Tensor]
 """(latents [B, C, H, W], timestep [], conditioning of B images) -> prediction [B, C, H, W]."""
@@ -141,11 +141,11 @@ def image_seeds(seed: int | Sequence[int] | None, num_images: int) -> list[int]:
         ValueError: the number of seeds differs from that of images, or a seed is not a whole number in 0 .. 2^32 - 1.
     """
     if seed is None:
-        return [secrets.randbelow(MAX_SEED) for _ in range(num_images)]
+        return [secrets.randbelow(NUM_SEEDS) for _ in range(num_images)]
     if np.ndim(seed) == 0:
-        first = whole_number("seed", seed, least=0, most=MAX_SEED - 1)
-        return [(first + i) % MAX_SEED for i in range(num_images)]
-    seeds = [whole_number("seed", one, least=0, most=MAX_SEED - 1) for one in np.asarray(seed).tolist()]
+        first = whole_number("seed", seed, least=0, most=NUM_SEEDS - 1)
+        return [(first + i) % NUM_SEEDS for i in range(num_images)]
+    seeds = [whole_number("seed", one, least=0, most=NUM_SEEDS - 1) for one in np.asarray(seed).tolist()]
     if len(seeds) != num_images:
         raise ValueError(f"{len(seeds)} seeds for {num_images} images: give one per image, one number, or none")
     return seeds

@@ -24,7 +24,7 @@ from diffusion.operations.processes import ProcessRecord, is_alive
 
 log = logging.getLogger(__name__)
 
-LEASE = "lease.json"
+LEASE_FILE = "lease.json"
 """File in the run folder during a start of the run."""
 
 _RECORD_BYTES = 512
@@ -103,7 +103,7 @@ def leased(folder: Path) -> Iterator[Lease]:
     Raises:
         MachineError: another start of the run is active, or the folder cannot be written.
     """
-    path, descriptor = folder / LEASE, None
+    path, descriptor = folder / LEASE_FILE, None
     holders = [Holder(host=_HOST, namespace=_NAMESPACE, pid=os.getpid(), time=time.time(), token=secrets.token_hex(8))]
 
     def acquire() -> None:
@@ -162,7 +162,7 @@ def _already_running(path: Path, holder: Holder) -> MachineError:
 
 def _remove(path: Path, content: bytes) -> None:
     """Remove an expired lease, but not the one with which another start has replaced it meanwhile."""
-    aside = path.with_name(f"{LEASE}.{secrets.token_hex(4)}")
+    aside = path.with_name(f"{LEASE_FILE}.{secrets.token_hex(4)}")
     with suppress(FileNotFoundError):
         path.rename(aside)
         if aside.read_bytes() == content:

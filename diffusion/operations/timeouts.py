@@ -1,4 +1,4 @@
-"""Times of unattended runs in seconds that are not configured; `config/operations.py` has the others."""
+"""Times of unattended runs in seconds that are not configured; `config/operations.py` has those that are."""
 
 RENEWAL = 10.0
 """Interval at which a rank syncs its heartbeat for other hosts, and rank 0 renews the lease of the run."""

@@ -14,7 +14,7 @@ from diffusion.checkpointing.find import find_checkpoints
 from diffusion.checkpointing.layout import batch_of
 from diffusion.errors import MachineError
 from diffusion.operations import timeouts
-from diffusion.operations.lease import LEASE, leased
+from diffusion.operations.lease import LEASE_FILE, leased
 from tests.tools.training_runs import Job, Run
 
 pytestmark = pytest.mark.slow
@@ -55,7 +55,7 @@ def test_a_second_start_is_refused_and_a_killed_one_is_followed_at_once(server, 
     os.kill(follower.pids[0], signal.SIGTERM)
     assert follower.finish().codes == [75]
     assert "waiting for" not in follower.output
-    assert not (run / LEASE).exists()
+    assert not (run / LEASE_FILE).exists()
 
 
 @pytest.mark.world_size(2)
@@ -63,18 +63,18 @@ def test_all_ranks_end_when_another_start_has_taken_the_run_over(server, tmp_pat
     run = tmp_path / "run"
     job = begun(server, run, num_ranks=2)
     time.sleep(1.5 * timeouts.RENEWAL)  # Both ranks have seen their own.
-    taken = json.loads((run / LEASE).read_text()) | {"host": "elsewhere", "token": "another"}
+    taken = json.loads((run / LEASE_FILE).read_text()) | {"host": "elsewhere", "token": "another"}
     (run / "new").write_text(json.dumps(taken))
-    (run / "new").replace(run / LEASE)
+    (run / "new").replace(run / LEASE_FILE)
     codes = job.finish(timeout=120).codes
     assert 2 in codes
     assert all(codes)
-    assert json.loads((run / LEASE).read_text()) == taken, "it stays the other start's"
+    assert json.loads((run / LEASE_FILE).read_text()) == taken, "it stays the other start's"
 
 
 def held_elsewhere(folder: Path, count: int) -> None:
     holder = {"host": "elsewhere", "namespace": "", "pid": 7, "time": 0.0, "token": "other", "count": count}
-    (folder / LEASE).write_text(json.dumps(holder))
+    (folder / LEASE_FILE).write_text(json.dumps(holder))
 
 
 def test_a_lease_of_another_host_is_taken_over_when_it_has_run_out(tmp_path, monkeypatch):
@@ -83,7 +83,7 @@ def test_a_lease_of_another_host_is_taken_over_when_it_has_run_out(tmp_path, mon
     began = time.monotonic()
     with leased(tmp_path):
         assert time.monotonic() - began > 2
-        assert json.loads((tmp_path / LEASE).read_text())["pid"] == os.getpid()
+        assert json.loads((tmp_path / LEASE_FILE).read_text())["pid"] == os.getpid()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -94,4 +94,4 @@ def test_a_lease_of_another_host_that_is_renewed_is_respected(tmp_path):
     with pytest.raises(MachineError, match="process 7 on elsewhere"), leased(tmp_path):
         pass
     renewal.join()
-    assert json.loads((tmp_path / LEASE).read_text())["token"] == "other"
+    assert json.loads((tmp_path / LEASE_FILE).read_text())["token"] == "other"

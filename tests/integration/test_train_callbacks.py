@@ -25,7 +25,7 @@ def test_collectives_wait_longer_where_it_compiles(tmp_path, compilation, device
     config = load_config(
         "tests/tools/toy.yaml", [f"output_folder={tmp_path}", f"performance.compilation={compilation}"]
     )
-    config.trainer.init_timeout, config.trainer.dist_timeout = 50.0, 40.0
+    config.trainer.compile_timeout, config.trainer.dist_timeout = 50.0, 40.0
     model = build_model(config.model, config.objective, resolution=config.data.resolution, seed=0)
     heartbeat: Any = object()
     callbacks = build_callbacks(config, model, None, checkpoint_storage(config, tmp_path), device, heartbeat)

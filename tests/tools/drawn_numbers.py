@@ -9,14 +9,14 @@ import sys
 import torch
 
 from diffusion.kernels import draw
-from diffusion.randomness import MAX_SEED, Purpose, normal, random_words
+from diffusion.randomness import NUM_SEEDS, Purpose, normal, random_words
 
 CASES = [
     (1, 1, 0, 0, Purpose.NOISE),
     (1, 1025, 2**31, 2**40, Purpose.POSTERIOR),
     (5, 7, 2**31 - 1, 2**40 + 3, Purpose.TIMESTEP_STRATUM),
     (16, 16, 17, 2**53 + 1, Purpose.NOISE),
-    (64, 3, MAX_SEED - 1, 2**63 - 64, Purpose.FLIP),
+    (64, 3, NUM_SEEDS - 1, 2**63 - 64, Purpose.FLIP),
 ]
 """Samples, numbers per sample, seed, first address, purpose."""
 
@@ -26,7 +26,7 @@ def main() -> None:
     is_equal, distance = True, 0.0
     for num_samples, num, seed, first, purpose in CASES:
         sample = first + torch.arange(num_samples)
-        step = MAX_SEED - 1 - 100_000_007 * torch.arange(1).expand(num_samples)
+        step = NUM_SEEDS - 1 - 100_000_007 * torch.arange(1).expand(num_samples)
         key = purpose << 32 | seed
         on_device = (step.to(device), sample.to(device), num)
         words = draw(key, *on_device, torch.int64).cpu()

@@ -145,6 +145,7 @@ class ForkingServer:
 
     def launcher(self, num_ranks: int) -> list[str]:
         """The command that starts a program on so many ranks; the program and its arguments follow it."""
+        self.await_start()
         return [sys.executable, "-m", "tests.tools.forking", "launch", str(self.address), str(num_ranks)]
 
     def close(self) -> None:

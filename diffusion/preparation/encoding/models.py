@@ -129,13 +129,6 @@ class Encoder:
             copied.record(torch.cuda.current_stream(self.device))
         return Encoded(batch, moments, embeddings, copied)
 
-    @torch.inference_mode()
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """Encode captions, and wait: int [B, L] -> hidden states float16 [B, L, D] on the host."""
-        assert self._text_encoder is not None, "there is a text encoder"
-        with _one_thread(self.device):
-            return self._embed(self._text_encoder, token_ids).hidden.cpu()
-
     def _moments(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Encode uint8 [B, 3, height, width] to mean and log-variance."""
         pixels = images.to(self.device, non_blocking=True).float() / 127.5 - 1.0

@@ -292,3 +292,20 @@ def test_sizes():
     assert [parse_size(text, "k") for text in ("1kb", "1.5 GB", "7b", "12")] == [1024, 3 * 2**29, 7, 12]
     with pytest.raises(ConfigurationError, match="k is 'much'"):
         parse_size("much", "k")
+
+
+def test_interpolations_fit_the_type_of_their_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORKERS", "3")
+    path = tmp_path / "run.yaml"
+    path.write_text("run_name: ${seed}\nseed: ${oc.env:WORKERS}\ndata: {num_workers: '${oc.env:WORKERS}'}\n")
+    config = load(Config, path, ["group=${data.num_workers}", "optimizer.lr=${oc.env:WORKERS}"])
+    assert (config.run_name, config.seed, config.data.num_workers) == ("3", 3, 3)
+    assert (config.group, config.optimizer.lr) == ("3", 3.0)
+
+
+@pytest.mark.parametrize("value", ["!!bool maybe", "!!int ''", "!!timestamp x"])
+def test_a_tag_that_does_not_fit_is_an_error_of_the_configuration(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"seed: {value}\n")
+    with pytest.raises(ConfigurationError, match=r"run\.yaml.*well-formed"):
+        load(Config, path, [])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from diffusion.models.objectives import draw_stratified_timesteps
-from diffusion.randomness import MAX_SEED, Purpose, bernoulli, normal, randint, random_words
+from diffusion.randomness import NUM_SEEDS, Purpose, bernoulli, normal, randint, random_words
 from tests.tools.training_runs import ROOT
 from tests.tools.triton_aot import ARCHITECTURES, Launch, launches
 
@@ -60,7 +60,7 @@ def test_a_few_kernels_without_spills_serve_all_draws(arch):
         (1, 0, Purpose.NOISE),
         (5, 1, Purpose.POSTERIOR),
         (16, 16, Purpose.TIMESTEP_STRATUM),
-        (16, MAX_SEED - 1, Purpose.NOISE),
+        (16, NUM_SEEDS - 1, Purpose.NOISE),
     ):
         address = (torch.zeros(num_samples, dtype=torch.int64), torch.arange(num_samples))
         for shape in ((4, 64, 64), (4, 96, 40), (4, 1, 1)):
