@@ -37,7 +37,7 @@ CALLS = ("1", "2", "3", "4")
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     words = f"plan, tables, {', '.join(PARTS)}; key.sub=value for the Trainer"
     parser.add_argument("words", nargs="+", metavar="PART", help=words)
     parser.add_argument("--out", type=Path, help="folder of rows.jsonl, created or continued")

@@ -20,7 +20,7 @@ from diffusion.launch import CommandParser, positive, run_command
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     commands = parser.add_subparsers(dest="action", required=True)
     listing = commands.add_parser("list", help="status and costs of each run")
     listing.add_argument("folders", nargs="*", type=Path, default=[Path("runs")], help="default: runs/")

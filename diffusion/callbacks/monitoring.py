@@ -97,7 +97,6 @@ class Heartbeat(Callback):
         self._phase = Phase.starting
         self._count, self._step, self._num_done = 0, -1, 0
         self._changed = time.perf_counter()
-        self._waited = 0.0
         self._steps: deque[float] = deque(maxlen=_NUM_STEPS)
         self._file: HeartbeatFile
         self._stacks: IO[str]
@@ -152,8 +151,6 @@ class Heartbeat(Callback):
         if event not in _PHASES or self._ended.is_set():
             return
         now = time.perf_counter()
-        if event is Event.AFTER_DATALOADER:
-            self._waited = now - self._changed
         if event is Event.BATCH_END:
             self._steps.append(now - self._changed)
             self._num_done += 1
@@ -192,7 +189,6 @@ class Heartbeat(Callback):
                 step=self._step,
                 num_done=self._num_done,
                 time=time.time(),
-                waited=self._waited,
                 median_step=statistics.median(self._steps) if len(self._steps) > 2 else None,
                 **ending,
             )

@@ -25,6 +25,7 @@ from diffusion.config.training import Parallelism
 from diffusion.distributed import agree, local_rank, on_first_rank, rank
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.files import write_json
+from diffusion.storage import is_url
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ def checkpoint_storage(config: Config, run: Path) -> CheckpointStorage:
     location = config.trainer.checkpoint_folder
     if location is None:
         return CheckpointStorage(run, run / "checkpoints", None)
-    if "://" not in location:
+    if not is_url(location):
         return CheckpointStorage(run, Path(location).expanduser(), None)
     remote = RemoteCheckpoints(location, timeout=config.trainer.store_timeout)
     return CheckpointStorage(run, run / "uploads", remote)

@@ -78,6 +78,14 @@ def parse_size(text: str, key: str) -> int:
     return int(float(match[1]) * SIZE_UNITS[match[2].lower()])
 
 
+def size_text(num_bytes: float, digits: int = 1) -> str:
+    """Write bytes in decimal units, such as `1.5 GB`."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(num_bytes) >= factor:
+            return f"{num_bytes / factor:,.{digits}f} {unit}"
+    return f"{num_bytes:,.0f} B"
+
+
 @dataclass(frozen=True)
 class Limits:
     """Limits of a finite number; `above` and `below` exclude the limit itself."""

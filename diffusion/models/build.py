@@ -1,5 +1,6 @@
 """Construction of models: from the configuration for training, from options for notebooks."""
 
+import inspect
 import logging
 from functools import partial
 from pathlib import Path
@@ -134,17 +135,31 @@ def load_family(
     return model.eval()
 
 
-stable_diffusion_2 = partial(load_family, Architecture.stable_diffusion_2)
-"""Stable Diffusion 2: 865,910,724 parameters in the U-Net, 83,653,863 in the VAE, 340,387,840 in the text encoder."""
+def _family(architecture: Architecture, description: str) -> "partial[LatentDiffusion]":
+    loader = partial(load_family, architecture)
+    loader.__doc__ = f"{description}\n\n{inspect.getdoc(load_family)}"  # For `help` in a notebook.
+    return loader
 
-stable_diffusion_xl = partial(load_family, Architecture.stable_diffusion_xl)
-"""SDXL: 2,567,463,684 parameters in the U-Net, 83,653,863 in the VAE, 817,720,320 in the two text encoders."""
 
-tiny = partial(load_family, Architecture.tiny)
-"""Small model with the structure of `stable_diffusion_2`, for two CPU cores; v-prediction by default."""
+stable_diffusion_2 = _family(
+    Architecture.stable_diffusion_2,
+    "Stable Diffusion 2: 865,910,724 parameters in the U-Net, 83,653,863 in the VAE, 340,387,840 in the text encoder.",
+)
 
-tiny_xl = partial(load_family, Architecture.tiny_xl)
-"""Small model with the structure of `stable_diffusion_xl`, for two CPU cores; v-prediction by default."""
+stable_diffusion_xl = _family(
+    Architecture.stable_diffusion_xl,
+    "SDXL: 2,567,463,684 parameters in the U-Net, 83,653,863 in the VAE, 817,720,320 in the two text encoders.",
+)
+
+tiny = _family(
+    Architecture.tiny,
+    "Small model with the structure of `stable_diffusion_2`, for two CPU cores; v-prediction by default.",
+)
+
+tiny_xl = _family(
+    Architecture.tiny_xl,
+    "Small model with the structure of `stable_diffusion_xl`, for two CPU cores; v-prediction by default.",
+)
 
 
 def _objective(spec: ArchitectureSpec, folder: Path | None, requested: dict[str, Any]) -> ObjectiveConfig:

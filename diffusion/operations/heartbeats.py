@@ -56,9 +56,6 @@ class HeartbeatRecord(ProcessRecord):
     num_done: int
     """Completed steps of this start."""
 
-    waited: float = 0.0
-    """Seconds that the step waited for its batch."""
-
     median_step: float | None = None
     """Median duration of a step in seconds; None before three steps."""
 
@@ -118,6 +115,7 @@ def _read(path: Path) -> HeartbeatRecord | None:
         time.sleep(0.01 if attempt else 0)
         try:
             fields = json.loads(path.read_bytes())
+            fields.pop("waited", None)  # until 0.3
             return HeartbeatRecord(**{**fields, "phase": Phase(fields["phase"])})
         except FileNotFoundError:
             return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from diffusion.operations.checks.verdicts import size_text
+from diffusion.config.fields import size_text
 
 _ALL_CORES_BUSY = 0.9
 """CPU utilisation from which the cores are the bottleneck."""

@@ -245,7 +245,7 @@ def meta_inputs(config: ModelConfig, unet: Any, size: ImageSize, dtype: torch.dt
     height, width = (side // spec.vae_factor for side in size)
     with torch.device("meta"):
         inputs: dict[str, Any] = {
-            "sample": torch.empty(1, unet.get("in_channels", 4), height, width, dtype=dtype),
+            "sample": torch.empty(1, unet["in_channels"], height, width, dtype=dtype),
             "timestep": torch.empty(1, dtype=torch.int64),
             "encoder_hidden_states": torch.empty(1, spec.max_tokens, unet["cross_attention_dim"], dtype=dtype),
         }
@@ -302,9 +302,8 @@ def _activation_bytes(model: str, size: ImageSize, dtype: torch.dtype) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = unet(
-            **meta_inputs(config, unet.config, size, dtype)
-        )  # Its graph keeps the storages, and their numbers, in use.
+        output = unet(**meta_inputs(config, unet.config, size, dtype))
+    # The graph of the output keeps the storages, and their numbers, in use.
     assert output.sample.is_meta
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 

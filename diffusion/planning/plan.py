@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from diffusion.config import fields
 from diffusion.config.checks import num_batches
 from diffusion.config.data import ImageSize
 from diffusion.config.loading import to_yaml
@@ -210,12 +211,7 @@ def shown(value: float | None, form: str, key: str = "") -> str:
 
 def size_text(num_bytes: float | None) -> str:
     """Bytes in decimal units."""
-    if num_bytes is None:
-        return UNKNOWN
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:,.2f} {unit}"
-    return f"{num_bytes:,.0f} B"
+    return UNKNOWN if num_bytes is None else fields.size_text(num_bytes, digits=2)
 
 
 def largest_microbatch(plan: Plan) -> str:

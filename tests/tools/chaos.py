@@ -8,7 +8,6 @@ starts with an empty cache. Afterwards the run must have reached its end by itse
 weights. Exit code 1 if not.
 """
 
-import argparse
 import json
 import logging
 import os
@@ -295,7 +294,7 @@ class Injector:
 
 def main() -> None:
     """Make data, run undisturbed, run disturbed, compare."""
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("overrides", nargs="*", help="key=value, for both runs")
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--kinds", nargs="+", metavar="KIND", help="which; docs/operations.md describes them")

@@ -11,11 +11,11 @@ from tqdm import tqdm
 
 from diffusion import storage
 from diffusion.config.data import DataConfig, ImageSize, Representation, StreamConfig, ValidationConfig, image_sizes
-from diffusion.config.fields import parse_size
+from diffusion.config.fields import parse_size, size_text
 from diffusion.config.model import Posterior
 from diffusion.config.schema import Config
 from diffusion.datasets.batch import BatchKey, collate
-from diffusion.datasets.dataset import Tokenize, TrainingDataset
+from diffusion.datasets.dataset import BATCHES_AHEAD, Tokenize, TrainingDataset
 from diffusion.datasets.encoded import EncodedManifest, check_encoded, read_encoded_manifest
 from diffusion.datasets.loader import (
     BatchLoader,
@@ -39,14 +39,10 @@ from diffusion.operations.checks.verdicts import (
     ok,
     on_each_machine,
     problem,
-    size_text,
     warning,
 )
 from diffusion.planning.downloads import FleetStream, World, traffic
 from diffusion.storage import is_url, join
-
-BATCHES_AHEAD = 8
-"""Batches that a worker downloads ahead if `data.predownload` is null."""
 
 MIN_CACHED_SHARDS = 4
 """Smallest cache limit, in multiples of the largest shard."""
@@ -279,7 +275,7 @@ def check_files(location: StreamLocation, timeout: float, *, deep: bool) -> None
     """
     check_location(location)
     index = read_source_index(location, timeout)
-    split, bucket = location.source.rstrip("/").split("/")[-2:]
+    split, bucket = ["", *location.source.rstrip("/").split("/")][-2:]
     manifest = find_manifest(location.source, location.access) or {}
     entry = manifest.get("splits", {}).get(split, {}).get(bucket)
     if isinstance(entry, dict) and entry.get("sha256") != hashlib.sha256(index).hexdigest():

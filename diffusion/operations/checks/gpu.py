@@ -10,7 +10,8 @@ import psutil
 import pynvml
 import torch
 
-from diffusion.operations.checks.verdicts import Verdict, ok, problem, size_text, warning
+from diffusion.config.fields import size_text
+from diffusion.operations.checks.verdicts import Verdict, ok, problem, warning
 
 T = TypeVar("T")
 

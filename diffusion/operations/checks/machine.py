@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+from diffusion.config.fields import size_text
 from diffusion.config.schema import Config
 from diffusion.config.training import Device
 from diffusion.distributed import local_world_size, world_size
@@ -21,9 +22,9 @@ from diffusion.operations.checks.verdicts import (
     ok,
     on_each_machine,
     problem,
-    size_text,
     warning,
 )
+from diffusion.storage import is_url
 
 CGROUP = Path("/sys/fs/cgroup")
 """Limits of a container (cgroup v2)."""
@@ -154,13 +155,13 @@ def check_shared_memory(free: int, demand: Demand) -> Verdict:
 def checkpoint_folder(config: Config) -> Path:
     """Return the folder of checkpoints on this machine, also of those that go to a store."""
     folder = config.trainer.checkpoint_folder
-    return Path(folder if folder is not None and "://" not in folder else config.output_folder).expanduser()
+    return Path(config.output_folder if folder is None or is_url(folder) else folder).expanduser()
 
 
 def existing(folder: Path) -> Path:
     """Return a folder, or the lowest existing one above it."""
     folder = folder.expanduser().absolute()
-    return next(path for path in (folder, *folder.parents) if path.exists())
+    return next(path for path in (folder, *folder.parents) if os.path.exists(path))  # noqa: PTH110 -- False without permission
 
 
 def check_output_folder(folder: Path) -> Verdict:

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 
 from diffusion.config.checks import resolve_device
+from diffusion.config.fields import size_text
 from diffusion.config.loading import load_config
 from diffusion.config.schema import Config
 from diffusion.config.training import Device
 from diffusion.launch import run_command
 from diffusion.operations.checks.gpu import check_gpu_errors
 from diffusion.operations.checks.machine import check_output_folder, checkpoint_folder
-from diffusion.operations.checks.verdicts import Level, Verdict, ok, size_text, warning
+from diffusion.operations.checks.verdicts import Level, Verdict, ok, warning
 
 DATASHEET_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 """Dense bf16, by a part of the device's name."""

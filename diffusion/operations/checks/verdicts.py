@@ -105,11 +105,3 @@ def format_table(verdicts: Sequence[Verdict]) -> str:
         lines.append(f"{check:<{width}}  {verdict.level.value:<7}  {text[0]}")
         lines += [" " * (width + 11) + line for line in text[1:]]
     return "\n".join(lines)
-
-
-def size_text(num_bytes: float) -> str:
-    """Format bytes in decimal units."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(num_bytes) >= factor:
-            return f"{num_bytes / factor:,.1f} {unit}"
-    return f"{num_bytes:,.0f} B"
