@@ -18,6 +18,7 @@ REQUIREMENTS = [
     "tensorboard>=2.16,<3",
     "torchmetrics>=1.7,<1.8",
     "safetensors>=0.4.5,<1",
+    "duckdb>=1.2",
     "pyarrow>=15",
     "joblib>=1.4",
     "pillow>=11,<12",
@@ -40,7 +41,7 @@ REQUIREMENTS = [
 ]
 
 EXTRAS = {
-    "ray": ["ray>=2.40,<3"],
+    "ray": ["ray[data]>=2.40,<3"],
     "huggingface": ["datasets>=4,<6"],
     "evaluation": [
         "choix>=0.4,<1",
@@ -75,7 +76,7 @@ EXTRAS = {
         "waitress>=3,<4",
         "websockets>=11",
         "webdataset>=1,<2",
-        "ray>=2.40,<3",
+        "ray[data]>=2.40,<3",
     ],
 }
 EXTRAS["all"] = sorted({requirement for extra in EXTRAS.values() for requirement in extra})

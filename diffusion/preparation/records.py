@@ -1,22 +1,18 @@
-"""What a source yields: records, and refusals of what could not become one."""
+"""What a source yields: images with their captions, and rejections of what is none."""
 
 import hashlib
 import json
 import math
-import os
-import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
 from typing import Any, Protocol
 
-from diffusion.datasets.images import MAX_BYTES
-from diffusion.errors import MachineError
+from typing_extensions import Self
 
 
 class Reason(str, Enum):
-    """Why an image was refused; the value is the key in the manifest."""
+    """Why an image was rejected; the value is the name in metadata and manifests. Filters add names of their own."""
 
     MISSING_CAPTION = "missing_caption"
     EMPTY_CAPTION = "empty_caption"
@@ -26,228 +22,209 @@ class Reason(str, Enum):
     UNDECODABLE = "undecodable"
     TOO_LARGE = "too_large"
     TOO_SMALL = "too_small"
-    DUPLICATE_KEY = "duplicate_key"
     NOT_SUCCESSFUL = "not_successful"
     INVALID_JSON = "invalid_json"
     DAMAGED_FILE = "damaged_file"
     DUPLICATE = "duplicate"
     NEAR_DUPLICATE = "near_duplicate"
     SMALL_BUCKET = "small_bucket"
-    WITHDRAWN = "withdrawn"
+    REMOVED = "removed"
 
 
-def reason_text(reason: Reason | str) -> str:
-    """Return a reason as the manifest names it."""
-    return reason.value if isinstance(reason, Reason) else reason
+WITHOUT_CAPTION = (Reason.MISSING_CAPTION, Reason.EMPTY_CAPTION)
+"""Reasons that a captioner can mend: such images are decoded and measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Location:
+    """Where an image lies in its source."""
+
+    file: str
+    """Path of the file below the source; empty where the source is the file."""
+
+    version: str = ""
+    """Changes with the content of the file: size and time, or what a store gives."""
+
+    offset: int | None = None
+    """First byte in the file (in the decompressed stream of a compressed one); None where an image is no such range."""
+
+    length: int | None = None
+    """Bytes from there."""
+
+    row_group: int | None = None
+    """Row group of a parquet file, batch of an Arrow file."""
+
+    row: int | None = None
+    """Row of the file, or sample of the shard, from 0."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """One image with its captions.
-
-    Attributes:
-        key: Unique over all sources: the name of the source, a slash, and the place in the source.
-        image: The image file as it came.
-        captions: At least one; each non-empty, stripped, encodable as UTF-8.
-        metadata: Whatever else the source knew; fit for JSON.
-    """
+    """One image with its captions."""
 
     key: str
+    """Unique over all sources: the name of the source, a slash, and the path in the source."""
+
     image: bytes
+    """The image file as it came."""
+
     captions: list[str]
-    metadata: dict[str, Any] = field(default_factory=dict)
+    """At least one; each non-empty, stripped, encodable as UTF-8. Empty within a `Rejected` only."""
+
+    metadata: dict[str, Any]
+    """Whatever else the source knew; fit for JSON."""
+
+    location: Location
 
 
 @dataclass(frozen=True)
-class Refused:
-    """One image that a source could not make a record of.
-
-    Attributes:
-        key: As the record's would have been.
-        reason: Why; a `Reason`, or the name of a filter.
-        detail: A few words for the person who looks at the examples.
-        record: Where only the caption is missing: the record without captions, which a captioner can complete.
-    """
+class Rejected:
+    """One image (or one file, or several rows of it) that could not become a record."""
 
     key: str
-    reason: Reason | str
+    reason: Reason
+    location: Location
     detail: str = ""
-    record: Record | None = field(default=None, compare=False, repr=False)
+    """A few words for the person who looks at the examples."""
+
+    record: Record | None = field(default=None, repr=False)
+    """Where only the caption is missing (`WITHOUT_CAPTION`): the record without captions."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Partition:
-    """A part of a source that one worker reads on its own, in one pass.
+    """A part of a source that one worker reads on its own, from front to back.
 
-    Attributes:
-        id: Name within the source: of two partitions of one source no two are equal, and that of a partition stays when
-            the source grows. Short and made of what the partition holds (a tar's name, a file and its first row).
-        items: What `Source.read` needs to find it again in another process: names of files below the source, numbers
-            as text. It is stored as JSON with the data set, so no secret may be in it.
-        fingerprint: Changes when what it holds changes, and is found without reading the images: names, sizes and
-            times of modification (`file_state`), or the version that a store gives. Where it differs from the one of
-            the last run, the partition is read again and compared in full, so it may change needlessly.
-        num_records: How many records and refusals it will yield; None if that is not known beforehand.
+    A partition is a function of the content of the source, never of the number of workers.
     """
 
     id: str
-    items: tuple[str, ...]
-    fingerprint: str
+    """Name within the source, for messages; unique, and stable when the source grows."""
+
+    file: str = ""
+    """The file below the source that it lies in; empty for a partition of a folder of images."""
+
+    start: int = 0
+    """First row of a table."""
+
+    stop: int | None = None
+    """Row behind the last; None is the end of the file."""
+
+    version: str = ""
+    """Version of the file."""
+
+    num_bytes: int = 0
+    """Bytes to read, about."""
+
     num_records: int | None = None
+    """Records and rejections; None if that is not known beforehand."""
+
+    items: tuple[str, ...] = ()
+    """Of a folder of images: what `Source.scan` needs of each file, as JSON. The driver does not keep them: it writes
+    them to a file, from which the worker reads them back (`diffusion.preparation.scan`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partitions:
+    """What a source holds, compared with what was read of it before."""
+
+    new: Iterable[Partition]
+    """A stream: a source may have 100,000 of them, with 100 million images."""
+
+    gone: Sequence[str] = ()
+    """Files that were read before and do not exist any more."""
+
+    changed: Sequence[Partition] = ()
+    """Files that were read before and have another version now, as partitions to be read and compared."""
 
 
 class Source(Protocol):
-    """A place that records are read from, cut into partitions.
+    """A place that images are read from, cut into partitions.
 
-    A source is a small value that can be pickled: it is sent to the workers, and each reads whole partitions. It holds
-    no open file, and no password (a worker finds those in its environment). What a partition yields depends on the
-    content of the partition alone: keys are unique over the source by construction, without a look at the others.
+    A source is a small value that can be pickled. It holds no open file, no list of its files, and no password (a
+    worker finds those in its environment). What a partition yields depends on its content alone.
     """
 
-    @property
-    def name(self) -> str:
-        """First part of the keys."""
+    name: str
+    """First part of the keys."""
+
+    kind: str
+    """`folder`, `webdataset`, `parquet`, ..."""
+
+    path: str
+    """Where it is, without passwords."""
+
+    def description(self) -> dict[str, Any]:
+        """What `sources.from_description` makes an equal source of, as JSON."""
         ...
 
-    @property
-    def kind(self) -> str:
-        """`folder`, `webdataset`, `parquet`, ..."""
-        ...
-
-    @property
-    def path(self) -> str:
-        """Where it is, as the manifest names it; without passwords."""
-        ...
-
-    @property
-    def num_records(self) -> int | None:
-        """How many records and refusals it will yield; None if that is not known beforehand."""
-        ...
-
-    def partitions(self, size: int, known: Sequence[Partition] = ()) -> list[Partition]:
-        """Cut the source into partitions that hold every image exactly once.
-
-        The cut is a function of the content of the source and of the arguments.
+    def partitions(self, known: Sequence[str] = ()) -> Partitions:
+        """Compare the source with the metadata of earlier scans.
 
         Args:
-            size: Images that a partition should hold where the source can be cut freely (the files of a folder, the
-                rows of a table); a tar is one partition whatever it holds.
-            known: Partitions of an earlier run, when the source held less. They are returned as they are now: with the
-                same id and items, and a fingerprint of what is there today. One whose files are gone is left out. What
-                they do not hold becomes new partitions, whatever `size` they were cut with.
-
-        Returns:
-            The known ones that are still there, in the order given, then the new ones in the order of their content
-            (that of `read` without a partition, where nothing is known).
+            known: local parquet files of metadata of this source, with the columns `file` and `version` at least.
 
         Raises:
-            DataError: The source is not what it was when it was opened.
-            MachineError: It cannot be listed.
+            DataError: it is not what it was when it was opened.
+            MachineError: it cannot be listed.
         """
         ...
 
-    def only(self, partition: Partition) -> "Source":
-        """Return a source of the same keys that is small when pickled, and of which only this partition will be read.
-
-        For a source that is small anyway it is the source itself; one that lists its files leaves the others out.
-        """
-        ...
-
-    def read(self, partition: Partition | None = None) -> Iterator[Record | Refused]:
-        """Yield each image of a partition once, either way, in the same order each time; None: of all of them.
+    def scan(self, partition: Partition) -> Iterator[Record | Rejected]:
+        """Yield each image of a partition once, either way, in the same order each time.
 
         Raises:
-            MachineError: The disk or the network fails. A damaged file is no error: it is a refusal.
+            MachineError: the disk or the network fails. A damaged file is no error: all that can be read is read, and
+                each row that the file promises and that is lost is a rejection.
         """
         ...
 
+    def images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
+        """Yield the image files of some records of a partition, in the order in which `scan` yields them.
 
-def file_state(path: str | Path) -> str:
-    """Return size and time of modification of a file, for fingerprints; `gone` where there is none."""
-    try:
-        status = os.stat(path)  # noqa: PTH116 - three times per image; making a Path takes ten times as long
-    except OSError:
-        return "gone"
-    return f"{status.st_size} {status.st_mtime_ns}"
+        Each file is read once, from front to back, in ranges of at least 8 MiB (or to its end).
 
+        Raises:
+            DataError: one is not there any more.
+            MachineError: the disk or the network fails.
+        """
+        ...
 
-def fingerprint_of(*parts: str) -> str:
-    """Return a short hash of texts: equal for equal lists of texts."""
-    digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        encoded = part.encode("utf-8", "surrogatepass")
-        digest.update(len(encoded).to_bytes(8, "little"))
-        digest.update(encoded)
-    return digest.hexdigest()
+    def only(self, partition: Partition) -> Self:
+        """A source of the same keys that is small when pickled."""
+        ...
 
 
-def make_record(key: str, image: bytes, captions: Any, metadata: dict[str, Any]) -> Record | Refused:
+def make_record(
+    key: str, image: bytes, captions: Any, metadata: Mapping[str, Any], location: Location
+) -> Record | Rejected:
     """Check captions and make a record.
 
     Args:
-        key: Key of the record.
-        image: The image file.
-        captions: A text, a list of texts, or nothing; undecodable bytes as surrogates (`surrogateescape`). Blank
-            entries of a list are left out.
-        metadata: Anything; what JSON cannot hold becomes text or None.
+        key: key of the record.
+        image: the image file.
+        captions: a text, a list of texts, or nothing; undecodable bytes as surrogates (`surrogateescape`). Blank
+            entries of a list are dropped.
+        metadata: anything; what JSON cannot hold becomes text or None.
+        location: where the image lies.
 
     Returns:
-        The record, or the refusal if there is no caption, none that is not blank, or one is not valid UTF-8.
+        The record; or the rejection if there is no caption, none that is not blank, or one is not valid UTF-8.
     """
     listed = captions if isinstance(captions, list) else [captions]
     texts = [text for text in listed if isinstance(text, str)]
     metadata = {clean_text(str(name)): fit_for_json(metadata[name]) for name in metadata}
-    bare = Record(key, image, [], metadata)
+    bare = Record(key, image, [], metadata, location)
     if not texts:
         others = ", ".join(ascii(caption) for caption in listed if caption is not None)
-        return Refused(key, Reason.MISSING_CAPTION, f"no text: {others[:80]}" if others else "null or not given", bare)
-    if any(has_surrogates(text) for text in texts):
-        return Refused(key, Reason.INVALID_UTF8, ascii(next(text for text in texts if has_surrogates(text))[:80]))
-    stripped = [text.strip() for text in texts]
-    captions = [text for text in stripped if text]
+        detail = f"no text: {others[:80]}" if others else "null or not given"
+        return Rejected(key, Reason.MISSING_CAPTION, location, detail, bare)
+    if undecodable := next((text for text in texts if has_surrogates(text)), None):
+        return Rejected(key, Reason.INVALID_UTF8, location, ascii(undecodable[:80]))
+    captions = [text.strip() for text in texts if text.strip()]
     if not captions:
-        return Refused(key, Reason.EMPTY_CAPTION, record=bare)
-    return Record(key, image, captions, metadata)
-
-
-def read_bytes(path: str) -> bytes:
-    """Read a file.
-
-    Raises:
-        OSError: It cannot be read.
-    """
-    with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - likewise
-        return file.readall()
-
-
-def read_image(path: str, key: str) -> bytes | Refused:
-    """Read an image file; a refusal if it is not there or may not be read.
-
-    Raises:
-        MachineError: The disk or the network fails.
-    """
-    try:
-        return unfit_file(path, key) or read_bytes(path)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        return Refused(key, Reason.MISSING_IMAGE, "there is no such file")
-    except PermissionError:
-        return Refused(key, Reason.UNREADABLE, "no permission to read the file")
-    except OSError as error:
-        raise MachineError(f"cannot read {path}: {error.strerror}") from error
-
-
-def unfit_file(path: str, key: str) -> Refused | None:
-    """Return a refusal for what is not to be read whole: a pipe or device, which could last for ever, or too large.
-
-    Raises:
-        OSError: It cannot be looked at.
-    """
-    status = os.stat(path)  # noqa: PTH116 - as in file_state
-    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
-        return Refused(key, Reason.UNREADABLE, "it is a pipe, a socket or a device, not a file")
-    if status.st_size > MAX_BYTES:
-        return Refused(key, Reason.TOO_LARGE, f"{status.st_size} bytes are more than {MAX_BYTES}")
-    return None
+        return Rejected(key, Reason.EMPTY_CAPTION, location, record=bare)
+    return Record(key, image, captions, metadata, location)
 
 
 def decode_text(data: bytes) -> str:
@@ -256,26 +233,26 @@ def decode_text(data: bytes) -> str:
 
 
 def has_surrogates(text: str) -> bool:
-    """Return whether a text cannot be encoded as UTF-8."""
+    """Whether a text cannot be encoded as UTF-8."""
     return any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def clean_text(text: str) -> str:
-    """Return the text with surrogates written out as escapes."""
+    """Write surrogates out as escapes."""
     return text.encode("utf-8", errors="backslashreplace").decode("utf-8") if has_surrogates(text) else text
 
 
 def key_of(name: str) -> str:
-    """Return a file or member name as a key; one that is not UTF-8 is escaped and gets a hash of its bytes."""
+    """Make a key of a file or member name; one that is not UTF-8 is escaped and gets a hash of its bytes."""
     if not has_surrogates(name):
         return name
-    # the digest keeps a name that holds the escape literally apart from the name that holds the byte
+    # The hash tells a name that holds the escape literally from the name that holds the byte.
     digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
     return f"{clean_text(name)}~{digest}"
 
 
 def fit_for_json(value: Any) -> Any:
-    """Return the value with what JSON cannot hold replaced: text for unknown types, None for NaN and infinity."""
+    """Replace what JSON cannot hold: text for unknown types, None for NaN and infinity."""
     if isinstance(value, str):
         return clean_text(value)
     if isinstance(value, float):
@@ -290,11 +267,7 @@ def fit_for_json(value: Any) -> Any:
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """Parse a JSON object.
-
-    Raises:
-        ValueError: It is not JSON, or JSON but not an object.
-    """
+    """Parse a JSON object; a ValueError if it is none."""
     try:
         parsed = json.loads(text)
     except RecursionError as error:
