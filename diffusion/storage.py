@@ -3,7 +3,7 @@
 Every function makes several attempts while a store does not answer, with growing pauses, and raises one of four errors:
 `MissingFileError`, `ForbiddenFileError`, `UnavailableError` (the attempts are used up) and `DataError` (the URI or the
 content is wrong). Messages name the URI without user, password and query, and hold no text of a library, which could
-hold credentials. Nothing else in this package opens a boto3 client. Only S3 is written to.
+hold credentials. Nothing else in this package opens a boto3 client. Only paths and S3 are written to.
 
 Credentials are never part of a URI. S3 takes them from the profile of the AWS configuration files that `Access` names,
 else from where boto3 finds them; a public bucket needs none. Web servers take them from `~/.netrc`.
@@ -12,6 +12,7 @@ else from where boto3 finds them; a public bucket needs none. Web servers take t
 import errno
 import functools
 import itertools
+import json
 import logging
 import os
 import random
@@ -27,7 +28,7 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 from fsspec.spec import AbstractBufferedFile
 
 from diffusion.errors import DataError, MachineError
-from diffusion.files import atomic_path, hash_file, unique_partial
+from diffusion.files import atomic_path, hash_file, unique_partial, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -200,8 +201,29 @@ class _RangeFile(AbstractBufferedFile):
 
 
 def write(uri: str, content: bytes, access: Access | None = None) -> None:
-    """Write a small object of S3; it exists with the whole content, or as before."""
-    _attempt(uri, access, lambda store: _s3(store).write(uri, content))
+    """Write a file of this machine or an object of S3; it exists with the whole content, or as before.
+
+    Folders are made. One request to a store, so at most 5 GiB.
+    """
+    if is_url(uri):
+        _attempt(uri, access, lambda store: _s3(store).write(uri, content))
+        return
+    with _writing(uri):
+        Path(uri).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(Path(uri), content)
+
+
+def write_json(uri: str, value: Any, access: Access | None = None) -> None:
+    """Write a JSON file as `write` does; NaN and infinity, which are not JSON, are a ValueError."""
+    write(uri, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode(), access)
+
+
+def read_json(uri: str, access: Access | None = None) -> Any:
+    """Read a JSON file; a DataError if it does not exist or is not JSON."""
+    try:
+        return json.loads(read(uri, access=access))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{shown(uri)} is damaged, it is not JSON: {error}") from error
 
 
 def upload(path: Path, uri: str, access: Access | None = None) -> None:
@@ -210,11 +232,26 @@ def upload(path: Path, uri: str, access: Access | None = None) -> None:
 
 
 def delete(uris: Iterable[str], access: Access | None = None) -> None:
-    """Delete objects of one bucket of S3; a missing one is no error."""
+    """Delete files of this machine, or objects of one bucket of S3; a missing one is no error."""
     uris = list(uris)
+    for uri in uris:
+        if not is_url(uri):
+            with _writing(uri):
+                Path(uri).unlink(missing_ok=True)
+    uris = list(filter(is_url, uris))
     for start in range(0, len(uris), _PAGE_KEYS):
         some = uris[start : start + _PAGE_KEYS]
         _attempt(some[0], access, lambda store, some=some: _s3(store).delete(some))
+
+
+@contextmanager
+def _writing(uri: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "free space on the disk" if is_full else "choose a folder that can be written to"
+        raise MachineError(f"cannot write to {uri}: {error.strerror or error}; {remedy}") from error
 
 
 def download(
