@@ -6,6 +6,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from diffusion.config.fields import MAX_SEED, bounded
 from diffusion.config.training import Plugin
 
 
@@ -20,7 +21,9 @@ class Missing(str, Enum):
     """What a filter does with an image that lacks the value it looks at."""
 
     keep = "keep"
+    reject = "reject"
     refuse = "refuse"
+    """Former name of `reject`, until 0.3."""
 
 
 class CaptionMode(str, Enum):
@@ -69,8 +72,8 @@ class BucketsConfig:
     nearest other bucket that they cover. Give `data.group_size` of training, or `data.global_batch_size` with
     `data.mixing: bucket`."""
 
-    refuse_small: bool = False
-    """Refuse the images of a bucket that is too small, for the reason `small_bucket`."""
+    reject_small: bool = False
+    """Reject the images of a bucket that is too small, for the reason `small_bucket`."""
 
 
 @dataclass(kw_only=True)
@@ -125,10 +128,10 @@ class FiltersConfig:
     """Of each caption; words are separated by white space."""
 
     keywords: list[str] = field(default_factory=list)
-    """Images are refused if a caption holds one of these words or phrases, whole and in either case."""
+    """Images are rejected if a caption holds one of these words or phrases, whole and in either case."""
 
     keyword_columns: list[str] = field(default_factory=list)
-    """Keys of the source's metadata in which keywords are looked for, too."""
+    """Keys of the source's metadata that are searched for keywords, too."""
 
     licences: list[str] | None = None
     """Licences that are kept; compared in either case."""
@@ -139,11 +142,8 @@ class FiltersConfig:
     conditions: list[ConditionConfig] = field(default_factory=list)
     """Conditions on any column."""
 
-    predicates: list[Plugin] = field(default_factory=list)
-    """Filters of your own: objects that are called with a `SampleFacts` and return why it is refused, or None."""
-
-    missing: Missing = Missing.refuse
-    """An image without the value that a filter looks at: refused for the reason `missing_COLUMN`, or kept."""
+    missing: Missing = Missing.reject
+    """An image without the value that a filter looks at: rejected for the reason `missing_COLUMN`, or kept."""
 
 
 @dataclass(kw_only=True)
@@ -151,10 +151,13 @@ class ScorerConfig(Plugin):
     """A scorer, loaded once per worker."""
 
     column: str = MISSING
-    """Where its values go: a key of the sample's metadata."""
+    """Column of its values, for filters and the samples' metadata."""
 
-    batch_size: int = 32
-    """Images of one call. Part of what determines the values, as far as rounding goes."""
+    batch_size: int = bounded(32, min=1)
+    """Images of one call. It determines the values as far as rounding goes."""
+
+    num_gpus: float = bounded(0.0, min=0.0)
+    """GPUs of a worker, or the share of one. With 0 it computes on the CPU."""
 
 
 @dataclass(kw_only=True)
@@ -162,11 +165,14 @@ class CaptionerConfig(Plugin):
     """A captioner, loaded once per worker."""
 
     mode: CaptionMode = CaptionMode.beside
-    """`missing`: caption the images that come without. `beside`: caption all, beside what they have. `instead`:
-    caption all, and drop what they have."""
+    """`missing`: caption the images without captions. `beside`: caption all, and keep the captions that they have.
+    `instead`: caption all, and drop the captions that they have."""
 
-    batch_size: int = 8
-    """Images of one call. Part of what determines the captions, as far as rounding goes."""
+    batch_size: int = bounded(8, min=1)
+    """Images of one call. It determines the captions as far as rounding goes."""
+
+    num_gpus: float = bounded(0.0, min=0.0)
+    """GPUs of a worker, or the share of one. With 0 it computes on the CPU."""
 
 
 @dataclass(kw_only=True)
@@ -179,39 +185,98 @@ class DuplicatesConfig:
     near: bool = True
     """Resized and recompressed copies, found by perceptual hash."""
 
-    max_distance: int = 4
+    max_distance: int = bounded(4, min=0, max=16)
     """Largest number of the 64 bits of the perceptual hash in which near duplicates differ."""
+
+
+@dataclass(kw_only=True)
+class LimitsConfig:
+    """Limits of a single image; beyond one it is rejected as `too_large`."""
+
+    max_image_mb: int = bounded(512, min=1)
+    """Size of the image file in MiB."""
+
+    max_jpeg_scans: int = bounded(100, min=1)
+    """Scans of a progressive JPEG: each is decoded over the whole image."""
+
+    max_caption_characters: int = bounded(20_000, min=1)
+    """Characters of each caption."""
+
+    max_word_characters: int = bounded(1_000, min=1)
+    """Characters without white space in a caption: tokenizers take time by their square."""
+
+    max_metadata_kb: int = bounded(256, min=1)
+    """Size in KiB of what the source knows of an image beside captions, as JSON; also of its .json or table row."""
+
+
+@dataclass(kw_only=True)
+class RayConfig:
+    """Use of a Ray cluster, with `engine: ray`."""
+
+    address: str | None = None
+    """Address of the cluster; null: `RAY_ADDRESS`, else a cluster of this machine."""
+
+    concurrency: int | None = bounded(None, min=1)
+    """Actors; null: as many as the cluster has CPUs (or GPUs, where each actor has some)."""
+
+    remote_args: dict[str, Any] = field(default_factory=dict)
+    """Resources and options of each actor, as of `ray.remote`: `num_cpus`, `num_gpus`, `memory`, `resources`."""
+
+
+@dataclass(kw_only=True)
+class SourceConfig:
+    """A source with settings of its own."""
+
+    path: str = MISSING
+    """Folder, file, quoted pattern, URL or `hf-dataset:NAME`."""
+
+    image_column: str | None = None
+    """Column of the images in a table; null: the usual names."""
+
+    caption_column: str | None = None
+    """Column of the captions in a table; null: the usual names."""
 
 
 @dataclass(kw_only=True)
 class PrepareConfig:
     """A preparation."""
 
-    sources: list[str] = MISSING
-    """Folders, tar and parquet files, quoted patterns of them, and the other kinds of sources."""
+    sources: list[Any] = MISSING
+    """Folders, tar and parquet files, quoted patterns of them, and the other kinds of sources; or mappings with the
+    keys of `SourceConfig`: `path`, `image_column`, `caption_column`."""
 
     out: str = MISSING
-    """Folder to write."""
+    """Folder to write: a path, or `s3://bucket/prefix`."""
 
     engine: Engine = Engine.processes
-    """`processes`: of this machine. `ray`: of a Ray cluster. Not part of what determines the data."""
+    """`processes`: of this machine. `ray`: of a Ray cluster. It does not determine the data."""
 
-    workers: int | None = None
-    """Workers; null: one per core. Not part of what determines the data."""
+    workers: int | None = bounded(None, min=1)
+    """Processes; null: one per core. It does not determine the data."""
 
-    partition_size: int = 1024
-    """Images that one worker takes at a time, where the source does not say. Not part of what determines the data."""
+    ray: RayConfig = field(default_factory=RayConfig)
+
+    partition_size: int | None = bounded(None, min=1)
+    """Images of a partition, where the source can be cut freely (a folder of images, a table); null: 1,024, or fewer
+    in a small source."""
 
     buckets: BucketsConfig = field(default_factory=BucketsConfig)
 
-    validation_fraction: float = 0.0
-    """Share that is held out."""
+    validation_fraction: float = bounded(0.0, min=0.0, below=1.0)
+    """Share of the images for validation; whether an image is one depends on its key and the seed."""
 
-    seed: int = 17
-    """Of the order and of the choice of held-out images."""
+    seed: int = bounded(17, min=0, max=MAX_SEED)
+    """Seed of the order and of the choice of validation images."""
 
-    shard_mb: int = 256
+    shard_mb: int = bounded(256, min=1, max=2047)
     """Size of a shard in MiB."""
+
+    window_mb: int = bounded(1024, min=1)
+    """Images in MiB that are shuffled together: a worker holds so many in memory, or in `scratch`. It determines the
+    order. Larger windows mix more partitions of the sources in each shard."""
+
+    scratch: str | None = None
+    """Folder of a fast disk for the images of a window; null: memory."""
 
     compression: str | None = None
     """Compression of the shards, such as `zstd`; null: none, which suits images."""
@@ -220,18 +285,24 @@ class PrepareConfig:
     """Hashes of the shards in their index."""
 
     image_column: str | None = None
-    """Column of the images in parquet files; null: the usual names."""
+    """Column of the images in tables of all sources; null: the usual names."""
 
     caption_column: str | None = None
-    """Column of the captions in parquet files; null: the usual names."""
+    """Column of the captions in tables of all sources; null: the usual names."""
+
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
 
     captioner: CaptionerConfig | None = None
-    """Writes captions, before anything is scored; null: none."""
+    """Writes captions, before any image is scored; null: none."""
 
     scorers: list[ScorerConfig] = field(default_factory=list)
-    """Write columns that filters can look at: aesthetic scores, languages, your own."""
+    """Write columns for filters: aesthetic scores, languages, your own."""
 
     filters: FiltersConfig = field(default_factory=FiltersConfig)
+
+    where: str | None = None
+    """Condition in SQL (DuckDB) on the columns of the metadata and of scorers, and on the keys of the sources'
+    metadata: `aesthetic >= 4.5 and language = 'en'`. Images for which it is not true are rejected as `where`."""
 
     duplicates: DuplicatesConfig | None = None
     """Null: duplicates are kept."""

@@ -1,6 +1,6 @@
 """Metadata of images: a parquet file per partition of the sources, with a row per image.
 
-`scan` writes `metadata/NUMBER.parquet`, the rows in the order of the source. `score` writes `scores/COLUMN/NUMBER.parquet`
+`scan` writes `metadata/NUMBER.parquet`, rows in the order of the source. `score` writes `scores/COLUMN/NUMBER.parquet`
 with as many rows in the same order. These two are the contract for other tools: what reads and writes them can take
 the place of a stage (Spark's `mapInPandas`, for example), and any SQL engine can query them.
 """
