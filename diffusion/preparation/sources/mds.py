@@ -8,6 +8,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 from diffusion.errors import DataError
@@ -101,7 +102,7 @@ class MDSSource(FileSource):
         """Make the partitions of an MDS folder. `start` is the number of the first sample in the folder."""
         removed = self._removed_from(folder)
         first = 0
-        for shard in shards:
+        for shard in filter(itemgetter("samples"), shards):
             stored, stop = _stored(shard), first + shard["samples"]
             name = file_of(f"{folder}/{stored['basename']}" if folder else stored["basename"])
             gone = sorted(number for number in removed if first <= number < stop)

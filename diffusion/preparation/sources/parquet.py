@@ -116,7 +116,7 @@ class ParquetSource(FileSource):
                 names = [columns.image, columns.caption, *columns.metadata]
                 for group, start in _groups(opened, partition.start, partition.stop):
                     for batch in _batches(opened, group, start, names, partition.num_bytes):
-                        yield from scan_batch(self, file, partition.version, batch)
+                        yield from scan_batch(self, partition, batch)
         except UnfitFileError as error:
             yield rejected(self.prefix(file), error, Location(file=file, version=partition.version))
 
