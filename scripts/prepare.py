@@ -37,10 +37,10 @@ _SETTINGS = ("validation_fraction", "seed", "shard_mb", "window_mb", "compressio
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = CommandParser(description=__doc__)
-    parser.add_argument("words", nargs="*", metavar="[STAGE] SOURCE ... OUT | [STAGE] key=value", help="folders, tar or "
-                        "parquet files, quoted patterns, and the output folder; with --config: keys and values")  # fmt: skip
-    parser.add_argument("--config", type=Path, metavar="YAML", help="read the settings from a file; the settings below "
-                        "are then given as key=value")  # fmt: skip
+    words_help = "a stage, if only one is to run; folders, tar or parquet files, quoted patterns, and the output folder"
+    parser.add_argument("words", nargs="*", metavar="SOURCE ... OUT", help=f"{words_help}; with --config: key=value")
+    parser.add_argument("--config", type=Path, metavar="YAML",
+                        help="read the settings from a file; the settings below are then given as key=value")  # fmt: skip
     parser.add_argument("--dry-run", nargs="?", type=int, const=NUM_DRY_RUN, metavar="IMAGES",
                         help="read this number of images of each source (default: 100), print what would be kept and "
                         "rejected, and write nothing")  # fmt: skip
