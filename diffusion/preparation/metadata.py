@@ -7,11 +7,12 @@ the place of a stage (Spark's `mapInPandas`, for example), and any SQL engine ca
 
 import pyarrow as pa
 
+from diffusion.datasets.manifest import SCAN
+
+__all__ = ["CAPTIONS", "LISTINGS", "METADATA", "POSITIONS", "SCAN", "SCHEMA", "SCORES", "SELECTION", "part_name"]
+
 METADATA, SCORES, SELECTION, POSITIONS, LISTINGS = "metadata", "scores", "selection", "positions", "listings"
 """Folders of a data set."""
-
-SCAN = "scan.json"
-"""File of a data set: its sources and partitions."""
 
 CAPTIONS = "captions"
 """Folder below `scores` with the captions that a captioner wrote."""
