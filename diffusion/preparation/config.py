@@ -278,10 +278,10 @@ class PrepareConfig:
     seed: int = bounded(17, min=0, max=MAX_SEED)
     """Seed of the order and of the choice of validation images."""
 
-    shard_mb: int = bounded(256, min=1, max=2047)
+    shard_mb: float = bounded(256.0, above=0, below=2048)
     """Size of a shard in MiB."""
 
-    window_mb: int = bounded(1024, min=1)
+    window_mb: float = bounded(1024.0, above=0)
     """Images in MiB that are shuffled together: a worker holds so many in memory, or in `scratch`. It determines the
     order. Larger windows mix more partitions of the sources in each shard."""
 

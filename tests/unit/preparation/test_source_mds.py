@@ -9,7 +9,7 @@ from streaming import MDSWriter
 from streaming.base.format.mds.encodings import mds_encode
 
 from diffusion.errors import DataError
-from diffusion.preparation.prepare import prepare
+from tests.tools.preparing import prepare
 from diffusion.preparation.sources.opening import Reason, Record, Refused, open_source, open_sources
 from tests.tools.image_files import noise, write_folder
 
