@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from diffusion.errors import ConfigurationError, DataError, MachineError
+from diffusion.preparation.plugins import NO_GPU
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -44,9 +45,10 @@ def choose_device(device: str | None) -> torch.device:
         ConfigurationError: it is not the name of a device.
         MachineError: the worker has no GPU, or not that one, or one that PyTorch cannot use.
     """
-    given = os.environ.get("CUDA_VISIBLE_DEVICES", "") not in ("", "-1", "NoDevFiles")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    has_gpu = torch.cuda.is_available() if visible is None else visible not in NO_GPU
     try:
-        chosen = torch.device(device or ("cuda" if given or torch.cuda.is_available() else "cpu"))
+        chosen = torch.device(device or ("cuda" if has_gpu else "cpu"))
     except RuntimeError as error:
         raise ConfigurationError(f"device: {device!r} is not a device; write cpu, cuda or cuda:1") from error
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():

@@ -4,9 +4,10 @@ A plug-in is called with a batch of images and their captions. One with the attr
 captions alone: it gets None in place of each image, and no image is read.
 """
 
+import contextlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from PIL import Image
@@ -20,6 +21,9 @@ from diffusion.preparation.records import clean_text
 RESERVED = (*SCHEMA.names, CAPTIONS, "generated_captions", "source", "split", "bucket", "part", "shorter_side",
             "aspect_ratio", "caption_length")  # fmt: skip
 """Columns that a scorer cannot write; case does not matter."""
+
+NO_GPU = ("", "-1", "NoDevFiles")
+"""Values of CUDA_VISIBLE_DEVICES of a process without a GPU."""
 
 Config = ScorerConfig | CaptionerConfig
 
@@ -97,7 +101,8 @@ def load_plugin(plugin: Config, key: str) -> Any:
             f"{key}.num_gpus is {plugin.num_gpus:g}, but a worker has no GPU. Check the driver with nvidia-smi and the "
             "resources of the cluster with `ray status`, or set num_gpus to 0 to compute on the CPU"
         )
-    loaded = import_plugin(plugin, key)(**plugin.arguments)
+    with contextlib.nullcontext() if plugin.num_gpus else _hidden_gpus():
+        loaded = import_plugin(plugin, key)(**plugin.arguments)
     if not callable(loaded):
         raise ConfigurationError(f"{key}.path={plugin.path} makes an object that cannot be called with images")
     return loaded
@@ -106,10 +111,23 @@ def load_plugin(plugin: Config, key: str) -> Any:
 def _sees_gpu() -> bool:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return visible not in ("", "-1", "NoDevFiles")
+        return visible not in NO_GPU
     import torch
 
     return torch.cuda.is_available()
+
+
+@contextlib.contextmanager
+def _hidden_gpus() -> Iterator[None]:
+    """Hide the GPUs from a plug-in that has none, also in a process that sees them: the values must not depend on it."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        yield
+    finally:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+        if visible is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
 
 
 def call_plugin(
