@@ -82,7 +82,7 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from diffusion.models import load_frozen_parts
     from diffusion.preparation.encoding.encode import encode
     from diffusion.preparation.encoding.models import EncodingModels
-    from diffusion.preparation.prepare import prepare
+    from tests.tools.preparing import prepare
 
     root = tmp_path_factory.mktemp("shapes")
     write_data_set(root / "source", 150, seed=3)

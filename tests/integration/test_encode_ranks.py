@@ -12,7 +12,7 @@ from diffusion.datasets.mds import read_shards
 from diffusion.models import FrozenParts, load_frozen_parts
 from diffusion.preparation.encoding.encode import encode
 from diffusion.preparation.encoding.models import EncodingModels
-from diffusion.preparation.prepare import prepare
+from tests.tools.preparing import prepare
 from tests.tools.image_files import write_folder
 from tests.tools.training_runs import TrainingServer
 from tests.unit.preparation.test_encode import digests

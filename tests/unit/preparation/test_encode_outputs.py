@@ -19,7 +19,7 @@ from diffusion.errors import ConfigurationError, DataError
 from diffusion.preparation.config import BucketsConfig
 from diffusion.preparation.encoding.encode import encode
 from diffusion.preparation.encoding.models import EncodingModels
-from diffusion.preparation.prepare import prepare
+from tests.tools.preparing import prepare
 from diffusion.preparation.withdrawal import withdraw
 from diffusion.preparation.withdrawal_erase import erase
 from tests.tools.image_files import noise, write_folder

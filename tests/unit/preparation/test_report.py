@@ -14,7 +14,7 @@ from PIL import Image
 from diffusion.config.loading import from_dict
 from diffusion.errors import DataError
 from diffusion.preparation.config import DuplicatesConfig, FiltersConfig
-from diffusion.preparation.prepare import prepare
+from tests.tools.preparing import prepare
 from diffusion.preparation.report import NUM_SHOWN, summarize, write_report
 from tests.tools.image_files import encode, noise
 

@@ -7,7 +7,7 @@ import pytest
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.preparation.config import BucketsConfig
-from diffusion.preparation.prepare import prepare
+from tests.tools.preparing import prepare
 from diffusion.preparation.selection.presets import build_buckets
 from tests.tools.image_files import noise
 

@@ -8,7 +8,7 @@ from diffusion.datasets.manifest import PreparedManifest
 from diffusion.datasets.mds import read_index
 from diffusion.errors import DataError
 from diffusion.files import write_json
-from diffusion.preparation.prepare import prepare
+from tests.tools.preparing import prepare
 from diffusion.preparation.withdrawal import KEYS, add_keys, read_keys, withdraw
 from diffusion.preparation.withdrawal_erase import erase
 from tests.tools.image_files import tree, write_folder
