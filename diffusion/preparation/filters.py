@@ -164,7 +164,7 @@ def _keyword_rule(keywords: Sequence[str], columns: Sequence[tuple[str, str]]) -
     for name, text, shown in texts:
         rejects.append(f"coalesce(regexp_matches({text}, {pattern}), false)")
         place = literal(f"' in {name}: ")
-        detail = f"concat(''''', regexp_extract({text}, {pattern}, 1), {place}, {_shown(shown)})"
+        detail = f"concat('''', regexp_extract({text}, {pattern}, 1), {place}, {_shown(shown)})"
         details.append(f"WHEN {rejects[-1]} THEN {detail}")
     return Rule("keyword", " OR ".join(rejects), f"CASE {' '.join(details)} END")
 
