@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 METADATA, SCORES, SELECTION, POSITIONS, LISTINGS = "metadata", "scores", "selection", "positions", "listings"
 """Folders of a data set."""
 
-SCAN = "scan.json"
-"""File of a data set: its sources and partitions."""
-
 CAPTIONS = "captions"
 """Folder below `scores` with the captions that a captioner wrote."""
 

@@ -9,7 +9,7 @@ from PIL import Image
 from streaming import MDSWriter
 
 from diffusion.config.data import DataConfig, Representation, StreamConfig
-from diffusion.datasets.manifest import BucketEntry, PreparedManifest, PrepareSettings
+from diffusion.datasets.manifest import BucketEntry, PreparedManifest
 from diffusion.datasets.mds import read_index
 
 PREPARED = {"image": "bytes", "captions": "json", "width": "int32", "height": "int32", "key": "str", "metadata": "json"}
@@ -84,7 +84,7 @@ def write_prepared_manifest(root: Path) -> None:
         splits.setdefault(folder.parent.name, {})[folder.name] = read_index(folder)
     PreparedManifest(
         sources=[],
-        settings=PrepareSettings(edges=[16, 32], validation_fraction=0.0, seed=0, shard_bytes=4096),
+        settings={"buckets": {"edges": [16, 32]}, "validation_fraction": 0.0, "seed": 0},
         columns=PREPARED,
         seen=0,
         kept=0,
