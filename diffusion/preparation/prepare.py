@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,22 +10,23 @@ from diffusion import storage
 from diffusion.config.fields import check_sections
 from diffusion.config.loading import to_dict
 from diffusion.datasets.manifest import MANIFEST, PreparedManifest
-from diffusion.errors import ConfigurationError, DataError
+from diffusion.errors import DataError
 from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.engine import Workers
-from diffusion.preparation.output import claim
+from diffusion.preparation.output import claim, clear
+from diffusion.preparation.plugins import check_plugins
 from diffusion.preparation.scan import Scan, scan_sources
 from diffusion.preparation.score import score
 from diffusion.preparation.select import select
-from diffusion.preparation.takedown import add_removed, read_keys
-from diffusion.preparation.write import write
+from diffusion.preparation.takedown import add_removed, read_keys, take_down
+from diffusion.preparation.write import shard_format, write
 
 logger = logging.getLogger(__name__)
 
 STAGES = ("scan", "score", "select", "write")
 
 _NOT_OF_THE_DATA = ("sources", "out", "engine", "workers", "ray", "scratch")
-"""Keys that do not determine the data; sources are compared by their content."""
+"""Keys that do not determine the data. Sources are compared by the scan."""
 
 
 def prepare(
@@ -60,3 +62,68 @@ def prepare(
             something else, or a data set of other settings.
         MachineError: a file cannot be read or written, or a worker died.
     """
+    check_sections(config)
+    check_plugins(config)
+    settings = _settings(config)
+    shard_format(settings).check()
+    workers, out = Workers.of(config), config.out
+    finished = _read_manifest(out, settings, overwrite)
+    if removed is not None and finished is not None:
+        take_down(out, read_keys(removed))
+    with claim(out):
+        if removed is not None and finished is None:
+            add_removed(out, read_keys(removed))
+        if finished is None and storage.exists(storage.join(out, MANIFEST)):
+            _forget(out)
+        scan = Scan.read(out)
+        if "scan" in stages:
+            scan = scan_sources(config, workers=workers, progress=progress, overwrite=overwrite)
+        if "score" in stages:
+            score(config, scan, workers=workers, progress=progress)
+        if "select" in stages:
+            select(out, config, scan, num_finished=len(finished.generations) if finished else 0)
+        if "write" not in stages:
+            return None
+        manifest = write(out, scan.sources, settings, workers, scratch=config.scratch, progress=progress)
+        if manifest == finished:
+            logger.info("%s is finished, and its sources hold no more (--overwrite replaces it)", storage.shown(out))
+        elif report:
+            from diffusion.preparation.report import write_report  # Plotting takes a second to import.
+
+            write_report(out, scan)
+    return manifest
+
+
+def _settings(config: PrepareConfig) -> dict[str, Any]:
+    return {name: value for name, value in to_dict(config).items() if name not in _NOT_OF_THE_DATA}
+
+
+def _read_manifest(out: str, settings: dict[str, Any], overwrite: bool) -> PreparedManifest | None:
+    """Read the manifest of a finished data set to which may be added; None if there is none, or it is replaced."""
+    if overwrite or not storage.exists(storage.join(out, MANIFEST)):
+        return None
+    manifest, shown = PreparedManifest.read(out), storage.shown(out)
+    remedy = "choose another folder, or replace it with --overwrite"
+    if manifest.version == 1:
+        raise DataError(f"{shown} was prepared by version 0.2 or before, and nothing can be added to it; {remedy}")
+    differences = [
+        f"{name}: {manifest.settings.get(name)}, not {value}"
+        for name, value in settings.items()
+        if manifest.settings.get(name) != value
+    ]
+    if differences:
+        raise DataError(f"{shown} was prepared with other settings ({', '.join(differences)}); {remedy}")
+    return manifest
+
+
+def _forget(out: str) -> None:
+    """Remove a finished data set but for its metadata and scores, which the new one may use."""
+    if PreparedManifest.read(out).version == 1:
+        clear(out)
+        return
+    logger.info("%s is replaced", storage.shown(out))
+    storage.delete([storage.join(out, MANIFEST)])
+    clear_result(out)
+    scan = Scan.read(out)
+    partitions = [replace(partition, generation=0) for partition in scan.partitions]
+    replace(scan, partitions=partitions).write(out)
