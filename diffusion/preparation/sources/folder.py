@@ -114,8 +114,8 @@ class FolderSource(FileSource):
         import duckdb
 
         scratch = TemporaryDirectory(prefix="listing-")
-        database = duckdb.connect(str(Path(scratch.name) / "listing.duckdb"))
-        database.execute(f"SET memory_limit = '2GB'; SET threads = 2; SET temp_directory = '{scratch.name}'")
+        settings = {"memory_limit": "2GB", "threads": "2", "temp_directory": scratch.name}
+        database = duckdb.connect(str(Path(scratch.name) / "listing.duckdb"), config=settings)
         database.execute(_SCHEMA)
         tables = self._write_listing(database)
         self._write_tables(database, tables)

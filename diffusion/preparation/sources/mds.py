@@ -141,8 +141,8 @@ class MDSSource(FileSource):
         wanted = [location.row or 0 for location in locations]
         for number, values in self._samples(partition, shard, wanted):
             if isinstance(values, UnfitFileError):
-                raise DataError(f"{self.path}, {partition.id}, sample {number}: {values}, and was read when it was "
-                                "scanned")  # fmt: skip
+                where = f"{printable(shown(self.uri(partition.file)))}, sample {number}"
+                raise DataError(f"{where}: {values}, and was read when it was scanned")
             yield _image_of(columns.encodings[columns.image], values[columns.image])
 
     def _shard(self, partition: Partition) -> dict[str, Any]:

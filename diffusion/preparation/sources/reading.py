@@ -265,7 +265,7 @@ def list_folder(root: str) -> Iterator[Entry]:
         MachineError: the folder cannot be listed, or the store does not answer.
     """
     if not is_url(root):
-        yield from _list_local(root, "", os.path.realpath(root))
+        yield from _list_local(root)
         return
     prefix = root.rstrip("/") + "/"
     for file in storage.iterate_files(root):
@@ -274,25 +274,25 @@ def list_folder(root: str) -> Iterator[Entry]:
             yield Entry(name, file.size, f"{file.size} {file.version}")
 
 
-def _list_local(folder: str, below: str, top: str) -> Iterator[Entry]:
-    subfolders = []
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.name.startswith("."):
-                    continue
-                name = f"{below}{entry.name}"
-                if entry.is_dir(follow_symlinks=False):
-                    subfolders.append((entry.path, f"{name}/"))
-                elif not entry.is_symlink():
-                    yield _entry(name, entry.stat())
-                elif not _is_folder(entry):
-                    yield look_at(entry.path, top, name)
-    except OSError as error:
-        where = printable(str(error.filename or folder))
-        raise MachineError(f"cannot list {where}: {error.strerror}; mend that or take the folder out") from error
-    for path, name in subfolders:
-        yield from _list_local(path, name, top)
+def _list_local(root: str) -> Iterator[Entry]:
+    top, folders = os.path.realpath(root), [(root, "")]
+    while folders:
+        folder, below = folders.pop()
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    name = f"{below}{entry.name}"
+                    if entry.name.startswith("."):
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append((entry.path, f"{name}/"))
+                    elif not entry.is_symlink():
+                        yield _entry(name, entry.stat())
+                    elif not _is_folder(entry):
+                        yield look_at(entry.path, top, name)
+        except OSError as error:
+            where = printable(str(error.filename or folder))
+            raise MachineError(f"cannot list {where}: {error.strerror}; mend that or take the folder out") from error
 
 
 def _is_folder(entry: "os.DirEntry[str]") -> bool:
