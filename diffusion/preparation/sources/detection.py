@@ -16,12 +16,13 @@ from diffusion.errors import DataError, MachineError
 from diffusion.preparation.config import LimitsConfig, SourceConfig
 from diffusion.preparation.records import Source, clean_text
 from diffusion.preparation.sources.arrow import ArrowSource
+from diffusion.preparation.sources.base import FileSource
 from diffusion.preparation.sources.caption_tables import TABLES
 from diffusion.preparation.sources.folder import FolderSource, is_image_name
 from diffusion.preparation.sources.huggingface import PREFIX, SPELLING, HuggingFaceSource, open_huggingface
 from diffusion.preparation.sources.mds import MANIFEST, MDSSource, mds_folders, prepared_root
 from diffusion.preparation.sources.parquet import ParquetSource
-from diffusion.preparation.sources.reading import FileSource, list_folder, matches, printable
+from diffusion.preparation.sources.reading import list_folder, matches, printable
 from diffusion.preparation.sources.webdataset import WebDatasetSource
 from diffusion.storage import is_url, shown
 

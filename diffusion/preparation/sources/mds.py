@@ -23,20 +23,22 @@ from diffusion.preparation.records import (
     key_of,
     make_record,
 )
-from diffusion.preparation.sources.columns import CAPTION_COLUMNS, IMAGE_COLUMNS
-from diffusion.preparation.sources.reading import (
+from diffusion.preparation.sources.base import (
     FileSource,
-    UnfitFileError,
-    ahead,
     check_limits,
     compare,
+    rejected,
+)
+from diffusion.preparation.sources.columns import CAPTION_COLUMNS, IMAGE_COLUMNS
+from diffusion.preparation.sources.reading import (
+    UnfitFileError,
+    ahead,
     file_of,
     list_folder,
     look_at,
     name_of,
     printable,
     read_file,
-    rejected,
 )
 from diffusion.storage import is_url, join, shown
 
