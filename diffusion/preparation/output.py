@@ -15,10 +15,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from diffusion import storage
-from diffusion.datasets.manifest import MANIFEST
+from diffusion.datasets.manifest import MANIFEST, SCAN
 from diffusion.errors import DataError, MachineError, UserError
 from diffusion.files import atomic_path, lock, unique_partial
-from diffusion.preparation.metadata import LISTINGS, METADATA, POSITIONS, SCAN, SCORES, SELECTION
+from diffusion.preparation.metadata import LISTINGS, METADATA, POSITIONS, SCORES, SELECTION
 
 logger = logging.getLogger(__name__)
 

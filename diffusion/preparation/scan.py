@@ -28,13 +28,13 @@ from tqdm import tqdm
 from diffusion import storage
 from diffusion.config.loading import to_dict
 from diffusion.datasets.images import UndecodableImageError, decode_reduced
-from diffusion.datasets.manifest import MANIFEST
+from diffusion.datasets.manifest import MANIFEST, SCAN
 from diffusion.distributed import rank
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.preparation.config import LimitsConfig, PrepareConfig
 from diffusion.preparation.engine import Workers, run
 from diffusion.preparation.measures import REDUCED_SIDE, file_format, jpeg_scans, perceptual_hash, sharpness
-from diffusion.preparation.metadata import LISTINGS, METADATA, SCAN, SCHEMA, SELECTION, part_name
+from diffusion.preparation.metadata import LISTINGS, METADATA, SCHEMA, SELECTION, part_name
 from diffusion.preparation.output import clear
 from diffusion.preparation.records import (
     WITHOUT_CAPTION,

@@ -35,8 +35,7 @@ class FaultyProxy:
             def do_GET(self) -> None:
                 proxy.answer(self)
 
-            def do_HEAD(self) -> None:
-                proxy.answer(self)
+            do_HEAD = do_PUT = do_POST = do_DELETE = do_GET  # noqa: N815
 
             def log_message(self, format: str, *args: object) -> None:
                 pass
@@ -75,7 +74,8 @@ class FaultyProxy:
             return
         try:
             connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-            connection.request(request.command, request.path, headers=dict(request.headers))
+            content = request.rfile.read(int(request.headers.get("Content-Length", 0)))
+            connection.request(request.command, request.path, content or None, dict(request.headers))
             answer = connection.getresponse()
             body = answer.read()
         except OSError:
