@@ -82,7 +82,7 @@ POSITIONS_SCHEMA = pa.schema(
 """Columns of `positions/TASK.parquet`, a row per sample in the order of writing. The file's `entries` are a JSON list
 of {split, bucket, entry}: the index entries of the task's shards in order."""
 
-_IDENTITIES = "identities.json"
+_IDENTITIES = "_identities.json"
 """File beside the positions: for each generation, what its shards are made from."""
 
 _REQUESTS = 16
