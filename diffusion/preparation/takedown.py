@@ -45,11 +45,11 @@ from diffusion.files import PARTIAL
 from diffusion.preparation.metadata import LISTINGS, METADATA, POSITIONS, SCORES, SELECTION, part_name
 from diffusion.preparation.output import claim
 from diffusion.preparation.records import Reason
+from diffusion.preparation.select import read_selection
 from diffusion.preparation.write import (
     SPLITS,
     positions_name,
     read_entries,
-    read_selections,
     read_table,
     write_indexes,
     write_table,
@@ -214,8 +214,8 @@ def _mark(dataset: str, found: Iterable[_Found]) -> dict[str, list[int]]:
 
 def _take_down_prepared(dataset: str, asked: set[str], erase: bool) -> tuple[list[_Found], int]:
     manifest = PreparedManifest.read(dataset)
-    selections = read_selections(dataset)[: len(manifest.generations)]
-    num_tasks = sum(len(selection["tasks"]) for selection in selections)
+    last = read_selection(dataset, len(manifest.generations) - 1)
+    num_tasks = last.first_task + len(last.tasks)
     if positions_name(num_tasks) in storage.list_files(storage.join(dataset, POSITIONS)):
         raise DataError(f"{storage.shown(dataset)} is being added to; let scripts/prepare.py run to its end first")
     found = list(_find_positions(dataset, num_tasks, asked, read_marks(dataset) if erase else {}))
