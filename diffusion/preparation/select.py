@@ -338,21 +338,33 @@ def examples(out: str, config: PrepareConfig, scan: Any, generation: int, *, per
     if not parts:
         return []
     with open_tables(out, scan, scratch=config.scratch, only=parts) as tables:
-        conditions = _load_conditions(tables, dataclasses.replace(config, where=None), parts)
-        add_table(tables.connection, "found", pa.Table.from_pylist(rows, schema=_REJECTED))
-        least = config.buckets.min_samples
-        details = {rule.name: rule.detail for rule in conditions.rules} | {
-            Reason.DUPLICATE.value: "concat('of ', found.duplicate_of)",
-            Reason.NEAR_DUPLICATE.value: "concat('of ', found.duplicate_of)",
-            Reason.SMALL_BUCKET.value: f"concat(_bucket, ' would hold fewer than {least} images')",
-        }
-        cases = " ".join(f"WHEN {literal(reason)} THEN {detail}" for reason, detail in details.items())
-        query = f"""SELECT found.part, found."row", key, found.reason, width, height, found.duplicate_of,
-                CASE found.reason {cases} ELSE images.detail END AS detail
-            FROM {conditions.images(tables, parts)} images
-            JOIN found ON found.part = images.part AND found."row" = images.row_number
-            ORDER BY found.reason, found.part, found."row\""""
-        return [Rejection(**row) for row in tables.connection.sql(query).to_arrow_table().to_pylist()]
+        return describe(tables, config, rows)
+
+
+def describe(tables: Tables, config: PrepareConfig, rows: Sequence[dict[str, Any]]) -> list[Rejection]:
+    """Say in a few words why images were rejected, by reason, part and row.
+
+    Args:
+        tables: the metadata.
+        config: the preparation by which they were.
+        rows: part, row, reason and duplicate_of of each.
+    """
+    parts = sorted({row["part"] for row in rows})
+    conditions = _load_conditions(tables, dataclasses.replace(config, where=None), parts)
+    add_table(tables.connection, "found", pa.Table.from_pylist(list(rows), schema=_REJECTED))
+    least = config.buckets.min_samples
+    details = {rule.name: rule.detail for rule in conditions.rules} | {
+        Reason.DUPLICATE.value: "concat('of ', found.duplicate_of)",
+        Reason.NEAR_DUPLICATE.value: "concat('of ', found.duplicate_of)",
+        Reason.SMALL_BUCKET.value: f"concat(_bucket, ' would hold fewer than {least} images')",
+    }
+    cases = " ".join(f"WHEN {literal(reason)} THEN {detail}" for reason, detail in details.items())
+    query = f"""SELECT found.part, found."row", key, found.reason, width, height, found.duplicate_of,
+            CASE found.reason {cases} ELSE images.detail END AS detail
+        FROM {conditions.images(tables, parts)} images
+        JOIN found ON found.part = images.part AND found."row" = images.row_number
+        ORDER BY found.reason, found.part, found."row\""""
+    return [Rejection(**row) for row in tables.connection.sql(query).to_arrow_table().to_pylist()]
 
 
 # Selection of a generation
