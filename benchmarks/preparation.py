@@ -1,6 +1,7 @@
 """Preparation at the size of the recipe, with metadata that are made up.
 
 python -m benchmarks.preparation select 10000000 [--folder FOLDER]
+python -m benchmarks.preparation driver 79000 [--engine ray]
 """
 
 import argparse
@@ -9,9 +10,11 @@ import multiprocessing
 import resource
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
@@ -19,8 +22,18 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from diffusion.preparation.config import BucketsConfig, ConditionConfig, DuplicatesConfig, FiltersConfig, PrepareConfig
+from diffusion.preparation import scan
+from diffusion.preparation.config import (
+    BucketsConfig,
+    ConditionConfig,
+    DuplicatesConfig,
+    Engine,
+    FiltersConfig,
+    PrepareConfig,
+)
+from diffusion.preparation.engine import Workers
 from diffusion.preparation.metadata import METADATA, SCHEMA, SCORES, part_name
+from diffusion.preparation.records import Location, Partition, Partitions, Reason, Rejected
 from diffusion.preparation.select import mix, select
 
 _WORDS = 3000
@@ -192,14 +205,69 @@ def _captions() -> pa.Array:
     return pa.array([" ".join(some) for some in np.split(chosen, np.cumsum(lengths)[:-1])])
 
 
+@dataclass(frozen=True)
+class _EmptySource:
+    """Tars whose reading is replaced: each is one rejection."""
+
+    num_partitions: int
+    name: str = "empty"
+    kind: str = "empty"
+    path: str = "/empty"
+
+    def description(self) -> dict[str, Any]:
+        """Describe it."""
+        return asdict(self)
+
+    def partitions(self, known: Sequence[str] = ()) -> Partitions:
+        """List partitions like those of tars of 10,000 images."""
+        return Partitions(
+            new=(
+                Partition(id=f"{n:05}.tar", file=f"{n:05}.tar", version=f"{n} etag", num_bytes=10**9)
+                for n in range(self.num_partitions)
+            )
+        )
+
+    def scan(self, partition: Partition) -> Iterator[Rejected]:
+        """Reject one image."""
+        location = Location(file=partition.file, version=partition.version)
+        yield Rejected(f"empty/{partition.file}", Reason.DAMAGED_FILE, location)
+
+    def only(self, partition: Partition) -> "_EmptySource":
+        """Return itself."""
+        return self
+
+
+def measure_driver(num_partitions: int, engine: Engine = Engine.processes) -> dict[str, float]:
+    """Scan partitions without images; return CPU seconds and peak memory (MB) of this process, which is the driver."""
+    began, cpu = time.monotonic(), time.process_time()
+    with (
+        tempfile.TemporaryDirectory() as out,
+        patch.object(scan, "open_sources", lambda *_: [_EmptySource(num_partitions)]),
+    ):
+        config = PrepareConfig(sources=["/empty"], out=out)
+        found = scan.scan_sources(config, workers=Workers(engine=engine, number=2))
+        assert len(list(Path(out, "metadata").iterdir())) == len(found.partitions) == num_partitions
+    return {
+        "partitions": num_partitions,
+        "driver CPU s": time.process_time() - cpu,
+        "driver ms/partition": (time.process_time() - cpu) / num_partitions * 1e3,
+        "wall s": time.monotonic() - began,
+        "peak MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
+    }
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["select"])
-    parser.add_argument("num_rows", type=int, nargs="?", default=1_000_000)
-    parser.add_argument("--folder", type=Path, help="for the metadata; kept")
+    parser.add_argument("what", choices=["select", "driver"])
+    parser.add_argument("number", type=int, nargs="?", default=1_000_000, help="of rows, or of partitions")
+    parser.add_argument("--folder", type=Path, help="for the metadata of select; kept")
+    parser.add_argument("--engine", type=Engine, default=Engine.processes, help="of driver")
     options = parser.parse_args()
-    print(json.dumps(measure_select(options.num_rows, folder=options.folder)))
+    if options.what == "driver":
+        print(json.dumps(measure_driver(options.number, options.engine)))
+    else:
+        print(json.dumps(measure_select(options.number, folder=options.folder)))
 
 
 if __name__ == "__main__":

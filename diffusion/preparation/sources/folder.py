@@ -124,6 +124,7 @@ class FolderSource(FileSource):
         seen = "SELECT file, min(version) AS version FROM read_parquet(?) GROUP BY file"
         nothing = "SELECT '' AS file, '' AS version WHERE FALSE"
         database.execute(f"CREATE TABLE known AS {seen if known else nothing}", [list(known)] if known else None)
+        database.execute("DELETE FROM items WHERE '~' || md5(file) IN (SELECT file FROM known)")  # Taken down.
         gone = database.execute(f"SELECT known.file {_GONE} ORDER BY file LIMIT {_NAMED_GONE}").fetchall()
         (num_new,) = database.execute(f"SELECT count(*) {_NEW}").fetchone() or (0,)
         size = size_of_partitions(self.partition_size, num_new)
