@@ -65,7 +65,7 @@ def parse() -> CommandParser:
     parser.add_argument("--workers", type=int, help="decoding processes per encoding process; default: one per "
                         "core, at most 4")  # fmt: skip
     parser.add_argument("--processes", "--ray-workers", type=positive, help="encoding processes of this machine "
-                        "(default: 1), or actors of --engine ray (default: as many as fit); each has a GPU")  # fmt: skip
+                        "(default: 1), or actors of --engine ray (default: all that fit); a GPU each")  # fmt: skip
     parser.add_argument("--engine", choices=[engine.value for engine in Engine], default=Engine.processes.value,
                         help="processes: of this machine or the launcher; ray: actors of the cluster of RAY_ADDRESS, "
                         "or of one on this machine")  # fmt: skip

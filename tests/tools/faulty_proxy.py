@@ -25,6 +25,9 @@ class FaultyProxy:
         self.requests: Counter[str] = Counter()
         """GETs by object name."""
 
+        self.uploads: Counter[str] = Counter()
+        """PUTs by path, `/bucket/key`."""
+
         self.ended = threading.Event()
         self._counting = threading.Lock()
         proxy = self
@@ -36,6 +39,12 @@ class FaultyProxy:
                 proxy.answer(self)
 
             def do_HEAD(self) -> None:
+                proxy.answer(self)
+
+            def do_PUT(self) -> None:
+                proxy.answer(self)
+
+            def do_POST(self) -> None:
                 proxy.answer(self)
 
             def log_message(self, format: str, *args: object) -> None:
@@ -61,6 +70,9 @@ class FaultyProxy:
             with self._counting:  # Each request has a thread.
                 self.requests[name] += 1
                 fault = self.fault(name, self.requests[name])
+        if request.command == "PUT":
+            with self._counting:
+                self.uploads[request.path.partition("?")[0]] += 1
         if fault == "slow":
             time.sleep(0.3)
         if fault == "silent":
@@ -75,7 +87,8 @@ class FaultyProxy:
             return
         try:
             connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-            connection.request(request.command, request.path, headers=dict(request.headers))
+            content = request.rfile.read(int(request.headers.get("Content-Length", 0))) or None
+            connection.request(request.command, request.path, content, headers=dict(request.headers))
             answer = connection.getresponse()
             body = answer.read()
         except OSError:

@@ -26,6 +26,7 @@ from diffusion.preparation.encoding.models import EncodingModels, Load
 from diffusion.preparation.encoding.output import (
     MAX_DAMAGED,
     MAX_DAMAGED_FRACTION,
+    SETTINGS,
     OutputState,
     max_damaged,
     open_output,
@@ -136,12 +137,11 @@ def _plan(
     settings: EncodingSettings,
     claims: ExitStack,
 ) -> _Plan:
-    """Look at what is there, and claim the folders."""
+    """Claim the folders, and look at what is there."""
     outputs = plan_outputs(prepared, out, resolutions, models, settings)
     states = []
     for output in outputs:
-        open_output(prepared, output)
-        claims.enter_context(claim(output.uri))
+        claims.enter_context(claim(output.uri, EncodedManifest.kind, [SETTINGS]))
         states.append(open_output(prepared, output))
         states[-1].begin()
     removed = frozenset().union(*(read_removed_keys(output.uri) for output in outputs))

@@ -17,7 +17,7 @@ from diffusion import storage
 from diffusion.datasets.encoded import DAMAGED, EncodedManifest
 from diffusion.datasets.manifest import MANIFEST, WORK
 from diffusion.datasets.mds import INDEX, read_shards, stored_file, write_index
-from diffusion.errors import ConfigurationError, DataError
+from diffusion.errors import DataError
 from diffusion.files import PARTIAL
 from diffusion.preparation.encoding.plan import Output, Target, shard_identity
 from diffusion.preparation.withdrawal import read_keys
@@ -40,9 +40,6 @@ CHANGING = frozenset({"source", "counts", "sizes"})
 
 MAX_DAMAGED = 10
 MAX_DAMAGED_FRACTION = 0.001
-
-_ALLOWED = ("lost+found", "withdrawn.txt", "removed.json", "writer.json", WORK)
-"""What a folder may hold before anything is encoded."""
 
 _READERS = 32
 """Marks that are read at a time."""
@@ -150,24 +147,16 @@ class OutputState:
 
 
 def open_output(prepared: str, output: Output) -> OutputState:
-    """Look at what lies where a data set is to be written.
+    """Look at what a claimed folder holds of a data set.
 
     Raises:
-        ConfigurationError: It is the prepared data.
-        DataError: It is another encoding, of other data, or something else.
+        DataError: It is another encoding, or of other data.
     """
     uri = output.uri
-    if uri.rstrip("/") == prepared.rstrip("/") or (not is_url(uri) and Path(uri).resolve() == Path(prepared).resolve()):
-        raise ConfigurationError(f"{shown(uri)} is the prepared data: choose another folder for the encoded data")
     finished = _read_json(join(uri, MANIFEST))
     found = finished or _read_json(join(uri, SETTINGS))
     if not found:
-        names = {name.partition("/")[0] for name in storage.list_files(uri)}
-        if any(not name.startswith(".") and name not in _ALLOWED for name in names):
-            raise DataError(f"{shown(uri)} is not empty and no encoding: choose another folder, or delete this one")
         return OutputState(output, {}, {})
-    if found.get("kind") != output.manifest.kind:
-        raise DataError(f"{shown(uri)} is not empty and no encoding: choose another folder, or delete this one")
     there, here = EncodedManifest.from_json(found, shown(uri)).to_json(), output.manifest.to_json()
     differences = sorted(key for key in here if key not in CHANGING and here[key] != there[key])
     if differences:
@@ -274,8 +263,8 @@ def _check_same(prepared: str, output: Output, known: dict[str, list[KnownShard]
         )
         if not same:
             raise DataError(
-                f"{shown(output.uri)} was encoded from other data than {shown(prepared)}/{name} holds now: choose another "
-                "folder, or delete this one"
+                f"{shown(output.uri)} was encoded from other data than {shown(prepared)}/{name} holds now: choose "
+                "another folder, or delete this one"
             )
 
 

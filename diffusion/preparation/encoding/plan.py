@@ -148,9 +148,11 @@ def plan_outputs(
         settings: How they encode.
 
     Raises:
-        ConfigurationError: A resolution is missing, given twice, or does not fit the VAE.
+        ConfigurationError: A resolution is missing, given twice, or does not fit the VAE; or `out` is `prepared`.
         DataError: `prepared` is not prepared data, is damaged, or has no images that are large enough.
     """
+    if out.rstrip("/") == prepared.rstrip("/"):
+        raise ConfigurationError(f"{storage.shown(out)} is the prepared data: choose another folder to write")
     if len(set(resolutions)) != len(resolutions):
         raise ConfigurationError(f"--resolution {' '.join(map(str, resolutions))}: give each once")
     for resolution in resolutions:

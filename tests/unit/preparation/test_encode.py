@@ -118,7 +118,7 @@ def test_workers_do_not_change_a_byte_and_batch_size_rounds_only(prepared: Path,
         for name in ("latent_mean", "latent_logvar"):
             np.testing.assert_allclose(one[name], other[name], rtol=2e-3, atol=1e-4)
         assert one["key"] == other["key"]
-    with pytest.raises(DataError, match=r"holds another encoding \(batch_size differ\)"):
+    with pytest.raises(DataError, match="batch_size"):
         run(prepared, tmp_path / "a", batch_size=3)
 
 
@@ -171,15 +171,15 @@ def test_the_same_command_continues_where_it_was_stopped(
 
 
 def test_a_folder_with_something_else_is_not_touched(prepared: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="is the prepared data"):
+    with pytest.raises(ConfigurationError, match=str(prepared)):
         run(prepared, prepared)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").touch()
-    with pytest.raises(DataError, match="is not empty and no encoding"):
+    with pytest.raises(DataError, match=r"notes\.txt"):
         run(prepared, tmp_path / "out")
     run(prepared, tmp_path / "encoded")
     before = digests(tmp_path / "encoded")
-    with pytest.raises(DataError, match=r"holds another encoding \(mean_only, tokenizer differ\)"):
+    with pytest.raises(DataError, match="mean_only, tokenizer"):
         run(prepared, tmp_path / "encoded", tokenizer_identity="other", mean_only=True)
     assert digests(tmp_path / "encoded") == before
 
@@ -331,7 +331,7 @@ def test_what_cannot_encode_is_told_before_anything_is_loaded(
 
 
 def test_an_output_that_cannot_be_written_to(prepared: Path) -> None:
-    with pytest.raises(MachineError, match=r"cannot write to /proc/zzz: .*choose a folder"):
+    with pytest.raises(MachineError, match="/proc/zzz"):
         run(prepared, Path("/proc/zzz"))
 
 
