@@ -25,6 +25,7 @@ class Reason(str, Enum):
     NOT_SUCCESSFUL = "not_successful"
     INVALID_JSON = "invalid_json"
     DAMAGED_FILE = "damaged_file"
+    DUPLICATE_KEY = "duplicate_key"
     DUPLICATE = "duplicate"
     NEAR_DUPLICATE = "near_duplicate"
     SMALL_BUCKET = "small_bucket"

@@ -1,17 +1,22 @@
 import csv
 import datetime
 import gzip
+import io
 import json
 import os
+import tarfile
+import tracemalloc
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from diffusion.datasets.images import MAX_BYTES
 from diffusion.errors import DataError
-from diffusion.preparation.sources.opening import Reason, Record, Refused, open_source, open_sources
+from diffusion.preparation.config import LimitsConfig, SourceConfig
+from diffusion.preparation.records import Reason, Record, Rejected
+from diffusion.preparation.sources import from_description, open_sources
 from tests.tools.image_files import noise, sample, write_folder, write_tar
+from tests.tools.sources import bare, details, open_source, partitions, read, reasons, scan, write_known
 
 IMAGE = noise(4, 4)
 SCORES = {
@@ -29,14 +34,6 @@ SCORES = {
     "key": "000000000",
 }
 """What img2dataset and LAION's tables say of an image."""
-
-
-def read(path, **options):
-    return list(open_source(path, **options).read())
-
-
-def reasons(items):
-    return [item.reason.value if isinstance(item, Refused) else item.captions for item in items]
 
 
 def write_parquet(path, columns, **options):
@@ -58,9 +55,8 @@ class TestFolder:
         (root / ".git").mkdir()
         (root / ".git" / "a.png").write_bytes(IMAGE)
         records = read(root)
-        order = ["a.png", "b.JPG", "sub/a.jpeg", "sub/é \u4e2d'\"&.webp", "sub/deep/x.y.png"]
-        assert records == [Record(f"set/{name}", IMAGE + name.encode(), [name]) for name in order]
-        assert open_source(root).num_records == 5
+        order = ["a.png", "b.JPG", "sub/a.jpeg", "sub/deep/x.y.png", "sub/é \u4e2d'\"&.webp"]
+        assert bare(records) == [(f"set/{name}", IMAGE + name.encode(), [name], {}) for name in order]
         assert read(root) == records
 
     def test_refusals(self, tmp_path):
@@ -89,8 +85,8 @@ class TestFolder:
         (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
         items = read(tmp_path)
         captions = [["one", "again"], ["two", "three"], ["odd extension"], ["from the text file"]]
-        assert reasons(items) == [*captions, "missing_caption", "missing_image", "missing_image"]
-        assert items[0].metadata == {"score": 0.5, "tags": ["x"]}
+        assert reasons(items) == ["missing_image", *captions, "missing_image", "missing_caption"]
+        assert items[1].metadata == {"score": 0.5, "tags": ["x"]}
 
     def test_csv(self, tmp_path):
         for name in "abc":
@@ -104,7 +100,7 @@ class TestFolder:
     def test_a_column_without_a_name_is_passed_over(self, tmp_path):
         (tmp_path / "a.png").write_bytes(IMAGE)
         (tmp_path / "captions.csv").write_text(",file,caption\n0,a.png,one\n")
-        assert read(tmp_path) == [Record(f"{tmp_path.name}/a.png", IMAGE, ["one"])]
+        assert bare(read(tmp_path)) == [(f"{tmp_path.name}/a.png", IMAGE, ["one"], {})]
 
     def test_a_table_without_a_caption_leaves_it_to_the_text_file(self, tmp_path, caplog):
         for name, text in {"a": "text a", "b": "text b", "c": "text c", "d": "", "e": None}.items():
@@ -114,16 +110,16 @@ class TestFolder:
         captions = {"a": "table a", "b": None, "c": " ", "d": None, "e": None}
         lines = [{"file_name": f"{name}.png", "text": text, "score": 1} for name, text in captions.items()]
         (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
-        source = open_source(tmp_path)
-        assert "1 images have a .txt and a caption in metadata.jsonl" in caplog.text
-        items = list(source.read())
+        items = read(tmp_path)
+        assert "1 images have a .txt and a caption in a table" in caplog.text
         assert reasons(items) == [["table a"], ["text b"], ["text c"], "empty_caption", "missing_caption"]
         assert items[1].metadata == {"score": 1}
-        before = source.partitions(1)
+        known = write_known(tmp_path / "known.parquet.old", items)
         (tmp_path / "a.txt").write_text("of no consequence")
         (tmp_path / "b.txt").write_text("another")
-        changed = [old != new for old, new in zip(before, source.partitions(1, before), strict=True)]
-        assert changed == [False, True, False, False, False]
+        found = open_source(tmp_path).partitions(known)
+        assert (list(found.new), list(found.gone)) == ([], [])
+        assert [json.loads(item)["file"] for one in found.changed for item in one.items] == ["b.png"]
 
     def test_files_that_are_not_read_are_told(self, tmp_path):
         described = ("a.heic", "b", "c.svg", "d.jpg", "sub/e.TGA")
@@ -135,20 +131,19 @@ class TestFolder:
         items = read(tmp_path)
         root = tmp_path.name
         assert [item.key for item in items] == [f"{root}/{name}" for name in described]
-        assert [item.detail for item in items if isinstance(item, Refused)] == [
+        assert [item.detail for item in items if isinstance(item, Rejected)] == [
             "extension .heic is not read",
             "it has no extension",
             "extension .svg is not read",
             "extension .TGA is not read",
         ]
-        assert [item.reason for item in items if isinstance(item, Refused)] == [Reason.MISSING_IMAGE] * 4
-        before = open_source(tmp_path).partitions(1)
+        assert [item.reason for item in items if isinstance(item, Rejected)] == [Reason.MISSING_IMAGE] * 4
+        known = write_known(tmp_path.parent / "known.parquet", items)
         (tmp_path / "a.heic").rename(tmp_path / "a.png")
-        source = open_source(tmp_path)
-        after = source.partitions(1, before)
-        assert len({partition.id for partition in after}) == len(after) == 6
-        assert [item for one in after[:-1] for item in source.read(one)] == items, "what was refused is no change"
-        assert [item.key for item in source.read(after[-1])] == [f"{root}/a.png"]
+        found = open_source(tmp_path).partitions(known)
+        (new,) = found.new
+        assert [item.key for item in open_source(tmp_path).scan(new)] == [f"{root}/a.png"]
+        assert (list(found.gone), list(found.changed)) == ([], []), "what was rejected is no change"
 
     def test_captions_that_are_no_text_are_told(self, tmp_path):
         lines = [{"file_name": f"{number}.png", "text": text} for number, text in enumerate([5, None, [], {"a": 1}])]
@@ -157,7 +152,7 @@ class TestFolder:
         (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
         items = read(tmp_path)
         assert reasons(items) == ["missing_caption"] * 4
-        assert [item.detail for item in items if isinstance(item, Refused)] == [
+        assert [item.detail for item in items if isinstance(item, Rejected)] == [
             "no text: 5",
             "null or not given",
             "null or not given",
@@ -169,14 +164,14 @@ class TestFolder:
             (tmp_path / name).with_suffix(".txt").write_text("x")
         os.mkfifo(tmp_path / "pipe.png")
         (tmp_path / "giant.png").touch()
-        os.truncate(tmp_path / "giant.png", MAX_BYTES + 1)
+        os.truncate(tmp_path / "giant.png", 512 * 2**20 + 1)
         for name, suffix in (("a", ".json"), ("b", ".txt")):
             (tmp_path / f"{name}.png").write_bytes(IMAGE)
             (tmp_path / f"{name}{suffix}").unlink(missing_ok=True)
             os.mkfifo(tmp_path / f"{name}{suffix}")
         items = read(tmp_path)
         assert reasons(items) == ["unreadable", "unreadable", "too_large", "unreadable"]
-        assert [item.detail.partition(":")[0] for item in items if isinstance(item, Refused)][:2] == [".json", ".txt"]
+        assert [detail.partition(":")[0] for detail in details(items)][:2] == [".json", ".txt"]
 
     @pytest.mark.parametrize(
         ("name", "content", "message"),
@@ -195,14 +190,14 @@ class TestFolder:
         (tmp_path / "a.png").write_bytes(IMAGE)
         (tmp_path / name).write_text(content)
         with pytest.raises(DataError, match=message):
-            open_source(tmp_path)
+            read(tmp_path)
 
     def test_two_tables(self, tmp_path):
         (tmp_path / "a.png").write_bytes(IMAGE)
         for name in ("captions.csv", "metadata.jsonl"):
             (tmp_path / name).write_text("")
-        with pytest.raises(DataError, match=r"metadata.jsonl and captions.csv; keep the one"):
-            open_source(tmp_path)
+        with pytest.raises(DataError, match=r"captions.csv and metadata.jsonl"):
+            read(tmp_path)
 
     def test_names_that_are_not_utf8(self, tmp_path):
         for stem in (b"\xff", b"\\xff", b"\xfe"):
@@ -233,20 +228,116 @@ class TestFolder:
         assert items[0].key == "set/00000/0.jpg"
         assert items[0].metadata == {**SCORES, "status": "success"}
 
-    def test_partitions_notice_a_changed_json(self, tmp_path):
-        write_folder(tmp_path / "set", 3)
-        source = open_source(tmp_path / "set")
-        before = source.partitions(2)
+    def test_growth(self, tmp_path):
+        write_folder(tmp_path / "set", 5)
+        known = write_known(tmp_path / "known.parquet", read(tmp_path / "set"))
+        found = open_source(tmp_path / "set").partitions(known)
+        assert (list(found.new), list(found.gone), list(found.changed)) == ([], [], [])
+        write_folder(tmp_path / "set" / "more", 2)
         (tmp_path / "set" / "0002.json").write_text("{}")
-        after = source.partitions(2, before)
-        assert [one.fingerprint == two.fingerprint for one, two in zip(before, after, strict=True)] == [True, False]
+        (tmp_path / "set" / "0003.txt").write_text("other words")
+        (tmp_path / "set" / "0004.png").unlink()
+        found = open_source(tmp_path / "set").partitions(known)
+        assert [one.id for one in found.new] == ["more/0000.png"]
+        assert found.gone == ["0004.png"]
+        items = [item for one in found.changed for item in open_source(tmp_path / "set").scan(one)]
+        assert [item.key for item in items] == ["set/0002.png", "set/0003.png"]
 
-    def test_links_do_not_loop(self, tmp_path):
+    def test_partitions_depend_on_the_content_alone(self, tmp_path):
+        for number in range(100):
+            (tmp_path / f"{number:03d}.png").write_bytes(b"")
+        source = open_source(tmp_path)
+        assert [one.num_records for one in partitions(source)] == [16] * 6 + [4]
+        assert [one.num_records for one in partitions(open_source(tmp_path, partition_size=60))] == [60, 40]
+        for number in range(100, 1500):
+            (tmp_path / f"{number:04d}.png").write_bytes(b"")
+        assert {one.num_records for one in partitions(source)} == {24, 12}
+
+    def test_tables_in_subfolders(self, tmp_path):
+        for split in ("train", "test"):
+            (tmp_path / split / "a").mkdir(parents=True)
+            (tmp_path / split / "a" / "0.png").write_bytes(IMAGE)
+            (tmp_path / split / "metadata.jsonl").write_text(json.dumps({"file_name": "a/0.png", "text": split}))
+        (tmp_path / "metadata.csv").write_text("file,caption\ntrain/a/0.png,more\n")
+        assert reasons(read(tmp_path)) == [["test"], ["more", "train"]]
+
+    def test_extensions_in_any_case(self, tmp_path):
+        for name, content in {"a.JPG": IMAGE, "a.TXT": b"one", "b.Png": IMAGE, "b.JSON": b'{"caption": "two"}'}.items():
+            (tmp_path / name).write_bytes(content)
+        assert reasons(read(tmp_path)) == [["one"], ["two"]]
+
+    def test_links_that_lead_out_are_not_followed(self, tmp_path):
         write_folder(tmp_path / "elsewhere", 2)
-        (tmp_path / "set").mkdir()
-        (tmp_path / "set" / "link").symlink_to(tmp_path / "elsewhere")
-        (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "set")
-        assert [record.key for record in read(tmp_path / "set")] == ["set/link/0000.png", "set/link/0001.png"]
+        write_folder(tmp_path / "set", 1)
+        root = tmp_path / "set"
+        (root / "folder").symlink_to(tmp_path / "elsewhere")
+        (root / "back").symlink_to(root)
+        (root / "inside.png").symlink_to(root / "0000.png")
+        (root / "inside.txt").write_text("within")
+        (root / "outside.png").symlink_to(tmp_path / "elsewhere" / "0001.png")
+        (root / "outside.txt").write_text("x")
+        (root / "text.png").write_bytes(IMAGE)
+        (root / "text.txt").symlink_to("/etc/hostname")
+        items = read(root)
+        assert reasons(items) == [["image 0"], ["within"], "unreadable", "unreadable"]
+        assert all("leads out" in detail for detail in details(items))
+
+    def test_odd_files_are_one_rejection_each(self, tmp_path):
+        long = "n" * 251
+        for name in (f"{long}.png", "good.png", "loop.png", "tab\x1b[2J.png"):
+            (tmp_path / name).write_bytes(IMAGE)
+        (tmp_path / "good.txt").write_text("good")
+        (tmp_path / "loop.txt").symlink_to(tmp_path / "loop.txt")
+        items = read(tmp_path)
+        assert reasons(items) == [["good"], "unreadable", "missing_caption", "missing_caption"]
+
+    def test_control_characters_of_names_are_escaped(self, tmp_path):
+        (tmp_path / "set\x1b[2J").mkdir()
+        with pytest.raises(DataError) as error:
+            open_source(tmp_path / "set\x1b[2J")
+        assert str(error.value).isprintable()
+
+    def test_paths_of_a_table_with_nul(self, tmp_path):
+        (tmp_path / "a.png").write_bytes(IMAGE)
+        lines = [{"file_name": "a.png", "text": "x"}, {"file_name": "b\0.png", "text": "y"}]
+        (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        assert reasons(read(tmp_path)) == [["x"], "missing_image"]
+
+    @pytest.mark.timeout(60)
+    def test_tables_that_are_no_files(self, tmp_path):
+        (tmp_path / "a.png").write_bytes(IMAGE)
+        os.mkfifo(tmp_path / "metadata.jsonl")
+        with pytest.raises(DataError, match=r"metadata\.jsonl"):
+            read(tmp_path)
+        (tmp_path / "metadata.jsonl").unlink()
+        (tmp_path / "metadata.jsonl").symlink_to("/dev/zero")
+        with pytest.raises(DataError, match=r"metadata\.jsonl"):
+            read(tmp_path)
+
+    def test_unclosed_quotes_are_reported_with_their_line(self, tmp_path):
+        (tmp_path / "a.png").write_bytes(IMAGE)
+        for rest in ("", 'c.png,"three"\n'):
+            (tmp_path / "captions.csv").write_text(f'file,caption\na.png,one\nb.png,"two\n{rest}')
+            with pytest.raises(DataError, match=r"captions\.csv, line 3"):
+                read(tmp_path)
+
+    def test_limits(self, tmp_path):
+        captions = {"a": "fits", "b": "x " * 60, "c": "w" * 21, "d": "é" * 10, "e": "fits"}
+        for stem, caption in captions.items():
+            (tmp_path / f"{stem}.png").write_bytes(IMAGE)
+            (tmp_path / f"{stem}.txt").write_text(caption)
+        (tmp_path / "e.json").write_text(json.dumps({"note": "x" * 1100}))
+        limits = LimitsConfig(max_caption_characters=100, max_word_characters=20, max_metadata_kb=1)
+        items = read(tmp_path, limits=limits)
+        assert reasons(items) == [["fits"], "too_large", "too_large", ["é" * 10], "too_large"]
+        (tmp_path / "f.png").write_bytes(bytes(2**20 + 1))
+        assert reasons(read(tmp_path, limits=LimitsConfig(max_image_mb=1)))[-1] == "too_large"
+        (tmp_path / "metadata.jsonl").write_text(json.dumps({"file_name": "a.png", "text": "x" * 2000}))
+        with pytest.raises(DataError, match=r"metadata\.jsonl, line 1"):
+            read(tmp_path, limits=limits)
+        lines = [{"file_name": "a.png", "text": f"{number}"} for number in range(1001)]
+        (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        assert reasons(read(tmp_path))[0] == "too_large"
 
 
 class TestWebDataset:
@@ -274,7 +365,7 @@ class TestWebDataset:
             *("missing_image", "invalid_json", "invalid_utf8", ["dotted"], "duplicate_key"),
         ]
         assert [item.key for item in items][:2] == ["x.tar/000", "x.tar/001"]
-        assert items[9] == Record("x.tar/a/b", IMAGE, ["dotted"])
+        assert bare(items)[9] == ("x.tar/a/b", IMAGE, ["dotted"], {})
         assert items[0].metadata == {"status": "success", "width": 4}
         assert items[1].metadata == {"url": "http://x"}
         assert "404" in items[2].detail
@@ -308,7 +399,7 @@ class TestWebDataset:
         items = read(tmp_path)
         kept = [item.key.split("/")[1:] for item in items if isinstance(item, Record)]
         assert kept == [["0.tar", "000"], ["0.tar", "001"], *(["1.tar", f"00{index}"] for index in range(5))]
-        refused = [item for item in items if isinstance(item, Refused)]
+        refused = [item for item in items if isinstance(item, Rejected)]
         assert [item.reason for item in refused] == [Reason.DAMAGED_FILE] * 3
         assert [item.key.rpartition("/")[2] for item in refused] == ["0.tar", "2.tar", "3.tar"]
 
@@ -335,7 +426,7 @@ class TestWebDataset:
         tar.write_bytes(compress(damaged))
         *records, refused = read(tar)
         assert [item.key for item in records if isinstance(item, Record)] == [f"x.tar/{i}" for i in range(num_whole)]
-        assert isinstance(refused, Refused) and refused.reason is Reason.DAMAGED_FILE
+        assert isinstance(refused, Rejected) and refused.reason is Reason.DAMAGED_FILE
         assert detail in refused.detail
 
     def test_what_other_tools_write_is_whole(self, tmp_path):
@@ -353,12 +444,97 @@ class TestWebDataset:
         assert [item.key for item in items] == ["x.tar/0", "x.tar/0.png", "x.tar/1"]
         assert reasons(items) == [["one"], "duplicate_key", "missing_caption"]
 
-    def test_a_member_that_is_too_large_is_not_read(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("diffusion.preparation.sources.webdataset.MAX_BYTES", 1000)
-        members = [("0.png", bytes(1001)), ("0.txt", b"x"), ("1.png", bytes(1000)), ("1.txt", b"x")]
-        items = read(write_tar(tmp_path / "x.tar", members))
+    @pytest.mark.parametrize("compress", [bytes, gzip.compress], ids=["plain", "gzip"])
+    def test_members_that_are_too_large_are_not_read(self, tmp_path, compress):
+        members = [
+            *(("0.png", bytes(2**20 + 1)), ("0.txt", b"x"), ("1.png", bytes(2**20)), ("1.txt", b"x")),
+            *(("2.png", IMAGE), ("2.json", b" " * 1025), ("3.png", IMAGE), ("3.txt", b"y" * 404)),
+        ]
+        tar = write_tar(tmp_path / "x.tar", members)
+        tar.write_bytes(compress(tar.read_bytes()))
+        items = read(tar, limits=LimitsConfig(max_image_mb=1, max_metadata_kb=1, max_caption_characters=100))
+        assert reasons(items) == ["too_large", ["x"], "too_large", "too_large"]
+        assert details(items)[0] == ".png: 1048577 bytes are more than 1048576"
+
+    def test_a_bomb_is_bounded(self, tmp_path):
+        members = [("0.png", IMAGE), ("0.json", b" " * 2**27), ("1.png", IMAGE), ("1.txt", b"x")]
+        tar = write_tar(tmp_path / "x.tar", members)
+        bomb = tmp_path / "bomb.tar.gz"
+        bomb.write_bytes(gzip.compress(tar.read_bytes(), 1))
+        tar.unlink()
+        source = open_source(bomb)
+        (partition,) = partitions(source)
+        tracemalloc.start()
+        items = list(source.scan(partition))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
         assert reasons(items) == ["too_large", ["x"]]
-        assert items[0].detail == ".png: 1001 bytes are more than 1000"
+        assert peak < 2**24
+
+    @pytest.mark.timeout(60)
+    @pytest.mark.parametrize("compress", [bytes, gzip.compress], ids=["plain", "gzip"])
+    @pytest.mark.parametrize("name", ["1.png", "1.bin"])
+    def test_sizes_are_believed_as_far_as_the_file_reaches(self, tmp_path, compress, name):
+        tar = write_tar(tmp_path / "x.tar", [("0.png", IMAGE), ("0.txt", b"x")])
+        header = tarfile.TarInfo(name)
+        header.size = 2**50
+        content = tar.read_bytes().rstrip(b"\0")
+        content += bytes(-len(content) % 512)
+        tar.write_bytes(compress(content + header.tobuf(tarfile.GNU_FORMAT) + bytes(1000)))
+        assert reasons(read(tar))[0] == ["x"]
+        assert [item.reason for item in read(tar) if isinstance(item, Rejected)] == [Reason.DAMAGED_FILE]
+        for kind in (tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE):
+            header.type = kind
+            tar.write_bytes(compress(content + header.tobuf(tarfile.GNU_FORMAT) + bytes(1000)))
+            assert reasons(read(tar)) == [["x"], "damaged_file"]
+
+    def test_links_in_a_tar(self, tmp_path):
+        with tarfile.open(tmp_path / "x.tar", "w") as tar:
+            for name, content in (("0.png", IMAGE), ("0.txt", b"one")):
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+            for name, kind in (("1.png", tarfile.LNKTYPE), ("2.png", tarfile.SYMTYPE)):
+                member = tarfile.TarInfo(name)
+                member.type, member.linkname = kind, "0.png"
+                tar.addfile(member)
+                member = tarfile.TarInfo(name.replace("png", "txt"))
+                member.type, member.linkname = tarfile.LNKTYPE, "0.txt"
+                tar.addfile(member)
+            member = tarfile.TarInfo("3.png")
+            member.type, member.linkname = tarfile.LNKTYPE, "gone.png"
+            tar.addfile(member)
+        items = read(tmp_path / "x.tar")
+        assert reasons(items) == [["one"], ["one"], "unreadable", "unreadable"]
+        assert isinstance(items[1], Record) and items[1].image == IMAGE
+        packed = tmp_path / "x.tgz"
+        packed.write_bytes(gzip.compress((tmp_path / "x.tar").read_bytes()))
+        assert reasons(read(packed)) == [["one"], "unreadable", "unreadable", "unreadable"]
+
+    @pytest.mark.timeout(60)
+    def test_pipes_and_links_among_tars(self, tmp_path):
+        (tmp_path / "set").mkdir()
+        write_tar(tmp_path / "elsewhere.tar", sample("0", IMAGE, b"x"))
+        write_tar(tmp_path / "set" / "0.tar", sample("0", IMAGE, b"x"))
+        os.mkfifo(tmp_path / "set" / "1.tar")
+        (tmp_path / "set" / "2.tar").symlink_to(tmp_path / "elsewhere.tar")
+        assert reasons(read(tmp_path / "set")) == [["x"], "unreadable", "unreadable"]
+        with pytest.raises(DataError, match=r"1\.tar is a pipe"):
+            open_source(tmp_path / "set" / "1.tar")
+
+    def test_growth(self, tmp_path):
+        root = tmp_path / "set"
+        root.mkdir()
+        for number in range(3):
+            write_tar(root / f"{number}.tar", sample("0", IMAGE, b"x"))
+        known = write_known(tmp_path / "known.parquet", read(root))
+        write_tar(root / "0.tar", sample("1", IMAGE, b"other"))
+        (root / "1.tar").unlink()
+        write_tar(root / "3.tar", sample("0", IMAGE, b"x"))
+        found = open_source(root).partitions(known)
+        assert [one.file for one in found.new] == ["3.tar"]
+        assert [one.file for one in found.changed] == ["0.tar"]
+        assert found.gone == ["1.tar"]
 
 
 class TestParquet:
@@ -383,7 +559,6 @@ class TestParquet:
         assert reasons(items) == [["one"], "missing_image", "missing_image", "missing_caption"]
         assert items[0].key == "set.parquet#0"
         assert items[0].metadata == {"score": 0.5, "when": "2024-01-02", "image_path": "a.png"}
-        assert open_source(path).num_records == 4
 
     @pytest.mark.parametrize("column", ["image", "jpg", "image_bytes"])
     def test_plain_bytes_and_lists(self, tmp_path, column):
@@ -394,7 +569,7 @@ class TestParquet:
     def test_named_columns(self, tmp_path):
         path = write_parquet(tmp_path / "x.parquet", {"photo": [IMAGE], "words": ["w"], "caption": ["c"]})
         items = read(path, image_column="photo", caption_column="words")
-        assert items == [Record("x.parquet#0", IMAGE, ["w"], {"caption": "c"})]
+        assert bare(items) == [("x.parquet#0", IMAGE, ["w"], {"caption": "c"})]
 
     @pytest.mark.parametrize("column", ["jpg", "png", "webp"])
     def test_img2dataset(self, tmp_path, column):
@@ -411,16 +586,24 @@ class TestParquet:
         assert "404" in items[1].detail
 
     def test_paths(self, tmp_path):
-        names = ["a.png", "sub/b.png", str(tmp_path / "c.png"), "../c.png", "gone.png", None, "ftp://x/a.png"]
+        good = ["a.png", "sub/b.png", "sub/../a.png"]
+        bad = {"gone.png": "missing_image", None: "missing_image", "ftp://x/a.png": "missing_image"}
+        bad |= {"../c.png": "unreadable", str(tmp_path / "c.png"): "unreadable", "out.png": "unreadable"}
+        bad |= {"n" * 256: "unreadable", "a\0.png": "missing_image", "pipe.png": "unreadable", "sub": "unreadable"}
         write_folder(tmp_path / "set" / "sub", 1)
-        for place in ("set/a.png", "set/sub/b.png", "c.png"):
-            (tmp_path / place).write_bytes(IMAGE + place.encode())
-        columns = {"file_name": names, "caption": [f"{number}" for number in range(7)], "tags": [["x", "y"]] * 7}
+        for name in ("set/a.png", "set/sub/b.png", "c.png"):
+            (tmp_path / name).write_bytes(IMAGE + name.encode())
+        (tmp_path / "set" / "out.png").symlink_to(tmp_path / "c.png")
+        os.mkfifo(tmp_path / "set" / "pipe.png")
+        names = [*good, *bad]
+        columns = {"file_name": names, "caption": ["x"] * len(names), "tags": [["x", "y"]] * len(names)}
         path = write_parquet(tmp_path / "set" / "x.parquet", columns)
         items = read(path)
-        assert reasons(items) == [["0"], ["1"], ["2"], ["3"], "missing_image", "missing_image", "unreadable"]
-        expected = ["set/a.png", "set/sub/b.png", "c.png", "c.png"]
-        assert [item.image for item in items[:4]] == [IMAGE + place.encode() for place in expected]
+        assert reasons(items) == [["x"]] * 3 + list(bad.values())
+        assert [item.image for item in items if isinstance(item, Record)] == [
+            IMAGE + name for name in (b"set/a.png", b"set/sub/b.png", b"set/a.png")
+        ]
+        assert "img2dataset" in items[5].detail
         assert items[1].metadata == {"image_path": "sub/b.png", "tags": ["x", "y"]}
         structs = pa.array(
             [{"bytes": None, "path": "a.png"}], pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -438,8 +621,8 @@ class TestParquet:
     @pytest.mark.parametrize(
         ("columns", "message"),
         [
-            ({"image": [b"x"], "words": ["w"]}, "no column caption or .*it has image, words.*--caption-column"),
-            ({"photo": [b"x"], "caption": ["w"]}, "no column image or .*it has photo, caption.*--image-column"),
+            ({"image": [b"x"], "words": ["w"]}, "no column caption or .*it has image, words.*caption_column"),
+            ({"photo": [b"x"], "caption": ["w"]}, "no column image or .*it has photo, caption.*image_column"),
             ({"image": [1], "caption": ["w"]}, "column image is int64; it must be bytes"),
             ({"image": [b"x"], "caption": [1]}, "column caption is int64; it must be text"),
         ],
@@ -448,25 +631,64 @@ class TestParquet:
         write_parquet(tmp_path / "set" / "0.parquet", {"image": [b"x"], "caption": ["c"]})
         write_parquet(tmp_path / "set" / "1.parquet", columns)
         with pytest.raises(DataError, match=message):
-            open_source(tmp_path / "set")
+            read(tmp_path / "set")
 
-    def test_damaged_files(self, tmp_path):
+    def test_two_columns_of_a_name(self, tmp_path):
+        table = pa.table([pa.array([IMAGE]), pa.array(["a"]), pa.array(["b"])], names=["image", "caption", "caption"])
+        pq.write_table(table, tmp_path / "x.parquet")
+        with pytest.raises(DataError, match=r"x\.parquet.*caption"):
+            read(tmp_path / "x.parquet")
+
+    def test_read_on_behind_damage(self, tmp_path):
+        images = [noise(40, 40, index) for index in range(200)]
         path = write_parquet(
-            tmp_path / "set" / "0.parquet",
-            {"image": [noise(40, 40, index) for index in range(200)], "caption": ["c"] * 200},
-            row_group_size=50, compression="gzip", use_dictionary=False,
+            tmp_path / "set" / "0.parquet", {"image": images, "caption": ["c"] * 200},
+            row_group_size=20, compression="gzip", use_dictionary=False,
         )  # fmt: skip
         write_parquet(tmp_path / "set" / "1.parquet", {"image": [IMAGE], "caption": ["c"]})
         content = bytearray(path.read_bytes())
-        middle = len(content) // 2
-        content[middle : middle + 20000] = bytes(20000)
+        start = pq.read_metadata(path).row_group(4).column(0).data_page_offset
+        content[start : start + 20000] = bytes(20000)
         path.write_bytes(content)
-        items = read(tmp_path / "set")
-        assert [item.reason for item in items if isinstance(item, Refused)] == [Reason.DAMAGED_FILE]
-        assert isinstance(items[0], Record) and isinstance(items[-1], Record)
+        items = read(tmp_path / "set", partition_size=70)
+        assert [item.key for item in items] == [*(f"set/0.parquet#{row}" for row in range(200)), "set/1.parquet#0"]
+        lost = [number for number, item in enumerate(items) if isinstance(item, Rejected)]
+        assert lost == list(range(80, 100))
+        assert {item.reason for item in items if isinstance(item, Rejected)} == {Reason.DAMAGED_FILE}
+        kept = [item.image for item in items if isinstance(item, Record)]
+        assert kept == [*images[:80], *images[100:], IMAGE]
         path.write_bytes(content[:1000])
-        with pytest.raises(DataError, match=r"0\.parquet cannot be read as parquet"):
-            open_source(tmp_path / "set")
+        assert reasons(read(tmp_path / "set")) == ["damaged_file", ["c"]]
+
+    @pytest.mark.timeout(60)
+    def test_pipes(self, tmp_path):
+        write_parquet(tmp_path / "set" / "0.parquet", {"image": [IMAGE], "caption": ["c"]})
+        os.mkfifo(tmp_path / "set" / "1.parquet")
+        assert reasons(read(tmp_path / "set")) == [["c"], "unreadable"]
+
+    def test_limits(self, tmp_path):
+        columns = {
+            "image": [IMAGE, IMAGE, IMAGE, IMAGE, bytes(2**20 + 1)],
+            "caption": ["fits", "x " * 60, "w" * 21, "fits", "fits"],
+            "note": ["", "", "", "n" * 1100, ""],
+        }
+        path = write_parquet(tmp_path / "x.parquet", columns)
+        limits = LimitsConfig(max_image_mb=1, max_caption_characters=100, max_word_characters=20, max_metadata_kb=1)
+        assert reasons(read(path, limits=limits)) == [["fits"], *["too_large"] * 4]
+
+    def test_partitions_end_with_row_groups(self, tmp_path):
+        write_parquet(tmp_path / "x.parquet", {"image": [IMAGE] * 100, "caption": ["c"] * 100}, row_group_size=7)
+        source = open_source(tmp_path / "x.parquet")
+        assert [(one.start, one.stop) for one in partitions(source)] == [
+            (0, 21),
+            (21, 42),
+            (42, 63),
+            (63, 84),
+            (84, 100),
+        ]
+        known = write_known(tmp_path / "known.parquet.old", scan(source))
+        found = source.partitions(known)
+        assert (list(found.new), list(found.gone), list(found.changed)) == ([], [], [])
 
     def test_row_groups_are_streamed(self, tmp_path):
         path = tmp_path / "x.parquet"
@@ -475,10 +697,12 @@ class TestParquet:
             for index in range(8):
                 rows = {"image": [os.urandom(100_000)] * 64, "caption": [f"{index}"] * 64}
                 writer.write_table(pa.table(rows, schema))
+        source = open_source(path)
         before, most = pa.total_allocated_bytes(), 0
-        for item in open_source(path).read():
-            assert isinstance(item, Record)
-            most = max(most, pa.total_allocated_bytes() - before)
+        for partition in partitions(source):
+            for item in source.scan(partition):
+                assert isinstance(item, Record)
+                most = max(most, pa.total_allocated_bytes() - before)
         assert most < 20e6, "the file holds 51 MB"
 
 
@@ -494,8 +718,10 @@ def test_long_captions_come_whole_from_every_layout(tmp_path):
         csv.writer(table).writerows([("file_name", "text"), ("a.png", caption)])
     write_tar(tmp_path / "x.tar", sample("a", IMAGE, caption.encode()))
     write_parquet(tmp_path / "x.parquet", {"image": [IMAGE], "caption": [caption]})
+    limits = LimitsConfig(max_caption_characters=200_000)
     for name in ("beside", "jsonl", "csv", "x.tar", "x.parquet"):
-        assert [item.captions for item in read(tmp_path / name)] == [[caption]], name
+        assert [item.captions for item in read(tmp_path / name, limits=limits)] == [[caption.strip()]], name
+        assert reasons(read(tmp_path / name)) == ["too_large"], name
 
 
 class TestOpening:
@@ -523,16 +749,30 @@ class TestOpening:
             write_folder(tmp_path / parent / "set", 2)
         sources = open_sources([tmp_path / parent / "set" for parent in "abc"])
         assert [source.name for source in sources] == ["set", "set~2", "set~3"]
-        keys = [item.key for source in sources for item in source.read()]
+        keys = [item.key for source in sources for item in scan(source)]
         assert len(set(keys)) == 6
 
-    def test_columns_of_sources_without_columns(self, tmp_path, caplog):
+    def test_columns_per_source(self, tmp_path):
+        one = write_parquet(tmp_path / "1.parquet", {"photo": [IMAGE], "TEXT": ["one"]})
+        two = write_parquet(tmp_path / "2.parquet", {"photo": [IMAGE], "caption": ["two"]})
+        entries = [{"path": str(one), "caption_column": "TEXT"}, SourceConfig(path=str(two))]
+        sources = open_sources(entries, image_column="photo")
+        assert [reasons(scan(source)) for source in sources] == [[["one"]], [["two"]]]
+        with pytest.raises(DataError, match="captions"):
+            open_sources([{"path": str(one), "captions": "TEXT"}])
+
+    @pytest.mark.timeout(60)
+    def test_a_pipe_is_no_source(self, tmp_path):
+        for name in ("x", "x.parquet", "x.arrow"):
+            os.mkfifo(tmp_path / name)
+            with pytest.raises(DataError, match="pipe"):
+                open_source(tmp_path / name)
+
+    def test_descriptions_open_nothing(self, tmp_path):
         write_folder(tmp_path / "set", 1)
-        write_parquet(tmp_path / "x.parquet", {"photo": [IMAGE], "caption": ["c"]})
-        open_sources([tmp_path / "set", tmp_path / "x.parquet"], image_column="photo")
-        assert not caplog.records
-        open_sources([tmp_path / "set"], image_column="photo")
-        assert "--image-column photo has no effect" in caplog.text
+        source = open_source(tmp_path / "set", partition_size=3, limits=LimitsConfig(max_image_mb=7))
+        (tmp_path / "set").rename(tmp_path / "moved")
+        assert from_description(json.loads(json.dumps(source.description()))) == source
 
     def test_the_same_files_twice(self, tmp_path):
         write_folder(tmp_path / "set" / "sub", 2)

@@ -1,0 +1,166 @@
+"""The folder that a data set is written to: one writer at a time, and nothing there that is not the data set's."""
+
+import _thread
+import errno
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from diffusion import storage
+from diffusion.datasets.manifest import MANIFEST, PreparedManifest
+from diffusion.errors import DataError, MachineError, UserError
+from diffusion.files import lock
+from diffusion.preparation.metadata import LISTINGS, SCAN
+
+logger = logging.getLogger(__name__)
+
+WRITER = "writer.json"
+"""File of a data set that says who writes to it, where the file system has no locks."""
+
+_RENEWAL_SECONDS = 30.0
+_STALE_SECONDS = 180.0
+_SETTLING_SECONDS = 2.0
+"""Between writing `writer.json` and reading it back: two that begin at the same time find one of both tokens."""
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
+"""EBADF: NFS locks only what can be opened for writing, which a folder cannot."""
+
+_ALLOWED = (WRITER, LISTINGS, "removed.json", "lost+found")
+"""What may be there before the first scan has begun."""
+
+
+@contextmanager
+def claim(out: str, kind: str = PreparedManifest.KIND, begun: Sequence[str] = (SCAN,)) -> Iterator[None]:
+    """Keep other processes from writing to a data set during the block.
+
+    Args:
+        out: folder of the data set, path or `s3://`; a local one is made.
+        kind: `kind` in the manifest of a data set that may be written to.
+        begun: files by which an unfinished one is known.
+
+    Raises:
+        DataError: the folder holds another data set, or other files.
+        MachineError: another process is writing there, or the folder cannot be written to.
+    """
+    with ExitStack() as stack:
+        if storage.is_url(out):
+            stack.enter_context(_heartbeat(out))
+        else:
+            stack.enter_context(_lock_or_heartbeat(out))
+        _check_content(out, kind, begun)
+        yield
+
+
+def _check_content(out: str, kind: str, begun: Sequence[str]) -> None:
+    if storage.exists(storage.join(out, MANIFEST)):
+        values = storage.read_json(storage.join(out, MANIFEST))
+        found = values.get("kind") if isinstance(values, dict) else None
+        if found != kind:
+            raise DataError(
+                f"{storage.shown(out)} holds another data set (kind {found!r}, not {kind!r}); choose another folder"
+            )
+    elif not any(storage.exists(storage.join(out, name)) for name in begun):
+        if storage.is_url(out):
+            names = {name.partition("/")[0] for name in storage.list_files(out)}
+        else:
+            names = {path.name for path in Path(out).iterdir()}
+        strangers = sorted(name for name in names if not name.startswith(".") and name not in _ALLOWED)
+        if strangers:
+            shown = ", ".join(map(ascii, strangers[:3]))
+            raise DataError(f"{storage.shown(out)} holds other files ({shown}); choose an empty folder")
+
+
+@contextmanager
+def _lock_or_heartbeat(out: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        try:
+            Path(out).mkdir(parents=True, exist_ok=True)
+            stack.enter_context(lock(Path(out), timeout=0))
+        except TimeoutError as error:
+            raise MachineError(f"another process is writing to {out}; wait for it or choose another folder") from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise MachineError(
+                    f"cannot write to {out}: {error.strerror or error}; choose a folder that can be written to"
+                ) from error
+            stack.enter_context(_heartbeat(out))
+        yield
+
+
+@contextmanager
+def _heartbeat(out: str) -> Iterator[None]:
+    """Hold `writer.json`, renewed by a thread; one that is not renewed any more is taken over."""
+    uri, token, done = storage.join(out, WRITER), secrets.token_hex(8), threading.Event()
+    if message := _other_writer(uri, token):
+        raise MachineError(message)
+    _sign(uri, token)
+    done.wait(_SETTLING_SECONDS)
+    if message := _other_writer(uri, token):
+        raise MachineError(message)
+    lost = []
+
+    def renew() -> None:
+        while not done.wait(_RENEWAL_SECONDS):
+            try:
+                if message := _other_writer(uri, token):
+                    lost.append(message)
+                    _thread.interrupt_main()
+                    return
+                _sign(uri, token)
+            except UserError as error:
+                logger.warning("%s; it is tried again", error)
+
+    thread = threading.Thread(target=renew, name="writer", daemon=True)
+    thread.start()
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if lost:
+            raise MachineError(lost[0]) from error
+        raise
+    finally:
+        done.set()
+        thread.join()
+        if not lost:
+            storage.delete([uri])
+
+
+def _sign(uri: str, token: str) -> None:
+    storage.write_json(uri, {"host": socket.gethostname(), "pid": os.getpid(), "token": token, "time": time.time()})
+
+
+def _other_writer(uri: str, token: str) -> str | None:
+    """Say who else writes; None if nobody does."""
+    if not storage.exists(uri):
+        return None
+    writer = storage.read_json(uri)
+    try:
+        age = time.time() - writer["time"]
+        if writer["token"] == token or age > _STALE_SECONDS or _is_dead(writer["host"], writer["pid"]):
+            return None
+        place = f"process {writer['pid']} of {writer['host']}"
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{storage.shown(uri)} is damaged ({error!r}); delete it") from error
+    return (
+        f"{place} is writing to {storage.shown(uri).rpartition('/')[0]} (a sign of life {age:.0f} s ago); wait for it, "
+        f"or choose another folder. One that has crashed is forgotten after {_STALE_SECONDS:.0f} s"
+    )
+
+
+def _is_dead(host: str, pid: int) -> bool:
+    """Whether a process of this machine has ended."""
+    if host != socket.gethostname():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
