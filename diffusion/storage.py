@@ -28,7 +28,7 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 from fsspec.spec import AbstractBufferedFile
 
 from diffusion.errors import DataError, MachineError
-from diffusion.files import atomic_path, hash_file, unique_partial, write_atomically
+from diffusion.files import atomic_path, hash_file, unique_partial
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +222,9 @@ def write(uri: str, content: bytes, access: Access | None = None) -> None:
         return
     with _writing(uri):
         Path(uri).parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(Path(uri), content)
+        path = Path(uri)
+        with atomic_path(path, partial=unique_partial(path)) as partial:  # Two workers may write the same file.
+            partial.write_bytes(content)
 
 
 def write_json(uri: str, value: Any, access: Access | None = None) -> None:

@@ -52,6 +52,7 @@ from diffusion.config.training import Decay, Device, Parallelism, Precision
 from diffusion.datasets.batch import num_samples, split_batch
 from diffusion.datasets.dataset import TrainingDataset
 from diffusion.datasets.loader import train_loader, validation_dataset, validation_loader
+from diffusion.datasets.streams import Files
 from diffusion.distributed import agree
 from diffusion.errors import ConfigurationError, MachineError, PreemptedError, error_context
 from diffusion.files import write_atomically
@@ -64,7 +65,7 @@ from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.lora import add_lora
 from diffusion.models.pretrained import is_pipeline
 from diffusion.models.tokenizers import build_tokenizer, tokenize
-from diffusion.operations.checks.data import check_caches, check_identity, check_streams
+from diffusion.operations.checks.data import check_caches, check_identity, check_streams, read_stream_files
 from diffusion.operations.checks.gpu import computes_bf16
 from diffusion.operations.checks.machine import check_machines
 from diffusion.operations.costs import BudgetSpentError
@@ -104,7 +105,8 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
     folder = agree(lambda: open_run_folder(config))
     with leased(folder) as lease, Heartbeat(heartbeat_folder(config, folder), lease) as heartbeat:
         check_machines(config, device)
-        agree(lambda: check_streams(config))
+        files = read_stream_files(config)
+        agree(lambda: check_streams(config, files))
 
         # Resume or initialise
         storage = agree(lambda: checkpoint_storage(config, folder))
@@ -117,15 +119,15 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
         build = build or partial(build_training_model, is_new=load_path is None)
         model = agree(lambda: build(config, device), takes_long=True)
         if isinstance(model, LatentDiffusion):
-            agree(lambda: check_identity(config, model))
+            agree(lambda: check_identity(config, model, files))
             prepare_frozen(config, model, device)
 
         # Data
-        train_data = agree(lambda: build_train_data(config))
+        train_data = agree(lambda: build_train_data(config, files))
         dataset = getattr(train_data.dataloader, "dataset", None)
         if isinstance(dataset, TrainingDataset):
             check_caches(config, dataset)
-        evaluator = agree(lambda: build_evaluator(config, model))
+        evaluator = agree(lambda: build_evaluator(config, model, files))
 
         # Loggers and callbacks
         loggers = agree(lambda: build_loggers(config, folder))
@@ -262,8 +264,12 @@ def prepare_frozen(config: Config, model: LatentDiffusion, device: Device) -> No
 # Data
 
 
-def build_train_data(config: Config) -> DataSpec:
+def build_train_data(config: Config, files: Files | None = None) -> DataSpec:
     """Open the training data of this rank.
+
+    Args:
+        config: of the run.
+        files: manifests and marks of the streams, if they have been read.
 
     Raises:
         UserError: the data is missing, damaged or not what the configuration says.
@@ -277,6 +283,7 @@ def build_train_data(config: Config) -> DataSpec:
         tokenize=partial(tokenize, build_tokenizer(config.model.architecture)),
         rank_batch_size=rank_batch_size,
         with_logvar=config.objective.posterior == Posterior.sample,
+        files=files,
     )
     return DataSpec(loader, split_batch=split_batch, get_num_samples_in_batch=num_samples)
 
@@ -295,7 +302,7 @@ def _plugin_loader(config: Config, rank_batch_size: int) -> DataLoader:
     return DataLoader(dataset, rank_batch_size, sampler=sampler, num_workers=data.num_workers, drop_last=True)
 
 
-def build_evaluator(config: Config, model: ComposerModel) -> Evaluator | None:
+def build_evaluator(config: Config, model: ComposerModel, files: Files | None = None) -> Evaluator | None:
     """Open this rank's part of the validation data, and prepare the model's metrics for it; None without any.
 
     Raises:
@@ -308,6 +315,7 @@ def build_evaluator(config: Config, model: ComposerModel) -> Evaluator | None:
         config.data,
         tokenize=partial(tokenize, build_tokenizer(config.model.architecture)),
         with_logvar=config.objective.posterior == Posterior.sample,
+        files=files,
     )
     if isinstance(model, LatentDiffusion):
         model.set_validation_data(dataset.stream_names_with_samples, torch.from_numpy(dataset.addresses()))

@@ -5,7 +5,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 from diffusion.config.data import ImageSize
-from diffusion.datasets.streams import find_manifest
+from diffusion.datasets.streams import Files, find_manifest
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
 from diffusion.storage import Access
@@ -91,9 +91,11 @@ class EncodedManifest:
         return cls(**content)
 
 
-def read_encoded_manifest(source: str, access: Access | None = None) -> EncodedManifest | None:
-    """Read the manifest of an encoded stream, from beside or above its folder or URL; None where there is none."""
-    content = find_manifest(source, access)
+def read_encoded_manifest(
+    source: str, access: Access | None = None, files: Files | None = None
+) -> EncodedManifest | None:
+    """Find the manifest of an encoded stream, as `find_manifest` does; None where there is none."""
+    content = find_manifest(source, access, files)
     return None if content is None else EncodedManifest.from_json(content, source)
 
 

@@ -31,7 +31,7 @@ from diffusion.datasets.batch import BatchKey, CollateGroups, Sample, collate
 from diffusion.datasets.dataset import TextImageDataset, Tokenize, TrainingDataset, TrainingSteps
 from diffusion.datasets.encoded import ENCODED, EncodedManifest, check_encoded
 from diffusion.datasets.sample_order import OrderSettings
-from diffusion.datasets.streams import StreamLocation, check_location, find_manifest, locate_streams
+from diffusion.datasets.streams import Files, StreamLocation, check_location, find_manifest, locate_streams
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
 from diffusion.randomness import sample_address
@@ -60,7 +60,13 @@ class BatchLoader(DataLoader):
 
 
 def train_loader(
-    config: DataConfig, *, seed: int, tokenize: Tokenize | None, rank_batch_size: int, with_logvar: bool = True
+    config: DataConfig,
+    *,
+    seed: int,
+    tokenize: Tokenize | None,
+    rank_batch_size: int,
+    with_logvar: bool = True,
+    files: Files | None = None,
 ) -> BatchLoader:
     """Build the loader of training data for this rank (`diffusion.distributed`).
 
@@ -73,6 +79,7 @@ def train_loader(
         tokenize: K captions -> int32 [K, L]; not used with latents.
         rank_batch_size: samples per rank and step.
         with_logvar: whether the latents' log-variance is wanted (`objective.posterior: sample`).
+        files: manifests and marks of the streams, if they have been read.
 
     Returns:
         Batches of `rank_batch_size`; its length is the number of whole global batches in an epoch. With `mixing:
@@ -88,7 +95,7 @@ def train_loader(
     assert config.global_batch_size == rank_batch_size * num_ranks, (config, rank_batch_size, num_ranks)
     sizes = image_sizes(config.streams, config.resolution)
     dataset = TrainingDataset(
-        locations=check_training_streams(config, with_logvar=with_logvar),
+        locations=check_training_streams(config, with_logvar=with_logvar, files=files),
         order=order_settings(config, seed),
         rank=rank,
         num_ranks=num_ranks,
@@ -201,7 +208,12 @@ def share_of(indices: Sequence[int], num_ranks: int, rank: int) -> list[int]:
 
 
 def validation_dataset(
-    config: ValidationConfig, data: DataConfig, *, tokenize: Tokenize | None, with_logvar: bool = True
+    config: ValidationConfig,
+    data: DataConfig,
+    *,
+    tokenize: Tokenize | None,
+    with_logvar: bool = True,
+    files: Files | None = None,
 ) -> ValidationDataset:
     """Open the validation data, read with the representation and sizes of training (`train_loader`).
 
@@ -209,7 +221,7 @@ def validation_dataset(
         DataError: streams that are missing, damaged or not what the configuration says.
     """
     samples = TextImageDataset(
-        locations=check_validation_streams(config, data, with_logvar=with_logvar),
+        locations=check_validation_streams(config, data, with_logvar=with_logvar, files=files),
         representation=data.representation,
         transforms=[
             ImageTransform(size=size) for size in image_sizes(validation_streams(config, data), data.resolution)
@@ -234,21 +246,26 @@ def validation_loader(
     return BatchLoader(dataset, batch_sampler=batches, collate_fn=collate, **_loader_options(data))
 
 
-def check_training_streams(config: DataConfig, *, with_logvar: bool) -> list[StreamLocation]:
+def check_training_streams(
+    config: DataConfig, *, with_logvar: bool, files: Files | None = None
+) -> list[StreamLocation]:
     """Locate the training streams, and check what can be known before they are opened and without other ranks.
 
     Raises:
         DataError: streams that are missing, half-written, or encoded otherwise than the configuration says.
     """
-    locations = locate_streams(config.remote, config.local, config.streams, access=_access(config))
+    locations = locate_streams(config.remote, config.local, config.streams, access=_access(config), files=files)
     _check_locations(locations, image_sizes(config.streams, config.resolution), config, with_logvar)
     return locations
 
 
-def check_validation_streams(config: ValidationConfig, data: DataConfig, *, with_logvar: bool) -> list[StreamLocation]:
+def check_validation_streams(
+    config: ValidationConfig, data: DataConfig, *, with_logvar: bool, files: Files | None = None
+) -> list[StreamLocation]:
     """Check the validation streams as `check_training_streams` does those of training."""
     streams = validation_streams(config, data)
-    locations = locate_streams(config.remote, config.local, streams, "validation", access=_access(data))
+    access = _access(data)
+    locations = locate_streams(config.remote, config.local, streams, "validation", access=access, files=files)
     _check_locations(locations, image_sizes(streams, data.resolution), data, with_logvar)
     return locations
 
@@ -263,7 +280,7 @@ def _check_locations(
 ) -> None:
     for location, size in zip(locations, sizes, strict=True):
         check_location(location)
-        manifest = find_manifest(location.source, location.access)
+        manifest = find_manifest(location.source, location.access, location.files)
         # Data without a manifest, or with one of images, is judged by its columns when it is opened.
         if config.representation == Representation.latents and manifest and manifest.get("kind") == ENCODED:
             encoded = EncodedManifest.from_json(manifest, location.source)

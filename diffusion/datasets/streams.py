@@ -10,7 +10,7 @@ import logging
 import tempfile
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 MARKS = ("withdrawn.json", "damaged.json")
 """Files beside `manifest.json` that name unusable samples: `{"<split>/<bucket>": [indices]}`."""
 
+Files = Mapping[tuple[str | None, str], Any]
+"""Contents of manifests and marks by endpoint and URI; only of those that exist."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StreamLocation:
@@ -44,6 +47,8 @@ class StreamLocation:
     repeat: float | None = None
     access: Access = field(default_factory=Access)
     """How the store of the remote is reached, and its shards are fetched."""
+    files: Files | None = field(default=None, compare=False, repr=False)
+    """Manifests and marks above the stream that `read_files` has read; None: they are read when they are needed."""
 
     @property
     def source(self) -> str:
@@ -58,6 +63,7 @@ def locate_streams(
     section: str = "data",
     *,
     access: Access | None = None,
+    files: Files | None = None,
 ) -> list[StreamLocation]:
     """Join the roots of a data set with its streams.
 
@@ -67,6 +73,7 @@ def locate_streams(
         streams: the streams of the configuration, checked.
         section: of the configuration: `data` or `validation`.
         access: attempts and time-out of downloads; endpoint and profile are those of each stream.
+        files: manifests and marks, if they have been read.
     """
     locations = []
     for stream in streams:
@@ -83,6 +90,7 @@ def locate_streams(
                 proportion=stream.proportion,
                 repeat=stream.repeat,
                 access=replace(access or Access(), endpoint_url=stream.endpoint_url, profile=stream.profile),
+                files=files,
             )
         )
     return locations
@@ -122,8 +130,24 @@ def _warn_of_another_tool(folder: Path) -> None:
     logger.warning("%s has no %s beside or above it: taken for an MDS folder of another tool", folder, MANIFEST)
 
 
-def find_manifest(source: str, access: Access | None = None) -> dict[str, Any] | None:
-    """Read the `manifest.json` above a stream, such as `ROOT/train/256-512` or `s3://bucket/ROOT/train/256-512`.
+def read_files(locations: Iterable[StreamLocation]) -> Files:
+    """Read the manifests and marks above streams, each once, for `locate_streams`.
+
+    Raises:
+        DataError: one cannot be read.
+    """
+    files: dict[tuple[str | None, str], Any] = {}
+    for location in locations:
+        for root, _ in _folders_above(location.source):
+            for name in (MANIFEST, *MARKS):
+                key = location.access.endpoint_url, join(root, name)
+                if key not in files:
+                    files[key] = _read_json(key[1], location.access)
+    return {key: content for key, content in files.items() if content is not None}
+
+
+def find_manifest(source: str, access: Access | None = None, files: Files | None = None) -> dict[str, Any] | None:
+    """Find the `manifest.json` above a stream, such as `ROOT/train/256-512` or `s3://bucket/ROOT/train/256-512`.
 
     Returns:
         Its content; None where there is none.
@@ -131,38 +155,48 @@ def find_manifest(source: str, access: Access | None = None) -> dict[str, Any] |
     Raises:
         DataError: it cannot be read.
     """
-    return next((content for _, content in _find_above(source, MANIFEST, access or Access())), None)
+    return next((content for _, content in _find_above(source, MANIFEST, access or Access(), files)), None)
 
 
-def _find_above(source: str, name: str, access: Access) -> Iterator[tuple[str, Any]]:
-    """Read a JSON file one and two folders above a stream, where it is there.
+def _find_above(source: str, name: str, access: Access, files: Files | None) -> Iterator[tuple[str, Any]]:
+    """Find a JSON file one and two folders above a stream.
 
     Yields:
         The stream's path below that folder, such as `train/256-512`, and the file's content.
     """
+    for root, below in _folders_above(source):
+        uri = join(root, name)
+        content = _read_json(uri, access) if files is None else files.get((access.endpoint_url, uri))
+        if content is not None:
+            yield below, content
+
+
+def _folders_above(source: str) -> Iterator[tuple[str, str]]:
+    """The folders one and two above a stream, each with the stream's path below it."""
     if not is_url(source):
         folder = Path(source).absolute()
         for parent in folder.parents[:2]:
-            if (parent / name).is_file():
-                yield folder.relative_to(parent).as_posix(), read_json(parent / name)
+            yield str(parent), folder.relative_to(parent).as_posix()
         return
     for up in (1, 2):
         root, *below = source.rstrip("/").rsplit("/", up)
-        content = None if root.endswith((":", "/")) else _download_json(join(root, name), access)
-        if content is not None:
-            yield "/".join(below), content
+        if not root.endswith((":", "/")):
+            yield root, "/".join(below)
 
 
-def _download_json(url: str, access: Access) -> Any:
+def _read_json(uri: str, access: Access) -> Any:
+    """Read a JSON file; None if it does not exist."""
+    if not is_url(uri):
+        return read_json(Path(uri)) if Path(uri).is_file() else None
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "content.json")
         try:
-            storage.download(url, path, access=replace(access, attempts=1, timeout=FIRST_CONTACT))
+            storage.download(uri, path, access=replace(access, attempts=1, timeout=FIRST_CONTACT))
         except MissingFileError:
             return None
         except ForbiddenFileError as error:
             raise DataError(
-                f"access to {shown(url)} is denied, so whether it names images that are not to be used is unknown. "
+                f"access to {shown(uri)} is denied, so whether it names images that are not to be used is unknown. "
                 "Allow s3:GetObject on it, and s3:ListBucket on its bucket: without that, access to a file that does "
                 "not exist is denied, too"
             ) from error
@@ -211,10 +245,10 @@ class Substitutes:
 
 
 def find_substitutes(location: StreamLocation, num_samples: int) -> Substitutes:
-    """Read the marks beside a data set; a DataError if they cannot be read, or are not those of this stream."""
+    """Find the marks beside a data set; a DataError if they cannot be read, or are not those of this stream."""
     absent: list[int] = []
     for name in MARKS:
-        for stream, marks in _find_above(location.source, name, location.access):
+        for stream, marks in _find_above(location.source, name, location.access, location.files):
             indices = marks.get(stream, []) if isinstance(marks, dict) else None
             if not isinstance(indices, list) or not all(type(index) is int for index in indices):
                 raise DataError(f"{name} beside {location.source} is damaged: for '{stream}' it has no list of numbers")

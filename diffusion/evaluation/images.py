@@ -1,10 +1,11 @@
 """Sets of images by number: files of a folder, or samples of a prepared data set, and the choice of a subset."""
 
 import hashlib
+import heapq
 import itertools
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 from PIL import Image, ImageOps
 
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
-from diffusion.datasets.mds import INDEX, open_shard, read_shards
+from diffusion.datasets.mds import INDEX, Layout, ShardFiles, open_shard, read_shards
 from diffusion.errors import ConfigurationError, DataError, error_context
 from diffusion.evaluation.config import ReferenceConfig
 from diffusion.files import hash_file
@@ -56,22 +57,24 @@ def read_image(file: Path) -> Image.Image:
     return _decode(file.read_bytes(), str(file))
 
 
-def smallest_hashes(names: Sequence[str], num: int | None) -> list[int]:
+def smallest_hashes(names: Iterable[str], num: int | None) -> list[int]:
     """Choose `num` names with the smallest SHA-256, an unbiased choice; return their numbers in order.
 
     Raises:
         ConfigurationError: there are fewer than `num` names.
     """
     if num is None:
-        return list(range(len(names)))
-    if num > len(names):
-        raise ConfigurationError(f"num={num}, but there are {len(names)}")
-    return sorted(by_hash(names)[:num])
+        return [i for i, _ in enumerate(names)]
+    chosen = by_hash(names, num)
+    if len(chosen) < num:
+        raise ConfigurationError(f"num={num}, but there are {len(chosen)}")
+    return sorted(chosen)
 
 
-def by_hash(names: Sequence[str]) -> list[int]:
-    """Numbers of names in the order of their SHA-256."""
-    return sorted(range(len(names)), key=lambda i: hashlib.sha256(names[i].encode()).digest())
+def by_hash(names: Iterable[str], num: int) -> list[int]:
+    """Numbers of the `num` names with the smallest SHA-256, in the order of these; only as many are in memory."""
+    hashes = ((hashlib.sha256(name.encode()).digest(), i) for i, name in enumerate(names))
+    return [i for _, i in heapq.nsmallest(num, hashes)]
 
 
 def list_images(folder: Path) -> list[Path]:
@@ -97,28 +100,50 @@ class PreparedSamples:
         ]
         self._ends = list(itertools.accumulate(entry["samples"] for _, entry, _ in self.entries))
         self._readers: OrderedDict[int, tuple[ExitStack, Any]] = OrderedDict()
+        self._files = ShardFiles()
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
     def sample(self, index: int) -> dict[str, Any]:
         """Columns of a sample."""
-        shard = bisect_right(self._ends, index)
-        first = self._ends[shard - 1] if shard else 0
-        return self._reader(shard)[index - first]
+        shard, inside = self._locate(index)
+        return self._reader(shard)[inside]
 
-    def names(self) -> list[str]:
-        """Name of each sample: folder, shard and number."""
-        return [
-            f"{name}/{entry['raw_data']['basename']}/{i}"
-            for _, entry, name in self.entries
-            for i in range(entry["samples"])
-        ]
+    def captions(self, index: int) -> list[str] | None:
+        """Captions of a sample, read without its image; None where the data set has none.
+
+        Raises:
+            DataError: the shard is missing or damaged.
+        """
+        shard, inside = self._locate(index)
+        folder, entry, _ = self.entries[shard]
+        if "captions" not in entry["column_names"]:
+            return None
+        if entry["zip_data"] is not None:
+            return self._reader(shard)[inside]["captions"]
+        path = folder / entry["raw_data"]["basename"]
+        columns = (tuple(entry[f"column_{what}"]) for what in ("names", "encodings", "sizes"))
+        try:
+            return self._files.read_column(str(path), inside, Layout(*columns, None), "captions")
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} cannot be read ({error}); fetch or write the folder anew") from error
+
+    def names(self) -> Iterator[str]:
+        """Iterate over the names of the samples: folder, shard and number."""
+        for _, entry, name in self.entries:
+            for i in range(entry["samples"]):
+                yield f"{name}/{entry['raw_data']['basename']}/{i}"
 
     def identity(self) -> str:
         """Hash of the sizes and hashes of the shards in the indices."""
         shards = [(name, entry["raw_data"], entry["samples"]) for _, entry, name in self.entries]
         return hashlib.sha256(repr(shards).encode()).hexdigest()[:16]
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        """Shard of a sample, and its number in the shard."""
+        shard = bisect_right(self._ends, index)
+        return shard, index - (self._ends[shard - 1] if shard else 0)
 
     def _reader(self, shard: int) -> Any:
         if shard in self._readers:

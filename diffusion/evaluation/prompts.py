@@ -2,6 +2,7 @@
 
 import csv
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -98,19 +99,23 @@ def _find_column(requested: str | None, defaults: Sequence[str], names: Sequence
 def _data_set_prompts(root: Path, num: int | None) -> list[Prompt]:
     """First captions of a prepared data set; with `num`, of the samples whose names have the smallest hashes."""
     samples = PreparedSamples(root)
-    order = range(len(samples)) if num is None else by_hash(samples.names())
-    found: dict[int, Prompt] = {}
-    for i in order:
-        if len(found) == num:
+    limit = len(samples) if num is None else 2 * num  # Samples without a caption are not counted.
+    while True:
+        order = range(limit) if num is None else by_hash(samples.names(), limit)
+        captioned = ((i, text) for i in order if (text := _first_caption(samples, i, root)))
+        found = dict(itertools.islice(captioned, num))
+        if len(found) == num or limit >= len(samples):
             break
-        sample = samples.sample(i)
-        if "captions" not in sample:
-            raise ConfigurationError(f"{root} has no captions: give a prepared data set")
-        if caption := sample["captions"][0].strip():
-            found[i] = Prompt(text=caption)
+        limit *= 2
     if len(found) < (num or 1):
         raise ConfigurationError(f"{root} has {len(found)} captions, {num or 1} are needed")
-    return [prompt for _, prompt in sorted(found.items())]
+    return [Prompt(text=text) for _, text in sorted(found.items())]
+
+
+def _first_caption(samples: PreparedSamples, index: int, root: Path) -> str:
+    if (captions := samples.captions(index)) is None:
+        raise ConfigurationError(f"{root} has no captions: give a prepared data set")
+    return captions[0].strip()
 
 
 class ListedImage(NamedTuple):

@@ -13,10 +13,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from diffusion import storage
-from diffusion.datasets.manifest import MANIFEST, PreparedManifest
+from diffusion.datasets.manifest import MANIFEST, SCAN, PreparedManifest
 from diffusion.errors import DataError, MachineError, UserError
 from diffusion.files import lock
-from diffusion.preparation.metadata import LISTINGS, SCAN
+from diffusion.preparation.metadata import LISTINGS
 
 logger = logging.getLogger(__name__)
 

@@ -1,5 +1,7 @@
 """Encoding from a real S3 server to it: the bytes of local folders, one upload per shard, killed and continued."""
 
+from collections import Counter
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,19 @@ COMMAND = ["scripts/encode.py", "--architecture", "tiny", "--device", "cpu", "--
            "--resolution", "32"]  # fmt: skip
 
 
+class CountingProxy(FaultyProxy):
+    """Counts uploads, too."""
+
+    def __init__(self, port: int) -> None:
+        self.uploads: Counter[str] = Counter()
+        super().__init__(port)
+
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        if request.command == "PUT":
+            self.uploads[request.path.partition("?")[0].rpartition("/")[2]] += 1
+        super().answer(request)
+
+
 def grow(prepared: Path, first: int, number: int) -> None:
     samples = [prepared_sample("source", i) for i in range(first, first + number)]
     append_prepared(prepared / "train/32-64", samples, per_shard=6, compression="zstd:3")
@@ -42,7 +57,7 @@ def test_encoded_from_a_store_to_it(s3_server: S3Server, tmp_path: Path, monkeyp
     prepared, out = "s3://tests/once/prepared", "s3://tests/once/out"
     grow(tmp_path / "prepared", 0, 20)
     copy(tmp_path / "prepared", prepared)
-    proxy = FaultyProxy(s3_server.port)
+    proxy = CountingProxy(s3_server.port)
     monkeypatch.setenv("S3_ENDPOINT_URL", proxy.endpoint)
     run(prepared, out)
     run(tmp_path / "prepared", tmp_path / "out")
@@ -54,8 +69,8 @@ def test_encoded_from_a_store_to_it(s3_server: S3Server, tmp_path: Path, monkeyp
     proxy.uploads.clear()
     proxy.requests.clear()
     run(prepared, out)
-    shards = {path.rpartition("/")[2]: count for path, count in proxy.uploads.items() if path.endswith(".mds")}
-    assert shards == {"shard.00004.mds": 1, "shard.00005.mds": 1}, "only new shards are written, each by one request"
+    written = {name: count for name, count in proxy.uploads.items() if name.endswith(".mds")}
+    assert written == {"shard.00004.mds": 1, "shard.00005.mds": 1}, "only new shards are written, each by one request"
     read = {name: count for name, count in proxy.requests.items() if ".mds" in name}
     assert read == {"shard.00004.mds.zstd": 1, "shard.00005.mds.zstd": 1}
     run(tmp_path / "prepared", tmp_path / "out")

@@ -98,7 +98,7 @@ def test_a_file_damaged_on_one_node_ends_all_ranks_and_is_reported_there(server,
     damaged = tmp_path / "1" / "train" / "32-64" / file
     damaged.write_bytes(damaged.read_bytes()[:-9] + end)
     yaml, overrides = latents(shapes, tmp_path / "{node}", tmp_path / "run", "trainer.dist_timeout=60")
-    job = server.start(2, ["tests/tools/ranks_as_nodes.py", yaml, *overrides]).finish(timeout=50)
+    job = server.start(2, ["tests/tools/ranks_as_nodes.py", "1", yaml, *overrides]).finish(timeout=50)
     # In the middle of a run, the node with the damage reports it; the collective of the other one fails.
     assert job.codes[1] == 2 and job.codes[0] != 0, job.output
     assert "rank 1: DataError: " in job.output

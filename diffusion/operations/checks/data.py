@@ -26,8 +26,15 @@ from diffusion.datasets.loader import (
     validation_streams,
 )
 from diffusion.datasets.mds import INDEX, check_shard, read_index, read_shards
-from diffusion.datasets.streams import StreamLocation, check_location, find_manifest, locate_streams
-from diffusion.distributed import local_world_size, world_size
+from diffusion.datasets.streams import (
+    Files,
+    StreamLocation,
+    check_location,
+    find_manifest,
+    locate_streams,
+    read_files,
+)
+from diffusion.distributed import agree, local_world_size, on_first_rank, world_size
 from diffusion.errors import ConfigurationError, DataError, MachineError, UserError
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.pretrained import module_identity, tokenizer_identity
@@ -53,28 +60,45 @@ BATCH_SAMPLES = 16
 # At the start of training
 
 
-def check_streams(config: Config) -> None:
+def read_stream_files(config: Config) -> Files:
+    """Read the manifests and marks of all streams; called by all ranks.
+
+    Those of an object store are read by rank 0 for all, those of folders by each rank: nodes may have their own.
+
+    Raises:
+        DataError: on all ranks: one cannot be read.
+    """
+    locations = agree(lambda: [location for streams in _sections(config).values() for _, location in streams])
+    stored = on_first_rank(lambda: read_files(location for location in locations if is_url(location.source)))
+    return {**stored, **agree(lambda: read_files(one for one in locations if not is_url(one.source)))}
+
+
+def check_streams(config: Config, files: Files | None = None) -> None:
     """Check that the data exists and is what the configuration says, as far as that is known without the model.
+
+    Args:
+        config: configuration of the run.
+        files: manifests and marks of the streams, if they have been read.
 
     Raises:
         DataError: what is missing or differs, and what to do.
     """
     with_logvar = config.objective.posterior == Posterior.sample
     if config.plugins.train_dataset is None:
-        check_training_streams(config.data, with_logvar=with_logvar)
+        check_training_streams(config.data, with_logvar=with_logvar, files=files)
     if config.validation is not None:
-        check_validation_streams(config.validation, config.data, with_logvar=with_logvar)
-    for _ in _encoded_streams(config):
+        check_validation_streams(config.validation, config.data, with_logvar=with_logvar, files=files)
+    for _ in _encoded_streams(config, files):
         pass
 
 
-def check_identity(config: Config, model: LatentDiffusion) -> None:
+def check_identity(config: Config, model: LatentDiffusion, files: Files | None = None) -> None:
     """Check that latents were encoded by the VAE, tokenizer and text encoder of the model.
 
     Raises:
         DataError: they were not.
     """
-    streams = list(_encoded_streams(config))
+    streams = list(_encoded_streams(config, files))
     if not streams:
         return
     vae, tokenizer = module_identity(model.vae), tokenizer_identity(model.tokenizer)
@@ -91,7 +115,9 @@ def check_identity(config: Config, model: LatentDiffusion) -> None:
         )
 
 
-def _encoded_streams(config: Config) -> Iterator[tuple[StreamLocation, ImageSize, EncodedManifest]]:
+def _encoded_streams(
+    config: Config, files: Files | None
+) -> Iterator[tuple[StreamLocation, ImageSize, EncodedManifest]]:
     """Iterate over the streams of latents for training and validation, with their image sizes and manifests.
 
     Raises:
@@ -103,16 +129,16 @@ def _encoded_streams(config: Config) -> Iterator[tuple[StreamLocation, ImageSize
     for streams in _sections(config).values():
         sizes = image_sizes([stream for stream, _ in streams], data.resolution)
         for (_, location), size in zip(streams, sizes, strict=True):
-            manifest = read_encoded_manifest(location.source, location.access)
+            manifest = read_encoded_manifest(location.source, location.access, files)
             if manifest is None:
                 raise DataError(f"{location.source} has no manifest.json beside it: encode it with scripts/encode.py")
             yield location, size, manifest
 
 
 def _sections(config: Config) -> dict[str, list[tuple[StreamConfig, StreamLocation]]]:
-    """Return the streams of `data` and `validation` with their locations."""
+    """Return the streams of `data`, unless a plugin takes their place, and `validation` with their locations."""
     data, validation = config.data, config.validation
-    found = {"data": (data.remote, data.local, data.streams)}
+    found = {} if config.plugins.train_dataset is not None else {"data": (data.remote, data.local, data.streams)}
     if validation is not None:
         found["validation"] = validation.remote, validation.local, validation_streams(validation, data)
     return {

@@ -144,6 +144,8 @@ class OutputState:
         storage.delete(join(uri, WORK, name) for name in storage.list_files(join(uri, WORK)))
         if not is_url(uri):
             shutil.rmtree(Path(uri, WORK), ignore_errors=True)
+            for partial in Path(uri).glob(f".*{PARTIAL}"):  # Of a killed process.
+                partial.unlink(missing_ok=True)
 
 
 def open_output(prepared: str, output: Output) -> OutputState:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -9,7 +10,7 @@ from streaming import MDSWriter
 
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.evaluation.config import ReferenceConfig
-from diffusion.evaluation.images import open_reference, smallest_hashes
+from diffusion.evaluation.images import PreparedSamples, open_reference, smallest_hashes
 from diffusion.evaluation.preference.images import collect
 from diffusion.evaluation.prompts import LISTING, OLD_LISTING, Prompt, read_listing, read_prompts, write_listing
 
@@ -106,3 +107,36 @@ def test_a_choice_is_a_function_of_the_names():
     wanted = sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())[:10]
     assert chosen == sorted(chosen)
     assert {names[i] for i in chosen} == set(wanted)
+
+
+@pytest.mark.parametrize("compression", [None, "zstd:3"])
+def test_prompts_of_a_data_set_are_those_of_whole_samples(tmp_path, compression):
+    columns = {"image": "bytes", "captions": "json", "key": "str", "width": "int32"}
+    with MDSWriter(out=str(tmp_path / "set"), columns=columns, size_limit=4000, compression=compression) as writer:
+        for i in range(60):  # Most have no caption.
+            captions = [f" caption {i} " if i % 5 == 0 else " ", "another"]
+            writer.write({"image": bytes(100), "captions": captions, "key": f"{i}", "width": i})
+    samples = PreparedSamples(tmp_path / "set")
+    names = list(samples.names())
+    order = sorted(range(60), key=lambda i: hashlib.sha256(names[i].encode()).digest())
+    wanted = sorted([i for i in order if samples.sample(i)["captions"][0].strip()][:7])
+    chosen = read_prompts(tmp_path / "set", num=7)
+    assert [prompt.text for prompt in chosen] == [f"caption {i}" for i in wanted]
+    with pytest.raises(ConfigurationError, match="12 captions"):
+        read_prompts(tmp_path / "set", num=13)
+
+
+def test_prompts_of_a_data_set_are_read_without_its_images(tmp_path):
+    image_bytes = 400_000
+    for name, num in (("warm", 1), ("set", 20)):
+        with MDSWriter(out=str(tmp_path / name), columns={"image": "bytes", "captions": "json"}) as writer:
+            for i in range(num):
+                writer.write({"image": bytes(image_bytes), "captions": [f"caption {i}"]})
+        before = read_bytes()
+        assert len(read_prompts(tmp_path / name)) == num  # The first time modules are imported.
+    assert read_bytes() - before < image_bytes
+
+
+def read_bytes() -> int:
+    """Bytes that this process has read from files so far."""
+    return int(Path("/proc/self/io").read_text().partition("rchar: ")[2].split()[0])

@@ -1,6 +1,9 @@
-"""Named divisions into buckets, and aspect-ratio buckets made for an area."""
+"""Divisions into buckets: named ones, aspect-ratio buckets made for an area, and the buckets of many images at once."""
 
 import math
+
+import numpy as np
+from numpy.typing import NDArray
 
 from diffusion.datasets.buckets import (
     DEFAULT_EDGES,
@@ -37,15 +40,17 @@ SDXL_SIZES: tuple[tuple[int, int], ...] = (
 
 PRESETS = ("sd2", "sdxl")
 
+_CHUNK = 2**16
+
 
 def build_buckets(config: BucketsConfig) -> Buckets:
     """Make the division that a configuration asks for.
 
     Args:
-        config: At most one of `preset`, `edges`, `sizes` and `area`; with none, the preset `sd2`.
+        config: at most one of `preset`, `edges`, `sizes` and `area`; with none, the preset `sd2`.
 
     Raises:
-        ConfigurationError: Several are given, a name or number is wrong, or `upscale` does not go with them.
+        ConfigurationError: several are given, a name or number is wrong, or `upscale` does not go with them.
     """
     kinds = ("preset", "edges", "sizes", "area")
     given = [kind for kind in kinds if getattr(config, kind) is not None]
@@ -53,8 +58,8 @@ def build_buckets(config: BucketsConfig) -> Buckets:
         raise ConfigurationError(f"buckets.{given[0]} and buckets.{given[1]} are both given; leave one of them out")
     if config.preset not in (None, *PRESETS):
         raise ConfigurationError(f"buckets.preset is {config.preset!r}; it is one of {', '.join(PRESETS)}, or null")
-    if config.refuse_small and not config.min_samples:
-        raise ConfigurationError("buckets.refuse_small is true without buckets.min_samples, which says what is small")
+    if config.reject_small and not config.min_samples:
+        raise ConfigurationError("buckets.reject_small is true without buckets.min_samples, which says what is small")
     sizes = None
     if config.sizes is not None:
         sizes = parse_sizes(config.sizes)
@@ -63,7 +68,7 @@ def build_buckets(config: BucketsConfig) -> Buckets:
     elif config.preset == "sdxl":
         sizes = sorted_sizes(SDXL_SIZES)
     if sizes is not None:
-        return SizeBuckets(sizes, config.upscale, config.min_samples or 0, config.refuse_small)
+        return SizeBuckets(sizes, config.upscale)
     if config.min_samples:
         raise ConfigurationError(
             "buckets.min_samples is given, but buckets by the shorter side are not merged; give sizes, area or the "
@@ -85,13 +90,13 @@ def area_sizes(config: AreaConfig) -> tuple[tuple[int, int], ...]:
     sizes of SDXL and 1344x704, which its list lacks.
 
     Args:
-        config: Side of the square of that area, step and largest ratio.
+        config: side of the square of that area, step and largest ratio.
 
     Returns:
         Heights and widths in pixels, from portrait to landscape; the square is always among them.
 
     Raises:
-        ConfigurationError: A number is out of range, or the side is not a multiple of the step.
+        ConfigurationError: a number is out of range, or the side is not a multiple of the step.
     """
     side, step = config.side, config.step
     if step < 1 or side < step or side % step:
@@ -109,3 +114,32 @@ def area_sizes(config: AreaConfig) -> tuple[tuple[int, int], ...]:
             if (is_full or longer == longest) and longer <= shorter * config.max_ratio:
                 sizes |= {(shorter, longer), (longer, shorter)}
     return sorted_sizes(sizes)
+
+
+def bucket_indices(buckets: Buckets, widths: NDArray[np.integer], heights: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Return what `buckets.of` does for many upright images.
+
+    Args:
+        buckets: the division.
+        widths: integer [N], pixels.
+        heights: integer [N], pixels.
+
+    Returns:
+        int64 [N], index into `buckets.names`; -1 without a bucket.
+    """
+    if isinstance(buckets, EdgeBuckets):
+        return np.searchsorted(np.array(buckets.edges), np.minimum(widths, heights), side="right") - 1
+    sizes = np.array(buckets.sizes)
+    shapes, areas = np.log(sizes[:, 1] / sizes[:, 0]), sizes.prod(axis=1)
+    found = np.empty(len(widths), np.int64)
+    for start in range(0, len(widths), _CHUNK):
+        width, height = widths[start : start + _CHUNK, None], heights[start : start + _CHUNK, None]
+        covered = (sizes[:, 0] <= height) & (sizes[:, 1] <= width)
+        is_small = ~covered.any(axis=1, keepdims=True)
+        distance = np.round(np.abs(shapes - np.log(width / height)), 12)
+        distance[~(covered | is_small)] = np.inf
+        nearest = distance == distance.min(axis=1, keepdims=True)
+        area = np.where(is_small, areas, -areas)
+        chosen = np.where(nearest, area, area.max() + 1).argmin(axis=1)
+        found[start : start + _CHUNK] = np.where(is_small[:, 0] & (not buckets.upscale), -1, chosen)
+    return found

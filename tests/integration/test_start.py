@@ -1,0 +1,69 @@
+"""The start of a run on several ranks: requests to the store, and waiting for a slow one."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.test_object_store_pipeline import OPTIONS, SECTIONS, upload
+from tests.tools.faulty_proxy import FaultyProxy
+from tests.tools.s3_server import S3Server, s3_process, s3_server
+
+__all__ = ["s3_process", "s3_server"]
+pytestmark = [pytest.mark.s3, pytest.mark.slow]
+
+
+@pytest.fixture
+def proxy(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    """A proxy between the ranks and the server."""
+    proxy = FaultyProxy(s3_server.port)
+    monkeypatch.setenv("S3_ENDPOINT_URL", proxy.endpoint)
+    yield proxy
+    proxy.close()
+
+
+@pytest.mark.world_size(4)
+def test_requests_of_a_start_do_not_grow_with_the_ranks(server, proxy, shapes, tmp_path: Path) -> None:
+    upload(shapes / "latents-32", "s3://tests/start")
+    remotes = [f"{section}.remote=s3://tests/start/{split}" for section, split in SECTIONS]
+    caches = [f"{section}.local={tmp_path}/{{node}}/{split}" for section, split in SECTIONS]
+    overrides = [*OPTIONS, *remotes, *caches, f"output_folder={tmp_path}/run", f"model.vae={shapes}/vae"]
+    proxy.requests.clear()
+    job = server.start(4, ["tests/tools/ranks_as_nodes.py", "2", "yamls/tiny/phase1.yaml", *overrides]).finish()
+    assert not any(job.codes), job.output[-6000:]
+    counts = {name: num for name, num in proxy.requests.items() if name.endswith(".json")}
+    # Manifest and marks are looked for in start/train, start/validation and start, by rank 0 for all.
+    descriptions = dict.fromkeys(("manifest.json", "withdrawn.json", "damaged.json"), 3)
+    assert counts == descriptions | {"index.json": 2 * 4}, "two buckets of two splits on two nodes"
+
+
+@pytest.mark.world_size(2)
+def test_a_download_longer_than_collectives_may_take_does_not_end_a_start(
+    server, proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each node downloads the checkpoint; the other one waits."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    timeout, asked = 6, []
+    folder = "trainer.checkpoint_folder=s3://tests/slow-start"
+    overrides = [
+        f"output_folder={tmp_path}/run",
+        "trainer.parallelism=ddp",
+        folder,
+        "samples.prompts=[]",
+        "algorithms.ema=null",
+    ]
+    program = ["tests/tools/ranks_as_nodes.py", "1", "tests/tools/toy.yaml", *overrides]
+    first = server.start(2, [*program, "trainer.max_duration=2ba"]).finish()
+    assert not any(first.codes), first.output[-6000:]
+
+    def delay(name: str, count: int) -> None:
+        if name == "ep0-ba2.pt":
+            asked.append(time.monotonic())
+            time.sleep(1.5 * timeout)
+
+    proxy.fault = delay
+    second = server.start(2, [*program, "trainer.max_duration=4ba", f"trainer.dist_timeout={timeout}"]).finish()
+    assert not any(second.codes), second.output[-6000:]
+    assert len(asked) == 2
+    assert asked[1] - asked[0] > timeout
