@@ -30,7 +30,7 @@ def test_node_that_is_killed_in_the_middle(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_BACKEND_LOG_LEVEL", "fatal")
     prepared, out, seen = tmp_path / "prepared", tmp_path / "out", tmp_path / "seen"
-    samples = [prepared_sample("source", i) for i in range(120)]
+    samples = [prepared_sample("source", i) for i in range(72)]
     append_prepared(prepared / "train/32-64", samples, per_shard=3)
     seen.mkdir()
 

@@ -22,7 +22,7 @@ __all__ = ["s3_process", "s3_server"]
 
 pytestmark = pytest.mark.slow
 
-COMMAND = ["scripts/encode.py", "--architecture", "tiny", "--device", "cpu", "--batch-size", "4", "--workers", "1",
+OPTIONS = ["--architecture", "tiny", "--device", "cpu", "--batch-size", "4", "--workers", "1",
            "--resolution", "32"]  # fmt: skip
 
 
@@ -103,12 +103,12 @@ def test_killed_and_continued_in_a_store(
     for kill in range(kills):
         options = ["--processes", "2"] if kill % 2 else []
         wanted = num_finished() + 2
-        job = server.start(0, [*COMMAND, *options, prepared, out])
+        job = server.start(0, ["scripts/encode.py", prepared, out, *OPTIONS, *options])
         job.wait_for(lambda wanted=wanted: num_finished() >= wanted)
         job.kill()
         assert not storage.exists(f"{out}/manifest.json")
-    server.command(0, [*COMMAND, prepared, out])
-    server.command(0, [*COMMAND, str(tmp_path / "prepared"), str(tmp_path / "out")])
+    server.command(0, ["scripts/encode.py", prepared, out, *OPTIONS])
+    server.command(0, ["scripts/encode.py", str(tmp_path / "prepared"), str(tmp_path / "out"), *OPTIONS])
     assert content(out) == content(str(tmp_path / "out"))
     assert len(read_shards(f"{out}/train/32-64")) == 20
 

@@ -206,7 +206,7 @@ def _mark_name(name: str, number: int) -> str:
 
 
 def _read_marks(output: Output, known: dict[str, list[KnownShard]]) -> dict[tuple[str, int], Mark]:
-    """Read the marks of shards that are what the prepared data holds now."""
+    """Read the marks of shards that are what the prepared data holds now; one that is not whole is none."""
     folder = join(output.uri, MARKS)
     there = storage.list_files(folder)
     wanted = [
@@ -216,17 +216,17 @@ def _read_marks(output: Output, known: dict[str, list[KnownShard]]) -> dict[tupl
         if _mark_name(name, number) in there
     ]
 
-    def read(key: tuple[str, int]) -> Mark:
-        uri = join(folder, _mark_name(*key))
+    def read(key: tuple[str, int]) -> Mark | None:
+        name, number = key
         try:
-            return Mark(**storage.read_json(uri))
-        except TypeError as error:
-            raise DataError(f"{shown(uri)} is damaged ({error}): delete it, and run the command again") from error
+            mark = Mark(**storage.read_json(join(folder, _mark_name(name, number))))
+        except (DataError, TypeError):
+            return None
+        return mark if mark.source == shard_identity(output.folders[name].shards[number]) else None
 
     with ThreadPoolExecutor(_READERS) as readers:
         marks = dict(zip(wanted, readers.map(read, wanted), strict=True))
-    shards = {name: prepared.shards for name, prepared in output.folders.items()}
-    return {key: mark for key, mark in marks.items() if mark.source == shard_identity(shards[key[0]][key[1]])}
+    return {key: mark for key, mark in marks.items() if mark}
 
 
 def _read_known(uri: str, counts: dict[str, dict[str, int]]) -> dict[str, list[KnownShard]]:
