@@ -7,7 +7,7 @@ goes before it, so that a score that nobody computed is a line of its own in the
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 ColumnSql = Callable[[str], str]
 """Makes the SQL expression of a column's value from its name, null where an image has none."""
+
+WHERE = "where"
+"""Reason of the images for which `where` is not true."""
 
 _SHOWN = 60
 """Letters of a value that a detail shows."""
@@ -67,24 +70,46 @@ def build_rules(config: FiltersConfig, column: ColumnSql) -> list[Rule]:
     return _with_distinct_names(rules)
 
 
-def parse_where(connection: "duckdb.DuckDBPyConnection", where: str) -> list[str]:
-    """Check that `where` is a single expression without queries, and list the names in it.
+def where_types(tables: Tables, where: str, parts: Sequence[int]) -> dict[str, str]:
+    """Check `where`, and find the SQL types of the keys of the sources' metadata that it names.
 
     Raises:
-        ConfigurationError: it is not.
+        ConfigurationError: it is not a single expression without queries, it names an unknown column or function, or it
+            compares what cannot be compared.
     """
-    parsed = json.loads(connection.execute("SELECT json_serialize_sql(?)", [f"SELECT {where}"]).fetchall()[0][0])
+    import duckdb
+
+    known = {*map(str.lower, tables.columns)}
+    keys = [name for name in _parse(tables.connection, where) if name.lower() not in known]
+    if len({key.lower() for key in keys}) < len(keys):
+        raise ConfigurationError(f"where: {where!r} names keys that differ in upper and lower case only; name one")
+    types = tables.key_types(keys, parts)
+    try:
+        images = tables.named_images(parts[:1], types)
+        tables.connection.execute(f"EXPLAIN SELECT 1 FROM {images} WHERE (\n{where}\n)").fetchall()
+    except duckdb.Error as error:
+        message = str(error).partition("\n")[0]
+        column = re.search(r'Referenced column "(.*)" not found', message)
+        raise ConfigurationError(f"where: {unknown_column(tables, column[1]) if column else message}") from error
+    return types
+
+
+def _parse(connection: "duckdb.DuckDBPyConnection", where: str) -> list[str]:
+    """List the names in `where`; a ConfigurationError unless it is a single expression without queries."""
+    [(parsed,)] = connection.execute("SELECT json_serialize_sql(?)", [f"SELECT {where}"]).fetchall()
+    parsed = json.loads(parsed)
     if parsed["error"]:
         raise ConfigurationError(f"where: {where!r} is not an SQL expression: {parsed['error_message']}")
-    node = parsed["statements"][0]["node"]
-    found = list(_expressions(node))
-    kinds = {kind for kind, _ in found}
-    is_single = len(parsed["statements"]) == 1 and node["type"] == "SELECT_NODE" and len(node["select_list"]) == 1
-    if not is_single or node["from_table"]["type"] != "EMPTY" or kinds & {"SUBQUERY", "WINDOW", "STAR", "PARAMETER"}:
+    statement, *others = parsed["statements"]
+    node = statement["node"]
+    expressions = list(_expressions(node))
+    is_single = not others and node["type"] == "SELECT_NODE" and len(node["select_list"]) == 1
+    is_query = {kind for kind, _ in expressions} & {"SUBQUERY", "WINDOW", "STAR", "PARAMETER"}
+    if not is_single or is_query or node["from_table"]["type"] != "EMPTY":
         raise ConfigurationError(
             f"where: {where!r}: give one expression on the columns of an image, without queries, windows or parameters"
         )
-    return list(dict.fromkeys(name for _, name in found if name is not None))
+    return list(dict.fromkeys(name for _, name in expressions if name is not None))
 
 
 def _expressions(node: Any) -> Iterator[tuple[str, str | None]]:
@@ -96,23 +121,6 @@ def _expressions(node: Any) -> Iterator[tuple[str, str | None]]:
     if isinstance(node, list):
         for child in node:
             yield from _expressions(child)
-
-
-def check_where(tables: Tables, where: str, types: Mapping[str, str]) -> None:
-    """Check that `where` fits the columns.
-
-    Raises:
-        ConfigurationError: it names an unknown column or function, or compares what cannot be compared.
-    """
-    import duckdb
-
-    try:
-        images = tables.named_images(tables.parts()[:1], types)
-        tables.connection.execute(f"EXPLAIN SELECT 1 FROM {images} WHERE (\n{where}\n)").fetchall()
-    except duckdb.Error as error:
-        message = str(error).partition("\n")[0]
-        column = re.search(r'Referenced column "(.*)" not found', message)
-        raise ConfigurationError(f"where: {unknown_column(tables, column[1]) if column else message}") from error
 
 
 def _size_rules(config: FiltersConfig) -> Iterator[Rule]:
@@ -156,7 +164,7 @@ def _keyword_rule(keywords: Sequence[str], columns: Sequence[tuple[str, str]]) -
     for name, text, shown in texts:
         rejects.append(f"coalesce(regexp_matches({text}, {pattern}), false)")
         place = literal(f"' in {name}: ")
-        detail = f"concat(''''', regexp_extract({text}, {pattern}, 1), {place}, {_shown(shown)})"
+        detail = f"concat('''', regexp_extract({text}, {pattern}, 1), {place}, {_shown(shown)})"
         details.append(f"WHEN {rejects[-1]} THEN {detail}")
     return Rule("keyword", " OR ".join(rejects), f"CASE {' '.join(details)} END")
 

@@ -9,7 +9,7 @@ import contextlib
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from diffusion import storage
-from diffusion.errors import ConfigurationError, DataError, similar_names
+from diffusion.errors import ConfigurationError, DataError, MachineError, similar_names
 
 if TYPE_CHECKING:
     import duckdb
@@ -182,7 +182,12 @@ def open_metadata(
 
 @contextlib.contextmanager
 def open_tables(
-    out: str, scan: Any, *, scratch: str | None = None, memory_bytes: int | None = None
+    out: str,
+    scan: Any,
+    *,
+    scratch: str | None = None,
+    memory_bytes: int | None = None,
+    only: Collection[int] | None = None,
 ) -> Iterator[Tables]:
     """Open a database in a temporary folder, with a table of the parts of a data set.
 
@@ -191,39 +196,41 @@ def open_tables(
         scan: its partitions and sources.
         scratch: folder for the temporary folder; None is the system's.
         memory_bytes: limit of DuckDB; None is `MEMORY_SHARE` of the memory.
+        only: numbers of some parts; None is all.
 
     Raises:
         DataError: a partition has not been scanned.
+        MachineError: memory and disk do not suffice.
     """
     import duckdb
 
     memory = memory_bytes or int(MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     with tempfile.TemporaryDirectory(prefix="select-", dir=scratch) as temporary:
         settings = {"memory_limit": f"{memory}B", "temp_directory": f"{temporary}/spill"}
-        names = {name: storage.list_files(storage.join(out, name)) for name in (METADATA, SCORES)}
+        partitions = [one for one in scan.partitions if only is None or one.number in only]
+        wanted = {part_name(one.number) for one in partitions}
+        listed = {kind: storage.list_files(storage.join(out, kind)) for kind in (METADATA, SCORES)}
+        names = {kind: [name for name in files if name.rpartition("/")[2] in wanted] for kind, files in listed.items()}
+        if missing := wanted.difference(names[METADATA]):
+            raise DataError(f"{out}: {METADATA}/{min(missing)} does not exist; run the stage scan to its end first")
         folder = _download(out, names, Path(temporary)) if storage.is_url(out) else Path(out).absolute()
-        numbers = [partition.number for partition in scan.partitions]
-        if missing := [number for number in numbers if part_name(number) not in names[METADATA]]:
-            raise DataError(f"{out}: partition {missing[0]} has not been scanned; run the stage scan to its end first")
         scores: dict[str, set[int]] = {}
-        for name in names[SCORES]:
-            column, _, part = name.rpartition("/")
-            scores.setdefault(column, set()).add(int(Path(part).stem))
+        for column, _, name in sorted(name.rpartition("/") for name in names[SCORES]):
+            scores.setdefault(column, set()).add(int(Path(name).stem))
         with duckdb.connect(f"{temporary}/tables.duckdb", config=settings) as connection:
-            allowed = ", ".join(literal(f"{folder / name}/") for name in (METADATA, SCORES, SELECTION))
-            connection.execute(f"SET allowed_directories = [{allowed}]")
+            allowed = [str(folder / kind) + "/" for kind in (METADATA, SCORES)]
+            texts = ", ".join(map(literal, [*allowed, *map(_as_pattern, allowed)]))
+            connection.execute(f"SET allowed_directories = [{texts}]")
             connection.execute("SET enable_external_access = false")
-            sources = [partition.source for partition in scan.partitions]
-            parts = pa.table(
-                {
-                    "part": pa.array(numbers, pa.int32()),
-                    "source": pa.array([scan.sources[source].name for source in sources], pa.string()),
-                    "generation": pa.array([partition.generation for partition in scan.partitions], pa.int32()),
-                }
-            )
-            add_table(connection, "parts", parts)
-            frozen = {name: frozenset(scored) for name, scored in sorted(scores.items())}
-            yield Tables(connection, folder, frozen)
+            values = [(one.number, scan.sources[one.source].name, one.generation) for one in partitions]
+            schema = pa.schema([("part", pa.int32()), ("source", pa.string()), ("generation", pa.int32())])
+            rows = [dict(zip(schema.names, row, strict=True)) for row in values]
+            add_table(connection, "parts", pa.Table.from_pylist(rows, schema=schema))
+            try:
+                yield Tables(connection, folder, {name: frozenset(scored) for name, scored in scores.items()})
+            except (duckdb.OutOfMemoryException, duckdb.IOException) as error:
+                message = str(error).partition("\n")[0]
+                raise MachineError(f"DuckDB: {message}; free memory or disk, or name another disk (scratch)") from error
 
 
 def add_table(connection: "duckdb.DuckDBPyConnection", name: str, table: pa.Table) -> None:
@@ -261,7 +268,7 @@ def _pointer(key: str) -> str:
 
 def _read_parquet(folder: Path, parts: Sequence[int]) -> str:
     """Write a query of some files with part and row number."""
-    paths = ", ".join(literal(re.sub(r"([*?\[])", r"[\1]", str(folder / part_name(part)))) for part in parts)
+    paths = ", ".join(literal(_as_pattern(str(folder / part_name(part)))) for part in parts)
     return f"""(
         SELECT * EXCLUDE (filename, file_row_number), parse_filename(filename, true)::INTEGER AS part,
             file_row_number::INTEGER AS row_number
@@ -269,7 +276,12 @@ def _read_parquet(folder: Path, parts: Sequence[int]) -> str:
     )"""
 
 
-def _download(out: str, names: Mapping[str, Mapping[str, storage.StoredFile]], folder: Path) -> Path:
+def _as_pattern(path: str) -> str:
+    """Escape a path where DuckDB takes patterns."""
+    return re.sub(r"([*?\[])", r"[\1]", path)
+
+
+def _download(out: str, names: Mapping[str, Sequence[str]], folder: Path) -> Path:
     """Copy parquet files to this machine."""
 
     def copy(name: str) -> None:

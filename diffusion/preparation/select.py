@@ -32,7 +32,7 @@ from diffusion.files import atomic_path
 from diffusion.preparation.buckets import bucket_indices, build_buckets
 from diffusion.preparation.config import DuplicatesConfig, PrepareConfig
 from diffusion.preparation.duplicates import find_crowded, find_duplicates
-from diffusion.preparation.filters import Rule, build_rules, check_where, parse_where
+from diffusion.preparation.filters import WHERE, Rule, build_rules, where_types
 from diffusion.preparation.metadata import (
     MEASURES,
     METADATA,
@@ -244,6 +244,117 @@ def _settings(config: PrepareConfig) -> dict[str, Any]:
     return {name: values[name] for name in SETTINGS}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What a condition costs."""
+
+    condition: str
+    """Reason of the rejections; empty for those of the scan."""
+
+    alone: int
+    """Images that it rejects, whatever the others do."""
+
+    first: int
+    """Images that it is the first to reject."""
+
+    remaining: int
+    """Images that neither it nor one before it rejects."""
+
+
+def explain(out: str, config: PrepareConfig, scan: Any) -> list[Cost]:
+    """Count what each condition costs, over the images of all generations; duplicates come after them.
+
+    Args:
+        out: folder of the data set; nothing is written there.
+        config: the preparation.
+        scan: partitions and sources.
+
+    Raises:
+        ConfigurationError: a setting is wrong.
+        DataError: a partition has not been scanned.
+    """
+    with open_tables(out, scan, scratch=config.scratch) as tables:
+        parts = tables.parts()
+        conditions = _load_conditions(tables, config, parts)
+        names = ["", *(rule.name for rule in conditions.rules)]
+        alone, first = np.zeros(len(names), int), dict.fromkeys(names, 0)
+        total = 0
+        rejects = [f"({_SCAN_REASON} = '' AND {rule.rejects})" for rule in conditions.rules]
+        counted = ", ".join(f"count(*) FILTER ({condition})" for condition in [f"{_SCAN_REASON} <> ''", *rejects])
+        known = f"CASE WHEN {_SCAN_REASON} <> '' THEN NULL ELSE {conditions.reason} END"
+        for some in _groups(parts):
+            query = (
+                f"SELECT {known} AS first, count(*), {counted} FROM {conditions.images(tables, some)} GROUP BY first"
+            )
+            for reason, num, *counts in tables.connection.execute(query).fetchall():
+                total += num
+                alone += counts
+                if reason != "":
+                    first[reason or ""] += num
+    remaining = total - np.cumsum(list(first.values()))
+    return [
+        Cost(condition=name, alone=int(count), first=first[name], remaining=int(rest))
+        for name, count, rest in zip(names, alone, remaining, strict=True)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejection:
+    """A rejected image."""
+
+    part: int
+    row: int
+    key: str
+    reason: str
+    detail: str
+    """Why, in a few words."""
+
+    width: int | None
+    height: int | None
+    duplicate_of: str | None
+    """Key of the image that is kept in place of it."""
+
+
+def examples(out: str, config: PrepareConfig, scan: Any, generation: int, *, per_reason: int = 5) -> list[Rejection]:
+    """Read the first rejected images of each reason, by reason, part and row.
+
+    Args:
+        out: folder of the data set.
+        config: the preparation by which the generation was selected.
+        scan: partitions and sources.
+        generation: of the images.
+        per_reason: most images of a reason.
+    """
+    found: dict[str, list[dict[str, Any]]] = {}
+    with storage.open_file(_uri(out, f"{generation}-rejected.parquet")) as file:
+        for batch in pq.ParquetFile(file).iter_batches(ROWS_PER_GROUP):
+            reasons = np.asarray(batch["reason"])
+            for reason in np.unique(reasons):
+                listed = found.setdefault(reason, [])
+                rows = np.flatnonzero(reasons == reason)[: per_reason - len(listed)]
+                listed += batch.take(pa.array(rows)).to_pylist()
+    rows = [row for reason in sorted(found) for row in found[reason]]
+    parts = sorted({row["part"] for row in rows})
+    if not parts:
+        return []
+    with open_tables(out, scan, scratch=config.scratch, only=parts) as tables:
+        conditions = _load_conditions(tables, dataclasses.replace(config, where=None), parts)
+        add_table(tables.connection, "found", pa.Table.from_pylist(rows, schema=_REJECTED))
+        least = config.buckets.min_samples
+        details = {rule.name: rule.detail for rule in conditions.rules} | {
+            Reason.DUPLICATE.value: "concat('of ', found.duplicate_of)",
+            Reason.NEAR_DUPLICATE.value: "concat('of ', found.duplicate_of)",
+            Reason.SMALL_BUCKET.value: f"concat(_bucket, ' would hold fewer than {least} images')",
+        }
+        cases = " ".join(f"WHEN {literal(reason)} THEN {detail}" for reason, detail in details.items())
+        query = f"""SELECT found.part, found."row", key, found.reason, width, height, found.duplicate_of,
+                CASE found.reason {cases} ELSE images.detail END AS detail
+            FROM {conditions.images(tables, parts)} images
+            JOIN found ON found.part = images.part AND found."row" = images.row_number
+            ORDER BY found.reason, found.part, found."row\""""
+        return [Rejection(**row) for row in tables.connection.sql(query).to_arrow_table().to_pylist()]
+
+
 # Selection of a generation
 
 
@@ -257,6 +368,8 @@ def _select(out: str, config: PrepareConfig, tables: Tables, earlier: Sequence[S
     _decide(connection)
     tasks = _cut_windows(connection, config, generation)
     first_task = sum(len(one.tasks) for one in earlier)
+    uri = _uri(out, f"{generation}.json")
+    storage.delete([uri])  # It must not name files that are not its own.
     _write_files(out, tables, generation, tasks, first_task)
     sources: dict[str, dict[str, int]] = {}
     counted = "SELECT source, reason, count(*) FROM decided JOIN parts USING (part) GROUP BY ALL ORDER BY ALL"
@@ -275,7 +388,7 @@ def _select(out: str, config: PrepareConfig, tables: Tables, earlier: Sequence[S
         first_task=first_task,
         tasks=tasks,
     )
-    storage.write_json(_uri(out, f"{generation}.json"), dataclasses.asdict(selection))
+    storage.write_json(uri, dataclasses.asdict(selection))
     logger.info("kept %s of %s images", f"{selection.kept:,}", f"{selection.seen:,}")
     return selection
 
@@ -334,11 +447,8 @@ def _load_conditions(tables: Tables, config: PrepareConfig, parts: Sequence[int]
     add_table(tables.connection, "sizes", pa.table(table))
     types = {}
     if config.where is not None:
-        names = parse_where(tables.connection, config.where)
-        known = {*map(str.lower, tables.columns)}
-        types = tables.key_types([name for name in names if name.lower() not in known], parts)
-        check_where(tables, config.where, types)
-        rules.append(Rule("where", f"(\n{config.where}\n) IS NOT TRUE", literal(config.where)))
+        types = where_types(tables, config.where, parts)
+        rules.append(Rule(WHERE, f"(\n{config.where}\n) IS NOT TRUE", "''"))
     return _Conditions(rules, keys, types)
 
 

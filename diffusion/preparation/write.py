@@ -148,12 +148,12 @@ def write(
         return finished
     partitions = storage.read_json(storage.join(out, SCAN))["partitions"]
     tasks = _tasks(out, partitions, selections, sources, done)
-    written = sum(one["entry"]["samples"] for entries in _read_entries(out, sorted(done)) for one in entries)
+    written = sum(one["entry"]["samples"] for entries in read_entries(out, sorted(done)) for one in entries)
     with tqdm(desc="writing", total=num_kept, initial=written, unit=" images", disable=not progress) as bar:
         bar.mininterval = 0.2 if sys.stderr.isatty() else 30.0
         for num_samples in run(workers, functools.partial(_Writer, out, dict(settings), scratch), tasks):
             bar.update(num_samples)
-    places = _write_indexes(out, _num_tasks(selections))
+    places = write_indexes(out, _num_tasks(selections))
     _delete_others(out, places)
     manifest = _manifest(out, partitions, selections, sources, settings, sorted(places, key=_ascending))
     manifest.write(out)
@@ -226,7 +226,7 @@ def _begin(out: str, selections: Sequence[Mapping[str, Any]], finished: Prepared
     if known[same:]:
         logger.info("%s: what was written from another selection is removed", storage.shown(out))
         first = _num_tasks(selections[:same])
-        places = _write_indexes(out, first)
+        places = write_indexes(out, first)
         storage.delete(storage.join(out, POSITIONS, positions_name(number)) for number in done if number >= first)
         _delete_others(out, places)
         done = {number for number in done if number < first}
@@ -473,7 +473,7 @@ class _Shards:
 # The end: indexes and the manifest.
 
 
-def _read_entries(out: str, tasks: Iterable[int]) -> Iterator[list[dict[str, Any]]]:
+def read_entries(out: str, tasks: Iterable[int]) -> Iterator[list[dict[str, Any]]]:
     """Yield the index entries of the shards of each task: lists of {split, bucket, entry}."""
 
     def read(task: int) -> list[dict[str, Any]]:
@@ -484,11 +484,11 @@ def _read_entries(out: str, tasks: Iterable[int]) -> Iterator[list[dict[str, Any
         yield from threads.map(read, tasks)
 
 
-def _write_indexes(out: str, num_tasks: int) -> dict[Place, set[str]]:
+def write_indexes(out: str, num_tasks: int) -> dict[Place, set[str]]:
     """Write the index of each split and bucket over the first tasks; return the names of the files of each folder."""
     entries: dict[Place, list[str]] = {}
     names: dict[Place, set[str]] = {}
-    for listed in _read_entries(out, range(num_tasks)):
+    for listed in read_entries(out, range(num_tasks)):
         for one in listed:
             place = (one["split"], one["bucket"])
             entries.setdefault(place, []).append(json.dumps(one["entry"], sort_keys=True))  # A fifth of the dictionary.

@@ -89,7 +89,7 @@ class ArrowSource(FileSource):
         """Yield the rows of a file."""
         try:
             for batch in self._batches(partition.file, None, partition.num_bytes):
-                yield from scan_batch(self, partition.file, partition.version, batch)
+                yield from scan_batch(self, partition, batch)
         except UnfitFileError as error:
             yield rejected(self.prefix(partition.file), error, Location(file=partition.file, version=partition.version))
 
@@ -119,23 +119,39 @@ class ArrowSource(FileSource):
             yield reader, is_random
 
     def _batches(self, file: str, column: str | None, num_bytes: int) -> Iterator[Batch]:
-        """Yield the batches of a file, or one column of them. One that is not sound could crash the process."""
+        """Yield the batches of a file, or one column of them."""
         start = 0
         with self._opened(file) as (opened, is_random):
             for number in range(opened.num_record_batches) if is_random else count():
-                batch = None
                 try:
                     batch = opened.get_batch(number) if is_random else opened.read_next_batch()
-                    rows = batch if column is None else batch.select([column])
-                    rows.validate(full=True)
-                    yield Batch(start, number, rows)
-                    start += rows.num_rows
+                    batch = batch if column is None else batch.select([column])
                 except StopIteration:
                     return
                 except (pa.ArrowException, OSError) as error:
                     raise_if_not_damage(error)
-                    num_lost = 1 if batch is None else min(batch.num_rows, num_bytes)
-                    yield Batch(start, number, None, num_lost, f"batch {number}: {first_line(error)}")
-                    if batch is None and not is_random:
+                    yield Batch(start, number, None, 1, f"batch {number}: {first_line(error)}")
+                    if not is_random:
                         return  # Where the next one begins is not known.
-                    start += num_lost
+                    start += 1
+                    continue
+                yield from _sound(batch, start, number, num_bytes)
+                start += batch.num_rows
+
+
+def _sound(batch: pa.RecordBatch, start: int, number: int, num_bytes: int) -> Iterator[Batch]:
+    """Yield a batch, or where it is not sound, its sound rows: reading others could crash the process."""
+    try:
+        batch.validate(full=True)
+        yield Batch(start, number, batch)
+        return
+    except pa.ArrowException:
+        pass
+    for row in range(min(batch.num_rows, num_bytes)):  # A damaged batch can claim any number of rows.
+        one = batch.slice(row, 1)
+        try:
+            one.validate(full=True)
+            yield Batch(start + row, number, one)
+        except pa.ArrowException as error:
+            reason = Reason.INVALID_UTF8 if "UTF8" in str(error) else Reason.DAMAGED_FILE
+            yield Batch(start + row, number, None, 1, f"batch {number}: {first_line(error)}", reason)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from diffusion.errors import DataError, MachineError
-from diffusion.preparation.records import Location, Reason, Record, Rejected, make_record
+from diffusion.preparation.records import Location, Partition, Reason, Record, Rejected, make_record
 from diffusion.preparation.sources.reading import (
     MAX_CAPTIONS,
     FileSource,
@@ -92,32 +92,22 @@ class Batch(NamedTuple):
     detail: str = ""
     """Why."""
 
+    reason: Reason = Reason.DAMAGED_FILE
 
-def scan_batch(
-    source: FileSource, partition_file: str, version: str, batch: Batch, rows: range | None = None
-) -> Iterator[Record | Rejected]:
-    """Yield the records of a batch, and a rejection for each row that is lost.
 
-    Args:
-        source: the source.
-        partition_file: file of the batch, as in a `Location`.
-        version: of that file.
-        batch: the batch.
-        rows: rows of the file that are wanted; None for all.
-    """
-    prefix = source.prefix(partition_file)
-    base = Location(file=partition_file, version=version, row_group=batch.group)
+def scan_batch(source: FileSource, partition: Partition, batch: Batch) -> Iterator[Record | Rejected]:
+    """Yield the records of a batch, and a rejection for each row that is lost."""
+    prefix = source.prefix(partition.file)
+    base = Location(file=partition.file, version=partition.version, row_group=batch.group)
     if batch.rows is None:
         for row in range(batch.start, batch.start + batch.num_lost):
-            if rows is None or row in rows:
-                yield Rejected(f"{prefix}#{row}", Reason.DAMAGED_FILE, replace(base, row=row), batch.detail)
+            yield Rejected(f"{prefix}#{row}", batch.reason, replace(base, row=row), batch.detail)
         return
-    columns = find_columns(source.uri(partition_file), batch.rows.schema, source.image_column, source.caption_column)
+    columns = find_columns(source.uri(partition.file), batch.rows.schema, source.image_column, source.caption_column)
     for at in range(batch.rows.num_rows):
         row = batch.start + at
-        if rows is None or row in rows:
-            key, location = f"{prefix}#{row}", replace(base, row=row)
-            yield check_limits(_record(source, key, location, batch.rows, at, columns), source.limits)
+        item = _record(source, f"{prefix}#{row}", replace(base, row=row), batch.rows, at, columns)
+        yield check_limits(item, source.limits)
 
 
 def _record(

@@ -75,7 +75,7 @@ class HuggingFaceSource(FileSource):
     def scan(self, partition: Partition) -> Iterator[Record | Rejected]:
         """Yield the rows of a data file."""
         for batch in self._batches(partition.file, None):
-            yield from scan_batch(self, partition.file, partition.version, batch)
+            yield from scan_batch(self, partition, batch)
 
     def images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
         """Yield the images of some rows."""

@@ -5,9 +5,10 @@ import hashlib
 import io
 import json
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 from diffusion.errors import DataError
@@ -30,6 +31,7 @@ from diffusion.preparation.sources.reading import (
     check_limits,
     compare,
     file_of,
+    list_folder,
     look_at,
     name_of,
     printable,
@@ -74,7 +76,7 @@ class MDSSource(FileSource):
 
     def check(self) -> None:
         """Check the indexes and columns; a DataError if they are not there."""
-        folders = self._folders()
+        folders = [name_of(file).removesuffix(INDEX).rstrip("/") for file in self.files()]
         for shards in ahead(self._shards, folders, parallel=is_url(self.root)):
             for shard in shards:
                 find_columns(self.path, shard, self.image_column, self.caption_column)
@@ -85,29 +87,27 @@ class MDSSource(FileSource):
             names = [name for name in names if name.startswith(("train/", "validation/"))]
         return [f"{folder}/{INDEX}" if folder else INDEX for folder in mds_folders(names)]
 
-    def _folders(self) -> list[str]:
-        return [name_of(file).removesuffix(INDEX).rstrip("/") for file in self.files()]
-
     def _shards(self, folder: str) -> list[dict[str, Any]]:
         return read_shards(self.uri(file_of(folder)))
 
     def partitions(self, known: Sequence[str] = ()) -> Partitions:
         """Return a partition per shard."""
-        folders = self._folders()
+        versions = {entry.name: entry.version for entry in list_folder(self.root)}
+        folders = [name.removesuffix(INDEX).rstrip("/") for name in self.takes(sorted(versions))]
         shards = zip(folders, ahead(self._shards, folders, parallel=is_url(self.root)), strict=True)
-        return compare([partition for folder, listed in shards for partition in self._cut(folder, listed)], known)
+        return compare([one for folder, listed in shards for one in self._cut(folder, listed, versions)], known)
 
-    def _cut(self, folder: str, shards: Sequence[dict[str, Any]]) -> Iterator[Partition]:
+    def _cut(self, folder: str, shards: Sequence[dict[str, Any]], versions: Mapping[str, str]) -> Iterator[Partition]:
         """Make the partitions of an MDS folder. `start` is the number of the first sample in the folder."""
         removed = self._removed_from(folder)
         first = 0
-        for shard in shards:
+        for shard in filter(itemgetter("samples"), shards):
             stored, stop = _stored(shard), first + shard["samples"]
-            name = file_of(f"{folder}/{stored['basename']}" if folder else stored["basename"])
+            name = f"{folder}/{stored['basename']}" if folder else stored["basename"]
             gone = sorted(number for number in removed if first <= number < stop)
-            state = json.dumps([shard, gone], sort_keys=True).encode()
+            state = json.dumps([shard, gone, versions.get(name)], sort_keys=True).encode()
             version = hashlib.blake2b(state, digest_size=16).hexdigest()
-            yield Partition(id=key_of(name_of(name)), file=name, start=first, stop=stop, version=version,
+            yield Partition(id=key_of(name), file=file_of(name), start=first, stop=stop, version=version,
                             num_bytes=stored["bytes"], num_records=shard["samples"])  # fmt: skip
             first = stop
 

@@ -4,11 +4,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from typing import ClassVar
+from typing import BinaryIO, ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from diffusion import storage
 from diffusion.errors import DataError
 from diffusion.preparation.records import Location, Partition, Partitions, Reason, Record, Rejected, key_of
 from diffusion.preparation.sources.columns import (
@@ -32,9 +33,11 @@ from diffusion.preparation.sources.reading import (
     rejected,
     size_of_partitions,
 )
-from diffusion.storage import BLOCK_BYTES, is_url, shown
+from diffusion.storage import is_url, shown
 
 _LOCAL_BUFFER = 2**20
+_WHOLE_GROUP = 32 * 2**20
+"""Largest row group of a remote file that is fetched whole, in bytes. Of a larger one each column is a stream."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,15 +96,11 @@ class ParquetSource(FileSource):
         Raises:
             UnfitFileError: it is no regular file, or damaged.
         """
-        remote = is_url(self.root)
-        with self.reading(file), self.open(file, buffer_bytes=BLOCK_BYTES) as source:
+        with self.reading(file), self.open(file) as ahead_file, self.open(file, buffer_bytes=0) as exact_file:
             try:
-                opened = pq.ParquetFile(
-                    source,
-                    buffer_size=BLOCK_BYTES if remote else _LOCAL_BUFFER,
-                    pre_buffer=False,
-                    page_checksum_verification=True,
-                )
+                opened = pq.ParquetFile(exact_file, buffer_size=_LOCAL_BUFFER, page_checksum_verification=True)
+                if is_url(self.root):
+                    opened = _remote(opened.metadata, ahead_file, exact_file)
                 schema = opened.schema_arrow
             except (pa.ArrowException, OSError) as error:
                 raise_if_not_damage(error)
@@ -116,7 +115,7 @@ class ParquetSource(FileSource):
                 names = [columns.image, columns.caption, *columns.metadata]
                 for group, start in _groups(opened, partition.start, partition.stop):
                     for batch in _batches(opened, group, start, names, partition.num_bytes):
-                        yield from scan_batch(self, file, partition.version, batch)
+                        yield from scan_batch(self, partition, batch)
         except UnfitFileError as error:
             yield rejected(self.prefix(file), error, Location(file=file, version=partition.version))
 
@@ -132,6 +131,19 @@ class ParquetSource(FileSource):
         except UnfitFileError as error:
             name = printable(shown(self.uri(file)))
             raise DataError(f"{name} is not what it was when it was scanned: {error}") from error
+
+
+def _remote(metadata: pq.FileMetaData, ahead_file: BinaryIO, exact_file: BinaryIO) -> pq.ParquetFile:
+    """Open a remote file so that few requests are made: small row groups whole, several with one request."""
+    sizes = [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
+    is_small = max(sizes, default=0) <= _WHOLE_GROUP
+    return pq.ParquetFile(
+        ahead_file if is_small else exact_file,
+        metadata=metadata,
+        buffer_size=0 if is_small else storage.BLOCK_BYTES,
+        pre_buffer=is_small,
+        page_checksum_verification=True,
+    )
 
 
 def images_of_rows(

@@ -1,14 +1,15 @@
 import math
 
+import numpy as np
 import pytest
 
 from diffusion.config.data import named_size
 from diffusion.config.loading import from_dict, load, missing_keys
 from diffusion.datasets.buckets import EdgeBuckets, SizeBuckets, lowest_side
 from diffusion.errors import ConfigurationError
+from diffusion.preparation.buckets import SDXL_SIZES, bucket_indices, build_buckets
 from diffusion.preparation.config import BucketsConfig, PrepareConfig
-from diffusion.preparation.selection.filters import build_filters
-from diffusion.preparation.selection.presets import SDXL_SIZES, build_buckets
+from diffusion.preparation.filters import build_rules
 from tests.tools.training_runs import ROOT
 
 
@@ -106,6 +107,23 @@ def test_sizes_of_an_area_keep_to_it(side, step, max_ratio):
 
 
 @pytest.mark.parametrize(
+    "values",
+    [{}, {"preset": "sdxl"}, {"preset": "sdxl", "upscale": True}, {"sizes": ["64x64", "128x128", "64x128"]},
+     {"area": {"side": 256, "step": 32}, "upscale": True}],
+)  # fmt: skip
+def test_many_images_at_once_go_to_the_same_buckets(values):
+    division = buckets(**values)
+    random = np.random.default_rng(1)
+    widths, heights = (random.lognormal(5.5, 1.0, 3000).astype(np.int32) + 1 for _ in range(2))
+    square = np.repeat(np.arange(60, 140, dtype=np.int32), 2)
+    widths, heights = np.concatenate([widths, square[1:]]), np.concatenate([heights, square[:-1]])
+    names = [*division.names, None]
+    found = [names[index] for index in bucket_indices(division, widths, heights)]
+    assert found == [division.of(*size) for size in zip(widths.tolist(), heights.tolist(), strict=True)]
+    assert len(set(found)) > 3
+
+
+@pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"preset": "sd3"}, "one of sd2, sdxl"),
@@ -115,6 +133,8 @@ def test_sizes_of_an_area_keep_to_it(side, step, max_ratio):
         ({"sizes": ["64x64", "64x64"]}, "64x64 is given twice"),
         ({"edges": [512, 256]}, "they must ascend"),
         ({"edges": [256], "upscale": True}, "buckets.upscale"),
+        ({"edges": [256], "min_samples": 4}, "buckets.min_samples"),
+        ({"sizes": ["64x64"], "reject_small": True}, "buckets.reject_small"),
         ({"area": {"side": 1000}}, "try side 960"),
         ({"area": {"step": 0}}, "multiple of step"),
         ({"area": {"max_ratio": 0.5}}, "max_ratio is 0.5"),
@@ -130,7 +150,7 @@ def test_the_yaml_that_ships_is_right_but_for_its_places():
     config = load(PrepareConfig, ROOT / "yamls/prepare.yaml")
     assert set(missing_keys(config)) == {"sources", "out"}
     assert build_buckets(config.buckets) == buckets(preset="sd2")
-    names = [one.name for one in build_filters(config.filters)]
+    names = [rule.name for rule in build_rules(config.filters, str)]
     assert names == ["shorter_side", "aspect_ratio", "caption_characters", "caption_words", "keyword",
                      "missing_language", "language", "missing_sharpness", "condition_sharpness"]  # fmt: skip
 
