@@ -30,13 +30,12 @@ from diffusion.preparation.encoding.output import (
     OutputState,
     max_damaged,
     open_output,
-    read_removed,
-    read_removed_keys,
 )
 from diffusion.preparation.encoding.plan import EncodingSettings, Item, plan_outputs
 from diffusion.preparation.encoding.shards import EncodedShard, encode_shards
 from diffusion.preparation.engine import Workers, run
 from diffusion.preparation.output import claim
+from diffusion.preparation.takedown import read_marks
 from diffusion.storage import is_url, shown
 
 logger = logging.getLogger(__name__)
@@ -144,13 +143,13 @@ def _plan(
         claims.enter_context(claim(output.uri, EncodedManifest.kind, [SETTINGS]))
         states.append(open_output(prepared, output))
         states[-1].begin()
-    removed = frozenset().union(*(read_removed_keys(output.uri) for output in outputs))
+    removed = frozenset().union(*(state.removed for state in states))
     return _Plan(uuid.uuid4().hex, states, _missing(prepared, states), replace(settings, removed=removed))
 
 
 def _missing(prepared: str, states: Sequence[OutputState]) -> list[Item]:
     """List the prepared shards that some data set lacks."""
-    removed, items = read_removed(prepared), []
+    removed, items = read_marks(prepared), []
     folders = {name: folder for state in states for name, folder in state.output.folders.items()}
     for name, folder in sorted(folders.items()):
         first, indices = 0, sorted(removed.get(name, []))
@@ -264,7 +263,7 @@ def _check_damaged(num_damaged: int, num_samples: int, last: str) -> None:
 
 
 def _finish(prepared: str, states: Sequence[OutputState]) -> None:
-    removed = read_removed(prepared)
+    removed = read_marks(prepared)
     for state in states:
         state.finish(removed)
 

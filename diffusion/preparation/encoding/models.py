@@ -115,7 +115,8 @@ class Encoder:
             images: For each size uint8 [B, 3, height, width].
             token_ids: int32 [K, L] of each sample.
         """
-        embeddings, copied = None, None
+        embeddings: TextEncoding | None = None
+        copied: Any = None
         with _one_thread(self.device):
             moments = {size: self._moments(pixels) for size, pixels in images.items()}
             if self._text_encoder is not None:

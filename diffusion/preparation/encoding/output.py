@@ -8,10 +8,9 @@ data set was made from: prepared data that has grown is encoded from there.
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-import xxhash
 
 from diffusion import storage
 from diffusion.datasets.encoded import DAMAGED, EncodedManifest
@@ -20,14 +19,12 @@ from diffusion.datasets.mds import INDEX, read_shards, stored_file, write_index
 from diffusion.errors import DataError
 from diffusion.files import PARTIAL
 from diffusion.preparation.encoding.plan import Output, Target, shard_identity
-from diffusion.preparation.withdrawal import read_keys
+from diffusion.preparation.takedown import MARKS as REMOVED
+from diffusion.preparation.takedown import hash_key, read_removed
 from diffusion.storage import MissingFileError, is_url, join, shown
 
 SHARDS = "shards.json"
 """File of an encoded data set: for each `<split>/<bucket>` the prepared shards that it was made from."""
-
-REMOVED = "withdrawn.json"
-"""File of a data set: for each `<split>/<bucket>` the indices of removed samples, ascending."""
 
 SETTINGS = f"{WORK}/encoding.json"
 """The manifest of an encoding that is not finished."""
@@ -58,6 +55,8 @@ class Mark:
     """Indices, in the prepared shard, of images that cannot be decoded."""
     withdrawn: list[int]
     """Likewise, of samples that were removed."""
+    removed: str = ""
+    """Identity of the removed keys: a shard that was encoded before a takedown is encoded again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +79,13 @@ class OutputState:
     """Shards of the finished data set, by `<split>/<bucket>`."""
     marks: dict[tuple[str, int], Mark]
     """Finished shards of an unfinished encoding, by folder and number."""
+    removed: frozenset[str]
+    """Hashes of the removed keys."""
+
+    @cached_property
+    def removed_identity(self) -> str:
+        """Identity of the removed keys; empty if there are none."""
+        return _identity(self.removed)
 
     @property
     def num_damaged(self) -> int:
@@ -102,7 +108,8 @@ class OutputState:
             return None
         size = self.output.manifest.size_of(name.partition("/")[2])
         uri = self.output.uri
-        return Target(size=size, folder=join(uri, name), mark=join(uri, MARKS, _mark_name(name, number)))
+        mark = join(uri, MARKS, _mark_name(name, number))
+        return Target(size=size, folder=join(uri, name), mark=mark, removed=self.removed_identity)
 
     def finish(self, removed: dict[str, list[int]]) -> None:
         """Write the indexes, the indices of removed and damaged samples, and the manifest last.
@@ -111,20 +118,18 @@ class OutputState:
             removed: Indices of the removed samples of the prepared data, by `<split>/<bucket>`.
 
         Raises:
-            DataError: The prepared data has changed meanwhile.
+            DataError: A shard is missing.
             MachineError: The folder cannot be written to.
         """
         uri, manifest = self.output.uri, self.output.manifest
         damaged, shards = _read_json(join(uri, DAMAGED)), {}
         hidden = {name: set(indices) for name, indices in _read_json(join(uri, REMOVED)).items()}
-        marks = _read_marks(self.output, self.known)
+        marks = _read_marks(self.output, self.known, self.removed)
         for name, folder in self.output.folders.items():
             known = self.known.get(name, [])
             new = [marks.get((name, number)) for number in range(len(known), len(folder.shards))]
             if None in new:
-                raise DataError(
-                    f"{shown(folder.uri)} changed while it was encoded to {shown(uri)}: run the command again"
-                )
+                raise DataError(f"{shown(join(uri, name))}: a shard is missing; run the command again")
             shards[name] = [vars(shard) for shard in known]
             first = sum(shard.samples for shard in known)
             for mark in filter(None, new):
@@ -157,8 +162,9 @@ def open_output(prepared: str, output: Output) -> OutputState:
     uri = output.uri
     finished = _read_json(join(uri, MANIFEST))
     found = finished or _read_json(join(uri, SETTINGS))
+    removed = read_removed(uri)
     if not found:
-        return OutputState(output, {}, {})
+        return OutputState(output, {}, {}, removed)
     there, here = EncodedManifest.from_json(found, shown(uri)).to_json(), output.manifest.to_json()
     differences = sorted(key for key in here if key not in CHANGING and here[key] != there[key])
     if differences:
@@ -170,10 +176,10 @@ def open_output(prepared: str, output: Output) -> OutputState:
     _check_same(prepared, output, known)
     if not is_url(uri):
         _adopt_partial_folders(output)
-    marks = _read_marks(output, known)
+    marks = _read_marks(output, known, removed)
     if sum(len(mark.damaged) for mark in marks.values()) > max_damaged(output.num_samples):
         marks = {key: mark for key, mark in marks.items() if not mark.damaged}  # The others are encoded again.
-    return OutputState(output, known, marks)
+    return OutputState(output, known, marks, removed)
 
 
 def max_damaged(num_samples: int) -> float:
@@ -181,33 +187,19 @@ def max_damaged(num_samples: int) -> float:
     return max(MAX_DAMAGED, MAX_DAMAGED_FRACTION * num_samples)
 
 
-def read_removed(uri: str) -> dict[str, list[int]]:
-    """Read the indices of the removed samples of a data set by `<split>/<bucket>`; empty if there are none."""
-    return _read_json(join(uri, REMOVED))
-
-
-def read_removed_keys(uri: str) -> frozenset[str]:
-    """Read the hashes (xxh3_128) of the removed keys of an encoded data set."""
-    hashes = set()
-    if storage.exists(join(uri, "removed.json")):
-        hashes.update(storage.read_json(join(uri, "removed.json")))
-    if not is_url(uri) and Path(uri, "withdrawn.txt").is_file():
-        hashes.update(map(hash_key, read_keys(Path(uri, "withdrawn.txt"))))
-    return frozenset(hashes)
-
-
-def hash_key(key: str) -> str:
-    """Return the hash of a key, as in `removed.json`."""
-    return xxhash.xxh3_128_hexdigest(key.encode())
-
-
 def _mark_name(name: str, number: int) -> str:
     return f"{name.replace('/', '.')}.{number:06}.json"
 
 
-def _read_marks(output: Output, known: dict[str, list[KnownShard]]) -> dict[tuple[str, int], Mark]:
+def _identity(removed: frozenset[str]) -> str:
+    return hash_key(" ".join(sorted(removed))) if removed else ""
+
+
+def _read_marks(
+    output: Output, known: dict[str, list[KnownShard]], removed: frozenset[str]
+) -> dict[tuple[str, int], Mark]:
     """Read the marks of shards that are what the prepared data holds now; one that is not whole is none."""
-    folder = join(output.uri, MARKS)
+    folder, of_removed = join(output.uri, MARKS), _identity(removed)
     there = storage.list_files(folder)
     wanted = [
         (name, number)
@@ -222,7 +214,8 @@ def _read_marks(output: Output, known: dict[str, list[KnownShard]]) -> dict[tupl
             mark = Mark(**storage.read_json(join(folder, _mark_name(name, number))))
         except (DataError, TypeError):
             return None
-        return mark if mark.source == shard_identity(output.folders[name].shards[number]) else None
+        is_same = mark.source == shard_identity(output.folders[name].shards[number]) and mark.removed == of_removed
+        return mark if is_same else None
 
     with ThreadPoolExecutor(_READERS) as readers:
         marks = dict(zip(wanted, readers.map(read, wanted), strict=True))

@@ -85,6 +85,8 @@ class Target:
     """URI of the MDS folder."""
     mark: str
     """URI of the file that is written when the shard is there."""
+    removed: str
+    """Identity of the removed keys of the data set."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,8 +39,9 @@ from diffusion.datasets.transforms import ImageTransform, Placement
 from diffusion.errors import DataError
 from diffusion.launch import end_with_parent
 from diffusion.preparation.encoding.models import Encoded, Encoder, EncodingModels
-from diffusion.preparation.encoding.output import Mark, hash_key
+from diffusion.preparation.encoding.output import Mark
 from diffusion.preparation.encoding.plan import EncodingSettings, Item, shard_identity
+from diffusion.preparation.takedown import hash_key
 from diffusion.storage import join, shown
 
 PREFETCH_FACTOR = 4
@@ -253,6 +254,7 @@ class _Assembler:
                 entries=entries,
                 damaged=sorted(shard.damaged),
                 withdrawn=shard.removed,
+                removed=target.removed,
             )
             storage.write_json(target.mark, vars(mark))
 

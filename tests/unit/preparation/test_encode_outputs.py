@@ -30,6 +30,7 @@ from diffusion.files import write_json
 from diffusion.preparation.encoding.encode import encode
 from diffusion.preparation.encoding.models import EncodingModels
 from diffusion.preparation.encoding.output import OutputState
+from diffusion.preparation.takedown import take_down
 from tests.tools.written_data import (
     PREPARED,
     append_prepared,
@@ -63,7 +64,7 @@ def grow(prepared: Path, first: int, number: int) -> None:
     append_prepared(prepared / "train/32-64", samples, per_shard=3)
 
 
-def take_down(prepared: Path, *indices: int) -> None:
+def erase(prepared: Path, *indices: int) -> None:
     """Remove samples of prepared data: marked, and blanked in shards of new names."""
     folder = prepared / "train/32-64"
     marks = prepared / "withdrawn.json"
@@ -213,12 +214,12 @@ def test_what_prepared_data_grew_by_is_added(tmp_path: Path) -> None:
 def test_removed_samples_keep_their_position_and_are_marked(tmp_path: Path) -> None:
     prepared, out = tmp_path / "prepared", tmp_path / "out"
     grow(prepared, 0, 20)
-    take_down(prepared, 3)
+    erase(prepared, 3)
     run(prepared, out)
     assert json.loads((out / "withdrawn.json").read_text()) == {"train/32-64": [3]}
     assert not read(out / "train/32-64")[3]["latent_mean"].any()
     shards = digests(out / "train")
-    take_down(prepared, 7)
+    erase(prepared, 7)
     write_json(out / "withdrawn.json", {"train/32-64": [3, 11]})
     write_json(out / "removed.json", [xxhash.xxh3_128_hexdigest(b"source/11"), xxhash.xxh3_128_hexdigest(b"source/25")])
     (out / "withdrawn.txt").write_text("source/26\n")  # Of an encoding before 0.3.
@@ -226,7 +227,7 @@ def test_removed_samples_keep_their_position_and_are_marked(tmp_path: Path) -> N
     assert json.loads((out / "withdrawn.json").read_text()) == {"train/32-64": [3, 7, 11]}
     assert digests(out / "train") == shards
     grow(prepared, 20, 10)
-    take_down(prepared, 22)
+    erase(prepared, 22)
     run(prepared, out)
     assert keys(out / "train/32-64") == keys(prepared / "train/32-64")
     removed = [3, 7, 11, 22, 25, 26]
@@ -234,6 +235,27 @@ def test_removed_samples_keep_their_position_and_are_marked(tmp_path: Path) -> N
     latents = [sample["latent_mean"] for sample in read(out / "train/32-64")]
     assert [i for i, latent in enumerate(latents) if not latent.any()] == [3, 22, 25, 26]
     assert not (out / "damaged.json").exists(), "what was removed is not damaged"
+
+
+def run_without_end(prepared: Path, out: Path) -> None:
+    """Encode all shards, as a run that is killed before it writes the indexes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OutputState, "finish", lambda self, removed: None)
+        run(prepared, out)
+
+
+def test_samples_that_are_removed_during_an_encoding_are_blank(tmp_path: Path) -> None:
+    prepared, out = tmp_path / "prepared", tmp_path / "out"
+    grow(prepared, 0, 6)
+    run(prepared, out)
+    grow(prepared, 6, 6)
+    run_without_end(prepared, out)
+    take_down(str(out), ["source/2", "source/8"], erase=True)
+    run(prepared, out)
+    assert json.loads((out / "withdrawn.json").read_text()) == {"train/32-64": [2, 8]}
+    samples = read(out / "train/32-64")
+    assert len(samples) == 12
+    assert [i for i, sample in enumerate(samples) if not sample["latent_mean"].any()] == [2, 8]
 
 
 def test_a_shard_that_is_too_large_is_cut(tmp_path: Path) -> None:
@@ -265,9 +287,7 @@ def test_version_1_prepared_data_and_an_encoding_that_was_begun_before_are_conti
     manifest = json.loads((prepared / "manifest.json").read_text()) | {"version": 1, "refused": {}}
     manifest.pop("rejected")
     write_json(prepared / "manifest.json", manifest)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OutputState, "finish", lambda self, removed: None)
-        run(prepared, out)
+    run_without_end(prepared, out)
     (out / "train/32-64").rename(out / "train/32-64.partial")
     (out / "work.partial/shards/train.32-64.000001.json").unlink()
     run(prepared, out)
