@@ -222,7 +222,7 @@ def open_tables(
         for column, _, name in sorted(name.rpartition("/") for name in names[SCORES]):
             scores.setdefault(column, set()).add(int(Path(name).stem))
         with duckdb.connect(f"{temporary}/tables.duckdb", config=settings) as connection:
-            allowed = [str(folder / kind) + "/" for kind in (METADATA, SCORES)]
+            allowed = [str(folder / kind) + "/" for kind in (METADATA, SCORES, SELECTION)]
             texts = ", ".join(map(literal, [*allowed, *map(_as_pattern, allowed)]))
             connection.execute(f"SET allowed_directories = [{texts}]")
             connection.execute("SET enable_external_access = false")
