@@ -24,7 +24,7 @@ from diffusion.preparation.sources.columns import (
     Columns,
     find_columns,
     first_line,
-    images_of_batch,
+    images_of_rows,
     raise_if_not_damage,
     scan_batch,
 )
@@ -146,24 +146,6 @@ def _remote(metadata: pq.FileMetaData, ahead_file: BinaryIO, exact_file: BinaryI
         pre_buffer=is_small,
         page_checksum_verification=True,
     )
-
-
-def images_of_rows(
-    source: FileSource, file: str, batches: Iterator[Batch], locations: Iterator[Location]
-) -> Iterator[bytes]:
-    """Yield the images of some rows out of the batches of a table whose first column is that of the images.
-
-    Raises:
-        UnfitFileError: one is not there.
-    """
-    batch = next(batches)
-    for location in locations:
-        row = location.row or 0
-        while batch.rows is None or row >= batch.start + batch.rows.num_rows:
-            if batch.rows is None and row < batch.start + batch.num_lost:
-                raise UnfitFileError(Reason.DAMAGED_FILE, f"row {row}: {batch.detail}")
-            batch = next(batches)
-        yield from images_of_batch(source, file, batch.rows.column(0), [row - batch.start])
 
 
 def _cut(file: str, entry: Entry, rows: list[int] | None, size: int) -> list[Partition]:
