@@ -147,11 +147,13 @@ def images_of_rows(
     Raises:
         UnfitFileError: one is not there.
     """
-    batch = next(batches)
+    batch: Batch | None = Batch(0, None, None)
     for location in locations:
         row = location.row or 0
         while row >= batch.start + (batch.num_lost if batch.rows is None else batch.rows.num_rows):
-            batch = next(batches)
+            batch = next(batches, None)
+            if batch is None:
+                raise UnfitFileError(Reason.MISSING_IMAGE, f"there is no row {row}")
         if batch.rows is None:
             raise UnfitFileError(batch.reason, f"row {row}: {batch.detail}")
         image, path = _image_of(batch.rows.column(0)[row - batch.start], source.image_limit())

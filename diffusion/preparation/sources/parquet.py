@@ -128,6 +128,8 @@ class ParquetSource(FileSource):
             with self._opened(file) as (opened, columns):
                 starts = dict(_groups(opened, 0, None))
                 for group, some in groupby(locations, lambda location: location.row_group or 0):
+                    if group not in starts:
+                        raise UnfitFileError(Reason.MISSING_IMAGE, f"there is no row group {group}")
                     batches = _batches(opened, group, starts[group], [columns.image], partition.num_bytes)
                     yield from images_of_rows(self, file, batches, some)
         except UnfitFileError as error:
