@@ -128,6 +128,7 @@ class FolderSource(FileSource):
             if known:
                 seen = "SELECT file, min(version) FROM read_parquet(?) GROUP BY file"
                 database.execute(f"INSERT INTO known {seen}", [list(known)])
+            database.execute("DELETE FROM items WHERE '~' || md5(file) IN (SELECT file FROM known)")  # Taken down.
             gone = database.execute(f"SELECT file {_GONE} ORDER BY file LIMIT {_NAMED_GONE}").fetchall()
             (num_new,) = database.execute(f"SELECT count(*) {_NEW}").fetchone() or (0,)
             size = size_of_partitions(self.partition_size, num_new)

@@ -269,7 +269,7 @@ class TestFolder:
             (tmp_path / name).write_bytes(content)
         assert reasons(read(tmp_path)) == [["one"], ["two"]]
 
-    def test_links_that_lead_out_are_not_followed(self, tmp_path):
+    def test_links_that_lead_out_are_not_followed(self, tmp_path, caplog):
         write_folder(tmp_path / "elsewhere", 2)
         write_folder(tmp_path / "set", 1)
         root = tmp_path / "set"
@@ -284,6 +284,7 @@ class TestFolder:
         items = read(root)
         assert reasons(items) == [["image 0"], ["within"], "unreadable", "unreadable"]
         assert all("leads out" in detail for detail in details(items))
+        assert f"{root / 'folder'} leads out" in caplog.text
 
     def test_odd_files_are_one_rejection_each(self, tmp_path):
         long = "n" * 251
