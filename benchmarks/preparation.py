@@ -12,8 +12,10 @@ import resource
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -43,24 +45,6 @@ _CAPTIONS = 300_000
 _CLUSTERS = 2000
 
 
-@dataclass(frozen=True)
-class _Source:
-    name: str
-
-
-@dataclass(frozen=True)
-class _Partition:
-    number: int
-    source: int = 0
-    generation: int = 0
-
-
-@dataclass(frozen=True)
-class _Scan:
-    sources: list[_Source]
-    partitions: list[_Partition]
-
-
 def measure_select(num_rows: int, *, rows_per_part: int | None = None, folder: Path | None = None) -> dict[str, Any]:
     """Measure `select` on made-up metadata: filters, `where`, exact and near duplicates, buckets, split, order.
 
@@ -79,8 +63,8 @@ def measure_select(num_rows: int, *, rows_per_part: int | None = None, folder: P
         out = folder or Path(temporary)
         if not (out / METADATA / part_name(numbers[-1])).exists():
             _write_metadata(out, num_rows, rows_per_part)
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            measured = pool.apply(_select, (str(out), len(numbers)))
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+            measured = process.submit(_select, str(out), len(numbers)).result()
     return {"num_rows": num_rows, "num_parts": len(numbers), **measured}
 
 
@@ -108,7 +92,11 @@ def _select(out: str, num_parts: int) -> dict[str, Any]:
     for file in Path(out).glob("selection/*"):
         file.unlink()
     start, cpu = time.perf_counter(), time.process_time()
-    selection = select(out, config, _Scan([_Source("web")], [_Partition(i) for i in range(num_parts)]))
+    partitions = [
+        SimpleNamespace(number=i, source=0, generation=0, partition=Partition(id=str(i))) for i in range(num_parts)
+    ]
+    scan: Any = SimpleNamespace(sources=[SimpleNamespace(name="web")], partitions=partitions, settings={})
+    selection = select(out, config, scan)
     return {
         "seconds": round(time.perf_counter() - start, 1),
         "cpu_seconds": round(time.process_time() - cpu, 1),
@@ -135,7 +123,7 @@ def _write_metadata(out: Path, num_rows: int, rows_per_part: int) -> None:
         table = pa.table(_columns(rows, content, is_near, captions, sizes, random), schema=SCHEMA)
         scores = pa.table({"aesthetic": random.normal(5.4, 0.8, len(rows)).astype(np.float32)})
         for path, content in ((out / SCORES / "aesthetic", scores), (out / METADATA, table)):
-            pq.write_table(content, path / part_name(part), compression="zstd", use_dictionary=["format", "reason"])
+            pq.write_table(content, path / part_name(part), compression="zstd", use_dictionary=["format", "reason"])  # pyright: ignore
 
 
 def _columns(
@@ -158,23 +146,21 @@ def _columns(
     for _ in range(3):
         bit = np.uint64(1) << random.integers(0, 64, num, dtype=np.uint64)
         phash = np.where(is_near, phash ^ bit, phash)
-    names = pc.utf8_lpad(pa.array(rows).cast(pa.string()), 10, "0")
+    names = pc.call_function("utf8_lpad", [pa.array(rows).cast(pa.string())], pc.PadOptions(10, "0"))
     files = pa.array((rows // np.uint64(10_000)).astype(np.int64)).cast(pa.string())
-    watermark = pa.array(random.random(num).round(4)).cast(pa.string())
-    language = pa.array(
-        np.array(["en", "en", "en", "en", "en", "en", "en", "de", "fr", "zh"])[random.integers(0, 10, num)]
-    )
-    url = pc.binary_join_element_wise("https://images.example.com/", names, ".jpg", "")
-    metadata = ['{"url": "', url, '", "language": "', language, '", "pwatermark": ', watermark, "}", ""]
+    watermark = pa.array((random.random(num) ** 3).round(4)).cast(pa.string())
+    language = pa.array(np.array(["en"] * 9 + ["de"])[random.integers(0, 10, num)])
+    url = _join("https://images.example.com/", names, ".jpg")
+    metadata = ['{"url": "', url, '", "language": "', language, '", "pwatermark": ', watermark, "}"]
     hexadecimal = pa.py_buffer(np.stack([digest, ~digest], axis=1).tobytes().hex().encode())
     offsets = pa.py_buffer((np.arange(num + 1) * 32).astype(np.int32))
     lists = pa.ListArray.from_arrays(
         np.arange(num + 1, dtype=np.int32), captions.take(pa.array(random.integers(0, _CAPTIONS, num)))
     )
     values = [
-        pc.binary_join_element_wise("web/", files, ".tar/", names, ""),
+        _join("web/", files, ".tar/", names),
         mix(rows, 0, "key"),
-        pc.binary_join_element_wise(files, ".tar", ""),
+        _join(files, ".tar"),
         pa.repeat("a9c2-1700000000", num),
         rows.astype(np.int64) * 100_000,
         pa.nulls(num, pa.int64()),
@@ -188,7 +174,7 @@ def _columns(
         phash,
         random.lognormal(4, 1, num).round(3),
         lists,
-        pc.binary_join_element_wise(*metadata),
+        _join(*metadata),
         np.where(undecodable, "undecodable", ""),
         pa.repeat("", num),
     ]
@@ -196,6 +182,11 @@ def _columns(
         pa.array(value, kind) if isinstance(value, np.ndarray) else value
         for value, kind in zip(values, SCHEMA.types, strict=True)
     ]
+
+
+def _join(*texts: pa.Array | str) -> pa.Array:
+    """Join texts, row by row."""
+    return pc.call_function("binary_join_element_wise", [*texts, ""])
 
 
 def _captions() -> pa.Array:

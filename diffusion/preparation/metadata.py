@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from diffusion import storage
 from diffusion.errors import ConfigurationError, DataError, MachineError, similar_names
@@ -24,6 +25,8 @@ from diffusion.preparation.records import Reason
 
 if TYPE_CHECKING:
     import duckdb
+
+    from diffusion.preparation.scan import Scan
 
 METADATA, SCORES, SELECTION, POSITIONS, LISTINGS = "metadata", "scores", "selection", "positions", "listings"
 """Folders of a data set."""
@@ -82,6 +85,7 @@ MEMORY_SHARE = 0.4
 """Of the machine's memory, for DuckDB by default; what does not fit goes to a temporary folder."""
 
 _PARALLEL_DOWNLOADS = 16
+_PARTS_PER_QUERY = 64
 
 
 @dataclass(frozen=True)
@@ -160,7 +164,7 @@ class Tables:
 
 @contextlib.contextmanager
 def open_metadata(
-    out: str, scan: Any, *, columns: Sequence[str] = (), scratch: str | None = None
+    out: str, scan: "Scan", *, columns: Sequence[str] = (), scratch: str | None = None
 ) -> "Iterator[duckdb.DuckDBPyConnection]":
     """Open the metadata of a data set for queries with DuckDB.
 
@@ -198,7 +202,7 @@ def open_metadata(
 @contextlib.contextmanager
 def open_tables(
     out: str,
-    scan: Any,
+    scan: "Scan",
     *,
     scratch: str | None = None,
     memory_bytes: int | None = None,
@@ -221,7 +225,7 @@ def open_tables(
 
     memory = memory_bytes or int(MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     with tempfile.TemporaryDirectory(prefix="select-", dir=scratch) as temporary:
-        settings = {"memory_limit": f"{memory}B", "temp_directory": f"{temporary}/spill"}
+        settings: dict[str, Any] = {"memory_limit": f"{memory}B", "temp_directory": f"{temporary}/spill"}
         partitions = [one for one in scan.partitions if only is None or one.number in only]
         wanted = {part_name(one.number) for one in partitions}
         listed = {kind: storage.list_files(storage.join(out, kind)) for kind in (METADATA, SCORES)}
@@ -233,8 +237,8 @@ def open_tables(
         for column, _, name in sorted(name.rpartition("/") for name in names[SCORES]):
             scores.setdefault(column, set()).add(int(Path(name).stem))
         with duckdb.connect(f"{temporary}/tables.duckdb", config=settings) as connection:
-            allowed = [str(folder / kind) + "/" for kind in (METADATA, SCORES)]
-            texts = ", ".join(map(literal, [*allowed, *map(_as_pattern, allowed)]))
+            allowed = [str(folder / kind) + "/" for kind in (METADATA, SCORES, SELECTION)]
+            texts = ", ".join(map(literal, [*allowed, *map(as_pattern, allowed)]))
             connection.execute(f"SET allowed_directories = [{texts}]")
             connection.execute("SET enable_external_access = false")
             values = [(one.number, scan.sources[one.source].name, one.generation) for one in partitions]
@@ -253,6 +257,17 @@ def add_table(connection: "duckdb.DuckDBPyConnection", name: str, table: pa.Tabl
     connection.register("_added", table)
     connection.execute(f"CREATE OR REPLACE TABLE {name} AS FROM _added").fetchall()
     connection.unregister("_added")
+
+
+def fetch_arrays(connection: "duckdb.DuckDBPyConnection", query: str) -> dict[str, NDArray[Any]]:
+    """Return the columns of a query's result, which holds no null."""
+    return connection.execute(query).fetchnumpy()  # pyright: ignore[reportReturnType]
+
+
+def groups(parts: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Cut parts into groups: scores are joined group by group, so that the join fits into memory."""
+    for start in range(0, len(parts), _PARTS_PER_QUERY):
+        yield parts[start : start + _PARTS_PER_QUERY]
 
 
 def unknown_column(tables: Tables, name: str) -> str:
@@ -283,7 +298,7 @@ def _pointer(key: str) -> str:
 
 def _read_parquet(folder: Path, parts: Sequence[int]) -> str:
     """Write a query of some files with part and row number."""
-    paths = ", ".join(literal(_as_pattern(str(folder / part_name(part)))) for part in parts)
+    paths = ", ".join(literal(as_pattern(str(folder / part_name(part)))) for part in parts)
     return f"""(
         SELECT * EXCLUDE (filename, file_row_number), parse_filename(filename, true)::INTEGER AS part,
             file_row_number::INTEGER AS row_number
@@ -291,7 +306,7 @@ def _read_parquet(folder: Path, parts: Sequence[int]) -> str:
     )"""
 
 
-def _as_pattern(path: str) -> str:
+def as_pattern(path: str) -> str:
     """Escape a path where DuckDB takes patterns."""
     return re.sub(r"([*?\[])", r"[\1]", path)
 
