@@ -303,7 +303,8 @@ def _connected(workers: Workers) -> Any:
 
 
 def _start(ray: Any, address: str | None, num_cpus: int) -> None:
-    place = {"address": address} if address else {"num_cpus": num_cpus, "include_dashboard": False}
+    # Without "local" Ray connects to whatever cluster somebody started on this machine.
+    place = {"address": address} if address else {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
     for left in reversed(range(1 if address else _RAY_STARTS)):
         try:
             ray.init(**place, log_to_driver=False, logging_level=logging.ERROR)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import xxhash
 from numpy.typing import NDArray
 
 from diffusion import storage
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 METADATA, SCORES, SELECTION, POSITIONS, LISTINGS = "metadata", "scores", "selection", "positions", "listings"
 """Folders of a data set."""
+
+REMOVED = "removed.json"
+"""File of a data set: `hash_key` of the keys of all removed images, sorted."""
 
 CAPTIONS = "captions"
 """Folder below `scores` with the captions that a captioner wrote."""
@@ -63,6 +67,11 @@ SCHEMA = pa.schema(
 def part_name(number: int) -> str:
     """Name of the file of a partition."""
     return f"{number:06}.parquet"
+
+
+def hash_key(key: str) -> str:
+    """Return the hash of a key as `removed.json` holds it: xxh3_128, in hexadecimal."""
+    return xxhash.xxh3_128_hexdigest(key)
 
 
 def removed_row(row: Mapping[str, Any]) -> dict[str, Any]:

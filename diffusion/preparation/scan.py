@@ -33,7 +33,16 @@ from diffusion.errors import ConfigurationError, DataError
 from diffusion.preparation.config import LimitsConfig, PrepareConfig
 from diffusion.preparation.engine import Workers, run
 from diffusion.preparation.measures import REDUCED_SIDE, file_format, jpeg_scans, perceptual_hash, sharpness
-from diffusion.preparation.metadata import LISTINGS, METADATA, SCHEMA, SELECTION, part_name, removed_row
+from diffusion.preparation.metadata import (
+    LISTINGS,
+    METADATA,
+    REMOVED,
+    SCHEMA,
+    SELECTION,
+    hash_key,
+    part_name,
+    removed_row,
+)
 from diffusion.preparation.output import clear
 from diffusion.preparation.records import (
     WITHOUT_CAPTION,
@@ -45,7 +54,6 @@ from diffusion.preparation.records import (
     clean_text,
 )
 from diffusion.preparation.sources import from_description, open_sources
-from diffusion.preparation.takedown import hash_key, read_removed
 
 logger = logging.getLogger(__name__)
 
@@ -347,7 +355,8 @@ class _Scanner:
 
     def __init__(self, out: str, limits: dict[str, Any]) -> None:
         self._out, self._limits = out, LimitsConfig(**limits)
-        self._removed = read_removed(out)
+        removed = storage.join(out, REMOVED)
+        self._removed = frozenset(storage.read_json(removed) if storage.exists(removed) else ())
         logging.getLogger("PIL").addHandler(logging.NullHandler())  # Messages about damaged files.
 
     def __call__(self, task: _Task) -> _Result:

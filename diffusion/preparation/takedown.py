@@ -23,7 +23,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import xxhash
 
 from diffusion import storage
 from diffusion.datasets.manifest import MANIFEST, PreparedManifest, RejectedEntry
@@ -42,7 +41,17 @@ from diffusion.datasets.mds import (
 )
 from diffusion.errors import DataError
 from diffusion.files import PARTIAL
-from diffusion.preparation.metadata import LISTINGS, METADATA, POSITIONS, SCORES, SELECTION, part_name, removed_row
+from diffusion.preparation.metadata import (
+    LISTINGS,
+    METADATA,
+    POSITIONS,
+    REMOVED,
+    SCORES,
+    SELECTION,
+    hash_key,
+    part_name,
+    removed_row,
+)
 from diffusion.preparation.output import claim
 from diffusion.preparation.records import Reason
 from diffusion.preparation.select import read_selection
@@ -56,9 +65,6 @@ from diffusion.preparation.write import (
 )
 
 logger = logging.getLogger(__name__)
-
-REMOVED = "removed.json"
-"""File of a data set: hashes of the keys of all removed images, sorted."""
 
 MARKS = "withdrawn.json"
 """File of a data set: for each `<split>/<bucket>` the indices of removed samples, ascending."""
@@ -125,11 +131,6 @@ def _parse_line(line: str) -> str:
         return str(json.loads(line)) if line.startswith('"') else line
     except ValueError:
         return line
-
-
-def hash_key(key: str) -> str:
-    """Return the hash of a key as `removed.json` holds it: xxh3_128, in hexadecimal."""
-    return xxhash.xxh3_128_hexdigest(key.encode())
 
 
 def read_removed(dataset: str) -> frozenset[str]:
