@@ -36,7 +36,7 @@ _SETTLING_SECONDS = 2.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 """EBADF: NFS locks only what can be opened for writing, which a folder cannot."""
 
-_FILES = ("withdrawn.json", "report.html", "report.json")
+_FILES = ("scores.json", "withdrawn.json", "report.html", "report.json")
 
 _ALLOWED = (WRITER, LISTINGS, "removed.json", "lost+found")
 """What may be there before the first scan has begun."""
