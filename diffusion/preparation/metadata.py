@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from diffusion import storage
 from diffusion.errors import ConfigurationError, DataError, MachineError, similar_names
 
 if TYPE_CHECKING:
     import duckdb
+
+    from diffusion.preparation.scan import Scan
 
 METADATA, SCORES, SELECTION, POSITIONS, LISTINGS = "metadata", "scores", "selection", "positions", "listings"
 """Folders of a data set."""
@@ -67,6 +70,7 @@ MEMORY_SHARE = 0.4
 """Of the machine's memory, for DuckDB by default; what does not fit goes to a temporary folder."""
 
 _PARALLEL_DOWNLOADS = 16
+_PARTS_PER_QUERY = 64
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,7 @@ class Tables:
 
 @contextlib.contextmanager
 def open_metadata(
-    out: str, scan: Any, *, columns: Sequence[str] = (), scratch: str | None = None
+    out: str, scan: "Scan", *, columns: Sequence[str] = (), scratch: str | None = None
 ) -> "Iterator[duckdb.DuckDBPyConnection]":
     """Open the metadata of a data set for queries with DuckDB.
 
@@ -183,7 +187,7 @@ def open_metadata(
 @contextlib.contextmanager
 def open_tables(
     out: str,
-    scan: Any,
+    scan: "Scan",
     *,
     scratch: str | None = None,
     memory_bytes: int | None = None,
@@ -206,7 +210,7 @@ def open_tables(
 
     memory = memory_bytes or int(MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     with tempfile.TemporaryDirectory(prefix="select-", dir=scratch) as temporary:
-        settings = {"memory_limit": f"{memory}B", "temp_directory": f"{temporary}/spill"}
+        settings: dict[str, Any] = {"memory_limit": f"{memory}B", "temp_directory": f"{temporary}/spill"}
         partitions = [one for one in scan.partitions if only is None or one.number in only]
         wanted = {part_name(one.number) for one in partitions}
         listed = {kind: storage.list_files(storage.join(out, kind)) for kind in (METADATA, SCORES)}
@@ -238,6 +242,17 @@ def add_table(connection: "duckdb.DuckDBPyConnection", name: str, table: pa.Tabl
     connection.register("_added", table)
     connection.execute(f"CREATE OR REPLACE TABLE {name} AS FROM _added").fetchall()
     connection.unregister("_added")
+
+
+def fetch_arrays(connection: "duckdb.DuckDBPyConnection", query: str) -> dict[str, NDArray[Any]]:
+    """Return the columns of a query's result, which holds no null."""
+    return connection.execute(query).fetchnumpy()  # pyright: ignore[reportReturnType]
+
+
+def groups(parts: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Cut parts into groups: scores are joined group by group, so that the join fits into memory."""
+    for start in range(0, len(parts), _PARTS_PER_QUERY):
+        yield parts[start : start + _PARTS_PER_QUERY]
 
 
 def unknown_column(tables: Tables, name: str) -> str:

@@ -10,10 +10,11 @@ from diffusion.config.loading import to_dict
 from diffusion.errors import DataError
 from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.engine import Workers
+from diffusion.preparation.explain import Rejection, examples
 from diffusion.preparation.records import Partition, Record, Rejected, Source
 from diffusion.preparation.scan import Scan, ScannedPartition, Scanner, ScanTask
 from diffusion.preparation.score import score
-from diffusion.preparation.select import Rejection, Selection, examples, select
+from diffusion.preparation.select import Selection, select
 from diffusion.preparation.sources import open_sources
 
 _PARTITIONS = 16

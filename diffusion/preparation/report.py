@@ -25,6 +25,7 @@ from diffusion.config.loading import from_dict
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
 from diffusion.errors import DataError, MachineError
 from diffusion.preparation.config import PrepareConfig
+from diffusion.preparation.explain import describe
 from diffusion.preparation.metadata import (
     CAPTIONS,
     SELECTION,
@@ -37,7 +38,7 @@ from diffusion.preparation.metadata import (
 )
 from diffusion.preparation.records import Location, Reason
 from diffusion.preparation.scan import Scan
-from diffusion.preparation.select import describe, read_selection
+from diffusion.preparation.select import read_selection
 from diffusion.reports.figures import COLOURS, WIDTH, plain, subplots, svg_uri
 from diffusion.reports.page import TEMPLATES, image_uri, render_page
 

@@ -8,15 +8,17 @@ import pyarrow as pa
 
 from diffusion.errors import DataError, MachineError
 from diffusion.preparation.records import Location, Partition, Reason, Record, Rejected, make_record
-from diffusion.preparation.sources.reading import (
+from diffusion.preparation.sources.base import (
     MAX_CAPTIONS,
     FileSource,
-    UnfitFileError,
     check_limits,
+    rejected,
+)
+from diffusion.preparation.sources.reading import (
+    UnfitFileError,
     parent_of,
     printable,
     read_below,
-    rejected,
 )
 from diffusion.storage import shown
 

@@ -23,19 +23,21 @@ from diffusion.preparation.records import (
     key_of,
     make_record,
 )
+from diffusion.preparation.sources.base import (
+    FileSource,
+    check_limits,
+    rejected,
+    size_of_partitions,
+)
 from diffusion.preparation.sources.caption_tables import TABLES, read_lines
 from diffusion.preparation.sources.reading import (
-    FileSource,
     UnfitFileError,
     ahead,
-    check_limits,
     file_of,
     list_folder,
     name_of,
     printable,
     read_file,
-    rejected,
-    size_of_partitions,
 )
 from diffusion.preparation.sources.samples import Sample, record_of
 from diffusion.storage import is_url
@@ -114,8 +116,8 @@ class FolderSource(FileSource):
         import duckdb
 
         scratch = TemporaryDirectory(prefix="listing-")
-        database = duckdb.connect(str(Path(scratch.name) / "listing.duckdb"))
-        database.execute(f"SET memory_limit = '2GB'; SET threads = 2; SET temp_directory = '{scratch.name}'")
+        settings: dict[str, Any] = {"memory_limit": "2GB", "threads": "2", "temp_directory": scratch.name}
+        database = duckdb.connect(str(Path(scratch.name) / "listing.duckdb"), config=settings)
         database.execute(_SCHEMA)
         tables = self._write_listing(database)
         self._write_tables(database, tables)

@@ -12,6 +12,12 @@ import pyarrow.parquet as pq
 from diffusion import storage
 from diffusion.errors import DataError
 from diffusion.preparation.records import Location, Partition, Partitions, Reason, Record, Rejected, key_of
+from diffusion.preparation.sources.base import (
+    FileSource,
+    compare,
+    rejected,
+    size_of_partitions,
+)
 from diffusion.preparation.sources.columns import (
     BATCH_ROWS,
     Batch,
@@ -24,14 +30,10 @@ from diffusion.preparation.sources.columns import (
 )
 from diffusion.preparation.sources.reading import (
     Entry,
-    FileSource,
     UnfitFileError,
     ahead,
-    compare,
     name_of,
     printable,
-    rejected,
-    size_of_partitions,
 )
 from diffusion.storage import is_url, shown
 

@@ -178,6 +178,7 @@ class TestFolder:
         [
             ("captions.csv", "file;caption\na.png;x\n", "no column file_name or file.*there is 'file;caption'"),
             ("captions.csv", "file,words\na.png,x\n", "no column captions or caption or text.*'file', 'words'"),
+            ("captions.csv", "file,caption,caption\na.png,x,y\n", r"captions\.csv.*'caption'"),
             ("captions.csv", "file,caption\n,x\n", "line 2: no file name"),
             ("captions.csv", "file,caption\na.png,a car, red\n", "line 2: 3 values for 2 columns; .* in quotes"),
             ("captions.csv", "file,caption\na.png,x\na.png,x,\n", "line 3: 3 values for 2 columns"),
@@ -302,6 +303,11 @@ class TestFolder:
         lines = [{"file_name": "a.png", "text": "x"}, {"file_name": "b\0.png", "text": "y"}]
         (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
         assert reasons(read(tmp_path)) == [["x"], "missing_image"]
+
+    def test_names_that_data_sets_use_too(self, tmp_path):
+        (tmp_path / "scan.png").write_bytes(IMAGE)
+        (tmp_path / "scan.json").write_text('{"caption": "x"}')
+        assert reasons(read(tmp_path)) == [["x"]]
 
     @pytest.mark.timeout(60)
     def test_tables_that_are_no_files(self, tmp_path):
