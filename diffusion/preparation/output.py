@@ -36,7 +36,7 @@ _SETTLING_SECONDS = 2.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 """EBADF: NFS locks only what can be opened for writing, which a folder cannot."""
 
-_FILES = ("withdrawn.json", "report.html", "report.json", "partitions.json")
+_FILES = ("scores.json", "withdrawn.json", "report.html", "report.json", "partitions.json")
 _FOLDERS_OF_VERSION_1 = ("facts", "refused")
 
 _ALLOWED = (WRITER, LISTINGS, REMOVED, "lost+found")

@@ -233,7 +233,7 @@ def _complete(out: str, scan: Scan, done: set[int], workers: Workers, progress: 
     total = None if None in numbers else sum(number or 0 for number in numbers)
     before = sum(numbers[number] or 0 for number in done)
     tasks = (
-        _Task(source=source.only(partition), partition=partition, number=one.number)
+        ScanTask(source=source.only(partition), partition=partition, number=one.number)
         for one in scan.partitions
         if one.number not in done
         for source, partition in [scan.find(one.number)]
@@ -243,7 +243,7 @@ def _complete(out: str, scan: Scan, done: set[int], workers: Workers, progress: 
                disable=not progress or rank() != 0)  # fmt: skip
     num_rejected = 0
     with bar:
-        for result in run(workers, functools.partial(_Scanner, out, scan.settings["limits"]), tasks):
+        for result in run(workers, functools.partial(Scanner, out, scan.settings["limits"]), tasks):
             num_rejected += result.num_rejected
             bar.set_postfix(rejected=num_rejected, refresh=False)
             bar.update(result.num_images)
@@ -314,11 +314,11 @@ def _check_unchanged(
     logger.info("source %s: %d partitions look changed; they are read again", source.name, len(found.changed))
     folder, names = storage.join(out, REREAD), [part_name(number) for number in range(len(found.changed))]
     tasks = (
-        _Task(source=source.only(partition), partition=partition, number=number, folder=REREAD)
+        ScanTask(source=source.only(partition), partition=partition, number=number, folder=REREAD)
         for number, partition in enumerate(found.changed)
     )
     try:
-        for _ in run(workers, functools.partial(_Scanner, out, limits), tasks):
+        for _ in run(workers, functools.partial(Scanner, out, limits), tasks):
             pass
         with _local_copies(folder, names) as new, duckdb.connect() as database:
             changed = database.execute(_CHANGED, [new, list(known)]).fetchone()
@@ -337,7 +337,9 @@ def _check_unchanged(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Task:
+class ScanTask:
+    """A partition that is to be scanned."""
+
     source: Source
     partition: Partition
     number: int
@@ -350,7 +352,7 @@ class _Result:
     num_rejected: int
 
 
-class _Scanner:
+class Scanner:
     """Scans partitions. Memory holds one image, and the metadata of the partition."""
 
     def __init__(self, out: str, limits: dict[str, Any]) -> None:
@@ -359,7 +361,7 @@ class _Scanner:
         self._removed = frozenset(storage.read_json(removed) if storage.exists(removed) else ())
         logging.getLogger("PIL").addHandler(logging.NullHandler())  # Messages about damaged files.
 
-    def __call__(self, task: _Task) -> _Result:
+    def __call__(self, task: ScanTask) -> _Result:
         """Write the metadata of a partition."""
         partition, name = task.partition, part_name(task.number)
         if not partition.file and not partition.items:
