@@ -69,7 +69,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--overwrite", action="store_true", help="replace a finished data set in OUT")
     parser.add_argument("--no-report", action="store_true", help="do not write report.html and report.json")
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     options.stages = STAGES
     if options.words and options.words[0] in STAGES:
         options.stages = (options.words.pop(0),)
