@@ -11,6 +11,7 @@ from diffusion.errors import DataError
 from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.engine import Workers
 from diffusion.preparation.explain import Rejection, examples
+from diffusion.preparation.plugins import check_plugins
 from diffusion.preparation.records import Partition, Record, Rejected, Source
 from diffusion.preparation.scan import Scan, ScannedPartition, Scanner, ScanTask
 from diffusion.preparation.score import score
@@ -47,6 +48,7 @@ def preview(config: PrepareConfig, number: int) -> tuple[Selection, list[Rejecti
         DataError: a source is missing or unknown, or has no images.
         MachineError: a source cannot be read.
     """
+    check_plugins(config)
     sources = open_sources(
         config.sources, config.image_column, config.caption_column, config.limits, config.partition_size
     )
