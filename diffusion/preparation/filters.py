@@ -1,4 +1,4 @@
-"""Filters as SQL (DuckDB): which images are rejected for which reason, and in which words.
+"""Conditions on images as SQL (DuckDB): filters and `where`; the reason for which an image is rejected, in which words.
 
 A filter that looks at a column which an image may lack comes in two: with `missing: reject` one named `missing_COLUMN`
 goes before it, so that a score that nobody computed is a line of its own in the manifest.
@@ -9,14 +9,24 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
 
 from diffusion.errors import ConfigurationError
-from diffusion.preparation.config import ConditionConfig, FiltersConfig, Missing
-from diffusion.preparation.metadata import Tables, literal, unknown_column
-
-if TYPE_CHECKING:
-    import duckdb
+from diffusion.preparation.buckets import bucket_indices, build_buckets
+from diffusion.preparation.config import ConditionConfig, FiltersConfig, Missing, PrepareConfig
+from diffusion.preparation.metadata import (
+    MEASURES,
+    Tables,
+    add_table,
+    fetch_arrays,
+    identifier,
+    literal,
+    unknown_column,
+)
+from diffusion.preparation.records import WITHOUT_CAPTION, Reason
 
 ColumnSql = Callable[[str], str]
 """Makes the SQL expression of a column's value from its name, null where an image has none."""
@@ -35,7 +45,14 @@ _WORD = r"\pL\pN_"
 
 _TRIMMED = " \t\n\r\v\f\xa0"
 
+_WHOLE, _DIGITS = r"^(-?\d+)\.0$", r"\1"
+
 _BETWEEN_CAPTIONS = "\x01"
+
+
+_SCAN_REASON = f"""CASE WHEN reason IN ({", ".join(literal(reason.value) for reason in WITHOUT_CAPTION)})
+    AND len(captions) > 0 THEN '' ELSE reason END"""
+"""Reason of the scan, but for images that a captioner has given captions."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +67,61 @@ class Rule:
 
     detail: str
     """SQL expression of a few words for an image that is rejected."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """All conditions of a configuration, and what they look at."""
+
+    rules: list[Rule]
+    """In the order in which they are applied."""
+
+    keys: list[str]
+    """Of the sources' metadata, for the filters."""
+
+    types: dict[str, str]
+    """SQL type of the keys that `where` names."""
+
+    scan: str = _SCAN_REASON
+    """SQL of the reason of the scan, which comes before the rules."""
+
+    def images(self, tables: Tables, parts: Sequence[int]) -> str:
+        """Write a query of the images of some parts that the rules can look at, with the column `_bucket`."""
+        return f"({tables.named_images(parts, self.types, self.keys)} LEFT JOIN sizes USING (width, height))"
+
+    @property
+    def reason(self) -> str:
+        """SQL of the first reason to reject an image, empty for none."""
+        rules = " ".join(f"WHEN {rule.rejects} THEN {literal(rule.name)}" for rule in self.rules)
+        return f"CASE WHEN {self.scan} <> '' THEN {self.scan} {rules} ELSE '' END"
+
+
+def load_conditions(tables: Tables, config: PrepareConfig, parts: Sequence[int]) -> Conditions:
+    """Write the conditions on the images of some parts, and make the table `sizes` with the bucket of each size.
+
+    Raises:
+        ConfigurationError: a setting is wrong.
+    """
+    keys: list[str] = []
+
+    def column(name: str) -> str:
+        if name in MEASURES or name in tables.scores:
+            return identifier(name)
+        if name not in keys:
+            keys.append(name)
+        return f"_keys[{keys.index(name) + 1}]"
+
+    buckets = build_buckets(config.buckets)
+    sizes = f"SELECT DISTINCT width, height FROM {tables.metadata(parts)} WHERE width IS NOT NULL"
+    columns = fetch_arrays(tables.connection, sizes)
+    names = np.array([*buckets.names, None])[bucket_indices(buckets, columns["width"], columns["height"])]
+    add_table(tables.connection, "sizes", pa.table({**columns, "_bucket": pa.array(names, pa.string())}))
+    too_small = Rule(Reason.TOO_SMALL.value, "_bucket IS NULL", "printf('%d x %d', width, height)")
+    rules, types = [too_small, *build_rules(config.filters, column)], {}
+    if config.where is not None:
+        types = _where_types(tables, config.where, parts)
+        rules.append(Rule(WHERE, f"(\n{config.where}\n) IS NOT TRUE", "''"))
+    return Conditions(rules, keys, types)
 
 
 def build_rules(config: FiltersConfig, column: ColumnSql) -> list[Rule]:
@@ -70,17 +142,12 @@ def build_rules(config: FiltersConfig, column: ColumnSql) -> list[Rule]:
     return _with_distinct_names(rules)
 
 
-def where_types(tables: Tables, where: str, parts: Sequence[int]) -> dict[str, str]:
-    """Check `where`, and find the SQL types of the keys of the sources' metadata that it names.
-
-    Raises:
-        ConfigurationError: it is not a single expression without queries, it names an unknown column or function, or it
-            compares what cannot be compared.
-    """
+def _where_types(tables: Tables, where: str, parts: Sequence[int]) -> dict[str, str]:
+    """Find the SQL types of the keys of the sources' metadata that `where` names, and check it against the columns."""
     import duckdb
 
     known = {*map(str.lower, tables.columns)}
-    keys = [name for name in _parse(tables.connection, where) if name.lower() not in known]
+    keys = [name for name in parse_where(where) if name.lower() not in known]
     if len({key.lower() for key in keys}) < len(keys):
         raise ConfigurationError(f"where: {where!r} names keys that differ in upper and lower case only; name one")
     types = tables.key_types(keys, parts)
@@ -94,9 +161,16 @@ def where_types(tables: Tables, where: str, parts: Sequence[int]) -> dict[str, s
     return types
 
 
-def _parse(connection: "duckdb.DuckDBPyConnection", where: str) -> list[str]:
-    """List the names in `where`; a ConfigurationError unless it is a single expression without queries."""
-    [(parsed,)] = connection.execute("SELECT json_serialize_sql(?)", [f"SELECT {where}"]).fetchall()
+def parse_where(where: str) -> list[str]:
+    """List the names in `where`.
+
+    Raises:
+        ConfigurationError: it is not a single expression without queries.
+    """
+    import duckdb
+
+    with duckdb.connect() as connection:
+        [(parsed,)] = connection.execute("SELECT json_serialize_sql(?)", [f"SELECT {where}"]).fetchall()
     parsed = json.loads(parsed)
     if parsed["error"]:
         raise ConfigurationError(f"where: {where!r} is not an SQL expression: {parsed['error_message']}")
@@ -209,7 +283,8 @@ def _condition(index: int, condition: ConditionConfig, column: ColumnSql) -> tup
         raise ConfigurationError(f"{key} on '{name}': give one_of, or min and max or one of them")
     if condition.one_of is not None:
         values = [str(value).lower() if isinstance(value, bool) else str(value) for value in condition.one_of]
-        return name, _one_of(f"condition_{name}", column(name), f"CAST({column(name)} AS VARCHAR)", values)
+        text = f"regexp_replace(CAST({column(name)} AS VARCHAR), {literal(_WHOLE)}, {literal(_DIGITS)})"  # 1.0 is 1.
+        return name, _one_of(f"condition_{name}", column(name), text, [re.sub(_WHOLE, _DIGITS, one) for one in values])
     _check_limits(f"{key}.min", condition.min, f"{key}.max", condition.max)
     return name, _number_within(f"condition_{name}", name, column(name), condition.min, condition.max)
 

@@ -6,6 +6,7 @@ the place of a stage (Spark's `mapInPandas`, for example), and any SQL engine ca
 """
 
 import contextlib
+import hashlib
 import os
 import re
 import tempfile
@@ -16,15 +17,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import xxhash
+from numpy.typing import NDArray
 
 from diffusion import storage
 from diffusion.errors import ConfigurationError, DataError, MachineError, similar_names
+from diffusion.preparation.records import Reason
 
 if TYPE_CHECKING:
     import duckdb
 
+    from diffusion.preparation.scan import Scan
+
 METADATA, SCORES, SELECTION, POSITIONS, LISTINGS = "metadata", "scores", "selection", "positions", "listings"
 """Folders of a data set."""
+
+REMOVED = "removed.json"
+"""File of a data set: `hash_key` of the keys of all removed images, sorted."""
 
 CAPTIONS = "captions"
 """Folder below `scores` with the captions that a captioner wrote."""
@@ -60,6 +69,24 @@ def part_name(number: int) -> str:
     return f"{number:06}.parquet"
 
 
+def hash_key(key: str) -> str:
+    """Return the hash of a key as `removed.json` holds it: xxh3_128, in hexadecimal."""
+    return xxhash.xxh3_128_hexdigest(key)
+
+
+def removed_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the row of an image that was taken down: neither its key nor its content is left.
+
+    Where the image is a file of its own, a hash takes the place of the file's name: so it is known when the folder
+    grows. A file that holds other images, too, is named.
+    """
+    file, version = row["file"], row["version"]
+    if file and all(row[name] is None for name in ("offset", "row_group", "row")):
+        file, version = "~" + hashlib.md5(file.encode(), usedforsecurity=False).hexdigest(), ""
+    kept = {"key": "", "key_hash": row["key_hash"], "file": file, "version": version}
+    return dict.fromkeys(SCHEMA.names) | kept | {"reason": Reason.REMOVED.value, "detail": ""}
+
+
 MEASURES = ("width", "height", "bytes", "format", "xxh128", "phash", "sharpness", "aspect_ratio")
 """Columns that filters know by these names; other names are those of scores, or keys of the source's metadata."""
 
@@ -67,6 +94,7 @@ MEMORY_SHARE = 0.4
 """Of the machine's memory, for DuckDB by default; what does not fit goes to a temporary folder."""
 
 _PARALLEL_DOWNLOADS = 16
+_PARTS_PER_QUERY = 64
 
 
 @dataclass(frozen=True)
@@ -145,7 +173,7 @@ class Tables:
 
 @contextlib.contextmanager
 def open_metadata(
-    out: str, scan: Any, *, columns: Sequence[str] = (), scratch: str | None = None
+    out: str, scan: "Scan", *, columns: Sequence[str] = (), scratch: str | None = None
 ) -> "Iterator[duckdb.DuckDBPyConnection]":
     """Open the metadata of a data set for queries with DuckDB.
 
@@ -183,7 +211,7 @@ def open_metadata(
 @contextlib.contextmanager
 def open_tables(
     out: str,
-    scan: Any,
+    scan: "Scan",
     *,
     scratch: str | None = None,
     memory_bytes: int | None = None,
@@ -206,7 +234,7 @@ def open_tables(
 
     memory = memory_bytes or int(MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     with tempfile.TemporaryDirectory(prefix="select-", dir=scratch) as temporary:
-        settings = {"memory_limit": f"{memory}B", "temp_directory": f"{temporary}/spill"}
+        settings: dict[str, Any] = {"memory_limit": f"{memory}B", "temp_directory": f"{temporary}/spill"}
         partitions = [one for one in scan.partitions if only is None or one.number in only]
         wanted = {part_name(one.number) for one in partitions}
         listed = {kind: storage.list_files(storage.join(out, kind)) for kind in (METADATA, SCORES)}
@@ -218,8 +246,8 @@ def open_tables(
         for column, _, name in sorted(name.rpartition("/") for name in names[SCORES]):
             scores.setdefault(column, set()).add(int(Path(name).stem))
         with duckdb.connect(f"{temporary}/tables.duckdb", config=settings) as connection:
-            allowed = [str(folder / kind) + "/" for kind in (METADATA, SCORES)]
-            texts = ", ".join(map(literal, [*allowed, *map(_as_pattern, allowed)]))
+            allowed = [str(folder / kind) + "/" for kind in (METADATA, SCORES, SELECTION)]
+            texts = ", ".join(map(literal, [*allowed, *map(as_pattern, allowed)]))
             connection.execute(f"SET allowed_directories = [{texts}]")
             connection.execute("SET enable_external_access = false")
             values = [(one.number, scan.sources[one.source].name, one.generation) for one in partitions]
@@ -238,6 +266,17 @@ def add_table(connection: "duckdb.DuckDBPyConnection", name: str, table: pa.Tabl
     connection.register("_added", table)
     connection.execute(f"CREATE OR REPLACE TABLE {name} AS FROM _added").fetchall()
     connection.unregister("_added")
+
+
+def fetch_arrays(connection: "duckdb.DuckDBPyConnection", query: str) -> dict[str, NDArray[Any]]:
+    """Return the columns of a query's result, which holds no null."""
+    return connection.execute(query).fetchnumpy()  # pyright: ignore[reportReturnType]
+
+
+def groups(parts: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Cut parts into groups: scores are joined group by group, so that the join fits into memory."""
+    for start in range(0, len(parts), _PARTS_PER_QUERY):
+        yield parts[start : start + _PARTS_PER_QUERY]
 
 
 def unknown_column(tables: Tables, name: str) -> str:
@@ -268,7 +307,7 @@ def _pointer(key: str) -> str:
 
 def _read_parquet(folder: Path, parts: Sequence[int]) -> str:
     """Write a query of some files with part and row number."""
-    paths = ", ".join(literal(_as_pattern(str(folder / part_name(part)))) for part in parts)
+    paths = ", ".join(literal(as_pattern(str(folder / part_name(part)))) for part in parts)
     return f"""(
         SELECT * EXCLUDE (filename, file_row_number), parse_filename(filename, true)::INTEGER AS part,
             file_row_number::INTEGER AS row_number
@@ -276,7 +315,7 @@ def _read_parquet(folder: Path, parts: Sequence[int]) -> str:
     )"""
 
 
-def _as_pattern(path: str) -> str:
+def as_pattern(path: str) -> str:
     """Escape a path where DuckDB takes patterns."""
     return re.sub(r"([*?\[])", r"[\1]", path)
 

@@ -13,7 +13,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import xxhash
 
 from diffusion import storage
 from diffusion.datasets.manifest import MANIFEST, PreparedManifest, RejectedEntry
@@ -42,23 +41,30 @@ from diffusion.datasets.mds import (
 )
 from diffusion.errors import DataError
 from diffusion.files import PARTIAL
-from diffusion.preparation.metadata import LISTINGS, METADATA, POSITIONS, SCORES, SELECTION, part_name
+from diffusion.preparation.metadata import (
+    LISTINGS,
+    METADATA,
+    POSITIONS,
+    REMOVED,
+    SCORES,
+    SELECTION,
+    hash_key,
+    part_name,
+    removed_row,
+)
 from diffusion.preparation.output import claim
 from diffusion.preparation.records import Reason
+from diffusion.preparation.select import read_selection
 from diffusion.preparation.write import (
     SPLITS,
     positions_name,
     read_entries,
-    read_selections,
     read_table,
     write_indexes,
     write_table,
 )
 
 logger = logging.getLogger(__name__)
-
-REMOVED = "removed.json"
-"""File of a data set: hashes of the keys of all removed images, sorted."""
 
 MARKS = "withdrawn.json"
 """File of a data set: for each `<split>/<bucket>` the indices of removed samples, ascending."""
@@ -69,10 +75,6 @@ _KEYS = "withdrawn.txt"
 _REPORTS = ("report.html", "report.json")
 _OF_VERSION_1 = ("facts/", "refused/", "partitions.json")
 _REQUESTS = 16
-
-_BLANK_METADATA = {"key": "", "file": "", "version": "", "detail": ""} | dict.fromkeys(
-    ("captions", "metadata", "xxh128", "phash")
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,11 +131,6 @@ def _parse_line(line: str) -> str:
         return str(json.loads(line)) if line.startswith('"') else line
     except ValueError:
         return line
-
-
-def hash_key(key: str) -> str:
-    """Return the hash of a key as `removed.json` holds it: xxh3_128, in hexadecimal."""
-    return xxhash.xxh3_128_hexdigest(key.encode())
 
 
 def read_removed(dataset: str) -> frozenset[str]:
@@ -214,8 +211,8 @@ def _mark(dataset: str, found: Iterable[_Found]) -> dict[str, list[int]]:
 
 def _take_down_prepared(dataset: str, asked: set[str], erase: bool) -> tuple[list[_Found], int]:
     manifest = PreparedManifest.read(dataset)
-    selections = read_selections(dataset)[: len(manifest.generations)]
-    num_tasks = sum(len(selection["tasks"]) for selection in selections)
+    last = read_selection(dataset, len(manifest.generations) - 1)
+    num_tasks = last.first_task + len(last.tasks)
     if positions_name(num_tasks) in storage.list_files(storage.join(dataset, POSITIONS)):
         raise DataError(f"{storage.shown(dataset)} is being added to; let scripts/prepare.py run to its end first")
     found = list(_find_positions(dataset, num_tasks, asked, read_marks(dataset) if erase else {}))
@@ -225,7 +222,7 @@ def _take_down_prepared(dataset: str, asked: set[str], erase: bool) -> tuple[lis
     others = _find_metadata(dataset, asked.difference(one.key for one in found))
     for part, row in [*others, *((one.part, one.row) for one in found)]:
         rows.setdefault(part, []).append(row)
-    _blank_metadata(dataset, rows, _BLANK_METADATA if erase else {})
+    _reject_metadata(dataset, rows, erase)
     if not erase:
         return found, 0
     _blank_selection(dataset, keys)
@@ -285,25 +282,25 @@ def _find_metadata(dataset: str, keys: Collection[str]) -> Iterator[tuple[int, i
             yield from rows
 
 
-def _blank_metadata(dataset: str, rows: Mapping[int, list[int]], blank: Mapping[str, Any]) -> None:
-    """Reject rows of the metadata as removed, and blank some of their columns; if any, their scores before."""
-    scores = storage.list_files(storage.join(dataset, SCORES)) if blank else ()
-    values = {**blank, "reason": Reason.REMOVED.value}
+def _reject_metadata(dataset: str, rows: Mapping[int, list[int]], erase: bool) -> None:
+    """Reject rows of the metadata as removed; erase what they hold, and their scores before."""
+    scores = storage.list_files(storage.join(dataset, SCORES)) if erase else ()
     for part, of_part in rows.items():
         for name in scores:
             if name.endswith(f"/{part_name(part)}"):
-                _blank_rows(storage.join(dataset, SCORES, name), of_part, None)
-        if blank:
+                _change_rows(storage.join(dataset, SCORES, name), of_part, dict.fromkeys)
+        if erase:
             storage.delete([storage.join(dataset, LISTINGS, part_name(part))])
-        _blank_rows(storage.join(dataset, METADATA, part_name(part)), of_part, values)
+        reject = removed_row if erase else lambda row: {**row, "reason": Reason.REMOVED.value}
+        _change_rows(storage.join(dataset, METADATA, part_name(part)), of_part, reject)
 
 
-def _blank_rows(uri: str, rows: Iterable[int], blank: Mapping[str, Any] | None) -> None:
-    """Replace some columns in rows of a parquet file; None replaces all by null."""
+def _change_rows(uri: str, rows: Iterable[int], change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Change rows of a parquet file."""
     table = read_table(uri)
     values = table.to_pylist()
     for row in rows:
-        values[row].update(dict.fromkeys(values[row]) if blank is None else blank)
+        values[row] = change(values[row])
     write_table(uri, pa.Table.from_pylist(values, table.schema))
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from diffusion.preparation.metadata import METADATA, SCHEMA, SCORES, part_name
+from diffusion.preparation.records import Partition
 
 
 @dataclass(frozen=True)
@@ -19,10 +20,11 @@ class NamedSource:
 
 
 @dataclass(frozen=True)
-class ScannedPartition:
+class NumberedPartition:
     number: int
     source: int
     generation: int
+    partition: Partition
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class FakeScan:
     """What select needs to know of a scan."""
 
     sources: Sequence[NamedSource]
-    partitions: Sequence[ScannedPartition]
+    partitions: Sequence[NumberedPartition]
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 def image(number: int, **given: Any) -> dict[str, Any]:
@@ -72,9 +75,12 @@ def write_part(out: str | Path, number: int, rows: Sequence[Mapping[str, Any]], 
         pq.write_table(pa.table(columns), path)
 
 
-def scan_of(*generations: int, sources: Sequence[int] | None = None) -> FakeScan:
+def scan_of(*generations: int, sources: Sequence[int] | None = None) -> Any:
     """A scan with partitions 0, 1, ... of some generations, and of some sources: s, s1, s2, ..."""
     of = sources or [0] * len(generations)
     names = [NamedSource(f"s{i or ''}") for i in range(max(of, default=0) + 1)]
-    partitions = [ScannedPartition(i, source, n) for i, (n, source) in enumerate(zip(generations, of, strict=True))]
+    partitions = [
+        NumberedPartition(i, source, generation, Partition(id=str(i)))
+        for i, (generation, source) in enumerate(zip(generations, of, strict=True))
+    ]
     return FakeScan(names, partitions)

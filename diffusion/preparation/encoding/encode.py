@@ -26,7 +26,6 @@ from diffusion.preparation.encoding.models import EncodingModels, Load
 from diffusion.preparation.encoding.output import (
     MAX_DAMAGED,
     MAX_DAMAGED_FRACTION,
-    SETTINGS,
     OutputState,
     max_damaged,
     open_output,
@@ -140,7 +139,7 @@ def _plan(
     outputs = plan_outputs(prepared, out, resolutions, models, settings)
     states = []
     for output in outputs:
-        claims.enter_context(claim(output.uri, EncodedManifest.kind, [SETTINGS]))
+        claims.enter_context(claim(output.uri))
         states.append(open_output(prepared, output))
         states[-1].begin()
     removed = frozenset().union(*(state.removed for state in states))
