@@ -102,12 +102,12 @@ def encode(
     )
     with ExitStack() as claims:
         plan = on_first_rank(lambda: _plan(prepared, out, resolutions, models, settings, claims))
-        encode_here = partial(encode_shards, models=models, settings=plan.settings)
         options = {"device": device, "num_workers": num_workers}
         if not plan.items:
             logger.info("%s holds all of %s already", shown(out), shown(prepared))
         elif workers is None:
-            agree(lambda: _encode_as_rank(plan, partial(encode_here, **options), progress))
+            encode_items = partial(encode_shards, models=models, settings=plan.settings, **options)
+            agree(lambda: _encode_as_rank(plan, encode_items, progress))
         else:
             assert load is not None, "workers load their networks"
             _encode_by_workers(plan, workers, load, progress, **options)
