@@ -28,7 +28,7 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 from fsspec.spec import AbstractBufferedFile
 
 from diffusion.errors import DataError, MachineError
-from diffusion.files import atomic_path, hash_file, unique_partial, write_atomically
+from diffusion.files import atomic_path, hash_file, unique_partial
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +144,18 @@ def list_files(uri: str, access: Access | None = None) -> dict[str, StoredFile]:
     return {file.uri.removeprefix(root): file for file in files}
 
 
+def iterate_files(uri: str, access: Access | None = None) -> Iterator[StoredFile]:
+    """List the files below a folder as `list_files` does, but as a stream: S3 page by page."""
+    root = uri.rstrip("/") + "/"
+    if not uri.startswith("s3://"):
+        yield from _attempt(root, access, lambda store: list(store.find(root)))
+        return
+    token: str | None = ""
+    while token is not None:
+        files, token = _attempt(root, access, lambda store, token=token: _s3(store).page(root, token))
+        yield from files
+
+
 def stat(uri: str, access: Access | None = None) -> StoredFile:
     """Return size and version of a file."""
     return _attempt(uri, access, lambda store: store.stat(uri))
@@ -210,7 +222,9 @@ def write(uri: str, content: bytes, access: Access | None = None) -> None:
         return
     with _writing(uri):
         Path(uri).parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(Path(uri), content)
+        path = Path(uri)
+        with atomic_path(path, partial=unique_partial(path)) as partial:  # Two workers may write the same file.
+            partial.write_bytes(content)
 
 
 def write_json(uri: str, value: Any, access: Access | None = None) -> None:
@@ -379,19 +393,25 @@ class _S3Store:
         self._timeout = access.timeout if access.seconds is None else max(1.0, min(access.timeout, access.seconds))
 
     def find(self, folder: str) -> list[StoredFile]:
+        files, token = self.page(folder, "")
+        while token is not None:
+            more, token = self.page(folder, token)
+            files += more
+        return files
+
+    def page(self, folder: str, token: str) -> tuple[list[StoredFile], str | None]:
+        """List a page of the files below a folder, and return the token of the next; None behind the last."""
         bucket, prefix = _object(folder).values()
-
-        def request(client: Any) -> list[Any]:
-            pages = client.get_paginator("list_objects_v2").paginate(
-                Bucket=bucket, Prefix=prefix, PaginationConfig={"PageSize": _PAGE_KEYS}
-            )
-            return [entry for page in pages for entry in page.get("Contents", ())]
-
-        return [
+        wanted = {"Bucket": bucket, "Prefix": prefix, "MaxKeys": _PAGE_KEYS}
+        if token:
+            wanted["ContinuationToken"] = token
+        answer = self._read(folder, lambda client: client.list_objects_v2(**wanted))
+        files = [
             StoredFile(f"s3://{bucket}/{entry['Key']}", entry["Size"], entry.get("ETag", "").strip('"'))
-            for entry in self._read(folder, request)
+            for entry in answer.get("Contents", ())
             if not entry["Key"].endswith("/")
         ]
+        return files, answer.get("NextContinuationToken")
 
     def stat(self, uri: str) -> StoredFile:
         head = self._read(uri, lambda client: client.head_object(**_object(uri)))

@@ -2,12 +2,15 @@
 
     python scripts/prepare.py SOURCE [SOURCE ...] OUT --edges 256 512 768 1024 --validation-fraction 0.01 --seed 17
     python scripts/prepare.py --config yamls/prepare.yaml [key=value ...] [--dry-run]
+    python scripts/prepare.py scan|score|select|write --config yamls/prepare.yaml [key=value ...]
+    python scripts/prepare.py select --explain --config yamls/prepare.yaml where="aesthetic >= 5"
 
 A SOURCE is a folder of images (captions in .txt files beside them, or metadata.jsonl or captions.csv in the folder),
 a tar or parquet file, a folder or quoted pattern of such files, or one of the other kinds of
-diffusion/preparation/sources/opening.py. OUT gets one MDS folder per split and bucket, and manifest.json, written
-last. The same command continues after an interruption and adds new images of the sources. Ctrl-C ends it with exit
-code 130.
+docs/your_own_data.md. OUT (a folder or s3://BUCKET/PREFIX) gets one MDS folder per split and bucket, and manifest.json,
+written last. Each stage can also be run by itself: `scan` decodes the images, `score` runs models, `select` decides by
+SQL, `write` copies the selected images. The same command continues after an interruption and adds new images of the
+sources. Ctrl-C ends it with exit code 130.
 """
 
 import argparse
@@ -16,61 +19,72 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diffusion.config.loading import load_complete
-from diffusion.datasets.buckets import DEFAULT_EDGES, parse_edges
+from diffusion.datasets.buckets import parse_edges
 from diffusion.datasets.manifest import PreparedManifest
-from diffusion.datasets.mds import DEFAULT_SHARD_BYTES
 from diffusion.errors import ConfigurationError
 from diffusion.launch import CommandParser, run_command
-from diffusion.preparation.config import BucketsConfig, Engine, PrepareConfig
-from diffusion.preparation.partitions.preview import Preview
-from diffusion.preparation.prepare import prepare_from, preview_of
+from diffusion.preparation.config import Engine, PrepareConfig
+from diffusion.preparation.explain import Rejection
+from diffusion.preparation.prepare import STAGES, explain_selection, prepare
+from diffusion.preparation.select import Selection
 from diffusion.reports.tables import text_table
 
 NUM_DRY_RUN = 100
 """Default number of images of each source in a dry run."""
 
+_SETTINGS = ("validation_fraction", "seed", "shard_mb", "window_mb", "compression", "workers", "partition_size",
+             "image_column", "caption_column", "where")  # fmt: skip
+
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = CommandParser(description=__doc__)
-    parser.add_argument("words", nargs="*", metavar="SOURCE ... OUT | key=value", help="folders, tar or parquet files, "
-                        "quoted patterns, and the output folder; with --config: keys and values")  # fmt: skip
-    parser.add_argument("--config", type=Path, metavar="YAML", help="read the settings from a file; the "
-                        "settings below are then given as key=value")  # fmt: skip
+    words_help = "a stage, if only one is to run; folders, tar or parquet files, quoted patterns, and the output folder"
+    parser.add_argument("words", nargs="*", metavar="SOURCE ... OUT", help=f"{words_help}; with --config: key=value")
+    config_help = "read the settings from a file; the settings below are then given as key=value"
+    parser.add_argument("--config", type=Path, metavar="YAML", help=config_help)
     parser.add_argument("--dry-run", nargs="?", type=int, const=NUM_DRY_RUN, metavar="IMAGES",
-                        help="read this number of images of each source (default: 100), print what would be kept and "
-                        "rejected, and write nothing")  # fmt: skip
-    edges_help = "lowest shorter side of each bucket (default: 256 512 768 1024); give it after OUT"
+                        help="read this number of images of each source (default: 100), print what would be "
+                        "kept and rejected, and write nothing")  # fmt: skip
+    parser.add_argument("--explain", action="store_true", help="with the stage select: print how many images each "
+                        "condition rejects, and write nothing")  # fmt: skip
     settings = parser.add_argument_group("settings, without --config")
-    settings.add_argument("--edges", nargs="+", metavar="PIXELS", help=edges_help)
+    settings.add_argument("--edges", nargs="+", metavar="PIXELS", help="lowest shorter side of each bucket (default: "
+                          "256 512 768 1024); give it after OUT")  # fmt: skip
     settings.add_argument("--validation-fraction", type=float, help="share for validation (default: 0)")
     settings.add_argument("--seed", type=int, help="of the order and the validation split (default: 17)")
-    settings.add_argument("--shard-mb", type=int, metavar="MIB",
-                          help=f"size of a shard in MiB (default: {DEFAULT_SHARD_BYTES // 2**20})")  # fmt: skip
+    settings.add_argument("--where", metavar="SQL", help='condition on the metadata, such as "sharpness > 5"')
+    settings.add_argument("--shard-mb", type=float, metavar="MIB", help="size of a shard in MiB (default: 256)")
+    settings.add_argument("--window-mb", type=float, metavar="MIB", help="images that are shuffled together, in memory "
+                          "(default: 1024)")  # fmt: skip
     settings.add_argument("--compression", help="of the shards, such as zstd:3 (default: none)")
     settings.add_argument("--workers", type=int, help="workers (default: one per core)")
     settings.add_argument("--engine", choices=[one.value for one in Engine], help="default: processes")
-    settings.add_argument("--partition-size", type=int, help="images per partition, "
-                          "unless the source defines it (default: 1024)")  # fmt: skip
-    settings.add_argument("--image-column", help="column of the images in parquet files")
-    settings.add_argument("--caption-column", help="column of the captions in parquet files")
-    parser.add_argument("--withdraw", type=Path, metavar="FILE", help="keys, one per line, to keep "
-                        "out of the data set; samples that are in it already are marked as removed")  # fmt: skip
+    settings.add_argument("--partition-size", type=int, help="images per partition, unless the source defines it "
+                          "(default: 1024, fewer in small sources)")  # fmt: skip
+    settings.add_argument("--image-column", help="column of the images in tables")
+    settings.add_argument("--caption-column", help="column of the captions in tables")
+    parser.add_argument("--removed", type=Path, metavar="FILE", help="keys, one per line, to keep out of the data set; "
+                        "samples that are in it already are marked as removed")  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="replace a finished data set in OUT")
     parser.add_argument("--no-report", action="store_true", help="do not write report.html and report.json")
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.stages = STAGES
+    if options.words and options.words[0] in STAGES:
+        options.stages = (options.words.pop(0),)
+    if options.explain and options.stages != ("select",):
+        raise ConfigurationError("--explain is an option of the stage select: prepare.py select --explain ...")
+    return options
 
 
 def configuration(options: argparse.Namespace) -> PrepareConfig:
     """Return the configuration that the command line gives."""
     if options.dry_run is not None and options.dry_run < 1:
         raise ConfigurationError(f"--dry-run {options.dry_run}: it must look at 1 image or more")
-    names = ("validation_fraction", "seed", "shard_mb", "compression", "workers", "partition_size", "image_column",
-             "caption_column")  # fmt: skip
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    given = {name: getattr(options, name) for name in _SETTINGS if getattr(options, name) is not None}
     if options.config is not None:
-        wrong = [name for name in (*names, "edges", "engine") if getattr(options, name) is not None]
+        wrong = [name for name in (*_SETTINGS, "edges", "engine") if getattr(options, name) is not None]
         if wrong:
             key = "buckets.edges" if wrong[0] == "edges" else wrong[0]
             raise ConfigurationError(f"--{wrong[0].replace('_', '-')} and --config: write {key}=... instead")
@@ -78,29 +92,15 @@ def configuration(options: argparse.Namespace) -> PrepareConfig:
         return load_complete(PrepareConfig, options.config, options.words, may_miss=lambda key: is_dry and key == "out")
     if len(options.words) < (1 if options.dry_run is not None else 2):
         raise ConfigurationError("give SOURCE ... and OUT, or --config FILE (see --help)")
-    if options.engine is not None:
-        given["engine"] = Engine(options.engine)
-    edges = list(parse_edges(DEFAULT_EDGES if options.edges is None else options.edges))
-    sources = options.words[:-1] if len(options.words) > 1 else options.words
-    return PrepareConfig(sources=sources, out=options.words[-1], buckets=BucketsConfig(edges=edges), **given)
-
-
-def dry_run_text(previews: Sequence[Preview]) -> str:
-    """Table of what a dry run found, with an example of each reason."""
-    rows: list[tuple[str, ...]] = [("source", "images", "kept", "refused as", "of them")]
-    examples = []
-    for one in previews:
-        reasons = sorted(one.refused.items()) or [("", 0)]
-        for i, (reason, count) in enumerate(reasons):
-            first = (one.source, str(one.seen), str(one.buckets.total())) if i == 0 else ("", "", "")
-            rows.append((*first, reason, str(count or "")))
-        examples += [f"  {reason}: {example}" for reason, example in sorted(one.examples.items())]
-    return "\n".join([*text_table(rows), *examples])
+    config = PrepareConfig(sources=options.words[:-1] or options.words, out=options.words[-1], **given)
+    config.buckets.edges = list(parse_edges(options.edges)) if options.edges is not None else None
+    config.engine = Engine(options.engine or config.engine)
+    return config
 
 
 def summary(manifest: PreparedManifest) -> str:
     """Table of the counts of a manifest."""
-    rows = [("source", "seen", "kept", "refused")]
+    rows = [("source", "seen", "kept", "rejected")]
     rows += [(one.name, str(one.seen), str(one.kept), str(one.seen - one.kept)) for one in manifest.sources]
     rows.append(("all", str(manifest.seen), str(manifest.kept), str(manifest.seen - manifest.kept)))
     lines = text_table(rows)
@@ -110,14 +110,29 @@ def summary(manifest: PreparedManifest) -> str:
             megabytes = f"{entry.num_bytes / 2**20:.1f}"
             rows.append((f"{split}/{bucket}", str(entry.num_samples), str(entry.num_shards), megabytes))
     lines += ["", *text_table(rows)]
-    if manifest.refused:
-        refused = [(reason, str(counted.count)) for reason, counted in manifest.refused.items()]
-        lines += ["", *text_table([("refused as", "images"), *refused])]
+    if manifest.rejected:
+        rejected = [(reason, str(counted.count)) for reason, counted in manifest.rejected.items()]
+        lines += ["", *text_table([("rejected as", "images"), *rejected])]
         lines += [
-            f"  {reason}: {example.key}" + (f" ({example.detail})" if example.detail else "")
-            for reason, entry in manifest.refused.items()
+            f"  {reason}: {ascii(example.key)[1:-1]}" + (f" ({example.detail})" if example.detail else "")
+            for reason, entry in manifest.rejected.items()
             for example in entry.examples
         ]
+    return "\n".join(lines)
+
+
+def preview_text(selection: Selection, rejections: Sequence[Rejection]) -> str:
+    """Tables of what a dry run found, with an example of each reason."""
+    rows: list[tuple[str, ...]] = [("source", "images", "kept", "rejected as", "of them")]
+    for name, counts in selection.sources.items():
+        rows.append((name, str(sum(counts.values())), str(counts.get("", 0)), "", ""))
+        rows += [("", "", "", reason, str(count)) for reason, count in sorted(counts.items()) if reason]
+    lines = text_table(rows)
+    lines += [
+        "",
+        *text_table([("split / bucket", "images"), *((k, str(v.images)) for k, v in selection.places.items())]),
+    ]
+    lines += [f"  {one.reason}: {ascii(one.key)[1:-1]} ({one.detail or one.reason})" for one in rejections]
     return "\n".join(lines)
 
 
@@ -129,18 +144,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.getLogger("PIL").setLevel(logging.CRITICAL)  # Damaged files are in the table of rejections.
     config = configuration(options)
     if options.dry_run is not None:
-        print(dry_run_text(preview_of(config, options.dry_run)))
-        if options.config is None and len(options.words) > 1:
-            print(f"{config.out} is taken for OUT, which a dry run does not look at")
+        from diffusion.preparation.preview import preview
+
+        print(preview_text(*preview(config, options.dry_run)))
         return
-    manifest = prepare_from(
+    if options.explain:
+        print(explain_selection(config))
+        return
+    manifest = prepare(
         config,
-        withdrawn=options.withdraw,
+        stages=options.stages,
+        removed=options.removed,
         overwrite=options.overwrite,
         report=not options.no_report,
         progress=not options.quiet,
     )
-    print(summary(manifest))
+    if manifest is not None:
+        print(summary(manifest))
 
 
 if __name__ == "__main__":

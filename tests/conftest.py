@@ -82,12 +82,12 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from diffusion.models import load_frozen_parts
     from diffusion.preparation.encoding.encode import encode
     from diffusion.preparation.encoding.models import EncodingModels
-    from diffusion.preparation.prepare import prepare
+    from tests.tools.preparing import prepare
 
     root = tmp_path_factory.mktemp("shapes")
     write_data_set(root / "source", 150, seed=3)
     sources = [root / "source" / layout for layout in ("images", "webdataset", "parquet")]
-    prepare(sources, root / "prepared", edges=[32, 64], validation_fraction=0.2, num_workers=1)
+    prepare(sources, root / "prepared", edges=[32, 64], validation_fraction=0.2)
     parts = load_frozen_parts(ModelConfig(architecture=Architecture.tiny))
     parts.vae.save_pretrained(root / "vae")
     for resolution in (32, 64):

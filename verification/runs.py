@@ -17,6 +17,7 @@ from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.read import read_unet
 from diffusion.config.model import Architecture, ModelConfig, Weights
 from diffusion.models import load_frozen_parts
+from diffusion.preparation.config import BucketsConfig, PrepareConfig
 from diffusion.preparation.encoding.encode import encode
 from diffusion.preparation.encoding.models import EncodingModels
 from diffusion.preparation.prepare import prepare
@@ -126,8 +127,9 @@ def make_data(folder: Path, resolution: int) -> Path:
     The VAE has random weights: it need not be good, only the same for all runs.
     """
     write_data_set(folder / "source", 400, seed=5)
-    sources = [folder / "source" / layout for layout in ("images", "webdataset", "parquet")]
-    prepare(sources, folder / "prepared", edges=[32, 64], num_workers=1)
+    sources = [str(folder / "source" / layout) for layout in ("images", "webdataset", "parquet")]
+    buckets = BucketsConfig(edges=[32, 64])
+    prepare(PrepareConfig(sources=sources, out=str(folder / "prepared"), buckets=buckets, workers=1), report=False)
     parts = load_frozen_parts(ModelConfig(architecture=Architecture.tiny))
     parts.vae.save_pretrained(folder / "vae")
     encode(folder / "prepared", folder / "latents", models=EncodingModels.of(parts), resolutions=[resolution])

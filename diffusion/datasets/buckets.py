@@ -48,10 +48,6 @@ class SizeBuckets:
     """Height and width of each bucket in pixels, as `parse_sizes` returns them."""
     upscale: bool = False
     """Take an image that covers none, too: to the nearest ratio of all, of equally near ones to the smaller."""
-    min_samples: int = 0
-    """Fewest training images of a bucket."""
-    refuse_small: bool = False
-    """Whether the images of a bucket with fewer are refused; otherwise they go to others."""
 
     @property
     def names(self) -> list[str]:

@@ -4,12 +4,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from diffusion import storage
 from diffusion.errors import DataError
-from diffusion.files import read_json, write_json
+from diffusion.storage import Access, MissingFileError
 
 MANIFEST = "manifest.json"
 WORK = "work.partial"
-"""Folder beside the manifest while a data set is being written."""
+"""Folder of a data set while it is being encoded."""
+
+SCAN = "scan.json"
+"""File of a prepared data set: its sources and partitions. Without a manifest: the preparation is unfinished."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +23,7 @@ class SourceEntry:
     name: str
     """First part of the keys."""
     kind: str
-    """`folder`, `webdataset` or `parquet`."""
+    """`folder`, `webdataset`, `parquet`, ..."""
     path: str
     """Where it was."""
     seen: int
@@ -30,15 +34,15 @@ class SourceEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One refused image."""
+    """One rejected image."""
 
     key: str
     detail: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class RefusedEntry:
-    """The images that were refused for one reason."""
+class RejectedEntry:
+    """The images that were rejected for one reason."""
 
     count: int
     examples: list[Example]
@@ -58,37 +62,6 @@ class BucketEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareSettings:
-    """What, beside the sources, determines a prepared data set."""
-
-    edges: list[int]
-    """Lowest shorter side of each bucket, in pixels; empty where buckets are by aspect ratio."""
-    validation_fraction: float
-    seed: int
-    shard_bytes: int
-    image_column: str | None = None
-    caption_column: str | None = None
-    sizes: list[str] = field(default_factory=list)
-    """Aspect-ratio buckets, HEIGHTxWIDTH."""
-    upscale: bool = False
-    """Images that are smaller than every aspect-ratio bucket were taken, too."""
-    min_samples: int = 0
-    """Fewest training images of an aspect-ratio bucket."""
-    refuse_small: bool = False
-    """Images of buckets with fewer were refused; otherwise they went to others."""
-    compression: str | None = None
-    """Of the shards."""
-    hashes: list[str] = field(default_factory=lambda: ["xxh64"])
-    """Of the shards."""
-    captioner: dict[str, Any] | None = None
-    """As in the configuration of `prepare`, like the ones below."""
-    scorers: list[dict[str, Any]] = field(default_factory=list)
-    filters: dict[str, Any] = field(default_factory=dict)
-    """Empty if nothing was filtered."""
-    duplicates: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Generation:
     """What one run added; a data set that never grew has one generation."""
 
@@ -105,64 +78,81 @@ class PreparedManifest:
     """Manifest of a prepared data set."""
 
     KIND: ClassVar[str] = "prepared"
-    VERSION: ClassVar[int] = 1
+    VERSIONS: ClassVar[tuple[int, ...]] = (1, 2)
 
     sources: list[SourceEntry]
-    settings: PrepareSettings
+    settings: dict[str, Any]
+    """What, beside the sources, determines the data: keys of the configuration of `prepare`."""
     columns: dict[str, str]
     """MDS type of each column."""
     seen: int
-    """Images that the sources held: kept and refused together."""
+    """Images that the sources held: kept and rejected together."""
     kept: int
-    refused: dict[str, RefusedEntry] = field(default_factory=dict)
-    """By reason, sorted."""
+    rejected: dict[str, RejectedEntry] = field(default_factory=dict)
+    """By reason, sorted. `refused` in version 1."""
     splits: dict[str, dict[str, BucketEntry]] = field(default_factory=dict)
     """`train` and, with a validation split, `validation`: the buckets that hold samples, ascending."""
     generations: list[Generation] = field(default_factory=list)
     """In order; the numbers above are their sums."""
+    version: int = VERSIONS[-1]
+    """1: until 0.3, without metadata and positions; it cannot grow."""
 
-    def write(self, folder: Path) -> None:
-        """Write `manifest.json` into a folder, atomically."""
-        write_json(folder / MANIFEST, {"kind": self.KIND, "version": self.VERSION, **asdict(self)})
+    def write(self, folder: Path | str, access: Access | None = None) -> None:
+        """Write `manifest.json` into a folder (path or s3://), atomically."""
+        values = {"kind": self.KIND, **asdict(self)}
+        if self.version == 1:
+            values["refused"] = values.pop("rejected")
+        storage.write_json(storage.join(str(folder), MANIFEST), values, access)
 
     @classmethod
-    def read(cls, folder: Path) -> "PreparedManifest":
-        """Read it; a DataError if there is none, it is damaged, or it is one of another kind or version."""
-        values = _read_values(folder, cls.KIND, cls.VERSION)
+    def read(cls, folder: Path | str, access: Access | None = None) -> "PreparedManifest":
+        """Read that of a folder, a path or an s3:// URI.
+
+        Raises:
+            DataError: there is none, it is damaged, or it is one of another kind or version.
+            MachineError: it cannot be read.
+        """
+        values = read_manifest(folder, cls.KIND, cls.VERSIONS, access)
         try:
             return cls(
                 sources=[SourceEntry(**entry) for entry in values["sources"]],
-                settings=PrepareSettings(**values["settings"]),
+                settings=dict(values["settings"]),
                 columns=dict(values["columns"]),
                 seen=values["seen"],
                 kept=values["kept"],
-                refused={
-                    reason: RefusedEntry(count=entry["count"], examples=[Example(**one) for one in entry["examples"]])
-                    for reason, entry in values["refused"].items()
+                rejected={
+                    reason: RejectedEntry(count=entry["count"], examples=[Example(**one) for one in entry["examples"]])
+                    for reason, entry in values["refused" if values["version"] == 1 else "rejected"].items()
                 },
                 splits={
                     split: {name: BucketEntry(**entry) for name, entry in buckets.items()}
                     for split, buckets in values["splits"].items()
                 },
                 generations=[Generation(**entry) for entry in values.get("generations", [])],
+                version=values["version"],
             )
         except (KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{folder / MANIFEST} is damaged ({error!r}); write the data set anew") from error
+            where = storage.shown(storage.join(str(folder), MANIFEST))
+            raise DataError(f"{where} is damaged ({error!r}); write the data set anew") from error
 
 
-def _read_values(folder: Path, kind: str, version: int) -> dict[str, Any]:
-    path = folder / MANIFEST
-    if not path.is_file():
+def read_manifest(
+    folder: Path | str, kind: str, versions: tuple[int, ...], access: Access | None = None
+) -> dict[str, Any]:
+    """Read the manifest of a data set; a DataError if there is none of the kind and one of the versions."""
+    folder = str(folder)
+    where = storage.shown(storage.join(folder, MANIFEST))
+    try:
+        values = storage.read_json(storage.join(folder, MANIFEST), access)
+    except MissingFileError as error:
         raise DataError(
-            f"{folder} is not a data set: there is no {MANIFEST}, which is written last; run the command that makes it "
-            "(scripts/prepare.py or scripts/encode.py) to its end"
-        )
-    values = read_json(path)
+            f"{storage.shown(folder)} is not a data set: there is no {MANIFEST}, which is written last; run the "
+            "command that makes it (scripts/prepare.py or scripts/encode.py) to its end"
+        ) from error
     if not isinstance(values, dict) or values.get("kind") != kind:
         found = values.get("kind") if isinstance(values, dict) else None
-        raise DataError(f"{folder} is not {kind} data: kind in {MANIFEST} is {found!r}, not {kind!r}")
-    if values.get("version") != version:
-        raise DataError(
-            f"{path} has version {values.get('version')!r}, this package reads {version}; make the data set anew"
-        )
+        raise DataError(f"{storage.shown(folder)} is not {kind} data: kind in {MANIFEST} is {found!r}, not {kind!r}")
+    if values.get("version") not in versions:
+        known = " or ".join(map(str, versions))
+        raise DataError(f"{where} has version {values.get('version')!r}, this package reads {known}; make it anew")
     return values

@@ -25,15 +25,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from diffusion import storage
 from diffusion.datasets.balanced import Integers
 from diffusion.datasets.manifest import BucketEntry
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.files import atomic_path, hash_file, new_hash, read_json, write_atomically
+from diffusion.files import atomic_path, hash_file, new_hash
+from diffusion.storage import Access
 
 INDEX = "index.json"
 DEFAULT_SHARD_BYTES = 256 * 2**20
 DEFAULT_HASHES = ("xxh64",)
-_BUFFER_BYTES = 2**20
 
 MAX_OPEN = 256
 """Shard files that a process keeps open."""
@@ -387,6 +388,40 @@ _ENCODERS: dict[str, Callable[[Any], bytes]] = {
 }
 
 
+def shard_name(number: int, *, part: int = 0, revision: int = 0) -> str:
+    """Name of an uncompressed shard.
+
+    Args:
+        number: number of the shard in its folder.
+        part: number among the files that a shard of this number was cut into.
+        revision: how often the shard was written anew.
+    """
+    return f"shard.{number:05}{f'.p{part}' if part else ''}{f'.r{revision}' if revision else ''}.mds"
+
+
+def encode_shard(samples: Sequence[bytes], name: str, shards: ShardFormat) -> tuple[bytes, dict[str, Any]]:
+    """Make a shard: the content of its file, and its entry for the index.
+
+    Args:
+        samples: as `encode_sample` returns them.
+        name: name of the uncompressed shard, such as that of `shard_name`.
+        shards: its format.
+
+    Returns:
+        The file, compressed if the format is; `stored_file` of the entry is its description.
+    """
+    starts = list(itertools.accumulate(map(len, samples), initial=shards.num_bytes(len(samples))))
+    content = b"".join([struct.pack(f"<{len(starts) + 1}I", len(samples), *starts), shards.header, *samples])
+    raw_data, zip_data = _described(content, name, shards.hashes), None
+    if shards.compression:
+        from streaming.base.compression import compress, get_compression_extension
+
+        name = f"{name}.{get_compression_extension(shards.compression)}"
+        content = compress(shards.compression, content)
+        zip_data = _described(content, name, shards.hashes)
+    return content, {"samples": len(samples), "raw_data": raw_data, "zip_data": zip_data, **shards.entry}
+
+
 def write_shard(
     target: Path,
     number: int,
@@ -397,51 +432,74 @@ def write_shard(
     revision: int = 0,
     part: int = 0,
 ) -> dict[str, Any]:
-    """Write one shard of an MDS folder, which appears there only when it is whole.
-
-    Args:
-        target: the MDS folder; it exists.
-        number: number of the shard in it.
-        samples: encoded.
-        shards: their format.
-        partial: file that it is written to first, on the same disk; left there by a process that is killed.
-        revision: how often the shard was written anew under a new name.
-        part: number among the files that a shard of this number was cut into.
-
-    Returns:
-        The shard's entry for the index of the folder.
-
-    Raises:
-        OSError: the disk is full, or the folder cannot be written to.
-    """
-    starts = list(itertools.accumulate(map(len, samples), initial=shards.num_bytes(len(samples))))
-    content = [struct.pack(f"<{len(starts) + 1}I", len(samples), *starts), shards.header, *samples]
-    name = f"shard.{number:05}{f'.p{part}' if part else ''}{f'.r{revision}' if revision else ''}.mds"
-    raw_data, zip_data = _described(content, name, shards.hashes), None
-    if shards.compression:
-        from streaming.base.compression import compress, get_compression_extension
-
-        name = f"{name}.{get_compression_extension(shards.compression)}"
-        content = [compress(shards.compression, b"".join(content))]
-        zip_data = _described(content, name, shards.hashes)
-    with atomic_path(target / name, partial=partial), partial.open("wb", buffering=_BUFFER_BYTES) as file:
-        file.writelines(content)
-    return {"samples": len(samples), "raw_data": raw_data, "zip_data": zip_data, **shards.entry}
+    """Write one shard of a local MDS folder and return its entry; arguments as of `encode_shard` and `shard_name`."""
+    content, entry = encode_shard(samples, shard_name(number, part=part, revision=revision), shards)
+    with atomic_path(target / stored_file(entry)["basename"], partial=partial):
+        partial.write_bytes(content)
+    return entry
 
 
-def _described(content: Sequence[bytes], name: str, hashes: Iterable[str]) -> dict[str, Any]:
+def stored_file(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return name, size and hashes of the file of a shard: of the compressed form if there is one."""
+    return entry["zip_data"] or entry["raw_data"]
+
+
+def _described(content: bytes, name: str, hashes: Iterable[str]) -> dict[str, Any]:
     """Return name, size and hashes of a file as the index holds them."""
     digests = {kind: new_hash(kind) for kind in hashes}
     for digest in digests.values():
-        for part in content:
-            digest.update(part)
+        digest.update(content)
     hexadecimal = {kind: digest.hexdigest() for kind, digest in digests.items()}
-    return {"basename": name, "bytes": sum(map(len, content)), "hashes": hexadecimal}
+    return {"basename": name, "bytes": len(content), "hashes": hexadecimal}
 
 
-def write_index(folder: Path, entries: Sequence[Mapping[str, Any]]) -> None:
-    """Write the index of an MDS folder as Streaming does, atomically, from what `write_shard` returned."""
-    write_atomically(folder / INDEX, json.dumps({"version": 2, "shards": list(entries)}, sort_keys=True))
+def format_of(entry: Mapping[str, Any]) -> ShardFormat:
+    """Return the format in which a shard was written."""
+    return ShardFormat(
+        columns=dict(zip(entry["column_names"], entry["column_encodings"], strict=True)),
+        shard_bytes=entry["size_limit"],
+        hashes=tuple(entry["hashes"]),
+        compression=entry["compression"],
+    )
+
+
+def read_shard(folder: Path | str, entry: Mapping[str, Any], access: Access | None = None) -> list[bytes]:
+    """Read a shard: its samples as `encode_sample` made them, which a `SampleDecoder` decodes.
+
+    Args:
+        folder: the MDS folder, a path or an s3:// URI.
+        entry: the shard's entry in the index.
+        access: how the store is reached.
+
+    Raises:
+        DataError: the file is missing or damaged.
+        MachineError: it cannot be read.
+    """
+    file = stored_file(entry)
+    uri = storage.join(str(folder), file["basename"])
+    content = storage.read(uri, access=access)
+    digest = choose_hash(file["hashes"])
+    if len(content) != file["bytes"] or (digest is not None and _hash_of(content, digest[0]) != digest[1]):
+        raise DataError(f"{storage.shown(uri)} is damaged, it is not what the index describes; write the folder anew")
+    if entry["compression"]:
+        from streaming.base.compression import decompress
+
+        content = decompress(entry["compression"], content)
+    (count,) = struct.unpack_from("<I", content)
+    starts = struct.unpack_from(f"<{count + 1}I", content, 4)
+    return [content[start:end] for start, end in itertools.pairwise(starts)]
+
+
+def _hash_of(content: bytes, kind: str) -> str:
+    digest = new_hash(kind)
+    digest.update(content)
+    return digest.hexdigest()
+
+
+def write_index(folder: Path | str, entries: Sequence[Mapping[str, Any]], access: Access | None = None) -> None:
+    """Write the index of an MDS folder, a path or an s3:// URI, as Streaming does, from the entries of its shards."""
+    content = json.dumps({"version": 2, "shards": list(entries)}, sort_keys=True).encode()
+    storage.write(storage.join(str(folder), INDEX), content, access)
 
 
 def choose_hash(hashes: Mapping[str, str]) -> tuple[str, str] | None:
@@ -458,7 +516,7 @@ def find_wrong_hash(path: Path, hashes: Mapping[str, str]) -> str | None:
 
 def check_shard(folder: Path, entry: Mapping[str, Any]) -> None:
     """Raise a DataError if the file of an entry of an index is missing, or has another hash."""
-    stored = entry["zip_data"] or entry["raw_data"]
+    stored = stored_file(entry)
     file = folder / stored["basename"]
     try:
         kind = find_wrong_hash(file, stored["hashes"])
@@ -485,7 +543,7 @@ def open_shard(folder: Path, entry: Mapping[str, Any]) -> Iterator[Any]:
     from streaming.base.compression import decompress
     from streaming.base.format import reader_from_json
 
-    stored = entry["zip_data"] or entry["raw_data"]
+    stored = stored_file(entry)
     if not (folder / stored["basename"]).is_file():
         raise DataError(f"{folder / stored['basename']} is missing; fetch or write the folder anew")
     if entry["zip_data"] is None:
@@ -497,40 +555,51 @@ def open_shard(folder: Path, entry: Mapping[str, Any]) -> Iterator[Any]:
         yield reader_from_json(unpacked, None, {**entry, "compression": None, "zip_data": None})
 
 
-def read_shards(folder: Path) -> list[dict[str, Any]]:
-    """Read the entries of the shards in the index of an MDS folder.
+def read_shards(folder: Path | str, access: Access | None = None) -> list[dict[str, Any]]:
+    """Read the entries of the shards in the index of an MDS folder, a path or an s3:// URI.
 
     Raises:
         DataError: the folder has no index, or one that is damaged.
+        MachineError: it cannot be read.
     """
-    index = read_json(folder / INDEX)
+    return _shards_of(storage.join(str(folder), INDEX), access)[0]
+
+
+def _shards_of(uri: str, access: Access | None) -> tuple[list[dict[str, Any]], bytes]:
+    """Read an index: the entries of its shards, and its bytes."""
+    content = storage.read(uri, access=access)
+    try:
+        index = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{storage.shown(uri)} is damaged, it is not JSON: {error}") from error
     if not isinstance(index, dict) or not isinstance(index.get("shards"), list):
-        raise DataError(f"{folder / INDEX} is not the index of an MDS folder; write the folder anew")
-    return index["shards"]
+        raise DataError(f"{storage.shown(uri)} is not the index of an MDS folder; write the folder anew")
+    return index["shards"], content
 
 
-def read_index(folder: Path) -> BucketEntry:
-    """Sum up the index of an MDS folder.
+def read_index(folder: Path | str, access: Access | None = None) -> BucketEntry:
+    """Sum up the index of an MDS folder, a path or an s3:// URI; the folder is listed once.
 
     Raises:
         DataError: the folder has no index, or one that is damaged, or its shards differ from it in size or are missing.
+        MachineError: it cannot be read.
     """
-    shards = read_shards(folder)
+    uri = storage.join(str(folder), INDEX)
+    shards, content = _shards_of(uri, access)
     try:
         num_samples = sum(shard["samples"] for shard in shards)
         num_bytes = sum(shard["raw_data"]["bytes"] for shard in shards)
-        stored = [shard["zip_data"] or shard["raw_data"] for shard in shards]
-        sizes = {folder / data["basename"]: data["bytes"] for data in stored}
+        sizes = {file["basename"]: file["bytes"] for file in map(stored_file, shards)}
     except (KeyError, TypeError) as error:
         raise DataError(
-            f"{folder / INDEX} is not the index of an MDS folder ({error!r}); write the folder anew"
+            f"{storage.shown(uri)} is not the index of an MDS folder ({error!r}); write the folder anew"
         ) from error
-    for file, size in sizes.items():
-        found = file.stat().st_size if file.is_file() else None
-        if found != size:
-            state = "is missing" if found is None else f"has {found} bytes instead of {size}"
-            raise DataError(f"{file} {state}; fetch or write the folder anew")
-    sha256 = hashlib.sha256((folder / INDEX).read_bytes()).hexdigest()
+    found = storage.list_files(str(folder), access)
+    for name, size in sizes.items():
+        if name not in found or found[name].size != size:
+            state = f"has {found[name].size} bytes instead of {size}" if name in found else "is missing"
+            raise DataError(f"{storage.join(str(folder), name)} {state}; fetch or write the folder anew")
+    sha256 = hashlib.sha256(content).hexdigest()
     return BucketEntry(num_samples=num_samples, num_shards=len(shards), num_bytes=num_bytes, sha256=sha256)
 
 

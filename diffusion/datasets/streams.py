@@ -18,7 +18,7 @@ from typing import Any
 
 from diffusion import storage
 from diffusion.config.data import StreamConfig
-from diffusion.datasets.manifest import MANIFEST, WORK
+from diffusion.datasets.manifest import MANIFEST, SCAN, WORK
 from diffusion.datasets.mds import INDEX
 from diffusion.errors import DataError, MachineError
 from diffusion.files import read_json
@@ -116,9 +116,9 @@ def check_location(location: StreamLocation) -> None:
     roots = folder.parents[:2]
     if not any((root / MANIFEST).is_file() for root in roots):
         for root in roots:
-            if (root / WORK).exists():
+            if (root / WORK).exists() or (root / SCAN).exists():
                 raise DataError(
-                    f"{root} is unfinished ({WORK}, and no {MANIFEST}): run the command that writes it (prepare or "
+                    f"{root} is unfinished (it has no {MANIFEST}): run the command that writes it (prepare or "
                     "encode) again; it continues where it was stopped"
                 )
         _warn_of_another_tool(folder)

@@ -146,8 +146,24 @@ class FiltersConfig:
     """An image without the value that a filter looks at: rejected for the reason `missing_COLUMN`, or kept."""
 
 
+RENAMED_PLUGINS = {  # until 0.3
+    "diffusion.preparation.selection.scorers.AestheticScore": "diffusion.preparation.aesthetic.AestheticScore",
+    "diffusion.preparation.selection.languages.CaptionLanguage": "diffusion.preparation.languages.CaptionLanguage",
+    "diffusion.preparation.selection.captioners.ImageToText": "diffusion.preparation.captioners.ImageToText",
+}
+
+
 @dataclass(kw_only=True)
-class ScorerConfig(Plugin):
+class _ImagePlugin(Plugin):
+    num_gpus: float = bounded(0.0, min=0.0)
+    """GPUs of a worker, or the share of one: 0.25 puts four workers on each. With 0 it computes on the CPU."""
+
+    def __post_init__(self) -> None:
+        self.path = RENAMED_PLUGINS.get(self.path, self.path)
+
+
+@dataclass(kw_only=True)
+class ScorerConfig(_ImagePlugin):
     """A scorer, loaded once per worker."""
 
     column: str = MISSING
@@ -156,12 +172,9 @@ class ScorerConfig(Plugin):
     batch_size: int = bounded(32, min=1)
     """Images of one call. It determines the values as far as rounding goes."""
 
-    num_gpus: float = bounded(0.0, min=0.0)
-    """GPUs of a worker, or the share of one. With 0 it computes on the CPU."""
-
 
 @dataclass(kw_only=True)
-class CaptionerConfig(Plugin):
+class CaptionerConfig(_ImagePlugin):
     """A captioner, loaded once per worker."""
 
     mode: CaptionMode = CaptionMode.beside
@@ -170,9 +183,6 @@ class CaptionerConfig(Plugin):
 
     batch_size: int = bounded(8, min=1)
     """Images of one call. It determines the captions as far as rounding goes."""
-
-    num_gpus: float = bounded(0.0, min=0.0)
-    """GPUs of a worker, or the share of one. With 0 it computes on the CPU."""
 
 
 @dataclass(kw_only=True)
@@ -268,10 +278,10 @@ class PrepareConfig:
     seed: int = bounded(17, min=0, max=MAX_SEED)
     """Seed of the order and of the choice of validation images."""
 
-    shard_mb: int = bounded(256, min=1, max=2047)
+    shard_mb: float = bounded(256.0, above=0, below=2048)
     """Size of a shard in MiB."""
 
-    window_mb: int = bounded(1024, min=1)
+    window_mb: float = bounded(1024.0, above=0)
     """Images in MiB that are shuffled together: a worker holds so many in memory, or in `scratch`. It determines the
     order. Larger windows mix more partitions of the sources in each shard."""
 

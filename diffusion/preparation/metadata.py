@@ -5,13 +5,35 @@ with as many rows in the same order. These two are the contract for other tools:
 the place of a stage (Spark's `mapInPandas`, for example), and any SQL engine can query them.
 """
 
+import contextlib
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 import pyarrow as pa
+import xxhash
+from numpy.typing import NDArray
+
+from diffusion import storage
+from diffusion.errors import ConfigurationError, DataError, MachineError, similar_names
+from diffusion.preparation.records import Reason
+
+if TYPE_CHECKING:
+    import duckdb
+
+    from diffusion.preparation.scan import Scan
 
 METADATA, SCORES, SELECTION, POSITIONS, LISTINGS = "metadata", "scores", "selection", "positions", "listings"
 """Folders of a data set."""
 
-SCAN = "scan.json"
-"""File of a data set: its sources and partitions."""
+REMOVED = "removed.json"
+"""File of a data set: `hash_key` of the keys of all removed images, sorted."""
 
 CAPTIONS = "captions"
 """Folder below `scores` with the captions that a captioner wrote."""
@@ -45,3 +67,267 @@ SCHEMA = pa.schema(
 def part_name(number: int) -> str:
     """Name of the file of a partition."""
     return f"{number:06}.parquet"
+
+
+def hash_key(key: str) -> str:
+    """Return the hash of a key as `removed.json` holds it: xxh3_128, in hexadecimal."""
+    return xxhash.xxh3_128_hexdigest(key)
+
+
+def removed_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the row of an image that was taken down: neither its key nor its content is left.
+
+    Where the image is a file of its own, a hash takes the place of the file's name: so it is known when the folder
+    grows. A file that holds other images, too, is named.
+    """
+    file, version = row["file"], row["version"]
+    if file and all(row[name] is None for name in ("offset", "row_group", "row")):
+        file, version = "~" + hashlib.md5(file.encode(), usedforsecurity=False).hexdigest(), ""
+    kept = {"key": "", "key_hash": row["key_hash"], "file": file, "version": version}
+    return dict.fromkeys(SCHEMA.names) | kept | {"reason": Reason.REMOVED.value, "detail": ""}
+
+
+MEASURES = ("width", "height", "bytes", "format", "xxh128", "phash", "sharpness", "aspect_ratio")
+"""Columns that filters know by these names; other names are those of scores, or keys of the source's metadata."""
+
+MEMORY_SHARE = 0.4
+"""Of the machine's memory, for DuckDB by default; what does not fit goes to a temporary folder."""
+
+_PARALLEL_DOWNLOADS = 16
+_PARTS_PER_QUERY = 64
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The metadata of a data set within DuckDB.
+
+    The connection has a table `parts`: part, source (its name) and generation.
+    """
+
+    connection: "duckdb.DuckDBPyConnection"
+
+    folder: Path
+    """Of the parquet files, on this machine."""
+
+    scores: Mapping[str, frozenset[int]]
+    """Parts that have scores, by folder below `scores`."""
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns of `images`, but for `_keys`."""
+        scores = ["generated_captions" if name == CAPTIONS else name for name in self.scores]
+        return [*SCHEMA.names, "part", "row_number", "source", "generation", "aspect_ratio", *scores]
+
+    def metadata(self, parts: Sequence[int]) -> str:
+        """Write a query of the metadata of some parts without scores."""
+        return _read_parquet(self.folder / METADATA, parts)
+
+    def images(self, parts: Sequence[int], keys: Sequence[str] = ()) -> str:
+        """Write a query of the images of some parts, with a column `_keys`: a list with the texts of some keys."""
+        joins, columns, captions = [], [], "m.captions"
+        for name, scored in self.scores.items():
+            alias = f"s{len(joins)}"
+            # With the files of no part there would be no column.
+            files = [part for part in parts if part in scored] or [min(scored)]
+            table = _read_parquet(self.folder / SCORES / name, files)
+            joins.append(f"LEFT JOIN {table} {alias} ON {alias}.part = m.part AND {alias}.row_number = m.row_number")
+            if name == CAPTIONS:
+                captions = f"coalesce({alias}.captions, m.captions)"
+                name = "generated_captions"
+            columns.append(f"{alias}.{identifier(name)}")
+        if keys:
+            columns.append(f"json_extract_string(m.metadata, [{', '.join(map(_pointer, keys))}]) AS _keys")
+        return f"""(
+            SELECT m.* REPLACE ({captions} AS captions), parts.source, parts.generation,
+                round(m.width / m.height, 4) AS aspect_ratio {"".join(f", {column}" for column in columns)}
+            FROM {self.metadata(parts)} m JOIN parts ON parts.part = m.part {" ".join(joins)}
+        )"""
+
+    def parts(self, generation: int | None = None) -> list[int]:
+        """List the parts of all generations, or of one."""
+        where = "" if generation is None else f"WHERE generation = {generation}"
+        return [part for (part,) in self.connection.execute(f"SELECT part FROM parts {where} ORDER BY part").fetchall()]
+
+    def key_types(self, keys: Sequence[str], parts: Sequence[int]) -> dict[str, str]:
+        """Find the keys of the sources' metadata that an image has: VARCHAR, or DOUBLE if all values are numbers."""
+        types = {}
+        for key in keys:
+            values = f"SELECT json_extract_string(metadata, {_pointer(key)}) AS value FROM {self.metadata(parts)}"
+            exists = f"SELECT 1 FROM ({values}) WHERE value IS NOT NULL"
+            if self.connection.execute(f"{exists} AND TRY_CAST(value AS DOUBLE) IS NULL LIMIT 1").fetchall():
+                types[key] = "VARCHAR"
+            elif self.connection.execute(f"{exists} LIMIT 1").fetchall():
+                types[key] = "DOUBLE"
+        return types
+
+    def named_images(self, parts: Sequence[int], types: Mapping[str, str], keys: Sequence[str] = ()) -> str:
+        """Write a query of the images with keys as columns of some types, beside `_keys` for the other keys."""
+        every = [*keys, *types]
+        columns = [
+            f", TRY_CAST(_keys[{len(keys) + i}] AS {kind}) AS {identifier(name)}"
+            for i, (name, kind) in enumerate(types.items(), start=1)
+        ]
+        exclude = "" if keys or not types else "EXCLUDE (_keys)"
+        return f"(SELECT * {exclude} {''.join(columns)} FROM {self.images(parts, every)})"
+
+
+@contextlib.contextmanager
+def open_metadata(
+    out: str, scan: "Scan", *, columns: Sequence[str] = (), scratch: str | None = None
+) -> "Iterator[duckdb.DuckDBPyConnection]":
+    """Open the metadata of a data set for queries with DuckDB.
+
+        with open_metadata(out, read_scan(out), columns=["license"]) as connection:
+            connection.sql("SELECT license, count(*) FROM images WHERE reason = '' GROUP BY license").show()
+
+    The view `images` has a row for each image of all generations: the columns of `SCHEMA` (captions are those of the
+    captioner, if there was one), `part` and `row_number` (of the metadata file, and of the row in it), `source` (its
+    name), `generation`, `aspect_ratio` (width over height), a column of each scorer, and the keys of the sources'
+    metadata that were asked for: DOUBLE if all their values are numbers, VARCHAR otherwise. Files of `selection` have
+    the same numbers as `part` and `row`. No file outside the data set can be read.
+
+    Args:
+        out: folder of the data set, path or s3://; from there the metadata are first copied to a temporary folder.
+        scan: partitions and sources of the data set.
+        columns: keys of the sources' metadata.
+        scratch: folder for the temporary folder; None is the system's.
+
+    Yields:
+        The connection.
+
+    Raises:
+        ConfigurationError: no image has a key.
+        DataError: a partition has not been scanned.
+    """
+    with open_tables(out, scan, scratch=scratch) as tables:
+        parts = tables.parts()
+        types = tables.key_types(columns, parts)
+        if unknown := [name for name in columns if name not in types]:
+            raise ConfigurationError(unknown_column(tables, unknown[0]))
+        tables.connection.execute(f"CREATE VIEW images AS FROM {tables.named_images(parts, types)}")
+        yield tables.connection
+
+
+@contextlib.contextmanager
+def open_tables(
+    out: str,
+    scan: "Scan",
+    *,
+    scratch: str | None = None,
+    memory_bytes: int | None = None,
+    only: Collection[int] | None = None,
+) -> Iterator[Tables]:
+    """Open a database in a temporary folder, with a table of the parts of a data set.
+
+    Args:
+        out: folder of the data set.
+        scan: its partitions and sources.
+        scratch: folder for the temporary folder; None is the system's.
+        memory_bytes: limit of DuckDB; None is `MEMORY_SHARE` of the memory.
+        only: numbers of some parts; None is all.
+
+    Raises:
+        DataError: a partition has not been scanned.
+        MachineError: memory and disk do not suffice.
+    """
+    import duckdb
+
+    memory = memory_bytes or int(MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    with tempfile.TemporaryDirectory(prefix="select-", dir=scratch) as temporary:
+        settings: dict[str, Any] = {"memory_limit": f"{memory}B", "temp_directory": f"{temporary}/spill"}
+        partitions = [one for one in scan.partitions if only is None or one.number in only]
+        wanted = {part_name(one.number) for one in partitions}
+        listed = {kind: storage.list_files(storage.join(out, kind)) for kind in (METADATA, SCORES)}
+        names = {kind: [name for name in files if name.rpartition("/")[2] in wanted] for kind, files in listed.items()}
+        if missing := wanted.difference(names[METADATA]):
+            raise DataError(f"{out}: {METADATA}/{min(missing)} does not exist; run the stage scan to its end first")
+        folder = _download(out, names, Path(temporary)) if storage.is_url(out) else Path(out).absolute()
+        scores: dict[str, set[int]] = {}
+        for column, _, name in sorted(name.rpartition("/") for name in names[SCORES]):
+            scores.setdefault(column, set()).add(int(Path(name).stem))
+        with duckdb.connect(f"{temporary}/tables.duckdb", config=settings) as connection:
+            allowed = [str(folder / kind) + "/" for kind in (METADATA, SCORES, SELECTION)]
+            texts = ", ".join(map(literal, [*allowed, *map(as_pattern, allowed)]))
+            connection.execute(f"SET allowed_directories = [{texts}]")
+            connection.execute("SET enable_external_access = false")
+            values = [(one.number, scan.sources[one.source].name, one.generation) for one in partitions]
+            schema = pa.schema([("part", pa.int32()), ("source", pa.string()), ("generation", pa.int32())])
+            rows = [dict(zip(schema.names, row, strict=True)) for row in values]
+            add_table(connection, "parts", pa.Table.from_pylist(rows, schema=schema))
+            try:
+                yield Tables(connection, folder, {name: frozenset(scored) for name, scored in scores.items()})
+            except (duckdb.OutOfMemoryException, duckdb.IOException) as error:
+                message = str(error).partition("\n")[0]
+                raise MachineError(f"DuckDB: {message}; free memory or disk, or name another disk (scratch)") from error
+
+
+def add_table(connection: "duckdb.DuckDBPyConnection", name: str, table: pa.Table) -> None:
+    """Copy an Arrow table into the database, in place of one of that name."""
+    connection.register("_added", table)
+    connection.execute(f"CREATE OR REPLACE TABLE {name} AS FROM _added").fetchall()
+    connection.unregister("_added")
+
+
+def fetch_arrays(connection: "duckdb.DuckDBPyConnection", query: str) -> dict[str, NDArray[Any]]:
+    """Return the columns of a query's result, which holds no null."""
+    return connection.execute(query).fetchnumpy()  # pyright: ignore[reportReturnType]
+
+
+def groups(parts: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Cut parts into groups: scores are joined group by group, so that the join fits into memory."""
+    for start in range(0, len(parts), _PARTS_PER_QUERY):
+        yield parts[start : start + _PARTS_PER_QUERY]
+
+
+def unknown_column(tables: Tables, name: str) -> str:
+    """Write the message about a column that does not exist, with similar names."""
+    some = f"SELECT metadata FROM {tables.metadata(tables.parts()[:8])} LIMIT 10000"
+    keys = tables.connection.execute(f"SELECT DISTINCT unnest(json_keys(metadata)) FROM ({some})").fetchall()
+    known = [*tables.columns, *(key for (key,) in keys)]
+    similar = similar_names(name, known)
+    return f"no column and no key of the metadata is named '{name}'" + (
+        f"; did you mean {' or '.join(similar)}?" if similar else f"; there are {', '.join(sorted(set(known)))}"
+    )
+
+
+def literal(text: str) -> str:
+    """Write a text for SQL."""
+    return "'" + text.replace("'", "''") + "'"
+
+
+def identifier(name: str) -> str:
+    """Write the name of a column for SQL."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _pointer(key: str) -> str:
+    """Write the JSON pointer of a key for SQL."""
+    return literal("/" + key.replace("~", "~0").replace("/", "~1"))
+
+
+def _read_parquet(folder: Path, parts: Sequence[int]) -> str:
+    """Write a query of some files with part and row number."""
+    paths = ", ".join(literal(as_pattern(str(folder / part_name(part)))) for part in parts)
+    return f"""(
+        SELECT * EXCLUDE (filename, file_row_number), parse_filename(filename, true)::INTEGER AS part,
+            file_row_number::INTEGER AS row_number
+        FROM read_parquet([{paths}], filename = true, file_row_number = true)
+    )"""
+
+
+def as_pattern(path: str) -> str:
+    """Escape a path where DuckDB takes patterns."""
+    return re.sub(r"([*?\[])", r"[\1]", path)
+
+
+def _download(out: str, names: Mapping[str, Sequence[str]], folder: Path) -> Path:
+    """Copy parquet files to this machine."""
+
+    def copy(name: str) -> None:
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        storage.download(storage.join(out, name), target)
+
+    with ThreadPoolExecutor(_PARALLEL_DOWNLOADS) as threads:
+        list(threads.map(copy, (f"{kind}/{name}" for kind, files in names.items() for name in files)))
+    return folder

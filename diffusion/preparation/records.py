@@ -25,6 +25,7 @@ class Reason(str, Enum):
     NOT_SUCCESSFUL = "not_successful"
     INVALID_JSON = "invalid_json"
     DAMAGED_FILE = "damaged_file"
+    DUPLICATE_KEY = "duplicate_key"
     DUPLICATE = "duplicate"
     NEAR_DUPLICATE = "near_duplicate"
     SMALL_BUCKET = "small_bucket"
@@ -234,7 +235,7 @@ def decode_text(data: bytes) -> str:
 
 def has_surrogates(text: str) -> bool:
     """Whether a text cannot be encoded as UTF-8."""
-    return any("\ud800" <= letter <= "\udfff" for letter in text)
+    return not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def clean_text(text: str) -> str:

@@ -1,257 +1,193 @@
-"""The report of a preparation: what was kept and refused, as `report.json` and as a page.
+"""Report of a preparation: what was kept and rejected, as `report.json` and as a page.
 
-It is counted from the facts of the partitions: parquet files with a row for each image. Their columns are `key`,
-`source`, `split`, `bucket`, `width`, `height` (0 if undecodable), `bytes`, `reason` (empty if kept), `detail`,
-`caption_length`, and measures and scores as numbers or texts. They are read in batches, twice: for counts and ranges,
-then for histograms.
+All numbers are queries (DuckDB), however many images there are: metadata, scores and selection are joined some parts at
+a time into one table of a temporary database, about 60 bytes for an image. Thumbnails are read where the images lie;
+an image that is gone has none. Removed images are counted, and never shown.
 """
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 import xxhash
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
-from numpy.typing import NDArray
 from PIL import Image
 
+from diffusion import storage
+from diffusion.config.fields import size_text
+from diffusion.config.loading import from_dict
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
-from diffusion.errors import DataError
-from diffusion.files import write_json
-from diffusion.preparation.records import Reason
+from diffusion.errors import DataError, MachineError
+from diffusion.preparation.config import PrepareConfig
+from diffusion.preparation.explain import describe
+from diffusion.preparation.metadata import (
+    CAPTIONS,
+    SELECTION,
+    Tables,
+    add_table,
+    as_pattern,
+    identifier,
+    literal,
+    open_tables,
+)
+from diffusion.preparation.records import Location, Reason
+from diffusion.preparation.scan import Scan
+from diffusion.preparation.select import read_selection
 from diffusion.reports.figures import COLOURS, WIDTH, plain, subplots, svg_uri
-from diffusion.reports.page import TEMPLATES, image_uri, write_page
+from diffusion.reports.page import TEMPLATES, image_uri, render_page
+
+if TYPE_CHECKING:
+    import duckdb
 
 logger = logging.getLogger(__name__)
 
 PAGE, NUMBERS = "report.html", "report.json"
 
 NUM_SHOWN = 12
-"""Images of each bucket and of each reason on the page, and pairs of duplicates."""
+"""Images of each bucket and of each reason on the page."""
 
 NUM_BINS = 32
 MAX_VALUES, VALUES_SHOWN = 1000, 20
-"""Different texts that a column may have to be counted, and rows of its table."""
+"""Different texts of a column that is counted, and rows of its table."""
 
 THUMBNAIL = 128
 """Longer side of an image on the page, in pixels."""
 
-OF = "of "
-"""Prefix of the detail of a duplicate; the key of the image that it duplicates follows."""
-
-_COLUMNS = ("key", "source", "split", "bucket", "width", "height", "bytes", "reason", "detail", "caption_length")
+_PARTS_PER_QUERY = 512
+_THREADS = 16
+_NUMBERS = {  # SQL by column
+    "shorter_side": "least(width, height)",
+    "aspect_ratio": "aspect_ratio",
+    "bytes": "bytes",
+    "sharpness": "sharpness",
+    "caption_length": "list_avg(list_transform(captions, lambda caption: length(caption)))",
+}
 _LOGARITHMIC = ("shorter_side", "aspect_ratio", "bytes")
-_NOT_COUNTED = ("xxh128", "phash", "generated_captions", "index", "aspect_ratio")
-_DUPLICATES = (Reason.DUPLICATE.value, Reason.NEAR_DUPLICATE.value)
-_BATCH_ROWS = 65536
-_TITLES = {"shorter_side": "shorter side (px)", "aspect_ratio": "width / height", "bytes": "bytes of the file",
-           "caption_length": "characters of the caption (mean)"}  # fmt: skip
+_LOCATION = ("file", "version", "offset", "length", "row_group", "row")
+_REMOVED = literal(Reason.REMOVED.value)
 
-ReadImage = Callable[[str], bytes | None]
-"""Content of the image of a key; None if it is gone."""
+Row = dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shown:
-    """An image on the page."""
-
-    key: str
-    width: int
-    height: int
-    detail: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pair:
-    """A duplicate and the image that it duplicates."""
-
-    key: str
-    of: str
-    reason: str
-
-
-@dataclass(kw_only=True)
-class Histogram:
-    """Numbers of one column."""
-
-    edges: list[float]
-    """Ascending; the last bin includes its upper edge."""
-
-    kept: list[int]
-    refused: list[int]
-    missing: int = 0
-    """Images without a number."""
-
-    logarithmic: bool = False
-
-
-@dataclass(kw_only=True)
-class Counts:
-    """Images and bytes."""
-
-    images: int = 0
-    bytes: int = 0
-
-
-@dataclass(kw_only=True)
-class Report:
-    """The content of `report.json`."""
-
-    kept: Counts
-    refused: Counts
-    reasons: dict[str, int]
-    """Refused images, the most frequent reason first."""
-
-    sources: dict[str, dict[str, int]]
-    """Images by source and reason; the reason of kept images is empty."""
-
-    buckets: dict[str, Counts]
-    """Kept images by `<split>/<bucket>`."""
-
-    histograms: dict[str, Histogram] = field(default_factory=dict)
-    values: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
-    """By column of texts and text: images `kept` and `refused`."""
-
-    shown_kept: dict[str, list[Shown]] = field(default_factory=dict)
-    """By `<split>/<bucket>`: the images with the smallest hashes of their keys."""
-
-    shown_refused: dict[str, list[Shown]] = field(default_factory=dict)
-    """By reason, likewise."""
-
-    duplicates: list[Pair] = field(default_factory=list)
-    """Likewise."""
-
-
-def write_report(
-    folder: Path,
-    facts: Sequence[Path],
-    read_image: ReadImage,
-    *,
-    readable: Collection[str] | None = None,
-    title: str = "Prepared data",
-) -> Report:
-    """Write `report.html` and `report.json`.
+def write_report(out: str, scan: Scan, *, title: str = "Prepared data") -> dict[str, Any]:
+    """Write `report.html` and `report.json` of a data set, or renew them.
 
     Args:
-        folder: receives them.
-        facts: parquet files.
-        read_image: reads an image by its key.
-        readable: keys of the refused images that can be read, which alone are shown; None: all.
+        out: folder of the data set, path or s3://.
+        scan: its partitions and sources.
         title: heading of the page.
 
+    Returns:
+        The content of `report.json`. `kept`, `rejected`: images and bytes. `reasons`: images by reason, the most
+        frequent first. `sources`: images by source and reason, which is empty for kept images. `buckets`: images and
+        bytes by `SPLIT/BUCKET`. `histograms`: by column edges (a bin includes its upper edge), kept and rejected images
+        by bin, and images without a number. `values`: by column and text, kept and rejected images. `shown_kept` by
+        bucket, `shown_rejected` by reason: the images with the smallest hashes of their keys. `duplicates`: those of
+        them that were rejected as such, and the images that they duplicate.
+
     Raises:
-        DataError: a file of facts is missing, damaged, or lacks a column.
-        OSError: the disk is full, or the folder is not writable.
+        DataError: it was not selected, or metadata are missing or damaged.
+        MachineError: the store cannot be read or written.
     """
-    report = summarize(facts, readable)
-    write_json(folder / NUMBERS, asdict(report))
-    write_page(folder / PAGE, TEMPLATES / "preparation.html", {"title": title, **page_values(report, read_image)})
-    logger.info("wrote %s and %s", folder / PAGE, NUMBERS)
+    with open_tables(out, scan) as tables:
+        numbers, texts = _load(out, tables)
+        report = _count(tables.connection)
+        report["histograms"] = _histograms(tables.connection, numbers)
+        report["values"] = {name: found for name in texts if (found := _values(tables.connection, name))}
+        shown, pairs = _find_examples(out, tables)
+    for name, order in (("kept", report["buckets"]), ("rejected", report["reasons"])):
+        report[f"shown_{name}"] = {
+            group: [{name: row[name] for name in ("key", "width", "height", "detail")} for row in shown[group]]
+            for group in order
+            if group in shown
+        }
+    report["duplicates"] = [{"key": row["key"], "of": of["key"], "reason": row["reason"]} for row, of in pairs]
+    rows = [row for rows in (*shown.values(), *pairs) for row in rows]
+    values = {
+        "title": title,
+        "report": report,
+        "facts": _facts(report),
+        "tables": _tables(report),
+        "histograms": _histograms_figure(report["histograms"]) if report["histograms"] else None,
+        "thumbnails": _read_thumbnails(scan, rows),
+    }
+    storage.write_json(storage.join(out, NUMBERS), report)
+    storage.write(storage.join(out, PAGE), render_page(TEMPLATES / "preparation.html", values).encode())
+    logger.info("wrote %s and %s", storage.join(out, PAGE), NUMBERS)
     return report
 
 
-def summarize(facts: Sequence[Path], readable: Collection[str] | None = None) -> Report:
-    """Count facts; the result does not depend on the order of the files.
-
-    Args:
-        facts: parquet files.
-        readable: keys of the refused images that can be shown; None: all.
-
-    Raises:
-        DataError: a file is missing, damaged, or lacks a column.
-    """
-    counts, samples, pairs = pd.DataFrame(), pd.DataFrame(), pd.DataFrame()
-    texts: dict[str, pd.Series] = {}
-    ranges: dict[str, tuple[float, float]] = {}
-    for batch in _batches(facts):
-        batch["hash"] = [xxhash.xxh3_64_intdigest(key) for key in batch["key"]]
-        batch["bucket"] = (batch["split"] + "/" + batch["bucket"]).where(batch["reason"] == "", "")
-        of_batch = batch.groupby(["source", "reason", "bucket"])["bytes"].agg(images="size", bytes="sum")
-        counts = counts.add(of_batch, fill_value=0) if len(counts) else of_batch
-        candidates = batch if readable is None else batch[(batch["reason"] == "") | batch["key"].isin(readable)]
-        samples = _smallest_hashes([samples, candidates], ["reason", "bucket"])
-        pairs = _smallest_hashes([pairs, candidates[candidates["reason"].isin(_DUPLICATES)]], [])
-        _count_texts(batch, texts)
-        for name, numbers in _numbers(batch):
-            if len(found := numbers[np.isfinite(numbers)]):
-                low, high = ranges.get(name, (np.inf, -np.inf))
-                ranges[name] = min(low, float(found.min())), max(high, float(found.max()))
-    report = _counted(pd.DataFrame(counts))
-    _add_values(report, texts)
-    _add_samples(report, samples, pairs)
-    _add_histograms(report, facts, ranges)
-    return report
+# Numbers
 
 
-def _batches(facts: Sequence[Path]) -> Iterator[pd.DataFrame]:
-    """Read facts, some rows at a time."""
-    for path in facts:
-        try:
-            with pq.ParquetFile(path) as file:
-                lacking = [name for name in _COLUMNS if name not in file.schema_arrow.names]
-                if lacking:
-                    raise DataError(f"{path} has no column {lacking[0]}; it is not a file of facts")
-                for batch in file.iter_batches(batch_size=_BATCH_ROWS):
-                    frame = batch.to_pandas()
-                    frame["bytes"] = frame["bytes"].fillna(0).astype(np.int64)
-                    frame["detail"] = frame["detail"].fillna("")
-                    yield frame
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{path} cannot be read as parquet: {error}; prepare the data again") from error
+def _load(out: str, tables: Tables) -> tuple[list[str], list[str]]:
+    """Make the table `rows` of all images; return its columns of numbers and of texts."""
+    connection, parts = tables.connection, tables.parts()
+    for kind, columns in (("kept", "split, bucket"), ("rejected", "reason, duplicate_of")):
+        files = ", ".join(literal(as_pattern(path)) for path in _selection_files(out, tables, kind))
+        connection.execute(
+            f'CREATE VIEW {kind} AS SELECT part, "row" AS row_number, {columns} FROM read_parquet([{files}])'
+        )
+    types = {name: kind for name, kind, *_ in connection.execute(f"DESCRIBE {tables.images(parts)}").fetchall()}
+    scores = [name for name in tables.scores if name != CAPTIONS]
+    texts = ["format", *(name for name in scores if types[name] == "VARCHAR")]
+    numbers = _NUMBERS | {name: identifier(name) for name in scores if name not in texts}
+    finite = [f"if(isfinite(({sql})::DOUBLE), ({sql})::DOUBLE, NULL) AS {identifier(name)}"
+              for name, sql in numbers.items()]  # fmt: skip
+    for start in range(0, len(parts), _PARTS_PER_QUERY):
+        some = parts[start : start + _PARTS_PER_QUERY]
+        # A row that the selection does not know any more was removed.
+        connection.execute(f"""{"INSERT INTO rows" if start else "CREATE TABLE rows AS"}
+            SELECT images.part, images.row_number, key_hash, source, coalesce(bytes, 0) AS num_bytes,
+                CASE WHEN images.reason = {_REMOVED} THEN images.reason WHEN split IS NOT NULL THEN ''
+                    ELSE coalesce(rejected.reason, {_REMOVED}) END AS reason,
+                coalesce(split || '/' || bucket, '') AS place, {", ".join([*finite, *map(identifier, texts)])}
+            FROM {tables.images(some)} images
+            LEFT JOIN (FROM kept WHERE part IN {(*some, -1)}) kept USING (part, row_number)
+            LEFT JOIN (FROM rejected WHERE part IN {(*some, -1)}) rejected USING (part, row_number)""")
+    return sorted(numbers), sorted(texts)
 
 
-def _smallest_hashes(frames: Sequence[pd.DataFrame], groups: list[str]) -> pd.DataFrame:
-    """The rows with the smallest hashes of their keys, of each group."""
-    columns = ["key", "width", "height", "detail", "reason", "bucket", "hash"]
-    rows = pd.concat([frame[columns] for frame in frames if len(frame)] or [pd.DataFrame(columns=columns)])
-    rows = rows.sort_values(["hash", "key"])
-    return rows.groupby(groups).head(NUM_SHOWN) if groups else rows.head(NUM_SHOWN)
+def _selection_files(out: str, tables: Tables, kind: str) -> list[str]:
+    """Paths of files of the selection on this machine."""
+    folder, target = storage.join(out, SELECTION), tables.folder / SELECTION
+    names = [name for name in sorted(storage.list_files(folder)) if name.endswith(f"-{kind}.parquet")]
+    if not names:
+        raise DataError(f"{storage.shown(out)}: nothing was selected; run the stage select first")
+    for name in names if storage.is_url(out) else ():
+        storage.download(storage.join(folder, name), target / name)
+    return [str(target / name) for name in names]
 
 
-def _count_texts(batch: pd.DataFrame, texts: dict[str, pd.Series]) -> None:
-    """Add images by text and `is_kept` to the counts of each column of texts."""
-    is_kept = (batch["reason"] == "").rename("is_kept")
-    for name in batch.columns.difference([*_COLUMNS, *_NOT_COUNTED]):
-        if pd.api.types.infer_dtype(batch[name], skipna=True) != "string":
-            continue
-        counted = texts.get(name, pd.Series(dtype=np.int64))
-        if len(counted) <= 2 * MAX_VALUES:
-            of_batch = batch.groupby([batch[name].rename("text"), is_kept]).size()
-            texts[name] = counted.add(of_batch, fill_value=0) if len(counted) else of_batch
+def _count(connection: "duckdb.DuckDBPyConnection") -> dict[str, Any]:
+    """Count images and bytes by source, reason and place."""
 
+    def count(groups: str, condition: str = "true") -> dict[Any, dict[str, int]]:
+        rows = connection.execute(
+            f"SELECT {groups}, count(*), sum(num_bytes)::BIGINT FROM rows WHERE {condition} GROUP BY ALL ORDER BY ALL"
+        ).fetchall()
+        return {tuple(names): {"images": images, "bytes": size} for *names, images, size in rows}
 
-def _counted(counts: pd.DataFrame) -> Report:
-    """A report of counts: images and bytes by source, reason and bucket."""
-    if not len(counts):
-        return Report(kept=Counts(), refused=Counts(), reasons={}, sources={}, buckets={})
-    counts = counts.astype(np.int64)
-    by_reason = counts["images"].groupby("reason").sum()
-    by_source = counts["images"].groupby(["source", "reason"]).sum().reset_index()
-    is_kept = counts.index.get_level_values("reason") == ""
-    by_bucket = counts[is_kept].groupby("bucket").sum()
-    refused = by_reason.drop("", errors="ignore")
+    nothing = {"images": 0, "bytes": 0}
+    totals = count("reason = ''")
+    reasons = {reason: counts["images"] for (reason,), counts in count("reason", "reason != ''").items()}
+    buckets = {place: counts for (place,), counts in count("place", "reason = ''").items()}
     sources: dict[str, dict[str, int]] = {}
-    for row in by_source.to_dict("records"):
-        sources.setdefault(row["source"], {})[row["reason"]] = int(row["images"])
-    return Report(
-        kept=_sum(counts[is_kept]),
-        refused=_sum(counts[~is_kept]),
-        reasons={reason: int(refused[reason]) for reason in sorted(refused.index, key=lambda r: (-refused[r], r))},
-        sources=sources,
-        buckets={name: _sum(by_bucket.loc[[name]]) for name in sorted(by_bucket.index, key=_bucket_order)},
-    )
-
-
-def _sum(counts: pd.DataFrame) -> Counts:
-    return Counts(images=int(counts["images"].sum()), bytes=int(counts["bytes"].sum()))
+    for (source, reason), counts in count("source, reason").items():
+        sources.setdefault(source, {})[reason] = counts["images"]
+    return {
+        "kept": totals.get((True,), nothing),
+        "rejected": totals.get((False,), nothing),
+        "reasons": dict(sorted(reasons.items(), key=lambda one: -one[1])),
+        "sources": sources,
+        "buckets": {place: buckets[place] for place in sorted(buckets, key=_bucket_order)},
+    }
 
 
 def _bucket_order(name: str) -> tuple[str, list[tuple[int, int | str]]]:
@@ -261,156 +197,168 @@ def _bucket_order(name: str) -> tuple[str, list[tuple[int, int | str]]]:
     return split, [(0, int(part)) if part.isdigit() else (1, part) for part in parts]
 
 
-def _add_values(report: Report, texts: dict[str, pd.Series]) -> None:
-    for name in sorted(texts):
-        table = texts[name].unstack(fill_value=0).reindex(columns=[True, False], fill_value=0).astype(np.int64)
-        if len(table) > MAX_VALUES:
-            continue
-        rows = [(str(text), counts[True], counts[False]) for text, counts in table.to_dict("index").items()]
-        rows.sort(key=lambda row: (-row[1] - row[2], row[0]))
-        report.values[name] = {text: {"kept": kept, "refused": refused} for text, kept, refused in rows}
+def _histograms(connection: "duckdb.DuckDBPyConnection", numbers: Sequence[str]) -> dict[str, Any]:
+    """Count numbers by column and bin: one query for the ranges, one for the bins."""
+    limits = ", ".join(f"[min({identifier(name)}), max({identifier(name)})]" for name in numbers)
+    [(total, *ranges)] = connection.execute(f"SELECT count(*), {limits} FROM rows").fetchall()
+    edges = {name: _edges(name, *limits) for name, limits in zip(numbers, ranges, strict=True) if limits[0] is not None}
+    bins = "".join(f", map_values(histogram({identifier(name)}, ?::DOUBLE[]))" for name in edges)
+    uppers = [one[1:] for one in edges.values()]
+    rows = connection.execute(f"SELECT reason = '' {bins} FROM rows GROUP BY ALL", uppers).fetchall()
+    counts = {is_kept: dict(zip(edges, columns, strict=True)) for is_kept, *columns in rows}
+    result = {}
+    for name in edges:
+        kept, rejected = (counts.get(is_kept, {}).get(name) or [0] * NUM_BINS for is_kept in (True, False))
+        missing = total - sum(kept) - sum(rejected)
+        result[name] = {"edges": edges[name], "kept": kept, "rejected": rejected, "missing": missing}
+    return result
 
 
-def _add_samples(report: Report, samples: pd.DataFrame, pairs: pd.DataFrame) -> None:
-    def shown(rows: pd.DataFrame) -> list[Shown]:
-        return [
-            Shown(key=row["key"], width=int(row["width"]), height=int(row["height"]), detail=row["detail"])
-            for row in rows.to_dict("records")
-        ]
-
-    if not len(samples):
-        return
-    report.shown_kept = {name: shown(samples[samples["bucket"] == name]) for name in report.buckets}
-    by_reason = {reason: shown(samples[samples["reason"] == reason]) for reason in report.reasons}
-    report.shown_refused = {reason: rows for reason, rows in by_reason.items() if rows}
-    report.duplicates = [
-        Pair(key=row["key"], of=row["detail"].removeprefix(OF), reason=row["reason"])
-        for row in pairs.to_dict("records")
-    ]
-
-
-def _add_histograms(report: Report, facts: Sequence[Path], ranges: dict[str, tuple[float, float]]) -> None:
-    """Choose the bins of each column and count, in a second pass over the facts."""
-    report.histograms = {name: _empty_histogram(name, *ranges[name]) for name in sorted(ranges)}
-    for batch in _batches(facts):
-        is_kept = (batch["reason"] == "").to_numpy()
-        for name, numbers in _numbers(batch):
-            if (histogram := report.histograms.get(name)) is None:
-                continue
-            for counts, chosen in ((histogram.kept, is_kept), (histogram.refused, ~is_kept)):
-                present = numbers[chosen & np.isfinite(numbers)]
-                counts[:] = (np.array(counts) + np.histogram(present, histogram.edges)[0]).tolist()
-    total = report.kept.images + report.refused.images
-    for histogram in report.histograms.values():
-        histogram.missing = total - sum(histogram.kept) - sum(histogram.refused)
-
-
-def _numbers(batch: pd.DataFrame) -> Iterator[tuple[str, NDArray[np.float64]]]:
-    """Yield each column of numbers, NaN where there is none."""
-    sizes = batch[["width", "height", "caption_length", "bytes"]].astype(np.float64)
-    sizes = sizes.where(sizes > 0)
-    yield "shorter_side", sizes[["width", "height"]].min(axis=1, skipna=False).to_numpy()
-    yield "aspect_ratio", (sizes["width"] / sizes["height"]).to_numpy()
-    yield "caption_length", sizes["caption_length"].to_numpy()
-    yield "bytes", sizes["bytes"].to_numpy()
-    for name in batch.select_dtypes("number").columns.difference([*_COLUMNS, *_NOT_COUNTED, "hash"]):
-        numbers = np.asarray(batch[name], np.float64)
-        yield name, np.where(np.isfinite(numbers), numbers, np.nan)
-
-
-def _empty_histogram(name: str, low: float, high: float) -> Histogram:
-    logarithmic = name in _LOGARITHMIC
+def _edges(name: str, low: float, high: float) -> list[float]:
     if low == high:
-        low, high = (low / 1.5, high * 1.5) if logarithmic else (low - 0.5, high + 0.5)
-    edges = np.geomspace(low, high, NUM_BINS + 1) if logarithmic else np.linspace(low, high, NUM_BINS + 1)
-    edges[0], edges[-1] = low, high
-    return Histogram(edges=edges.tolist(), kept=[0] * NUM_BINS, refused=[0] * NUM_BINS, logarithmic=logarithmic)
+        low, high = (low / 1.5, high * 1.5) if name in _LOGARITHMIC else (low - 0.5, high + 0.5)
+    edges = (np.geomspace if name in _LOGARITHMIC else np.linspace)(low, high, NUM_BINS + 1).tolist()
+    return [low, *edges[1:-1], high]
 
 
-def page_values(report: Report, read_image: ReadImage) -> dict[str, Any]:
-    """Values of the template `preparation.html`."""
-    seen = report.kept.images + report.refused.images
-    buckets = [(name, f"{counts.images:,}", _size(counts.bytes)) for name, counts in report.buckets.items()]
-    reasons = [(reason, f"{number:,}", _share(number, seen)) for reason, number in report.reasons.items()]
-    sources = [
-        (source, *(f"{counts.get(reason, 0):,}" for reason in ("", *report.reasons)))
-        for source, counts in report.sources.items()
+def _values(connection: "duckdb.DuckDBPyConnection", name: str) -> dict[str, dict[str, int]]:
+    """Count the texts of a column; nothing if there are too many different ones."""
+    column = identifier(name)
+    [(distinct,)] = connection.execute(f"SELECT approx_count_distinct({column}) FROM rows").fetchall()
+    if distinct > 2 * MAX_VALUES:
+        return {}
+    rows = connection.execute(
+        f"SELECT {column}, count(*) FILTER (reason = ''), count(*) FILTER (reason != '') FROM rows "
+        f"WHERE {column} IS NOT NULL GROUP BY ALL ORDER BY count(*) DESC, {column}"
+    ).fetchall()
+    return {text: {"kept": kept, "rejected": rejected} for text, kept, rejected in rows if len(rows) <= MAX_VALUES}
+
+
+# Examples
+
+
+def _find_examples(out: str, tables: Tables) -> tuple[dict[str, list[Row]], list[tuple[Row, Row]]]:
+    """Find images with the smallest hashes by bucket or reason, and pairs of duplicates among them."""
+    connection = tables.connection
+    groups = connection.execute(f"""SELECT reason || place, arg_min((part, row_number), key_hash, {NUM_SHOWN})
+        FROM rows WHERE reason != {_REMOVED} GROUP BY ALL ORDER BY ALL""").fetchall()
+    images = [image for _, images in groups for image in images]
+    rejected = _rows_of(tables, images, "part, row_number AS row, reason, duplicate_of", "rejected")
+    hashes = [xxhash.xxh3_64_intdigest(row["duplicate_of"]) for row in rejected if row["duplicate_of"]]
+    originals = connection.execute(
+        f"SELECT part, row_number FROM rows WHERE reason != {_REMOVED} AND list_contains(?::UBIGINT[], key_hash)",
+        [hashes],
+    ).fetchall()
+    columns = ("part", "row_number", "key", "width", "height", "detail", "xxh128", *_LOCATION)
+    metadata = tables.metadata(sorted({part for part, _ in [*images, *originals]})) if images else "rows"
+    rows = _rows_of(tables, [*images, *originals], ", ".join(map(identifier, columns)), metadata)
+    by_place, by_key = {(row["part"], row["row_number"]): row for row in rows}, {row["key"]: row for row in rows}
+    config = from_dict(PrepareConfig, {"sources": [], "out": out, **read_selection(out, 0).settings}, SELECTION)
+    pairs = []
+    for one in describe(tables, config, rejected) if rejected else ():
+        row = by_place[one.part, one.row]
+        row |= {"reason": one.reason, "detail": one.detail}
+        if one.duplicate_of in by_key:
+            pairs.append((row, by_key[one.duplicate_of]))
+    return {group: [by_place[image] for image in images] for group, images in groups}, pairs
+
+
+def _rows_of(tables: Tables, images: Sequence[tuple[int, int]], columns: str, table: str) -> list[Row]:
+    """Read columns of some images, given as part and row."""
+    if not images:
+        return []
+    wanted = [{"part": part, "row_number": row} for part, row in images]
+    add_table(tables.connection, "wanted", pa.Table.from_pylist(wanted))
+    query = f"SELECT {columns} FROM {table} SEMI JOIN wanted USING (part, row_number)"
+    return tables.connection.sql(query).to_arrow_table().to_pylist()
+
+
+def _read_thumbnails(scan: Scan, rows: Sequence[Row]) -> dict[str, str | None]:
+    """Make data URIs of images by key; None for one that is gone, has changed or cannot be decoded."""
+
+    def read(row: Row) -> str | None:
+        source, partition = scan.find(row["part"])
+        location = Location(**{name: row[name] for name in _LOCATION})
+        try:
+            [content] = source.images(partition, [location])
+            image = decode_rgb(content)
+        except (DataError, MachineError, UndecodableImageError):
+            return None
+        if row["xxh128"] not in (None, xxhash.xxh3_128_hexdigest(content)):
+            return None
+        image.thumbnail((THUMBNAIL, THUMBNAIL), Image.Resampling.BOX)
+        return image_uri(image, jpeg_quality=88)
+
+    by_key = {row["key"]: row for row in rows}
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return dict(zip(by_key, pool.map(read, by_key.values()), strict=True))
+
+
+# The page
+
+
+def _facts(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    kept, rejected = report["kept"], report["rejected"]
+    seen = kept["images"] + rejected["images"]
+    return [
+        ("Kept", f"{kept['images']:,}", f"{_share(kept['images'], seen)} of {seen:,} images"),
+        ("Rejected", f"{rejected['images']:,}", f"{_share(rejected['images'], seen)} of the images"),
+        ("Bytes kept", size_text(kept["bytes"]), f"of {size_text(kept['bytes'] + rejected['bytes'])}"),
     ]
-    return {
-        "facts": [
-            ("Kept", f"{report.kept.images:,}", f"{_share(report.kept.images, seen)} of {seen:,} images"),
-            ("Refused", f"{report.refused.images:,}", f"{_share(report.refused.images, seen)} of the images"),
-            ("Bytes kept", _size(report.kept.bytes), f"of {_size(report.kept.bytes + report.refused.bytes)}"),
-        ],
-        "buckets": pd.DataFrame(buckets, columns=["split / bucket", "images", "bytes"]),
-        "reasons": pd.DataFrame(reasons, columns=["reason", "images", "share of all"]),
-        "sources": pd.DataFrame(sources, columns=["source", "kept", *report.reasons]),
-        "histograms": histograms_figure(report.histograms) if report.histograms else None,
-        "values": {name: _values_table(name, texts) for name, texts in report.values.items()},
-        "galleries": {
-            "Kept images": {name: _gallery(shown, read_image) for name, shown in report.shown_kept.items()},
-            "Refused images": {name: _gallery(shown, read_image) for name, shown in report.shown_refused.items()},
-        },
-        "pairs": [
-            (pair, thumbnail(read_image(pair.key)), thumbnail(read_image(pair.of))) for pair in report.duplicates
-        ],
+
+
+def _tables(report: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
+    """Tables of counts by caption."""
+
+    def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> pd.DataFrame:
+        cells = [[f"{cell:,}" if isinstance(cell, int) else cell for cell in row] for row in rows]
+        return pd.DataFrame(cells, columns=list(columns))
+
+    reasons, buckets, sources = report["reasons"], report["buckets"].items(), report["sources"].items()
+    seen = report["kept"]["images"] + report["rejected"]["images"]
+    tables = {
+        "Kept, by split and bucket": table(
+            ("split / bucket", "images", "bytes"),
+            ((name, one["images"], size_text(one["bytes"])) for name, one in buckets),
+        ),
+        "Rejected, by reason": table(
+            ("reason", "images", "share of all"), ((name, num, _share(num, seen)) for name, num in reasons.items())
+        ),
+        "By source": table(
+            ("source", "kept", *reasons),
+            ((name, *(counts.get(reason, 0) for reason in ("", *reasons))) for name, counts in sources),
+        ),
     }
-
-
-def _values_table(name: str, texts: dict[str, dict[str, int]]) -> pd.DataFrame:
-    rows = [(text, f"{number['kept']:,}", f"{number['refused']:,}") for text, number in texts.items()]
-    if len(rows) > VALUES_SHOWN:
-        rows = [*rows[:VALUES_SHOWN], (f"and {len(rows) - VALUES_SHOWN} others", "", "")]
-    return pd.DataFrame(rows, columns=[name, "kept", "refused"])
-
-
-def _gallery(shown: Sequence[Shown], read_image: ReadImage) -> list[tuple[Shown, str | None]]:
-    return [(one, thumbnail(read_image(one.key))) for one in shown]
-
-
-def thumbnail(content: bytes | None) -> str | None:
-    """Small image as a data URI; None where there is none or it cannot be decoded."""
-    if content is None:
-        return None
-    try:
-        image = decode_rgb(content)
-    except UndecodableImageError:
-        return None
-    image.thumbnail((THUMBNAIL, THUMBNAIL), Image.Resampling.BOX)
-    return image_uri(image, jpeg_quality=88)
-
-
-def histograms_figure(columns: dict[str, Histogram]) -> str:
-    """Draw histograms, three in a row."""
-    num_rows = math.ceil(len(columns) / 3)
-    figure, all_axes = subplots(num_rows, 3, width=WIDTH, height=2.2 * num_rows)
-    every: list[Axes] = np.ravel(all_axes).tolist()
-    for axes, (name, histogram) in zip(every, columns.items(), strict=False):
-        starts, widths = histogram.edges[:-1], np.diff(histogram.edges)
-        axes.bar(starts, histogram.kept, widths, align="edge", color=COLOURS[0])
-        axes.bar(starts, histogram.refused, widths, align="edge", bottom=histogram.kept, color=COLOURS[1])
-        axes.xaxis.set_major_locator(MaxNLocator(4))
-        if histogram.logarithmic:
-            axes.set_xscale("log")
-            is_wide = histogram.edges[-1] > 20 * histogram.edges[0]
-            axes.xaxis.set_major_locator(LogLocator(subs=(1, 3), numticks=6) if is_wide else MaxNLocator(4))
-            axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-        axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
-        missing = f" ({histogram.missing:,} without)" if histogram.missing else ""
-        axes.set_title(plain(_TITLES.get(name, name) + missing), fontsize=9.5)
-    for axes in every[len(columns) :]:
-        axes.set_axis_off()
-    return svg_uri(figure)
+    for name, texts in report["values"].items():
+        rows = [(text, one["kept"], one["rejected"]) for text, one in texts.items()]
+        more = f", the {VALUES_SHOWN} most frequent of {len(rows)}" if len(rows) > VALUES_SHOWN else ""
+        tables[f"By {name}{more}"] = table((name, "kept", "rejected"), rows[:VALUES_SHOWN])
+    return {caption: frame for caption, frame in tables.items() if not frame.empty}
 
 
 def _share(part: int, whole: int) -> str:
     return f"{part / whole:.1%}" if whole else "none"
 
 
-def _size(num_bytes: float) -> str:
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.4g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.4g} TiB"
+def _histograms_figure(columns: dict[str, Any]) -> str:
+    """Draw histograms, three in a row."""
+    num_rows = math.ceil(len(columns) / 3)
+    figure, all_axes = subplots(num_rows, 3, width=WIDTH, height=2.2 * num_rows)
+    every: list[Axes] = np.ravel(all_axes).tolist()
+    for axes, (name, one) in zip(every, columns.items(), strict=False):
+        edges, widths = one["edges"], np.diff(one["edges"])
+        axes.bar(edges[:-1], one["kept"], widths, align="edge", color=COLOURS[0])
+        axes.bar(edges[:-1], one["rejected"], widths, align="edge", bottom=one["kept"], color=COLOURS[1])
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+        if name in _LOGARITHMIC:
+            axes.set_xscale("log")
+            is_wide = edges[-1] > 20 * edges[0]
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 3), numticks=6) if is_wide else MaxNLocator(4))
+            axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+        axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+        missing = f" ({one['missing']:,} without)" if one["missing"] else ""
+        axes.set_title(plain(name + missing), fontsize=9.5)
+    for axes in every[len(columns) :]:
+        axes.set_axis_off()
+    return svg_uri(figure)

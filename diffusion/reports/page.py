@@ -16,12 +16,19 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def write_page(path: Path, template: Path, values: Mapping[str, Any]) -> None:
-    """Render a template and write the page atomically.
+    """Render a template as `render_page` does and write the page atomically."""
+    write_atomically(path, render_page(template, values))
+
+
+def render_page(template: Path, values: Mapping[str, Any]) -> str:
+    """Render a template.
 
     Args:
-        path: the HTML file.
         template: extends `page.html`, may lie in any folder.
         values: variables of the template.
+
+    Returns:
+        HTML.
     """
     environment = Environment(
         loader=FileSystemLoader([template.parent, TEMPLATES]),
@@ -30,7 +37,7 @@ def write_page(path: Path, template: Path, values: Mapping[str, Any]) -> None:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    write_atomically(path, environment.get_template(template.name).render(values))
+    return environment.get_template(template.name).render(values)
 
 
 def image_uri(image: Image.Image | Path, *, jpeg_quality: int | None = None) -> str:

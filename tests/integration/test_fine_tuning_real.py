@@ -14,7 +14,7 @@ from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import Stabl
 from diffusion.callbacks.metrics_file import read_metrics, series
 from diffusion.export import export
 from diffusion.models.sampling import initial_latents
-from diffusion.preparation.prepare import prepare
+from tests.tools.preparing import prepare
 from tests.tools.training_runs import ROOT, SMALL_UNET, TrainingServer
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from diffusion.preparation.prepare import prepare
+from tests.tools.preparing import prepare
 from tests.tools.image_files import noise, sample, tree, write_folder, write_tar
 from tests.tools.training_runs import ROOT, Job, environment
 

@@ -13,7 +13,7 @@ from diffusion.datasets.mds import read_index
 from diffusion.models import load_frozen_parts
 from diffusion.preparation.encoding.encode import encode
 from diffusion.preparation.encoding.models import EncodingModels
-from diffusion.preparation.prepare import prepare
+from tests.tools.preparing import prepare
 from tests.tools.image_files import tree
 from tests.tools.s3_server import S3Server, s3_process, s3_server
 from tests.tools.training_runs import SMALL_UNET, Run

@@ -14,7 +14,7 @@ from diffusion.errors import DataError, MachineError
 from diffusion.preparation import output_folder
 from diffusion.preparation.partitions import merge_shards
 from diffusion.preparation.partitions.output import PartitionWriter
-from diffusion.preparation.prepare import prepare
+from tests.tools.preparing import prepare
 from tests.tools.image_files import tree, write_folder
 
 

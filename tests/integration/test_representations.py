@@ -77,7 +77,7 @@ def test_real_images_from_three_buckets(server, shapes, data_folder, tmp_path):
     from diffusion.models import load_frozen_parts
     from diffusion.preparation.encoding.encode import encode
     from diffusion.preparation.encoding.models import EncodingModels
-    from diffusion.preparation.prepare import prepare
+    from tests.tools.preparing import prepare
 
     emoji = data_folder / "emoji"
     sources = [emoji / "folder_512", emoji / "webdataset_128", emoji / "parquet_72.parquet"]

@@ -86,7 +86,7 @@ def aspects(shapes, tmp_path_factory) -> Path:
     from diffusion.preparation.config import BucketsConfig
     from diffusion.preparation.encoding.encode import encode
     from diffusion.preparation.encoding.models import EncodingModels
-    from diffusion.preparation.prepare import prepare
+    from tests.tools.preparing import prepare
 
     root = tmp_path_factory.mktemp("aspects")
     buckets = BucketsConfig(sizes=list(ASPECTS), upscale=True, min_samples=4)

@@ -1,6 +1,7 @@
 """Small data sets, written by the tests that read them: prepared images and encoded latents in MDS folders."""
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,17 @@ from PIL import Image
 from streaming import MDSWriter
 
 from diffusion.config.data import DataConfig, Representation, StreamConfig
-from diffusion.datasets.manifest import BucketEntry, PreparedManifest, PrepareSettings
-from diffusion.datasets.mds import read_index
+from diffusion.datasets.manifest import BucketEntry, PreparedManifest
+from diffusion.datasets.mds import (
+    ShardFormat,
+    encode_sample,
+    encode_shard,
+    read_index,
+    read_shards,
+    shard_name,
+    stored_file,
+    write_index,
+)
 
 PREPARED = {"image": "bytes", "captions": "json", "width": "int32", "height": "int32", "key": "str", "metadata": "json"}
 TEXT = {"token_ids": "ndarray:int32", "key": "str"}
@@ -76,6 +86,22 @@ def write_prepared(root: Path, sizes: dict[str, int], num_captions: int = 1, bad
     return root / "train"
 
 
+def append_prepared(
+    folder: Path, samples: Sequence[dict[str, Any]], per_shard: int, compression: str | None = None
+) -> None:
+    """Append shards of some samples each to ROOT/<split>/<bucket>, and write the manifest, as a growth does."""
+    shards = ShardFormat(columns=PREPARED, compression=compression)
+    entries = read_shards(folder) if folder.is_dir() else []
+    folder.mkdir(parents=True, exist_ok=True)
+    for start in range(0, len(samples), per_shard):
+        encoded = [encode_sample(sample, PREPARED) for sample in samples[start : start + per_shard]]
+        content, entry = encode_shard(encoded, shard_name(len(entries)), shards)
+        (folder / stored_file(entry)["basename"]).write_bytes(content)
+        entries.append(entry)
+    write_index(folder, entries)
+    write_prepared_manifest(folder.parents[1])
+
+
 def write_prepared_manifest(root: Path) -> None:
     """Write the manifest of the folders that are there."""
     splits: dict[str, dict[str, BucketEntry]] = {}
@@ -84,7 +110,7 @@ def write_prepared_manifest(root: Path) -> None:
         splits.setdefault(folder.parent.name, {})[folder.name] = read_index(folder)
     PreparedManifest(
         sources=[],
-        settings=PrepareSettings(edges=[16, 32], validation_fraction=0.0, seed=0, shard_bytes=4096),
+        settings={"buckets": {"edges": [16, 32]}, "validation_fraction": 0.0, "seed": 0},
         columns=PREPARED,
         seen=0,
         kept=0,

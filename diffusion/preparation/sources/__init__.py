@@ -1,1 +1,9 @@
-"""What images come from, and how it is read."""
+"""Sources of images: which kind a path or URL is, and names that keep the keys of several sources apart.
+
+The key of an image is the name of its source, a slash, and its place in the source. The name is the last part of the
+path; of sources that share it the second gets `~2`, the third `~3`, in the order given.
+"""
+
+from diffusion.preparation.sources.detection import from_description, open_sources
+
+__all__ = ["from_description", "open_sources"]

@@ -1,108 +1,161 @@
 """Source: Arrow files, as `Dataset.save_to_disk` of the Hugging Face library `datasets` writes them."""
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from itertools import count
+from typing import Any, ClassVar
 
 import pyarrow as pa
 
 from diffusion.errors import DataError
-from diffusion.preparation.records import Partition, Record, Refused
-from diffusion.preparation.sources.columns import Row, find_columns, first_line, records_of_rows
-from diffusion.preparation.sources.files import FileSource, whole_files
-from diffusion.preparation.sources.remote_files import join, open_file, read_file
+from diffusion.preparation.records import Location, Partition, Partitions, Reason, Record, Rejected
+from diffusion.preparation.sources.base import FileSource, rejected, whole_files
+from diffusion.preparation.sources.columns import (
+    Batch,
+    find_columns,
+    first_line,
+    images_of_rows,
+    raise_if_not_damage,
+    scan_batch,
+)
+from diffusion.preparation.sources.reading import (
+    UnfitFileError,
+    ahead,
+    file_of,
+    printable,
+    read_file,
+)
 from diffusion.storage import is_url, shown
 
-STATE = "state.json"
+logger = logging.getLogger(__name__)
+
+_STATE = "state.json"
+_STATE_BYTES = 2**26
+_SCHEMA_BYTES = 2**16
+"""Bytes of a remote file that are read at once for its columns."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ArrowSource(FileSource):
-    """Arrow files, such as `Dataset.save_to_disk` writes; each file is a partition.
+    """Arrow files, such as `Dataset.save_to_disk` writes; each is a partition.
 
-    Images are read undecoded; columns are as in parquet files (`diffusion.preparation.sources.columns`), so a column of
-    lists gives an image several captions. A local file is mapped into memory, of a remote one a batch of rows (1,000
-    by default of `datasets`) is held. A file that is damaged counts as one refusal more.
-
-    The rest of a key is the file's path below `path`, `#` and the number of the row.
-
-    Attributes:
-        image_column: Column of the images; None for the usual names.
-        caption_column: Column of the captions; None for the usual names.
+    Where a `state.json` lists the files, only those are read; all splits of a saved DatasetDict are. Columns are as in
+    parquet files. A local file is mapped into memory, of a remote one a batch of rows (1,000 by default of `datasets`)
+    is held. Each row of a damaged batch is a rejection, and so is what lies behind damage of the file itself. The rest
+    of a key is the file's path, `#` and the number of the row.
     """
 
-    image_column: str | None = None
-    caption_column: str | None = None
-    num_records: int | None = None
-    kind: str = "huggingface"
+    kind: ClassVar[str] = "arrow"
+    suffixes: ClassVar[tuple[str, ...]] = (".arrow",)
 
-    def partitions(self, size: int, known: Sequence[Partition] = ()) -> list[Partition]:
-        """Return one partition per file, whatever the size."""
-        return whole_files(self, known, "rows")
+    def takes(self, names: Sequence[str]) -> list[str]:
+        """Choose the Arrow files; where there is a `state.json`, those that it lists."""
+        states = sorted(name for name in names if name.rpartition("/")[2] == _STATE)
+        taken = super().takes(names)
+        if self.pattern is not None or not states or not taken:
+            return taken
+        listed = []
+        for state in states:
+            uri = self.uri(file_of(state))
+            try:
+                files = [entry["filename"] for entry in json.loads(read_file(uri, _STATE_BYTES))["_data_files"]]
+                listed += [state.removesuffix(_STATE) + file for file in files]
+            except (UnfitFileError, ValueError, KeyError, TypeError, RecursionError) as error:
+                raise DataError(f"{printable(shown(uri))} does not list the files of a data set ({first_line(error)}); "
+                                "save the data set again") from error  # fmt: skip
+        if missing := [name for name in listed if name not in set(taken)]:
+            raise DataError(f"{self.path} lacks {printable(missing[0])}, which a {_STATE} lists; save it again")
+        return listed
 
-    def read(self, partition: Partition | None = None) -> Iterator[Record | Refused]:
-        """Yield the rows in the order of the files."""
-        for below, file in (self if partition is None else self.only(partition)).files:
-            rows = _rows(file, self.image_column, self.caption_column)
-            yield from records_of_rows(file, self.prefix(below), 0, rows)
+    def check(self) -> None:
+        """Check the columns of the readable files; a DataError if they are not there."""
+        files = self.files()
+        list(ahead(self._check_columns, files, parallel=is_url(self.root)))
+        splits = {file.rpartition("/")[0] for file in files}
+        if len(splits) > 1:
+            logger.warning("%s: the files of all folders are read: %s", self.path, printable(", ".join(sorted(splits))))
 
-
-def arrow_files(folder: str, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Return the Arrow files of a folder in the order of their rows: where a `state.json` lists them, those only.
-
-    Args:
-        folder: Path or URL.
-        names: Files below it.
-
-    Raises:
-        DataError: A `state.json` is damaged.
-    """
-    listed: list[str] = []
-    states = [name for name in names if name.rpartition("/")[2] == STATE]
-    for state in sorted(states):
+    def _check_columns(self, file: str) -> None:
         try:
-            files = [entry["filename"] for entry in json.loads(read_file(join(folder, state)))["_data_files"]]
-        except (ValueError, KeyError, TypeError) as error:
-            place = shown(join(folder, state))
-            raise DataError(f"{place} does not list the files of a data set; save the data set again") from error
-        listed += [state.removesuffix(STATE) + file for file in files]
-    if not states:
-        listed = sorted(name for name in names if name.endswith(".arrow"))
-    return tuple((name, join(folder, name)) for name in listed)
+            with self._opened(file, _SCHEMA_BYTES) as (opened, _):
+                find_columns(self.uri(file), opened.schema, self.image_column, self.caption_column)
+        except UnfitFileError:
+            return  # Its scan yields a rejection.
+
+    def partitions(self, known: Sequence[str] = ()) -> Partitions:
+        """Return a partition per file."""
+        return whole_files(self, known)
+
+    def scan(self, partition: Partition) -> Iterator[Record | Rejected]:
+        """Yield the rows of a file."""
+        try:
+            for batch in self._batches(partition.file, None, partition.num_bytes):
+                yield from scan_batch(self, partition, batch)
+        except UnfitFileError as error:
+            yield rejected(self.prefix(partition.file), error, Location(file=partition.file, version=partition.version))
+
+    def images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
+        """Yield the images of some rows."""
+        try:
+            with self._opened(partition.file) as (opened, _):
+                image = find_columns(partition.file, opened.schema, self.image_column, self.caption_column).image
+            batches = self._batches(partition.file, image, partition.num_bytes)
+            yield from images_of_rows(self, partition.file, batches, iter(locations))
+        except UnfitFileError as error:
+            name = printable(shown(self.uri(partition.file)))
+            raise DataError(f"{name} is not what it was when it was scanned: {error}") from error
+
+    @contextmanager
+    def _opened(self, file: str, buffer_bytes: int | None = None) -> Iterator[tuple[Any, bool]]:
+        """Open a file of either format: a reader, and whether its batches can be read one without another."""
+        with self.reading(file), self.open(file, buffer_bytes=buffer_bytes) as opened:
+            source: Any = opened if is_url(self.root) else pa.memory_map(self.uri(file))
+            is_random = opened.read(6) == b"ARROW1"
+            opened.seek(0)
+            try:
+                reader = pa.ipc.open_file(source) if is_random else pa.ipc.open_stream(source)
+            except (pa.ArrowException, OSError) as error:
+                raise_if_not_damage(error)
+                raise UnfitFileError(Reason.DAMAGED_FILE, f"not Arrow: {first_line(error)}") from error
+            yield reader, is_random
+
+    def _batches(self, file: str, column: str | None, num_bytes: int) -> Iterator[Batch]:
+        """Yield the batches of a file, or one column of them."""
+        start = 0
+        with self._opened(file) as (opened, is_random):
+            for number in range(opened.num_record_batches) if is_random else count():
+                try:
+                    batch = opened.get_batch(number) if is_random else opened.read_next_batch()
+                    batch = batch if column is None else batch.select([column])
+                except StopIteration:
+                    return
+                except (pa.ArrowException, OSError) as error:
+                    raise_if_not_damage(error)
+                    yield Batch(start, number, None, 1, f"batch {number}: {first_line(error)}")
+                    if not is_random:
+                        return  # Where the next one begins is not known.
+                    start += 1
+                    continue
+                yield from _sound(batch, start, number, num_bytes)
+                start += batch.num_rows
 
 
-def check_arrow(place: str, image_column: str | None, caption_column: str | None) -> None:
-    """Check that a file is Arrow and has the columns.
-
-    Raises:
-        DataError: It is damaged, or lacks a column or has it with another type.
-    """
+def _sound(batch: pa.RecordBatch, start: int, number: int, num_bytes: int) -> Iterator[Batch]:
+    """Yield a batch, or where it is not sound, its sound rows: reading others could crash the process."""
     try:
-        with _source(place) as source:
-            find_columns(shown(place), _reader(source).schema, image_column, caption_column)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{shown(place)} cannot be read as Arrow: {first_line(error)}; save it again") from error
-
-
-def _rows(place: str, image: str | None, caption: str | None) -> Iterator[Row]:
-    """Yield the rows of a file."""
-    with _source(place) as source:
-        for batch in _reader(source):
-            columns = find_columns(shown(place), batch.schema, image, caption)
-            yield from (Row(batch, at, *columns) for at in range(batch.num_rows))
-
-
-def _source(place: str) -> Any:
-    """Open a file for Arrow: a local one in memory, a remote one as a stream."""
-    return open_file(place) if is_url(place) else pa.memory_map(place)
-
-
-def _reader(source: Any) -> Any:
-    """Return an iterator over the batches of a file of either format."""
-    try:
-        return pa.ipc.open_stream(source)
-    except pa.ArrowInvalid:
-        source.seek(0)
-        file = pa.ipc.open_file(source)
-        return pa.RecordBatchReader.from_batches(file.schema, map(file.get_batch, range(file.num_record_batches)))
+        batch.validate(full=True)
+        yield Batch(start, number, batch)
+        return
+    except pa.ArrowException:
+        pass
+    for row in range(min(batch.num_rows, num_bytes)):  # A damaged batch can claim any number of rows.
+        one = batch.slice(row, 1)
+        try:
+            one.validate(full=True)
+            yield Batch(start + row, number, one)
+        except pa.ArrowException as error:
+            reason = Reason.INVALID_UTF8 if "UTF8" in str(error) else Reason.DAMAGED_FILE
+            yield Batch(start + row, number, None, 1, f"batch {number}: {first_line(error)}", reason)

@@ -1,145 +1,213 @@
-"""Columns of Arrow tables: which hold images and captions, which become metadata, and their values in Python."""
+"""Columns of Arrow tables: which hold images and captions, which become metadata, and records of rows."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from diffusion.errors import DataError, MachineError
-from diffusion.preparation.records import Reason, Record, Refused, make_record
-from diffusion.preparation.sources.remote_files import join, parent_of, read_remote_image
-from diffusion.storage import is_url, shown
+from diffusion.preparation.records import Location, Partition, Reason, Record, Rejected, make_record
+from diffusion.preparation.sources.base import (
+    MAX_CAPTIONS,
+    FileSource,
+    check_limits,
+    rejected,
+)
+from diffusion.preparation.sources.reading import (
+    UnfitFileError,
+    parent_of,
+    printable,
+    read_below,
+)
+from diffusion.storage import shown
 
 IMAGE_COLUMNS = ("image", "jpg", "png", "webp", "image_bytes", "image_path", "file_name", "path")
 CAPTION_COLUMNS = ("caption", "captions", "text")
 
+BATCH_ROWS = 32
+"""Rows that are decoded at once."""
 
-class Row(NamedTuple):
-    """A row of a table."""
 
-    batch: pa.RecordBatch
-    at: int
-    """Number within the batch."""
+class Columns(NamedTuple):
+    """Names of columns of a table."""
 
     image: str
-    """Name of the column of images."""
-
     caption: str
-    """Name of the column of captions."""
+    metadata: list[str]
 
 
-def find_columns(place: str, schema: pa.Schema, image: str | None, caption: str | None) -> tuple[str, str]:
-    """Return the names of the columns of images and captions.
+def find_columns(path: str, schema: pa.Schema, image: str | None, caption: str | None) -> Columns:
+    """Find the columns of images, captions and metadata.
 
     Args:
-        place: The file, for messages.
-        schema: Its columns.
-        image: Column of the images: bytes, a struct with `bytes` or `path`, or the path or URL of an image; None for
-            the first of IMAGE_COLUMNS that is there.
-        caption: Column of the captions: text or a list of texts; None for the first of CAPTION_COLUMNS that is there.
+        path: the file, for messages.
+        schema: its columns.
+        image: column of the images: bytes, a struct with `bytes` or `path`, or paths; None for the first of
+            IMAGE_COLUMNS that is there.
+        caption: column of the captions: text or a list of texts; None for the first of CAPTION_COLUMNS.
 
     Raises:
-        DataError: There is no such column, or it has another type.
+        DataError: there is no such column, it has another type, or there are two of a name.
     """
+    names, path = schema.names, printable(shown(path))
+    listed = printable(", ".join(names))
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise DataError(f"{path} has several columns {printable(twice)}; rename them, or take the file out")
     found = []
     for what, given, usual in (("image", image, IMAGE_COLUMNS), ("caption", caption, CAPTION_COLUMNS)):
-        name = next((name for name in ([given] if given else usual) if name in schema.names), None)
+        name = next((name for name in ([given] if given else usual) if name in names), None)
         if name is None:
-            raise DataError(
-                f"{place} has no column {given or ' or '.join(usual)}; it has {', '.join(schema.names)}; "
-                f"name the {what} column with --{what}-column"
-            )
+            raise DataError(f"{path} has no column {given or ' or '.join(usual)}; it has {listed}; name the {what} "
+                            f"column with {what}_column")  # fmt: skip
         found.append(name)
     image_type, caption_type = schema.field(found[0]).type, schema.field(found[1]).type
     if pa.types.is_struct(image_type):
         index = next((at for at in map(image_type.get_field_index, ("bytes", "path")) if at >= 0), -1)
         image_type = pa.null() if index < 0 else image_type.field(index).type
     if not (_is_binary(image_type) or _is_text(image_type)):
-        raise DataError(
-            f"{place}: column {found[0]} is {schema.field(found[0]).type}; it must be bytes, a struct with "
-            f"them, or paths; name the image column with --image-column; there is {', '.join(schema.names)}"
-        )
+        raise DataError(f"{path}: column {found[0]} is {schema.field(found[0]).type}; it must be bytes, a struct with "
+                        f"them, or paths; name the image column with image_column; there is {listed}")  # fmt: skip
     if not (_is_text(caption_type) or (_is_list(caption_type) and _is_text(caption_type.value_type))):
-        raise DataError(
-            f"{place}: column {found[1]} is {caption_type}; it must be text or a list of texts; "
-            f"name the caption column with --caption-column; there is {', '.join(schema.names)}"
-        )
-    return found[0], found[1]
+        raise DataError(f"{path}: column {found[1]} is {caption_type}; it must be text or a list of texts; name the "
+                        f"caption column with caption_column; there is {listed}")  # fmt: skip
+    metadata = [field.name for field in schema if field.name not in found and _is_metadata(field.type)]
+    return Columns(found[0], found[1], metadata)
 
 
-def metadata_columns(schema: pa.Schema, image: str, caption: str) -> list[str]:
-    """Return the names of the columns that become metadata: text, lists of texts, numbers, truth values and times."""
-    return [field.name for field in schema if field.name not in (image, caption) and _is_metadata(field.type)]
+class Batch(NamedTuple):
+    """Rows of a table, or rows that are lost."""
+
+    start: int
+    """Number of the first row in the file."""
+
+    group: int | None
+    """Row group of a parquet file, batch of an Arrow file."""
+
+    rows: pa.RecordBatch | None
+    """The rows; None if they cannot be read."""
+
+    num_lost: int = 0
+    """Rows that cannot be read."""
+
+    detail: str = ""
+    """Why."""
+
+    reason: Reason = Reason.DAMAGED_FILE
 
 
-def records_of_rows(place: str, prefix: str, first: int, rows: Iterator[Row]) -> Iterator[Record | Refused]:
-    """Yield the records of rows; a damaged file counts as one refusal more.
+def scan_batch(source: FileSource, partition: Partition, batch: Batch) -> Iterator[Record | Rejected]:
+    """Yield the records of a batch, and a rejection for each row that is lost."""
+    prefix = source.prefix(partition.file)
+    base = Location(file=partition.file, version=partition.version, row_group=batch.group)
+    if batch.rows is None:
+        for row in range(batch.start, batch.start + batch.num_lost):
+            yield Rejected(f"{prefix}#{row}", batch.reason, replace(base, row=row), batch.detail)
+        return
+    columns = find_columns(source.uri(partition.file), batch.rows.schema, source.image_column, source.caption_column)
+    for at in range(batch.rows.num_rows):
+        row = batch.start + at
+        item = _record(source, f"{prefix}#{row}", replace(base, row=row), batch.rows, at, columns)
+        yield check_limits(item, source.limits)
 
-    Args:
-        place: The file, a path or a URL.
-        prefix: How the keys begin; `#` and the number of the row come behind it.
-        first: Number of the first row.
-        rows: What is read from the file.
 
-    Raises:
-        MachineError: The disk, the network or a store fails.
-    """
-    number = first
+def _record(
+    source: FileSource, key: str, location: Location, batch: pa.RecordBatch, at: int, columns: Columns
+) -> Record | Rejected:
+    """Make the record of a row; the image's file is read where the row holds a path."""
+    size = sum(_bytes_of(batch.column(name)[at]) for name in columns.metadata)
+    if size > source.row_limit():
+        return Rejected(key, Reason.TOO_LARGE, location, f"{size} bytes are more than limits.max_metadata_kb")
+    metadata = {name: value_of(batch.column(name)[at]) for name in columns.metadata}
+    status = metadata.get("status", "success")
+    if status not in ("success", None):
+        detail = ascii(f"{status}: {metadata.get('error_message')}"[:80])
+        return Rejected(key, Reason.NOT_SUCCESSFUL, location, detail)
+    caption = batch.column(columns.caption)[at]
+    if _bytes_of(caption) > source.text_limit() * (MAX_CAPTIONS if _is_list(caption.type) else 1):
+        detail = f"captions of {_bytes_of(caption)} bytes are more than limits.max_caption_characters"
+        return Rejected(key, Reason.TOO_LARGE, location, detail)
     try:
-        for row in rows:
-            yield record_of_row(f"{prefix}#{number}", row, parent_of(place))
-            number += 1
-    except (pa.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise MachineError(f"cannot read {shown(place)}: {error.strerror or error}") from error
-        yield Refused(f"{prefix}#{number}", Reason.DAMAGED_FILE, f"{first_line(error)}; what came before was read")
+        image, path = _image_of(batch.column(columns.image)[at], source.image_limit())
+        if image is None:
+            image = _file_of_row(source, location.file, path)
+    except UnfitFileError as error:
+        return rejected(key, error, location)
+    if path:
+        metadata["image_path"] = path
+    return make_record(key, image, value_of(caption), metadata, location)
 
 
-def record_of_row(key: str, row: Row, folder: str) -> Record | Refused:
-    """Make the record of a row; it reads the image's file where the row holds a path.
-
-    Args:
-        key: Key of the record.
-        row: The row.
-        folder: Where relative paths begin: the folder or URL that the table lies in.
+def images_of_rows(
+    source: FileSource, file: str, batches: Iterator[Batch], locations: Iterable[Location]
+) -> Iterator[bytes]:
+    """Yield the images of some rows out of the batches of a table whose first column is that of the images.
 
     Raises:
-        MachineError: The disk, the network or a store fails.
+        UnfitFileError: one is not there.
     """
-    batch, at, image, caption = row
-    metadata = {name: value_of(batch.column(name)[at]) for name in metadata_columns(batch.schema, image, caption)}
-    content = value_of(batch.column(image)[at])
-    path = content.get("path") if isinstance(content, dict) else content if isinstance(content, str) else None
-    content = content.get("bytes") if isinstance(content, dict) else content
-    if path is not None:
-        metadata["image_path"] = shown(path)
-    if metadata.get("status") not in (None, "success"):
-        return Refused(key, Reason.NOT_SUCCESSFUL, ascii(f"{metadata['status']}: {metadata.get('error_message')}"[:80]))
-    if not isinstance(content, bytes):
-        if not path:
-            return Refused(key, Reason.MISSING_IMAGE, "the row holds neither bytes nor a path")
-        content = read_remote_image(path if is_url(path) else join(folder, path), key)
-        if isinstance(content, Refused):
-            return content
-    return make_record(key, content, value_of(batch.column(caption)[at]), metadata)
+    batch: Batch | None = Batch(0, None, None)
+    for location in locations:
+        row = location.row or 0
+        while row >= batch.start + (batch.num_lost if batch.rows is None else batch.rows.num_rows):
+            batch = next(batches, None)
+            if batch is None:
+                raise UnfitFileError(Reason.MISSING_IMAGE, f"there is no row {row}")
+        if batch.rows is None:
+            raise UnfitFileError(batch.reason, f"row {row}: {batch.detail}")
+        image, path = _image_of(batch.rows.column(0)[row - batch.start], source.image_limit())
+        yield _file_of_row(source, file, path) if image is None else image
+
+
+def _image_of(scalar: Any, limit: int) -> tuple[bytes | None, str]:
+    """Return the bytes of an image, None if they are in a file, and the path."""
+    path = ""
+    if scalar.is_valid and pa.types.is_struct(scalar.type):
+        kind = scalar.type
+        path = value_of(scalar["path"]) or "" if kind.get_field_index("path") >= 0 else ""
+        scalar = scalar["bytes"] if kind.get_field_index("bytes") >= 0 else scalar["path"]
+        if not scalar.is_valid and path:
+            return None, path
+    if not scalar.is_valid:
+        raise UnfitFileError(Reason.MISSING_IMAGE, "the image is null")
+    if _is_text(scalar.type):
+        return None, value_of(scalar)
+    if (size := _bytes_of(scalar)) > limit:
+        raise UnfitFileError(Reason.TOO_LARGE, f"{size} bytes are more than {limit}")
+    return scalar.as_py(), path
+
+
+def _file_of_row(source: FileSource, file: str, path: str) -> bytes:
+    uri = source.uri(file)
+    root = parent_of(uri) if source.is_file else source.root
+    return read_below(root, parent_of(uri), path, source.image_limit())
+
+
+def _bytes_of(scalar: Any) -> int:
+    """Bytes of a text, of bytes, or of a list of texts; 0 for others."""
+    if not scalar.is_valid:
+        return 0
+    if pa.types.is_dictionary(scalar.type):
+        return _bytes_of(scalar.value)
+    if _is_list(scalar.type):
+        return scalar.values.nbytes
+    return scalar.as_buffer().size if _is_text(scalar.type) or _is_binary(scalar.type) else 0
 
 
 def value_of(scalar: Any) -> Any:
     """Return the Python value of an Arrow scalar; bytes of texts that are not UTF-8 become surrogates."""
-    kind = scalar.type
     if not scalar.is_valid:
         return None
-    if pa.types.is_dictionary(kind):
+    if pa.types.is_dictionary(scalar.type):
         return value_of(scalar.value)
-    if _is_list(kind):
+    if _is_list(scalar.type):
         return [value_of(entry) for entry in scalar.values]
-    if pa.types.is_struct(kind):
-        return {name: value_of(scalar[name]) for name in ("bytes", "path") if kind.get_field_index(name) >= 0}
-    if _is_text(kind):
+    if _is_text(scalar.type):
         return scalar.as_buffer().to_pybytes().decode("utf-8", errors="surrogateescape")
     try:
         return scalar.as_py()
-    except ValueError:  # times outside the range of Python's
+    except ValueError:  # Times outside the range of Python's.
         return str(scalar)
 
 
@@ -158,7 +226,7 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _is_metadata(kind: pa.DataType) -> bool:
-    """Return whether a column of this type becomes metadata."""
+    """Whether a column becomes metadata: texts, lists of texts, numbers, truth values and times do."""
     if _is_text(kind) or (_is_list(kind) and _is_text(kind.value_type)):
         return True
     is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
@@ -168,3 +236,9 @@ def _is_metadata(kind: pa.DataType) -> bool:
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message."""
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def raise_if_not_damage(error: Exception) -> None:
+    """Raise an error of Arrow again if the disk, the network or the store made it."""
+    if isinstance(error, MachineError | DataError) or getattr(error, "errno", None) is not None:
+        raise error

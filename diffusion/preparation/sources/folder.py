@@ -1,376 +1,284 @@
-"""Source: a folder of image files with captions beside them or in one table."""
+"""Source: a folder of image files with captions beside them or in tables."""
 
-import csv
-import functools
-import io
+import json
 import logging
-import os
 import posixpath
-import sys
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
 
 from diffusion.datasets.images import EXTENSIONS
 from diffusion.errors import DataError, MachineError
 from diffusion.preparation.records import (
+    Location,
     Partition,
+    Partitions,
     Reason,
     Record,
-    Refused,
+    Rejected,
     decode_text,
-    fingerprint_of,
     key_of,
     make_record,
-    parse_object,
-    unfit_file,
 )
-from diffusion.preparation.sources.remote_files import (
-    join,
-    list_files,
-    open_file,
+from diffusion.preparation.sources.base import (
+    FileSource,
+    check_limits,
+    rejected,
+    size_of_partitions,
+)
+from diffusion.preparation.sources.caption_tables import TABLES, read_lines
+from diffusion.preparation.sources.reading import (
+    UnfitFileError,
+    ahead,
+    file_of,
+    list_folder,
+    name_of,
+    printable,
     read_file,
-    read_remote_image,
-    state_of,
 )
-from diffusion.preparation.sources.webdataset import Sample, record_of
-from diffusion.storage import is_url, shown
+from diffusion.preparation.sources.samples import Sample, record_of
+from diffusion.storage import is_url
 
 logger = logging.getLogger(__name__)
 
-TABLES = ("metadata.jsonl", "captions.csv", "metadata.csv")
-"""Names of a table of captions in the root of the folder; one of them at most."""
+_ROWS = 50_000
+"""Rows that are written to the database at once."""
 
-FILE_COLUMNS = ("file_name", "file")
-CAPTION_COLUMNS = ("captions", "caption", "text")
+_NAMED_GONE = 1_000
+"""Most files that are named as gone."""
 
-_PRESENT, _MISSING, _UNKNOWN = "+", "-", "?"
-"""First letter of a partition's item: a file that is there, one that the table names and that is not, or one that has
-captions but is no image by its extension."""
+_SCHEMA = """
+CREATE TABLE files (file VARCHAR, stem VARCHAR, kind VARCHAR, extension VARCHAR, size BIGINT, version VARCHAR,
+    problem VARCHAR);
+CREATE TABLE lines (file VARCHAR, number BIGINT, captions VARCHAR, metadata VARCHAR, has_caption BOOLEAN);
+"""
 
-_SUFFIXES = (".txt", ".json")
-_REQUESTS = 16
-"""Images of a remote folder that are fetched at the same time."""
+_ITEMS = """
+CREATE TABLE entries AS
+    SELECT file, list(captions ORDER BY number) AS captions, arg_min(metadata, number) AS metadata,
+        bool_or(has_caption) AS has_caption
+    FROM lines GROUP BY file;
+CREATE TABLE beside AS
+    SELECT stem, kind, min(file) AS file, arg_min(version, file) AS version, arg_min(problem, file) AS problem
+    FROM files WHERE kind IN ('text', 'json') GROUP BY stem, kind;
+CREATE TABLE images AS
+    SELECT files.*, entries.captions, entries.metadata, entries.has_caption
+    FROM files LEFT JOIN entries USING (file)
+    WHERE kind = 'image' OR entries.file IS NOT NULL;
+CREATE TABLE items AS
+    SELECT i.file, i.size, i.captions, i.metadata, t.file AS text, j.file AS json,
+        substr(md5(concat_ws(' ', i.version, t.version, j.version, i.captions::VARCHAR, i.metadata)), 1, 16) AS version,
+        CASE WHEN i.problem <> '' THEN i.problem WHEN t.problem <> '' THEN '.txt: ' || t.problem
+            WHEN j.problem <> '' THEN '.json: ' || j.problem END AS unreadable,
+        NULL AS missing
+    FROM images i
+    LEFT JOIN beside t ON t.kind = 'text' AND t.stem = i.stem AND NOT coalesce(i.has_caption, FALSE)
+    LEFT JOIN beside j ON j.kind = 'json' AND j.stem = i.stem AND i.captions IS NULL
+    UNION ALL BY NAME
+    SELECT file, 0 AS size, '' AS version, 'the table names it, there is no such file' AS missing
+    FROM entries ANTI JOIN files USING (file)
+    UNION ALL BY NAME
+    SELECT file, 0 AS size, '' AS version,
+        CASE extension WHEN '' THEN 'it has no extension' ELSE 'extension ' || extension || ' is not read' END
+            AS missing
+    FROM files SEMI JOIN beside USING (stem) ANTI JOIN images USING (stem)
+    WHERE files.kind = 'other';
+"""
+"""A row per image. A file without an image, which may get one later, has no version."""
+
+_NEW = "FROM items ANTI JOIN known ON items.file = known.file AND (known.version <> '' OR items.version = '')"
+_CHANGED = "FROM items JOIN known USING (file) WHERE known.version NOT IN ('', items.version)"
+_GONE = "FROM known ANTI JOIN items USING (file) WHERE known.version <> ''"
+_COLUMNS = "items.file, items.size, items.version, captions, metadata, text, json, unreadable, missing"
 
 
-@dataclass
-class TableEntry:
-    """What a table says about one file: its captions, in the order of the lines, and the rest of its first line."""
+@dataclass(frozen=True, kw_only=True)
+class FolderSource(FileSource):
+    """Image files below a folder, sorted by path; hidden ones are skipped.
 
-    captions: list[Any] = field(default_factory=list)
-    metadata: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def has_caption(self) -> bool:
-        """Whether there is a text that is not blank."""
-        return any(isinstance(caption, str) and caption.strip() for caption in self.captions)
-
-
-@dataclass(frozen=True)
-class FolderSource:
-    """Image files below a folder; hidden ones are passed over.
-
-    The caption of an image is what the table in the root says: several lines of a file, or a list in `captions`, give
-    it several. Where the table names it without a caption, that is in the .txt of the same name. An image that the
-    table does not name has the files of the same name: .txt, whose whole text is one caption, and .json, as img2dataset
-    writes it, which is read as in a tar. Refused are images that the table names and that do not exist, and files
-    that have a .txt or .json but neither a known extension nor an image of the same name beside them.
-
-    Attributes:
-        name: First part of the keys; the rest is the path below the folder.
-        path: The folder, a path or a URL.
-        num_records: Images with a known extension below the folder.
+    The captions of an image are what a table of its folder or one above says: several lines of a file, or a list in
+    `captions`, give it several. Where the table has none for it, the .txt of the same name does. An image that no table
+    names has the files of the same name: .txt, whose whole text is one caption, and .json, as img2dataset writes it.
+    Rejected are images that a table names and that do not exist, links that lead out of the folder, and files that have
+    a .txt or .json but neither a known extension nor an image of the same name beside them.
     """
 
-    name: str
-    path: str
-    num_records: int | None = None
-    kind: str = "folder"
+    kind: ClassVar[str] = "folder"
 
-    def partitions(self, size: int, known: Sequence[Partition] = ()) -> list[Partition]:
-        """Cut the files, in the order in which they are read, into partitions of `size`."""
-        table = read_table(self.path)
-        files, state = _listing(self.path)
-        unknown = _unknown_files(files, table)
-        items = [
-            (_UNKNOWN if file in unknown else _PRESENT) + file
-            for file in files
-            if file in table or is_image_name(file) or file in unknown
-        ]
-        items += [_MISSING + file for file in sorted(set(table).difference(files))]
-        there = {item for partition in known for item in partition.items}
-        new = [item for item in items if item not in there]
-        chunks = [*(one.items for one in known), *(tuple(new[at : at + size]) for at in range(0, len(new), size))]
-        present = set(items)
-        return [
-            Partition(_partition_id(chunk[0]), chunk, _fingerprint(chunk, table, present, state), len(chunk))
-            for chunk in chunks
-        ]
+    def partitions(self, known: Sequence[str] = ()) -> Partitions:
+        """List the folder and cut the images, sorted by path, into partitions.
 
-    def only(self, partition: Partition) -> "FolderSource":
-        """Return the source itself."""
-        return self
+        The listing is sorted and joined with the tables in a database in a temporary folder, so that memory is bounded.
+        """
+        import duckdb
 
-    def read(self, partition: Partition | None = None) -> Iterator[Record | Refused]:
-        """Yield the images, folder by folder, sorted by name; then the missing ones that the table names."""
-        table = read_table(self.path)
-        for one in self.partitions(sys.maxsize) if partition is None else [partition]:
-            if is_url(self.path):
-                yield from _ahead(lambda item: self._record(item, table), one.items)
-            else:
-                yield from (self._record(item, table) for item in one.items)
+        scratch = TemporaryDirectory(prefix="listing-")
+        settings: dict[str, Any] = {"memory_limit": "2GB", "threads": "2", "temp_directory": scratch.name}
+        database = duckdb.connect(str(Path(scratch.name) / "listing.duckdb"), config=settings)
+        with _database_errors(self.path):
+            database.execute(_SCHEMA)
+            self._write_tables(database, self._write_listing(database))
+            database.execute(_ITEMS)
+            self._report_overruled(database)
+            database.execute("CREATE TABLE known (file VARCHAR, version VARCHAR)")
+            if known:
+                seen = "SELECT file, min(version) FROM read_parquet(?) GROUP BY file"
+                database.execute(f"INSERT INTO known {seen}", [list(known)])
+            database.execute("DELETE FROM items WHERE '~' || md5(file) IN (SELECT file FROM known)")  # Taken down.
+            gone = database.execute(f"SELECT file {_GONE} ORDER BY file LIMIT {_NAMED_GONE}").fetchall()
+            (num_new,) = database.execute(f"SELECT count(*) {_NEW}").fetchone() or (0,)
+            size = size_of_partitions(self.partition_size, num_new)
+            changed = list(_cut(database.execute(f"SELECT {_COLUMNS} {_CHANGED} ORDER BY items.file"), size))
 
-    def _record(self, item: str, table: Mapping[str, TableEntry]) -> Record | Refused:
-        """Read one image and its captions."""
-        sign, file = item[0], item[1:]
-        key = f"{self.name}/{key_of(file)}"
-        if sign == _MISSING:
-            return Refused(key, Reason.MISSING_IMAGE, "the table names it, there is no such file")
-        if sign == _UNKNOWN:
-            extension = posixpath.splitext(file)[1]
-            detail = f"extension {ascii(extension)[1:-1]} is not read" if extension else "it has no extension"
-            return Refused(key, Reason.MISSING_IMAGE, detail)
-        place, entry = join(self.path, file), table.get(file)
-        image = read_remote_image(place, key)
-        if isinstance(image, Refused):
-            return image
-        if entry is not None and entry.has_caption:
-            return make_record(key, image, entry.captions, entry.metadata)
-        text = _read_beside(place, ".txt", key)
-        if isinstance(text, Refused):
-            return text
-        if entry is not None:
-            captions = entry.captions if text is None else decode_text(text)
-            return make_record(key, image, captions, entry.metadata)
-        json = _read_beside(place, ".json", key)
-        if isinstance(json, Refused):
-            return json
-        if text is None and json is None:
-            detail = "no .txt or .json of that name, no line in a table"
-            return Refused(key, Reason.MISSING_CAPTION, detail, Record(key, image, []))
-        return record_of(key, Sample(file, image, text, json))
+        def new() -> Iterator[Partition]:
+            with scratch, database, _database_errors(self.path):
+                yield from _cut(database.execute(f"SELECT {_COLUMNS} {_NEW} ORDER BY items.file"), size)
 
+        return Partitions(new=new(), gone=[file for (file,) in gone], changed=changed)
 
-def _read_beside(place: str, suffix: str, key: str) -> bytes | Refused | None:
-    """Return the content of the file with another suffix; None if there is none, a refusal if it cannot be read."""
-    beside = _beside(place, suffix)
-    try:
-        refused = None if is_url(beside) else unfit_file(beside, key)
-        return read_file(beside) if refused is None else replace(refused, detail=f"{suffix}: {refused.detail}")
-    except FileNotFoundError:
-        return None
-    except (PermissionError, IsADirectoryError) as error:
-        return Refused(key, Reason.UNREADABLE, f"{suffix}: {error.strerror}")
+    def _write_listing(self, database: Any) -> list[str]:
+        """Write the files into the database; return the tables of captions."""
+        tables = []
 
+        def rows() -> Iterator[tuple[Any, ...]]:
+            for name, size, version, problem in list_folder(self.root):
+                stem, suffix = posixpath.splitext(name)
+                kind = _kind_of(name, suffix)
+                if kind == "table":
+                    tables.append(name)
+                extension = ascii(suffix)[1:-1]
+                yield file_of(name), file_of(stem), kind, extension, size, version, problem
 
-def _beside(place: str, suffix: str) -> str:
-    """Return the name of a file with another suffix."""
-    return _stem(place) + suffix
+        _insert(database, "files", rows())
+        return sorted(tables)
 
+    def _write_tables(self, database: Any, tables: Sequence[str]) -> None:
+        """Write the lines of the tables into the database."""
+        folders: dict[str, str] = {}
+        for table in tables:
+            other = folders.setdefault(posixpath.dirname(table), table)
+            if other != table:
+                both = printable(f"{other} and {table}")
+                raise DataError(f"{self.path} holds {both}; keep the one whose captions are meant")
 
-def _stem(place: str) -> str:
-    """Return the name of a file without its suffix."""
-    return posixpath.splitext(place)[0]
+        def rows() -> Iterator[tuple[Any, ...]]:
+            for table in tables:
+                folder = posixpath.dirname(table)
+                for line in read_lines(self.uri(file_of(table)), self.root, self.row_limit()):
+                    name = posixpath.normpath(posixpath.join(folder, line.file))
+                    has_caption = any(isinstance(caption, str) and caption.strip() for caption in line.captions)
+                    yield file_of(name), json.dumps(line.captions), json.dumps(line.metadata), has_caption
 
+        numbered = ((file, number, *rest) for number, (file, *rest) in enumerate(rows()))
+        _insert(database, "lines", numbered)
 
-def _unknown_files(files: Sequence[str], table: Container[str]) -> set[str]:
-    """Return the files that have captions of their name, but neither they nor others of that name are images."""
-    others = [
-        file
-        for file in files
-        if not (is_image_name(file) or file in table or file in TABLES)
-        and posixpath.splitext(file)[1].lower() not in _SUFFIXES
-    ]
-    if not others:
-        return set()
-    everything = set(files)
-    pictures = {_stem(file) for file in files if is_image_name(file) or file in table}
-    return {
-        file
-        for file in others
-        if _stem(file) not in pictures and any(_beside(file, suffix) in everything for suffix in _SUFFIXES)
-    }
+    def _report_overruled(self, database: Any) -> None:
+        count = "SELECT count(*) FROM images SEMI JOIN beside t ON images.stem = t.stem AND t.kind = 'text'"
+        (number,) = database.execute(f"{count} WHERE has_caption").fetchone()
+        if number:
+            logger.warning("%s: %d images have a .txt and a caption in a table; that of the table is taken", self.path,
+                           number)  # fmt: skip
 
+    def scan(self, partition: Partition) -> Iterator[Record | Rejected]:
+        """Yield the images of a partition in the order of its items."""
+        yield from ahead(self._record, partition.items, parallel=is_url(self.root))
 
-def _partition_id(first: str) -> str:
-    """Return the id of a partition with this first item; of an unknown file, which may become known, with its sign."""
-    return key_of(first if first[0] == _UNKNOWN else first[1:])
-
-
-def _ahead(read: Callable[[str], Record | Refused], items: Sequence[str]) -> Iterator[Record | Refused]:
-    """Yield what `read` returns for each item, in order, while a few threads read ahead."""
-    waiting, rest = [], iter(items)
-    with ThreadPoolExecutor(_REQUESTS) as pool:
+    def _record(self, text: str) -> Record | Rejected:
+        item = json.loads(text)
+        name = name_of(item["file"])
+        key = f"{self.name}/{key_of(name)}"
+        location = Location(file=item["file"], version=item["version"])
+        for problem in (Reason.UNREADABLE, Reason.MISSING_IMAGE):
+            if problem.value in item:
+                return Rejected(key, problem, location, item[problem.value])
+        what = ""
         try:
-            waiting = [pool.submit(read, item) for item in islice(rest, _REQUESTS)]
-            while waiting:
-                record = waiting.pop(0).result()
-                waiting += [pool.submit(read, item) for item in islice(rest, 1)]
-                yield record
-        finally:
-            pool.shutdown(cancel_futures=True)
+            image = read_file(self.uri(item["file"]), self.image_limit())
+            what = ".txt"
+            caption = read_file(self.uri(item["text"]), self.text_limit()) if "text" in item else None
+            what = ".json"
+            values = read_file(self.uri(item["json"]), self.row_limit()) if "json" in item else None
+        except UnfitFileError as error:
+            return rejected(key, error, location, what)
+        if "captions" in item:
+            captions = item["captions"] if caption is None else decode_text(caption)
+            return check_limits(make_record(key, image, captions, item["metadata"], location), self.limits)
+        if caption is None and values is None:
+            detail = "no .txt or .json of that name, no line in a table"
+            return Rejected(key, Reason.MISSING_CAPTION, location, detail, Record(key, image, [], {}, location))
+        return check_limits(record_of(key, Sample(name, image, caption, values), location), self.limits)
+
+    def images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
+        """Yield image files, of a remote folder several at a time."""
+        yield from ahead(self._image, locations, parallel=is_url(self.root))
+
+    def _image(self, location: Location) -> bytes:
+        try:
+            return read_file(self.uri(location.file), self.image_limit())
+        except UnfitFileError as error:
+            raise DataError(f"{self.path}, {location.file!a}: {error}, and was read when it was scanned") from error
 
 
-def _listing(root: str) -> tuple[list[str], Callable[[str], str]]:
-    """Return the files below a folder, in order, and what tells the state of one of them."""
-    if not is_url(root):
-        return list(walk_files(Path(root))), lambda file: state_of(join(root, file))
-    found = list_files(root)
-    states = {file: f"{remote.size} {remote.version}" for file, remote in found.items()}
-    return list(found), lambda file: states.get(file, "gone")
+@contextmanager
+def _database_errors(path: str) -> Iterator[None]:
+    import duckdb
 
-
-def _fingerprint(
-    items: Sequence[str], table: Mapping[str, TableEntry], present: Container[str], state: Callable[[str], str]
-) -> str:
-    """Return the fingerprint of files and their captions."""
-    parts = []
-    for item in items:
-        file, entry = item[1:], table.get(item[1:])
-        captions = [] if entry is None else [repr(entry)]
-        if entry is None or not entry.has_caption:
-            captions += [state(_beside(file, suffix)) for suffix in _SUFFIXES]
-        parts += [item, str(item in present), state(file), *captions]
-    return fingerprint_of(*parts)
-
-
-def walk_files(root: Path) -> Iterator[str]:
-    """Yield the paths of the files below a folder, with forward slashes, sorted within each folder.
-
-    Hidden files and folders are left out. Links to folders are followed; a folder that is reached twice is read once.
-    """
-    seen: set[tuple[int, int]] = set()
-    for folder, subfolders, files in os.walk(root, onerror=_cannot_list, followlinks=True):
-        status = os.stat(folder)  # noqa: PTH116
-        if (status.st_dev, status.st_ino) in seen:
-            subfolders.clear()
-            continue
-        seen.add((status.st_dev, status.st_ino))
-        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-        below = os.path.relpath(folder, root).replace(os.sep, "/")
-        for name in sorted(files):
-            if not name.startswith("."):
-                yield name if below == "." else f"{below}/{name}"
-
-
-def _cannot_list(error: OSError) -> None:
-    """Refuse to pass over a folder that cannot be listed."""
-    raise MachineError(f"cannot read the folder {error.filename}: {error.strerror}; mend that or take the folder out")
-
-
-def is_image_name(file: str) -> bool:
-    """Return whether the file's extension is that of an image."""
-    return posixpath.splitext(file)[1].lower() in EXTENSIONS
-
-
-def read_table(root: str) -> dict[str, TableEntry]:
-    """Read the table of captions in the root of a folder.
-
-    Several lines of one file give it several captions.
-
-    Args:
-        root: Path or URL of the folder.
-
-    Returns:
-        For each path below the folder what the table says; empty if there is no table.
-
-    Raises:
-        DataError: There are two tables, or the one cannot be read, is damaged or lacks a column.
-    """
-    states = {name: state_of(join(root, name)) for name in TABLES}
-    found = [name for name in TABLES if states[name] != "gone"]
-    if not found:
-        return {}
-    if len(found) > 1:
-        raise DataError(f"{shown(root)} holds {' and '.join(found)}; keep the one whose captions are meant")
-    return _parse_table(join(root, found[0]), states[found[0]])
-
-
-@functools.lru_cache(maxsize=2)
-def _parse_table(place: str, _state: str) -> dict[str, TableEntry]:
-    """Parse a table; a worker that reads many partitions does so once while the file stays as it is."""
-    lines = _read_jsonl(place) if place.endswith(".jsonl") else _read_csv(place)
-    table: dict[str, TableEntry] = {}
     try:
-        for file, captions, metadata in lines:
-            entry = table.setdefault(posixpath.normpath(file), TableEntry(metadata=metadata))
-            entry.captions.extend(captions if isinstance(captions, list) else [captions])
-    except OSError as error:
-        raise DataError(f"{shown(place)} cannot be read: {error.strerror}") from error
-    return table
+        yield
+    except duckdb.Error as error:
+        what = str(error).partition("\n")[0]
+        raise MachineError(f"{path}: its files cannot be sorted in a temporary folder ({what}); set TMPDIR to a folder "
+                           "of a larger disk") from error  # fmt: skip
 
 
-def tell_overruled(root: str, names: Sequence[str], table: Mapping[str, TableEntry]) -> None:
-    """Say of how many images the .txt is passed over because the table has a caption.
+def is_image_name(name: str) -> bool:
+    """Whether the extension of a file is that of an image."""
+    return posixpath.splitext(name)[1].lower() in EXTENSIONS
 
-    Args:
-        root: Path or URL of the folder.
-        names: Files below it.
-        table: From `read_table`.
-    """
-    texts = {name for name in names if name.endswith(".txt")}
-    number = sum(entry.has_caption and _beside(file, ".txt") in texts for file, entry in table.items())
-    if number:
-        name = next(name for name in TABLES if name in names)
-        logger.warning(
-            "%s: %d images have a .txt and a caption in %s; that of %s is taken", shown(root), number, name, name
+
+def _kind_of(name: str, suffix: str) -> str:
+    if posixpath.basename(name) in TABLES:
+        return "table"
+    suffix = suffix.lower()
+    return "image" if suffix in EXTENSIONS else {".txt": "text", ".json": "json"}.get(suffix, "other")
+
+
+def _insert(database: Any, table: str, rows: Iterable[Sequence[Any]]) -> None:
+    """Write rows into a table of the database, many at a time."""
+    import pyarrow as pa
+
+    rows = iter(rows)
+    while chunk := list(islice(rows, _ROWS)):
+        columns = [pa.array(column) for column in zip(*chunk, strict=True)]
+        database.register("chunk", pa.table(columns, names=list(map(str, range(len(columns))))))
+        database.execute(f"INSERT INTO {table} SELECT * FROM chunk")
+        database.unregister("chunk")
+
+
+def _cut(result: Any, size: int) -> Iterator[Partition]:
+    """Cut rows of items into partitions."""
+    names = _COLUMNS.replace("items.", "").split(", ")
+    while rows := result.fetchmany(size):
+        items = [{name: value for name, value in zip(names, row, strict=True) if value is not None} for row in rows]
+        first = items[0]
+        yield Partition(
+            id=key_of(name_of(first["file"])) if first["version"] else f"?{key_of(name_of(first['file']))}",
+            num_bytes=sum(item["size"] for item in items),
+            num_records=len(items),
+            items=tuple(map(_item_of, items)),
         )
 
 
-def _split(line: dict[str, Any], where: str, columns: str) -> tuple[str, Any, dict[str, Any]]:
-    """Split a line of a table into the file's name, its captions and the rest."""
-    file_column = next((name for name in FILE_COLUMNS if isinstance(line.get(name), str) and line[name]), None)
-    if file_column is None:
-        raise DataError(f"{where}: no file name; one of the {columns} must be {' or '.join(FILE_COLUMNS)}; there is "
-                        f"{_listed(line)}")  # fmt: skip
-    caption_column = next((name for name in CAPTION_COLUMNS if name in line), None)
-    metadata = {name: line[name] for name in line if name not in (file_column, caption_column)}
-    return line[file_column], None if caption_column is None else line[caption_column], metadata
-
-
-def _listed(names: Any) -> str:
-    """Return names for a message."""
-    return ", ".join(map(ascii, names)) or "none"
-
-
-def _text_lines(place: str, newline: str) -> io.TextIOWrapper:
-    """Open a table as text; bytes that are not UTF-8 become surrogates."""
-    return io.TextIOWrapper(open_file(place), encoding="utf-8-sig", errors="surrogateescape", newline=newline)
-
-
-def _read_jsonl(place: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Yield the file name, captions and metadata of each line of a metadata.jsonl."""
-    with _text_lines(place, "\n") as lines:
-        for number, text in enumerate(lines, start=1):
-            if not text.strip():
-                continue
-            where = f"{shown(place)}, line {number}"
-            try:
-                line = parse_object(text)
-            except ValueError as error:
-                raise DataError(f"{where}: {error}; each line must be a JSON object with file_name and text") from error
-            yield _split(line, where, "keys")
-
-
-def _read_csv(place: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Yield the file name, captions and metadata of each row of a table in CSV."""
-    with _text_lines(place, "") as lines:
-        rows = csv.DictReader(lines)
-        try:
-            columns = list(rows.fieldnames or [])
-            for wanted in (FILE_COLUMNS, CAPTION_COLUMNS):
-                if not set(wanted) & set(columns):
-                    raise DataError(f"{shown(place)}: no column {' or '.join(wanted)} in its first line; there is "
-                                    f"{_listed(columns)}")  # fmt: skip
-            for row in rows:
-                where, rest = f"{shown(place)}, line {rows.line_num}", row.pop(None, [])  # pyright: ignore
-                if rest:
-                    raise DataError(f"{where}: {len(columns) + len(rest)} values for {len(columns)} columns; put "
-                                    "captions that hold commas in quotes")  # fmt: skip
-                row.pop("", None)
-                yield _split(row, where, "columns")
-        except csv.Error as error:
-            raise DataError(f"{shown(place)}, line {rows.line_num}: {error}; it must be comma-separated") from error
+def _item_of(row: Mapping[str, Any]) -> str:
+    """Write what a worker needs of an image."""
+    item = {name: row[name] for name in row if name not in ("size", "missing", "captions", "metadata")}
+    if "missing" in row:
+        item[Reason.MISSING_IMAGE.value] = row["missing"]
+    if "captions" in row:
+        item["captions"] = [caption for line in row["captions"] for caption in json.loads(line)]
+        item["metadata"] = json.loads(row["metadata"])
+    return json.dumps(item)

@@ -9,93 +9,97 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow as pa
 
 from diffusion.errors import DataError, MachineError
-from diffusion.preparation.records import Partition, Reason, Record, Refused, fingerprint_of
-from diffusion.preparation.sources.columns import Row, find_columns, first_line, record_of_row
+from diffusion.preparation.records import Location, Partition, Partitions, Record, Rejected
+from diffusion.preparation.sources.base import FileSource, compare
+from diffusion.preparation.sources.columns import (
+    BATCH_ROWS,
+    Batch,
+    find_columns,
+    first_line,
+    images_of_rows,
+    scan_batch,
+)
+from diffusion.preparation.sources.reading import UnfitFileError, printable
 
 PREFIX = "hf-dataset:"
 SPELLING = f"{PREFIX}NAME[@REVISION][:SPLIT[:CONFIGURATION]]"
 
-_BATCH_ROWS = 32
 
-
-@dataclass(frozen=True)
-class HuggingFaceSource:
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceSource(FileSource):
     """A split of a data set that `datasets` streams; each of its data files is a partition.
 
-    The commit of the hub that the name stands for is found when the source is opened and is part of `path`, so what is
-    read does not change. Images are read undecoded; columns are as in parquet files.
-
-    Attributes:
-        name: First part of the keys; the rest is the number of the data file, `#` and the number of the row in it.
-        path: `hf-dataset:NAME@REVISION:SPLIT:CONFIGURATION`, what is not given left out.
-        dataset: Name on the hub, or a folder of data files.
-        revision: Commit; None for a folder.
-        split: Name of the split.
-        configuration: Name of the configuration; None for the default.
-        image_column: Column of the images; None for the usual names.
-        caption_column: Column of the captions; None for the usual names.
+    The commit of the hub that the name stands for is found when the source is opened, so what is read does not change.
+    Images are read undecoded; columns are as in parquet files. `root` is the folder of the data files. The rest of a
+    key is the number of the data file, `#` and the number of the row in it.
     """
 
-    name: str
-    path: str
     dataset: str
+    """Name on the hub, or a folder of data files."""
+
     revision: str | None
+    """Commit; None for a folder."""
+
     split: str
     configuration: str | None = None
-    image_column: str | None = None
-    caption_column: str | None = None
-    num_records: int | None = None
-    kind: str = "huggingface-streaming"
 
-    def partitions(self, size: int, known: Sequence[Partition] = ()) -> list[Partition]:
-        """Return one partition per data file, whatever the size."""
-        builder = self._builder
-        state = fingerprint_of(builder.hash, builder.config_id)
-        num_files = self._stream.num_shards
-        there = {partition.items: partition for partition in known}
-        found: dict[tuple[str, ...], Partition] = {
-            (str(file),): Partition(f"{file:05d}", (str(file),), state) for file in range(num_files)
-        }
-        kept = [found[items] for items in there if items in found]
-        return [*kept, *(partition for items, partition in found.items() if items not in there)]
+    kind: ClassVar[str] = "huggingface"
 
-    def only(self, partition: Partition) -> "HuggingFaceSource":
-        """Return the source itself."""
-        return self
-
-    def read(self, partition: Partition | None = None) -> Iterator[Record | Refused]:
-        """Yield the rows in the order of the data files."""
-        for one in self.partitions(0) if partition is None else [partition]:
-            prefix = f"{self.name}/{int(one.items[0]):05d}"
-            stream = self._stream
-            row = 0
-            try:
-                for table in stream.shard(stream.num_shards, int(one.items[0])).iter(batch_size=_BATCH_ROWS):
-                    for batch in table.combine_chunks().to_batches():
-                        image, caption = find_columns(self.path, batch.schema, self.image_column, self.caption_column)
-                        for at in range(batch.num_rows):
-                            yield record_of_row(f"{prefix}#{row}", Row(batch, at, image, caption), self.dataset)
-                            row += 1
-            except pa.ArrowException as error:
-                detail = f"{first_line(error)}; what came before was read"
-                yield Refused(f"{prefix}#{row}", Reason.DAMAGED_FILE, detail)
-            except OSError as error:
-                raise MachineError(f"{self.path}: {first_line(error)}; run the same command again") from error
+    @property
+    def path(self) -> str:
+        """`hf-dataset:NAME@REVISION:SPLIT:CONFIGURATION`, without what is not given."""
+        name = f"{self.dataset}@{self.revision}" if self.revision else self.dataset
+        return printable(PREFIX + ":".join(filter(None, [name, self.split, self.configuration])))
 
     def check(self) -> None:
         """Read the first rows.
 
         Raises:
-            DataError: There is no row, or a column is missing.
-            MachineError: The hub does not answer.
+            DataError: there is no row, or a column is missing.
+            MachineError: the hub does not answer.
         """
-        if next(iter(self.read(None)), None) is None:
+        partitions = iter(self.partitions().new)
+        if not any(next(self.scan(partition), None) for partition in partitions):
             raise DataError(f"{self.path} has no rows; correct the split or the configuration")
+
+    def partitions(self, known: Sequence[str] = ()) -> Partitions:
+        """Return a partition per data file."""
+        version = f"{self._builder.hash} {self._builder.config_id}"
+        files = [f"{number:05d}" for number in range(self._stream.num_shards)]
+        return compare([Partition(id=file, file=file, version=version) for file in files], known)
+
+    def scan(self, partition: Partition) -> Iterator[Record | Rejected]:
+        """Yield the rows of a data file."""
+        for batch in self._batches(partition.file, None):
+            yield from scan_batch(self, partition, batch)
+
+    def images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
+        """Yield the images of some rows."""
+        try:
+            yield from images_of_rows(self, partition.file, self._batches(partition.file, "image"), iter(locations))
+        except UnfitFileError as error:
+            raise DataError(f"{self.path} is not what it was when it was scanned: {error}") from error
+
+    def _batches(self, file: str, wanted: str | None) -> Iterator[Batch]:
+        """Yield the rows of a data file, or their images only."""
+        stream, row = self._stream, 0
+        try:
+            for table in stream.shard(stream.num_shards, int(file)).iter(batch_size=BATCH_ROWS):
+                for batch in table.combine_chunks().to_batches():
+                    if wanted is not None:
+                        columns = find_columns(self.path, batch.schema, self.image_column, self.caption_column)
+                        batch = batch.select([columns.image])
+                    yield Batch(row, None, batch)
+                    row += batch.num_rows
+        except (pa.ArrowException, OSError) as error:
+            if not isinstance(error, pa.ArrowException):
+                raise MachineError(f"{self.path}: {first_line(error)}; run the same command again") from error
+            yield Batch(row, None, None, 1, f"{first_line(error)}; what came before was read")
 
     @cached_property
     def _builder(self) -> Any:
@@ -112,11 +116,15 @@ class HuggingFaceSource:
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
 
-def open_huggingface(text: str, image_column: str | None, caption_column: str | None) -> HuggingFaceSource:
+def open_huggingface(text: str, settings: dict[str, Any]) -> HuggingFaceSource:
     """Open what `hf-dataset:NAME[@REVISION][:SPLIT[:CONFIGURATION]]` names; the split is `train` if none is given.
 
+    Args:
+        text: the name.
+        settings: fields of `FileSource`.
+
     Raises:
-        DataError: There is no such data set or split, it needs code to be run, or a column is missing.
+        DataError: there is no such data set or split, it needs code to be run, or a column is missing.
         MachineError: `datasets` is not installed, or the hub does not answer.
     """
     parts = text.removeprefix(PREFIX).split(":")
@@ -131,10 +139,10 @@ def open_huggingface(text: str, image_column: str | None, caption_column: str | 
         raise MachineError(f"{text} needs the package datasets; pip install -e '.[huggingface]'") from error
     try:
         commit = revision or _commit_of(dataset)
+        root = f"hf://datasets/{dataset}@{commit}" if commit else str(Path(dataset).absolute())
         source = HuggingFaceSource(
-            name=dataset.rstrip("/").rpartition("/")[2], path=_spelled(dataset, commit, split, configuration),
-            dataset=dataset, revision=commit, split=split, configuration=configuration, image_column=image_column,
-            caption_column=caption_column,
+            name=dataset.rstrip("/").rpartition("/")[2], root=root, dataset=dataset, revision=commit, split=split,
+            configuration=configuration, **settings,
         )  # fmt: skip
         source.check()
     except (DatasetNotFoundError, RepositoryNotFoundError) as error:
@@ -144,12 +152,6 @@ def open_huggingface(text: str, image_column: str | None, caption_column: str | 
     except OSError as error:
         raise MachineError(f"{text}: the hub does not answer ({type(error).__name__}); try the same again") from error
     return source
-
-
-def _spelled(dataset: str, commit: str | None, split: str, configuration: str | None) -> str:
-    """Return how a data set is named in full."""
-    place = f"{dataset}@{commit}" if commit else dataset
-    return PREFIX + ":".join([place, split, *([configuration] if configuration else [])])
 
 
 def _commit_of(dataset: str) -> str | None:

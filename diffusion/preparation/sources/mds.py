@@ -3,182 +3,248 @@
 import functools
 import hashlib
 import io
-import itertools
 import json
 import struct
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from operator import itemgetter
+from typing import Any, BinaryIO, ClassVar, NamedTuple
 
-import xxhash
-
-from diffusion.errors import DataError, MachineError
+from diffusion.errors import DataError
 from diffusion.preparation.records import (
+    Location,
     Partition,
+    Partitions,
     Reason,
     Record,
-    Refused,
+    Rejected,
     decode_text,
-    fingerprint_of,
     key_of,
     make_record,
 )
+from diffusion.preparation.sources.base import (
+    FileSource,
+    check_limits,
+    compare,
+    rejected,
+)
 from diffusion.preparation.sources.columns import CAPTION_COLUMNS, IMAGE_COLUMNS
-from diffusion.preparation.sources.files import FileSource
-from diffusion.preparation.sources.remote_files import join, open_file, read_file, state_of
-from diffusion.storage import BLOCK_BYTES, is_url, shown
+from diffusion.preparation.sources.reading import (
+    UnfitFileError,
+    ahead,
+    file_of,
+    list_folder,
+    look_at,
+    name_of,
+    printable,
+    read_file,
+)
+from diffusion.storage import is_url, join, shown
 
 INDEX = "index.json"
 MANIFEST = "manifest.json"
-WITHDRAWN = "withdrawn.json"
+REMOVED = "withdrawn.json"
 
+_JSON_BYTES = 2**30
 _AS_THEY_CAME = ("bytes", "jpeg", "png")
 _METADATA = ("str", "json", "int", "str_int", "str_float", "str_decimal")
 _NUMBERS = ("int", "uint", "float")
 _MEASURED_ANEW = ("width", "height")
+_OURS = ("key", "metadata", *_MEASURED_ANEW)
 
 
-@dataclass(frozen=True)
+class _Columns(NamedTuple):
+    image: str
+    caption: str
+    encodings: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
 class MDSSource(FileSource):
-    """One MDS folder or several; each shard is a partition, checked against its hash before it is read.
+    """MDS folders below a folder; each shard is a partition.
 
     Images of the encodings bytes, jpeg and png come as they were written; of pil, which is no image file, as lossless
     PNG or TIFF. Captions are text or JSON: a text or a list of texts. Texts, numbers and JSON of the other columns are
     metadata; pickled ones are never read. Of a data set that `prepare` wrote, the keys are kept, `metadata` is spread
-    out, and samples that were withdrawn from it are refused. A damaged shard counts as one refusal more. `files` are
-    the MDS folders. The rest of a key is the key in a prepared data set, else folder, `#` and number.
-
-    Attributes:
-        prepared: Where the manifest of `prepare` lies; None for a folder of another tool.
-        image_column: Column of the images; None for the first of IMAGE_COLUMNS that is there.
-        caption_column: Column of the captions; None for the first of CAPTION_COLUMNS that is there.
-        num_records: Samples of all folders.
+    out, and samples that were removed from it are rejected. Each sample that the index promises and that cannot be cut
+    out is a rejection. The rest of a key is the key in a prepared data set, else folder, `#` and number.
     """
 
     prepared: str | None = None
-    image_column: str | None = None
-    caption_column: str | None = None
-    num_records: int | None = None
-    kind: str = "mds"
+    """Where the manifest of `prepare` is; None for a folder of another tool."""
 
-    def partitions(self, size: int, known: Sequence[Partition] = ()) -> list[Partition]:
-        """Return one partition per shard, whatever the size."""
-        there = {partition.items: partition for partition in known}
-        found: dict[tuple[str, ...], Partition] = {}
-        for below, folder in self.files:
-            for shard in read_shards(folder):
-                file = _stored(shard)["basename"]
-                name = key_of(f"{below}/{file}" if below else file)
-                state = fingerprint_of(
-                    json.dumps(shard, sort_keys=True), state_of(join(folder, file)), self._withdrawn()
-                )
-                found[below, file] = Partition(name, (below, file), state, shard["samples"])
-        kept = [found[items] for items in there if items in found]
-        return [*kept, *(partition for items, partition in found.items() if items not in there)]
+    kind: ClassVar[str] = "mds"
 
-    def read(self, partition: Partition | None = None) -> Iterator[Record | Refused]:
-        """Yield the samples in the order of the folders and shards."""
-        for one in self.partitions(0) if partition is None else [partition]:
-            below, file = one.items
-            folder, first = dict(self.files)[below], 0
-            for shard in read_shards(folder):
-                if _stored(shard)["basename"] == file:
-                    yield from self._read_shard(below, folder, shard, first)
-                first += shard["samples"]
+    def check(self) -> None:
+        """Check the indexes and columns; a DataError if they are not there."""
+        folders = [name_of(file).removesuffix(INDEX).rstrip("/") for file in self.files()]
+        for shards in ahead(self._shards, folders, parallel=is_url(self.root)):
+            for shard in shards:
+                find_columns(self.path, shard, self.image_column, self.caption_column)
 
-    def _read_shard(self, below: str, folder: str, shard: dict[str, Any], first: int) -> Iterator[Record | Refused]:
-        """Yield the samples of a shard, the first of which has the number `first` in its folder."""
-        prefix = self.prefix(below)
-        file = _stored(shard)["basename"]
-        withdrawn = self._withdrawn_from(folder)
-        image, caption = find_columns(folder, shard, self.image_column, self.caption_column)
-        number = first
+    def takes(self, names: Sequence[str]) -> list[str]:
+        """Choose the indexes of the MDS folders."""
+        if self.prepared == self.root:
+            names = [name for name in names if name.startswith(("train/", "validation/"))]
+        return [f"{folder}/{INDEX}" if folder else INDEX for folder in mds_folders(names)]
+
+    def _shards(self, folder: str) -> list[dict[str, Any]]:
+        return read_shards(self.uri(file_of(folder)))
+
+    def partitions(self, known: Sequence[str] = ()) -> Partitions:
+        """Return a partition per shard."""
+        versions = {entry.name: entry.version for entry in list_folder(self.root)}
+        folders = [name.removesuffix(INDEX).rstrip("/") for name in self.takes(sorted(versions))]
+        shards = zip(folders, ahead(self._shards, folders, parallel=is_url(self.root)), strict=True)
+        return compare([one for folder, listed in shards for one in self._cut(folder, listed, versions)], known)
+
+    def _cut(self, folder: str, shards: Sequence[dict[str, Any]], versions: Mapping[str, str]) -> Iterator[Partition]:
+        """Make the partitions of an MDS folder. `start` is the number of the first sample in the folder."""
+        removed = self._removed_from(folder)
+        first = 0
+        for shard in filter(itemgetter("samples"), shards):
+            stored, stop = _stored(shard), first + shard["samples"]
+            name = f"{folder}/{stored['basename']}" if folder else stored["basename"]
+            gone = sorted(number for number in removed if first <= number < stop)
+            state = json.dumps([shard, gone, versions.get(name)], sort_keys=True).encode()
+            version = hashlib.blake2b(state, digest_size=16).hexdigest()
+            yield Partition(id=key_of(name), file=file_of(name), start=first, stop=stop, version=version,
+                            num_bytes=stored["bytes"], num_records=shard["samples"])  # fmt: skip
+            first = stop
+
+    def scan(self, partition: Partition) -> Iterator[Record | Rejected]:
+        """Yield the samples of a shard."""
+        folder = name_of(partition.file).rpartition("/")[0]
+        shard = self._shard(partition)
+        removed = self._removed_from(folder)
+        columns = find_columns(self.path, shard, self.image_column, self.caption_column)
+        lost = f"{self.prefix(partition.file)}#"
+        for number, values in self._samples(partition, shard):
+            location = Location(file=partition.file, version=partition.version, row=number)
+            place = partition.start + number
+            if isinstance(values, UnfitFileError):
+                yield rejected(f"{lost}{number}", values, location)
+                continue
+            if self.prepared is not None:
+                key = f"{self.name}/{key_of(decode_text(values['key']))}"
+            else:
+                key = f"{self.prefix(file_of(folder))}#{place}"
+            if place in removed:
+                detail = f"removed from {printable(shown(self.prepared or ''))}"
+                yield Rejected(key, Reason.REMOVED, location, detail)
+            else:
+                yield check_limits(self._record(key, values, columns, location), self.limits)
+
+    def images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
+        """Yield the images of some samples."""
+        shard = self._shard(partition)
+        columns = find_columns(self.path, shard, self.image_column, self.caption_column)
+        wanted = [location.row or 0 for location in locations]
+        for number, values in self._samples(partition, shard, wanted):
+            if isinstance(values, UnfitFileError):
+                where = f"{printable(shown(self.uri(partition.file)))}, sample {number}"
+                raise DataError(f"{where}: {values}, and was read when it was scanned")
+            yield _image_of(columns.encodings[columns.image], values[columns.image])
+
+    def _shard(self, partition: Partition) -> dict[str, Any]:
+        """Return what the index says of the shard of a partition."""
+        folder, _, basename = name_of(partition.file).rpartition("/")
+        for shard in self._shards(folder):
+            if _stored(shard)["basename"] == basename:
+                return shard
+        raise DataError(f"{self.path}: the index names {printable(basename)} no more; run the scan anew")
+
+    def _samples(
+        self, partition: Partition, shard: dict[str, Any], wanted: Sequence[int] | None = None
+    ) -> Iterator[tuple[int, dict[str, bytes] | UnfitFileError]]:
+        """Yield the number and the columns of each sample, or why there is none."""
+        promised = range(min(shard["samples"], max(partition.num_bytes, 1))) if wanted is None else wanted
         try:
-            with _opened(join(folder, file), shard) as opened:
-                for values in _samples(opened, shard):
-                    key = f"{prefix}#{number}"
-                    if self.prepared is not None:
-                        key = f"{self.name}/{key_of(decode_text(values['key']))}"
-                    if number in withdrawn:
-                        yield Refused(key, Reason.WITHDRAWN, f"withdrawn from {shown(self.prepared or folder)}")
-                    else:
-                        yield self._record(key, values, shard, image, caption)
-                    number += 1
-        except _DamagedShardError as error:
-            yield Refused(f"{prefix}/{key_of(file)}", Reason.DAMAGED_FILE, str(error))
-        except OSError as error:
-            raise MachineError(f"cannot read {shown(join(folder, file))}: {error.strerror or error}") from error
+            with self.reading(partition.file), self._opened(partition.file, shard) as file:
+                offsets, end = _offsets(file, shard)
+                for number in promised:
+                    try:
+                        if number + 1 >= len(offsets):
+                            raise UnfitFileError(Reason.MISSING_IMAGE, "there is no such sample")
+                        yield number, self._cut_out(file, offsets[number], offsets[number + 1], end, shard)
+                    except UnfitFileError as error:
+                        yield number, error
+        except UnfitFileError as error:
+            for number in promised:
+                yield number, error
 
-    def _record(
-        self, key: str, values: dict[str, bytes], shard: dict[str, Any], image: str, caption: str
-    ) -> Record | Refused:
-        """Make the record of a sample."""
-        encodings = dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
-        ours = ("key", "metadata", *_MEASURED_ANEW) if self.prepared is not None else ()
+    def _cut_out(self, file: BinaryIO, start: int, stop: int, end: int, shard: dict[str, Any]) -> dict[str, bytes]:
+        """Read a sample and cut it into its columns."""
+        if not start <= stop <= end:
+            raise UnfitFileError(Reason.DAMAGED_FILE, f"its bytes {start} to {stop} are not in the shard of {end}")
+        limit = self.image_limit() + self.text_limit() + 16 * self.row_limit()
+        if stop - start > limit:
+            raise UnfitFileError(Reason.TOO_LARGE, f"a sample of {stop - start} bytes")
+        file.seek(start)
+        return _columns_of(file.read(stop - start), shard)
+
+    @contextmanager
+    def _opened(self, name: str, shard: dict[str, Any]) -> Iterator[BinaryIO]:
+        """Open a shard, decompressed."""
+        with self.open(name) as file:
+            if not shard["zip_data"]:
+                yield file
+                return
+            from streaming.base.compression import decompress  # Takes seconds.
+
+            try:
+                content = decompress(shard["compression"], file.read())
+            except OSError:
+                raise
+            except Exception as error:  # Each library has its own.
+                raise UnfitFileError(Reason.DAMAGED_FILE, f"not {shard['compression']}: {error}") from error
+        yield io.BytesIO(content)
+
+    def _record(self, key: str, values: dict[str, bytes], columns: _Columns, location: Location) -> Record | Rejected:
+        ours = _OURS if self.prepared is not None else ()
         try:
             metadata = {
                 name: _decode(encoding, values[name])
-                for name, encoding in encodings.items()
-                if name not in (image, caption, *ours) and _is_metadata(encoding)
+                for name, encoding in columns.encodings.items()
+                if name not in (columns.image, columns.caption, *ours) and _is_metadata(encoding)
             }
             if self.prepared is not None and "metadata" in values:
                 metadata |= _decode("json", values["metadata"])
-            captions = _decode(encodings[caption], values[caption])
-        except ValueError as error:
-            return Refused(key, Reason.INVALID_JSON, str(error)[:80])
-        if encodings[image] in _AS_THEY_CAME:
-            return make_record(key, values[image], captions, metadata)
+            captions = _decode(columns.encodings[columns.caption], values[columns.caption])
+        except (ValueError, TypeError) as error:
+            return Rejected(key, Reason.INVALID_JSON, location, str(error)[:80])
         try:
-            content = _image_file(_decode("pil", values[image]))
-        except (ValueError, OSError) as error:
-            return Refused(key, Reason.UNDECODABLE, ascii(str(error)[:80]))
-        return make_record(key, content, captions, metadata)
+            image = _image_of(columns.encodings[columns.image], values[columns.image])
+        except UnfitFileError as error:
+            return rejected(key, error, location)
+        return make_record(key, image, captions, metadata, location)
 
-    def _withdrawn(self) -> str:
-        """Return the state of the list of withdrawn samples."""
-        return "" if self.prepared is None else state_of(join(self.prepared, WITHDRAWN))
-
-    def _withdrawn_from(self, folder: str) -> frozenset[int]:
-        """Return the numbers of the samples of a folder that were withdrawn."""
+    def _removed_from(self, folder: str) -> frozenset[int]:
+        """Return the numbers of the samples of a folder that were removed."""
         if self.prepared is None:
             return frozenset()
-        below = folder.rstrip("/").removeprefix(self.prepared.rstrip("/")).strip("/")
-        return frozenset(_read_json(join(self.prepared, WITHDRAWN), self._withdrawn()).get(below, ()))
-
-
-class _DamagedShardError(ValueError):
-    """A shard is not what the index says."""
-
-
-def check_mds(folder: str, image_column: str | None, caption_column: str | None) -> int:
-    """Check that an MDS folder has the columns; return how many samples it has.
-
-    Raises:
-        DataError: Its index is missing or damaged, or it lacks a column or has it with another encoding.
-    """
-    shards = read_shards(folder)
-    for shard in shards:
-        find_columns(folder, shard, image_column, caption_column)
-    return sum(shard["samples"] for shard in shards)
+        uri = join(self.prepared, REMOVED)
+        below = f"{self.root}/{folder}".rstrip("/").removeprefix(self.prepared.rstrip("/")).strip("/")
+        return frozenset(_read_object(uri, _version_of(uri)).get(below, ()))
 
 
 def prepared_root(folder: str) -> str | None:
     """Return the folder, this one or up to two above, that holds the manifest of `prepare`; None if there is none.
 
     Raises:
-        DataError: The manifest is one of encoded data, which holds no images.
+        DataError: the manifest is one of encoded data, which holds no images.
     """
-    place = folder.rstrip("/")
+    root = folder.rstrip("/")
     for _ in range(3):
-        manifest = _read_json(join(place, MANIFEST), state_of(join(place, MANIFEST)))
+        uri = join(root, MANIFEST)
+        manifest = _read_object(uri, _version_of(uri))
         if manifest.get("kind") == "prepared":
-            return place
+            return root
         if manifest.get("kind") == "encoded":
             raise DataError(f"{shown(folder)} holds latents, no images; name the prepared data that it was made from")
-        place, slash, _ = place.rpartition("/")
-        if not slash or place.endswith(":/"):
+        root, slash, _ = root.rpartition("/")
+        if not slash or root.endswith(":/"):
             break
     return None
 
@@ -186,41 +252,38 @@ def prepared_root(folder: str) -> str | None:
 def mds_folders(names: Sequence[str]) -> list[str]:
     """Return the MDS folders among files: those with an index and a shard, sorted; `""` is the root itself."""
     with_shard = {name.rpartition("/")[0] for name in names if ".mds" in name.rpartition("/")[2]}
-    return sorted(folder for folder in with_shard if (f"{folder}/{INDEX}" if folder else INDEX) in set(names))
+    there = set(names) if with_shard else set()
+    return sorted(folder for folder in with_shard if (f"{folder}/{INDEX}" if folder else INDEX) in there)
 
 
 def read_shards(folder: str) -> list[dict[str, Any]]:
     """Return what the index of an MDS folder says of its shards.
 
     Raises:
-        DataError: There is no index, or it is damaged.
+        DataError: there is no index, or it is damaged.
     """
-    place = join(folder, INDEX)
-    index = _read_json(place, state_of(place))
+    uri = join(folder, INDEX)
+    index = _read_object(uri, _version_of(uri))
+    where = printable(shown(uri))
     try:
         shards = list(index["shards"])
         for one in shards:
             _ = [_stored(one)[name] for name in ("basename", "bytes")]
-            _ = [one[name] for name in ("format", "samples", "column_names", "column_encodings", "column_sizes")]
+            _ = [one[name] for name in ("format", "column_names", "column_encodings", "column_sizes")]
+            _ = range(one["samples"])
     except (KeyError, TypeError) as error:
-        raise DataError(
-            f"{shown(place)} is missing or not the index of an MDS folder; write the folder anew"
-        ) from error
+        raise DataError(f"{where} is missing or not the index of an MDS folder; write the folder anew") from error
     if any("/" in _stored(one)["basename"] for one in shards):
-        raise DataError(f"{shown(place)} names shards in other folders; write the folder anew")
+        raise DataError(f"{where} names shards in other folders; write the folder anew")
     if any(one["format"] != "mds" for one in shards):
-        raise DataError(f"{shown(folder)} is not in the format mds, but {shards[0]['format']}; convert it")
+        raise DataError(f"{where}: the format is not mds, but {shards[0]['format']!a}; convert it")
     return shards
 
 
-def find_columns(folder: str, shard: dict[str, Any], image: str | None, caption: str | None) -> tuple[str, str]:
-    """Return the names of the columns of images and captions.
-
-    Raises:
-        DataError: There is none, or it is not encoded as images or texts.
-    """
+def find_columns(path: str, shard: dict[str, Any], image: str | None, caption: str | None) -> _Columns:
+    """Find the columns of images and captions; a DataError if there is none, or not encoded as images or texts."""
     encodings = dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
-    listed = ", ".join(f"{name} ({encoding})" for name, encoding in encodings.items())
+    listed = printable(", ".join(f"{name} ({encoding})" for name, encoding in encodings.items()))
     found = []
     for what, given, usual, fit in (
         ("image", image, IMAGE_COLUMNS, (*_AS_THEY_CAME, "pil")),
@@ -229,19 +292,27 @@ def find_columns(folder: str, shard: dict[str, Any], image: str | None, caption:
         name = next((name for name in ([given] if given else usual) if encodings.get(name) in fit), None)
         if name is None:
             raise DataError(
-                f"{shown(folder)} has no column {given or ' or '.join(usual)} encoded as {' or '.join(fit)}; "
-                f"it has {listed}; name the {what} column with --{what}-column"
+                f"{path} has no column {given or ' or '.join(usual)} encoded as {' or '.join(fit)}; it has {listed}; "
+                f"name the {what} column with {what}_column"
             )
         found.append(name)
-    return found[0], found[1]
+    return _Columns(found[0], found[1], encodings)
+
+
+def _version_of(uri: str) -> str:
+    """Return the version of a file; empty if there is none."""
+    try:
+        return look_at(uri).version
+    except FileNotFoundError:
+        return ""
 
 
 @functools.lru_cache(maxsize=16)
-def _read_json(place: str, state: str) -> dict[str, Any]:
+def _read_object(uri: str, version: str) -> dict[str, Any]:
     """Return a JSON file's object, which is not to be changed; an empty one if there is none or it is damaged."""
     try:
-        value = {} if state == "gone" else json.loads(read_file(place))
-    except (ValueError, RecursionError):
+        value = json.loads(read_file(uri, _JSON_BYTES)) if version else {}
+    except (ValueError, RecursionError, UnfitFileError):
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -251,70 +322,41 @@ def _stored(shard: dict[str, Any]) -> dict[str, Any]:
     return shard["zip_data"] or shard["raw_data"]
 
 
-@contextmanager
-def _opened(place: str, shard: dict[str, Any]) -> Iterator[BinaryIO]:
-    """Open a shard after its hash was found right, a remote one by way of a temporary file."""
-    with tempfile.TemporaryFile() as copy, open_file(place) as file:
-        stored, hasher, size = _stored(shard), _hasher(shard), 0
-        while block := file.read(BLOCK_BYTES):
-            size += len(block)
-            if hasher is not None:
-                hasher[0].update(block)
-            if is_url(place):
-                copy.write(block)
-        if size != stored["bytes"] or (hasher is not None and hasher[0].hexdigest() != hasher[1]):
-            raise _DamagedShardError("its size or hash is not that in the index; nothing of it was read")
-        whole = copy if is_url(place) else file
-        whole.seek(0)
-        if shard["zip_data"]:
-            from streaming.base.compression import decompress  # takes seconds
-
-            whole = io.BytesIO(decompress(shard["compression"], whole.read()))
-        yield whole  # pyright: ignore[reportReturnType]
-
-
-def _hasher(shard: dict[str, Any]) -> tuple[Any, str] | None:
-    """Return a hash to be fed, and what it must come to; None if the index holds none."""
-    for name, digest in _stored(shard).get("hashes", {}).items():
-        if name.startswith("xxh") and name in xxhash.algorithms_available:
-            return getattr(xxhash, name)(), digest
-        if name in hashlib.algorithms_available:
-            return hashlib.new(name), digest
-    return None
-
-
-def _samples(file: BinaryIO, shard: dict[str, Any]) -> Iterator[dict[str, bytes]]:
-    """Yield the columns of each sample.
+def _offsets(file: BinaryIO, shard: dict[str, Any]) -> tuple[Sequence[int], int]:
+    """Return where the samples begin, and the end, and the size of the shard.
 
     A shard is the number of samples, their offsets and the end (all uint32, little endian), the columns' types, and the
     samples; a sample is the sizes of its columns of variable size (uint32) and the columns.
     """
+    end = file.seek(0, 2)
+    file.seek(0)
     try:
         (num,) = struct.unpack("<I", file.read(4))
-        offsets = struct.unpack(f"<{num + 1}I", file.read(4 * (num + 1)))
-        for start, stop in itertools.pairwise(offsets):
-            file.seek(start)
-            yield _columns(file.read(stop - start), shard)
+        if num != shard["samples"]:
+            raise UnfitFileError(Reason.DAMAGED_FILE, f"{num} samples, and {shard['samples']} in the index")
+        return struct.unpack(f"<{num + 1}I", file.read(4 * (num + 1))), end
     except struct.error as error:
-        raise _DamagedShardError(f"{error}; what came before was read") from error
+        raise UnfitFileError(Reason.DAMAGED_FILE, f"a shard of {end} bytes, which holds no offsets") from error
 
 
-def _columns(sample: bytes, shard: dict[str, Any]) -> dict[str, bytes]:
+def _columns_of(sample: bytes, shard: dict[str, Any]) -> dict[str, bytes]:
     """Cut a sample into its columns."""
     fixed = shard["column_sizes"]
-    variable = struct.unpack_from(f"<{fixed.count(None)}I", sample)
-    sizes, at = iter(variable), 4 * len(variable)
+    num = fixed.count(None)
+    if len(sample) < 4 * num:
+        raise UnfitFileError(Reason.DAMAGED_FILE, f"a sample of {len(sample)} bytes")
+    sizes, at = iter(struct.unpack_from(f"<{num}I", sample)), 4 * num
     columns = {}
     for name, size in zip(shard["column_names"], fixed, strict=True):
         stop = at + (next(sizes) if size is None else size)
         columns[name], at = sample[at:stop], stop
     if at != len(sample):
-        raise _DamagedShardError("a sample's size is not the sum of its columns'; what came before was read")
+        raise UnfitFileError(Reason.DAMAGED_FILE, "a sample's size is not the sum of its columns'")
     return columns
 
 
 def _is_metadata(encoding: str) -> bool:
-    """Return whether a column of this encoding becomes metadata."""
+    """Whether a column of this encoding becomes metadata."""
     return encoding in _METADATA or (encoding.startswith(_NUMBERS) and ":" not in encoding)
 
 
@@ -327,14 +369,20 @@ def _decode(encoding: str, data: bytes) -> Any:
             return json.loads(data.decode("utf-8", errors="surrogateescape"))
         except RecursionError as error:
             raise ValueError("too deeply nested") from error
-    from streaming.base.format.mds.encodings import mds_decode  # takes seconds
+    from streaming.base.format.mds.encodings import mds_decode  # Takes seconds.
 
     value = mds_decode(encoding, data)
     return value.item() if hasattr(value, "item") else value
 
 
-def _image_file(picture: Any) -> bytes:
-    """Return an image as a lossless file: PNG, or TIFF where PNG does not know its mode."""
-    content = io.BytesIO()
-    picture.save(content, "PNG" if picture.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16") else "TIFF")
+def _image_of(encoding: str, data: bytes) -> bytes:
+    """Return an image file; of one that Streaming wrote as raw pixels (pil) PNG, or TIFF where PNG lacks the mode."""
+    if encoding in _AS_THEY_CAME:
+        return data
+    try:
+        image, content = _decode("pil", data), io.BytesIO()
+        is_png = image.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")
+        image.save(content, "PNG" if is_png else "TIFF")
+    except (ValueError, OSError, struct.error) as error:
+        raise UnfitFileError(Reason.UNDECODABLE, ascii(str(error)[:80])) from error
     return content.getvalue()

@@ -1,132 +1,193 @@
 """Source: parquet files with an image, as bytes or as the path of a file, and its captions in each row."""
 
-import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import BinaryIO, ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from diffusion.errors import DataError, MachineError
-from diffusion.preparation.records import Partition, Record, Refused, fingerprint_of, key_of
-from diffusion.preparation.sources.columns import Row, find_columns, first_line, metadata_columns, records_of_rows
-from diffusion.preparation.sources.files import FileSource
-from diffusion.preparation.sources.remote_files import each, open_file, state_of
-from diffusion.storage import BLOCK_BYTES, is_url, shown
+from diffusion import storage
+from diffusion.errors import DataError
+from diffusion.preparation.records import Location, Partition, Partitions, Reason, Record, Rejected, key_of
+from diffusion.preparation.sources.base import (
+    FileSource,
+    compare,
+    rejected,
+    size_of_partitions,
+)
+from diffusion.preparation.sources.columns import (
+    BATCH_ROWS,
+    Batch,
+    Columns,
+    find_columns,
+    first_line,
+    images_of_rows,
+    raise_if_not_damage,
+    scan_batch,
+)
+from diffusion.preparation.sources.reading import (
+    Entry,
+    UnfitFileError,
+    ahead,
+    name_of,
+    printable,
+)
+from diffusion.storage import is_url, shown
 
-_BATCH_ROWS = 32
-_BUFFER_BYTES = 2**20
+_LOCAL_BUFFER = 2**20
+_WHOLE_GROUP = 32 * 2**20
+"""Largest row group of a remote file that is fetched whole, in bytes. Of a larger one each column is a stream."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ParquetSource(FileSource):
-    """One parquet file or several, streamed a few rows at a time.
+    """One parquet file or several, streamed a few rows at a time, and cut between row groups.
 
-    A column of text as image column holds paths, relative to the folder of the parquet file or absolute, or URLs; so
-    does the `path` of an image struct without `bytes`. Images of the web are read once more in each preparation, and
-    whatever the server then gives: fetch them with img2dataset first where a run is to be repeated. The path comes into
-    the metadata as `image_path`. Other columns of text, lists of texts, numbers, truth values and times are metadata.
-    Rows whose `status` is other than `success` are refused. A file that is damaged counts as one refusal more.
-    Remote files are read by ranges. The rest of a key is the file's path below `path`, `#` and the number of the row.
-
-    Attributes:
-        image_column: Column of the images; None for the first of IMAGE_COLUMNS that is there.
-        caption_column: Column of the caption or list of captions; None for the first of CAPTION_COLUMNS that is there.
-        num_records: Rows of all files.
+    Texts in the image column, and `path` of an image struct without `bytes`, are paths relative to the folder of the
+    parquet file; they stay below the folder of the source, and URLs are rejected. The path comes into the metadata as
+    `image_path`. Columns of text, lists of texts, numbers, truth values and times are metadata. Rows whose `status` is
+    other than `success` are rejected. Each row of a damaged row group is a rejection, and a file without a sound footer
+    is one. The rest of a key is the file's path, `#` and the number of the row.
     """
 
-    image_column: str | None = None
-    caption_column: str | None = None
-    num_records: int | None = None
-    kind: str = "parquet"
+    kind: ClassVar[str] = "parquet"
+    suffixes: ClassVar[tuple[str, ...]] = (".parquet", ".pq")
 
-    def partitions(self, size: int, known: Sequence[Partition] = ()) -> list[Partition]:
-        """Cut the files between their row groups into partitions of at least `size` rows, or what is left of a file."""
-        files = dict(self.files)
-        read_up_to: dict[str, int] = {}
-        for below, _, stop in (partition.items for partition in known):
-            read_up_to[below] = max(read_up_to.get(below, 0), int(stop))
-        partitions = [partition for partition in known if partition.items[0] in files]
-        starts = {file: read_up_to.get(below, 0) for below, file in self.files}
-        ranges = each(lambda file: list(_row_ranges(file, size, starts[file])), list(starts))
-        for (below, _), rows in zip(self.files, ranges, strict=True):
-            for start, stop in rows:
-                name = f"{key_of(below) or 'rows'}#{start}"
-                partitions.append(Partition(name, (below, str(start), str(stop)), "", stop - start))
-        states = dict(zip(files, map(fingerprint_of, each(state_of, list(starts))), strict=True))
-        return [replace(partition, fingerprint=states[partition.items[0]]) for partition in partitions]
+    def takes(self, names: Sequence[str]) -> list[str]:
+        """Choose the parquet files, without img2dataset's logs beside a tar or a folder of the same name."""
+        taken = super().takes(names)
+        if self.pattern is not None or not taken:
+            return taken
+        beside = {name.rpartition(".")[0] for name in names if name.lower().endswith(".tar")}
+        for name in names:
+            parts = name.split("/")
+            beside |= {"/".join(parts[:depth]) for depth in range(1, len(parts))}
+        return [name for name in taken if name.rpartition(".")[0] not in beside]
 
-    def read(self, partition: Partition | None = None) -> Iterator[Record | Refused]:
-        """Yield the rows in the order of the files."""
-        for one in self.partitions(sys.maxsize) if partition is None else [partition]:
-            below, start, stop = one.items
-            file = dict(self.files)[below]
-            rows = _rows(file, self.image_column, self.caption_column, int(start), int(stop))
-            yield from records_of_rows(file, self.prefix(below), int(start), rows)
+    def check(self) -> None:
+        """Check the columns of the first readable file; a DataError if they are not there."""
+        next(filter(None, map(self._rows_of_groups, self.files())), None)
+
+    def partitions(self, known: Sequence[str] = ()) -> Partitions:
+        """Cut the files between their row groups.
+
+        Raises:
+            DataError: a file lacks a column, or has it twice.
+        """
+        files = self.files()
+        rows = dict(zip(files, ahead(self._rows_of_groups, files, parallel=is_url(self.root)), strict=True))
+        size = size_of_partitions(self.partition_size, sum(map(sum, filter(None, rows.values()))))
+        return compare([one for file in files for one in _cut(file, files[file], rows[file], size)], known)
+
+    def _rows_of_groups(self, file: str) -> list[int] | None:
+        """Return the number of rows of each row group; None if the file cannot be read."""
+        try:
+            with self._opened(file) as (opened, _):
+                groups = range(opened.metadata.num_row_groups)
+                return [opened.metadata.row_group(group).num_rows for group in groups]
+        except (UnfitFileError, pa.ArrowException):
+            return None
+
+    @contextmanager
+    def _opened(self, file: str) -> Iterator[tuple[pq.ParquetFile, Columns]]:
+        """Open a file; of a remote one the ranges are read that are asked for.
+
+        Raises:
+            UnfitFileError: it is no regular file, or damaged.
+        """
+        with self.reading(file), self.open(file) as ahead_file, self.open(file, buffer_bytes=0) as exact_file:
+            try:
+                opened = pq.ParquetFile(exact_file, buffer_size=_LOCAL_BUFFER, page_checksum_verification=True)
+                if is_url(self.root):
+                    opened = _remote(opened.metadata, ahead_file, exact_file)
+                schema = opened.schema_arrow
+            except (pa.ArrowException, OSError) as error:
+                raise_if_not_damage(error)
+                raise UnfitFileError(Reason.DAMAGED_FILE, f"not parquet: {first_line(error)}") from error
+            yield opened, find_columns(self.uri(file), schema, self.image_column, self.caption_column)
+
+    def scan(self, partition: Partition) -> Iterator[Record | Rejected]:
+        """Yield the rows of a partition."""
+        file = partition.file
+        try:
+            with self._opened(file) as (opened, columns):
+                names = [columns.image, columns.caption, *columns.metadata]
+                for group, start in _groups(opened, partition.start, partition.stop):
+                    for batch in _batches(opened, group, start, names, partition.num_bytes):
+                        yield from scan_batch(self, partition, batch)
+        except UnfitFileError as error:
+            yield rejected(self.prefix(file), error, Location(file=file, version=partition.version))
+
+    def images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
+        """Yield the images of some rows; of other row groups and other columns nothing is read."""
+        file = partition.file
+        try:
+            with self._opened(file) as (opened, columns):
+                starts = dict(_groups(opened, 0, None))
+                for group, some in groupby(locations, lambda location: location.row_group or 0):
+                    if group not in starts:
+                        raise UnfitFileError(Reason.MISSING_IMAGE, f"there is no row group {group}")
+                    batches = _batches(opened, group, starts[group], [columns.image], partition.num_bytes)
+                    yield from images_of_rows(self, file, batches, some)
+        except UnfitFileError as error:
+            name = printable(shown(self.uri(file)))
+            raise DataError(f"{name} is not what it was when it was scanned: {error}") from error
 
 
-def _row_ranges(place: str, size: int, first: int) -> Iterator[tuple[int, int]]:
-    """Yield the rows of a file from `first` on as ranges that end with a row group; none for an empty file.
+def _remote(metadata: pq.FileMetaData, ahead_file: BinaryIO, exact_file: BinaryIO) -> pq.ParquetFile:
+    """Open a remote file so that few requests are made: small row groups whole, several with one request."""
+    sizes = [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
+    is_small = max(sizes, default=0) <= _WHOLE_GROUP
+    return pq.ParquetFile(
+        ahead_file if is_small else exact_file,
+        metadata=metadata,
+        buffer_size=0 if is_small else storage.BLOCK_BYTES,
+        pre_buffer=is_small,
+        page_checksum_verification=True,
+    )
 
-    Raises:
-        MachineError: The file cannot be read, and could be when the source was opened.
-    """
+
+def _cut(file: str, entry: Entry, rows: list[int] | None, size: int) -> list[Partition]:
+    """Cut a file into partitions of at least `size` rows that end with a row group."""
+    name = key_of(name_of(file)) or "rows"
+    if rows is None:
+        return [Partition(id=name, file=file, version=entry.version, num_bytes=entry.size)]
+    ranges, start, stop = [], 0, 0
+    for number, num_rows in enumerate(rows):
+        stop += num_rows
+        if stop > start and (stop - start >= size or number == len(rows) - 1):
+            ranges.append((start, stop))
+            start = stop
+    if stop > start:
+        ranges.append((start, stop))
+    return [
+        Partition(id=f"{name}#{start}", file=file, start=start, stop=stop, version=entry.version,
+                  num_bytes=entry.size * (stop - start) // sum(rows), num_records=stop - start)
+        for start, stop in ranges
+    ]  # fmt: skip
+
+
+def _groups(opened: pq.ParquetFile, start: int, stop: int | None) -> Iterator[tuple[int, int]]:
+    """Yield the row groups that lie between two rows, each with its first row."""
+    end = 0
+    for group in range(opened.metadata.num_row_groups):
+        begin, end = end, end + opened.metadata.row_group(group).num_rows
+        if begin >= start and (stop is None or begin < stop):
+            yield group, begin
+
+
+def _batches(opened: pq.ParquetFile, group: int, start: int, names: list[str], num_bytes: int) -> Iterator[Batch]:
+    """Yield the rows of a row group; those behind damage are lost."""
+    stop = start + opened.metadata.row_group(group).num_rows
     try:
-        with _opened(place) as file:
-            metadata = file.metadata
+        batches = opened.iter_batches(batch_size=BATCH_ROWS, row_groups=[group], columns=names, use_threads=False)
+        for batch in batches:
+            yield Batch(start, group, batch)
+            start += batch.num_rows
     except (pa.ArrowException, OSError) as error:
-        raise MachineError(f"cannot read {shown(place)}: {first_line(error)}") from error
-    start, end = first, 0
-    for group in range(metadata.num_row_groups):
-        end += metadata.row_group(group).num_rows
-        if end - start >= size:
-            yield start, end
-            start = end
-    if end > start:
-        yield start, end
-
-
-def check_parquet(place: str, image_column: str | None, caption_column: str | None) -> int:
-    """Check that a file is parquet and has the columns; return how many rows it has.
-
-    Raises:
-        DataError: It is damaged, or lacks a column or has it with another type; the message names those that it has.
-    """
-    try:
-        with _opened(place) as file:
-            find_columns(shown(place), file.schema_arrow, image_column, caption_column)
-            return file.metadata.num_rows
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(
-            f"{shown(place)} cannot be read as parquet: {first_line(error)}; fetch it again or take it out"
-        ) from error
-
-
-def _opened(place: str) -> pq.ParquetFile:
-    """Open a local or remote file; of a remote one the ranges are read that are asked for."""
-    source = open_file(place, buffer_bytes=0) if is_url(place) else place
-    return pq.ParquetFile(source, buffer_size=BLOCK_BYTES if is_url(place) else _BUFFER_BYTES, pre_buffer=False)
-
-
-def _rows(place: str, image: str | None, caption: str | None, start: int, stop: int) -> Iterator[Row]:
-    """Yield the rows from `start` up to `stop`."""
-    with _opened(place) as file:
-        image, caption = find_columns(shown(place), file.schema_arrow, image, caption)
-        columns = [image, caption, *metadata_columns(file.schema_arrow, image, caption)]
-        groups, number = _row_groups(file.metadata, start, stop)
-        for batch in file.iter_batches(batch_size=_BATCH_ROWS, row_groups=groups, columns=columns, use_threads=False):
-            for row in range(batch.num_rows):
-                number += 1
-                if start < number <= stop:
-                    yield Row(batch, row, image, caption)
-
-
-def _row_groups(metadata: pq.FileMetaData, start: int, stop: int) -> tuple[list[int], int]:
-    """Return the row groups that hold some of the rows, and the number of the first of their rows."""
-    groups, end, first = [], 0, start
-    for group in range(metadata.num_row_groups):
-        begin, end = end, end + metadata.row_group(group).num_rows
-        if end > start and begin < stop:
-            first = first if groups else begin
-            groups.append(group)
-    return groups, first
+        raise_if_not_damage(error)
+        # A damaged footer can claim any number of rows.
+        yield Batch(start, group, None, min(stop - start, max(num_bytes, 1)), f"row group {group}: {first_line(error)}")

@@ -3,12 +3,19 @@ import pytest
 from streaming import MDSWriter, StreamingDataset
 
 from diffusion.datasets.mds import (
+    Layout,
+    SampleDecoder,
     ShardFormat,
     encode_sample,
+    encode_shard,
+    format_of,
     read_index,
+    read_shard,
+    read_shards,
     remove_mds,
+    shard_name,
+    stored_file,
     write_index,
-    write_shard,
 )
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.files import read_json, write_json
@@ -23,9 +30,13 @@ def write(folder, num=10, shard_bytes=2**20):
     per_shard = num if shard_bytes > num * 200 else 2
     folder.mkdir(parents=True)
     parts = [samples[first : first + per_shard] for first in range(0, num, per_shard)]
-    write_index(
-        folder, [write_shard(folder, n, part, shards, partial=folder / "partial") for n, part in enumerate(parts)]
-    )
+    write_index(folder, [write_shard(folder, n, part, shards) for n, part in enumerate(parts)])
+
+
+def write_shard(folder, number, samples, shards):
+    content, entry = encode_shard(samples, shard_name(number), shards)
+    (folder / stored_file(entry)["basename"]).write_bytes(content)
+    return entry
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -52,13 +63,18 @@ def test_shards_written_one_by_one_are_those_of_streaming(tmp_path, compression)
             writer.write(sample)
     (tmp_path / "ours").mkdir()
     encoded = [encode_sample(sample, columns) for sample in samples]
-    entry = write_shard(tmp_path / "ours", 0, encoded, shards, partial=tmp_path / "partial")
+    entry = write_shard(tmp_path / "ours", 0, encoded, shards)
     write_index(tmp_path / "ours", [entry])
     assert tree(tmp_path / "ours") == tree(tmp_path / "theirs")
+    (found,) = read_shards(tmp_path / "ours")
+    assert (found, format_of(found)) == (entry, shards)
+    assert read_shard(tmp_path / "ours", found) == encoded
+    decoded = SampleDecoder(Layout.of(columns))(encoded[3])
+    assert (decoded["name"], decoded["other"]) == ("äää", {"i": [3]})
 
 
 def test_damage_is_named(tmp_path):
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match=r"index\.json"):
         read_index(tmp_path)
     write(tmp_path / "a", shard_bytes=600)
     shard = tmp_path / "a" / "shard.00001.mds"
@@ -66,6 +82,10 @@ def test_damage_is_named(tmp_path):
     shard.write_bytes(content[:-1])
     with pytest.raises(DataError, match=f"shard.00001.mds has {len(content) - 1} bytes instead of {len(content)}"):
         read_index(tmp_path / "a")
+    for damaged in (content[:-1], content[:-1] + bytes([content[-1] ^ 1])):
+        shard.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"shard\.00001\.mds"):
+            read_shard(tmp_path / "a", read_shards(tmp_path / "a")[1])
     shard.unlink()
     with pytest.raises(DataError, match=r"shard.00001.mds is missing"):
         read_index(tmp_path / "a")

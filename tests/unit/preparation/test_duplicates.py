@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 
-from diffusion.errors import ConfigurationError
-from diffusion.preparation.selection.duplicates import _block_masks, find_duplicates, hash_words
+from diffusion.preparation.duplicates import find_crowded, find_duplicates
 
 BITS = np.uint64(1) << np.arange(64, dtype=np.uint64)
 
@@ -22,18 +21,28 @@ def one_by_one(order, exact, phash, pixels, max_distance, settled) -> list[int]:
     return of
 
 
+def duplicates(order, exact, phash, pixels, max_distance, settled) -> list[int]:
+    """Both steps, as `select` takes them."""
+    crowded = find_crowded(phash.copy(), max_distance)
+    some = np.flatnonzero(np.isin(phash, crowded.values))
+    exact = exact if exact.ndim == 2 else exact[:, None]
+    near = None if max_distance is None else crowded
+    found = find_duplicates(order[some], exact[some], phash[some], pixels[some], settled[some], near)
+    of = np.arange(len(phash))
+    of[some] = some[found]
+    return of.tolist()
+
+
 def find(phash, pixels=None, exact=None, max_distance=4, order=None, settled=None):
     num = len(phash)
-    is_duplicate, of = find_duplicates(
+    return duplicates(
         np.arange(num, dtype=np.uint64) if order is None else np.array(order, np.uint64),
         np.arange(num, dtype=np.uint64) if exact is None else np.array(exact, np.uint64),
         np.array(phash, np.uint64),
         np.ones(num, np.int64) if pixels is None else np.array(pixels),
         max_distance,
-        None if settled is None else np.array(settled, bool),
+        np.zeros(num, bool) if settled is None else np.array(settled, bool),
     )
-    assert (is_duplicate == (of != np.arange(num))).all()
-    return of.tolist()
 
 
 @pytest.mark.parametrize("max_distance", [None, 0, 1, 2, 4, 7, 12, 16])
@@ -48,19 +57,25 @@ def test_equal_to_the_definition_on_crowded_hashes(max_distance):
         phash = phash[first[1]][first[2]]
         pixels = random.integers(1, 4, num)[first[1]][first[2]]
         order = random.permutation(num).astype(np.uint64)
-        settled = np.zeros(num, bool)
-        arguments = (order, content.astype(np.uint64), phash, pixels, max_distance)
-        assert find_duplicates(*arguments)[1].tolist() == one_by_one(*arguments, settled)
+        settled = random.random(num) < 0.2
+        arguments = (order, content.astype(np.uint64), phash, pixels, max_distance, settled)
+        assert duplicates(*arguments) == one_by_one(*arguments)
 
 
-@pytest.mark.parametrize("num", [2, 10_000, 1_000_000, 100_000_000])
-@pytest.mark.parametrize("distance", [0, 1, 4, 10, 16])
-def test_two_near_hashes_agree_in_one_of_the_masks(num, distance):
-    masks = np.array(_block_masks(num, distance))
+@pytest.mark.parametrize(("num", "distance"), [(1000, 16), (30_000, 1), (300_000, 4), (300_000, 6)])
+def test_every_near_pair_is_found(num, distance):
     random = np.random.default_rng(1)
-    for _ in range(300):
-        difference = np.bitwise_or.reduce(BITS[random.choice(64, distance, replace=False)], initial=np.uint64(0))
-        assert ((masks & difference) == 0).any()
+    phash = random.integers(0, 2**64, num, dtype=np.uint64)
+    for i in range(0, 300, 3):
+        changed = random.choice(64, distance + i % 2, replace=False)
+        phash[i + 1] = phash[i] ^ np.bitwise_or.reduce(BITS[changed])
+    phash = phash[random.permutation(num)]
+    crowded = find_crowded(phash.copy(), distance)
+    assert len(crowded.pairs) == len(np.unique(np.sort(crowded.pairs), axis=0))
+    one, other = crowded.values[crowded.pairs].T
+    assert (np.bitwise_count(one ^ other) <= distance).all()
+    assert 50 <= len(crowded.pairs) <= 100
+    assert np.isin(crowded.values, phash).all()
 
 
 def test_the_largest_stays_then_the_first_in_the_order():
@@ -99,9 +114,10 @@ def test_the_order_of_the_arrays_does_not_matter():
     phash ^= BITS[random.integers(0, 64, num)]
     order, exact = random.permutation(num).astype(np.uint64), random.integers(0, 2**64, num, dtype=np.uint64)
     pixels = random.integers(1, 5, num)
-    of = find_duplicates(order, exact, phash, pixels, 4)[1]
+    settled = np.zeros(num, bool)
+    of = np.array(duplicates(order, exact, phash, pixels, 4, settled))
     mixed = random.permutation(num)
-    again = find_duplicates(order[mixed], exact[mixed], phash[mixed], pixels[mixed], 4)[1]
+    again = np.array(duplicates(order[mixed], exact[mixed], phash[mixed], pixels[mixed], 4, settled))
     assert (mixed[again] == of[mixed]).all()
     assert 1000 < (of != np.arange(num)).sum() < 2500
 
@@ -117,22 +133,10 @@ def test_the_number_of_comparisons_grows_about_linearly(monkeypatch):
     for num in (50_000, 200_000):
         compared[0] = 0
         random = np.random.default_rng(num)
-        phash, exact = random.integers(0, 2**64, (2, num), dtype=np.uint64)
-        is_duplicate, _ = find_duplicates(np.arange(num, dtype=np.uint64), exact, phash, np.ones(num, np.int64), 4)
-        assert not is_duplicate.any()
+        assert not len(find_crowded(random.integers(0, 2**64, num, dtype=np.uint64), 4).values)
         assert 0 < compared[0] < 100 * num
 
 
 def test_nothing():
     assert find([]) == []
     assert find([], max_distance=None) == []
-
-
-@pytest.mark.parametrize("distance", [-1, 17])
-def test_wrong_distance(distance):
-    with pytest.raises(ConfigurationError, match=f"duplicates.max_distance is {distance}"):
-        find([1, 2], max_distance=distance)
-
-
-def test_words_of_a_hash():
-    assert hash_words("00000000000000010000000000000002") == [1, 2]

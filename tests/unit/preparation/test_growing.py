@@ -8,7 +8,7 @@ from diffusion.datasets.manifest import PreparedManifest
 from diffusion.errors import DataError
 from diffusion.preparation.config import DuplicatesConfig
 from diffusion.preparation.partitions import merge_shards
-from diffusion.preparation.prepare import prepare
+from tests.tools.preparing import prepare
 from tests.tools.image_files import noise, sample, tree, write_folder, write_tar
 
 OPTIONS = {"edges": [16, 34], "num_workers": 1, "shard_bytes": 8000, "partition_size": 6, "validation_fraction": 0.2}

@@ -1,5 +1,4 @@
-import json
-
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -7,8 +6,8 @@ from safetensors.torch import save_file
 
 from diffusion.config.loading import from_dict
 from diffusion.errors import ConfigurationError, DataError, MachineError
-from diffusion.preparation.config import PrepareConfig
-from diffusion.preparation.selection.plugins import Plugins, load_plugins
+from diffusion.preparation.config import CaptionerConfig, PrepareConfig, ScorerConfig
+from diffusion.preparation.plugins import call_plugin, check_plugins, clean_score, load_plugin, merge_captions
 
 HERE = "tests.unit.preparation.test_plugins"
 RED, GREEN, WHITE = (
@@ -17,102 +16,57 @@ RED, GREEN, WHITE = (
 
 
 class Redness:
-    """A scorer: the mean of the red channel; counts how often it is made and called."""
-
-    made = 0
-
     def __init__(self, scale: float = 1.0) -> None:
-        type(self).made += 1
         self.scale = scale
-        self.batches: list[int] = []
 
     def __call__(self, images, captions):
-        self.batches.append(len(images))
-        return [self.scale * image.resize((1, 1)).getpixel((0, 0))[0] for image in images]
+        return [self.scale * image.getpixel((0, 0))[0] for image in images]
 
 
-class NumCaptions:
-    def __call__(self, images, captions):
-        return torch.tensor([len(texts) for texts in captions])
-
-
-class ColourCaptioner:
-    """A captioner; has no words for white."""
-
-    def __call__(self, images, captions):
-        names = {(255, 0, 0): " a red image\n", (0, 128, 0): "a green image"}
-        return [names.get(image.getpixel((0, 0)), " ") for image in images]
-
-
-class Constant:
-    def __init__(self, values) -> None:
-        self.values = values
-
-    def __call__(self, images, captions):
-        return self.values
-
-
-def plugins(**values) -> Plugins:
-    return load_plugins(from_dict(PrepareConfig, {"sources": ["a"], "out": "b", **values}, "test"))
+def config(**values) -> PrepareConfig:
+    return from_dict(PrepareConfig, {"sources": ["a"], "out": "b", **values}, "test")
 
 
 def scorer(name: str, column: str, **values) -> dict:
     return {"path": f"{HERE}.{name}", "column": column, **values}
 
 
-def test_without_plugins_nothing_changes():
-    [one] = plugins().annotate([RED], [["a"]])
-    assert (one.captions, one.metadata) == (["a"], {})
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (3, 3.0),
+        (True, 1.0),
+        (np.float32(0.5), 0.5),
+        (torch.tensor(2), 2.0),
+        (float("nan"), None),
+        (float("inf"), None),
+        (None, None),
+        ("en", "en"),
+        ("\ud800", "\\ud800"),
+    ],
+)
+def test_results_become_numbers_texts_and_none(value, expected):
+    found = clean_score(value)
+    assert (found, type(found)) == (expected, type(expected))
 
 
-def test_scores_are_columns_and_batches_keep_to_their_size():
-    loaded = plugins(scorers=[scorer("Redness", "redness", batch_size=2), scorer("NumCaptions", "captions_seen")])
-    results = loaded.annotate([RED, GREEN, WHITE], [["a"], ["b", "c"], ["d"]])
-    assert [one.metadata for one in results] == [
-        {"redness": 255.0, "captions_seen": 1},
-        {"redness": 0.0, "captions_seen": 2},
-        {"redness": 255.0, "captions_seen": 1},
-    ]
-    assert loaded.scorers[0][1].batches == [2, 1]  # pyright: ignore
-    json.dumps([one.metadata for one in results])
-
-
-def test_loaded_once_per_process():
-    loaded = [plugins(scorers=[scorer("Redness", "once", arguments={"scale": 3.0})]) for _ in range(3)]
-    [(_, first)] = loaded[0].scorers
-    made = type(first).made  # pyright: ignore
-    assert all(one.scorers[0][1] is first for one in loaded)
-    assert plugins(scorers=[scorer("Redness", "once", arguments={"scale": 4.0})]).scorers[0][1] is not first
-    assert type(first).made == made + 1  # pyright: ignore
-
-
-def test_what_is_no_number_becomes_none():
-    loaded = plugins(scorers=[{**scorer("Constant", "x"), "arguments": {"values": [float("nan"), None, "en"]}}])
-    assert [one.metadata["x"] for one in loaded.annotate([RED] * 3, [["a"]] * 3)] == [None, None, "en"]
+def test_results_must_be_as_many_as_images():
+    one = ScorerConfig(path="a.B", column="x")
+    assert call_plugin(lambda images, captions: torch.ones(2), one, [RED, GREEN], [["a"], ["b"]]) == [1, 1]
+    with pytest.raises(ConfigurationError, match=r"a\.B"):
+        call_plugin(lambda images, captions: [1], one, [RED, GREEN], [["a"], ["b"]])
 
 
 @pytest.mark.parametrize(
-    ("mode", "captions", "generated"),
-    [
-        ("missing", [["r"], ["a green image"], []], [None, [0], None]),
-        ("beside", [["r", "a red image"], ["a green image"], []], [[1], [0], None]),
-        ("instead", [["a red image"], ["a green image"], []], [[0], [0], None]),
-    ],
+    ("mode", "merged"),
+    [("missing", (["r", "new"], [1])), ("beside", (["r", "new"], [1])), ("instead", (["new"], [0]))],
 )
-def test_captions_that_are_written_are_marked(mode, captions, generated):
-    loaded = plugins(captioner={"path": f"{HERE}.ColourCaptioner", "mode": mode}, scorers=[scorer("NumCaptions", "n")])
-    assert loaded.takes_missing_captions
-    given = [["r"], [], []]
-    results = loaded.annotate([RED, GREEN, WHITE], given)
-    assert [one.captions for one in results] == captions
-    assert [one.metadata.get("generated_captions") for one in results] == generated
-    assert [one.metadata["n"] for one in results] == [len(texts) for texts in captions]  # scored with what was written
-    assert given == [["r"], [], []]
-
-
-def test_an_image_without_a_written_caption_keeps_its_own():
-    loaded = plugins(captioner={"path": f"{HERE}.ColourCaptioner", "mode": "instead"})
-    assert loaded.annotate([WHITE], [["w"]])[0].captions == ["w"]
+def test_generated_captions_are_added_or_replace(mode, merged):
+    captioner = config(captioner={"path": "a.B", "mode": mode}).captioner
+    assert merge_captions(" new\n", ["r"], captioner) == merged
+    assert merge_captions("  ", ["r"], captioner) == (["r"], [])
+    with pytest.raises(ConfigurationError, match=r"captioner\.path"):
+        merge_captions(7, [], captioner)
 
 
 @pytest.mark.parametrize(
@@ -120,27 +74,37 @@ def test_an_image_without_a_written_caption_keeps_its_own():
     [
         ({"scorers": [{"path": "tests.absent.Thing", "column": "x"}]}, r"scorers\.0\.path=tests\.absent\.Thing"),
         ({"scorers": [scorer("Redness", "x", arguments={"absent": 1})]}, r"scorers\.0\.arguments"),
-        ({"scorers": [scorer("Redness", "bytes")]}, r"scorers\.0\.column is 'bytes'"),
+        ({"scorers": [scorer("Redness", "bytes")]}, r"scorers\.0\.column=bytes"),
+        ({"scorers": [scorer("Redness", "Key")]}, r"scorers\.0\.column=Key"),
+        ({"scorers": [scorer("Redness", "../x")]}, r"scorers\.0\.column"),
         ({"scorers": [{"path": f"{HERE}.Redness"}]}, r"scorers\.0\.column"),
-        ({"scorers": [scorer("Redness", "x"), scorer("NumCaptions", "x")]}, r"scorers\.1\.column is 'x'"),
-        ({"scorers": [scorer("Redness", "x", batch_size=0)]}, r"scorers\.0\.batch_size is 0"),
-        ({"captioner": {"path": f"{HERE}.ColourCaptioner", "batch_size": 0}}, r"captioner\.batch_size is 0"),
+        ({"scorers": [scorer("Redness", "x"), scorer("Redness", "X")]}, r"scorers\.1\.column=X"),
         ({"captioner": {"path": f"{HERE}.dict_of"}}, r"captioner\.path"),
-        ({"captioner": {"path": "builtins.dict"}}, "cannot be called"),
     ],
 )
-def test_mistakes_are_told_when_loading(values, message):
+def test_mistakes_are_found_before_any_work(values, message):
     with pytest.raises(ConfigurationError, match=message):
-        plugins(**values)
+        check_plugins(config(**values))
 
 
-def test_wrong_answers_are_told():
-    wrong = {**scorer("Constant", "x"), "arguments": {"values": [1, 2]}}
-    with pytest.raises(ConfigurationError, match=r"scorer of 'x', .*Constant: 2 results for 3 images"):
-        plugins(scorers=[wrong]).annotate([RED] * 3, [["a"]] * 3)
-    captioner = {"path": f"{HERE}.Constant", "arguments": {"values": [7]}}
-    with pytest.raises(ConfigurationError, match="returned 7; it must return texts"):
-        plugins(captioner=captioner).annotate([RED], [["a"]])
+def test_what_cannot_be_called_is_no_plugin():
+    with pytest.raises(ConfigurationError, match=r"captioner\.path"):
+        load_plugin(CaptionerConfig(path="builtins.dict"), "captioner")
+
+
+def test_former_import_paths_are_read():
+    former = "diffusion.preparation.selection"
+    given = config(captioner={"path": f"{former}.captioners.ImageToText"},
+                   scorers=[{"path": f"{former}.scorers.AestheticScore", "column": "aesthetic"},
+                            {"path": f"{former}.languages.CaptionLanguage", "column": "language"}])  # fmt: skip
+    assert [given.captioner.path, *(one.path for one in given.scorers)] == [  # pyright: ignore
+        "diffusion.preparation.captioners.ImageToText",
+        "diffusion.preparation.aesthetic.AestheticScore",
+        "diffusion.preparation.languages.CaptionLanguage",
+    ]
+    given.captioner.arguments = {"folder": "f"}  # pyright: ignore
+    given.scorers[0].arguments = {"clip": "c", "head": "h"}
+    check_plugins(given)
 
 
 # languages
@@ -159,7 +123,7 @@ OTHERS = {
 
 @pytest.fixture(scope="module")
 def language():
-    from diffusion.preparation.selection.languages import CaptionLanguage
+    from diffusion.preparation.languages import CaptionLanguage
 
     return CaptionLanguage()
 
@@ -177,11 +141,12 @@ def test_languages_of_images(language):
         ["123 !!"],
         ["42", "a black cat"],
     ]
-    assert language([RED] * 4, captions) == ["en", "mul", None, "en"]
+    assert not language.reads_images
+    assert language([None] * 4, captions) == ["en", "mul", None, "en"]
 
 
 def test_the_expected_language_can_be_another_or_none():
-    from diffusion.preparation.selection.languages import CaptionLanguage
+    from diffusion.preparation.languages import CaptionLanguage
 
     assert CaptionLanguage(prior=1).of("an emoji of tomato") != "en"
     assert CaptionLanguage(expected="nl").of("een film") == "nl"
@@ -219,7 +184,7 @@ def clip(tmp_path_factory):
 
 
 def aesthetic(clip, head, **options):
-    from diffusion.preparation.selection.scorers import AestheticScore
+    from diffusion.preparation.aesthetic import AestheticScore
 
     return AestheticScore(str(clip), str(head), device="cpu", **options)
 
@@ -254,15 +219,9 @@ def test_a_head_of_several_layers(clip, tmp_path):
     assert scores[0][0] != scores[0][1]
 
 
-def test_scores_through_the_configuration(clip, tmp_path):
+def test_scores_of_a_lower_precision(clip, tmp_path):
     save_file({"weight": torch.zeros(1, 8), "bias": torch.tensor([4.5])}, tmp_path / "head.safetensors")
-    arguments = {"clip": str(clip), "head": str(tmp_path / "head.safetensors"), "device": "cpu", "precision": "bf16"}
-    config = {
-        "path": "diffusion.preparation.selection.scorers.AestheticScore",
-        "column": "aesthetic",
-        "arguments": arguments,
-    }
-    assert plugins(scorers=[config]).annotate([RED], [["a"]])[0].metadata == {"aesthetic": 4.5}
+    assert aesthetic(clip, tmp_path / "head.safetensors", precision="bf16")([RED], [["a"]]) == [4.5]
 
 
 def test_absent_and_wrong_weights_say_what_to_put_where(clip, tmp_path):
@@ -290,7 +249,7 @@ def test_absent_and_wrong_weights_say_what_to_put_where(clip, tmp_path):
 
 
 def test_wrong_devices_and_precisions(clip, tmp_path):
-    from diffusion.preparation.selection.scorers import AestheticScore
+    from diffusion.preparation.aesthetic import AestheticScore
 
     with pytest.raises(ConfigurationError, match="precision: 'fp8'"):
         AestheticScore(str(clip), "head", precision="fp8")
@@ -298,6 +257,18 @@ def test_wrong_devices_and_precisions(clip, tmp_path):
         AestheticScore(str(clip), "head", device="gpu!")
     with pytest.raises(MachineError, match="cuda:99"):
         AestheticScore(str(clip), "head", device="cuda:99")
+
+
+def test_the_default_device_is_the_gpu_that_the_worker_was_given(monkeypatch):
+    from diffusion.preparation.model_folders import choose_device
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert choose_device(None).type == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(MachineError, match="cuda"):  # It does not go on with the CPU silently.
+        choose_device(None)
 
 
 # image to text
@@ -337,7 +308,7 @@ def blip(tmp_path_factory):
 
 
 def test_captions_of_a_model_are_repeatable_and_do_not_depend_on_the_batch(blip):
-    from diffusion.preparation.selection.captioners import ImageToText
+    from diffusion.preparation.captioners import ImageToText
 
     noise = [Image.effect_noise((40, 30), 90 * i).convert("RGB") for i in range(1, 4)]
     images = [RED, *noise, GREEN]
@@ -350,16 +321,14 @@ def test_captions_of_a_model_are_repeatable_and_do_not_depend_on_the_batch(blip)
 
 
 def test_a_prompt_begins_each_caption(blip):
-    captioner = {"path": "diffusion.preparation.selection.captioners.ImageToText", "mode": "missing",
-                 "arguments": {"folder": str(blip), "prompt": "a photograph of", "max_new_tokens": 3, "num_beams": 2,
-                               "device": "cpu"}}  # fmt: skip
-    results = plugins(captioner=captioner).annotate([RED, GREEN], [[], ["grass"]])
-    assert results[0].captions[0].startswith("a photograph of")
-    assert (results[1].captions, results[0].metadata) == (["grass"], {"generated_captions": [0]})
+    from diffusion.preparation.captioners import ImageToText
+
+    captioner = ImageToText(str(blip), prompt="a photograph of", max_new_tokens=3, num_beams=2, device="cpu")
+    assert all(caption.startswith("a photograph of") for caption in captioner([RED, GREEN], [[], []]))
 
 
 def test_an_absent_captioner_is_told(tmp_path, blip):
-    from diffusion.preparation.selection.captioners import ImageToText
+    from diffusion.preparation.captioners import ImageToText
 
     with pytest.raises(DataError, match="put an image-to-text model there"):
         ImageToText(str(tmp_path))

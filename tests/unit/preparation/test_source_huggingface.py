@@ -1,3 +1,4 @@
+import os
 import pickle
 import sys
 
@@ -5,8 +6,10 @@ import pyarrow as pa
 import pytest
 
 from diffusion.errors import DataError, MachineError
-from diffusion.preparation.sources.opening import Reason, Record, Refused, open_source, open_sources
+from diffusion.preparation.records import Reason, Record, Rejected
+from diffusion.preparation.sources import open_sources
 from tests.tools.image_files import noise, write_tar
+from tests.tools.sources import open_source, partitions, read, reasons, write_known
 
 datasets = pytest.importorskip("datasets", reason="needs datasets: pip install -e '.[huggingface]'")
 
@@ -44,46 +47,66 @@ class TestOnDisk:
     def test_saved(self, dataset, tmp_path):
         dataset.save_to_disk(tmp_path / "saved", num_shards=3)
         (tmp_path / "saved" / "cache-0123.arrow").write_bytes(b"left by a map")
-        source = open_source(tmp_path / "saved")
-        items = list(source.read())
+        items = read(tmp_path / "saved")
         check(items, "saved/data-00000-of-00003.arrow#0")
         assert len(items) == NUM and len({item.key for item in items}) == NUM
-        partitions = source.partitions(1)
-        assert [one.id for one in partitions] == [f"data-0000{number}-of-00003.arrow" for number in range(3)]
-        assert [item for one in partitions for item in source.only(one).read(one)] == items
-        assert source.partitions(1, partitions[:1]) == partitions
+        ids = [one.id for one in partitions(open_source(tmp_path / "saved"))]
+        assert ids == [f"data-0000{number}-of-00003.arrow" for number in range(3)]
 
-    def test_splits(self, dataset, tmp_path):
+    def test_splits(self, dataset, tmp_path, caplog):
         datasets.DatasetDict(train=dataset, test=dataset.select(range(3))).save_to_disk(tmp_path / "both")
-        assert len(list(open_source(tmp_path / "both").read())) == NUM + 3
-        check(list(open_source(tmp_path / "both" / "train").read()), "train/")
+        assert len(read(tmp_path / "both")) == NUM + 3
+        assert "test, train" in caplog.text
+        check(read(tmp_path / "both" / "train"), "train/")
 
     def test_selected_rows_only(self, dataset, tmp_path):
         dataset.select([4, 2]).save_to_disk(tmp_path / "two")
-        assert [item.captions[0] for item in open_source(tmp_path / "two").read() if isinstance(item, Record)] == [
-            "4",
-            "2",
-        ]
+        assert [captions[0] for captions in reasons(read(tmp_path / "two"))] == ["4", "2"]
 
     def test_damage(self, dataset, tmp_path):
         dataset.save_to_disk(tmp_path / "saved", num_shards=2)
         first, second = sorted((tmp_path / "saved").glob("*.arrow"))
         first.write_bytes(first.read_bytes()[:-600])
-        items = list(open_source(tmp_path / "saved").read())
-        assert [item.reason for item in items if isinstance(item, Refused)] == [Reason.DAMAGED_FILE]
+        items = read(tmp_path / "saved")
+        assert [item.reason for item in items if isinstance(item, Rejected)] == [Reason.DAMAGED_FILE]
         assert sum(isinstance(item, Record) for item in items) == NUM // 2
         second.write_bytes(b"no arrow")
-        with pytest.raises(DataError, match="cannot be read as Arrow"):
+        assert reasons(read(tmp_path / "saved")) == ["damaged_file", "damaged_file"]
+
+    @pytest.mark.parametrize("new", [pa.ipc.new_file, pa.ipc.new_stream])
+    def test_read_on_behind_a_batch_that_is_not_sound(self, tmp_path, new):
+        table = pa.table({"image": [noise(4, 4, number) for number in range(9)], "caption": ["words"] * 9})
+        with new(tmp_path / "x.arrow", table.schema) as writer:
+            writer.write_table(table, max_chunksize=3)
+        content = bytearray((tmp_path / "x.arrow").read_bytes())
+        offsets = b"".join(number.to_bytes(4, "little") for number in (0, 5, 10, 15))
+        start = -1
+        for _ in range(2):
+            start = content.index(offsets, start + 1)
+        content[start : start + 16] = b"".join(number.to_bytes(4, "little") for number in (0, 2**31 - 9, 10, 15))
+        (tmp_path / "x.arrow").write_bytes(content)
+        assert reasons(read(tmp_path / "x.arrow")) == [["words"]] * 3 + ["damaged_file"] * 2 + [["words"]] * 4
+
+    @pytest.mark.timeout(60)
+    def test_pipes(self, dataset, tmp_path):
+        dataset.save_to_disk(tmp_path / "saved", num_shards=2)
+        first, _ = sorted((tmp_path / "saved").glob("*.arrow"))
+        first.unlink()
+        os.mkfifo(first)
+        assert reasons(read(tmp_path / "saved"))[:2] == ["unreadable", ["5", "again"]]
+        (tmp_path / "saved" / "state.json").unlink()
+        os.mkfifo(tmp_path / "saved" / "state.json")
+        with pytest.raises(DataError, match=r"state\.json"):
             open_source(tmp_path / "saved")
 
     def test_file_format_and_columns(self, tmp_path):
         table = pa.table({"photo": [noise(4, 4)], "words": pa.array([b"\xff"]).view(pa.string())})
         with pa.ipc.new_file(tmp_path / "x.arrow", table.schema) as writer:
             writer.write_table(table)
-        with pytest.raises(DataError, match=r"no column image or .*it has photo, words.*--image-column"):
+        with pytest.raises(DataError, match=r"no column image or .*it has photo, words.*image_column"):
             open_source(tmp_path / "x.arrow")
-        (item,) = open_source(tmp_path / "x.arrow", image_column="photo", caption_column="words").read()
-        assert isinstance(item, Refused) and item.reason is Reason.INVALID_UTF8
+        (item,) = read(tmp_path / "x.arrow", image_column="photo", caption_column="words")
+        assert isinstance(item, Rejected) and item.reason is Reason.INVALID_UTF8
 
 
 class TestStreaming:
@@ -92,21 +115,24 @@ class TestStreaming:
         for number, rows in enumerate((range(4), range(4, NUM))):
             dataset.select(rows).to_parquet(tmp_path / "set" / f"train-{number}.parquet")
         source = open_source(f"hf-dataset:{tmp_path / 'set'}:train")
-        items = list(source.read())
+        items = read(f"hf-dataset:{tmp_path / 'set'}:train")
         check(items, "set/00000#0")
         assert [item.key for item in items[3:5]] == ["set/00000#3", "set/00001#0"]
-        partitions = source.partitions(1)
+        second = partitions(source)[1]
         sent = pickle.loads(pickle.dumps(source))
-        assert list(sent.only(partitions[1]).read(partitions[1])) == items[4:]
-        dataset.to_parquet(tmp_path / "set" / "train-2.parquet")
-        grown = open_source(f"hf-dataset:{tmp_path / 'set'}").partitions(1, partitions)
-        assert [one.id for one in grown] == ["00000", "00001", "00002"]
+        assert list(sent.only(second).scan(second)) == items[4:]
+
+    def test_growth(self, dataset, tmp_path):
+        (tmp_path / "set").mkdir()
+        dataset.to_parquet(tmp_path / "set" / "train-0.parquet")
+        known = write_known(tmp_path / "known.parquet", read(f"hf-dataset:{tmp_path / 'set'}"))
+        found = open_source(f"hf-dataset:{tmp_path / 'set'}").partitions(known)
+        assert (list(found.new), list(found.gone), list(found.changed)) == ([], [], [])
 
     def test_webdataset_in_streaming(self, tmp_path):
         (tmp_path / "set").mkdir()
         write_tar(tmp_path / "set" / "train-0.tar", [("0.png", noise(4, 4)), ("0.txt", b"one")])
-        source = open_source(f"hf-dataset:{tmp_path / 'set'}:train", image_column="png", caption_column="txt")
-        (item,) = source.read()
+        (item,) = read(f"hf-dataset:{tmp_path / 'set'}:train", image_column="png", caption_column="txt")
         assert isinstance(item, Record)
         assert (item.image, item.captions) == (noise(4, 4), ["one"])
 

@@ -1,5 +1,6 @@
 import io
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,11 @@ from streaming import MDSWriter
 from streaming.base.format.mds.encodings import mds_encode
 
 from diffusion.errors import DataError
-from diffusion.preparation.prepare import prepare
-from diffusion.preparation.sources.opening import Reason, Record, Refused, open_source, open_sources
-from tests.tools.image_files import noise, write_folder
+from diffusion.preparation.config import LimitsConfig
+from diffusion.preparation.records import Reason, Record, Rejected
+from diffusion.preparation.sources import open_sources
+from tests.tools.image_files import noise
+from tests.tools.sources import details, open_source, partitions, read, reasons, write_known
 
 
 def write_mds(folder: Path, columns: dict[str, str], samples: list[dict], **options) -> Path:
@@ -21,60 +24,52 @@ def write_mds(folder: Path, columns: dict[str, str], samples: list[dict], **opti
     return folder
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("mds")
-    write_folder(root / "set", 12)
-    prepare([root / "set"], root / "prepared", edges=[16, 34], validation_fraction=0.3, num_workers=1)
-    return root / "prepared"
+IMAGES = {f"set/{number:04d}.png": noise(37, 32, number) for number in range(12)}
 
 
-def original(root: Path) -> list[Record | Refused]:
-    return list(open_source(root.parent / "set").read())
+@pytest.fixture
+def prepared(tmp_path) -> Path:
+    """A data set as `prepare` writes it."""
+    root, columns = tmp_path / "prepared", {"image": "bytes", "captions": "json", "width": "int32", "height": "int32"}
+    columns |= {"key": "str", "metadata": "json"}
+    for below, keys in {"train/16-34": list(IMAGES)[:7], "validation/34-up": list(IMAGES)[7:]}.items():
+        samples = [
+            {"image": IMAGES[key], "captions": ["a", "b"], "width": np.int32(37), "height": np.int32(32), "key": key,
+             "metadata": {"score": 1}}
+            for key in keys
+        ]  # fmt: skip
+        write_mds(root / below, columns, samples)
+    (root / "manifest.json").write_text('{"kind": "prepared", "version": 1}')
+    return root
 
 
 class TestPrepared:
     def test_images_captions_and_keys_come_through(self, prepared):
-        source = open_source(prepared)
-        records = {record.key: record for record in source.read() if isinstance(record, Record)}
-        assert (source.kind, source.num_records, len(records)) == ("mds", 12, 12)
-        for one in original(prepared):
-            assert isinstance(one, Record)
-            again = records[f"prepared/{one.key}"]
-            assert (again.image, again.captions) == (one.image, one.captions)
+        records = {item.key: item for item in read(prepared) if isinstance(item, Record)}
+        assert open_source(prepared).kind == "mds"
+        assert {key: record.image for key, record in records.items()} == {
+            f"prepared/{key}": image for key, image in IMAGES.items()
+        }
+        assert all(one.captions == ["a", "b"] and one.metadata == {"score": 1} for one in records.values())
 
     def test_a_split_alone(self, prepared):
-        below = [open_source(prepared / split).num_records or 0 for split in ("train", "validation")]
-        assert sum(below) == 12 and min(below) > 0
-        key = next(iter(open_source(prepared / "validation").read())).key
-        assert key.startswith("validation/set/")
+        items = read(prepared / "validation")
+        assert [item.key for item in items] == [f"validation/{key}" for key in list(IMAGES)[7:]]
 
-    def test_prepared_again_it_is_the_same_images(self, prepared, tmp_path):
-        manifest = prepare([prepared], tmp_path / "again", edges=[16, 34], num_workers=1)
-        assert manifest.kept == 12
-        images = {record.image for record in open_source(tmp_path / "again").read() if isinstance(record, Record)}
-        assert images == {record.image for record in original(prepared) if isinstance(record, Record)}
+    def test_removed_samples_are_rejected(self, prepared, tmp_path):
+        known = write_known(tmp_path / "known.parquet", read(prepared))
+        (prepared / "withdrawn.json").write_text(json.dumps({"train/16-34": [1]}))
+        items = read(prepared)
+        removed = [item for item in items if isinstance(item, Rejected)]
+        assert [(item.key, item.reason) for item in removed] == [("prepared/set/0001.png", Reason.REMOVED)]
+        assert read(prepared / "train" / "16-34")[1].key == "16-34/set/0001.png"
+        found = open_source(prepared).partitions(known)
+        assert [one.file for one in found.changed] == [removed[0].location.file]
+        assert (list(found.new), list(found.gone)) == ([], [])
 
-    def test_withdrawn_samples_are_refused(self, prepared):
-        folder = sorted(path.parent for path in (prepared / "train").rglob("index.json"))[0]
-        below = str(folder.relative_to(prepared))
-        before = open_source(prepared).partitions(100)
-        (prepared / "withdrawn.json").write_text(json.dumps({below: [1]}))
-        try:
-            source = open_source(prepared)
-            refused = [item for item in source.read() if isinstance(item, Refused)]
-            again = source.partitions(100, before)
-            assert list(open_source(folder).read())[1] == Refused(
-                refused[0].key.replace("prepared/", f"{folder.name}/", 1), Reason.WITHDRAWN, refused[0].detail
-            )
-        finally:
-            (prepared / "withdrawn.json").unlink()
-        assert [item.reason for item in refused] == [Reason.WITHDRAWN]
-        assert all(one.fingerprint != two.fingerprint for one, two in zip(before, again, strict=True))
-
-    def test_half_written_and_encoded_data(self, prepared, tmp_path):
-        (tmp_path / "half" / "work.partial").mkdir(parents=True)
-        (tmp_path / "half" / "work.partial" / "x").write_text("")
+    def test_half_written_and_encoded_data(self, tmp_path):
+        (tmp_path / "half").mkdir()
+        (tmp_path / "half" / "scan.json").write_text("{}")
         with pytest.raises(DataError, match="half is half-written"):
             open_source(tmp_path / "half")
         (tmp_path / "encoded").mkdir()
@@ -113,32 +108,28 @@ class TestOthers:
             "width": np.int32(20),
         }
         folder = write_mds(tmp_path / "set", columns, [sample] * 5, compression=compression)
-        source = open_source(folder)
-        items = list(source.read())
+        items = read(folder)
         metadata = {"key": "same", "score": 0.5, "rank": 7, "tags": ["x"], "width": 20}
         assert [item.key for item in items] == [f"set#{number}" for number in range(5)]
         assert all(isinstance(item, Record) and item.captions == ["a", "b"] for item in items)
         assert all(isinstance(item, Record) and item.metadata == metadata for item in items)
         assert {item.image for item in items if isinstance(item, Record)} == {mds_encode("jpeg", sample["jpg"])}
-        assert source.num_records == 5
-        partitions = source.partitions(1)
-        assert len(partitions) > 1, "shards are small"
-        assert [item for one in partitions for item in source.only(one).read(one)] == items
+        assert len(partitions(open_source(folder))) > 1, "shards are small"
 
         pil = write_mds(tmp_path / "pil", {"image": "pil", "text": "str"}, [{"image": original, "text": "x"}])
-        (record,) = open_source(pil).read()
+        (record,) = read(pil)
         assert isinstance(record, Record)
         assert np.array_equal(np.asarray(Image.open(io.BytesIO(record.image))), np.asarray(original))
 
     def test_folders_below_and_named_columns(self, tmp_path):
         for name in ("b", "a/c"):
             write_mds(tmp_path / "set" / name, {"photo": "bytes", "words": "str"}, [{"photo": b"x", "words": name}])
-        items = list(open_source(tmp_path / "set", image_column="photo", caption_column="words").read())
+        items = read(tmp_path / "set", image_column="photo", caption_column="words")
         assert [(item.key, item.captions) for item in items if isinstance(item, Record)] == [
             ("set/a/c#0", ["a/c"]),
             ("set/b#0", ["b"]),
         ]
-        with pytest.raises(DataError, match=r"no column image or .* photo \(bytes\), words \(str\).*--image-column"):
+        with pytest.raises(DataError, match=r"no column image or .* photo \(bytes\), words \(str\).*image_column"):
             open_source(tmp_path / "set")
         with pytest.raises(DataError, match="hold the same files"):
             open_sources([tmp_path / "set", tmp_path / "set" / "b"], image_column="photo", caption_column="words")
@@ -150,25 +141,61 @@ class TestOthers:
         )  # fmt: skip
         index = folder / "index.json"
         index.write_text(index.read_text().replace('["bytes", "bytes"]', '["str", "bytes"]'))
-        long, bad, blank = open_source(folder).read()
+        limits = LimitsConfig(max_caption_characters=60_000, max_word_characters=60_000)
+        long, bad, blank = read(folder, limits=limits)
         assert isinstance(long, Record) and long.captions == ["é" * 60_000]
-        assert [item.reason for item in (bad, blank) if isinstance(item, Refused)] == [
+        assert [item.reason for item in (bad, blank) if isinstance(item, Rejected)] == [
             Reason.INVALID_UTF8,
             Reason.EMPTY_CAPTION,
         ]
 
-    def test_damaged_shards_are_refused_by_their_hash(self, tmp_path):
-        samples = [{"image": noise(12, 12, number), "caption": "x"} for number in range(12)]
+    def test_read_on_behind_damage(self, tmp_path):
+        samples = [{"image": noise(12, 12, number), "caption": "x"} for number in range(24)]
         folder = write_mds(tmp_path / "set", {"image": "bytes", "caption": "str"}, samples)
-        first, second, *_, last = sorted(folder.glob("*.mds"))
-        content = bytearray(second.read_bytes())
-        content[-9] ^= 1
-        second.write_bytes(content)
-        last.write_bytes(last.read_bytes()[:-1])
-        items = list(open_source(folder).read())
-        assert [item.key for item in items if isinstance(item, Refused)] == [f"set/{second.name}", f"set/{last.name}"]
-        assert {item.reason for item in items if isinstance(item, Refused)} == {Reason.DAMAGED_FILE}
-        assert items[0].key == "set#0" and first.name == "shard.00000.mds"
+        shards = json.loads((folder / "index.json").read_text())["shards"]
+        num = shards[0]["samples"]
+        assert num >= 3 and len(shards) >= 6
+        files = [folder / shard["raw_data"]["basename"] for shard in shards]
+
+        def damage(file, position, content):
+            data = bytearray(file.read_bytes())
+            data[position : position + len(content)] = content
+            file.write_bytes(data)
+
+        damage(files[0], -9, b"?")  # In the last image: it is cut out, and may not decode.
+        damage(files[1], 8, b"\xff\xff\xff\xff")  # Where the second sample begins.
+        damage(files[2], 0, b"\xff\xff\xff\xff")  # The number of samples.
+        files[3].write_bytes(files[3].read_bytes()[:-1])
+        files[4].unlink()
+        os.mkfifo(files[4])
+        items = read(folder)
+        assert len(items) == 24
+        lost = [number for number, item in enumerate(items) if isinstance(item, Rejected)]
+        assert lost == [num, num + 1, *range(2 * num, 3 * num), 4 * num - 1, *range(4 * num, 5 * num)]
+        assert {item.reason.value for item in items if isinstance(item, Rejected)} == {"damaged_file", "unreadable"}
+        assert len({item.key for item in items}) == 24
+        kept = [number for number in range(24) if number not in lost and number != num - 1]
+        assert all(items[number].image == samples[number]["image"] for number in kept)
+
         (folder / "index.json").write_text('{"shards": [{}]}')
         with pytest.raises(DataError, match="not the index of an MDS folder"):
             open_source(folder)
+
+    def test_damaged_compression(self, tmp_path):
+        samples = [{"image": noise(12, 12, number), "caption": "x"} for number in range(6)]
+        folder = write_mds(tmp_path / "set", {"image": "bytes", "caption": "str"}, samples, compression="zstd:3")
+        first = sorted(folder.glob("*.zstd"))[0]
+        num = json.loads((folder / "index.json").read_text())["shards"][0]["samples"]
+        first.write_bytes(bytes(first.stat().st_size))
+        items = read(folder)
+        assert reasons(items) == ["damaged_file"] * num + [["x"]] * (6 - num)
+        assert "zstd" in details(items)[0]
+
+    def test_growth(self, tmp_path):
+        columns, samples = {"image": "bytes", "caption": "str"}, [{"image": noise(12, 12), "caption": "x"}] * 6
+        write_mds(tmp_path / "set" / "a", columns, samples)
+        known = write_known(tmp_path / "known.parquet", read(tmp_path / "set"))
+        write_mds(tmp_path / "set" / "b", columns, samples[:1])
+        found = open_source(tmp_path / "set").partitions(known)
+        assert [one.file for one in found.new] == ["b/shard.00000.mds"]
+        assert (list(found.gone), list(found.changed)) == ([], [])

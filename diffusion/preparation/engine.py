@@ -1,0 +1,321 @@
+"""Tasks done by several workers: processes of this machine, or actors of a Ray cluster.
+
+Tasks are independent, results come as they are ready, and a task may be done twice (its node was lost): what it writes
+must not depend on the order, or on who does it.
+"""
+
+import contextlib
+import itertools
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe, wait
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import cloudpickle
+
+from diffusion.errors import ConfigurationError, MachineError
+from diffusion.preparation.config import Engine, PrepareConfig, RayConfig
+
+logger = logging.getLogger(__name__)
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+_DIED = (
+    "a worker died or ran out of memory; what was finished is kept: run the command again, with fewer workers or more "
+    "memory for each; if it dies at the same place, take that file out"
+)
+
+_WAITING = 2
+"""Tasks that a process holds: the one it works on, and the next."""
+
+_RAY_STARTS = 3
+"""Starts of a cluster on this machine: Ray gives its parts 30 s, which a busy machine may not."""
+
+_RAY_BLOCKS = 5_000
+"""Most groups of tasks that Ray schedules: each takes some 5 ms of the driver and 70 kB of its memory."""
+
+_RAY_RETRIES = 20
+"""Attempts for a group of tasks whose actor died; while Ray finds out that a node is lost, several fail at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """Who does the tasks. It does not determine the data."""
+
+    engine: Engine = Engine.processes
+
+    number: int = 1
+    """Processes; with 1 the calling process works. CPUs of a Ray cluster that is started on this machine."""
+
+    ray: RayConfig = field(default_factory=RayConfig)
+
+    @classmethod
+    def of(cls, config: PrepareConfig) -> "Workers":
+        """Workers of a preparation."""
+        return cls(engine=config.engine, number=config.workers or available_cores(), ray=config.ray)
+
+
+def available_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def run(
+    workers: Workers,
+    make: Callable[[], Callable[[Task], Result]],
+    tasks: Iterable[Task],
+    *,
+    num_gpus: float = 0.0,
+) -> Iterator[Result]:
+    """Do tasks and yield their results as they come, in any order.
+
+    Args:
+        workers: who does them.
+        make: called once in each worker; returns the function that does a task. What it loads stays loaded. It is
+            pickled by cloudpickle, so a function of a notebook will do.
+        tasks: small values that can be pickled, like results. Processes take them as they need them.
+        num_gpus: GPUs of each worker, or the share of one. Processes are given the GPUs of this machine in turn, and
+            see no other; with 0 a process of several sees none.
+
+    Raises:
+        UserError: that of a task, as it is; other exceptions likewise, with their traceback as the cause.
+        ConfigurationError: Ray is asked for and not installed.
+        MachineError: a worker died, memory ran out, or Ray cannot be used. What tasks have written stays.
+    """
+    if workers.engine is Engine.ray:
+        return _run_by_ray(workers, make, tasks, num_gpus)
+    if workers.number == 1:
+        return _run_here(make, tasks)
+    return _run_by_processes(workers.number, make, tasks, num_gpus)
+
+
+def _run_here(make: Callable[[], Callable[[Task], Result]], tasks: Iterable[Task]) -> Iterator[Result]:
+    try:
+        yield from map(make(), tasks)
+    except MemoryError as error:
+        raise MachineError(_DIED) from error
+
+
+class _Worker:
+    """Does tasks; an exception is part of the answer, since not all survive the way of a library."""
+
+    def __init__(self, make: bytes) -> None:
+        self._function: Callable[[Any], Any] | None = None
+        self._make = make
+
+    def __call__(self, task: bytes) -> bytes:
+        """Do a pickled task; return the pickled result, exception (or None) and its traceback."""
+        try:
+            self._function = self._function or cloudpickle.loads(self._make)()
+            assert self._function is not None
+            return cloudpickle.dumps((self._function(cloudpickle.loads(task)), None, ""))
+        except Exception as error:  # noqa: BLE001 it is raised in the parent
+            where = traceback.format_exc()
+            with contextlib.suppress(Exception):  # Some cannot be pickled, others not be made again.
+                answer = cloudpickle.dumps((None, error, where))
+                cloudpickle.loads(answer)
+                return answer
+            return cloudpickle.dumps((None, RuntimeError(repr(error)), where))
+
+
+def _result(answer: bytes) -> Any:
+    """Return the result in an answer of a worker, or raise its exception."""
+    result, error, where = cloudpickle.loads(answer)
+    if isinstance(error, MemoryError):
+        raise MachineError(_DIED) from error
+    if error is not None:
+        raise error from RuntimeError(f"in a worker:\n{where}")
+    return result
+
+
+# Processes of this machine. Each is a new interpreter that gets tasks by a pipe. It does not run the main module again.
+
+
+def _run_by_processes(
+    number: int, make: Callable[[], Callable[[Task], Result]], tasks: Iterable[Task], num_gpus: float
+) -> Iterator[Result]:
+    pickled, waiting = cloudpickle.dumps(make), map(cloudpickle.dumps, tasks)
+    gpus = visible_gpus() if num_gpus else []
+    processes: dict[Connection, subprocess.Popen[bytes]] = {}
+    under_way: dict[Connection, int] = {}
+    try:
+        for index, task in enumerate(itertools.islice(waiting, number)):
+            connection, process = _start_process(_gpus_of(index, num_gpus, gpus))
+            processes[connection], under_way[connection] = process, 1
+            connection.send((sys.path, pickled))
+            connection.send_bytes(task)
+        for connection, task in zip(list(processes) * (_WAITING - 1), waiting, strict=False):
+            connection.send_bytes(task)
+            under_way[connection] += 1
+        while any(under_way.values()):
+            for connection in wait([one for one, count in under_way.items() if count]):
+                assert isinstance(connection, Connection)
+                answer = connection.recv_bytes()
+                under_way[connection] -= 1
+                for task in itertools.islice(waiting, 1):
+                    connection.send_bytes(task)
+                    under_way[connection] += 1
+                yield _result(answer)
+    except (EOFError, ConnectionError) as error:
+        raise MachineError(_DIED) from error
+    finally:
+        for connection, process in processes.items():
+            connection.close()
+            process.kill()
+            process.wait()
+
+
+def _start_process(gpus: str) -> tuple[Connection, subprocess.Popen[bytes]]:
+    ours, theirs = Pipe()
+    program = f"from diffusion.preparation.engine import _serve; _serve({theirs.fileno()})"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        pass_fds=[theirs.fileno()],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": gpus},
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is for the parent, which ends its workers.
+    )
+    theirs.close()
+    return ours, process
+
+
+def _serve(descriptor: int) -> None:
+    """Do the tasks that come by a pipe; end at once when the parent does, which ends the pipe."""
+    connection = Connection(descriptor)
+    sys.path[:], make = connection.recv()
+    tasks: SimpleQueue[bytes] = SimpleQueue()
+
+    def receive() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                tasks.put(connection.recv_bytes())
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    worker = _Worker(make)
+    threading.Thread(target=receive, daemon=True).start()
+    while True:
+        connection.send_bytes(worker(tasks.get()))
+
+
+def visible_gpus() -> list[str]:
+    """Names of the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES."""
+    import torch
+
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = given.split(",") if given is not None else list(map(str, range(torch.cuda.device_count())))
+    return names[: torch.cuda.device_count()]
+
+
+def _gpus_of(index: int, num_gpus: float, gpus: list[str]) -> str:
+    """GPUs of a process; none where there are none."""
+    count = min(math.ceil(num_gpus), len(gpus))
+    return ",".join(gpus[(index * count + place) % len(gpus)] for place in range(count))
+
+
+# Ray Data: groups of tasks are its blocks, which a pool of actors maps to blocks of answers.
+
+
+def _run_by_ray(
+    workers: Workers, make: Callable[[], Callable[[Task], Result]], tasks: Iterable[Task], num_gpus: float
+) -> Iterator[Result]:
+    pickled = list(map(cloudpickle.dumps, tasks))
+    if not pickled:
+        return
+    import pyarrow as pa
+
+    ray = _connected(workers)
+    blocks = [pa.table({"task": pickled[start:stop]}) for start, stop in _groups(len(pickled))]
+    resources = {"num_cpus": 1, "num_gpus": num_gpus, **workers.ray.remote_args}
+    try:
+        ray.remote(**resources)(_Actor)
+    except (ValueError, TypeError) as error:
+        raise ConfigurationError(f"ray.remote_args: {error}") from error
+    number = workers.ray.concurrency
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Options without a parameter of their own, like the retries.
+        answers = ray.data.from_arrow(blocks).map_batches(
+            _Actor,
+            fn_constructor_args=[cloudpickle.dumps(make)],
+            batch_size=1,
+            batch_format="pyarrow",
+            compute=ray.data.ActorPoolStrategy(size=number) if number else ray.data.ActorPoolStrategy(min_size=1),
+            **{"max_task_retries": _RAY_RETRIES, **resources},
+        )
+    try:
+        for block in answers.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+            yield from map(_result, block["answer"].to_pylist())
+    except ray.exceptions.RayError as error:
+        raise MachineError(f"{_DIED} (Ray: {type(error).__name__})") from error
+
+
+def _groups(num_tasks: int) -> Iterator[tuple[int, int]]:
+    """Cut many tasks into groups that become smaller towards the end, so that the last actors end together."""
+    number = min(num_tasks, _RAY_BLOCKS)
+    exponent = 1 if num_tasks == number else 2
+    starts = {num_tasks - round(num_tasks * (1 - i / number) ** exponent) for i in range(number + 1)}
+    return itertools.pairwise(sorted(starts))
+
+
+class _Actor:
+    """What an actor of the pool does with a block of tasks."""
+
+    def __init__(self, make: bytes) -> None:
+        import ray
+
+        if not ray.get_gpu_ids():
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        self._worker = _Worker(make)
+
+    def __call__(self, block: Any) -> Any:
+        import pyarrow as pa
+
+        return pa.table({"answer": [self._worker(task) for task in block["task"].to_pylist()]})
+
+
+def _connected(workers: Workers) -> Any:
+    """The module `ray`, connected to a cluster until this process ends."""
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # Of libraries in C++, which write to stderr.
+    try:
+        import ray
+        import ray.data
+        import ray.exceptions
+    except ImportError as error:
+        raise ConfigurationError("Ray is not installed; pip install -e '.[ray]'") from error
+    if not ray.is_initialized():
+        _start(ray, workers.ray.address or os.environ.get("RAY_ADDRESS"), workers.number)
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    for name in ("progress", "execution.operators.map_operator"):  # Bars are off; actors ask for CPUs and GPUs.
+        logging.getLogger(f"ray.data._internal.{name}").setLevel(logging.ERROR)
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = context.print_on_execution_start = False
+    return ray
+
+
+def _start(ray: Any, address: str | None, num_cpus: int) -> None:
+    # Without "local" Ray connects to whatever cluster somebody started on this machine.
+    place = {"address": address} if address else {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
+    for left in reversed(range(1 if address else _RAY_STARTS)):
+        try:
+            ray.init(**place, log_to_driver=False, logging_level=logging.ERROR)
+        except Exception as error:  # Ray raises a bare Exception for a part that does not come up.
+            ray.shutdown()
+            reason = str(error).strip().split("\n")[0].rstrip(".")
+            if not left:
+                where = f"at {address} (ray.address or RAY_ADDRESS)" if address else "on this machine"
+                raise MachineError(
+                    f"Ray cannot be used {where}: {reason}. Free CPU time and memory, or choose the engine `processes`"
+                ) from error
+            logger.warning("Ray did not start (%s); it is tried again", reason)
+        else:
+            return

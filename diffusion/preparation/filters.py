@@ -1,0 +1,352 @@
+"""Conditions on images as SQL (DuckDB): filters and `where`; the reason for which an image is rejected, in which words.
+
+A filter that looks at a column which an image may lack comes in two: with `missing: reject` one named `missing_COLUMN`
+goes before it, so that a score that nobody computed is a line of its own in the manifest.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from diffusion.errors import ConfigurationError
+from diffusion.preparation.buckets import bucket_indices, build_buckets
+from diffusion.preparation.config import ConditionConfig, FiltersConfig, Missing, PrepareConfig
+from diffusion.preparation.metadata import (
+    MEASURES,
+    Tables,
+    add_table,
+    fetch_arrays,
+    identifier,
+    literal,
+    unknown_column,
+)
+from diffusion.preparation.records import WITHOUT_CAPTION, Reason
+
+ColumnSql = Callable[[str], str]
+"""Makes the SQL expression of a column's value from its name, null where an image has none."""
+
+WHERE = "where"
+"""Reason of the images for which `where` is not true."""
+
+_SHOWN = 60
+"""Letters of a value that a detail shows."""
+
+_SPACE = r"\s\v\x1c-\x1f\x{85}\pZ"
+"""White space as Python's `str.split` takes it, for a class of a regular expression of RE2."""
+
+_WORD = r"\pL\pN_"
+"""What words are made of."""
+
+_TRIMMED = " \t\n\r\v\f\xa0"
+
+_WHOLE, _DIGITS = r"^(-?\d+)\.0$", r"\1"
+
+_BETWEEN_CAPTIONS = "\x01"
+
+
+_SCAN_REASON = f"""CASE WHEN reason IN ({", ".join(literal(reason.value) for reason in WITHOUT_CAPTION)})
+    AND len(captions) > 0 THEN '' ELSE reason END"""
+"""Reason of the scan, but for images that a captioner has given captions."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A reason to reject images."""
+
+    name: str
+    """The reason, as the manifest counts it."""
+
+    rejects: str
+    """SQL condition."""
+
+    detail: str
+    """SQL expression of a few words for an image that is rejected."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """All conditions of a configuration, and what they look at."""
+
+    rules: list[Rule]
+    """In the order in which they are applied."""
+
+    keys: list[str]
+    """Of the sources' metadata, for the filters."""
+
+    types: dict[str, str]
+    """SQL type of the keys that `where` names."""
+
+    scan: str = _SCAN_REASON
+    """SQL of the reason of the scan, which comes before the rules."""
+
+    def images(self, tables: Tables, parts: Sequence[int]) -> str:
+        """Write a query of the images of some parts that the rules can look at, with the column `_bucket`."""
+        return f"({tables.named_images(parts, self.types, self.keys)} LEFT JOIN sizes USING (width, height))"
+
+    @property
+    def reason(self) -> str:
+        """SQL of the first reason to reject an image, empty for none."""
+        rules = " ".join(f"WHEN {rule.rejects} THEN {literal(rule.name)}" for rule in self.rules)
+        return f"CASE WHEN {self.scan} <> '' THEN {self.scan} {rules} ELSE '' END"
+
+
+def load_conditions(tables: Tables, config: PrepareConfig, parts: Sequence[int]) -> Conditions:
+    """Write the conditions on the images of some parts, and make the table `sizes` with the bucket of each size.
+
+    Raises:
+        ConfigurationError: a setting is wrong.
+    """
+    keys: list[str] = []
+
+    def column(name: str) -> str:
+        if name in MEASURES or name in tables.scores:
+            return identifier(name)
+        if name not in keys:
+            keys.append(name)
+        return f"_keys[{keys.index(name) + 1}]"
+
+    buckets = build_buckets(config.buckets)
+    sizes = f"SELECT DISTINCT width, height FROM {tables.metadata(parts)} WHERE width IS NOT NULL"
+    columns = fetch_arrays(tables.connection, sizes)
+    names = np.array([*buckets.names, None])[bucket_indices(buckets, columns["width"], columns["height"])]
+    add_table(tables.connection, "sizes", pa.table({**columns, "_bucket": pa.array(names, pa.string())}))
+    too_small = Rule(Reason.TOO_SMALL.value, "_bucket IS NULL", "printf('%d x %d', width, height)")
+    rules, types = [too_small, *build_rules(config.filters, column)], {}
+    if config.where is not None:
+        types = _where_types(tables, config.where, parts)
+        rules.append(Rule(WHERE, f"(\n{config.where}\n) IS NOT TRUE", "''"))
+    return Conditions(rules, keys, types)
+
+
+def build_rules(config: FiltersConfig, column: ColumnSql) -> list[Rule]:
+    """Make the rules that a configuration asks for, the cheap ones first.
+
+    Args:
+        config: the configuration.
+        column: SQL of `width`, `height`, a measure, a score or a key of the source's metadata.
+
+    Returns:
+        The rules, in the order in which they are to be applied; the first that rejects gives the reason. No two have
+        the same name.
+
+    Raises:
+        ConfigurationError: a limit is out of range or contradicts another.
+    """
+    rules = [*_size_rules(config), *_caption_rules(config, column), *_column_rules(config, column)]
+    return _with_distinct_names(rules)
+
+
+def _where_types(tables: Tables, where: str, parts: Sequence[int]) -> dict[str, str]:
+    """Find the SQL types of the keys of the sources' metadata that `where` names, and check it against the columns."""
+    import duckdb
+
+    known = {*map(str.lower, tables.columns)}
+    keys = [name for name in parse_where(where) if name.lower() not in known]
+    if len({key.lower() for key in keys}) < len(keys):
+        raise ConfigurationError(f"where: {where!r} names keys that differ in upper and lower case only; name one")
+    types = tables.key_types(keys, parts)
+    try:
+        images = tables.named_images(parts[:1], types)
+        tables.connection.execute(f"EXPLAIN SELECT 1 FROM {images} WHERE (\n{where}\n)").fetchall()
+    except duckdb.Error as error:
+        message = str(error).partition("\n")[0]
+        column = re.search(r'Referenced column "(.*)" not found', message)
+        raise ConfigurationError(f"where: {unknown_column(tables, column[1]) if column else message}") from error
+    return types
+
+
+def parse_where(where: str) -> list[str]:
+    """List the names in `where`.
+
+    Raises:
+        ConfigurationError: it is not a single expression without queries.
+    """
+    import duckdb
+
+    with duckdb.connect() as connection:
+        [(parsed,)] = connection.execute("SELECT json_serialize_sql(?)", [f"SELECT {where}"]).fetchall()
+    parsed = json.loads(parsed)
+    if parsed["error"]:
+        raise ConfigurationError(f"where: {where!r} is not an SQL expression: {parsed['error_message']}")
+    statement, *others = parsed["statements"]
+    node = statement["node"]
+    expressions = list(_expressions(node))
+    is_single = not others and node["type"] == "SELECT_NODE" and len(node["select_list"]) == 1
+    is_query = {kind for kind, _ in expressions} & {"SUBQUERY", "WINDOW", "STAR", "PARAMETER"}
+    if not is_single or is_query or node["from_table"]["type"] != "EMPTY":
+        raise ConfigurationError(
+            f"where: {where!r}: give one expression on the columns of an image, without queries, windows or parameters"
+        )
+    return list(dict.fromkeys(name for _, name in expressions if name is not None))
+
+
+def _expressions(node: Any) -> Iterator[tuple[str, str | None]]:
+    """Yield the class of each expression of a parsed statement, and the column that it names."""
+    if isinstance(node, dict):
+        if "class" in node:
+            yield node["class"], node["column_names"][0] if node["class"] == "COLUMN_REF" else None
+        node = list(node.values())
+    if isinstance(node, list):
+        for child in node:
+            yield from _expressions(child)
+
+
+def _size_rules(config: FiltersConfig) -> Iterator[Rule]:
+    shortest, ratio = config.min_shorter_side, config.max_aspect_ratio
+    if shortest is not None:
+        _check_range("filters.min_shorter_side", shortest, 1)
+        yield _within("shorter_side", "least(width, height)", shortest, None, " px")
+    if ratio is not None:
+        _check_range("filters.max_aspect_ratio", ratio, 1)
+        yield _within("aspect_ratio", "greatest(width, height) / least(width, height)", None, ratio)
+
+
+def _caption_rules(config: FiltersConfig, column: ColumnSql) -> Iterator[Rule]:
+    words = f"len(regexp_extract_all(caption, '[^{_SPACE}]+'))"
+    for unit, length in (("characters", "length(caption)"), ("words", words)):
+        low, high = getattr(config, f"min_caption_{unit}"), getattr(config, f"max_caption_{unit}")
+        if low is None and high is None:
+            continue
+        _check_limits(f"filters.min_caption_{unit}", low, f"filters.max_caption_{unit}", high, least=1)
+        lengths = f"list_transform(captions, lambda caption: {length})"
+        sides = [_within("", f"list_min({lengths})", low, None, f" {unit}")] if low is not None else []
+        sides += [_within("", f"list_max({lengths})", None, high, f" {unit}")] if high is not None else []
+        detail = f"coalesce({', '.join(f'CASE WHEN {one.rejects} THEN {one.detail} END' for one in sides)})"
+        yield Rule(f"caption_{unit}", " OR ".join(one.rejects for one in sides), detail)
+    if config.keywords:
+        if not all(word.strip() for word in config.keywords):
+            raise ConfigurationError("filters.keywords holds an empty text, which is in every caption; remove it")
+        yield _keyword_rule(config.keywords, [(name, column(name)) for name in config.keyword_columns])
+    elif config.keyword_columns:
+        raise ConfigurationError("filters.keyword_columns are given, but filters.keywords are not; give both")
+
+
+def _keyword_rule(keywords: Sequence[str], columns: Sequence[tuple[str, str]]) -> Rule:
+    """Search captions and columns for whole words in either case."""
+    words = "|".join(f"[{_SPACE}]+".join(map(re.escape, word.split())) for word in keywords)
+    pattern = literal(f"(?i)(?:^|[^{_WORD}])({words})(?:$|[^{_WORD}])")  # RE2 has no look-around.
+    first = f"list_filter(captions, lambda caption: regexp_matches(caption, {pattern}))[1]"
+    texts = [("caption", f"array_to_string(captions, {literal(_BETWEEN_CAPTIONS)})", first)]
+    texts += [(name, f"CAST({sql} AS VARCHAR)", sql) for name, sql in columns]
+    rejects, details = [], []
+    for name, text, shown in texts:
+        rejects.append(f"coalesce(regexp_matches({text}, {pattern}), false)")
+        place = literal(f"' in {name}: ")
+        detail = f"concat('''', regexp_extract({text}, {pattern}, 1), {place}, {_shown(shown)})"
+        details.append(f"WHEN {rejects[-1]} THEN {detail}")
+    return Rule("keyword", " OR ".join(rejects), f"CASE {' '.join(details)} END")
+
+
+def _column_rules(config: FiltersConfig, column: ColumnSql) -> Iterator[Rule]:
+    """Make the rules on columns, each after the rule for its missing values if that is asked for."""
+    present: set[str] = set()
+    rules = [
+        *_allowed_rules(config, column),
+        *(_condition(i, condition, column) for i, condition in enumerate(config.conditions)),
+    ]
+    for name, rule in rules:
+        if config.missing is not Missing.keep and name not in present:
+            present.add(name)
+            yield Rule(f"missing_{name}", f"{column(name)} IS NULL", literal(f"no {name}"))
+        yield rule
+
+
+def _allowed_rules(config: FiltersConfig, column: ColumnSql) -> Iterator[tuple[str, Rule]]:
+    for rule, key, name, values in (
+        ("licence", "filters.licences", config.licence_column, config.licences),
+        ("language", "filters.languages", config.language_column, config.languages),
+    ):
+        if values is None:
+            continue
+        if not values:
+            raise ConfigurationError(f"{key} is an empty list, which no image passes; give some, or null")
+        text = f"lower(trim(CAST({column(name)} AS VARCHAR), {literal(_TRIMMED)}))"
+        yield name, _one_of(rule, column(name), text, [str(value).strip().lower() for value in values])
+    if config.min_aesthetic is not None:
+        _check_range("filters.min_aesthetic", config.min_aesthetic, -math.inf)
+        name = config.aesthetic_column
+        yield name, _number_within("aesthetic", name, column(name), config.min_aesthetic, None)
+
+
+def _condition(index: int, condition: ConditionConfig, column: ColumnSql) -> tuple[str, Rule]:
+    key, name = f"filters.conditions.{index}", condition.column
+    if not name or name == "???":
+        raise ConfigurationError(f"{key}.column is missing: give a measure, a score or a key of the metadata")
+    is_limited = condition.min is not None or condition.max is not None
+    if is_limited == (condition.one_of is not None):
+        raise ConfigurationError(f"{key} on '{name}': give one_of, or min and max or one of them")
+    if condition.one_of is not None:
+        values = [str(value).lower() if isinstance(value, bool) else str(value) for value in condition.one_of]
+        text = f"regexp_replace(CAST({column(name)} AS VARCHAR), {literal(_WHOLE)}, {literal(_DIGITS)})"  # 1.0 is 1.
+        return name, _one_of(f"condition_{name}", column(name), text, [re.sub(_WHOLE, _DIGITS, one) for one in values])
+    _check_limits(f"{key}.min", condition.min, f"{key}.max", condition.max)
+    return name, _number_within(f"condition_{name}", name, column(name), condition.min, condition.max)
+
+
+def _within(name: str, number: str, low: float | None, high: float | None, unit: str = "") -> Rule:
+    """Reject what is below `low` or above `high`; null is neither."""
+    rejects, details = [], []
+    for sign, limit in (("<", low), (">", high)):
+        if limit is not None:
+            rejects.append(f"{number} {sign} {limit!r}")
+            details.append(
+                f"WHEN {rejects[-1]} THEN printf('%g{unit} {sign} %g', ({number})::DOUBLE, {limit!r}::DOUBLE)"
+            )
+    return Rule(name, f"({' OR '.join(rejects)})", f"CASE {' '.join(details)} END")
+
+
+def _number_within(name: str, column: str, value: str, low: float | None, high: float | None) -> Rule:
+    """Reject what is no number, or out of limits; not an image without a value."""
+    number = f"TRY_CAST({value} AS DOUBLE)"
+    limits = _within(name, number, low, high)
+    is_other = f"({value} IS NOT NULL AND NOT coalesce(isfinite({number}), false))"
+    other = f"concat({literal(f'{column} is ')}, {_shown(value)}, ', which is not a number')"
+    return Rule(
+        name, f"({is_other} OR {limits.rejects})", f"CASE WHEN {is_other} THEN {other} ELSE {limits.detail} END"
+    )
+
+
+def _one_of(name: str, value: str, text: str, allowed: Sequence[str]) -> Rule:
+    """Reject what is none of some texts; not an image without a value."""
+    return Rule(name, f"{text} NOT IN ({', '.join(map(literal, allowed))})", _shown(value))
+
+
+def _shown(value: str) -> str:
+    """Put a value into quotes, its beginning if it is long."""
+    text = f"CAST({value} AS VARCHAR)"
+    return f"concat('''', {text}[:{_SHOWN}], CASE WHEN length({text}) > {_SHOWN} THEN '...' ELSE '' END, '''')"
+
+
+def _with_distinct_names(rules: Sequence[Rule]) -> list[Rule]:
+    """Number the rules whose name another one before them has."""
+    names: set[str] = set()
+    result: list[Rule] = []
+    for rule in rules:
+        name, number = rule.name, 2
+        while name in names:
+            name, number = f"{rule.name}_{number}", number + 1
+        names.add(name)
+        result.append(replace(rule, name=name))
+    return result
+
+
+def _check_range(key: str, value: float, low: float) -> None:
+    if not (low <= value < math.inf):
+        limits = "finite" if low == -math.inf else f"finite, and at least {low:g}"
+        raise ConfigurationError(f"{key} is {value}; it must be {limits}")
+
+
+def _check_limits(
+    low_key: str, low: float | None, high_key: str, high: float | None, *, least: float = -math.inf
+) -> None:
+    for key, value in ((low_key, low), (high_key, high)):
+        if value is not None:
+            _check_range(key, value, least)
+    if low is not None and high is not None and low > high:
+        raise ConfigurationError(f"{low_key} is {low} and {high_key} is {high}: no image passes both")

@@ -1,0 +1,201 @@
+"""The folder that a data set is written to: one writer at a time, and nothing there that is not the data set's."""
+
+import _thread
+import errno
+import json
+import logging
+import os
+import secrets
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from diffusion import storage
+from diffusion.datasets.manifest import MANIFEST, SCAN
+from diffusion.errors import DataError, MachineError, UserError
+from diffusion.files import atomic_path, lock, unique_partial
+from diffusion.preparation.metadata import LISTINGS, METADATA, POSITIONS, REMOVED, SCORES, SELECTION
+
+logger = logging.getLogger(__name__)
+
+SPLITS = ("train", "validation")
+"""Folders of the shards."""
+
+WRITER = "writer.json"
+"""File of a data set that says who writes to it, where the file system has no locks."""
+
+_RENEWAL_SECONDS = 30.0
+_STALE_SECONDS = 180.0
+_SETTLING_SECONDS = 2.0
+"""Between writing `writer.json` and reading it back: two that begin at the same time find one of both tokens."""
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
+"""EBADF: NFS locks only what can be opened for writing, which a folder cannot."""
+
+_FILES = ("scores.json", "withdrawn.json", "report.html", "report.json", "partitions.json")
+_FOLDERS_OF_VERSION_1 = ("facts", "refused")
+
+_ALLOWED = (WRITER, LISTINGS, REMOVED, "lost+found")
+"""What may be there before the first scan has begun."""
+
+
+@contextmanager
+def claim(out: str, kind: str | None = None) -> Iterator[None]:
+    """Keep other processes from writing to a data set during the block.
+
+    Args:
+        out: folder of the data set, path or `s3://`; a local one is made.
+        kind: `kind` in the manifest of a data set that may be written to; None where the caller checks what is there.
+
+    Raises:
+        DataError: the folder holds another data set, or other files.
+        MachineError: another process is writing there, or the folder cannot be written to.
+    """
+    with ExitStack() as stack:
+        if storage.is_url(out):
+            stack.enter_context(_heartbeat(out))
+        else:
+            stack.enter_context(_lock_or_heartbeat(out))
+        if kind is not None:
+            _check_content(out, kind)
+        yield
+
+
+def clear_result(out: str) -> None:
+    """Remove what was selected and written; the manifest goes first. What was taken down stays known."""
+    storage.delete([storage.join(out, MANIFEST)])
+    _clear_folders(out, (*SPLITS, POSITIONS, SELECTION))  # Without positions no shard is taken for a finished one.
+    storage.delete(storage.join(out, name) for name in _FILES)
+
+
+def clear(out: str) -> None:
+    """Remove a prepared data set; `scan.json` goes last."""
+    clear_result(out)
+    _clear_folders(out, (SCORES, METADATA, LISTINGS, *_FOLDERS_OF_VERSION_1))
+    storage.delete([storage.join(out, SCAN)])
+
+
+def _clear_folders(out: str, names: Sequence[str]) -> None:
+    for name in names:
+        folder = storage.join(out, name)
+        storage.delete(storage.join(folder, file) for file in storage.list_files(folder))
+        if not storage.is_url(out):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_content(out: str, kind: str) -> None:
+    if storage.exists(storage.join(out, MANIFEST)):
+        values = storage.read_json(storage.join(out, MANIFEST))
+        found = values.get("kind") if isinstance(values, dict) else None
+        if found != kind:
+            raise DataError(
+                f"{storage.shown(out)} holds another data set (kind {found!r}, not {kind!r}); choose another folder"
+            )
+    elif not storage.exists(storage.join(out, SCAN)):
+        if storage.is_url(out):
+            names = {name.partition("/")[0] for name in storage.list_files(out)}
+        else:
+            names = {path.name for path in Path(out).iterdir()}
+        strangers = sorted(name for name in names if not name.startswith(".") and name not in _ALLOWED)
+        if strangers:
+            shown = ", ".join(map(ascii, strangers[:3]))
+            raise DataError(f"{storage.shown(out)} holds other files ({shown}); choose an empty folder")
+
+
+@contextmanager
+def _lock_or_heartbeat(out: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        try:
+            Path(out).mkdir(parents=True, exist_ok=True)
+            stack.enter_context(lock(Path(out), timeout=0))
+        except TimeoutError as error:
+            raise MachineError(f"another process is writing to {out}; wait for it or choose another folder") from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise MachineError(
+                    f"cannot write to {out}: {error.strerror or error}; choose a folder that can be written to"
+                ) from error
+            stack.enter_context(_heartbeat(out))
+        yield
+
+
+@contextmanager
+def _heartbeat(out: str) -> Iterator[None]:
+    """Hold `writer.json`, renewed by a thread; one that is not renewed any more is taken over."""
+    uri, token, done = storage.join(out, WRITER), secrets.token_hex(8), threading.Event()
+    if message := _other_writer(uri, token):
+        raise MachineError(message)
+    _sign(uri, token)
+    done.wait(_SETTLING_SECONDS)
+    if message := _other_writer(uri, token):
+        raise MachineError(message)
+    lost = []
+
+    def renew() -> None:
+        while not done.wait(_RENEWAL_SECONDS):
+            try:
+                if message := _other_writer(uri, token):
+                    lost.append(message)
+                    _thread.interrupt_main()
+                    return
+                _sign(uri, token)
+            except UserError as error:
+                logger.warning("%s; it is tried again", error)
+
+    thread = threading.Thread(target=renew, name="writer", daemon=True)
+    thread.start()
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if lost:
+            raise MachineError(lost[0]) from error
+        raise
+    finally:
+        done.set()
+        thread.join()
+        if not lost:
+            storage.delete([uri])
+
+
+def _sign(uri: str, token: str) -> None:
+    writer = {"host": socket.gethostname(), "pid": os.getpid(), "token": token, "time": time.time()}
+    if storage.is_url(uri):
+        storage.write_json(uri, writer)
+        return
+    with atomic_path(Path(uri), partial=unique_partial(Path(uri))) as partial:  # Others may write it, too.
+        partial.write_text(json.dumps(writer))
+
+
+def _other_writer(uri: str, token: str) -> str | None:
+    """Say who else writes; None if nobody does."""
+    if not storage.exists(uri):
+        return None
+    writer = storage.read_json(uri)
+    try:
+        age = time.time() - writer["time"]
+        if writer["token"] == token or age > _STALE_SECONDS or _is_dead(writer["host"], writer["pid"]):
+            return None
+        place = f"process {writer['pid']} of {writer['host']}"
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{storage.shown(uri)} is damaged ({error!r}); delete it") from error
+    return (
+        f"{place} is writing to {storage.shown(uri).rpartition('/')[0]} (a sign of life {age:.0f} s ago); wait for it, "
+        f"or choose another folder. One that has crashed is forgotten after {_STALE_SECONDS:.0f} s"
+    )
+
+
+def _is_dead(host: str, pid: int) -> bool:
+    """Whether a process of this machine has ended."""
+    if host != socket.gethostname():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False

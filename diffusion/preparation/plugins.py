@@ -1,0 +1,182 @@
+"""Captioners and scorers: models that look at decoded images, named by import path.
+
+A plug-in is called with a batch of images and their captions. One with the attribute `reads_images = False` looks at
+captions alone: it gets None in place of each image, and no image is read.
+"""
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from PIL import Image
+
+from diffusion.errors import ConfigurationError, MachineError
+from diffusion.plugins import import_plugin
+from diffusion.preparation.config import CaptionerConfig, CaptionMode, PrepareConfig, ScorerConfig
+from diffusion.preparation.metadata import CAPTIONS, SCHEMA
+from diffusion.preparation.records import clean_text
+
+RESERVED = (*SCHEMA.names, CAPTIONS, "generated_captions", "source", "split", "bucket", "part", "shorter_side",
+            "aspect_ratio", "caption_length")  # fmt: skip
+"""Columns that a scorer cannot write; case does not matter."""
+
+NO_GPU = ("", "-1", "NoDevFiles")
+"""Values of CUDA_VISIBLE_DEVICES of a process without a GPU."""
+
+Config = ScorerConfig | CaptionerConfig
+
+
+class Scorer(Protocol):
+    """Computes a value for each image."""
+
+    def __call__(self, images: Sequence[Image.Image], captions: Sequence[list[str]]) -> Sequence[Any]:
+        """Score a batch.
+
+        Args:
+            images: decoded, upright, mode RGB, of any sizes.
+            captions: of each image, with the generated ones.
+
+        Returns:
+            A number, or a text, or None for each image; of one plug-in either numbers or texts. They must not depend
+            on the other images of the batch.
+        """
+        ...
+
+
+class Captioner(Protocol):
+    """Writes a caption for each image."""
+
+    def __call__(self, images: Sequence[Image.Image], captions: Sequence[list[str]]) -> Sequence[str]:
+        """Caption a batch.
+
+        Args:
+            images: decoded, upright, mode RGB, of any sizes.
+            captions: those of the source; a list may be empty.
+
+        Returns:
+            A caption for each image; a blank one counts as none. They must not depend on the other images of the batch.
+        """
+        ...
+
+
+def named_plugins(config: PrepareConfig) -> list[tuple[str, Config]]:
+    """List the captioner and the scorers with their keys, in the order in which they run."""
+    captioner = [] if config.captioner is None else [("captioner", config.captioner)]
+    return [*captioner, *((f"scorers.{i}", scorer) for i, scorer in enumerate(config.scorers))]
+
+
+def check_plugins(config: PrepareConfig) -> None:
+    """Import captioner and scorers, without loading their models, and check the columns.
+
+    Raises:
+        ConfigurationError: one cannot be imported or refuses its arguments, or a column is reserved or given twice.
+    """
+    seen = {name.lower(): "that name is reserved" for name in RESERVED}
+    for key, plugin in named_plugins(config):
+        if isinstance(plugin, ScorerConfig):
+            name = plugin.column.lower()
+            if not name.isidentifier() or name in seen:
+                reason = seen.get(name, "it must consist of letters, digits and underscores")
+                raise ConfigurationError(f"{key}.column={plugin.column}: {reason}. Choose another name")
+            seen[name] = f"{key} has it, too"
+        import_plugin(plugin, key)
+
+
+def load_plugin(plugin: Config, key: str) -> Any:
+    """Load a captioner or scorer in a worker.
+
+    Args:
+        plugin: its configuration.
+        key: of the configuration, for messages.
+
+    Raises:
+        ConfigurationError: it cannot be imported or called, or refuses its arguments.
+        DataError: weights are not where they should be.
+        MachineError: it is to have a GPU, and the worker has none.
+    """
+    if plugin.num_gpus and not _sees_gpu():
+        raise MachineError(
+            f"{key}.num_gpus is {plugin.num_gpus:g}, but a worker has no GPU. Check the driver with nvidia-smi and the "
+            "resources of the cluster with `ray status`, or set num_gpus to 0 to compute on the CPU"
+        )
+    with contextlib.nullcontext() if plugin.num_gpus else _hidden_gpus():
+        loaded = import_plugin(plugin, key)(**plugin.arguments)
+    if not callable(loaded):
+        raise ConfigurationError(f"{key}.path={plugin.path} makes an object that cannot be called with images")
+    return loaded
+
+
+def _sees_gpu() -> bool:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return visible not in NO_GPU
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@contextlib.contextmanager
+def _hidden_gpus() -> Iterator[None]:
+    """Hide the GPUs from a plug-in that has none: its values must not depend on the process that runs it."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        yield
+    finally:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+        if visible is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
+
+
+def call_plugin(
+    plugin: Any, config: Config, images: Sequence[Image.Image | None], captions: Sequence[list[str]]
+) -> list[Any]:
+    """Call a plug-in with a batch and check the number of results.
+
+    Raises:
+        ConfigurationError: there is not one result for each image.
+    """
+    results = list(plugin(images, captions))
+    if len(results) != len(captions):
+        raise ConfigurationError(
+            f"{config.path} returned {len(results)} results for {len(captions)} images; it must return one for each"
+        )
+    return results
+
+
+def merge_captions(text: Any, captions: Sequence[str], config: CaptionerConfig) -> tuple[list[str], list[int]]:
+    """Add a generated caption to those of an image.
+
+    Args:
+        text: result of the captioner.
+        captions: those of the source.
+        config: the captioner's configuration.
+
+    Returns:
+        All captions, and the indices of the generated ones among them.
+
+    Raises:
+        ConfigurationError: the result is no text.
+    """
+    if text is not None and not isinstance(text, str):
+        raise ConfigurationError(f"captioner.path={config.path} returned {text!r}; it must return texts")
+    text = clean_text(text or "").strip()
+    if not text:
+        return list(captions), []
+    kept = [] if config.mode is CaptionMode.instead else list(captions)
+    return [*kept, text], [len(kept)]
+
+
+def clean_score(value: Any) -> float | str | None:
+    """Convert a result of a scorer: numbers of any library to float, NaN and infinity to None."""
+    if isinstance(value, str):
+        return clean_text(value)
+    if value is None:
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return clean_text(str(value))
+    return number if math.isfinite(number) else None

@@ -1,0 +1,464 @@
+"""Select: which images are kept, in which order, decided by SQL over the metadata without a look at an image.
+
+    metadata + scores --filters, where--> reasons --duplicates--> --small buckets--> kept rows --windows--> write tasks
+
+A validation image is one with mix(key_hash, seed, "validation") < fraction * 2^64; within a bucket samples are written
+by ascending mix(key_hash, seed, "order") of each window. Neither depends on partitions or workers. The result of a
+generation is `selection/GENERATION.json` and two parquet files beside it (docs/architecture.md).
+"""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import xxhash
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from diffusion import storage
+from diffusion.config.data import named_size
+from diffusion.config.loading import to_dict
+from diffusion.datasets.buckets import SizeBuckets
+from diffusion.errors import ConfigurationError, DataError
+from diffusion.files import atomic_path
+from diffusion.preparation.buckets import bucket_indices, build_buckets
+from diffusion.preparation.config import DuplicatesConfig, PrepareConfig
+from diffusion.preparation.duplicates import find_crowded, find_duplicates
+from diffusion.preparation.filters import build_rules, load_conditions, parse_where
+from diffusion.preparation.metadata import (
+    SCORES,
+    SELECTION,
+    Tables,
+    add_table,
+    fetch_arrays,
+    groups,
+    identifier,
+    literal,
+    open_tables,
+    part_name,
+)
+from diffusion.preparation.records import Reason
+
+if TYPE_CHECKING:
+    import duckdb
+
+    from diffusion.preparation.scan import Scan
+
+logger = logging.getLogger(__name__)
+
+WINDOWS_PER_TASK = 8
+"""Windows of a write task: the rest of a shard is carried from one to the next."""
+
+ROWS_PER_GROUP = 131_072
+"""Rows of a row group of the files."""
+
+SETTINGS = ("buckets", "validation_fraction", "seed", "shard_mb", "window_mb", "compression", "hashes", "filters",
+            "where", "duplicates")  # fmt: skip
+"""Keys of the configuration that determine a selection, or the shards that are written of it."""
+
+TRAIN, VALIDATION = "train", "validation"
+
+KEPT = pa.schema(
+    {"task": pa.int32(), "window": pa.int32(), "part": pa.int32(), "row": pa.int32(), "split": pa.string(),
+     "bucket": pa.string(), "order": pa.uint64()}
+)  # fmt: skip
+REJECTED = pa.schema({"part": pa.int32(), "row": pa.int32(), "reason": pa.string(), "duplicate_of": pa.string()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Images and the bytes of their files."""
+
+    images: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """The selection of a generation, as `selection/GENERATION.json`."""
+
+    generation: int
+
+    identity: str
+    """Changes with settings, metadata, scores and the selections of earlier generations."""
+
+    settings: dict[str, Any]
+
+    sources: dict[str, dict[str, int]]
+    """Images by source and reason; the reason of kept images is empty."""
+
+    places: dict[str, Counts]
+    """Kept images by `SPLIT/BUCKET`."""
+
+    first_task: int
+    """Number of its first write task: tasks are numbered over all generations."""
+
+    tasks: list[list[list[int]]]
+    """Parts of each window of each write task."""
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Rejected images by reason, sorted."""
+        names = sorted({reason for counts in self.sources.values() for reason in counts if reason})
+        return {name: sum(counts.get(name, 0) for counts in self.sources.values()) for name in names}
+
+    @property
+    def seen(self) -> int:
+        """Images of all sources."""
+        return sum(sum(counts.values()) for counts in self.sources.values())
+
+    @property
+    def kept(self) -> int:
+        """Images that are to be written."""
+        return sum(counts.get("", 0) for counts in self.sources.values())
+
+
+def mix(key_hash: NDArray[np.uint64], seed: int, purpose: str) -> NDArray[np.uint64]:
+    """Draw 64 random bits for each key, for ever the same ones.
+
+    With h = key_hash + xxh3_64("PURPOSE SEED"), all modulo 2^64, it is the output function of splitmix64 (Steele, Lea
+    and Flood 2014): h = (h ^ h >> 30) * 0xBF58476D1CE4E5B9; h = (h ^ h >> 27) * 0x94D049BB133111EB; h ^ h >> 31.
+
+    Args:
+        key_hash: uint64 [N].
+        seed: of the preparation.
+        purpose: what they are drawn for.
+
+    Returns:
+        uint64 [N].
+    """
+    bits = key_hash + np.uint64(xxhash.xxh3_64_intdigest(f"{purpose} {seed}"))
+    bits = (bits ^ bits >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ bits >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return bits ^ bits >> np.uint64(31)
+
+
+# Selections of a data set
+
+
+def check(config: PrepareConfig) -> None:
+    """Check the settings of a selection as far as that is possible without the metadata.
+
+    Raises:
+        ConfigurationError: one is wrong.
+    """
+    build_buckets(config.buckets)
+    build_rules(config.filters, identifier)
+    if config.where is not None:
+        parse_where(config.where)
+
+
+def select(
+    out: str, config: PrepareConfig, scan: "Scan", *, memory_bytes: int | None = None, progress: bool = False
+) -> Selection:
+    """Select the images of each generation, unless that was done with the same settings, metadata and scores.
+
+    Args:
+        out: folder of the data set.
+        config: the preparation.
+        scan: partitions and sources; all partitions have been scanned.
+        memory_bytes: limit of DuckDB; None is a share of the memory.
+        progress: show a bar on stderr.
+
+    Returns:
+        The selection of the newest generation.
+
+    Raises:
+        ConfigurationError: a setting is wrong.
+        DataError: a partition has not been scanned, or all buckets are too small.
+        MachineError: something cannot be read or written.
+    """
+    check(config)
+    earlier: list[Selection] = []
+    for generation in range(max((partition.generation for partition in scan.partitions), default=0) + 1):
+        identity = _identity(out, config, scan, earlier, generation)
+        if storage.exists(_uri(out, f"{generation}.json")):
+            found = read_selection(out, generation)
+            if found.identity == identity:
+                earlier.append(found)
+                continue
+        with open_tables(out, scan, scratch=config.scratch, memory_bytes=memory_bytes) as tables:
+            earlier.append(_select(out, config, tables, earlier, identity, progress))
+    return earlier[-1]
+
+
+def read_selection(out: str, generation: int) -> Selection:
+    """Read the selection of a generation.
+
+    Raises:
+        DataError: there is none, or it is damaged.
+    """
+    uri = _uri(out, f"{generation}.json")
+    values = storage.read_json(uri)
+    try:
+        places = {name: Counts(**counts) for name, counts in values.pop("places").items()}
+        return Selection(places=places, **values)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise DataError(f"{uri} is damaged ({error!r}); remove it and select again") from error
+
+
+def kept_rows(out: str, generation: int, task: int) -> pa.Table:
+    """Read the kept images of a write task; of the file only the row groups that hold some.
+
+    Args:
+        out: folder of the data set.
+        generation: of the task.
+        task: its number over all generations.
+
+    Returns:
+        task, window, part, row, split, bucket, order; by window, part and row.
+    """
+    with storage.open_file(_uri(out, f"{generation}-kept.parquet")) as file:
+        parquet = pq.ParquetFile(file)
+        groups = []
+        for number in range(parquet.num_row_groups):
+            tasks = parquet.metadata.row_group(number).column(0).statistics
+            if tasks.min <= task <= tasks.max:
+                groups.append(number)
+        table = parquet.read_row_groups(groups)
+    return table.filter(pc.equal(table["task"], task))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _uri(out: str, name: str) -> str:
+    return storage.join(out, SELECTION, name)
+
+
+def _identity(out: str, config: PrepareConfig, scan: "Scan", earlier: Sequence[Selection], generation: int) -> str:
+    """Hash what determines a selection: settings, earlier selections, partitions, and the identities of the scores."""
+    parts = [one for one in scan.partitions if one.generation <= generation]
+    files = [(one.partition.id, one.partition.file, one.partition.version, one.partition.start, one.partition.stop)
+             for one in parts]  # fmt: skip
+    places = [(one.number, scan.sources[one.source].name, one.generation) for one in parts]
+    names = {part_name(one.number) for one in parts}
+    listed = sorted(storage.list_files(storage.join(out, SCORES)), reverse=True)
+    first_files = {Path(name).parent.name: name for name in listed if Path(name).name in names}
+    scores = {column: _score_identity(storage.join(out, SCORES, name)) for column, name in first_files.items()}
+    made_of = [_settings(config), [one.identity for one in earlier], scan.settings, places, files, scores]
+    return xxhash.xxh3_128_hexdigest(json.dumps(made_of, sort_keys=True))
+
+
+def _score_identity(uri: str) -> str:
+    with storage.open_file(uri) as file:
+        return ((pq.read_schema(file).metadata or {}).get(b"identity") or b"").decode()
+
+
+def _settings(config: PrepareConfig) -> dict[str, Any]:
+    values = to_dict(config)
+    return {name: values[name] for name in SETTINGS}
+
+
+# Selection of a generation
+
+
+def _select(
+    out: str, config: PrepareConfig, tables: Tables, earlier: Sequence[Selection], identity: str, progress: bool
+) -> Selection:
+    generation, connection = len(earlier), tables.connection
+    _load_rows(out, config, tables, earlier, progress)
+    connection.execute("CREATE TABLE duplicates (part INT, row_number INT, of_part INT, of_row INT, same BOOLEAN)")
+    if config.duplicates is not None and (config.duplicates.exact or config.duplicates.near):
+        _find_duplicates(connection, config.duplicates)
+    _move_small_buckets(connection, config, {name for one in earlier for name in one.places})
+    _decide(connection)
+    tasks = _cut_windows(connection, config)
+    first_task = sum(len(one.tasks) for one in earlier)
+    uri = _uri(out, f"{generation}.json")
+    storage.delete([uri])  # It must not name files that are not its own.
+    _write_files(out, tables, generation, tasks, first_task)
+    sources: dict[str, dict[str, int]] = {}
+    counted = "SELECT source, reason, count(*) FROM decided JOIN parts USING (part) GROUP BY ALL ORDER BY ALL"
+    for source, reason, count in connection.execute(counted).fetchall():
+        sources.setdefault(source, {})[reason] = count
+    counted = f"SELECT {_PLACE}, count(*), sum(bytes)::BIGINT FROM decided WHERE reason = '' GROUP BY 1 ORDER BY 1"
+    places = {place: Counts(images=num, bytes=size) for place, num, size in connection.execute(counted).fetchall()}
+    selection = Selection(
+        generation=generation,
+        identity=identity,
+        settings=_settings(config),
+        sources=sources,
+        places=places,
+        first_task=first_task,
+        tasks=tasks,
+    )
+    storage.write_json(uri, dataclasses.asdict(selection))
+    logger.info("kept %s of %s images", f"{selection.kept:,}", f"{selection.seen:,}")
+    return selection
+
+
+_SPLIT = f"CASE WHEN is_validation THEN '{VALIDATION}' ELSE '{TRAIN}' END"
+_PLACE = f"concat({_SPLIT}, '/', bucket)"
+
+
+def _load_rows(out: str, config: PrepareConfig, tables: Tables, earlier: Sequence[Selection], progress: bool) -> None:
+    """Make the table `images` of the images of a generation, and of the kept ones of earlier generations."""
+    import duckdb
+
+    generation, connection = len(earlier), tables.connection
+    parts = tables.parts(generation)
+    conditions = load_conditions(tables, config, parts)
+    limit = int(config.validation_fraction * 2**64)
+
+    def order(key_hash: pa.Array) -> pa.Array:
+        return pa.array(mix(key_hash.to_numpy(), config.seed, "order"))
+
+    def is_validation(key_hash: pa.Array) -> pa.Array:
+        return pa.array(mix(key_hash.to_numpy(), config.seed, "validation") < np.uint64(limit))
+
+    for name, function, kind in (("_order", order, "UBIGINT"), ("_is_validation", is_validation, "BOOLEAN")):
+        connection.create_function(name, function, ["UBIGINT"], kind, type="arrow")  # pyright: ignore
+    columns = """part, row_number, width, height, bytes, phash, ('0x' || xxh128[:16])::UBIGINT AS high,
+        ('0x' || xxh128[17:])::UBIGINT AS low, _order(key_hash) AS "order", _is_validation(key_hash) AS is_validation"""
+
+    def insert(some: Sequence[int]) -> str:
+        return f"""SELECT {columns}, _bucket AS bucket, {conditions.reason} AS reason, false AS settled
+            FROM {conditions.images(tables, some)}"""
+
+    connection.execute(f"CREATE TABLE images AS {insert(parts[:1])} LIMIT 0").fetchall()
+    try:
+        for some in tqdm([*groups(parts)], desc="select", mininterval=1.0, disable=not progress):
+            connection.execute(f"INSERT INTO images {insert(some)}").fetchall()
+    except (duckdb.ConversionException, duckdb.OutOfRangeException) as error:
+        raise ConfigurationError(f"where: {str(error).splitlines()[0]}") from error
+    if config.duplicates is None:
+        return
+    for one in earlier:
+        with storage.open_file(_uri(out, f"{one.generation}-kept.parquet")) as file:
+            add_table(connection, "kept", pq.read_table(file, columns=["part", "row"]))
+        for some in groups(tables.parts(one.generation)):
+            connection.execute(f"""INSERT INTO images
+                SELECT {columns}, NULL, '', true FROM {tables.metadata(some)}
+                SEMI JOIN (SELECT part, "row" AS row_number FROM kept) USING (part, row_number)
+                WHERE reason <> '{Reason.REMOVED.value}'""").fetchall()
+
+
+def _find_duplicates(connection: "duckdb.DuckDBPyConnection", config: DuplicatesConfig) -> None:
+    """Fill the table `duplicates`."""
+    hashes = fetch_arrays(connection, "SELECT phash FROM images WHERE reason = ''")["phash"]
+    crowded = find_crowded(hashes, config.max_distance if config.near else None)
+    del hashes
+    add_table(connection, "crowded", pa.table({"phash": crowded.values}))
+    query = """SELECT part, row_number, phash, high, low, width::BIGINT * height AS pixels, "order", settled
+        FROM images SEMI JOIN crowded USING (phash) WHERE reason = ''"""
+    rows = fetch_arrays(connection, query)
+    exact = np.stack([rows["high"], rows["low"]], axis=1)
+    near = crowded if config.near else None
+    of = find_duplicates(rows["order"], exact, rows["phash"], rows["pixels"], rows["settled"], near)
+    dropped = np.flatnonzero((of != np.arange(len(of))) & ~rows["settled"])
+    kept = of[dropped]
+    found = {
+        "part": rows["part"][dropped],
+        "row_number": rows["row_number"][dropped],
+        "of_part": rows["part"][kept],
+        "of_row": rows["row_number"][kept],
+        "same": (exact[dropped] == exact[kept]).all(axis=1),
+    }
+    add_table(connection, "duplicates", pa.table(found))
+
+
+def _move_small_buckets(
+    connection: "duckdb.DuckDBPyConnection", config: PrepareConfig, places: Collection[str]
+) -> None:
+    """Make the table `moves`: where images go whose bucket would hold too few; a null bucket is nowhere."""
+    buckets, least = build_buckets(config.buckets), config.buckets.min_samples or 0
+    kept = "FROM images ANTI JOIN duplicates USING (part, row_number) WHERE reason = '' AND NOT settled"
+    moves: dict[str, Any] = {"width": [], "height": [], "bucket": [], "target": []}
+    if isinstance(buckets, SizeBuckets) and least:
+        counted = f"SELECT bucket, count(*) FILTER (NOT is_validation) {kept} GROUP BY bucket"
+        counts = dict(connection.execute(counted).fetchall())
+        existing = {place.partition("/")[2] for place in places}
+        small = [name for name, count in counts.items() if count < least and name not in existing]
+        large = {name for name, count in counts.items() if count >= least} | existing
+        if small and not large:
+            raise DataError(
+                f"no bucket has {least} images (buckets.min_samples), the largest has {max(counts.values())}: lower "
+                "it, or divide the images into fewer buckets"
+            )
+        sizes = tuple(size for name in buckets.names if name in large and (size := named_size(name)))
+        others = dataclasses.replace(buckets, sizes=sizes)
+        listed = ", ".join(map(literal, small)) or "NULL"
+        moving = f"SELECT DISTINCT width, height, bucket {kept} AND bucket IN ({listed}) ORDER BY ALL"
+        moves = fetch_arrays(connection, moving)
+        targets = bucket_indices(others, moves["width"], moves["height"]) if sizes else []
+        reject = config.buckets.reject_small
+        names = [None if reject or index < 0 else others.names[index] for index in targets]
+        moves = {**moves, "target": names}
+    schema = pa.schema({"width": pa.int32(), "height": pa.int32(), "bucket": pa.string(), "target": pa.string()})
+    add_table(connection, "moves", pa.table(moves, schema=schema))
+
+
+def _decide(connection: "duckdb.DuckDBPyConnection") -> None:
+    """Make the table `decided` of the images of this generation."""
+    connection.execute(f"""CREATE TABLE decided AS
+        SELECT images.part, images.row_number, bytes, is_validation, "order", of_part, of_row,
+            CASE WHEN duplicates.part IS NOT NULL THEN CASE WHEN same THEN '{Reason.DUPLICATE.value}'
+                    ELSE '{Reason.NEAR_DUPLICATE.value}' END
+                WHEN images.reason <> '' THEN images.reason
+                WHEN moves.bucket IS NOT NULL AND target IS NULL THEN '{Reason.SMALL_BUCKET.value}'
+                ELSE '' END AS reason,
+            coalesce(target, images.bucket) AS bucket
+        FROM images LEFT JOIN duplicates USING (part, row_number) LEFT JOIN moves USING (width, height, bucket)
+        WHERE NOT settled""").fetchall()
+    connection.execute("DROP TABLE images")
+
+
+def _cut_windows(connection: "duckdb.DuckDBPyConnection", config: PrepareConfig) -> list[list[list[int]]]:
+    """Put the parts into windows and tasks, in an order drawn from the seed and the number of the part."""
+    query = "SELECT part, sum(bytes)::BIGINT AS bytes FROM decided WHERE reason = '' GROUP BY part ORDER BY part"
+    parts, sizes = fetch_arrays(connection, query).values()
+    order = np.argsort(mix(parts.astype(np.uint64), config.seed, "windows"), kind="stable")
+    windows: list[list[int]] = [[]]
+    num_bytes = 0
+    for part, size in zip(parts[order].tolist(), sizes[order].tolist(), strict=True):
+        if num_bytes >= config.window_mb * 2**20:
+            windows.append([])
+            num_bytes = 0
+        windows[-1].append(part)
+        num_bytes += size
+    windows = [window for window in windows if window]
+    return [windows[start : start + WINDOWS_PER_TASK] for start in range(0, len(windows), WINDOWS_PER_TASK)]
+
+
+def _write_files(out: str, tables: Tables, generation: int, tasks: list[list[list[int]]], first_task: int) -> None:
+    """Write the parquet files of kept and rejected images."""
+    connection = tables.connection
+    placed = [
+        (first_task + task, window, part)
+        for task, windows in enumerate(tasks)
+        for window, parts in enumerate(windows)
+        for part in parts
+    ]
+    schema = pa.schema([("task", pa.int32()), ("window", pa.int32()), ("part", pa.int32())])
+    columns = np.array(placed, np.int32).reshape(-1, 3).T
+    add_table(connection, "placed", pa.table(list(columns), schema=schema))
+    kept = f"""SELECT task, "window", part, row_number AS "row", {_SPLIT} AS split, bucket, "order"
+        FROM decided JOIN placed USING (part) WHERE reason = '' ORDER BY task, "window", part, row_number"""
+    _write_parquet(connection, kept, KEPT, _uri(out, f"{generation}-kept.parquet"))
+    connection.execute("CREATE TABLE stands (of_part INT, of_row INT, key VARCHAR)")
+    stands = "SELECT DISTINCT of_part AS part, of_row AS row_number FROM decided WHERE of_part IS NOT NULL"
+    for some in groups(tables.parts()):
+        keys = f"SELECT part, row_number, key FROM {tables.metadata(some)}"
+        connection.execute(f"INSERT INTO stands {keys} SEMI JOIN ({stands}) USING (part, row_number)").fetchall()
+    rejected = """SELECT part, row_number AS "row", reason, key AS duplicate_of FROM decided
+        LEFT JOIN stands USING (of_part, of_row) WHERE reason <> '' ORDER BY part, row_number"""
+    _write_parquet(connection, rejected, REJECTED, _uri(out, f"{generation}-rejected.parquet"))
+
+
+def _write_parquet(connection: "duckdb.DuckDBPyConnection", query: str, schema: pa.Schema, uri: str) -> None:
+    """Write the result of a query in row groups; the file is there whole or not."""
+    with TemporaryDirectory(prefix="select-") as temporary:
+        path = Path(temporary, "rows.parquet") if storage.is_url(uri) else Path(uri)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(path) as partial, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
+            for batch in connection.sql(query).to_arrow_reader(ROWS_PER_GROUP):
+                writer.write_batch(batch.cast(schema), row_group_size=ROWS_PER_GROUP)
+        if storage.is_url(uri):
+            storage.upload(path, uri)

@@ -1,0 +1,118 @@
+"""Tables of captions in folders of images: metadata.jsonl, captions.csv, metadata.csv."""
+
+import csv
+import io
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from diffusion.errors import DataError
+from diffusion.preparation.records import parse_object
+from diffusion.preparation.sources.reading import UnfitFileError, open_file, printable
+from diffusion.storage import shown
+
+TABLES = ("metadata.jsonl", "captions.csv", "metadata.csv")
+"""Names of a table; at most one of them in a folder."""
+
+FILE_COLUMNS = ("file_name", "file")
+CAPTION_COLUMNS = ("captions", "caption", "text")
+
+
+class Line(NamedTuple):
+    """What a line says about a file."""
+
+    file: str
+    captions: list[Any]
+    metadata: dict[str, Any]
+
+
+def read_lines(uri: str, root: str, limit: int) -> Iterator[Line]:
+    """Yield the lines of a table.
+
+    Args:
+        uri: the table.
+        root: folder of the source, which a link must not lead out of.
+        limit: most bytes of a line.
+
+    Raises:
+        DataError: it cannot be read, is damaged, lacks a column, has one twice, or a line is longer.
+    """
+    try:
+        with open_file(uri, root) as file:
+            yield from (_jsonl if uri.endswith(".jsonl") else _csv)(_Text(file, uri, limit))
+    except UnfitFileError as error:
+        raise DataError(f"{printable(shown(uri))} cannot be read: {error}; mend it or take it out") from error
+
+
+class _Text:
+    """The lines of a table as text; bytes that are not UTF-8 become surrogates."""
+
+    def __init__(self, file: Any, uri: str, limit: int) -> None:
+        self._file, self._shown, self.limit = io.BufferedReader(file), printable(shown(uri)), limit
+        self.number = 0
+
+    def error(self, what: str, number: int | None = None) -> DataError:
+        return DataError(f"{self._shown}, line {number or self.number}: {what}")
+
+    def __iter__(self) -> Iterator[str]:
+        while line := self._file.readline(self.limit + 1):
+            self.number += 1
+            if len(line) > self.limit:
+                raise self.error(f"longer than {self.limit} bytes (limits.max_metadata_kb)")
+            yield line.decode("utf-8-sig" if self.number == 1 else "utf-8", errors="surrogateescape")
+
+
+def _split(line: dict[str, Any], text: _Text, columns: str) -> Line:
+    file_column = next((name for name in FILE_COLUMNS if isinstance(line.get(name), str) and line[name]), None)
+    if file_column is None:
+        raise text.error(f"no file name; one of the {columns} must be {' or '.join(FILE_COLUMNS)}; there is "
+                         f"{_listed(line)}")  # fmt: skip
+    caption_column = next((name for name in CAPTION_COLUMNS if name in line), None)
+    metadata = {name: line[name] for name in line if name not in (file_column, caption_column)}
+    captions = None if caption_column is None else line[caption_column]
+    return Line(line[file_column], captions if isinstance(captions, list) else [captions], metadata)
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(map(ascii, names)) or "none"
+
+
+def _jsonl(text: _Text) -> Iterator[Line]:
+    for line in text:
+        if not line.strip():
+            continue
+        try:
+            parsed = parse_object(line)
+        except ValueError as error:
+            raise text.error(f"{error}; each line must be a JSON object with file_name and text") from error
+        yield _split(parsed, text, "keys")
+
+
+def _csv(text: _Text) -> Iterator[Line]:
+    csv.field_size_limit(max(csv.field_size_limit(), text.limit))
+    rows = csv.reader(text, strict=True)
+    start = 1
+    try:
+        columns = next(rows, [])
+        _check_columns(columns, text)
+        while True:
+            start = rows.line_num + 1
+            row = next(rows, None)
+            if row is None:
+                return
+            if not row:
+                continue
+            if len(row) > len(columns):
+                raise text.error(f"{len(row)} values for {len(columns)} columns; put captions that hold commas in "
+                                 "quotes")  # fmt: skip
+            values = row + [None] * (len(columns) - len(row))
+            yield _split({name: value for name, value in zip(columns, values, strict=True) if name}, text, "columns")
+    except csv.Error as error:
+        raise text.error(f"{error}; is a quote not closed? It must be comma-separated", start) from error
+
+
+def _check_columns(columns: list[str], text: _Text) -> None:
+    for wanted in (FILE_COLUMNS, CAPTION_COLUMNS):
+        if not set(wanted) & set(columns):
+            raise text.error(f"no column {' or '.join(wanted)} in its first line; there is {_listed(columns)}", 1)
+    if twice := [name for name in dict.fromkeys(columns) if name and columns.count(name) > 1]:
+        raise text.error(f"several columns named {_listed(twice)}; rename them", 1)

@@ -1,0 +1,288 @@
+"""Files of sources: names, listing, reading within limits.
+
+Only regular files are opened, and of a local folder only files that lie in it: links that lead out are not followed.
+Credentials come from the environment; they are never part of a source.
+"""
+
+import errno
+import functools
+import json
+import logging
+import os
+import posixpath
+import stat
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from itertools import islice
+from typing import BinaryIO, NamedTuple, TypeVar
+
+from diffusion import storage
+from diffusion.errors import DataError, MachineError
+from diffusion.preparation.records import (
+    Reason,
+    has_surrogates,
+)
+from diffusion.storage import is_url, shown
+
+logger = logging.getLogger(__name__)
+
+REQUESTS = 16
+"""Requests to a store that a worker makes at a time."""
+
+_LOCAL_BUFFER = 2**20
+_OF_THE_FILE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.EINVAL)
+_NO_FILE = "a pipe, a socket or a device, no file"
+_LEADS_OUT = "a link that leads out of the source's folder, which is not followed"
+
+T = TypeVar("T")
+I = TypeVar("I")  # noqa: E741
+
+
+class UnfitFileError(Exception):
+    """A file is not read: why, as a rejection has it."""
+
+    def __init__(self, reason: Reason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason, self.detail = reason, detail
+
+
+class Entry(NamedTuple):
+    """A file of a listing."""
+
+    name: str
+    """Path below the folder, with forward slashes; bytes that are not UTF-8 as surrogates."""
+
+    size: int
+    version: str
+    """Changes with the content."""
+
+    problem: str = ""
+    """Why it cannot be read; empty if it can."""
+
+
+# Names
+
+
+def file_of(name: str) -> str:
+    """Write a file name for a `Location`: as it is, or as JSON where it is not UTF-8 or looks like that."""
+    return json.dumps(name) if has_surrogates(name) or (name[:1] == name[-1:] == '"') else name
+
+
+def name_of(file: str) -> str:
+    """Return the name that `file_of` wrote."""
+    return json.loads(file) if file[:1] == file[-1:] == '"' else file
+
+
+def printable(text: str) -> str:
+    """Escape control characters and bytes that are not UTF-8, which must not reach a terminal."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
+def matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether the parts of a path match those of a pattern, where `**` stands for any number of folders."""
+    if not pattern:
+        return not parts
+    if pattern[0] == "**":
+        return any(matches(parts[start:], pattern[1:]) for start in range(len(parts) + 1))
+    return bool(parts) and fnmatchcase(parts[0], pattern[0]) and matches(parts[1:], pattern[1:])
+
+
+# Listing
+
+
+def list_folder(root: str) -> Iterator[Entry]:
+    """List the files below a folder as a stream, in no order; hidden files and folders are skipped.
+
+    Raises:
+        DataError: there is no such bucket.
+        MachineError: the folder cannot be listed, or the store does not answer.
+    """
+    if not is_url(root):
+        yield from _list_local(root)
+        return
+    prefix = root.rstrip("/") + "/"
+    for file in storage.iterate_files(root):
+        name = file.uri.removeprefix(prefix)
+        if not any(part.startswith(".") or not part for part in name.split("/")):
+            yield Entry(name, file.size, f"{file.size} {file.version}")
+
+
+def _list_local(root: str) -> Iterator[Entry]:
+    top, folders = os.path.realpath(root), [(root, "")]
+    while folders:
+        folder, below = folders.pop()
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    name = f"{below}{entry.name}"
+                    if entry.name.startswith("."):
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append((entry.path, f"{name}/"))
+                    elif not entry.is_symlink():
+                        yield _entry(name, entry.stat())
+                    elif not _is_folder(entry):
+                        yield look_at(entry.path, top, name)
+                    elif leads_out(entry.path, top):
+                        _warn_of_link(printable(entry.path))
+        except OSError as error:
+            where = printable(str(error.filename or folder))
+            raise MachineError(f"cannot list {where}: {error.strerror}; mend that or take the folder out") from error
+
+
+@functools.lru_cache
+def _warn_of_link(path: str) -> None:
+    logger.warning("%s leads out of the source's folder, and is not followed; name its target as a source", path)
+
+
+def _is_folder(entry: "os.DirEntry[str]") -> bool:
+    """Whether a link leads to a folder. It is not followed: inside the source, the folder itself is listed."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+def _entry(name: str, status: os.stat_result) -> Entry:
+    problem = "" if stat.S_ISREG(status.st_mode) else _NO_FILE
+    return Entry(name, status.st_size, f"{status.st_size} {status.st_mtime_ns}", problem)
+
+
+def look_at(uri: str, top: str | None = None, name: str = "") -> Entry:
+    """Look at one file; `top` is the real path of the folder that it must not lead out of."""
+    if is_url(uri):
+        file = storage.stat(uri)
+        return Entry(name, file.size, f"{file.size} {file.version}")
+    try:
+        if top is not None and leads_out(uri, top):
+            return Entry(name, 0, "", _LEADS_OUT)
+        return _entry(name, os.stat(uri))  # noqa: PTH116
+    except OSError as error:
+        return Entry(name, 0, "", error.strerror or "unreadable")
+
+
+def leads_out(path: str, top: str) -> bool:
+    """Whether a local path, with its links followed, lies outside a folder, of which `top` is the real path."""
+    return not os.path.realpath(path).startswith(top.rstrip("/") + "/")
+
+
+# Reading
+
+
+def read_file(uri: str, limit: int) -> bytes:
+    """Read a file that was found in a listing, whole.
+
+    Args:
+        uri: path or URL.
+        limit: most bytes.
+
+    Raises:
+        UnfitFileError: it does not exist, may not be read, is no regular file, or is larger.
+        MachineError: the disk or the network fails.
+    """
+    with _unfit(uri):
+        data = storage.read(uri, stop=limit + 1) if is_url(uri) else _read_local(uri, limit)
+    if len(data) > limit:
+        raise UnfitFileError(Reason.TOO_LARGE, f"more than {limit} bytes")
+    return data
+
+
+def _read_local(path: str, limit: int) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise UnfitFileError(Reason.UNREADABLE, _NO_FILE)
+        if status.st_size > limit:
+            raise UnfitFileError(Reason.TOO_LARGE, f"{status.st_size} bytes are more than {limit}")
+        data = os.read(descriptor, status.st_size + 1)
+        while len(data) < status.st_size and (more := os.read(descriptor, status.st_size - len(data))):
+            data += more
+        return data
+    finally:
+        os.close(descriptor)
+
+
+def open_file(uri: str, root: str | None = None, *, buffer_bytes: int | None = None) -> BinaryIO:
+    """Open a regular file for reading, in ranges of 8 MiB if it is remote.
+
+    Args:
+        uri: path or URL.
+        root: local folder that a link must not lead out of; None where any place is right.
+        buffer_bytes: of a remote file, as of `storage.open_file`.
+
+    Raises:
+        UnfitFileError: as of `read_file`.
+        MachineError: the disk or the network fails.
+    """
+    with _unfit(uri):
+        if is_url(uri):
+            return storage.open_file(uri, buffer_bytes=buffer_bytes)
+        if root is not None and leads_out(uri, os.path.realpath(root)):
+            raise UnfitFileError(Reason.UNREADABLE, _LEADS_OUT)
+        file = os.fdopen(os.open(uri, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", _LOCAL_BUFFER)
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.close()
+            raise UnfitFileError(Reason.UNREADABLE, _NO_FILE)
+        return file
+
+
+@contextmanager
+def _unfit(uri: str) -> Iterator[None]:
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError) as error:
+        raise UnfitFileError(Reason.MISSING_IMAGE, "there is no such file") from error
+    except OSError as error:
+        if isinstance(error, MachineError | DataError) and not isinstance(error, PermissionError):
+            raise
+        if error.errno in _OF_THE_FILE:
+            raise UnfitFileError(Reason.UNREADABLE, os.strerror(error.errno or 0)) from error
+        raise MachineError(f"cannot read {printable(shown(uri))}: {error.strerror}") from error
+
+
+def read_below(root: str, folder: str, path: str, limit: int) -> bytes:
+    """Read the file that a row of a table names; errors as of `read_file`.
+
+    Args:
+        root: folder of the source, which the file must lie in.
+        folder: folder of the table, where the path begins.
+        path: as it stands in the row.
+        limit: most bytes.
+    """
+    path = path.removeprefix(root.rstrip("/") + "/")
+    if is_url(path) or path.startswith("//"):
+        detail = "the row holds a URL, which is not fetched; download the images first, for example with img2dataset"
+        raise UnfitFileError(Reason.MISSING_IMAGE, detail)
+    below = folder.rstrip("/").removeprefix(root.rstrip("/")).strip("/")
+    name = posixpath.normpath(posixpath.join(below, path))
+    if name.startswith(("../", "/")) or name == "..":
+        raise UnfitFileError(Reason.UNREADABLE, "the row's path leads out of the source's folder")
+    uri = storage.join(root, name)
+    if "\0" not in name and not is_url(uri) and leads_out(uri, os.path.realpath(root)):
+        raise UnfitFileError(Reason.UNREADABLE, _LEADS_OUT)
+    return read_file(uri, limit)
+
+
+def parent_of(uri: str) -> str:
+    """Return the folder of a file."""
+    return uri.rpartition("/")[0]
+
+
+def ahead(function: Callable[[I], T], items: Iterable[I], *, parallel: bool) -> Iterator[T]:
+    """Yield what a function returns for each item, in order; if `parallel`, with REQUESTS calls at a time."""
+    if not parallel:
+        yield from map(function, items)
+        return
+    rest = iter(items)
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        try:
+            waiting = [pool.submit(function, item) for item in islice(rest, REQUESTS)]
+            while waiting:
+                result = waiting.pop(0).result()
+                waiting += [pool.submit(function, item) for item in islice(rest, 1)]
+                yield result
+        finally:
+            pool.shutdown(cancel_futures=True)

@@ -1,0 +1,175 @@
+"""One writer at a time for a data set: by flock, or by a file that is renewed where there is none."""
+
+import errno
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+
+import pytest
+
+from diffusion import storage
+from diffusion.errors import DataError, MachineError
+from diffusion.preparation import output
+from diffusion.preparation.output import WRITER, claim
+from tests.tools.s3_server import s3_process, s3_server
+
+__all__ = ["s3_process", "s3_server"]
+
+KIND = "prepared"
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(output, "_SETTLING_SECONDS", 0.1)
+    monkeypatch.setattr(output, "_RENEWAL_SECONDS", 0.1)
+
+
+@pytest.fixture(params=["locked", "without flock", pytest.param("s3", marks=pytest.mark.s3)])
+def out(request, tmp_path, monkeypatch, quick):
+    """A folder of each kind."""
+    if request.param == "s3":
+        request.getfixturevalue("s3_server")
+        return f"s3://tests/{tmp_path.name}"
+    if request.param == "without flock":
+        monkeypatch.setattr(output, "lock", unsupported)
+    return str(tmp_path / "out")
+
+
+def unsupported(*_, **__):
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+def hold(out, begun):
+    with claim(out, KIND):
+        begun.set()
+        time.sleep(60)
+
+
+@pytest.fixture
+def held(out):
+    """Another process that holds it."""
+    begun = FORK.Event()
+    process = FORK.Process(target=hold, args=(out, begun))
+    process.start()
+    assert begun.wait(60)
+    yield process
+    process.kill()
+    process.join()
+
+
+def test_two_processes(out, held):
+    with pytest.raises(MachineError), claim(out, KIND):
+        pass
+
+
+def test_a_killed_one_is_forgotten(out, held):
+    os.kill(held.pid, signal.SIGKILL)
+    held.join()
+    with claim(out, KIND):
+        pass
+    with claim(out, KIND):
+        pass
+    names = storage.list_files(out)
+    assert not names
+
+
+def test_one_of_many_that_begin_at_the_same_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(output, "lock", unsupported)
+    monkeypatch.setattr(output, "_SETTLING_SECONDS", 1.0)
+    winners, start, out = FORK.Value("i", 0), FORK.Event(), str(tmp_path / "out")
+
+    def compete():
+        start.wait(60)
+        try:
+            with claim(out, KIND):
+                with winners.get_lock():
+                    winners.value += 1
+                time.sleep(2)
+        except MachineError:
+            pass
+
+    processes = [FORK.Process(target=compete) for _ in range(6)]
+    for process in processes:
+        process.start()
+    start.set()
+    for process in processes:
+        process.join()
+    assert winners.value == 1, [process.exitcode for process in processes]
+
+
+def test_a_stale_writer_of_another_machine_is_taken_over(tmp_path, monkeypatch, quick):
+    monkeypatch.setattr(output, "lock", unsupported)
+    path = tmp_path / WRITER
+    writer = {"host": "far", "pid": 1, "token": "x", "time": time.time() - 100}
+    path.write_text(json.dumps(writer))
+    with pytest.raises(MachineError, match="far"), claim(str(tmp_path), KIND):
+        pass
+    path.write_text(json.dumps({**writer, "time": time.time() - 200}))
+    with claim(str(tmp_path), KIND):
+        ours = json.loads(path.read_text())
+        assert ours["host"] == socket.gethostname()
+        time.sleep(0.5)
+        assert json.loads(path.read_text())["time"] > ours["time"]
+    assert not path.exists()
+    path.write_text("[]")
+    with pytest.raises(DataError, match=WRITER), claim(str(tmp_path), KIND):
+        pass
+
+
+def test_a_writer_that_was_taken_over_ends(tmp_path, monkeypatch, quick):
+    """It slept: the other's file stays."""
+    monkeypatch.setattr(output, "lock", unsupported)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Libraries of other tests have another.
+    writer = {"host": "far", "pid": 1, "token": "x", "time": time.time()}
+    with pytest.raises(MachineError, match="far"), claim(str(tmp_path), KIND):
+        (tmp_path / WRITER).write_text(json.dumps(writer))
+        threading.Event().wait(10)
+    assert json.loads((tmp_path / WRITER).read_text()) == writer
+
+
+def test_only_data_sets_are_written_to(out):
+    storage.write(storage.join(out, "train", "thesis.doc"), b"precious")
+    with pytest.raises(DataError, match="train"), claim(out, KIND):
+        pass
+    storage.write_json(storage.join(out, "scan.json"), {})
+    with claim(out, KIND):
+        pass
+    storage.write_json(storage.join(out, "manifest.json"), {"kind": "encoded"})
+    with pytest.raises(DataError, match="encoded"), claim(out, KIND):
+        pass
+    with claim(out, "encoded"):
+        pass
+    with claim(out):
+        pass
+    assert storage.read(storage.join(out, "train", "thesis.doc")) == b"precious"
+
+
+def test_leftovers_of_a_scan_that_had_hardly_begun(out):
+    storage.write(storage.join(out, "listings", "000000.parquet"), b"x")
+    with claim(out, KIND):
+        pass
+
+
+def test_a_place_that_cannot_be_a_folder(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(MachineError, match="file"), claim(str(tmp_path / "file" / "out")):
+        pass
+
+
+def test_a_forked_process_that_lives_longer_does_not_hold_the_claim(tmp_path):
+    begun, ended = FORK.Event(), FORK.Event()
+    with claim(str(tmp_path / "out")):
+        child = FORK.Process(target=lambda: (begun.set(), ended.wait(60)))
+        child.start()
+        assert begun.wait(60)
+    try:
+        with claim(str(tmp_path / "out")):
+            assert child.is_alive()
+    finally:
+        ended.set()
+        child.join()

@@ -1,0 +1,151 @@
+"""Tasks by Ray Data on a cluster of several nodes on this machine, and starts of Ray that fail."""
+
+import logging
+import os
+import time
+from collections import Counter
+
+import pytest
+
+from diffusion.errors import ConfigurationError, DataError, MachineError
+from diffusion.preparation import engine
+from diffusion.preparation.config import Engine, RayConfig
+from diffusion.preparation.engine import Workers, run
+
+ray = pytest.importorskip("ray", reason="needs Ray: pip install -e '.[ray]'")
+
+pytestmark = pytest.mark.slow
+
+MEMORY = {"object_store_memory": 80 * 2**20}
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """A head without CPUs, and a node of two CPUs and two GPUs that do not exist."""
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_BACKEND_LOG_LEVEL", "fatal")
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **MEMORY})
+    cluster.add_node(num_cpus=2, num_gpus=2, **MEMORY)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def workers_of(cluster, **options) -> Workers:
+    return Workers(engine=Engine.ray, ray=RayConfig(address=cluster.address, **options))
+
+
+def test_node_that_is_killed_in_the_middle(cluster, tmp_path):
+    """Each actor has a GPU of its own; what the lost node had under way is done by the other."""
+    node = cluster.add_node(num_cpus=2, num_gpus=2, **MEMORY)
+
+    def make():
+        place = ray.get_runtime_context().get_node_id()
+
+        def work(task):
+            time.sleep(0.2)
+            with (tmp_path / f"{task}").open("a") as file:
+                file.write(".")
+            return task, place, os.getpid(), os.environ["CUDA_VISIBLE_DEVICES"]
+
+        return work
+
+    num_tasks, results = 80, []
+    for result in run(workers_of(cluster), make, range(num_tasks), num_gpus=1):
+        results.append(result)
+        if node is not None and len({place for _, place, _, _ in results}) == 2:
+            cluster.remove_node(node, allow_graceful=False)
+            node = None
+    assert sorted(task for task, _, _, _ in results) == list(range(num_tasks))
+    assert sorted(int(path.name) for path in tmp_path.iterdir()) == list(range(num_tasks))
+    gpus = {(place, process): gpu for _, place, process, gpu in results}
+    assert set(gpus.values()) == {"0", "1"}
+    (staying,) = {place for task, place, _, _ in results[-5:]}
+    assert Counter(gpu for (place, _), gpu in gpus.items() if place == staying).keys() == {"0", "1"}
+
+
+def test_errors_come_as_themselves_and_the_cluster_is_used_again(cluster):
+    def make():
+        def work(task):
+            if task == 3:
+                raise DataError("shelf/3.tar: damaged")
+            return len(task)
+
+        return work
+
+    with pytest.raises(DataError, match=r"shelf/3\.tar"):
+        list(run(workers_of(cluster), make, range(3, 6)))
+    with pytest.raises(TypeError):
+        list(run(workers_of(cluster), make, [4]))
+    with pytest.raises(ConfigurationError, match=r"ray\.remote_args"):
+        list(run(workers_of(cluster, remote_args={"num_cpu": 1}), make, ["x"]))
+    assert list(run(workers_of(cluster, concurrency=2), make, [])) == []
+    asked = workers_of(cluster, concurrency=1, remote_args={"num_cpus": 2, "memory": 2**20})
+
+    def environment():
+        return lambda task: (os.getpid(), os.environ["CUDA_VISIBLE_DEVICES"])
+
+    assert len(set(run(asked, environment, range(20)))) == 1
+    assert {gpus for _, gpus in run(asked, environment, range(2))} == {""}
+
+
+def test_actor_that_dies_of_the_same_task_again_and_again_is_one_message(cluster, monkeypatch):
+    monkeypatch.setattr(engine, "_RAY_RETRIES", 1)
+
+    def make():
+        return lambda task: os._exit(1) if task == 2 else task
+
+    with pytest.raises(MachineError):
+        list(run(workers_of(cluster, concurrency=1), make, range(4)))
+
+
+def test_tasks_beyond_the_number_of_blocks_come_in_groups(cluster, monkeypatch):
+    monkeypatch.setattr(engine, "_RAY_BLOCKS", 7)
+
+    def make():
+        return lambda task: task
+
+    assert sorted(run(workers_of(cluster), make, range(100))) == list(range(100))
+
+
+class Starts:
+    """In the place of a cluster that comes up at the last of so many starts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_starts: int) -> None:
+        self.num_starts, self.starts, self.shutdowns = num_starts, [], 0
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        monkeypatch.setattr(ray, "is_initialized", lambda: False)
+        monkeypatch.setattr(ray, "init", self._start)
+        monkeypatch.setattr(ray, "shutdown", self._end)
+
+    def _start(self, num_cpus: int | None = None, address: str | None = None, **options) -> None:
+        self.starts.append(num_cpus or address)
+        if len(self.starts) < self.num_starts:
+            raise Exception("The current node timed out during startup.\nMore lines")
+
+    def _end(self) -> None:
+        self.shutdowns += 1
+
+
+def test_ray_that_is_late_is_started_again(monkeypatch, caplog):
+    caplog.set_level(logging.WARNING)
+    cluster = Starts(monkeypatch, 3)
+    engine._connected(Workers(engine=Engine.ray, number=4))
+    assert (cluster.starts, cluster.shutdowns) == ([4, 4, 4], 2)
+    assert len([record for record in caplog.records if record.name == engine.__name__]) == 2
+
+
+def test_ray_that_does_not_start_is_one_message(monkeypatch):
+    cluster = Starts(monkeypatch, 9)
+    with pytest.raises(MachineError, match="timed out"):
+        engine._connected(Workers(engine=Engine.ray, number=4))
+    assert len(cluster.starts) == 3
+    monkeypatch.setenv("RAY_ADDRESS", "far:6379")
+    with pytest.raises(MachineError, match="far:6379"):
+        engine._connected(Workers(engine=Engine.ray))
+    near = RayConfig(address="near:6379")
+    with pytest.raises(MachineError, match="near:6379"):
+        engine._connected(Workers(engine=Engine.ray, ray=near))
+    assert cluster.starts[3:] == ["far:6379", "near:6379"]

@@ -1,0 +1,86 @@
+"""Metadata of images that do not exist, as `scan` and `score` write them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import xxhash
+
+from diffusion.preparation.metadata import METADATA, SCHEMA, SCORES, part_name
+from diffusion.preparation.records import Partition
+
+
+@dataclass(frozen=True)
+class NamedSource:
+    name: str
+
+
+@dataclass(frozen=True)
+class NumberedPartition:
+    number: int
+    source: int
+    generation: int
+    partition: Partition
+
+
+@dataclass(frozen=True)
+class FakeScan:
+    """What select needs to know of a scan."""
+
+    sources: Sequence[NamedSource]
+    partitions: Sequence[NumberedPartition]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def image(number: int, **given: Any) -> dict[str, Any]:
+    """Metadata of an image that passes every filter, and looks like no other."""
+    key = given.get("key", f"s/{number}")
+    hashed = xxhash.xxh3_64_intdigest(key)
+    row = {
+        "key": key,
+        "key_hash": hashed,
+        "file": f"{number}.jpg",
+        "version": "1",
+        "bytes": 1000,
+        "format": "jpeg",
+        "width": 640,
+        "height": 480,
+        "xxh128": xxhash.xxh3_128_hexdigest(key),
+        "phash": hashed ^ 2**64 - 1,
+        "sharpness": 10.0,
+        "captions": ["a red dog"],
+        "metadata": {},
+        "reason": "",
+        "detail": "",
+    } | given
+    return row | {"metadata": json.dumps(row["metadata"])}
+
+
+def write_part(out: str | Path, number: int, rows: Sequence[Mapping[str, Any]], **scores: Sequence[Any]) -> None:
+    """Write the metadata of a partition, and scores by column."""
+    path = Path(out, METADATA, part_name(number))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(list(rows), schema=SCHEMA), path)
+    for column, values in scores.items():
+        path = Path(out, SCORES, column, part_name(number))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kind = pa.list_(pa.string()) if column == "captions" else None
+        columns = {column: pa.array(values, kind)}
+        if column == "captions":
+            columns["generated_captions"] = pa.array([[0]] * len(rows), pa.list_(pa.int32()))
+        pq.write_table(pa.table(columns), path)
+
+
+def scan_of(*generations: int, sources: Sequence[int] | None = None) -> Any:
+    """A scan with partitions 0, 1, ... of some generations, and of some sources: s, s1, s2, ..."""
+    of = sources or [0] * len(generations)
+    names = [NamedSource(f"s{i or ''}") for i in range(max(of, default=0) + 1)]
+    partitions = [
+        NumberedPartition(i, source, generation, Partition(id=str(i)))
+        for i, (generation, source) in enumerate(zip(generations, of, strict=True))
+    ]
+    return FakeScan(names, partitions)

@@ -1,0 +1,71 @@
+import json
+
+import pytest
+
+from diffusion.datasets.manifest import (
+    MANIFEST,
+    BucketEntry,
+    Example,
+    Generation,
+    PreparedManifest,
+    RejectedEntry,
+    SourceEntry,
+)
+from diffusion.errors import DataError
+
+VERSION_1 = {
+    "kind": "prepared",
+    "version": 1,
+    "sources": [{"name": "a", "kind": "folder", "path": "/a", "seen": 3, "kept": 2}],
+    "settings": {"edges": [256], "validation_fraction": 0.0, "seed": 17, "shard_bytes": 4096, "filters": {}},
+    "columns": {"image": "bytes"},
+    "seen": 3,
+    "kept": 2,
+    "refused": {"duplicate": {"count": 1, "examples": [{"key": "a/1.png", "detail": "of a/0.png"}]}},
+    "splits": {"train": {"256-up": {"num_samples": 2, "num_shards": 1, "num_bytes": 10, "sha256": "0"}}},
+    "generations": [{"partitions": 1, "seen": 3, "kept": 2}],
+}
+
+
+def manifest(**changes):
+    values = {
+        "sources": [SourceEntry(name="a", kind="folder", path="/a", seen=3, kept=2)],
+        "settings": {"seed": 17, "buckets": {"edges": [256]}, "where": None},
+        "columns": {"image": "bytes"},
+        "seen": 3,
+        "kept": 2,
+        "rejected": {"duplicate": RejectedEntry(count=1, examples=[Example(key="a/1.png", detail="of a/0.png")])},
+        "splits": {"train": {"256-up": BucketEntry(num_samples=2, num_shards=1, num_bytes=10, sha256="0")}},
+        "generations": [Generation(partitions=1, seen=3, kept=2)],
+    }
+    return PreparedManifest(**(values | changes))
+
+
+def test_what_is_written_is_read(tmp_path):
+    manifest().write(tmp_path)
+    assert PreparedManifest.read(tmp_path) == manifest()
+    values = json.loads((tmp_path / MANIFEST).read_text())
+    assert (values["version"], values["kind"]) == (2, "prepared")
+
+
+def test_version_1_is_read_and_stays_version_1(tmp_path):
+    (tmp_path / MANIFEST).write_text(json.dumps(VERSION_1))
+    found = PreparedManifest.read(str(tmp_path))
+    assert found == manifest(settings=VERSION_1["settings"], version=1)
+    found.write(tmp_path)
+    assert json.loads((tmp_path / MANIFEST).read_text()) == VERSION_1
+
+
+@pytest.mark.parametrize(
+    "change", [{"version": 3}, {"kind": "encoded"}, {"splits": {"train": {"a": {}}}}, {"seen": ...}]
+)
+def test_damage_is_named(tmp_path, change):
+    values = VERSION_1 | change
+    (tmp_path / MANIFEST).write_text(json.dumps({name: one for name, one in values.items() if one is not ...}))
+    with pytest.raises(DataError, match=MANIFEST):
+        PreparedManifest.read(tmp_path)
+
+
+def test_a_folder_without_a_manifest(tmp_path):
+    with pytest.raises(DataError, match=MANIFEST):
+        PreparedManifest.read(tmp_path)
