@@ -13,9 +13,10 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from diffusion import storage
-from diffusion.datasets.manifest import MANIFEST, PreparedManifest, RejectedEntry
+from diffusion.datasets.manifest import MANIFEST, SCAN, PreparedManifest, RejectedEntry
 from diffusion.datasets.mds import (
     INDEX,
     Layout,
@@ -40,11 +41,12 @@ from diffusion.datasets.mds import (
     stored_file,
     write_index,
 )
-from diffusion.errors import DataError
+from diffusion.errors import DataError, UserError
 from diffusion.files import PARTIAL
 from diffusion.preparation.metadata import LISTINGS, METADATA, POSITIONS, SCORES, SELECTION, part_name
 from diffusion.preparation.output import claim
-from diffusion.preparation.records import Reason
+from diffusion.preparation.records import Partition, Reason
+from diffusion.preparation.scan import Scan, removed_row
 from diffusion.preparation.select import read_selection
 from diffusion.preparation.write import (
     SPLITS,
@@ -69,10 +71,6 @@ _KEYS = "withdrawn.txt"
 _REPORTS = ("report.html", "report.json")
 _OF_VERSION_1 = ("facts/", "refused/", "partitions.json")
 _REQUESTS = 16
-
-_BLANK_METADATA = {"key": "", "file": "", "version": "", "detail": ""} | dict.fromkeys(
-    ("captions", "metadata", "xxh128", "phash")
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,16 +223,22 @@ def _take_down_prepared(dataset: str, asked: set[str], erase: bool) -> tuple[lis
     others = _find_metadata(dataset, asked.difference(one.key for one in found))
     for part, row in [*others, *((one.part, one.row) for one in found)]:
         rows.setdefault(part, []).append(row)
-    _blank_metadata(dataset, rows, _BLANK_METADATA if erase else {})
     if not erase:
+        for part, of_part in rows.items():
+            uri = storage.join(dataset, METADATA, part_name(part))
+            _replace_rows(uri, of_part, lambda row: row | {"reason": Reason.REMOVED.value})
         return found, 0
+    _erase_metadata(dataset, rows)
     _blank_selection(dataset, keys)
     manifest = replace(manifest, rejected=_without(manifest.rejected, keys))
     manifest.write(dataset)
+    has_report = storage.exists(storage.join(dataset, _REPORTS[0]))
     storage.delete(storage.join(dataset, name) for name in _REPORTS)
     count = sum(_erase_task(dataset, task, of_task) for task, of_task in _by(found, "task").items())
     write_indexes(dataset, num_tasks)
     _update_splits(dataset, manifest)
+    if has_report:
+        _write_report(dataset)
     return found, count
 
 
@@ -285,25 +289,25 @@ def _find_metadata(dataset: str, keys: Collection[str]) -> Iterator[tuple[int, i
             yield from rows
 
 
-def _blank_metadata(dataset: str, rows: Mapping[int, list[int]], blank: Mapping[str, Any]) -> None:
-    """Reject rows of the metadata as removed, and blank some of their columns; if any, their scores before."""
-    scores = storage.list_files(storage.join(dataset, SCORES)) if blank else ()
-    values = {**blank, "reason": Reason.REMOVED.value}
+def _erase_metadata(dataset: str, rows: Mapping[int, list[int]]) -> None:
+    """Blank rows of the metadata, and their scores before: images that are in no shard are found by their metadata."""
+    scores = storage.list_files(storage.join(dataset, SCORES))
+    files = {entry["number"]: entry["file"] for entry in storage.read_json(storage.join(dataset, SCAN))["partitions"]}
     for part, of_part in rows.items():
-        for name in scores:
-            if name.endswith(f"/{part_name(part)}"):
-                _blank_rows(storage.join(dataset, SCORES, name), of_part, None)
-        if blank:
-            storage.delete([storage.join(dataset, LISTINGS, part_name(part))])
-        _blank_rows(storage.join(dataset, METADATA, part_name(part)), of_part, values)
+        name, partition = part_name(part), Partition(id="", file=files[part])
+        for path in scores:
+            if path.endswith(f"/{name}"):
+                _replace_rows(storage.join(dataset, SCORES, path), of_part, dict.fromkeys)
+        storage.delete([storage.join(dataset, LISTINGS, name)])
+        _replace_rows(storage.join(dataset, METADATA, name), of_part, partial(removed_row, partition=partition))
 
 
-def _blank_rows(uri: str, rows: Iterable[int], blank: Mapping[str, Any] | None) -> None:
-    """Replace some columns in rows of a parquet file; None replaces all by null."""
+def _replace_rows(uri: str, rows: Iterable[int], new: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Replace rows of a parquet file."""
     table = read_table(uri)
     values = table.to_pylist()
     for row in rows:
-        values[row].update(dict.fromkeys(values[row]) if blank is None else blank)
+        values[row] = new(values[row])
     write_table(uri, pa.Table.from_pylist(values, table.schema))
 
 
@@ -337,6 +341,15 @@ def _erase_task(dataset: str, task: int, found: list[_Found]) -> int:
     table = table.set_column(0, table.schema.field(0), pa.array(keys, pa.string()))
     write_table(uri, table.replace_schema_metadata({"entries": json.dumps(entries)}))
     return count
+
+
+def _write_report(dataset: str) -> None:
+    from diffusion.preparation.report import write_report  # Plotting takes a second to import.
+
+    try:
+        write_report(dataset, Scan.read(dataset))
+    except UserError as error:
+        logger.warning("the report was deleted and cannot be written anew: %s", error)
 
 
 def _without(rejected: Mapping[str, RejectedEntry], keys: Collection[str]) -> dict[str, RejectedEntry]:
