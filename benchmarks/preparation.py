@@ -12,6 +12,7 @@ import resource
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,8 +63,8 @@ def measure_select(num_rows: int, *, rows_per_part: int | None = None, folder: P
         out = folder or Path(temporary)
         if not (out / METADATA / part_name(numbers[-1])).exists():
             _write_metadata(out, num_rows, rows_per_part)
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            measured = pool.apply(_select, (str(out), len(numbers)))
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+            measured = process.submit(_select, str(out), len(numbers)).result()
     return {"num_rows": num_rows, "num_parts": len(numbers), **measured}
 
 
@@ -147,10 +148,8 @@ def _columns(
         phash = np.where(is_near, phash ^ bit, phash)
     names = pc.call_function("utf8_lpad", [pa.array(rows).cast(pa.string())], pc.PadOptions(10, "0"))
     files = pa.array((rows // np.uint64(10_000)).astype(np.int64)).cast(pa.string())
-    watermark = pa.array(random.random(num).round(4)).cast(pa.string())
-    language = pa.array(
-        np.array(["en", "en", "en", "en", "en", "en", "en", "de", "fr", "zh"])[random.integers(0, 10, num)]
-    )
+    watermark = pa.array((random.random(num) ** 3).round(4)).cast(pa.string())
+    language = pa.array(np.array(["en"] * 9 + ["de"])[random.integers(0, 10, num)])
     url = _join("https://images.example.com/", names, ".jpg")
     metadata = ['{"url": "', url, '", "language": "', language, '", "pwatermark": ', watermark, "}"]
     hexadecimal = pa.py_buffer(np.stack([digest, ~digest], axis=1).tobytes().hex().encode())

@@ -222,8 +222,8 @@ def open_tables(
         for column, _, name in sorted(name.rpartition("/") for name in names[SCORES]):
             scores.setdefault(column, set()).add(int(Path(name).stem))
         with duckdb.connect(f"{temporary}/tables.duckdb", config=settings) as connection:
-            allowed = [str(folder / kind) + "/" for kind in (METADATA, SCORES)]
-            texts = ", ".join(map(literal, [*allowed, *map(_as_pattern, allowed)]))
+            allowed = [str(folder / kind) + "/" for kind in (METADATA, SCORES, SELECTION)]
+            texts = ", ".join(map(literal, [*allowed, *map(as_pattern, allowed)]))
             connection.execute(f"SET allowed_directories = [{texts}]")
             connection.execute("SET enable_external_access = false")
             values = [(one.number, scan.sources[one.source].name, one.generation) for one in partitions]
@@ -283,7 +283,7 @@ def _pointer(key: str) -> str:
 
 def _read_parquet(folder: Path, parts: Sequence[int]) -> str:
     """Write a query of some files with part and row number."""
-    paths = ", ".join(literal(_as_pattern(str(folder / part_name(part)))) for part in parts)
+    paths = ", ".join(literal(as_pattern(str(folder / part_name(part)))) for part in parts)
     return f"""(
         SELECT * EXCLUDE (filename, file_row_number), parse_filename(filename, true)::INTEGER AS part,
             file_row_number::INTEGER AS row_number
@@ -291,7 +291,7 @@ def _read_parquet(folder: Path, parts: Sequence[int]) -> str:
     )"""
 
 
-def _as_pattern(path: str) -> str:
+def as_pattern(path: str) -> str:
     """Escape a path where DuckDB takes patterns."""
     return re.sub(r"([*?\[])", r"[\1]", path)
 

@@ -10,7 +10,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -36,7 +36,8 @@ _SETTLING_SECONDS = 2.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 """EBADF: NFS locks only what can be opened for writing, which a folder cannot."""
 
-_FILES = ("withdrawn.json", "report.html", "report.json")
+_FILES = ("withdrawn.json", "report.html", "report.json", "partitions.json")
+_FOLDERS_OF_VERSION_1 = ("facts", "refused")
 
 _ALLOWED = (WRITER, LISTINGS, "removed.json", "lost+found")
 """What may be there before the first scan has begun."""
@@ -64,15 +65,26 @@ def claim(out: str, kind: str | None = None) -> Iterator[None]:
         yield
 
 
-def clear(out: str) -> None:
-    """Remove a prepared data set; the manifest goes first and `scan.json` last. What was taken down stays known."""
+def clear_result(out: str) -> None:
+    """Remove what was selected and written; the manifest goes first. What was taken down stays known."""
     storage.delete([storage.join(out, MANIFEST)])
-    for folder in (*SPLITS, POSITIONS, SELECTION, SCORES, METADATA, LISTINGS):
-        place = storage.join(out, folder)
-        storage.delete(storage.join(place, name) for name in storage.list_files(place))
+    _clear_folders(out, (*SPLITS, POSITIONS, SELECTION))  # Without positions no shard is taken for a finished one.
+    storage.delete(storage.join(out, name) for name in _FILES)
+
+
+def clear(out: str) -> None:
+    """Remove a prepared data set; `scan.json` goes last."""
+    clear_result(out)
+    _clear_folders(out, (SCORES, METADATA, LISTINGS, *_FOLDERS_OF_VERSION_1))
+    storage.delete([storage.join(out, SCAN)])
+
+
+def _clear_folders(out: str, names: Sequence[str]) -> None:
+    for name in names:
+        folder = storage.join(out, name)
+        storage.delete(storage.join(folder, file) for file in storage.list_files(folder))
         if not storage.is_url(out):
-            shutil.rmtree(place, ignore_errors=True)
-    storage.delete(storage.join(out, name) for name in (*_FILES, SCAN))
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_content(out: str, kind: str) -> None:

@@ -13,13 +13,15 @@ from diffusion.datasets.manifest import MANIFEST, PreparedManifest
 from diffusion.errors import DataError
 from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.engine import Workers
-from diffusion.preparation.output import claim, clear
+from diffusion.preparation.output import claim, clear_result
 from diffusion.preparation.plugins import check_plugins
 from diffusion.preparation.scan import Scan, scan_sources
 from diffusion.preparation.score import score
+from diffusion.preparation.select import check as check_selection
 from diffusion.preparation.select import select
 from diffusion.preparation.takedown import add_removed, read_keys, take_down
 from diffusion.preparation.write import shard_format, write
+from diffusion.reports.tables import text_table
 
 logger = logging.getLogger(__name__)
 
@@ -64,24 +66,26 @@ def prepare(
     """
     check_sections(config)
     check_plugins(config)
+    check_selection(config)
     settings = _settings(config)
     shard_format(settings).check()
     workers, out = Workers.of(config), config.out
-    finished = _read_manifest(out, settings, overwrite)
+    finished = None if overwrite else _read_manifest(out, settings)
     if removed is not None and finished is not None:
         take_down(out, read_keys(removed))
-    with claim(out):
+    with claim(out, PreparedManifest.KIND):
         if removed is not None and finished is None:
             add_removed(out, read_keys(removed))
-        if finished is None and storage.exists(storage.join(out, MANIFEST)):
-            _forget(out)
-        scan = Scan.read(out)
         if "scan" in stages:
             scan = scan_sources(config, workers=workers, progress=progress, overwrite=overwrite)
+        else:
+            scan = Scan.read(out)
+        if finished is None:
+            scan = _begin_anew(out, scan)
         if "score" in stages:
             score(config, scan, workers=workers, progress=progress)
         if "select" in stages:
-            select(out, config, scan, num_finished=len(finished.generations) if finished else 0)
+            select(out, config, scan, progress=progress)
         if "write" not in stages:
             return None
         manifest = write(out, scan, settings, workers, scratch=config.scratch, progress=progress)
@@ -98,9 +102,9 @@ def _settings(config: PrepareConfig) -> dict[str, Any]:
     return {name: value for name, value in to_dict(config).items() if name not in _NOT_OF_THE_DATA}
 
 
-def _read_manifest(out: str, settings: dict[str, Any], overwrite: bool) -> PreparedManifest | None:
-    """Read the manifest of a finished data set to which may be added; None if there is none, or it is replaced."""
-    if overwrite or not storage.exists(storage.join(out, MANIFEST)):
+def _read_manifest(out: str, settings: dict[str, Any]) -> PreparedManifest | None:
+    """Read the manifest of a finished data set that is to grow; None if there is none."""
+    if not storage.exists(storage.join(out, MANIFEST)):
         return None
     manifest, shown = PreparedManifest.read(out), storage.shown(out)
     remedy = "choose another folder, or replace it with --overwrite"
@@ -116,14 +120,25 @@ def _read_manifest(out: str, settings: dict[str, Any], overwrite: bool) -> Prepa
     return manifest
 
 
-def _forget(out: str) -> None:
-    """Remove a finished data set but for its metadata and scores, which the new one may use."""
-    if PreparedManifest.read(out).version == 1:
-        clear(out)
-        return
-    logger.info("%s is replaced", storage.shown(out))
-    storage.delete([storage.join(out, MANIFEST)])
+def _begin_anew(out: str, scan: Scan) -> Scan:
+    """Remove a finished data set but for metadata and scores; what is not finished is one generation."""
+    if storage.exists(storage.join(out, MANIFEST)):
+        logger.info("%s is replaced", storage.shown(out))
+        clear_result(out)
+    if all(partition.generation == 0 for partition in scan.partitions):
+        return scan
     clear_result(out)
-    scan = Scan.read(out)
-    partitions = [replace(partition, generation=0) for partition in scan.partitions]
-    replace(scan, partitions=partitions).write(out)
+    scan = replace(scan, partitions=[replace(partition, generation=0) for partition in scan.partitions])
+    scan.write(out)
+    return scan
+
+
+def explain_selection(config: PrepareConfig) -> str:
+    """Table of how many images each condition rejects, over the metadata that are there; nothing is written."""
+    from diffusion.preparation.explain import explain
+
+    check_sections(config)
+    costs = explain(config.out, config, Scan.read(config.out))
+    rows = [("condition", "rejects alone", "rejects first", "remaining")]
+    rows += [(one.condition or "scan", str(one.alone), str(one.first), str(one.remaining)) for one in costs]
+    return "\n".join(text_table(rows))
