@@ -50,6 +50,7 @@ from diffusion.preparation.scan import Scan, removed_row
 from diffusion.preparation.select import read_selection
 from diffusion.preparation.write import (
     SPLITS,
+    discard_generations,
     positions_name,
     read_entries,
     read_table,
@@ -169,7 +170,7 @@ def take_down(dataset: str, keys: Iterable[str], *, erase: bool = False) -> Take
         erase: erase what is marked, at this time or before, from all files. Otherwise it is only marked.
 
     Raises:
-        DataError: it is not a finished data set, is damaged, or `prepare` has begun to add to it.
+        DataError: it is not a finished data set, or is damaged.
         MachineError: another process is writing there, or it cannot be written to.
     """
     uri = storage.join(dataset, MANIFEST)
@@ -214,13 +215,16 @@ def _take_down_prepared(dataset: str, asked: set[str], erase: bool) -> tuple[lis
     manifest = PreparedManifest.read(dataset)
     last = read_selection(dataset, len(manifest.generations) - 1)
     num_tasks = last.first_task + len(last.tasks)
-    if positions_name(num_tasks) in storage.list_files(storage.join(dataset, POSITIONS)):
-        raise DataError(f"{storage.shown(dataset)} is being added to; let scripts/prepare.py run to its end first")
     found = list(_find_positions(dataset, num_tasks, asked, read_marks(dataset) if erase else {}))
     _mark(dataset, found)
     keys = asked.union(one.key for one in found)
     rows: dict[int, list[int]] = {}
-    others = _find_metadata(dataset, asked.difference(one.key for one in found))
+    others = list(_find_metadata(dataset, asked.difference(one.key for one in found)))
+    partitions = {entry["number"]: entry for entry in storage.read_json(storage.join(dataset, SCAN))["partitions"]}
+    if any(partitions[part]["generation"] > last.generation for part, _ in others):
+        logger.info("%s: what was written of an unfinished growth is removed", storage.shown(dataset))
+        storage.delete([storage.join(dataset, SELECTION, f"{last.generation + 1}.json")])
+        discard_generations(dataset, last.generation + 1, num_tasks)
     for part, row in [*others, *((one.part, one.row) for one in found)]:
         rows.setdefault(part, []).append(row)
     if not erase:
@@ -228,7 +232,7 @@ def _take_down_prepared(dataset: str, asked: set[str], erase: bool) -> tuple[lis
             uri = storage.join(dataset, METADATA, part_name(part))
             _replace_rows(uri, of_part, lambda row: row | {"reason": Reason.REMOVED.value})
         return found, 0
-    _erase_metadata(dataset, rows)
+    _erase_metadata(dataset, rows, {number: entry["file"] for number, entry in partitions.items()})
     _blank_selection(dataset, keys)
     manifest = replace(manifest, rejected=_without(manifest.rejected, keys))
     manifest.write(dataset)
@@ -289,10 +293,9 @@ def _find_metadata(dataset: str, keys: Collection[str]) -> Iterator[tuple[int, i
             yield from rows
 
 
-def _erase_metadata(dataset: str, rows: Mapping[int, list[int]]) -> None:
+def _erase_metadata(dataset: str, rows: Mapping[int, list[int]], files: Mapping[int, str]) -> None:
     """Blank rows of the metadata, and their scores before: images that are in no shard are found by their metadata."""
     scores = storage.list_files(storage.join(dataset, SCORES))
-    files = {entry["number"]: entry["file"] for entry in storage.read_json(storage.join(dataset, SCAN))["partitions"]}
     for part, of_part in rows.items():
         name, partition = part_name(part), Partition(id="", file=files[part])
         for path in scores:

@@ -50,7 +50,7 @@ from diffusion.preparation.engine import Workers, run
 from diffusion.preparation.metadata import CAPTIONS, METADATA, POSITIONS, SCORES, SELECTION, part_name
 from diffusion.preparation.records import Location, Partition, Source, clean_text, fit_for_json
 from diffusion.preparation.scan import Scan
-from diffusion.preparation.select import Selection, read_selection
+from diffusion.preparation.select import Selection, kept_rows, read_selection
 
 logger = logging.getLogger(__name__)
 
@@ -211,18 +211,34 @@ def _begin(out: str, selections: Sequence[Selection], finished: PreparedManifest
             f"{storage.shown(out)} was written from another selection; choose another folder, or replace it with "
             "--overwrite"
         )
-    names = storage.list_files(storage.join(out, POSITIONS))
-    done = {int(name[:-8]) for name in names if re.fullmatch(r"\d+\.parquet", name)}
     if known[same:]:
         logger.info("%s: what was written from another selection is removed", storage.shown(out))
-        first = selections[same].first_task if same < len(selections) else max(done, default=-1) + 1
-        places = write_indexes(out, first)
-        storage.delete(storage.join(out, POSITIONS, positions_name(number)) for number in done if number >= first)
-        _delete_others(out, places)
-        done = {number for number in done if number < first}
+        discard_generations(out, same, sum(len(selection.tasks) for selection in selections[:same]))
     if known != wanted:
         storage.write_json(uri, wanted)
-    return done
+    return _finished_tasks(out)
+
+
+def discard_generations(out: str, generation: int, first_task: int) -> None:
+    """Remove what was written of a generation, and of those behind it; earlier ones stay to the byte.
+
+    Args:
+        out: the data set.
+        generation: number of the generation.
+        first_task: number of its first write task.
+    """
+    places = write_indexes(out, first_task)
+    later = [number for number in _finished_tasks(out) if number >= first_task]
+    storage.delete(storage.join(out, POSITIONS, positions_name(number)) for number in later)
+    _delete_others(out, places)
+    uri = storage.join(out, POSITIONS, _IDENTITIES)
+    if storage.exists(uri):
+        storage.write_json(uri, storage.read_json(uri)[:generation])
+
+
+def _finished_tasks(out: str) -> set[int]:
+    names = storage.list_files(storage.join(out, POSITIONS))
+    return {int(name[:-8]) for name in names if re.fullmatch(r"\d+\.parquet", name)}
 
 
 def _tasks(out: str, scan: Scan, selections: Sequence[Selection], done: set[int]) -> Iterator[WriteTask]:
@@ -316,9 +332,7 @@ class _Writer:
         """Write the shards and the positions of a task; return how many samples they hold."""
         shards = _Shards(self._out, task, self._format, _Pool(self._scratch))
         kept: dict[tuple[int, int], list[dict[str, Any]]] = {}
-        with storage.open_file(storage.join(self._out, SELECTION, f"{task.generation}-kept.parquet")) as file:
-            rows = pq.read_table(file, filters=pc.field("task") == task.number).to_pylist()
-        for row in rows:
+        for row in kept_rows(self._out, task.generation, task.number).to_pylist():
             kept.setdefault((row["window"], row["part"]), []).append(row)
         for number, window in enumerate(task.windows):
             shards.move_to(_Pool(self._scratch))
