@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import xxhash
 
 from diffusion import storage
 from diffusion.datasets.manifest import MANIFEST, SCAN, PreparedManifest, RejectedEntry
@@ -43,10 +41,20 @@ from diffusion.datasets.mds import (
 )
 from diffusion.errors import DataError, UserError
 from diffusion.files import PARTIAL
-from diffusion.preparation.metadata import LISTINGS, METADATA, POSITIONS, SCORES, SELECTION, part_name
+from diffusion.preparation.metadata import (
+    LISTINGS,
+    METADATA,
+    POSITIONS,
+    REMOVED,
+    SCORES,
+    SELECTION,
+    hash_key,
+    part_name,
+    removed_row,
+)
 from diffusion.preparation.output import claim
-from diffusion.preparation.records import Partition, Reason
-from diffusion.preparation.scan import Scan, removed_row
+from diffusion.preparation.records import Reason
+from diffusion.preparation.scan import Scan
 from diffusion.preparation.select import read_selection
 from diffusion.preparation.write import (
     SPLITS,
@@ -59,9 +67,6 @@ from diffusion.preparation.write import (
 )
 
 logger = logging.getLogger(__name__)
-
-REMOVED = "removed.json"
-"""File of a data set: hashes of the keys of all removed images, sorted."""
 
 MARKS = "withdrawn.json"
 """File of a data set: for each `<split>/<bucket>` the indices of removed samples, ascending."""
@@ -128,11 +133,6 @@ def _parse_line(line: str) -> str:
         return str(json.loads(line)) if line.startswith('"') else line
     except ValueError:
         return line
-
-
-def hash_key(key: str) -> str:
-    """Return the hash of a key as `removed.json` holds it: xxh3_128, in hexadecimal."""
-    return xxhash.xxh3_128_hexdigest(key.encode())
 
 
 def read_removed(dataset: str) -> frozenset[str]:
@@ -220,19 +220,17 @@ def _take_down_prepared(dataset: str, asked: set[str], erase: bool) -> tuple[lis
     keys = asked.union(one.key for one in found)
     rows: dict[int, list[int]] = {}
     others = list(_find_metadata(dataset, asked.difference(one.key for one in found)))
-    partitions = {entry["number"]: entry for entry in storage.read_json(storage.join(dataset, SCAN))["partitions"]}
-    if any(partitions[part]["generation"] > last.generation for part, _ in others):
+    partitions = storage.read_json(storage.join(dataset, SCAN))["partitions"]
+    later = {entry["number"] for entry in partitions if entry["generation"] > last.generation}
+    if any(part in later for part, _ in others):
         logger.info("%s: what was written of an unfinished growth is removed", storage.shown(dataset))
         storage.delete([storage.join(dataset, SELECTION, f"{last.generation + 1}.json")])
         discard_generations(dataset, last.generation + 1, num_tasks)
     for part, row in [*others, *((one.part, one.row) for one in found)]:
         rows.setdefault(part, []).append(row)
+    _reject_metadata(dataset, rows, erase)
     if not erase:
-        for part, of_part in rows.items():
-            uri = storage.join(dataset, METADATA, part_name(part))
-            _replace_rows(uri, of_part, lambda row: row | {"reason": Reason.REMOVED.value})
         return found, 0
-    _erase_metadata(dataset, rows, {number: entry["file"] for number, entry in partitions.items()})
     _blank_selection(dataset, keys)
     manifest = replace(manifest, rejected=_without(manifest.rejected, keys))
     manifest.write(dataset)
@@ -293,24 +291,25 @@ def _find_metadata(dataset: str, keys: Collection[str]) -> Iterator[tuple[int, i
             yield from rows
 
 
-def _erase_metadata(dataset: str, rows: Mapping[int, list[int]], files: Mapping[int, str]) -> None:
-    """Blank rows of the metadata, and their scores before: images that are in no shard are found by their metadata."""
-    scores = storage.list_files(storage.join(dataset, SCORES))
+def _reject_metadata(dataset: str, rows: Mapping[int, list[int]], erase: bool) -> None:
+    """Reject rows of the metadata as removed; erase what they hold, and their scores before."""
+    scores = storage.list_files(storage.join(dataset, SCORES)) if erase else ()
     for part, of_part in rows.items():
-        name, partition = part_name(part), Partition(id="", file=files[part])
-        for path in scores:
-            if path.endswith(f"/{name}"):
-                _replace_rows(storage.join(dataset, SCORES, path), of_part, dict.fromkeys)
-        storage.delete([storage.join(dataset, LISTINGS, name)])
-        _replace_rows(storage.join(dataset, METADATA, name), of_part, partial(removed_row, partition=partition))
+        for name in scores:
+            if name.endswith(f"/{part_name(part)}"):
+                _change_rows(storage.join(dataset, SCORES, name), of_part, dict.fromkeys)
+        if erase:
+            storage.delete([storage.join(dataset, LISTINGS, part_name(part))])
+        reject = removed_row if erase else lambda row: {**row, "reason": Reason.REMOVED.value}
+        _change_rows(storage.join(dataset, METADATA, part_name(part)), of_part, reject)
 
 
-def _replace_rows(uri: str, rows: Iterable[int], new: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Replace rows of a parquet file."""
+def _change_rows(uri: str, rows: Iterable[int], change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Change rows of a parquet file."""
     table = read_table(uri)
     values = table.to_pylist()
     for row in rows:
-        values[row] = new(values[row])
+        values[row] = change(values[row])
     write_table(uri, pa.Table.from_pylist(values, table.schema))
 
 
