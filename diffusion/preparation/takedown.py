@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from diffusion import storage
-from diffusion.datasets.manifest import MANIFEST, PreparedManifest, RejectedEntry
+from diffusion.datasets.manifest import MANIFEST, SCAN, PreparedManifest, RejectedEntry
 from diffusion.datasets.mds import (
     INDEX,
     Layout,
@@ -39,7 +39,7 @@ from diffusion.datasets.mds import (
     stored_file,
     write_index,
 )
-from diffusion.errors import DataError
+from diffusion.errors import DataError, UserError
 from diffusion.files import PARTIAL
 from diffusion.preparation.metadata import (
     LISTINGS,
@@ -54,9 +54,11 @@ from diffusion.preparation.metadata import (
 )
 from diffusion.preparation.output import claim
 from diffusion.preparation.records import Reason
+from diffusion.preparation.scan import Scan
 from diffusion.preparation.select import read_selection
 from diffusion.preparation.write import (
     SPLITS,
+    discard_generations,
     positions_name,
     read_entries,
     read_table,
@@ -168,7 +170,7 @@ def take_down(dataset: str, keys: Iterable[str], *, erase: bool = False) -> Take
         erase: erase what is marked, at this time or before, from all files. Otherwise it is only marked.
 
     Raises:
-        DataError: it is not a finished data set, is damaged, or `prepare` has begun to add to it.
+        DataError: it is not a finished data set, or is damaged.
         MachineError: another process is writing there, or it cannot be written to.
     """
     uri = storage.join(dataset, MANIFEST)
@@ -213,13 +215,17 @@ def _take_down_prepared(dataset: str, asked: set[str], erase: bool) -> tuple[lis
     manifest = PreparedManifest.read(dataset)
     last = read_selection(dataset, len(manifest.generations) - 1)
     num_tasks = last.first_task + len(last.tasks)
-    if positions_name(num_tasks) in storage.list_files(storage.join(dataset, POSITIONS)):
-        raise DataError(f"{storage.shown(dataset)} is being added to; let scripts/prepare.py run to its end first")
     found = list(_find_positions(dataset, num_tasks, asked, read_marks(dataset) if erase else {}))
     _mark(dataset, found)
     keys = asked.union(one.key for one in found)
     rows: dict[int, list[int]] = {}
-    others = _find_metadata(dataset, asked.difference(one.key for one in found))
+    others = list(_find_metadata(dataset, asked.difference(one.key for one in found)))
+    partitions = storage.read_json(storage.join(dataset, SCAN))["partitions"]
+    later = {entry["number"] for entry in partitions if entry["generation"] > last.generation}
+    if any(part in later for part, _ in others):
+        logger.info("%s: what was written of an unfinished growth is removed", storage.shown(dataset))
+        storage.delete([storage.join(dataset, SELECTION, f"{last.generation + 1}.json")])
+        discard_generations(dataset, last.generation + 1, num_tasks)
     for part, row in [*others, *((one.part, one.row) for one in found)]:
         rows.setdefault(part, []).append(row)
     _reject_metadata(dataset, rows, erase)
@@ -228,10 +234,13 @@ def _take_down_prepared(dataset: str, asked: set[str], erase: bool) -> tuple[lis
     _blank_selection(dataset, keys)
     manifest = replace(manifest, rejected=_without(manifest.rejected, keys))
     manifest.write(dataset)
+    has_report = storage.exists(storage.join(dataset, _REPORTS[0]))
     storage.delete(storage.join(dataset, name) for name in _REPORTS)
     count = sum(_erase_task(dataset, task, of_task) for task, of_task in _by(found, "task").items())
     write_indexes(dataset, num_tasks)
     _update_splits(dataset, manifest)
+    if has_report:
+        _write_report(dataset)
     return found, count
 
 
@@ -334,6 +343,15 @@ def _erase_task(dataset: str, task: int, found: list[_Found]) -> int:
     table = table.set_column(0, table.schema.field(0), pa.array(keys, pa.string()))
     write_table(uri, table.replace_schema_metadata({"entries": json.dumps(entries)}))
     return count
+
+
+def _write_report(dataset: str) -> None:
+    from diffusion.preparation.report import write_report  # Plotting takes a second to import.
+
+    try:
+        write_report(dataset, Scan.read(dataset))
+    except UserError as error:
+        logger.warning("the report was deleted and cannot be written anew: %s", error)
 
 
 def _without(rejected: Mapping[str, RejectedEntry], keys: Collection[str]) -> dict[str, RejectedEntry]:
