@@ -101,14 +101,14 @@ def load_models(config: ModelConfig, text_embeddings: bool) -> "EncodingModels":
     return EncodingModels.of(load_frozen_parts(config), text_embeddings=text_embeddings)
 
 
-def device_of(given: str | None, by_workers: bool) -> str:
-    """Return the device of this process: of several on a node, each has the GPU of its number."""
+def device_of(given: str | None, engine: Engine, by_workers: bool) -> str:
+    """Return the device of this process, or of the workers; of several ranks each has the GPU of its number."""
     import torch
 
     device = given or ("cuda" if torch.cuda.is_available() else "cpu")
-    if by_workers:
+    if engine is Engine.ray:  # Its nodes may have GPUs that this machine does not have.
         return device
-    if device == "cuda" and torch.cuda.is_available():
+    if device == "cuda" and torch.cuda.is_available() and not by_workers:
         if local_world_size() > torch.cuda.device_count():
             raise MachineError(
                 f"{local_world_size()} processes on a node with {torch.cuda.device_count()} GPUs: start one for each"
@@ -135,7 +135,7 @@ def main() -> None:
     num_workers = arguments.workers
     if num_workers is None:
         num_workers = max(1, min(_MOST_WORKERS, available_cores() // num_local))
-    device = device_of(arguments.device, by_workers)
+    device = device_of(arguments.device, engine, by_workers)
     start_process_group()
     workers = Workers(engine=engine, number=number or available_cores(), ray=RayConfig(concurrency=number))
     load = partial(load_models, config, arguments.text_embeddings)

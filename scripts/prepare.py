@@ -24,7 +24,9 @@ from diffusion.datasets.manifest import PreparedManifest
 from diffusion.errors import ConfigurationError
 from diffusion.launch import CommandParser, run_command
 from diffusion.preparation.config import Engine, PrepareConfig
+from diffusion.preparation.explain import Rejection
 from diffusion.preparation.prepare import STAGES, explain_selection, prepare
+from diffusion.preparation.select import Selection
 from diffusion.reports.tables import text_table
 
 NUM_DRY_RUN = 100
@@ -67,7 +69,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--overwrite", action="store_true", help="replace a finished data set in OUT")
     parser.add_argument("--no-report", action="store_true", help="do not write report.html and report.json")
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     options.stages = STAGES
     if options.words and options.words[0] in STAGES:
         options.stages = (options.words.pop(0),)
@@ -119,6 +121,21 @@ def summary(manifest: PreparedManifest) -> str:
     return "\n".join(lines)
 
 
+def preview_text(selection: Selection, rejections: Sequence[Rejection]) -> str:
+    """Tables of what a dry run found, with an example of each reason."""
+    rows: list[tuple[str, ...]] = [("source", "images", "kept", "rejected as", "of them")]
+    for name, counts in selection.sources.items():
+        rows.append((name, str(sum(counts.values())), str(counts.get("", 0)), "", ""))
+        rows += [("", "", "", reason, str(count)) for reason, count in sorted(counts.items()) if reason]
+    lines = text_table(rows)
+    lines += [
+        "",
+        *text_table([("split / bucket", "images"), *((k, str(v.images)) for k, v in selection.places.items())]),
+    ]
+    lines += [f"  {one.reason}: {ascii(one.key)[1:-1]} ({one.detail or one.reason})" for one in rejections]
+    return "\n".join(lines)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prepare, or show what would be kept."""
     options = parse_arguments(arguments)
@@ -129,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.dry_run is not None:
         from diffusion.preparation.preview import preview
 
-        print(preview(config, options.dry_run))
+        print(preview_text(*preview(config, options.dry_run)))
         return
     if options.explain:
         print(explain_selection(config))

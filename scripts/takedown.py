@@ -25,7 +25,7 @@ def main() -> None:
     total = sum(map(len, done.marks.values()))
     print(f"{total} samples are removed from {options.dataset}; {len(done.absent)} keys are not in it")
     if options.erase:
-        print(f"{done.num_rewritten} shards were rewritten; run prepare.py again for a new report")
+        print(f"{done.num_rewritten} shards were rewritten")
 
 
 if __name__ == "__main__":

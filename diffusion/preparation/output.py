@@ -18,7 +18,7 @@ from diffusion import storage
 from diffusion.datasets.manifest import MANIFEST, SCAN
 from diffusion.errors import DataError, MachineError, UserError
 from diffusion.files import atomic_path, lock, unique_partial
-from diffusion.preparation.metadata import LISTINGS, METADATA, POSITIONS, SCORES, SELECTION
+from diffusion.preparation.metadata import LISTINGS, METADATA, POSITIONS, REMOVED, SCORES, SELECTION
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +36,10 @@ _SETTLING_SECONDS = 2.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 """EBADF: NFS locks only what can be opened for writing, which a folder cannot."""
 
-_FILES = ("withdrawn.json", "report.html", "report.json", "partitions.json")
+_FILES = ("scores.json", "withdrawn.json", "report.html", "report.json", "partitions.json")
 _FOLDERS_OF_VERSION_1 = ("facts", "refused")
 
-_ALLOWED = (WRITER, LISTINGS, "removed.json", "lost+found")
+_ALLOWED = (WRITER, LISTINGS, REMOVED, "lost+found")
 """What may be there before the first scan has begun."""
 
 

@@ -88,7 +88,7 @@ def prepare(
             select(out, config, scan, progress=progress)
         if "write" not in stages:
             return None
-        manifest = write(out, scan.sources, settings, workers, scratch=config.scratch, progress=progress)
+        manifest = write(out, scan, settings, workers, scratch=config.scratch, progress=progress)
         if manifest == finished:
             logger.info("%s is finished, and its sources hold no more (--overwrite replaces it)", storage.shown(out))
         elif report:

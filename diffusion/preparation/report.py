@@ -37,14 +37,13 @@ from diffusion.preparation.metadata import (
     open_tables,
 )
 from diffusion.preparation.records import Location, Reason
+from diffusion.preparation.scan import Scan
 from diffusion.preparation.select import read_selection
 from diffusion.reports.figures import COLOURS, WIDTH, plain, subplots, svg_uri
 from diffusion.reports.page import TEMPLATES, image_uri, render_page
 
 if TYPE_CHECKING:
     import duckdb
-
-    from diffusion.preparation.scan import Scan
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +75,7 @@ _REMOVED = literal(Reason.REMOVED.value)
 Row = dict[str, Any]
 
 
-def write_report(out: str, scan: "Scan", *, title: str = "Prepared data") -> dict[str, Any]:
+def write_report(out: str, scan: Scan, *, title: str = "Prepared data") -> dict[str, Any]:
     """Write `report.html` and `report.json` of a data set, or renew them.
 
     Args:
@@ -274,7 +273,7 @@ def _rows_of(tables: Tables, images: Sequence[tuple[int, int]], columns: str, ta
     return tables.connection.sql(query).to_arrow_table().to_pylist()
 
 
-def _read_thumbnails(scan: "Scan", rows: Sequence[Row]) -> dict[str, str | None]:
+def _read_thumbnails(scan: Scan, rows: Sequence[Row]) -> dict[str, str | None]:
     """Make data URIs of images by key; None for one that is gone, has changed or cannot be decoded."""
 
     def read(row: Row) -> str | None:

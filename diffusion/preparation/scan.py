@@ -6,14 +6,13 @@ are scanned; what was scanned before must still be what it was.
 """
 
 import functools
-import hashlib
 import io
 import json
 import logging
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -34,13 +33,21 @@ from diffusion.errors import ConfigurationError, DataError
 from diffusion.preparation.config import LimitsConfig, PrepareConfig
 from diffusion.preparation.engine import Workers, run
 from diffusion.preparation.measures import REDUCED_SIDE, file_format, jpeg_scans, perceptual_hash, sharpness
-from diffusion.preparation.metadata import LISTINGS, METADATA, SCHEMA, SELECTION, part_name
+from diffusion.preparation.metadata import (
+    LISTINGS,
+    METADATA,
+    REMOVED,
+    SCHEMA,
+    SELECTION,
+    hash_key,
+    part_name,
+    removed_row,
+)
 from diffusion.preparation.output import clear
 from diffusion.preparation.records import (
     WITHOUT_CAPTION,
     Partition,
     Partitions,
-    Reason,
     Record,
     Rejected,
     Source,
@@ -49,9 +56,6 @@ from diffusion.preparation.records import (
 from diffusion.preparation.sources import from_description, open_sources
 
 logger = logging.getLogger(__name__)
-
-REMOVED = "removed.json"
-"""File of a data set: `key_digest` of each image that was taken down, as a list."""
 
 _VERSION = 1
 REREAD = "reread"
@@ -229,7 +233,7 @@ def _complete(out: str, scan: Scan, done: set[int], workers: Workers, progress: 
     total = None if None in numbers else sum(number or 0 for number in numbers)
     before = sum(numbers[number] or 0 for number in done)
     tasks = (
-        _Task(source=source.only(partition), partition=partition, number=one.number)
+        ScanTask(source=source.only(partition), partition=partition, number=one.number)
         for one in scan.partitions
         if one.number not in done
         for source, partition in [scan.find(one.number)]
@@ -239,7 +243,7 @@ def _complete(out: str, scan: Scan, done: set[int], workers: Workers, progress: 
                disable=not progress or rank() != 0)  # fmt: skip
     num_rejected = 0
     with bar:
-        for result in run(workers, functools.partial(_Scanner, out, scan.settings["limits"]), tasks):
+        for result in run(workers, functools.partial(Scanner, out, scan.settings["limits"]), tasks):
             num_rejected += result.num_rejected
             bar.set_postfix(rejected=num_rejected, refresh=False)
             bar.update(result.num_images)
@@ -310,11 +314,11 @@ def _check_unchanged(
     logger.info("source %s: %d partitions look changed; they are read again", source.name, len(found.changed))
     folder, names = storage.join(out, REREAD), [part_name(number) for number in range(len(found.changed))]
     tasks = (
-        _Task(source=source.only(partition), partition=partition, number=number, folder=REREAD)
+        ScanTask(source=source.only(partition), partition=partition, number=number, folder=REREAD)
         for number, partition in enumerate(found.changed)
     )
     try:
-        for _ in run(workers, functools.partial(_Scanner, out, limits), tasks):
+        for _ in run(workers, functools.partial(Scanner, out, limits), tasks):
             pass
         with _local_copies(folder, names) as new, duckdb.connect() as database:
             changed = database.execute(_CHANGED, [new, list(known)]).fetchone()
@@ -333,7 +337,9 @@ def _check_unchanged(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Task:
+class ScanTask:
+    """A partition that is to be scanned."""
+
     source: Source
     partition: Partition
     number: int
@@ -346,7 +352,7 @@ class _Result:
     num_rejected: int
 
 
-class _Scanner:
+class Scanner:
     """Scans partitions. Memory holds one image, and the metadata of the partition."""
 
     def __init__(self, out: str, limits: dict[str, Any]) -> None:
@@ -355,12 +361,12 @@ class _Scanner:
         self._removed = frozenset(storage.read_json(removed) if storage.exists(removed) else ())
         logging.getLogger("PIL").addHandler(logging.NullHandler())  # Messages about damaged files.
 
-    def __call__(self, task: _Task) -> _Result:
+    def __call__(self, task: ScanTask) -> _Result:
         """Write the metadata of a partition."""
         partition, name = task.partition, part_name(task.number)
         if not partition.file and not partition.items:
             partition = replace(partition, items=self._items(name))
-        rows = [self._row(item, partition) for item in task.source.scan(partition)]
+        rows = [self._row(item) for item in task.source.scan(partition)]
         table = pa.Table.from_pylist(rows, schema=SCHEMA)
         storage.write(storage.join(self._out, task.folder, name), parquet_bytes(table))
         return _Result(num_images=len(rows), num_rejected=sum(row["reason"] != "" for row in rows))
@@ -372,10 +378,10 @@ class _Scanner:
             return ()
         return tuple(pq.read_table(pa.BufferReader(storage.read(uri)))["item"].to_pylist())
 
-    def _row(self, item: Record | Rejected, partition: Partition) -> dict[str, Any]:
+    def _row(self, item: Record | Rejected) -> dict[str, Any]:
         row: dict[str, Any] = {"key": item.key, "key_hash": xxhash.xxh3_64_intdigest(item.key), **vars(item.location)}
-        if xxhash.xxh3_128_hexdigest(item.key) in self._removed:
-            return removed_row(row, partition)
+        if hash_key(item.key) in self._removed:
+            return removed_row(row)
         reason, detail = (item.reason, item.detail) if isinstance(item, Rejected) else ("", "")
         record = item.record if isinstance(item, Rejected) else item
         if record is not None:
@@ -405,19 +411,6 @@ class _Scanner:
             "phash": perceptual_hash(reduced.image),
             "sharpness": round(sharpness(reduced.image), 3),
         }
-
-
-def removed_row(row: Mapping[str, Any], partition: Partition) -> dict[str, Any]:
-    """The row of an image that was taken down: neither its key nor its content is left.
-
-    The name of its own file in a folder of images is replaced by a hash, by which it is known when the folder grows.
-    """
-    file = row["file"]
-    if file and file != partition.file:
-        file = "~" + hashlib.md5(file.encode(), usedforsecurity=False).hexdigest()
-    kept = {"key": "", "key_hash": row["key_hash"], "file": file, "reason": Reason.REMOVED.value, "detail": ""}
-    kept["version"] = row["version"] if file == row["file"] else ""
-    return {name: kept.get(name) for name in SCHEMA.names}
 
 
 def parquet_bytes(table: pa.Table) -> bytes:

@@ -225,7 +225,7 @@ def kept_rows(out: str, generation: int, task: int) -> pa.Table:
             if tasks.min <= task <= tasks.max:
                 groups.append(number)
         table = parquet.read_row_groups(groups)
-    return table.filter(pc.equal(table["task"], task))
+    return table.filter(pc.equal(table["task"], task))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _uri(out: str, name: str) -> str:

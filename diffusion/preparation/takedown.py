@@ -13,7 +13,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,10 +23,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import xxhash
 
 from diffusion import storage
-from diffusion.datasets.manifest import MANIFEST, PreparedManifest, RejectedEntry
+from diffusion.datasets.manifest import MANIFEST, SCAN, PreparedManifest, RejectedEntry
 from diffusion.datasets.mds import (
     INDEX,
     Layout,
@@ -40,14 +39,26 @@ from diffusion.datasets.mds import (
     stored_file,
     write_index,
 )
-from diffusion.errors import DataError
+from diffusion.errors import DataError, UserError
 from diffusion.files import PARTIAL
-from diffusion.preparation.metadata import LISTINGS, METADATA, POSITIONS, SCORES, SELECTION, part_name
+from diffusion.preparation.metadata import (
+    LISTINGS,
+    METADATA,
+    POSITIONS,
+    REMOVED,
+    SCORES,
+    SELECTION,
+    hash_key,
+    part_name,
+    removed_row,
+)
 from diffusion.preparation.output import claim
 from diffusion.preparation.records import Reason
+from diffusion.preparation.scan import Scan
 from diffusion.preparation.select import read_selection
 from diffusion.preparation.write import (
     SPLITS,
+    discard_generations,
     positions_name,
     read_entries,
     read_table,
@@ -56,9 +67,6 @@ from diffusion.preparation.write import (
 )
 
 logger = logging.getLogger(__name__)
-
-REMOVED = "removed.json"
-"""File of a data set: hashes of the keys of all removed images, sorted."""
 
 MARKS = "withdrawn.json"
 """File of a data set: for each `<split>/<bucket>` the indices of removed samples, ascending."""
@@ -69,10 +77,6 @@ _KEYS = "withdrawn.txt"
 _REPORTS = ("report.html", "report.json")
 _OF_VERSION_1 = ("facts/", "refused/", "partitions.json")
 _REQUESTS = 16
-
-_BLANK_METADATA = {"key": "", "file": "", "version": "", "detail": ""} | dict.fromkeys(
-    ("captions", "metadata", "xxh128", "phash")
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,11 +135,6 @@ def _parse_line(line: str) -> str:
         return line
 
 
-def hash_key(key: str) -> str:
-    """Return the hash of a key as `removed.json` holds it: xxh3_128, in hexadecimal."""
-    return xxhash.xxh3_128_hexdigest(key.encode())
-
-
 def read_removed(dataset: str) -> frozenset[str]:
     """Read the hashes of the removed keys of a data set (path or s3://); none if nothing was removed."""
     hashes: set[str] = set()
@@ -171,7 +170,7 @@ def take_down(dataset: str, keys: Iterable[str], *, erase: bool = False) -> Take
         erase: erase what is marked, at this time or before, from all files. Otherwise it is only marked.
 
     Raises:
-        DataError: it is not a finished data set, is damaged, or `prepare` has begun to add to it.
+        DataError: it is not a finished data set, or is damaged.
         MachineError: another process is writing there, or it cannot be written to.
     """
     uri = storage.join(dataset, MANIFEST)
@@ -216,25 +215,32 @@ def _take_down_prepared(dataset: str, asked: set[str], erase: bool) -> tuple[lis
     manifest = PreparedManifest.read(dataset)
     last = read_selection(dataset, len(manifest.generations) - 1)
     num_tasks = last.first_task + len(last.tasks)
-    if positions_name(num_tasks) in storage.list_files(storage.join(dataset, POSITIONS)):
-        raise DataError(f"{storage.shown(dataset)} is being added to; let scripts/prepare.py run to its end first")
     found = list(_find_positions(dataset, num_tasks, asked, read_marks(dataset) if erase else {}))
     _mark(dataset, found)
     keys = asked.union(one.key for one in found)
     rows: dict[int, list[int]] = {}
-    others = _find_metadata(dataset, asked.difference(one.key for one in found))
+    others = list(_find_metadata(dataset, asked.difference(one.key for one in found)))
+    partitions = storage.read_json(storage.join(dataset, SCAN))["partitions"]
+    later = {entry["number"] for entry in partitions if entry["generation"] > last.generation}
+    if any(part in later for part, _ in others):
+        logger.info("%s: what was written of an unfinished growth is removed", storage.shown(dataset))
+        storage.delete([storage.join(dataset, SELECTION, f"{last.generation + 1}.json")])
+        discard_generations(dataset, last.generation + 1, num_tasks)
     for part, row in [*others, *((one.part, one.row) for one in found)]:
         rows.setdefault(part, []).append(row)
-    _blank_metadata(dataset, rows, _BLANK_METADATA if erase else {})
+    _reject_metadata(dataset, rows, erase)
     if not erase:
         return found, 0
     _blank_selection(dataset, keys)
     manifest = replace(manifest, rejected=_without(manifest.rejected, keys))
     manifest.write(dataset)
+    has_report = storage.exists(storage.join(dataset, _REPORTS[0]))
     storage.delete(storage.join(dataset, name) for name in _REPORTS)
     count = sum(_erase_task(dataset, task, of_task) for task, of_task in _by(found, "task").items())
     write_indexes(dataset, num_tasks)
     _update_splits(dataset, manifest)
+    if has_report:
+        _write_report(dataset)
     return found, count
 
 
@@ -285,25 +291,25 @@ def _find_metadata(dataset: str, keys: Collection[str]) -> Iterator[tuple[int, i
             yield from rows
 
 
-def _blank_metadata(dataset: str, rows: Mapping[int, list[int]], blank: Mapping[str, Any]) -> None:
-    """Reject rows of the metadata as removed, and blank some of their columns; if any, their scores before."""
-    scores = storage.list_files(storage.join(dataset, SCORES)) if blank else ()
-    values = {**blank, "reason": Reason.REMOVED.value}
+def _reject_metadata(dataset: str, rows: Mapping[int, list[int]], erase: bool) -> None:
+    """Reject rows of the metadata as removed; erase what they hold, and their scores before."""
+    scores = storage.list_files(storage.join(dataset, SCORES)) if erase else ()
     for part, of_part in rows.items():
         for name in scores:
             if name.endswith(f"/{part_name(part)}"):
-                _blank_rows(storage.join(dataset, SCORES, name), of_part, None)
-        if blank:
+                _change_rows(storage.join(dataset, SCORES, name), of_part, dict.fromkeys)
+        if erase:
             storage.delete([storage.join(dataset, LISTINGS, part_name(part))])
-        _blank_rows(storage.join(dataset, METADATA, part_name(part)), of_part, values)
+        reject = removed_row if erase else lambda row: {**row, "reason": Reason.REMOVED.value}
+        _change_rows(storage.join(dataset, METADATA, part_name(part)), of_part, reject)
 
 
-def _blank_rows(uri: str, rows: Iterable[int], blank: Mapping[str, Any] | None) -> None:
-    """Replace some columns in rows of a parquet file; None replaces all by null."""
+def _change_rows(uri: str, rows: Iterable[int], change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Change rows of a parquet file."""
     table = read_table(uri)
     values = table.to_pylist()
     for row in rows:
-        values[row].update(dict.fromkeys(values[row]) if blank is None else blank)
+        values[row] = change(values[row])
     write_table(uri, pa.Table.from_pylist(values, table.schema))
 
 
@@ -337,6 +343,15 @@ def _erase_task(dataset: str, task: int, found: list[_Found]) -> int:
     table = table.set_column(0, table.schema.field(0), pa.array(keys, pa.string()))
     write_table(uri, table.replace_schema_metadata({"entries": json.dumps(entries)}))
     return count
+
+
+def _write_report(dataset: str) -> None:
+    from diffusion.preparation.report import write_report  # Plotting takes a second to import.
+
+    try:
+        write_report(dataset, Scan.read(dataset))
+    except UserError as error:
+        logger.warning("the report was deleted and cannot be written anew: %s", error)
 
 
 def _without(rejected: Mapping[str, RejectedEntry], keys: Collection[str]) -> dict[str, RejectedEntry]:

@@ -36,7 +36,6 @@ from tqdm import tqdm
 from diffusion import storage
 from diffusion.datasets.manifest import (
     MANIFEST,
-    SCAN,
     BucketEntry,
     Example,
     Generation,
@@ -50,6 +49,7 @@ from diffusion.files import PARTIAL
 from diffusion.preparation.engine import Workers, run
 from diffusion.preparation.metadata import CAPTIONS, METADATA, POSITIONS, SCORES, SELECTION, part_name
 from diffusion.preparation.records import Location, Partition, Source, clean_text, fit_for_json
+from diffusion.preparation.scan import Scan
 from diffusion.preparation.select import Selection, kept_rows, read_selection
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class WriteTask:
 
 def write(
     out: str,
-    sources: Sequence[Source],
+    scan: Scan,
     settings: Mapping[str, Any],
     workers: Workers,
     *,
@@ -123,7 +123,7 @@ def write(
 
     Args:
         out: the data set's folder, a path or an s3:// URI.
-        sources: those of `scan.json`, in that order.
+        scan: sources and partitions of the data set.
         settings: the keys of the configuration that determine the data; they become those of the manifest.
         workers: who does the tasks.
         scratch: folder for the images of a window; None keeps them in memory.
@@ -139,8 +139,7 @@ def write(
         MachineError: a source cannot be read, `out` cannot be written to, or a worker died.
     """
     shard_format(settings).check()
-    partitions = storage.read_json(storage.join(out, SCAN))["partitions"]
-    num_generations = max((entry["generation"] for entry in partitions), default=0) + 1
+    num_generations = max((one.generation for one in scan.partitions), default=0) + 1
     selections = [read_selection(out, number) for number in range(num_generations)]
     finished = PreparedManifest.read(out) if storage.exists(storage.join(out, MANIFEST)) else None
     if not any(selection.kept for selection in selections):
@@ -148,7 +147,7 @@ def write(
     done = _begin(out, selections, finished)
     if finished is not None and len(finished.generations) == len(selections):
         return finished
-    tasks = _tasks(out, partitions, selections, sources, done)
+    tasks = _tasks(out, scan, selections, done)
     total = sum(selection.kept for selection in selections)
     written = sum(one["entry"]["samples"] for entries in read_entries(out, sorted(done)) for one in entries)
     with tqdm(desc="writing", total=total, initial=written, unit=" images", disable=not progress) as bar:
@@ -157,7 +156,7 @@ def write(
             bar.update(num_samples)
     places = write_indexes(out, selections[-1].first_task + len(selections[-1].tasks))
     _delete_others(out, places)
-    manifest = _manifest(out, partitions, selections, sources, settings, sorted(places, key=_ascending))
+    manifest = _manifest(out, scan, selections, settings, sorted(places, key=_ascending))
     manifest.write(out)
     return manifest
 
@@ -212,27 +211,37 @@ def _begin(out: str, selections: Sequence[Selection], finished: PreparedManifest
             f"{storage.shown(out)} was written from another selection; choose another folder, or replace it with "
             "--overwrite"
         )
-    names = storage.list_files(storage.join(out, POSITIONS))
-    done = {int(name[:-8]) for name in names if re.fullmatch(r"\d+\.parquet", name)}
     if known[same:]:
         logger.info("%s: what was written from another selection is removed", storage.shown(out))
-        first = selections[same].first_task if same < len(selections) else max(done, default=-1) + 1
-        places = write_indexes(out, first)
-        storage.delete(storage.join(out, POSITIONS, positions_name(number)) for number in done if number >= first)
-        _delete_others(out, places)
-        done = {number for number in done if number < first}
+        discard_generations(out, same, sum(len(selection.tasks) for selection in selections[:same]))
     if known != wanted:
         storage.write_json(uri, wanted)
-    return done
+    return _finished_tasks(out)
 
 
-def _tasks(
-    out: str,
-    partitions: Sequence[Mapping[str, Any]],
-    selections: Sequence[Selection],
-    sources: Sequence[Source],
-    done: set[int],
-) -> Iterator[WriteTask]:
+def discard_generations(out: str, generation: int, first_task: int) -> None:
+    """Remove what was written of a generation, and of those behind it; earlier ones stay to the byte.
+
+    Args:
+        out: the data set.
+        generation: number of the generation.
+        first_task: number of its first write task.
+    """
+    places = write_indexes(out, first_task)
+    later = [number for number in _finished_tasks(out) if number >= first_task]
+    storage.delete(storage.join(out, POSITIONS, positions_name(number)) for number in later)
+    _delete_others(out, places)
+    uri = storage.join(out, POSITIONS, _IDENTITIES)
+    if storage.exists(uri):
+        storage.write_json(uri, storage.read_json(uri)[:generation])
+
+
+def _finished_tasks(out: str) -> set[int]:
+    names = storage.list_files(storage.join(out, POSITIONS))
+    return {int(name[:-8]) for name in names if re.fullmatch(r"\d+\.parquet", name)}
+
+
+def _tasks(out: str, scan: Scan, selections: Sequence[Selection], done: set[int]) -> Iterator[WriteTask]:
     """Yield the tasks that are not done."""
     present: dict[int, dict[str, int]] = {}
     for split in SPLITS:
@@ -240,7 +249,6 @@ def _tasks(
             found = re.search(r"/shard\.(\d+)\.", name)
             if found is not None and int(found[1]) not in done:
                 present.setdefault(int(found[1]), {})[f"{split}/{name}"] = file.size
-    entries = {entry["number"]: entry for entry in partitions}
     for selection in selections:
         for number, windows in enumerate(selection.tasks, start=selection.first_task):
             if number not in done:
@@ -248,15 +256,14 @@ def _tasks(
                     number=number,
                     generation=selection.generation,
                     windows=windows,
-                    parts={part: _part(entries[part], sources) for window in windows for part in window},
+                    parts={part: _part(scan, part) for window in windows for part in window},
                     present=present.get(number, {}),
                 )
 
 
-def _part(entry: Mapping[str, Any], sources: Sequence[Source]) -> tuple[Source, Partition]:
-    names = ("id", "file", "start", "stop", "version", "num_bytes", "num_records")
-    partition = Partition(**{name: entry[name] for name in names})
-    return sources[entry["source"]].only(partition), partition
+def _part(scan: Scan, number: int) -> tuple[Source, Partition]:
+    source, partition = scan.find(number)
+    return source.only(partition), partition
 
 
 # The work on a task.
@@ -501,19 +508,14 @@ def _ascending(place: Place) -> tuple[int, list[int]]:
 
 
 def _manifest(
-    out: str,
-    partitions: Sequence[Mapping[str, Any]],
-    selections: Sequence[Selection],
-    sources: Sequence[Source],
-    settings: Mapping[str, Any],
-    places: Iterable[Place],
+    out: str, scan: Scan, selections: Sequence[Selection], settings: Mapping[str, Any], places: Iterable[Place]
 ) -> PreparedManifest:
     """Return the manifest of the data set as it is now."""
-    sizes = Counter(entry["generation"] for entry in partitions)
+    sizes = Counter(one.generation for one in scan.partitions)
     splits: dict[str, dict[str, BucketEntry]] = {}
     for split, bucket in places:
         splits.setdefault(split, {})[bucket] = read_index(storage.join(out, split, bucket))
-    counts = {source.name: [one.sources.get(source.name, {}) for one in selections] for source in sources}
+    counts = {source.name: [one.sources.get(source.name, {}) for one in selections] for source in scan.sources}
     return PreparedManifest(
         sources=[
             SourceEntry(
@@ -523,7 +525,7 @@ def _manifest(
                 seen=sum(sum(reasons.values()) for reasons in counts[source.name]),
                 kept=sum(reasons.get("", 0) for reasons in counts[source.name]),
             )
-            for source in sources
+            for source in scan.sources
         ],
         settings=dict(settings),
         columns=COLUMNS,

@@ -104,3 +104,13 @@ def test_a_modified_protocol_is_reported(outputs, tmp_path):
     path.write_text(text.replace('"num_inference_steps": 2', '"num_inference_steps": 50'))
     with pytest.raises(DataError, match=r"result\.json"):
         Result.read(path)
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_memory_at_the_shipped_protocol(server, tmp_path):
+    """30,000 images and as many of the reference, 2,048 features: 0.49 GB of features; twice 58.6 GiB by batches."""
+    server.command(2, ["tests/tools/wide_features.py", str(tmp_path / "found.json")])
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["distance"] == pytest.approx(0.0, abs=1e-6)
+    assert found["bytes"] < 2 * 2**30

@@ -1,4 +1,4 @@
-"""Scores by several processes and by Ray: the same bytes, each worker on the GPU that it was given."""
+"""Scores by several processes and by Ray, and of a store: the same bytes, each worker on the GPU that it was given."""
 
 import pytest
 
@@ -8,9 +8,16 @@ from diffusion.preparation import engine
 from diffusion.preparation import score as module
 from diffusion.preparation.config import Engine, PrepareConfig, RayConfig
 from diffusion.preparation.engine import Workers
+from diffusion.preparation.report import write_report
+from diffusion.preparation.scan import scan_sources
 from diffusion.preparation.score import score
-from tests.tools.image_files import tree
+from diffusion.preparation.select import select
+from diffusion.storage import list_files, read
+from tests.tools.image_files import noise, sample, tree, write_folder, write_tar
+from tests.tools.s3_server import s3_process, s3_server
 from tests.tools.scored_data import write_scan
+
+__all__ = ["s3_process", "s3_server"]
 
 pytestmark = pytest.mark.slow
 
@@ -71,3 +78,35 @@ def test_ray_places_scorers_on_gpus(tmp_path, monkeypatch):
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+@pytest.mark.s3
+def test_scores_and_report_in_a_store_are_those_of_a_folder(tmp_path, s3_server):
+    write_folder(tmp_path / "shelf", 7)
+    write_tar(
+        tmp_path / "some.tar", [member for i in range(5) for member in sample(f"{i}", noise(40, 40, i), b"of a tar")]
+    )
+    (tmp_path / "shelf" / "0003.txt").unlink()
+    (tmp_path / "shelf" / "copy.png").write_bytes((tmp_path / "shelf" / "0005.png").read_bytes())
+    (tmp_path / "shelf" / "copy.txt").write_text("a copy")
+
+    def prepared(out: str) -> str:
+        values = {"sources": [str(tmp_path / "shelf"), str(tmp_path / "some.tar")], "out": out, "partition_size": 4,
+                  "buckets": {"edges": [32]}, "duplicates": {}, "captioner": {"path": f"{HERE}.Captioner"},
+                  "scorers": [{"path": f"{HERE}.Redness", "column": "redness"}],
+                  "filters": {"min_caption_characters": 2}}  # fmt: skip
+        config = from_dict(PrepareConfig, values, "test")
+        scan = scan_sources(config, workers=Workers())
+        score(config, scan, workers=Workers())
+        select(out, config, scan)
+        report = write_report(out, scan)
+        assert (report["kept"]["images"], report["reasons"]) == (12, {"duplicate": 1})
+        return out
+
+    there, here = prepared(f"s3://tests/{tmp_path.name}"), prepared(str(tmp_path / "out"))
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("data:image/jpeg") == 12 + 1 + 2, "kept images, the duplicate, the pair"
+    names = ["scores.json", "report.json", *(f"scores/{name}" for name in list_files(f"{there}/scores"))]
+    assert len(names) == 2 + 2 * 3
+    assert [name for name in names if read(f"{there}/{name}") != read(f"{here}/{name}")] == []
+    assert read(f"{there}/report.html").decode() == page

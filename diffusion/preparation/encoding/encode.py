@@ -26,7 +26,6 @@ from diffusion.preparation.encoding.models import EncodingModels, Load
 from diffusion.preparation.encoding.output import (
     MAX_DAMAGED,
     MAX_DAMAGED_FRACTION,
-    SETTINGS,
     OutputState,
     max_damaged,
     open_output,
@@ -103,12 +102,12 @@ def encode(
     )
     with ExitStack() as claims:
         plan = on_first_rank(lambda: _plan(prepared, out, resolutions, models, settings, claims))
-        encode_here = partial(encode_shards, models=models, settings=plan.settings)
         options = {"device": device, "num_workers": num_workers}
         if not plan.items:
             logger.info("%s holds all of %s already", shown(out), shown(prepared))
         elif workers is None:
-            agree(lambda: _encode_as_rank(plan, partial(encode_here, **options), progress))
+            encode_items = partial(encode_shards, models=models, settings=plan.settings, **options)
+            agree(lambda: _encode_as_rank(plan, encode_items, progress))
         else:
             assert load is not None, "workers load their networks"
             _encode_by_workers(plan, workers, load, progress, **options)
@@ -140,7 +139,7 @@ def _plan(
     outputs = plan_outputs(prepared, out, resolutions, models, settings)
     states = []
     for output in outputs:
-        claims.enter_context(claim(output.uri, EncodedManifest.kind, [SETTINGS]))
+        claims.enter_context(claim(output.uri))
         states.append(open_output(prepared, output))
         states[-1].begin()
     removed = frozenset().union(*(state.removed for state in states))
@@ -197,10 +196,10 @@ def _encode_by_workers(
     """Encode shards in other processes."""
     size = max(1, min(_SHARDS_PER_TASK, len(plan.items) // 64))
     tasks = [plan.items[start : start + size] for start in range(0, len(plan.items), size)]
-    make = partial(_load_encoder, load, plan.settings, device, num_workers)
-    num_gpus = 1.0 if device.startswith("cuda") else 0.0
+    kind = device.partition(":")[0]
+    make = partial(_load_encoder, load, plan.settings, kind, num_workers)
     with _progress(plan, _Counters(plan.name), shown=progress) as count:
-        for shards in run(workers, make, tasks, num_gpus=num_gpus):
+        for shards in run(workers, make, tasks, num_gpus=1.0 if kind == "cuda" else 0.0):
             for shard in shards:
                 count(shard)
 

@@ -35,6 +35,9 @@ MARKS = f"{WORK}/shards"
 CHANGING = frozenset({"source", "counts", "sizes"})
 """Entries of a manifest that change when the prepared data grows."""
 
+_ALLOWED = ("lost+found", "removed.json", "withdrawn.txt", "writer.json", WORK)
+"""What a folder may hold before anything is encoded."""
+
 MAX_DAMAGED = 10
 MAX_DAMAGED_FRACTION = 0.001
 
@@ -164,6 +167,11 @@ def open_output(prepared: str, output: Output) -> OutputState:
     found = finished or _read_json(join(uri, SETTINGS))
     removed = read_removed(uri)
     if not found:
+        names = {name.partition("/")[0] for name in storage.list_files(uri)}
+        strangers = sorted(name for name in names if not name.startswith(".") and name not in _ALLOWED)
+        if strangers:
+            listed = ", ".join(map(ascii, strangers[:3]))
+            raise DataError(f"{shown(uri)} holds other files ({listed}); choose an empty folder")
         return OutputState(output, {}, {}, removed)
     there, here = EncodedManifest.from_json(found, shown(uri)).to_json(), output.manifest.to_json()
     differences = sorted(key for key in here if key not in CHANGING and here[key] != there[key])

@@ -123,7 +123,7 @@ def encode_shards(
     try:
         for batch in loader:
             encoded = encoder.start(batch.images, batch.token_ids)
-            waiting.append(writer.submit(assembler.add, batch, encoded))
+            waiting.append(writer.submit(assembler.add, batch._replace(images={}), encoded))
             while waiting and (waiting[0].done() or len(waiting) > WAITING_BATCHES):
                 yield from waiting.popleft().result()
         for future in waiting:

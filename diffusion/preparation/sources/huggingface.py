@@ -21,9 +21,9 @@ from diffusion.preparation.sources.columns import (
     Batch,
     find_columns,
     first_line,
+    images_of_rows,
     scan_batch,
 )
-from diffusion.preparation.sources.parquet import images_of_rows
 from diffusion.preparation.sources.reading import UnfitFileError, printable
 
 PREFIX = "hf-dataset:"

@@ -165,6 +165,8 @@ class MDSSource(FileSource):
                 offsets, end = _offsets(file, shard)
                 for number in promised:
                     try:
+                        if number + 1 >= len(offsets):
+                            raise UnfitFileError(Reason.MISSING_IMAGE, "there is no such sample")
                         yield number, self._cut_out(file, offsets[number], offsets[number + 1], end, shard)
                     except UnfitFileError as error:
                         yield number, error

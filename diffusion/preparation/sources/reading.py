@@ -5,7 +5,9 @@ Credentials come from the environment; they are never part of a source.
 """
 
 import errno
+import functools
 import json
+import logging
 import os
 import posixpath
 import stat
@@ -23,6 +25,8 @@ from diffusion.preparation.records import (
     has_surrogates,
 )
 from diffusion.storage import is_url, shown
+
+logger = logging.getLogger(__name__)
 
 REQUESTS = 16
 """Requests to a store that a worker makes at a time."""
@@ -121,9 +125,16 @@ def _list_local(root: str) -> Iterator[Entry]:
                         yield _entry(name, entry.stat())
                     elif not _is_folder(entry):
                         yield look_at(entry.path, top, name)
+                    elif leads_out(entry.path, top):
+                        _warn_of_link(printable(entry.path))
         except OSError as error:
             where = printable(str(error.filename or folder))
             raise MachineError(f"cannot list {where}: {error.strerror}; mend that or take the folder out") from error
+
+
+@functools.lru_cache
+def _warn_of_link(path: str) -> None:
+    logger.warning("%s leads out of the source's folder, and is not followed; name its target as a source", path)
 
 
 def _is_folder(entry: "os.DirEntry[str]") -> bool:

@@ -18,9 +18,10 @@ from diffusion.preparation import scan as scan_module
 from diffusion.preparation.config import LimitsConfig, PrepareConfig
 from diffusion.preparation.engine import Workers
 from diffusion.preparation.measures import REDUCED_SIDE, perceptual_hash
-from diffusion.preparation.metadata import SCHEMA, part_name
+from diffusion.preparation.metadata import SCHEMA, part_name, removed_row
 from diffusion.preparation.records import Location
-from diffusion.preparation.scan import REMOVED, Scan, removed_row, scan_sources
+from diffusion.preparation.scan import Scan, scan_sources
+from diffusion.preparation.takedown import REMOVED
 from tests.tools.image_files import encode, noise, sample, tree, write_folder, write_tar
 
 
@@ -274,9 +275,7 @@ def test_removed_images_leave_no_trace(folder, out, tmp_path):
     remove(out, "set/0004.png", "x.tar/1")
     scan([folder, tar], out, partition_size=4)
     rows = [row for row in rows_of(out) if row["reason"] == "removed"]
-    assert [row["key_hash"] for row in rows] == [
-        xxhash.xxh3_64_intdigest(key) for key in ("set/0004.png", "x.tar/1")
-    ]
+    assert [row["key_hash"] for row in rows] == [xxhash.xxh3_64_intdigest(key) for key in ("set/0004.png", "x.tar/1")]
     for row in rows:
         assert {name for name, value in row.items() if value} <= {"key_hash", "file", "version", "reason"}
     words = (b"0004.png", b"secret", b"here 1", b"x.tar/1", xxhash.xxh3_128_hexdigest(noise(40, 40, 1)).encode())
@@ -287,10 +286,10 @@ def test_removed_images_leave_no_trace(folder, out, tmp_path):
 
 def test_what_was_taken_down_after_the_scan_is_not_new(folder, out):
     """As takedown leaves the metadata: neither new, nor gone, nor changed when the folder grows."""
-    found = scan([folder], out, partition_size=4)
+    scan([folder], out, partition_size=4)
     path = out / "metadata" / part_name(1)
     rows = pq.read_table(path).to_pylist()
-    rows[1] = removed_row(rows[1], found.partitions[1].partition)
+    rows[1] = removed_row(rows[1])
     path.write_bytes(scan_module.parquet_bytes(pa.Table.from_pylist(rows, SCHEMA)))
     remove(out, "set/0005.png")
     before = tree(out)

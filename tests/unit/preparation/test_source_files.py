@@ -4,12 +4,14 @@ import gzip
 import io
 import json
 import os
+import shutil
 import tarfile
 import tracemalloc
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from streaming import MDSWriter
 
 from diffusion.errors import DataError
 from diffusion.preparation.config import LimitsConfig, SourceConfig
@@ -267,7 +269,7 @@ class TestFolder:
             (tmp_path / name).write_bytes(content)
         assert reasons(read(tmp_path)) == [["one"], ["two"]]
 
-    def test_links_that_lead_out_are_not_followed(self, tmp_path):
+    def test_links_that_lead_out_are_not_followed(self, tmp_path, caplog):
         write_folder(tmp_path / "elsewhere", 2)
         write_folder(tmp_path / "set", 1)
         root = tmp_path / "set"
@@ -282,6 +284,7 @@ class TestFolder:
         items = read(root)
         assert reasons(items) == [["image 0"], ["within"], "unreadable", "unreadable"]
         assert all("leads out" in detail for detail in details(items))
+        assert f"{root / 'folder'} leads out" in caplog.text
 
     def test_odd_files_are_one_rejection_each(self, tmp_path):
         long = "n" * 251
@@ -728,6 +731,36 @@ def test_long_captions_come_whole_from_every_layout(tmp_path):
     for name in ("beside", "jsonl", "csv", "x.tar", "x.parquet"):
         assert [item.captions for item in read(tmp_path / name, limits=limits)] == [[caption.strip()]], name
         assert reasons(read(tmp_path / name)) == ["too_large"], name
+
+
+@pytest.mark.parametrize("layout", ["images", "x.tar", "x.tgz", "x.parquet", "x.arrow", "mds"])
+def test_images_that_are_gone_after_the_scan(tmp_path, layout):
+    def write(num: int) -> None:
+        columns = {"image": [IMAGE] * num, "caption": ["x"] * num}
+        members = [member for number in range(num) for member in sample(f"{number}", IMAGE, b"x")]
+        shutil.rmtree(tmp_path / layout, ignore_errors=True)
+        if layout == "images":
+            write_folder(tmp_path / layout, num)
+        elif layout == "mds":
+            with MDSWriter(out=str(tmp_path / layout), columns={"image": "bytes", "caption": "str"}) as writer:
+                for _ in range(num):
+                    writer.write({"image": IMAGE, "caption": "x"})
+        elif layout == "x.parquet":
+            write_parquet(tmp_path / layout, columns, row_group_size=2)
+        elif layout == "x.arrow":
+            with pa.ipc.new_stream(tmp_path / layout, pa.table(columns).schema) as stream:
+                stream.write_table(pa.table(columns), max_chunksize=2)
+        else:
+            tar = write_tar(tmp_path / "written", members).read_bytes()
+            (tmp_path / layout).write_bytes(gzip.compress(tar) if layout == "x.tgz" else tar)
+
+    write(8)
+    source = open_source(tmp_path / layout)
+    (partition,) = partitions(source)
+    locations = [item.location for item in source.scan(partition)]
+    write(3)
+    with pytest.raises(DataError, match=layout.partition(".")[0]):
+        list(source.images(partition, locations))
 
 
 class TestOpening:

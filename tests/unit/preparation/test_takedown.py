@@ -191,7 +191,8 @@ def test_data_can_grow_after_an_erasure(data):
     assert sum(one["key"] == "" for listed in samples(data.out).values() for one in listed) == 1
 
 
-def test_data_that_is_being_added_to(data, monkeypatch):
+@pytest.mark.parametrize("number", [TAKEN, 37])
+def test_data_that_is_being_added_to(data, monkeypatch, number):
     options = {"captioner": {}, "scorers": [{"column": "score"}], "shard_mb": 0.01}
     grown = select_images(data.out, data.source, (6,), before=data, scored=True)
     original = PreparedManifest.write
@@ -199,11 +200,12 @@ def test_data_that_is_being_added_to(data, monkeypatch):
     with pytest.raises(StopError):
         grown.write(**options)
     monkeypatch.setattr(PreparedManifest, "write", original)
-    with pytest.raises(DataError, match=r"prepare\.py"):
-        take_down(data.out, {data.key(TAKEN)})
-    grown.write(**options)
-    take_down(data.out, {data.key(TAKEN)}, erase=True)
-    assert files_with(data.out, *needles(data, TAKEN)) == set()
+    assert files_with(data.out, *needles(data, number))
+    take_down(data.out, {data.key(number)}, erase=True)
+    assert files_with(data.out, *needles(data, number)) == set()
+    assert Path(data.out, "selection", "1.json").exists() == (number == TAKEN)
+    if number == TAKEN:
+        assert grown.write(**options).kept == 39
 
 
 def write_version_1(root):
