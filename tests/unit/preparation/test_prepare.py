@@ -151,9 +151,9 @@ def test_three_layouts(tmp_path):
     assert by_key[f"{tmp_path.name}/1.tar/004"]["metadata"] == {"status": "success", "number": 4}
     assert by_key["x.parquet#7"]["image"] == images[7]
     assert by_key["x.parquet#7"]["captions"] == ["a", "b"]
-    assert sorted(path.name for path in out.iterdir()) == [
+    assert {name.partition("/")[0] for name in tree(out)} == {
         "manifest.json", "metadata", "positions", "scan.json", "selection", "train", "validation",
-    ]  # fmt: skip
+    }  # fmt: skip
 
 
 def test_order_is_shuffled_and_depends_on_the_seed(tmp_path):
@@ -251,17 +251,21 @@ def test_explain_writes_nothing(hostile, tmp_path, capsys):
     prepare([hostile], out, edges=[16])
     before = tree(tmp_path)
     config = PrepareConfig(sources=[str(hostile)], out=str(out), where="width > 30", workers=1)
-    config.filters = FiltersConfig(keywords=["palette"])
+    config.filters, config.buckets.edges = FiltersConfig(keywords=["palette"]), [16]
     rows = [line.split() for line in explain_selection(config).splitlines()]
-    assert ["scan", "9", "9", "7"] in rows
-    assert ["keyword", "1", "1", "6"] in rows
+    assert rows[1:] == [
+        ["scan", "8", "8", "8"],
+        ["too_small", "1", "1", "7"],
+        ["keyword", "1", "1", "6"],
+        ["where", "8", "6", "0"],
+    ]
     assert tree(tmp_path) == before
     yaml = tmp_path / "prepare.yaml"
-    yaml.write_text(f"sources: [{hostile}]\nout: {out}\nwhere: width > 30\n")
+    yaml.write_text(f"sources: [{hostile}]\nout: {out}\nwhere: width > 30\nbuckets: {{edges: [16]}}\n")
     before = tree(tmp_path)
     main = runpy.run_path(str(SCRIPT))["main"]
     main(["select", "--explain", "--config", str(yaml)])
-    assert ["where", "7", "7", "0"] in [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["where", "8", "7", "0"] in [line.split() for line in capsys.readouterr().out.splitlines()]
     assert tree(tmp_path) == before
     with pytest.raises(ConfigurationError, match="--explain"):
         main(["--explain", "--config", str(yaml)])
@@ -323,9 +327,11 @@ def test_filters_and_the_dry_run(tmp_path):
     assert manifest.settings["filters"]["keywords"] == ["1", "5"]
     assert "keyword" in (tmp_path / "out" / "report.html").read_text()
     before = tree(tmp_path)
-    result = run_command("--config", config, "--dry-run", "10")
+    result = run_command("--config", config, "--dry-run", "8")
     assert result.returncode == 0, result.stderr
-    assert ["set", "10", "8", "keyword", "2"] in [line.split() for line in result.stdout.splitlines()]
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert ["set", "8", "7"] in lines
+    assert ["keyword", "1"] in lines
     assert tree(tmp_path) == before
     result = run_command("--config", config)
     assert result.returncode == 2
