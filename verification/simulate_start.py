@@ -28,7 +28,7 @@ import psutil
 from diffusion.config.data import DataConfig, Representation, StreamConfig
 from diffusion.datasets.loader import train_loader
 from diffusion.datasets.manifest import MANIFEST
-from diffusion.datasets.mds import INDEX, ShardFormat, encode_sample, write_shard
+from diffusion.datasets.mds import INDEX, ShardFormat, encode_sample, encode_shard, shard_name
 from diffusion.datasets.streams import Files, locate_streams, read_files
 from diffusion.launch import CommandParser, run_command
 from diffusion.operations.checks.data import check_cache
@@ -206,7 +206,8 @@ def make_shard() -> tuple[bytes, dict[str, Any]]:
     values = {"latent_mean": np.zeros((4, 2, 2), np.float16), "token_ids": np.zeros((1, 8), np.int32), "key": "k"}
     samples = [encode_sample(values, columns)] * SHARD_SAMPLES
     with tempfile.TemporaryDirectory() as folder:
-        entry = write_shard(Path(folder), 0, samples, ShardFormat(columns=columns), partial=Path(folder, "partial"))
+        content, entry = encode_shard(samples, shard_name(0), ShardFormat(columns=columns))
+        Path(folder, shard_name(0)).write_bytes(content)
         return Path(folder, entry["raw_data"]["basename"]).read_bytes(), entry
 
 
