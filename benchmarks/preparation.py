@@ -1,6 +1,8 @@
 """Preparation at the size of the recipe, with metadata that are made up.
 
 python -m benchmarks.preparation select 10000000 [--folder FOLDER]
+python -m benchmarks.preparation driver 79000 [--engine ray]
+python -m benchmarks.preparation mixing
 """
 
 import argparse
@@ -9,10 +11,13 @@ import multiprocessing
 import resource
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
@@ -20,10 +25,20 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from diffusion.preparation.config import BucketsConfig, ConditionConfig, DuplicatesConfig, FiltersConfig, PrepareConfig
+from diffusion.datasets.sample_order import GlobalOrder, OrderSettings, StreamShape
+from diffusion.preparation import scan
+from diffusion.preparation.config import (
+    BucketsConfig,
+    ConditionConfig,
+    DuplicatesConfig,
+    Engine,
+    FiltersConfig,
+    PrepareConfig,
+)
+from diffusion.preparation.engine import Workers
 from diffusion.preparation.metadata import METADATA, SCHEMA, SCORES, part_name
-from diffusion.preparation.records import Partition
-from diffusion.preparation.select import mix, select
+from diffusion.preparation.records import Location, Partition, Partitions, Reason, Rejected
+from diffusion.preparation.select import WINDOWS_PER_TASK, mix, select
 
 _WORDS = 3000
 _CAPTIONS = 300_000
@@ -183,14 +198,169 @@ def _captions() -> pa.Array:
     return pa.array([" ".join(some) for some in np.split(chosen, np.cumsum(lengths)[:-1])])
 
 
+@dataclass(frozen=True)
+class _EmptySource:
+    """Tars whose reading is replaced: each is one rejection."""
+
+    num_partitions: int
+    name: str = "empty"
+    kind: str = "empty"
+    path: str = "/empty"
+
+    def description(self) -> dict[str, Any]:
+        """Describe it."""
+        return asdict(self)
+
+    def partitions(self, known: Sequence[str] = ()) -> Partitions:
+        """List partitions like those of tars of 10,000 images."""
+        return Partitions(
+            new=(
+                Partition(id=f"{n:05}.tar", file=f"{n:05}.tar", version=f"{n} etag", num_bytes=10**9)
+                for n in range(self.num_partitions)
+            )
+        )
+
+    def scan(self, partition: Partition) -> Iterator[Rejected]:
+        """Reject one image."""
+        location = Location(file=partition.file, version=partition.version)
+        yield Rejected(f"empty/{partition.file}", Reason.DAMAGED_FILE, location)
+
+    def only(self, partition: Partition) -> "_EmptySource":
+        """Return itself."""
+        return self
+
+
+def measure_driver(num_partitions: int, engine: Engine = Engine.processes) -> dict[str, float]:
+    """Scan partitions without images; return CPU seconds and peak memory (MB) of this process, which is the driver."""
+    began, cpu = time.monotonic(), time.process_time()
+    with (
+        tempfile.TemporaryDirectory() as out,
+        patch.object(scan, "open_sources", lambda *_: [_EmptySource(num_partitions)]),
+    ):
+        config = PrepareConfig(sources=["/empty"], out=out)
+        found = scan.scan_sources(config, workers=Workers(engine=engine, number=2))
+        assert len(list(Path(out, "metadata").iterdir())) == len(found.partitions) == num_partitions
+    return {
+        "partitions": num_partitions,
+        "driver CPU s": time.process_time() - cpu,
+        "driver ms/partition": (time.process_time() - cpu) / num_partitions * 1e3,
+        "wall s": time.monotonic() - began,
+        "peak MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
+    }
+
+
+def measure_mixing(
+    *,
+    num_partitions: int = 4000,
+    images_per_partition: int = 10_000,
+    image_bytes: int = 100_000,
+    shard_bytes: int = 256 * 2**20,
+    shares: Sequence[float] = (0.55, 0.3, 0.1, 0.05),
+    windows: Sequence[int | None] = (1, 4, 16, 64, None),
+    batch_size: int = 2048,
+    num_steps: int = 20,
+    seed: int = 17,
+) -> list[dict[str, Any]]:
+    """Count from how many partitions of the sources the images of a shard and of a global batch come.
+
+    Nothing is written: images are counted, all of the same size, and dealt to the buckets at random.
+
+    Args:
+        num_partitions: partitions of the sources.
+        images_per_partition: images of each.
+        image_bytes: of an image.
+        shard_bytes: of a shard.
+        shares: of the buckets.
+        windows: partitions of a window; None is a full shuffle.
+        batch_size: of a global batch.
+        num_steps: global batches, spread over an epoch.
+        seed: of everything.
+
+    Returns:
+        For each window its partitions and GiB, number of shards, and distinct partitions: of a shard (mean over the
+        images), and of a global batch with `shuffle: shard` and `shuffle: block` at their defaults.
+    """
+    results = []
+    for window in windows:
+        generator = np.random.default_rng(seed)
+        shards = _deal(
+            generator,
+            num_partitions,
+            images_per_partition,
+            window or num_partitions,
+            shares,
+            shard_bytes // image_bytes,
+        )
+        sizes = [np.array([len(one) for one in of_bucket], np.int64) for of_bucket in shards]
+        labels = [np.concatenate(of_bucket) for of_bucket in shards]
+        distinct = [len(np.unique(one)) * len(one) for of_bucket in shards for one in of_bucket]
+        result: dict[str, Any] = {
+            "window": window or "full shuffle",
+            "window_gib": round((window or num_partitions) * images_per_partition * image_bytes / 2**30, 1),
+            "shards": sum(map(len, shards)),
+            "partitions_of_shard": round(sum(distinct) / sum(map(len, labels)), 1),
+        }
+        for name, block in (("shard", None), ("block", 2**18)):
+            settings = OrderSettings(
+                seed=seed, global_batch_size=batch_size, num_canonical_nodes=128, shuffle_block_size=block
+            )
+            streams = [
+                StreamShape(name=str(i), samples_per_shard=size, draws=int(size.sum())) for i, size in enumerate(sizes)
+            ]
+            order = GlobalOrder(streams, settings)
+            epoch, counts = order.epoch(0), []
+            for step in np.linspace(0, order.num_steps - 1, num_steps).astype(int).tolist():
+                slots = epoch.slots(step, step + 1)
+                pairs = zip(slots.stream.ravel().tolist(), slots.index.ravel().tolist(), strict=True)
+                counts.append(len({int(labels[stream][index]) for stream, index in pairs}))
+            result[f"partitions_of_batch_{name}"] = round(float(np.mean(counts)), 1)
+        results.append(result)
+    return results
+
+
+def _deal(
+    generator: np.random.Generator,
+    num_partitions: int,
+    images_per_partition: int,
+    window: int,
+    shares: Sequence[float],
+    per_shard: int,
+) -> list[list[NDArray[np.int32]]]:
+    """Cut shards as `write` does; for each bucket the partitions of the images of each shard."""
+    shards: list[list[NDArray[np.int32]]] = [[] for _ in shares]
+    rests = [np.empty(0, np.int32) for _ in shares]
+    order = generator.permutation(num_partitions).astype(np.int32)
+    groups = [order[start : start + window] for start in range(0, num_partitions, window)]
+    for number, group in enumerate(groups):
+        images = generator.permutation(np.repeat(group, images_per_partition))
+        bucket = generator.choice(len(shares), len(images), p=np.array(shares))
+        for i in range(len(shares)):
+            rests[i] = np.concatenate([rests[i], images[bucket == i]])
+            while len(rests[i]) > per_shard:
+                shards[i].append(rests[i][:per_shard])
+                rests[i] = rests[i][per_shard:]
+        is_end = (number + 1) % WINDOWS_PER_TASK == 0 or number == len(groups) - 1
+        while sum(map(len, rests)) > (0 if is_end else len(images)):
+            largest = max(range(len(shares)), key=lambda i: len(rests[i]))
+            shards[largest].append(rests[largest])
+            rests[largest] = np.empty(0, np.int32)
+    return shards
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["select"])
-    parser.add_argument("num_rows", type=int, nargs="?", default=1_000_000)
-    parser.add_argument("--folder", type=Path, help="for the metadata; kept")
+    parser.add_argument("what", choices=["select", "driver", "mixing"])
+    parser.add_argument("number", type=int, nargs="?", default=1_000_000, help="of rows, or of partitions")
+    parser.add_argument("--folder", type=Path, help="for the metadata of select; kept")
+    parser.add_argument("--engine", type=Engine, default=Engine.processes, help="of driver")
     options = parser.parse_args()
-    print(json.dumps(measure_select(options.num_rows, folder=options.folder)))
+    if options.what == "driver":
+        print(json.dumps(measure_driver(options.number, options.engine)))
+    elif options.what == "mixing":
+        print("\n".join(map(json.dumps, measure_mixing())))
+    else:
+        print(json.dumps(measure_select(options.number, folder=options.folder)))
 
 
 if __name__ == "__main__":

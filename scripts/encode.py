@@ -2,6 +2,7 @@
 
     python scripts/encode.py data/prepared data/encoded-256 --resolution 256 --config run.yaml
     python scripts/encode.py data/prepared data/encoded --resolution 256 512 --config phase2.yaml --vae FOLDER
+    python scripts/encode.py s3://bucket/prepared s3://bucket/latents --resolution 256 --config run.yaml --processes 8
     composer -n 8 scripts/encode.py data/prepared data/encoded-256 --resolution 256 --config run.yaml
     python scripts/encode.py data/prepared data/encoded-64 --resolution 64 --architecture tiny --device cpu
 
@@ -11,6 +12,7 @@ marks samples that were removed from the prepared data.
 """
 
 import logging
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -19,10 +21,17 @@ from typing import TYPE_CHECKING
 from diffusion.config.loading import load, missing_keys
 from diffusion.config.model import Architecture, ModelConfig
 from diffusion.config.schema import Config
-from diffusion.distributed import local_rank, local_world_size, rank, start_process_group, world_size
+from diffusion.distributed import (
+    has_process_group,
+    local_rank,
+    local_world_size,
+    rank,
+    start_process_group,
+    world_size,
+)
 from diffusion.errors import ConfigurationError, MachineError
-from diffusion.launch import CommandParser, choose_device, run_command
-from diffusion.preparation.config import Engine
+from diffusion.launch import CommandParser, choose_device, positive, run_command
+from diffusion.preparation.config import Engine, RayConfig
 
 if TYPE_CHECKING:
     from diffusion.preparation.encoding.models import EncodingModels
@@ -36,8 +45,8 @@ _MADE_UP = (Architecture.tiny, Architecture.tiny_xl)
 def parse() -> CommandParser:
     """Describe the command line."""
     parser = CommandParser(prog="encode.py", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("prepared", type=Path, help="output of scripts/prepare.py")
-    parser.add_argument("out", help="folder to write")
+    parser.add_argument("prepared", help="output of scripts/prepare.py: a folder or s3://BUCKET/PREFIX")
+    parser.add_argument("out", help="folder to write, likewise")
     parser.add_argument("--resolution", type=int, nargs="+", default=[], metavar="PIXELS",
                         help="side of the squares; unnecessary if all buckets have fixed sizes")  # fmt: skip
     model = parser.add_argument_group("model, as in the training run")
@@ -55,9 +64,11 @@ def parse() -> CommandParser:
     parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda (one GPU per process) if available")
     parser.add_argument("--workers", type=int, help="decoding processes per encoding process; default: one per "
                         "core, at most 4")  # fmt: skip
+    parser.add_argument("--processes", "--ray-workers", type=positive, help="encoding processes of this machine "
+                        "(default: 1), or actors of --engine ray (default: all that fit); a GPU each")  # fmt: skip
     parser.add_argument("--engine", choices=[engine.value for engine in Engine], default=Engine.processes.value,
-                        help="processes: this process or the launcher's; ray: tasks on a Ray cluster")  # fmt: skip
-    parser.add_argument("--ray-workers", type=int, default=1, help="tasks that encode with --engine ray")
+                        help="processes: of this machine or the launcher; ray: actors of the cluster of RAY_ADDRESS, "
+                        "or of one on this machine")  # fmt: skip
     return parser
 
 
@@ -90,14 +101,14 @@ def load_models(config: ModelConfig, text_embeddings: bool) -> "EncodingModels":
     return EncodingModels.of(load_frozen_parts(config), text_embeddings=text_embeddings)
 
 
-def device_of(given: str | None, in_ray: bool) -> str:
-    """Return the device of this process: of several on a node, each has the GPU of its number."""
+def device_of(given: str | None, engine: Engine, by_workers: bool) -> str:
+    """Return the device of this process, or of the workers; of several ranks each has the GPU of its number."""
     import torch
 
     device = given or ("cuda" if torch.cuda.is_available() else "cpu")
-    if in_ray:
+    if engine is Engine.ray:  # Its nodes may have GPUs that this machine does not have.
         return device
-    if device == "cuda" and torch.cuda.is_available():
+    if device == "cuda" and torch.cuda.is_available() and not by_workers:
         if local_world_size() > torch.cuda.device_count():
             raise MachineError(
                 f"{local_world_size()} processes on a node with {torch.cuda.device_count()} GPUs: start one for each"
@@ -111,43 +122,54 @@ def main() -> None:
     """Parse, load the frozen parts, encode."""
     arguments = parse().parse_args()
     config = model_config(arguments)
-    in_ray = arguments.engine == Engine.ray.value
-    if in_ray and world_size() > 1:
-        raise ConfigurationError("--engine ray: start it without a launcher; Ray starts the processes")
+    engine, number = Engine(arguments.engine), arguments.processes
+    by_workers = engine is Engine.ray or (number or 1) > 1
+    if by_workers and world_size() > 1:
+        raise ConfigurationError("--processes and --engine ray start processes: use them without a launcher")
     logging.basicConfig(level=logging.INFO if rank() == 0 else logging.WARNING, format="%(message)s")
 
     from diffusion.preparation.encoding.encode import encode
-    from diffusion.preparation.encoding.ranks import RayWorkers, end_group
-    from diffusion.preparation.output_folder import local_folder
-    from diffusion.preparation.partitions.engine import available_cores
+    from diffusion.preparation.engine import Workers, available_cores
 
-    out = local_folder(arguments.out)
+    num_local = number if by_workers and engine is Engine.processes else local_world_size()
     num_workers = arguments.workers
     if num_workers is None:
-        num_workers = max(1, min(_MOST_WORKERS, available_cores() // local_world_size()))
-    device = device_of(arguments.device, in_ray)
+        num_workers = max(1, min(_MOST_WORKERS, available_cores() // num_local))
+    device = device_of(arguments.device, engine, by_workers)
     start_process_group()
-    ray = None
-    if in_ray:
-        ray = RayWorkers(number=arguments.ray_workers, load=partial(load_models, config, arguments.text_embeddings))
+    workers = Workers(engine=engine, number=number or available_cores(), ray=RayConfig(concurrency=number))
+    load = partial(load_models, config, arguments.text_embeddings)
     manifests = encode(
         arguments.prepared,
-        out,
-        models=load_models(config, arguments.text_embeddings),
+        arguments.out,
+        models=load(),
         resolutions=arguments.resolution,
         batch_size=arguments.batch_size,
         device=device,
         precision=arguments.precision,
         mean_only=arguments.mean_only,
         num_workers=num_workers,
-        ray=ray,
+        workers=workers if by_workers else None,
+        load=load,
         progress=True,
     )
     if rank() == 0:
         for manifest in manifests:
             num_samples = sum(count for buckets in manifest.counts.values() for count in buckets.values())
-            print(f"{out}: {num_samples} samples at {manifest.resolution} px")
-    end_group()
+            print(f"{arguments.out}: {num_samples} samples at {manifest.resolution} px")
+    _end_rank()
+
+
+def _end_rank() -> None:
+    """End a rank after an encoding that went well, when no rank waits for another; a single process goes on.
+
+    Destroying a gloo group whose other ranks are gone can hang (torch 2.7), and the exit of the interpreter does it.
+    """
+    if has_process_group():
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,9 @@ from diffusion.datasets.manifest import PreparedManifest
 from diffusion.errors import ConfigurationError
 from diffusion.launch import CommandParser, run_command
 from diffusion.preparation.config import Engine, PrepareConfig
-from diffusion.preparation.prepare import STAGES, explain_selection, prepare, preview_sources
+from diffusion.preparation.explain import Rejection
+from diffusion.preparation.prepare import STAGES, explain_selection, prepare
+from diffusion.preparation.select import Selection
 from diffusion.reports.tables import text_table
 
 NUM_DRY_RUN = 100
@@ -39,11 +41,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
     words_help = "a stage, if only one is to run; folders, tar or parquet files, quoted patterns, and the output folder"
     parser.add_argument("words", nargs="*", metavar="SOURCE ... OUT", help=f"{words_help}; with --config: key=value")
-    parser.add_argument("--config", type=Path, metavar="YAML",
-                        help="read the settings from a file; the settings below are then given as key=value")  # fmt: skip
+    config_help = "read the settings from a file; the settings below are then given as key=value"
+    parser.add_argument("--config", type=Path, metavar="YAML", help=config_help)
     parser.add_argument("--dry-run", nargs="?", type=int, const=NUM_DRY_RUN, metavar="IMAGES",
-                        help="read this number of images of each source (default: 100), print what would be kept and "
-                        "rejected, and write nothing")  # fmt: skip
+                        help="read this number of images of each source (default: 100), print what would be "
+                        "kept and rejected, and write nothing")  # fmt: skip
     parser.add_argument("--explain", action="store_true", help="with the stage select: print how many images each "
                         "condition rejects, and write nothing")  # fmt: skip
     settings = parser.add_argument_group("settings, without --config")
@@ -119,6 +121,21 @@ def summary(manifest: PreparedManifest) -> str:
     return "\n".join(lines)
 
 
+def preview_text(selection: Selection, rejections: Sequence[Rejection]) -> str:
+    """Tables of what a dry run found, with an example of each reason."""
+    rows: list[tuple[str, ...]] = [("source", "images", "kept", "rejected as", "of them")]
+    for name, counts in selection.sources.items():
+        rows.append((name, str(sum(counts.values())), str(counts.get("", 0)), "", ""))
+        rows += [("", "", "", reason, str(count)) for reason, count in sorted(counts.items()) if reason]
+    lines = text_table(rows)
+    lines += [
+        "",
+        *text_table([("split / bucket", "images"), *((k, str(v.images)) for k, v in selection.places.items())]),
+    ]
+    lines += [f"  {one.reason}: {ascii(one.key)[1:-1]} ({one.detail or one.reason})" for one in rejections]
+    return "\n".join(lines)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prepare, or show what would be kept."""
     options = parse_arguments(arguments)
@@ -127,7 +144,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.getLogger("PIL").setLevel(logging.CRITICAL)  # Damaged files are in the table of rejections.
     config = configuration(options)
     if options.dry_run is not None:
-        print(preview_sources(config, options.dry_run))
+        from diffusion.preparation.preview import preview
+
+        print(preview_text(*preview(config, options.dry_run)))
         return
     if options.explain:
         print(explain_selection(config))

@@ -87,7 +87,7 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("shapes")
     write_data_set(root / "source", 150, seed=3)
     sources = [root / "source" / layout for layout in ("images", "webdataset", "parquet")]
-    prepare(sources, root / "prepared", edges=[32, 64], validation_fraction=0.2, num_workers=1)
+    prepare(sources, root / "prepared", edges=[32, 64], validation_fraction=0.2)
     parts = load_frozen_parts(ModelConfig(architecture=Architecture.tiny))
     parts.vae.save_pretrained(root / "vae")
     for resolution in (32, 64):

@@ -226,8 +226,9 @@ class DataConfig:
     """Hash that shards are checked against, such as `xxh64`, after the download and at the first use in a start; null:
     the hash in the index. Without one in the index, only sizes are compared."""
 
-    loader_timeout: float = bounded(900.0, min=0)
-    """Seconds without a batch from a worker after which the run ends with an error."""
+    loader_timeout: float = bounded(540.0, min=0)
+    """Seconds without a batch from a worker after which the run ends with an error. Below `trainer.dist_timeout`: the
+    rank whose storage is slow reports it before the collectives of the others end."""
 
     def problems(self, key: str) -> Iterator[str]:
         """Describe wrong relations."""

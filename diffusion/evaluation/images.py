@@ -123,9 +123,9 @@ class PreparedSamples:
         if entry["zip_data"] is not None:
             return self._reader(shard)[inside]["captions"]
         path = folder / entry["raw_data"]["basename"]
-        columns = (tuple(entry[f"column_{what}"]) for what in ("names", "encodings", "sizes"))
+        names, encodings, sizes = (tuple(entry[f"column_{what}"]) for what in ("names", "encodings", "sizes"))
         try:
-            return self._files.read_column(str(path), inside, Layout(*columns, None), "captions")
+            return self._files.read_column(str(path), inside, Layout(names, encodings, sizes, None), "captions")
         except (OSError, ValueError) as error:
             raise DataError(f"{path} cannot be read ({error}); fetch or write the folder anew") from error
 

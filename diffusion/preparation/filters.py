@@ -45,6 +45,8 @@ _WORD = r"\pL\pN_"
 
 _TRIMMED = " \t\n\r\v\f\xa0"
 
+_WHOLE, _DIGITS = r"^(-?\d+)\.0$", r"\1"
+
 _BETWEEN_CAPTIONS = "\x01"
 
 
@@ -281,7 +283,8 @@ def _condition(index: int, condition: ConditionConfig, column: ColumnSql) -> tup
         raise ConfigurationError(f"{key} on '{name}': give one_of, or min and max or one of them")
     if condition.one_of is not None:
         values = [str(value).lower() if isinstance(value, bool) else str(value) for value in condition.one_of]
-        return name, _one_of(f"condition_{name}", column(name), f"CAST({column(name)} AS VARCHAR)", values)
+        text = f"regexp_replace(CAST({column(name)} AS VARCHAR), {literal(_WHOLE)}, {literal(_DIGITS)})"  # 1.0 is 1.
+        return name, _one_of(f"condition_{name}", column(name), text, [re.sub(_WHOLE, _DIGITS, one) for one in values])
     _check_limits(f"{key}.min", condition.min, f"{key}.max", condition.max)
     return name, _number_within(f"condition_{name}", name, column(name), condition.min, condition.max)
 

@@ -6,6 +6,7 @@ the place of a stage (Spark's `mapInPandas`, for example), and any SQL engine ca
 """
 
 import contextlib
+import hashlib
 import os
 import re
 import tempfile
@@ -16,10 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import xxhash
 from numpy.typing import NDArray
 
 from diffusion import storage
 from diffusion.errors import ConfigurationError, DataError, MachineError, similar_names
+from diffusion.preparation.records import Reason
 
 if TYPE_CHECKING:
     import duckdb
@@ -28,6 +31,9 @@ if TYPE_CHECKING:
 
 METADATA, SCORES, SELECTION, POSITIONS, LISTINGS = "metadata", "scores", "selection", "positions", "listings"
 """Folders of a data set."""
+
+REMOVED = "removed.json"
+"""File of a data set: `hash_key` of the keys of all removed images, sorted."""
 
 CAPTIONS = "captions"
 """Folder below `scores` with the captions that a captioner wrote."""
@@ -61,6 +67,24 @@ SCHEMA = pa.schema(
 def part_name(number: int) -> str:
     """Name of the file of a partition."""
     return f"{number:06}.parquet"
+
+
+def hash_key(key: str) -> str:
+    """Return the hash of a key as `removed.json` holds it: xxh3_128, in hexadecimal."""
+    return xxhash.xxh3_128_hexdigest(key)
+
+
+def removed_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the row of an image that was taken down: neither its key nor its content is left.
+
+    Where the image is a file of its own, a hash takes the place of the file's name: so it is known when the folder
+    grows. A file that holds other images, too, is named.
+    """
+    file, version = row["file"], row["version"]
+    if file and all(row[name] is None for name in ("offset", "row_group", "row")):
+        file, version = "~" + hashlib.md5(file.encode(), usedforsecurity=False).hexdigest(), ""
+    kept = {"key": "", "key_hash": row["key_hash"], "file": file, "version": version}
+    return dict.fromkeys(SCHEMA.names) | kept | {"reason": Reason.REMOVED.value, "detail": ""}
 
 
 MEASURES = ("width", "height", "bytes", "format", "xxh128", "phash", "sharpness", "aspect_ratio")
@@ -223,7 +247,7 @@ def open_tables(
             scores.setdefault(column, set()).add(int(Path(name).stem))
         with duckdb.connect(f"{temporary}/tables.duckdb", config=settings) as connection:
             allowed = [str(folder / kind) + "/" for kind in (METADATA, SCORES, SELECTION)]
-            texts = ", ".join(map(literal, [*allowed, *map(_as_pattern, allowed)]))
+            texts = ", ".join(map(literal, [*allowed, *map(as_pattern, allowed)]))
             connection.execute(f"SET allowed_directories = [{texts}]")
             connection.execute("SET enable_external_access = false")
             values = [(one.number, scan.sources[one.source].name, one.generation) for one in partitions]
@@ -283,7 +307,7 @@ def _pointer(key: str) -> str:
 
 def _read_parquet(folder: Path, parts: Sequence[int]) -> str:
     """Write a query of some files with part and row number."""
-    paths = ", ".join(literal(_as_pattern(str(folder / part_name(part)))) for part in parts)
+    paths = ", ".join(literal(as_pattern(str(folder / part_name(part)))) for part in parts)
     return f"""(
         SELECT * EXCLUDE (filename, file_row_number), parse_filename(filename, true)::INTEGER AS part,
             file_row_number::INTEGER AS row_number
@@ -291,7 +315,7 @@ def _read_parquet(folder: Path, parts: Sequence[int]) -> str:
     )"""
 
 
-def _as_pattern(path: str) -> str:
+def as_pattern(path: str) -> str:
     """Escape a path where DuckDB takes patterns."""
     return re.sub(r"([*?\[])", r"[\1]", path)
 

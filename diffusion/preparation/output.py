@@ -2,9 +2,11 @@
 
 import _thread
 import errno
+import json
 import logging
 import os
 import secrets
+import shutil
 import socket
 import threading
 import time
@@ -13,12 +15,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from diffusion import storage
-from diffusion.datasets.manifest import MANIFEST, SCAN, PreparedManifest
+from diffusion.datasets.manifest import MANIFEST, SCAN
 from diffusion.errors import DataError, MachineError, UserError
-from diffusion.files import lock
-from diffusion.preparation.metadata import LISTINGS
+from diffusion.files import atomic_path, lock, unique_partial
+from diffusion.preparation.metadata import LISTINGS, METADATA, POSITIONS, REMOVED, SCORES, SELECTION
 
 logger = logging.getLogger(__name__)
+
+SPLITS = ("train", "validation")
+"""Folders of the shards."""
 
 WRITER = "writer.json"
 """File of a data set that says who writes to it, where the file system has no locks."""
@@ -31,18 +36,20 @@ _SETTLING_SECONDS = 2.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 """EBADF: NFS locks only what can be opened for writing, which a folder cannot."""
 
-_ALLOWED = (WRITER, LISTINGS, "removed.json", "lost+found")
+_FILES = ("scores.json", "withdrawn.json", "report.html", "report.json", "partitions.json")
+_FOLDERS_OF_VERSION_1 = ("facts", "refused")
+
+_ALLOWED = (WRITER, LISTINGS, REMOVED, "lost+found")
 """What may be there before the first scan has begun."""
 
 
 @contextmanager
-def claim(out: str, kind: str = PreparedManifest.KIND, begun: Sequence[str] = (SCAN,)) -> Iterator[None]:
+def claim(out: str, kind: str | None = None) -> Iterator[None]:
     """Keep other processes from writing to a data set during the block.
 
     Args:
         out: folder of the data set, path or `s3://`; a local one is made.
-        kind: `kind` in the manifest of a data set that may be written to.
-        begun: files by which an unfinished one is known.
+        kind: `kind` in the manifest of a data set that may be written to; None where the caller checks what is there.
 
     Raises:
         DataError: the folder holds another data set, or other files.
@@ -53,11 +60,34 @@ def claim(out: str, kind: str = PreparedManifest.KIND, begun: Sequence[str] = (S
             stack.enter_context(_heartbeat(out))
         else:
             stack.enter_context(_lock_or_heartbeat(out))
-        _check_content(out, kind, begun)
+        if kind is not None:
+            _check_content(out, kind)
         yield
 
 
-def _check_content(out: str, kind: str, begun: Sequence[str]) -> None:
+def clear_result(out: str) -> None:
+    """Remove what was selected and written; the manifest goes first. What was taken down stays known."""
+    storage.delete([storage.join(out, MANIFEST)])
+    _clear_folders(out, (*SPLITS, POSITIONS, SELECTION))  # Without positions no shard is taken for a finished one.
+    storage.delete(storage.join(out, name) for name in _FILES)
+
+
+def clear(out: str) -> None:
+    """Remove a prepared data set; `scan.json` goes last."""
+    clear_result(out)
+    _clear_folders(out, (SCORES, METADATA, LISTINGS, *_FOLDERS_OF_VERSION_1))
+    storage.delete([storage.join(out, SCAN)])
+
+
+def _clear_folders(out: str, names: Sequence[str]) -> None:
+    for name in names:
+        folder = storage.join(out, name)
+        storage.delete(storage.join(folder, file) for file in storage.list_files(folder))
+        if not storage.is_url(out):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_content(out: str, kind: str) -> None:
     if storage.exists(storage.join(out, MANIFEST)):
         values = storage.read_json(storage.join(out, MANIFEST))
         found = values.get("kind") if isinstance(values, dict) else None
@@ -65,7 +95,7 @@ def _check_content(out: str, kind: str, begun: Sequence[str]) -> None:
             raise DataError(
                 f"{storage.shown(out)} holds another data set (kind {found!r}, not {kind!r}); choose another folder"
             )
-    elif not any(storage.exists(storage.join(out, name)) for name in begun):
+    elif not storage.exists(storage.join(out, SCAN)):
         if storage.is_url(out):
             names = {name.partition("/")[0] for name in storage.list_files(out)}
         else:
@@ -132,7 +162,12 @@ def _heartbeat(out: str) -> Iterator[None]:
 
 
 def _sign(uri: str, token: str) -> None:
-    storage.write_json(uri, {"host": socket.gethostname(), "pid": os.getpid(), "token": token, "time": time.time()})
+    writer = {"host": socket.gethostname(), "pid": os.getpid(), "token": token, "time": time.time()}
+    if storage.is_url(uri):
+        storage.write_json(uri, writer)
+        return
+    with atomic_path(Path(uri), partial=unique_partial(Path(uri))) as partial:  # Others may write it, too.
+        partial.write_text(json.dumps(writer))
 
 
 def _other_writer(uri: str, token: str) -> str | None:

@@ -119,7 +119,7 @@ def _sees_gpu() -> bool:
 
 @contextlib.contextmanager
 def _hidden_gpus() -> Iterator[None]:
-    """Hide the GPUs from a plug-in that has none, also in a process that sees them: the values must not depend on it."""
+    """Hide the GPUs from a plug-in that has none: its values must not depend on the process that runs it."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,22 +10,25 @@ from diffusion import storage
 from diffusion.config.fields import check_sections
 from diffusion.config.loading import to_dict
 from diffusion.datasets.manifest import MANIFEST, PreparedManifest
-from diffusion.errors import ConfigurationError, DataError
+from diffusion.errors import DataError
 from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.engine import Workers
-from diffusion.preparation.output import claim
+from diffusion.preparation.output import claim, clear_result
+from diffusion.preparation.plugins import check_plugins
 from diffusion.preparation.scan import Scan, scan_sources
 from diffusion.preparation.score import score
+from diffusion.preparation.select import check as check_selection
 from diffusion.preparation.select import select
-from diffusion.preparation.takedown import add_removed, read_keys
-from diffusion.preparation.write import write
+from diffusion.preparation.takedown import add_removed, read_keys, take_down
+from diffusion.preparation.write import shard_format, write
+from diffusion.reports.tables import text_table
 
 logger = logging.getLogger(__name__)
 
 STAGES = ("scan", "score", "select", "write")
 
 _NOT_OF_THE_DATA = ("sources", "out", "engine", "workers", "ray", "scratch")
-"""Keys that do not determine the data; sources are compared by their content."""
+"""Keys that do not determine the data. Sources are compared by the scan."""
 
 
 def prepare(
@@ -60,3 +64,81 @@ def prepare(
             something else, or a data set of other settings.
         MachineError: a file cannot be read or written, or a worker died.
     """
+    check_sections(config)
+    check_plugins(config)
+    check_selection(config)
+    settings = _settings(config)
+    shard_format(settings).check()
+    workers, out = Workers.of(config), config.out
+    finished = None if overwrite else _read_manifest(out, settings)
+    if removed is not None and finished is not None:
+        take_down(out, read_keys(removed))
+    with claim(out, PreparedManifest.KIND):
+        if removed is not None and finished is None:
+            add_removed(out, read_keys(removed))
+        if "scan" in stages:
+            scan = scan_sources(config, workers=workers, progress=progress, overwrite=overwrite)
+        else:
+            scan = Scan.read(out)
+        if finished is None:
+            scan = _begin_anew(out, scan)
+        if "score" in stages:
+            score(config, scan, workers=workers, progress=progress)
+        if "select" in stages:
+            select(out, config, scan, progress=progress)
+        if "write" not in stages:
+            return None
+        manifest = write(out, scan.sources, settings, workers, scratch=config.scratch, progress=progress)
+        if manifest == finished:
+            logger.info("%s is finished, and its sources hold no more (--overwrite replaces it)", storage.shown(out))
+        elif report:
+            from diffusion.preparation.report import write_report  # Plotting takes a second to import.
+
+            write_report(out, scan)
+    return manifest
+
+
+def _settings(config: PrepareConfig) -> dict[str, Any]:
+    return {name: value for name, value in to_dict(config).items() if name not in _NOT_OF_THE_DATA}
+
+
+def _read_manifest(out: str, settings: dict[str, Any]) -> PreparedManifest | None:
+    """Read the manifest of a finished data set that is to grow; None if there is none."""
+    if not storage.exists(storage.join(out, MANIFEST)):
+        return None
+    manifest, shown = PreparedManifest.read(out), storage.shown(out)
+    remedy = "choose another folder, or replace it with --overwrite"
+    if manifest.version == 1:
+        raise DataError(f"{shown} was prepared by version 0.2 or before, and nothing can be added to it; {remedy}")
+    differences = [
+        f"{name}: {manifest.settings.get(name)}, not {value}"
+        for name, value in settings.items()
+        if manifest.settings.get(name) != value
+    ]
+    if differences:
+        raise DataError(f"{shown} was prepared with other settings ({', '.join(differences)}); {remedy}")
+    return manifest
+
+
+def _begin_anew(out: str, scan: Scan) -> Scan:
+    """Remove a finished data set but for metadata and scores; what is not finished is one generation."""
+    if storage.exists(storage.join(out, MANIFEST)):
+        logger.info("%s is replaced", storage.shown(out))
+        clear_result(out)
+    if all(partition.generation == 0 for partition in scan.partitions):
+        return scan
+    clear_result(out)
+    scan = replace(scan, partitions=[replace(partition, generation=0) for partition in scan.partitions])
+    scan.write(out)
+    return scan
+
+
+def explain_selection(config: PrepareConfig) -> str:
+    """Table of how many images each condition rejects, over the metadata that are there; nothing is written."""
+    from diffusion.preparation.explain import explain
+
+    check_sections(config)
+    costs = explain(config.out, config, Scan.read(config.out))
+    rows = [("condition", "rejects alone", "rejects first", "remaining")]
+    rows += [(one.condition or "scan", str(one.alone), str(one.first), str(one.remaining)) for one in costs]
+    return "\n".join(text_table(rows))

@@ -235,7 +235,7 @@ def decode_text(data: bytes) -> str:
 
 def has_surrogates(text: str) -> bool:
     """Whether a text cannot be encoded as UTF-8."""
-    return any("\ud800" <= letter <= "\udfff" for letter in text)
+    return not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def clean_text(text: str) -> str:

@@ -7,7 +7,7 @@ an image that is gone has none. Removed images are counted, and never shown.
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -21,24 +21,36 @@ from PIL import Image
 
 from diffusion import storage
 from diffusion.config.fields import size_text
+from diffusion.config.loading import from_dict
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
 from diffusion.errors import DataError, MachineError
-from diffusion.preparation.metadata import CAPTIONS, SELECTION, Tables, add_table, identifier, literal, open_tables
+from diffusion.preparation.config import PrepareConfig
+from diffusion.preparation.explain import describe
+from diffusion.preparation.metadata import (
+    CAPTIONS,
+    SELECTION,
+    Tables,
+    add_table,
+    as_pattern,
+    identifier,
+    literal,
+    open_tables,
+)
 from diffusion.preparation.records import Location, Reason
+from diffusion.preparation.scan import Scan
+from diffusion.preparation.select import read_selection
 from diffusion.reports.figures import COLOURS, WIDTH, plain, subplots, svg_uri
 from diffusion.reports.page import TEMPLATES, image_uri, render_page
 
 if TYPE_CHECKING:
     import duckdb
 
-    from diffusion.preparation.scan import Scan
-
 logger = logging.getLogger(__name__)
 
 PAGE, NUMBERS = "report.html", "report.json"
 
 NUM_SHOWN = 12
-"""Images of each bucket and of each reason on the page, and pairs of duplicates."""
+"""Images of each bucket and of each reason on the page."""
 
 NUM_BINS = 32
 MAX_VALUES, VALUES_SHOWN = 1000, 20
@@ -56,17 +68,14 @@ _NUMBERS = {  # SQL by column
     "sharpness": "sharpness",
     "caption_length": "list_avg(list_transform(captions, lambda caption: length(caption)))",
 }
-_TITLES = {"shorter_side": "shorter side (px)", "aspect_ratio": "width / height", "bytes": "bytes of the file",
-           "caption_length": "characters of the caption (mean)"}  # fmt: skip
 _LOGARITHMIC = ("shorter_side", "aspect_ratio", "bytes")
 _LOCATION = ("file", "version", "offset", "length", "row_group", "row")
-_DUPLICATES = (Reason.DUPLICATE.value, Reason.NEAR_DUPLICATE.value)
 _REMOVED = literal(Reason.REMOVED.value)
 
 Row = dict[str, Any]
 
 
-def write_report(out: str, scan: "Scan", *, title: str = "Prepared data") -> dict[str, Any]:
+def write_report(out: str, scan: Scan, *, title: str = "Prepared data") -> dict[str, Any]:
     """Write `report.html` and `report.json` of a data set, or renew them.
 
     Args:
@@ -79,8 +88,8 @@ def write_report(out: str, scan: "Scan", *, title: str = "Prepared data") -> dic
         frequent first. `sources`: images by source and reason, which is empty for kept images. `buckets`: images and
         bytes by `SPLIT/BUCKET`. `histograms`: by column edges (a bin includes its upper edge), kept and rejected images
         by bin, and images without a number. `values`: by column and text, kept and rejected images. `shown_kept` by
-        bucket, `shown_rejected` by reason: the images with the smallest hashes of their keys. `duplicates`: likewise,
-        with the image that each duplicates.
+        bucket, `shown_rejected` by reason: the images with the smallest hashes of their keys. `duplicates`: those of
+        them that were rejected as such, and the images that they duplicate.
 
     Raises:
         DataError: it was not selected, or metadata are missing or damaged.
@@ -91,12 +100,23 @@ def write_report(out: str, scan: "Scan", *, title: str = "Prepared data") -> dic
         report = _count(tables.connection)
         report["histograms"] = _histograms(tables.connection, numbers)
         report["values"] = {name: found for name in texts if (found := _values(tables.connection, name))}
-        shown, pairs = _find_examples(tables)
+        shown, pairs = _find_examples(out, tables)
     for name, order in (("kept", report["buckets"]), ("rejected", report["reasons"])):
-        report[f"shown_{name}"] = {group: [_shown(row) for row in shown[group]] for group in order if group in shown}
-    report["duplicates"] = [{"key": row["key"], "of": of["key"], "reason": reason} for row, of, reason in pairs]
-    rows = [*(row for rows in shown.values() for row in rows), *(row for *both, _ in pairs for row in both)]
-    values = {"title": title, **_page_values(report, _read_thumbnails(scan, rows))}
+        report[f"shown_{name}"] = {
+            group: [{name: row[name] for name in ("key", "width", "height", "detail")} for row in shown[group]]
+            for group in order
+            if group in shown
+        }
+    report["duplicates"] = [{"key": row["key"], "of": of["key"], "reason": row["reason"]} for row, of in pairs]
+    rows = [row for rows in (*shown.values(), *pairs) for row in rows]
+    values = {
+        "title": title,
+        "report": report,
+        "facts": _facts(report),
+        "tables": _tables(report),
+        "histograms": _histograms_figure(report["histograms"]) if report["histograms"] else None,
+        "thumbnails": _read_thumbnails(scan, rows),
+    }
     storage.write_json(storage.join(out, NUMBERS), report)
     storage.write(storage.join(out, PAGE), render_page(TEMPLATES / "preparation.html", values).encode())
     logger.info("wrote %s and %s", storage.join(out, PAGE), NUMBERS)
@@ -110,7 +130,7 @@ def _load(out: str, tables: Tables) -> tuple[list[str], list[str]]:
     """Make the table `rows` of all images; return its columns of numbers and of texts."""
     connection, parts = tables.connection, tables.parts()
     for kind, columns in (("kept", "split, bucket"), ("rejected", "reason, duplicate_of")):
-        files = ", ".join(map(literal, _selection_files(out, tables, kind)))
+        files = ", ".join(literal(as_pattern(path)) for path in _selection_files(out, tables, kind))
         connection.execute(
             f'CREATE VIEW {kind} AS SELECT part, "row" AS row_number, {columns} FROM read_parquet([{files}])'
         )
@@ -217,46 +237,43 @@ def _values(connection: "duckdb.DuckDBPyConnection", name: str) -> dict[str, dic
 # Examples
 
 
-def _find_examples(tables: Tables) -> tuple[dict[str, list[Row]], list[tuple[Row, Row, str]]]:
-    """Find images with the smallest hashes by bucket or reason; and pairs of duplicates, with the reason."""
+def _find_examples(out: str, tables: Tables) -> tuple[dict[str, list[Row]], list[tuple[Row, Row]]]:
+    """Find images with the smallest hashes by bucket or reason, and pairs of duplicates among them."""
     connection = tables.connection
     groups = connection.execute(f"""SELECT reason || place, arg_min((part, row_number), key_hash, {NUM_SHOWN})
-        FROM rows WHERE reason != {_REMOVED} GROUP BY ALL""").fetchall()
-    copies = connection.execute(f"""SELECT part, row_number, first.reason, duplicate_of
-        FROM (FROM rows WHERE reason IN {_DUPLICATES} ORDER BY key_hash LIMIT {NUM_SHOWN}) first
-        JOIN rejected USING (part, row_number) ORDER BY key_hash""").fetchall()
-    hashes = [xxhash.xxh3_64_intdigest(of) for *_, of in copies]
+        FROM rows WHERE reason != {_REMOVED} GROUP BY ALL ORDER BY ALL""").fetchall()
+    images = [image for _, images in groups for image in images]
+    rejected = _rows_of(tables, images, "part, row_number AS row, reason, duplicate_of", "rejected")
+    hashes = [xxhash.xxh3_64_intdigest(row["duplicate_of"]) for row in rejected if row["duplicate_of"]]
     originals = connection.execute(
         f"SELECT part, row_number FROM rows WHERE reason != {_REMOVED} AND list_contains(?::UBIGINT[], key_hash)",
         [hashes],
     ).fetchall()
-    images = [*(image for _, images in groups for image in images), *(copy[:2] for copy in copies), *originals]
-    rows = _read_rows(tables, images)
-    by_key = {row["key"]: row for row in rows.values()}
-    pairs = [(rows[part, row], by_key[of], reason) for part, row, reason, of in copies if of in by_key]
-    return {group: [rows[image] for image in images] for group, images in groups}, pairs
+    columns = ("part", "row_number", "key", "width", "height", "detail", "xxh128", *_LOCATION)
+    metadata = tables.metadata(sorted({part for part, _ in [*images, *originals]})) if images else "rows"
+    rows = _rows_of(tables, [*images, *originals], ", ".join(map(identifier, columns)), metadata)
+    by_place, by_key = {(row["part"], row["row_number"]): row for row in rows}, {row["key"]: row for row in rows}
+    config = from_dict(PrepareConfig, {"sources": [], "out": out, **read_selection(out, 0).settings}, SELECTION)
+    pairs = []
+    for one in describe(tables, config, rejected) if rejected else ():
+        row = by_place[one.part, one.row]
+        row |= {"reason": one.reason, "detail": one.detail}
+        if one.duplicate_of in by_key:
+            pairs.append((row, by_key[one.duplicate_of]))
+    return {group: [by_place[image] for image in images] for group, images in groups}, pairs
 
 
-def _read_rows(tables: Tables, images: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Row]:
-    """Read the metadata of some images by part and row."""
-    parts = sorted({part for part, _ in images})
-    if not parts:
-        return {}
+def _rows_of(tables: Tables, images: Sequence[tuple[int, int]], columns: str, table: str) -> list[Row]:
+    """Read columns of some images, given as part and row."""
+    if not images:
+        return []
     wanted = [{"part": part, "row_number": row} for part, row in images]
     add_table(tables.connection, "wanted", pa.Table.from_pylist(wanted))
-    columns = ("part", "row_number", "key", "width", "height", "detail", "xxh128", *_LOCATION)
-    names = ", ".join(map(identifier, columns))
-    found = tables.connection.execute(
-        f"SELECT {names} FROM {tables.metadata(parts)} SEMI JOIN wanted USING (part, row_number)"
-    ).fetchall()
-    return {row[:2]: dict(zip(columns, row, strict=True)) for row in found}
+    query = f"SELECT {columns} FROM {table} SEMI JOIN wanted USING (part, row_number)"
+    return tables.connection.sql(query).to_arrow_table().to_pylist()
 
 
-def _shown(row: Row) -> Row:
-    return {name: row[name] for name in ("key", "width", "height", "detail")}
-
-
-def _read_thumbnails(scan: "Scan", rows: Sequence[Row]) -> dict[str, str | None]:
+def _read_thumbnails(scan: Scan, rows: Sequence[Row]) -> dict[str, str | None]:
     """Make data URIs of images by key; None for one that is gone, has changed or cannot be decoded."""
 
     def read(row: Row) -> str | None:
@@ -280,40 +297,47 @@ def _read_thumbnails(scan: "Scan", rows: Sequence[Row]) -> dict[str, str | None]
 # The page
 
 
-def _page_values(report: Mapping[str, Any], thumbnails: Mapping[str, str | None]) -> dict[str, Any]:
-    """Values of the template `preparation.html`."""
-    kept, rejected, reasons = report["kept"], report["rejected"], report["reasons"]
+def _facts(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    kept, rejected = report["kept"], report["rejected"]
     seen = kept["images"] + rejected["images"]
-    buckets = [(name, f"{one['images']:,}", size_text(one["bytes"])) for name, one in report["buckets"].items()]
-    sources = [
-        (source, *(f"{counts.get(reason, 0):,}" for reason in ("", *reasons)))
-        for source, counts in report["sources"].items()
+    return [
+        ("Kept", f"{kept['images']:,}", f"{_share(kept['images'], seen)} of {seen:,} images"),
+        ("Rejected", f"{rejected['images']:,}", f"{_share(rejected['images'], seen)} of the images"),
+        ("Bytes kept", size_text(kept["bytes"]), f"of {size_text(kept['bytes'] + rejected['bytes'])}"),
     ]
-    return {
-        "facts": [
-            ("Kept", f"{kept['images']:,}", f"{_share(kept['images'], seen)} of {seen:,} images"),
-            ("Rejected", f"{rejected['images']:,}", f"{_share(rejected['images'], seen)} of the images"),
-            ("Bytes kept", size_text(kept["bytes"]), f"of {size_text(kept['bytes'] + rejected['bytes'])}"),
-        ],
-        "buckets": pd.DataFrame(buckets, columns=["split / bucket", "images", "bytes"]),
-        "reasons": pd.DataFrame(
-            [(reason, f"{number:,}", _share(number, seen)) for reason, number in reasons.items()],
-            columns=["reason", "images", "share of all"],
+
+
+def _tables(report: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
+    """Tables of counts by caption."""
+
+    def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> pd.DataFrame:
+        cells = [[f"{cell:,}" if isinstance(cell, int) else cell for cell in row] for row in rows]
+        return pd.DataFrame(cells, columns=list(columns))
+
+    reasons, buckets, sources = report["reasons"], report["buckets"].items(), report["sources"].items()
+    seen = report["kept"]["images"] + report["rejected"]["images"]
+    tables = {
+        "Kept, by split and bucket": table(
+            ("split / bucket", "images", "bytes"),
+            ((name, one["images"], size_text(one["bytes"])) for name, one in buckets),
         ),
-        "sources": pd.DataFrame(sources, columns=["source", "kept", *reasons]),
-        "histograms": _histograms_figure(report["histograms"]) if report["histograms"] else None,
-        "values": {name: _values_table(name, texts) for name, texts in report["values"].items()},
-        "galleries": {"Kept images": report["shown_kept"], "Rejected images": report["shown_rejected"]},
-        "pairs": report["duplicates"],
-        "thumbnails": thumbnails,
+        "Rejected, by reason": table(
+            ("reason", "images", "share of all"), ((name, num, _share(num, seen)) for name, num in reasons.items())
+        ),
+        "By source": table(
+            ("source", "kept", *reasons),
+            ((name, *(counts.get(reason, 0) for reason in ("", *reasons))) for name, counts in sources),
+        ),
     }
+    for name, texts in report["values"].items():
+        rows = [(text, one["kept"], one["rejected"]) for text, one in texts.items()]
+        more = f", the {VALUES_SHOWN} most frequent of {len(rows)}" if len(rows) > VALUES_SHOWN else ""
+        tables[f"By {name}{more}"] = table((name, "kept", "rejected"), rows[:VALUES_SHOWN])
+    return {caption: frame for caption, frame in tables.items() if not frame.empty}
 
 
-def _values_table(name: str, texts: dict[str, dict[str, int]]) -> pd.DataFrame:
-    rows = [(text, f"{number['kept']:,}", f"{number['rejected']:,}") for text, number in texts.items()]
-    if len(rows) > VALUES_SHOWN:
-        rows = [*rows[:VALUES_SHOWN], (f"and {len(rows) - VALUES_SHOWN} others", "", "")]
-    return pd.DataFrame(rows, columns=[name, "kept", "rejected"])
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "none"
 
 
 def _histograms_figure(columns: dict[str, Any]) -> str:
@@ -334,11 +358,7 @@ def _histograms_figure(columns: dict[str, Any]) -> str:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
         axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
         missing = f" ({one['missing']:,} without)" if one["missing"] else ""
-        axes.set_title(plain(_TITLES.get(name, name) + missing), fontsize=9.5)
+        axes.set_title(plain(name + missing), fontsize=9.5)
     for axes in every[len(columns) :]:
         axes.set_axis_off()
     return svg_uri(figure)
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{part / whole:.1%}" if whole else "none"

@@ -9,12 +9,11 @@ Images are read where they lie, and only if the plug-in looks at them. A worker 
 """
 
 import functools
-import io
 import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -38,9 +37,7 @@ from diffusion.preparation.plugins import (
     named_plugins,
 )
 from diffusion.preparation.records import WITHOUT_CAPTION, Location, Partition, Source
-
-if TYPE_CHECKING:
-    from diffusion.preparation.scan import Scan
+from diffusion.preparation.scan import Scan, parquet_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +87,7 @@ class _Result:
     """Type of the values; None if all are null: then no file was written."""
 
 
-def score(config: PrepareConfig, scan: "Scan", *, workers: Workers, progress: bool = False) -> None:
+def score(config: PrepareConfig, scan: Scan, *, workers: Workers, progress: bool = False) -> None:
     """Run the captioner and each scorer over the partitions that lack their results.
 
     Args:
@@ -122,7 +119,7 @@ def _identity(plugin: Config, captions: dict[str, Any] | None) -> dict[str, Any]
     return {**{name: values[name] for name in names}, "captions": captions}
 
 
-def _complete(step: _Step, scan: "Scan", workers: Workers, progress: bool) -> None:
+def _complete(step: _Step, scan: Scan, workers: Workers, progress: bool) -> None:
     """Write the missing parts of a column."""
     finished = _finished_parts(step)
     numbers = [one.number for one in scan.partitions if part_name(one.number) not in finished]
@@ -184,7 +181,7 @@ def _on_gpus(workers: Workers, num_gpus: float) -> Workers:
     return replace(workers, number=max(1, min(workers.number, int(len(visible_gpus()) / num_gpus))))
 
 
-def _tasks(scan: "Scan", numbers: Iterable[int]) -> Iterator[_Task]:
+def _tasks(scan: Scan, numbers: Iterable[int]) -> Iterator[_Task]:
     for number in numbers:
         source, partition = scan.find(number)
         yield _Task(number=number, source=source.only(partition), partition=partition)
@@ -288,6 +285,4 @@ def _read(out: str, folder: str, number: int, columns: Sequence[str]) -> list[di
 def _write(step: _Step, number: int, columns: dict[str, pa.Array]) -> None:
     digest = xxhash.xxh3_128_hexdigest(json.dumps(step.identity, sort_keys=True))
     table = pa.table(columns).replace_schema_metadata({"identity": digest})
-    buffer = io.BytesIO()
-    pq.write_table(table, buffer, compression="zstd")
-    storage.write(step.uri(part_name(number)), buffer.getvalue())
+    storage.write(step.uri(part_name(number)), parquet_bytes(table))

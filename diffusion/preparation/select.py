@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 from numpy.typing import NDArray
@@ -203,6 +204,28 @@ def read_selection(out: str, generation: int) -> Selection:
         return Selection(places=places, **values)
     except (TypeError, KeyError, AttributeError) as error:
         raise DataError(f"{uri} is damaged ({error!r}); remove it and select again") from error
+
+
+def kept_rows(out: str, generation: int, task: int) -> pa.Table:
+    """Read the kept images of a write task; of the file only the row groups that hold some.
+
+    Args:
+        out: folder of the data set.
+        generation: of the task.
+        task: its number over all generations.
+
+    Returns:
+        task, window, part, row, split, bucket, order; by window, part and row.
+    """
+    with storage.open_file(_uri(out, f"{generation}-kept.parquet")) as file:
+        parquet = pq.ParquetFile(file)
+        groups = []
+        for number in range(parquet.num_row_groups):
+            tasks = parquet.metadata.row_group(number).column(0).statistics
+            if tasks.min <= task <= tasks.max:
+                groups.append(number)
+        table = parquet.read_row_groups(groups)
+    return table.filter(pc.equal(table["task"], task))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _uri(out: str, name: str) -> str:

@@ -50,6 +50,7 @@ from diffusion.files import PARTIAL
 from diffusion.preparation.engine import Workers, run
 from diffusion.preparation.metadata import CAPTIONS, METADATA, POSITIONS, SCORES, SELECTION, part_name
 from diffusion.preparation.records import Location, Partition, Source, clean_text, fit_for_json
+from diffusion.preparation.select import Selection, kept_rows, read_selection
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ POSITIONS_SCHEMA = pa.schema(
 """Columns of `positions/TASK.parquet`, a row per sample in the order of writing. The file's `entries` are a JSON list
 of {split, bucket, entry}: the index entries of the task's shards in order."""
 
-_IDENTITIES = "identities.json"
+_IDENTITIES = "_identities.json"
 """File beside the positions: for each generation, what its shards are made from."""
 
 _REQUESTS = 16
@@ -138,33 +139,27 @@ def write(
         MachineError: a source cannot be read, `out` cannot be written to, or a worker died.
     """
     shard_format(settings).check()
-    selections = read_selections(out)
+    partitions = storage.read_json(storage.join(out, SCAN))["partitions"]
+    num_generations = max((entry["generation"] for entry in partitions), default=0) + 1
+    selections = [read_selection(out, number) for number in range(num_generations)]
     finished = PreparedManifest.read(out) if storage.exists(storage.join(out, MANIFEST)) else None
-    num_kept = sum(of.get("", 0) for selection in selections for of in selection["sources"].values())
-    if not num_kept:
+    if not any(selection.kept for selection in selections):
         raise _nothing_kept(out, selections)
     done = _begin(out, selections, finished)
     if finished is not None and len(finished.generations) == len(selections):
         return finished
-    partitions = storage.read_json(storage.join(out, SCAN))["partitions"]
     tasks = _tasks(out, partitions, selections, sources, done)
-    written = sum(one["entry"]["samples"] for entries in _read_entries(out, sorted(done)) for one in entries)
-    with tqdm(desc="writing", total=num_kept, initial=written, unit=" images", disable=not progress) as bar:
+    total = sum(selection.kept for selection in selections)
+    written = sum(one["entry"]["samples"] for entries in read_entries(out, sorted(done)) for one in entries)
+    with tqdm(desc="writing", total=total, initial=written, unit=" images", disable=not progress) as bar:
         bar.mininterval = 0.2 if sys.stderr.isatty() else 30.0
         for num_samples in run(workers, functools.partial(_Writer, out, dict(settings), scratch), tasks):
             bar.update(num_samples)
-    places = _write_indexes(out, _num_tasks(selections))
+    places = write_indexes(out, selections[-1].first_task + len(selections[-1].tasks))
     _delete_others(out, places)
     manifest = _manifest(out, partitions, selections, sources, settings, sorted(places, key=_ascending))
     manifest.write(out)
     return manifest
-
-
-def read_selections(out: str) -> list[dict[str, Any]]:
-    """Read `selection/N.json` of all generations, in order."""
-    names = storage.list_files(storage.join(out, SELECTION))
-    numbers = sorted(int(name[:-5]) for name in names if re.fullmatch(r"\d+\.json", name))
-    return [storage.read_json(storage.join(out, SELECTION, f"{number}.json")) for number in numbers]
 
 
 def shard_format(settings: Mapping[str, Any]) -> ShardFormat:
@@ -194,11 +189,7 @@ def positions_name(task: int) -> str:
     return f"{task:05}.parquet"
 
 
-def _num_tasks(selections: Sequence[Mapping[str, Any]]) -> int:
-    return sum(len(selection["tasks"]) for selection in selections)
-
-
-def _nothing_kept(out: str, selections: Sequence[Mapping[str, Any]]) -> DataError:
+def _nothing_kept(out: str, selections: Sequence[Selection]) -> DataError:
     reasons = [
         f"{entry.count} rejected as {reason}"
         + "".join(f" (such as {one.key!a}: {one.detail or reason})" for one in entry.examples[:1])
@@ -210,11 +201,11 @@ def _nothing_kept(out: str, selections: Sequence[Mapping[str, Any]]) -> DataErro
 # What is there, and what is to be done.
 
 
-def _begin(out: str, selections: Sequence[Mapping[str, Any]], finished: PreparedManifest | None) -> set[int]:
+def _begin(out: str, selections: Sequence[Selection], finished: PreparedManifest | None) -> set[int]:
     """Remove what was written from another selection; return the tasks that are done."""
     uri = storage.join(out, POSITIONS, _IDENTITIES)
     known = storage.read_json(uri) if storage.exists(uri) else []
-    wanted = [selection["identity"] for selection in selections]
+    wanted = [selection.identity for selection in selections]
     same = next((i for i, one in enumerate(wanted) if known[i : i + 1] != [one]), len(wanted))
     if finished is not None and same < len(finished.generations):
         raise DataError(
@@ -225,8 +216,8 @@ def _begin(out: str, selections: Sequence[Mapping[str, Any]], finished: Prepared
     done = {int(name[:-8]) for name in names if re.fullmatch(r"\d+\.parquet", name)}
     if known[same:]:
         logger.info("%s: what was written from another selection is removed", storage.shown(out))
-        first = _num_tasks(selections[:same])
-        places = _write_indexes(out, first)
+        first = selections[same].first_task if same < len(selections) else max(done, default=-1) + 1
+        places = write_indexes(out, first)
         storage.delete(storage.join(out, POSITIONS, positions_name(number)) for number in done if number >= first)
         _delete_others(out, places)
         done = {number for number in done if number < first}
@@ -238,7 +229,7 @@ def _begin(out: str, selections: Sequence[Mapping[str, Any]], finished: Prepared
 def _tasks(
     out: str,
     partitions: Sequence[Mapping[str, Any]],
-    selections: Sequence[Mapping[str, Any]],
+    selections: Sequence[Selection],
     sources: Sequence[Source],
     done: set[int],
 ) -> Iterator[WriteTask]:
@@ -250,12 +241,12 @@ def _tasks(
             if found is not None and int(found[1]) not in done:
                 present.setdefault(int(found[1]), {})[f"{split}/{name}"] = file.size
     entries = {entry["number"]: entry for entry in partitions}
-    for generation, selection in enumerate(selections):
-        for number, windows in enumerate(selection["tasks"], start=_num_tasks(selections[:generation])):
+    for selection in selections:
+        for number, windows in enumerate(selection.tasks, start=selection.first_task):
             if number not in done:
                 yield WriteTask(
                     number=number,
-                    generation=generation,
+                    generation=selection.generation,
                     windows=windows,
                     parts={part: _part(entries[part], sources) for window in windows for part in window},
                     present=present.get(number, {}),
@@ -333,28 +324,20 @@ class _Writer:
     def __call__(self, task: WriteTask) -> int:
         """Write the shards and the positions of a task; return how many samples they hold."""
         shards = _Shards(self._out, task, self._format, _Pool(self._scratch))
-        kept = self._kept_rows(task)
+        kept: dict[tuple[int, int], list[dict[str, Any]]] = {}
+        for row in kept_rows(self._out, task.generation, task.number).to_pylist():
+            kept.setdefault((row["window"], row["part"]), []).append(row)
         for number, window in enumerate(task.windows):
             shards.move_to(_Pool(self._scratch))
             samples: dict[Place, list[_Sample]] = {}
             for part in window:
-                for place, sample in self._read(task, part, kept[number, part], shards.pool):
+                for place, sample in self._read(task, part, kept.get((number, part), ()), shards.pool):
                     samples.setdefault(place, []).append(sample)
             for place in sorted(samples):
                 for sample in sorted(samples[place], key=lambda one: one.order):
                     shards.add(place, sample)
             shards.limit(self._window_bytes)
         return shards.finish()
-
-    def _kept_rows(self, task: WriteTask) -> dict[tuple[int, int], list[dict[str, Any]]]:
-        """Rows of the selection by window and partition."""
-        uri = storage.join(self._out, SELECTION, f"{task.generation}-kept.parquet")
-        with storage.open_file(uri) as file:
-            table = pq.read_table(file, filters=pc.field("task") == task.number)
-        rows = {(number, part): [] for number, window in enumerate(task.windows) for part in window}
-        for row in table.to_pylist():
-            rows[row["window"], row["part"]].append(row)
-        return rows
 
     def _read(
         self, task: WriteTask, part: int, kept: Sequence[Mapping[str, Any]], pool: _Pool
@@ -473,7 +456,7 @@ class _Shards:
 # The end: indexes and the manifest.
 
 
-def _read_entries(out: str, tasks: Iterable[int]) -> Iterator[list[dict[str, Any]]]:
+def read_entries(out: str, tasks: Iterable[int]) -> Iterator[list[dict[str, Any]]]:
     """Yield the index entries of the shards of each task: lists of {split, bucket, entry}."""
 
     def read(task: int) -> list[dict[str, Any]]:
@@ -484,11 +467,11 @@ def _read_entries(out: str, tasks: Iterable[int]) -> Iterator[list[dict[str, Any
         yield from threads.map(read, tasks)
 
 
-def _write_indexes(out: str, num_tasks: int) -> dict[Place, set[str]]:
+def write_indexes(out: str, num_tasks: int) -> dict[Place, set[str]]:
     """Write the index of each split and bucket over the first tasks; return the names of the files of each folder."""
     entries: dict[Place, list[str]] = {}
     names: dict[Place, set[str]] = {}
-    for listed in _read_entries(out, range(num_tasks)):
+    for listed in read_entries(out, range(num_tasks)):
         for one in listed:
             place = (one["split"], one["bucket"])
             entries.setdefault(place, []).append(json.dumps(one["entry"], sort_keys=True))  # A fifth of the dictionary.
@@ -520,7 +503,7 @@ def _ascending(place: Place) -> tuple[int, list[int]]:
 def _manifest(
     out: str,
     partitions: Sequence[Mapping[str, Any]],
-    selections: Sequence[Mapping[str, Any]],
+    selections: Sequence[Selection],
     sources: Sequence[Source],
     settings: Mapping[str, Any],
     places: Iterable[Place],
@@ -530,59 +513,46 @@ def _manifest(
     splits: dict[str, dict[str, BucketEntry]] = {}
     for split, bucket in places:
         splits.setdefault(split, {})[bucket] = read_index(storage.join(out, split, bucket))
-    seen, kept = Counter[tuple[int, str]](), Counter[tuple[int, str]]()
-    for number, selection in enumerate(selections):
-        for name, reasons in selection["sources"].items():
-            seen[number, name], kept[number, name] = sum(reasons.values()), reasons.get("", 0)
-
-    def total(counts: Counter[tuple[int, str]], *, number: int | None = None, name: str | None = None) -> int:
-        return sum(count for of, count in counts.items() if number in (None, of[0]) and name in (None, of[1]))
-
-    generations = range(len(selections))
+    counts = {source.name: [one.sources.get(source.name, {}) for one in selections] for source in sources}
     return PreparedManifest(
         sources=[
             SourceEntry(
                 name=source.name,
                 kind=source.kind,
                 path=clean_text(source.path),
-                seen=total(seen, name=source.name),
-                kept=total(kept, name=source.name),
+                seen=sum(sum(reasons.values()) for reasons in counts[source.name]),
+                kept=sum(reasons.get("", 0) for reasons in counts[source.name]),
             )
             for source in sources
         ],
         settings=dict(settings),
         columns=COLUMNS,
-        seen=total(seen),
-        kept=total(kept),
+        seen=sum(one.seen for one in selections),
+        kept=sum(one.kept for one in selections),
         rejected=_rejected(out, selections),
         splits=splits,
-        generations=[
-            Generation(partitions=sizes[number], seen=total(seen, number=number), kept=total(kept, number=number))
-            for number in generations
-        ],
+        generations=[Generation(partitions=sizes[one.generation], seen=one.seen, kept=one.kept) for one in selections],
     )
 
 
-def _rejected(out: str, selections: Sequence[Mapping[str, Any]]) -> dict[str, RejectedEntry]:
+def _rejected(out: str, selections: Sequence[Selection]) -> dict[str, RejectedEntry]:
     """Rejected images by reason, with the first few keys of each in the order of the sources."""
     counts: Counter[str] = Counter()
     examples: dict[str, list[Example]] = {}
-    for generation, selection in enumerate(selections):
-        of_generation: Counter[str] = Counter()
-        for reasons in selection["sources"].values():
-            of_generation.update({reason: count for reason, count in reasons.items() if reason})
+    for selection in selections:
+        counts.update(selection.reasons)
         wanted = {
-            reason: min(count, _NUM_EXAMPLES - min(counts[reason], _NUM_EXAMPLES))
-            for reason, count in of_generation.items()
+            reason: min(count, _NUM_EXAMPLES - len(examples.setdefault(reason, [])))
+            for reason, count in selection.reasons.items()
         }
-        counts += of_generation
-        for row in _first_rejected(out, generation, wanted):
-            metadata = (
-                read_table(storage.join(out, METADATA, part_name(row["part"]))).slice(row["row"], 1).to_pylist()[0]
+        for row in _first_rejected(out, selection.generation, wanted):
+            (metadata,) = (
+                read_table(storage.join(out, METADATA, part_name(row["part"]))).slice(row["row"], 1).to_pylist()
             )
             detail = f"of {row['duplicate_of']}" if row["duplicate_of"] else metadata["detail"] or ""
-            examples.setdefault(row["reason"], []).append(Example(key=metadata["key"], detail=detail))
-    return {reason: RejectedEntry(count=counts[reason], examples=examples.get(reason, [])) for reason in sorted(counts)}
+            if metadata["key"]:  # It is blank after a takedown.
+                examples[row["reason"]].append(Example(key=metadata["key"], detail=detail))
+    return {reason: RejectedEntry(count=counts[reason], examples=examples[reason]) for reason in sorted(counts)}
 
 
 def _first_rejected(out: str, generation: int, wanted: dict[str, int]) -> Iterator[dict[str, Any]]:

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from diffusion.config.model import Architecture, ModelConfig
-from diffusion.datasets.mds import read_shards
 from diffusion.models import FrozenParts, load_frozen_parts
 from diffusion.preparation.encoding.encode import encode
 from diffusion.preparation.encoding.models import EncodingModels
-from tests.tools.preparing import prepare
-from tests.tools.image_files import write_folder
+from tests.tools.image_files import noise
 from tests.tools.training_runs import TrainingServer
+from tests.tools.written_data import append_prepared, prepared_sample
 from tests.unit.preparation.test_encode import digests
 
 pytestmark = pytest.mark.slow
@@ -22,7 +21,13 @@ pytestmark = pytest.mark.slow
 OPTIONS = ["--architecture", "tiny", "--device", "cpu", "--workers", "1", "--batch-size", "4", "--text-embeddings",
            "--resolution", "32", "64"]  # fmt: skip
 RAY = ["--engine", "ray", "--ray-workers", "2"]
-PROCESSES = [(0, []), (2, []), *([(0, RAY)] if importlib.util.find_spec("ray") else []), (4, [])]
+PROCESSES = [
+    (0, []),
+    (2, []),
+    (0, ["--processes", "2"]),
+    *([(0, RAY)] if importlib.util.find_spec("ray") else []),
+    (4, []),
+]
 """Ranks, or 0 for a plain process, and options, of one start after the other."""
 
 NUM_IMAGES = 150
@@ -39,13 +44,13 @@ def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     root = tmp_path_factory.mktemp("prepared")
     if request.config.getoption("--data"):
         emoji: Path = request.getfixturevalue("data_folder") / "emoji"
+        from tests.tools.preparing import prepare
+
         prepare([emoji / "webdataset_128"], root / "out", edges=[64, 128], shard_bytes=2**20, num_workers=1)
         return root / "out"
-    write_folder(root / "source", NUM_IMAGES, side=64)
-    prepare([root / "source"], root / "out", edges=[64], shard_bytes=200_000, num_workers=1)
-    counts = [shard["samples"] for shard in read_shards(root / "out/train/64-up")]
-    assert len(counts) > 8
-    assert max(counts) > 8, "a shard is several batches"
+    images = [noise(69, 64 + i % 5, i) for i in range(NUM_IMAGES)]
+    samples = [prepared_sample("source", i, data=image) for i, image in enumerate(images)]
+    append_prepared(root / "out/train/64-up", samples, per_shard=13)
     return root / "out"
 
 
@@ -129,6 +134,17 @@ def test_a_recipe_that_does_not_say_the_model(
     assert ended.output.startswith("ConfigurationError: ")
     assert message in ended.output
     assert "Traceback" not in ended.output
+
+
+@pytest.mark.parametrize("options", [["--processes", "2"], ["--processes", "2", "--workers", "0"]])
+def test_by_processes_of_this_machine(
+    options: list[str], server: TrainingServer, prepared: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    server.command(0, ["scripts/encode.py", *arguments(prepared, tmp_path / "out"), *options])
+    assert digests(tmp_path / "out") == digests(undisturbed)
+    job = server.start(2, ["scripts/encode.py", *arguments(prepared, tmp_path / "out"), *options]).finish()
+    assert job.codes == [2, 2]
+    assert "--processes" in job.output
 
 
 def test_on_ray(server: TrainingServer, prepared: Path, undisturbed: Path, tmp_path: Path) -> None:

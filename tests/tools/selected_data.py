@@ -9,10 +9,10 @@ import pyarrow as pa
 import xxhash
 
 from diffusion import storage
-from diffusion.datasets.manifest import PreparedManifest
+from diffusion.datasets.manifest import SCAN, PreparedManifest
 from diffusion.errors import DataError
 from diffusion.preparation.engine import Workers
-from diffusion.preparation.metadata import CAPTIONS, METADATA, SCAN, SCHEMA, SCORES, SELECTION, part_name
+from diffusion.preparation.metadata import CAPTIONS, METADATA, SCHEMA, SCORES, SELECTION, part_name
 from diffusion.preparation.records import Location, Partition
 from diffusion.preparation.write import write, write_table
 from tests.tools.image_files import noise

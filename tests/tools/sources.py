@@ -20,7 +20,7 @@ def partitions(source: Source, known: list[str] | tuple[str, ...] = ()) -> list[
     return list(source.partitions(known).new)
 
 
-def scan(source: Source) -> list[Record | Rejected]:
+def scan(source: Source) -> list[Any]:
     """Read a source that is made of its description, and check that `images` yields the same bytes."""
     described = json.loads(json.dumps(source.description()))
     assert from_description(described) == source
@@ -36,7 +36,7 @@ def scan(source: Source) -> list[Record | Rejected]:
     return items
 
 
-def read(path: Any, **options) -> list[Record | Rejected]:
+def read(path: Any, **options) -> list[Any]:
     """Open and read a source."""
     return scan(open_source(path, **options))
 

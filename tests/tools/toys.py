@@ -2,13 +2,15 @@
 
 import hashlib
 import json
+import multiprocessing
 import os
 import resource
 import signal
 import subprocess
+import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import torch
@@ -80,6 +82,19 @@ class SignalAt(Callback):
     def batch_start(self, state: State, logger: Logger) -> None:
         if state.timestamp.batch.value == self.step and dist.get_global_rank() == self.rank:
             os.kill(os.getpid(), self.number)
+
+
+class StallWorkers(Callback):
+    """Let the loader workers of rank 0 sleep when a step begins: no batch comes any more."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        signal.signal(signal.SIGALRM, lambda number, frame: time.sleep(600))  # The workers inherit it.
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch.value == self.step and dist.get_global_rank() == 0:
+            for worker in multiprocessing.active_children():
+                os.kill(cast("int", worker.pid), signal.SIGALRM)
 
 
 class DisturbHost(Callback):

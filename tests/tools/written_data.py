@@ -1,6 +1,7 @@
 """Small data sets, written by the tests that read them: prepared images and encoded latents in MDS folders."""
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,16 @@ from streaming import MDSWriter
 
 from diffusion.config.data import DataConfig, Representation, StreamConfig
 from diffusion.datasets.manifest import BucketEntry, PreparedManifest
-from diffusion.datasets.mds import read_index
+from diffusion.datasets.mds import (
+    ShardFormat,
+    encode_sample,
+    encode_shard,
+    read_index,
+    read_shards,
+    shard_name,
+    stored_file,
+    write_index,
+)
 
 PREPARED = {"image": "bytes", "captions": "json", "width": "int32", "height": "int32", "key": "str", "metadata": "json"}
 TEXT = {"token_ids": "ndarray:int32", "key": "str"}
@@ -74,6 +84,22 @@ def write_prepared(root: Path, sizes: dict[str, int], num_captions: int = 1, bad
         write_mds(root / "train" / name, PREPARED, samples)
     write_prepared_manifest(root)
     return root / "train"
+
+
+def append_prepared(
+    folder: Path, samples: Sequence[dict[str, Any]], per_shard: int, compression: str | None = None
+) -> None:
+    """Append shards of some samples each to ROOT/<split>/<bucket>, and write the manifest, as a growth does."""
+    shards = ShardFormat(columns=PREPARED, compression=compression)
+    entries = read_shards(folder) if folder.is_dir() else []
+    folder.mkdir(parents=True, exist_ok=True)
+    for start in range(0, len(samples), per_shard):
+        encoded = [encode_sample(sample, PREPARED) for sample in samples[start : start + per_shard]]
+        content, entry = encode_shard(encoded, shard_name(len(entries)), shards)
+        (folder / stored_file(entry)["basename"]).write_bytes(content)
+        entries.append(entry)
+    write_index(folder, entries)
+    write_prepared_manifest(folder.parents[1])
 
 
 def write_prepared_manifest(root: Path) -> None:

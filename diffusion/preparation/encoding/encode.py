@@ -1,38 +1,54 @@
 """Encode prepared images once: the VAE's posterior, the captions' token ids and, if wanted, their text embeddings.
 
-The work is cut by prepared shard. Several processes take shards as they can; each is encoded in batches of its own and
-written whole, so that neither the number of processes nor an interruption changes a byte. On a CPU each process
-computes with one thread, since sums depend on their number; several processes use several cores. (The bytes depend on
-the machine as far as rounding does: kind of device and library versions.)
+The work is cut by prepared shard. Each is encoded in batches of its own and written whole, so that neither the number
+of processes nor an interruption changes a byte. On a CPU each process computes with one thread, since sums depend on
+their number; several processes use several cores. (The bytes depend on the machine as far as rounding does: kind of
+device and library versions.)
 """
 
+import contextlib
 import logging
+import sys
 import uuid
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-import numpy as np
+from tqdm import tqdm
 
 from diffusion.datasets.encoded import EncodedManifest
-from diffusion.distributed import agree, on_first_rank, rank
-from diffusion.errors import ConfigurationError
-from diffusion.preparation.encoding.images import Item
-from diffusion.preparation.encoding.models import EncodingModels
-from diffusion.preparation.encoding.output import OutputState, look_at
-from diffusion.preparation.encoding.plan import Output, plan_outputs, shard_identity
-from diffusion.preparation.encoding.ranks import RayWorkers, shared_counters
-from diffusion.preparation.encoding.work import Work, encode_items
-from diffusion.preparation.encoding.writer import MAX_SHARD_BYTES
-from diffusion.preparation.output_folder import locked, writing
-from diffusion.preparation.withdrawal import KEYS, read_keys, read_marks
+from diffusion.distributed import agree, has_process_group, on_first_rank, rank
+from diffusion.errors import ConfigurationError, DataError
+from diffusion.preparation.encoding.models import EncodingModels, Load
+from diffusion.preparation.encoding.output import (
+    MAX_DAMAGED,
+    MAX_DAMAGED_FRACTION,
+    OutputState,
+    max_damaged,
+    open_output,
+)
+from diffusion.preparation.encoding.plan import EncodingSettings, Item, plan_outputs
+from diffusion.preparation.encoding.shards import EncodedShard, encode_shards
+from diffusion.preparation.engine import Workers, run
+from diffusion.preparation.output import claim
+from diffusion.preparation.takedown import read_marks
+from diffusion.storage import is_url, shown
 
 logger = logging.getLogger(__name__)
 
+MAX_SHARD_BYTES = 2**30
+"""A shard begins where a prepared one begins, and at this size."""
+
+_SHARDS_PER_TASK = 4
+"""Shards that a worker encodes without a pause between them, where there are many."""
+
 
 def encode(
-    prepared: Path,
-    out: Path,
+    prepared: str | Path,
+    out: str | Path,
     *,
     models: EncodingModels,
     resolutions: Sequence[int] = (),
@@ -41,30 +57,32 @@ def encode(
     precision: str = "fp32",
     mean_only: bool = False,
     num_workers: int = 0,
-    ray: RayWorkers | None = None,
+    workers: Workers | None = None,
+    load: Load | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: bool = False,
 ) -> list[EncodedManifest]:
     """Encode the buckets that are large enough: those by the shorter side at the resolutions, others at their size.
 
-    All ranks of a launcher call it, if there is one (`start_process_group`); prepared and encoded data lie on a file
-    system that all of them see. The same call again continues one that was stopped, encodes what the prepared data
-    grew by, and marks what was withdrawn since. Shards hold the samples that the prepared ones hold, unless one would
-    be too large: the global order of training goes by shards, and so it is the same for images and latents.
+    All ranks of a launcher call it, if there is one (`start_process_group`); all processes see local folders. The same
+    call again continues an encoding that was stopped, encodes what the prepared data has grown by, and marks what was
+    removed since. Shards hold the samples that the prepared ones hold, unless one would be too large: the global order
+    of training goes by shards, and so it is the same for images and latents.
 
     Args:
-        prepared: Output of `prepare`.
-        out: Folder to write: one data set, or for several resolutions one in a folder of its name each.
-        models: What encodes.
+        prepared: Output of `prepare`: a path or an s3:// URI.
+        out: Folder to write, likewise: one data set, or for several resolutions one in a folder of its name each.
+        models: The networks.
         resolutions: Sides of the squares in pixels, multiples of the VAE's factor; each image is decoded once for
-            all. May be empty where all buckets have sizes of their own.
+            all. May be empty if all buckets have sizes of their own.
         batch_size: Images of a forward pass; it changes the result by rounding, and so is part of the manifest.
-        device: Torch device of the networks.
+        device: Torch device of the networks. With `cuda` each of the workers has a GPU of its own.
         precision: `fp32`, or `bf16` for autocast.
         mean_only: Leave the log-variance out.
         num_workers: Processes that decode, for each process that encodes; 0 decodes in that one.
-        ray: Encode in actors of a Ray cluster, not here.
-        max_shard_bytes: Size above which another shard is begun.
+        workers: Other processes that encode; None encodes in this one, and in the other ranks.
+        load: Loads the networks in each of the workers.
+        max_shard_bytes: Size above which a shard is cut into several.
         progress: Show a bar on stderr.
 
     Returns:
@@ -74,96 +92,180 @@ def encode(
         ConfigurationError: A resolution does not fit the VAE, or `out` is `prepared`.
         DataError: `prepared` is not prepared data or is damaged; `out` holds something else; too many images cannot
             be decoded.
-        MachineError: `out` cannot be written to, or another process writes there.
+        MachineError: `out` cannot be written to, or another process writes there; a worker died.
     """
     if batch_size < 1 or num_workers < 0:
         raise ConfigurationError("--batch-size must be at least 1 and --workers at least 0")
-    prepared, out = prepared.absolute(), out.absolute()
-    with ExitStack() as locks:
-
-        def plan() -> tuple[list[OutputState], Work]:
-            outputs = plan_outputs(
-                prepared,
-                out,
-                models=models,
-                resolutions=resolutions,
-                batch_size=batch_size,
-                precision=precision,
-                mean_only=mean_only,
-            )
-            states = []
-            for output in outputs:
-                look_at(prepared, output)
-                with writing(output.folder):
-                    output.folder.mkdir(parents=True, exist_ok=True)
-                locks.enter_context(locked(output.folder))
-                states.append(look_at(prepared, output))
-            work = Work(
-                name=uuid.uuid4().hex,
-                items=_missing(prepared, states),
-                outs=[output.folder for output in outputs],
-                num_samples=max(output.num_samples for output in outputs),
-                num_damaged=max(state.num_damaged() for state in states),
-                withdrawn_keys=_withdrawn_keys(outputs),
-                batch_size=batch_size,
-                precision=precision,
-                mean_only=mean_only,
-                max_shard_bytes=max_shard_bytes,
-            )
-            return states, work
-
-        states, work = on_first_rank(plan)
+    prepared, out = _absolute(prepared), _absolute(out)
+    settings = EncodingSettings(
+        batch_size=batch_size, precision=precision, mean_only=mean_only, max_shard_bytes=max_shard_bytes
+    )
+    with ExitStack() as claims:
+        plan = on_first_rank(lambda: _plan(prepared, out, resolutions, models, settings, claims))
+        encode_here = partial(encode_shards, models=models, settings=plan.settings)
         options = {"device": device, "num_workers": num_workers}
-        if not work.items:
-            logger.info("%s holds all of %s already", out, prepared)
-        elif ray is not None:
-            ray.encode_items(work, **options)
+        if not plan.items:
+            logger.info("%s holds all of %s already", shown(out), shown(prepared))
+        elif workers is None:
+            agree(lambda: _encode_as_rank(plan, partial(encode_here, **options), progress))
         else:
-            counters = shared_counters(work.name)
-            shown = progress and rank() == 0
-            agree(lambda: encode_items(work, models, counters, progress=shown, **options))
-        on_first_rank(lambda: _finish(prepared, states))
-    return [state.output.manifest for state in states]
+            assert load is not None, "workers load their networks"
+            _encode_by_workers(plan, workers, load, progress, **options)
+        on_first_rank(lambda: _finish(prepared, plan.states))
+    return [state.output.manifest for state in plan.states]
 
 
-def _missing(prepared: Path, states: list[OutputState]) -> list[Item]:
-    """Return the prepared shards that some data set lacks; make ready what lacks one."""
-    marks, items = read_marks(prepared), []
-    entered: set[int] = set()
-    places = {name: place for state in states for name, place in state.output.places.items()}
-    for name, place in sorted(places.items()):
-        first, withdrawn = 0, np.array(sorted(marks.get(name, [])), np.int64)
-        for number, entry in enumerate(place.shards):
-            inside = withdrawn[(withdrawn >= first) & (withdrawn < first + entry["samples"])] - first
-            first += entry["samples"]
-            wanted = [state.target(i, place, number) for i, state in enumerate(states) if name in state.output.places]
-            targets = tuple(target for target in wanted if target is not None)
-            for i in {target.output for target in targets} - entered:
-                states[i].enter()
-                entered.add(i)
+@dataclass(frozen=True)
+class _Plan:
+    """An encoding, the same on all ranks."""
+
+    name: str
+    """Tells this encoding from every other one of the process group."""
+    states: list[OutputState]
+    items: list[Item]
+    """Prepared shards that are missing."""
+    settings: EncodingSettings
+
+
+def _plan(
+    prepared: str,
+    out: str,
+    resolutions: Sequence[int],
+    models: EncodingModels,
+    settings: EncodingSettings,
+    claims: ExitStack,
+) -> _Plan:
+    """Claim the folders, and look at what is there."""
+    outputs = plan_outputs(prepared, out, resolutions, models, settings)
+    states = []
+    for output in outputs:
+        claims.enter_context(claim(output.uri))
+        states.append(open_output(prepared, output))
+        states[-1].begin()
+    removed = frozenset().union(*(state.removed for state in states))
+    return _Plan(uuid.uuid4().hex, states, _missing(prepared, states), replace(settings, removed=removed))
+
+
+def _missing(prepared: str, states: Sequence[OutputState]) -> list[Item]:
+    """List the prepared shards that some data set lacks."""
+    removed, items = read_marks(prepared), []
+    folders = {name: folder for state in states for name, folder in state.output.folders.items()}
+    for name, folder in sorted(folders.items()):
+        first, indices = 0, sorted(removed.get(name, []))
+        for number, entry in enumerate(folder.shards):
+            stop = first + entry["samples"]
+            targets = tuple(filter(None, (state.target(name, number) for state in states)))
             if targets:
+                inside = indices[bisect_left(indices, first) : bisect_left(indices, stop)]
                 items.append(
                     Item(
-                        place=name,
                         number=number,
-                        folder=place.folder,
+                        folder=folder.uri,
                         entry=entry,
-                        source=shard_identity(entry),
-                        withdrawn=frozenset(inside.tolist()),
+                        removed=frozenset(i - first for i in inside),
                         targets=targets,
                     )
                 )
+            first = stop
     return items
 
 
-def _withdrawn_keys(outputs: Sequence[Output]) -> frozenset[str]:
-    """Read the keys that were withdrawn from the encoded data sets themselves."""
-    files = [output.folder / KEYS for output in outputs]
-    return frozenset().union(*(read_keys(file) for file in files if file.is_file()))
+def _encode_as_rank(
+    plan: _Plan, encode_items: Callable[[Iterator[Item]], Iterator[EncodedShard]], progress: bool
+) -> None:
+    """Encode shards in this process; it takes them from those that all ranks share."""
+    counters = _Counters(plan.name)
+
+    def taken() -> Iterator[Item]:
+        while (number := counters.add("taken", 1) - 1) < len(plan.items) and not counters.add("failed", 0):
+            yield plan.items[number]
+
+    with _progress(plan, counters, shown=progress and rank() == 0) as count:
+        try:
+            for shard in encode_items(taken()):
+                count(shard)
+        except BaseException:
+            with contextlib.suppress(Exception):  # The store may be gone, which is not to hide the failure.
+                counters.add("failed", 1)
+            raise
 
 
-def _finish(prepared: Path, states: list[OutputState]) -> None:
-    """Finish the data sets."""
-    withdrawn = read_marks(prepared)
+def _encode_by_workers(
+    plan: _Plan, workers: Workers, load: Load, progress: bool, *, device: str, num_workers: int
+) -> None:
+    """Encode shards in other processes."""
+    size = max(1, min(_SHARDS_PER_TASK, len(plan.items) // 64))
+    tasks = [plan.items[start : start + size] for start in range(0, len(plan.items), size)]
+    kind = device.partition(":")[0]
+    make = partial(_load_encoder, load, plan.settings, kind, num_workers)
+    with _progress(plan, _Counters(plan.name), shown=progress) as count:
+        for shards in run(workers, make, tasks, num_gpus=1.0 if kind == "cuda" else 0.0):
+            for shard in shards:
+                count(shard)
+
+
+def _load_encoder(
+    load: Load, settings: EncodingSettings, device: str, num_workers: int
+) -> Callable[[list[Item]], list[EncodedShard]]:
+    """Load the networks of a worker; return what does its tasks."""
+    models = load()
+    return lambda items: list(encode_shards(items, models, settings, device=device, num_workers=num_workers))
+
+
+class _Counters:
+    """Numbers from 0 that all ranks share, in the store of the process group if there is one."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._values: dict[str, int] = {}
+
+    def add(self, name: str, amount: int) -> int:
+        """Add to a number; return it."""
+        if has_process_group():
+            from torch.distributed import distributed_c10d
+
+            return distributed_c10d._get_default_store().add(f"diffusion/encode/{self._name}/{name}", amount)
+        self._values[name] = self._values.get(name, 0) + amount
+        return self._values[name]
+
+
+@contextlib.contextmanager
+def _progress(plan: _Plan, counters: _Counters, *, shown: bool) -> Iterator[Callable[[EncodedShard], None]]:
+    """Count encoded shards.
+
+    Yields:
+        A function that counts a shard, and raises a DataError if too many images are damaged.
+    """
+    before = max(state.num_damaged for state in plan.states)
+    num_samples = max(state.output.num_samples for state in plan.states)
+    total = sum(item.num_samples for item in plan.items)
+    interval = 0.2 if sys.stderr.isatty() else 30.0
+    with tqdm(total=total, desc="encoding", unit=" images", mininterval=interval, disable=not shown) as bar:
+
+        def count(shard: EncodedShard) -> None:
+            for what in shard.damaged:
+                num_damaged = before + counters.add("damaged", 1)
+                logger.warning("%s; it is marked as damaged (%d of %d so far)", what, num_damaged, num_samples)
+                _check_damaged(num_damaged, num_samples, what)
+            bar.update(counters.add("images", shard.num_samples) - bar.n)
+
+        yield count
+
+
+def _check_damaged(num_damaged: int, num_samples: int, last: str) -> None:
+    """Raise a DataError if too many images cannot be decoded."""
+    if num_damaged > max_damaged(num_samples):
+        raise DataError(
+            f"{num_damaged} of {num_samples} images are damaged (at most {MAX_DAMAGED} or {MAX_DAMAGED_FRACTION:.1%} "
+            f"may be), the last: {last}. Check the disk, and copy or prepare the data set again"
+        )
+
+
+def _finish(prepared: str, states: Sequence[OutputState]) -> None:
+    removed = read_marks(prepared)
     for state in states:
-        state.finish(withdrawn)
+        state.finish(removed)
+
+
+def _absolute(uri: str | Path) -> str:
+    return str(uri) if is_url(str(uri)) else str(Path(uri).absolute())

@@ -3,11 +3,11 @@
 Shape letters: B batch, C channels, H W height and width of the latent, K captions, L tokens, D text width.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,31 +18,24 @@ from diffusion.errors import ConfigurationError
 from diffusion.models.conditioning import TextEncoding
 from diffusion.models.pretrained import FrozenParts, module_identity, tokenizer_identity
 from diffusion.models.tokenizers import tokenize
-from diffusion.preparation.encoding.images import ImageBatch
 
 Frozen = TypeVar("Frozen", bound=nn.Module)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncodingModels:
-    """What encodes, with the identities that the manifest holds.
-
-    Attributes:
-        vae: diffusers' AutoencoderKL.
-        vae_identity: Its `module_identity`.
-        tokenize: K captions -> int32 [K, L].
-        tokenizer_identity: Identity of the tokenizer.
-        empty_ids: Ids [L] of the empty caption.
-        text_encoder: Token ids int64 [B, L] -> hidden states [B, L, D], pooled text [B, P]; None stores no embeddings.
-        text_encoder_identity: Its `module_identity`.
-    """
+    """What encodes, with the identities that the manifest holds."""
 
     vae: nn.Module
+    """diffusers' AutoencoderKL."""
     vae_identity: str
     tokenize: Tokenize
+    """K captions -> int32 [K, L]."""
     tokenizer_identity: str
     empty_ids: list[int]
+    """Ids [L] of the empty caption."""
     text_encoder: nn.Module | None = None
+    """Token ids int64 [B, L] -> hidden states [B, L, D], pooled text [B, P]; None stores no embeddings."""
     text_encoder_identity: str | None = None
 
     @classmethod
@@ -73,22 +66,22 @@ class EncodingModels:
         return config.latent_channels, size.height // factor, size.width // factor
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """What came of a batch, on its way to the host.
+Load = Callable[[], EncodingModels]
+"""Loads the networks in another process."""
 
-    Attributes:
-        batch: The batch.
-        moments: For each size of its images mean and log-variance, float16 [B, C, H, W] each.
-        embeddings: Of the captions of all samples, hidden states float16 [K, L, D] and pooled text float16 [K, P];
-            None where there are none.
-        copied: Recorded when everything is on the host; None where it is from the start.
-    """
 
-    batch: ImageBatch
+class Encoded(NamedTuple):
+    """Result of a batch, on its way to the host."""
+
     moments: dict[ImageSize, tuple[Tensor, Tensor]]
+    """For each size of the images mean and log-variance, float16 [B, C, H, W] each."""
+
     embeddings: TextEncoding | None
+    """Hidden states float16 [K, L, D] and pooled text float16 [K, P] of the captions of all samples; None if none are
+    stored."""
+
     copied: torch.cuda.Event | None
+    """Recorded when everything is on the host; None where it is from the start."""
 
     def wait(self) -> None:
         """Wait until the tensors can be read."""
@@ -99,8 +92,8 @@ class Encoded:
 class Encoder:
     """Networks on their device.
 
-    A forward pass is begun without waiting for it, and its results are copied to pinned memory behind it: the one wait
-    per batch is `Encoded.wait`, when the next batch is under way.
+    A forward pass is started without waiting for it, and its results are copied to pinned memory behind it: whoever
+    reads them calls `Encoded.wait`.
 
     Args:
         models: The networks; they are moved to the device.
@@ -115,38 +108,42 @@ class Encoder:
         self._precision = precision
 
     @torch.inference_mode()
-    def start(self, batch: ImageBatch) -> Encoded:
-        """Encode a batch."""
-        embeddings = None
-        with _one_thread(self.device):
-            moments = {size: self._moments(images) for size, images in batch.images.items()}
-            if self._text_encoder is not None:
-                embeddings = self._embed(self._text_encoder, torch.cat(batch.token_ids))
-                embeddings = TextEncoding(*map(self._to_host, embeddings))
+    def start(self, images: Mapping[ImageSize, Tensor], token_ids: list[Tensor]) -> Encoded:
+        """Encode a batch.
+
+        Args:
+            images: For each size uint8 [B, 3, height, width].
+            token_ids: int32 [K, L] of each sample.
+        """
+        embeddings: TextEncoding | None = None
         copied: Any = None
+        with _one_thread(self.device):
+            moments = {size: self._moments(pixels) for size, pixels in images.items()}
+            if self._text_encoder is not None:
+                embeddings = self._embed(self._text_encoder, torch.cat(token_ids))
         if self.device.type == "cuda":
             copied = torch.cuda.Event()
             copied.record(torch.cuda.current_stream(self.device))
-        return Encoded(batch, moments, embeddings, copied)
+        return Encoded(moments, embeddings, copied)
 
     def _moments(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Encode uint8 [B, 3, height, width] to mean and log-variance."""
         pixels = images.to(self.device, non_blocking=True).float() / 127.5 - 1.0
         with self._autocast():
             posterior = self._vae.encode(pixels).latent_dist
-        return self._to_host(posterior.mean.half()), self._to_host(posterior.logvar.half())
+        return self._to_host(posterior.mean), self._to_host(posterior.logvar)
 
     def _embed(self, text_encoder: nn.Module, token_ids: Tensor) -> TextEncoding:
         with self._autocast():
             hidden, pooled = text_encoder(token_ids.long().to(self.device, non_blocking=True))[:2]
-        return TextEncoding(hidden.half(), pooled.half())
+        return TextEncoding(self._to_host(hidden), self._to_host(pooled))
 
     def _autocast(self):
         bf16 = self._precision == "bf16"
         return torch.autocast(self.device.type, torch.bfloat16) if bf16 else nullcontext()
 
     def _to_host(self, tensor: Tensor) -> Tensor:
-        """Begin to copy a tensor to pinned memory."""
+        """Start to copy a tensor to pinned memory, as float16."""
+        tensor = tensor.half()
         if self.device.type != "cuda":
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -167,7 +164,3 @@ def _one_thread(device: torch.device) -> Iterator[None]:
 
 def _ready(module: Frozen, device: torch.device) -> Frozen:
     return module.to(device).eval().requires_grad_(False)
-
-
-Load = Callable[[], EncodingModels]
-"""Builds the networks in another process."""

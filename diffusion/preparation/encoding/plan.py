@@ -1,13 +1,13 @@
-"""What is to be encoded: the data sets, and the prepared shards that each of them lacks."""
+"""What is encoded: the prepared data, and the data sets that are made of it."""
 
 import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from diffusion import storage
 from diffusion.config.data import ImageSize, named_size
 from diffusion.datasets.buckets import lowest_side
 from diffusion.datasets.encoded import EncodedManifest
@@ -19,20 +19,30 @@ from diffusion.preparation.encoding.models import EncodingModels
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedPlace:
-    """One prepared MDS folder.
+class EncodingSettings:
+    """How shards are encoded."""
 
-    Attributes:
-        split: `train` or `validation`.
-        bucket: Its name.
-        folder: Where it lies.
-        shards: Entries of its shards in the index.
-    """
+    batch_size: int
+    """Images of a forward pass."""
+    precision: str
+    """`fp32` or `bf16`."""
+    mean_only: bool
+    """Leave the log-variance out."""
+    max_shard_bytes: int
+    """Size above which a shard is cut into several."""
+    removed: frozenset[str] = frozenset()
+    """Hashes of the keys of removed images."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedFolder:
+    """One prepared MDS folder."""
 
     split: str
     bucket: str
-    folder: Path
+    uri: str
     shards: list[dict[str, Any]]
+    """Entries of its shards in the index."""
 
     @property
     def name(self) -> str:
@@ -44,117 +54,146 @@ class PreparedPlace:
         """Samples of all shards."""
         return sum(entry["samples"] for entry in self.shards)
 
-    def holds(self, resolution: int | None) -> bool:
-        """Return whether it is encoded for a resolution: its images are large enough, or it has a size of its own."""
+    def fits(self, resolution: int | None) -> bool:
+        """Return whether its images are large enough for a resolution, or have a size of their own."""
         return bool(named_size(self.bucket)) or (resolution is not None and lowest_side(self.bucket) >= resolution)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """One encoded data set.
+    """One encoded data set."""
 
-    Attributes:
-        folder: Where it is written.
-        manifest: Its manifest when it is finished.
-        places: What it is made of, by `<split>/<bucket>`.
-    """
-
-    folder: Path
+    uri: str
     manifest: EncodedManifest
-    places: dict[str, PreparedPlace]
+    """The manifest of the finished data set."""
+    folders: dict[str, PreparedFolder]
+    """What it is made of, by `<split>/<bucket>`."""
 
     @property
     def num_samples(self) -> int:
-        """Samples of all places."""
-        return sum(place.num_samples for place in self.places.values())
+        """Samples of all folders."""
+        return sum(folder.num_samples for folder in self.folders.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Where an encoded shard goes."""
+
+    size: ImageSize
+    """Size of its images."""
+    folder: str
+    """URI of the MDS folder."""
+    mark: str
+    """URI of the file that is written when the shard is there."""
+    removed: str
+    """Identity of the removed keys of the data set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """A prepared shard to encode."""
+
+    number: int
+    """Its number in its folder."""
+    folder: str
+    """URI of the prepared MDS folder."""
+    entry: dict[str, Any]
+    """Its entry in the index."""
+    removed: frozenset[int]
+    """Indices, in the shard, of samples that were removed from the prepared data."""
+    targets: tuple[Target, ...]
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the shard."""
+        return self.entry["samples"]
+
+    @property
+    def sizes(self) -> list[ImageSize]:
+        """Sizes in which its images are encoded."""
+        return list(dict.fromkeys(target.size for target in self.targets))
 
 
 def shard_identity(entry: Mapping[str, Any]) -> str:
-    """Return what tells a prepared shard from another: a hash of its size, its samples and its hashes."""
+    """Return a hash of a shard's size, samples and hashes: equal for equal content."""
     content = [entry["samples"], entry["raw_data"]["bytes"], entry["raw_data"]["hashes"]]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def read_prepared(prepared: Path) -> list[PreparedPlace]:
-    """Read the MDS folders of prepared data, checked against the manifest.
+def read_prepared(prepared: str) -> list[PreparedFolder]:
+    """Read the indexes of prepared data, and compare them with the manifest.
 
     Raises:
         DataError: It is not prepared data, or is damaged.
     """
-    places = []
+    folders = []
     for split, buckets in PreparedManifest.read(prepared).splits.items():
         for bucket, entry in buckets.items():
-            folder = prepared / split / bucket
-            if read_index(folder).sha256 != entry.sha256:
-                raise DataError(f"{folder} is not what {prepared / MANIFEST} says: copy or prepare the data set again")
-            places.append(PreparedPlace(split=split, bucket=bucket, folder=folder, shards=read_shards(folder)))
-    return places
+            uri = storage.join(prepared, split, bucket)
+            if read_index(uri).sha256 != entry.sha256:
+                where = storage.shown(storage.join(prepared, MANIFEST))
+                raise DataError(f"{storage.shown(uri)} is not what {where} says: copy or prepare the data set again")
+            folders.append(PreparedFolder(split=split, bucket=bucket, uri=uri, shards=read_shards(uri)))
+    return folders
 
 
 def plan_outputs(
-    prepared: Path,
-    out: Path,
-    *,
-    models: EncodingModels,
-    resolutions: Sequence[int],
-    batch_size: int,
-    precision: str,
-    mean_only: bool,
+    prepared: str, out: str, resolutions: Sequence[int], models: EncodingModels, settings: EncodingSettings
 ) -> list[Output]:
     """Decide which data sets are written: one in `out`, or one in `out/<resolution>` of several.
 
     Args:
-        prepared: Output of `prepare`.
-        out: The folder.
-        models: What encodes.
-        resolutions: Sides of the squares in pixels; may be empty where all buckets have sizes of their own.
-        batch_size: Images of a forward pass.
-        precision: `fp32` or `bf16`.
-        mean_only: Leave the log-variance out.
+        prepared: URI of the prepared data.
+        out: URI of the folder to write.
+        resolutions: Sides of the squares in pixels; may be empty if all buckets have sizes of their own.
+        models: The networks.
+        settings: How they encode.
 
     Raises:
-        ConfigurationError: A resolution is missing, given twice, or does not fit the VAE.
-        DataError: `prepared` is not prepared data or is damaged; it has no images that are large enough.
+        ConfigurationError: A resolution is missing, given twice, or does not fit the VAE; or `out` is `prepared`.
+        DataError: `prepared` is not prepared data, is damaged, or has no images that are large enough.
     """
+    if out.rstrip("/") == prepared.rstrip("/"):
+        raise ConfigurationError(f"{storage.shown(out)} is the prepared data: choose another folder to write")
     if len(set(resolutions)) != len(resolutions):
         raise ConfigurationError(f"--resolution {' '.join(map(str, resolutions))}: give each once")
     for resolution in resolutions:
         models.latent_shape(ImageSize(resolution, resolution))
-    places = read_prepared(prepared)
-    source = hashlib.sha256((prepared / MANIFEST).read_bytes()).hexdigest()
-    squares = [place.bucket for place in places if not named_size(place.bucket)]
+    folders = read_prepared(prepared)
+    source = hashlib.sha256(storage.read(storage.join(prepared, MANIFEST))).hexdigest()
+    squares = [folder.bucket for folder in folders if not named_size(folder.bucket)]
     if squares and not resolutions:
         raise ConfigurationError(f"--resolution is missing: the images of {squares[0]} are cut to squares of it")
     outputs = []
     for resolution in resolutions or [None]:
-        chosen = [place for place in places if place.holds(resolution)]
+        chosen = [folder for folder in folders if folder.fits(resolution)]
         if not chosen:
-            names = sorted({place.bucket for place in places})
+            names = sorted({folder.bucket for folder in folders})
             raise DataError(
-                f"{prepared} has no bucket of images whose shorter side is {resolution} or more (there are: "
-                f"{', '.join(names) or 'none'}): lower --resolution, or prepare larger images"
+                f"{storage.shown(prepared)} has no bucket of images whose shorter side is {resolution} or more (there "
+                f"are: {', '.join(names) or 'none'}): lower --resolution, or prepare larger images"
             )
-        sizes = {place.bucket: list(size) for place in chosen if (size := named_size(place.bucket))}
+        sizes = {folder.bucket: list(size) for folder in chosen if (size := named_size(folder.bucket))}
+        for size in sizes.values():
+            models.latent_shape(ImageSize(*size))
         side = resolution or round(math.sqrt(max(height * width for height, width in sizes.values())))
         counts: dict[str, dict[str, int]] = {}
-        for place in chosen:
-            if place.bucket in sizes:
-                models.latent_shape(ImageSize(*sizes[place.bucket]))
-            counts.setdefault(place.split, {})[place.bucket] = place.num_samples
+        for folder in chosen:
+            counts.setdefault(folder.split, {})[folder.bucket] = folder.num_samples
         manifest = EncodedManifest(
             vae=models.vae_identity,
             tokenizer=models.tokenizer_identity,
             text_encoder=models.text_encoder_identity,
             transform=ImageTransform.square(side).identity(),
             resolution=side,
-            mean_only=mean_only,
-            precision=precision,
-            batch_size=batch_size,
+            mean_only=settings.mean_only,
+            precision=settings.precision,
+            batch_size=settings.batch_size,
             empty_ids=[int(i) for i in models.empty_ids],
             source=source,
             counts=counts,
             sizes=sizes,
         )
-        folder = out / str(resolution) if len(resolutions) > 1 else out
-        outputs.append(Output(folder=folder, manifest=manifest, places={place.name: place for place in chosen}))
+        uri = storage.join(out, str(resolution)) if len(resolutions) > 1 else out
+        outputs.append(Output(uri=uri, manifest=manifest, folders={folder.name: folder for folder in chosen}))
     return outputs

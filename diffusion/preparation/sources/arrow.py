@@ -12,17 +12,21 @@ import pyarrow as pa
 
 from diffusion.errors import DataError
 from diffusion.preparation.records import Location, Partition, Partitions, Reason, Record, Rejected
-from diffusion.preparation.sources.columns import Batch, find_columns, first_line, raise_if_not_damage, scan_batch
-from diffusion.preparation.sources.parquet import images_of_rows
+from diffusion.preparation.sources.base import FileSource, rejected, whole_files
+from diffusion.preparation.sources.columns import (
+    Batch,
+    find_columns,
+    first_line,
+    images_of_rows,
+    raise_if_not_damage,
+    scan_batch,
+)
 from diffusion.preparation.sources.reading import (
-    FileSource,
     UnfitFileError,
     ahead,
     file_of,
     printable,
     read_file,
-    rejected,
-    whole_files,
 )
 from diffusion.storage import is_url, shown
 

@@ -8,15 +8,17 @@ import pyarrow as pa
 
 from diffusion.errors import DataError, MachineError
 from diffusion.preparation.records import Location, Partition, Reason, Record, Rejected, make_record
-from diffusion.preparation.sources.reading import (
+from diffusion.preparation.sources.base import (
     MAX_CAPTIONS,
     FileSource,
-    UnfitFileError,
     check_limits,
+    rejected,
+)
+from diffusion.preparation.sources.reading import (
+    UnfitFileError,
     parent_of,
     printable,
     read_below,
-    rejected,
 )
 from diffusion.storage import shown
 
@@ -137,14 +139,24 @@ def _record(
     return make_record(key, image, value_of(caption), metadata, location)
 
 
-def images_of_batch(source: FileSource, file: str, column: pa.Array, positions: Iterable[int]) -> Iterator[bytes]:
-    """Yield the images of some rows of a column of images.
+def images_of_rows(
+    source: FileSource, file: str, batches: Iterator[Batch], locations: Iterable[Location]
+) -> Iterator[bytes]:
+    """Yield the images of some rows out of the batches of a table whose first column is that of the images.
 
     Raises:
         UnfitFileError: one is not there.
     """
-    for at in positions:
-        image, path = _image_of(column[at], source.image_limit())
+    batch: Batch | None = Batch(0, None, None)
+    for location in locations:
+        row = location.row or 0
+        while row >= batch.start + (batch.num_lost if batch.rows is None else batch.rows.num_rows):
+            batch = next(batches, None)
+            if batch is None:
+                raise UnfitFileError(Reason.MISSING_IMAGE, f"there is no row {row}")
+        if batch.rows is None:
+            raise UnfitFileError(batch.reason, f"row {row}: {batch.detail}")
+        image, path = _image_of(batch.rows.column(0)[row - batch.start], source.image_limit())
         yield _file_of_row(source, file, path) if image is None else image
 
 

@@ -16,12 +16,13 @@ from diffusion.errors import DataError, MachineError
 from diffusion.preparation.config import LimitsConfig, SourceConfig
 from diffusion.preparation.records import Source, clean_text
 from diffusion.preparation.sources.arrow import ArrowSource
+from diffusion.preparation.sources.base import FileSource
 from diffusion.preparation.sources.caption_tables import TABLES
 from diffusion.preparation.sources.folder import FolderSource, is_image_name
 from diffusion.preparation.sources.huggingface import PREFIX, SPELLING, HuggingFaceSource, open_huggingface
 from diffusion.preparation.sources.mds import MANIFEST, MDSSource, mds_folders, prepared_root
 from diffusion.preparation.sources.parquet import ParquetSource
-from diffusion.preparation.sources.reading import FileSource, list_folder, matches, printable
+from diffusion.preparation.sources.reading import list_folder, matches, printable
 from diffusion.preparation.sources.webdataset import WebDatasetSource
 from diffusion.storage import is_url, shown
 
@@ -33,7 +34,8 @@ KINDS = (
 _LOOKED_AT = 200_000
 """Names by which the kind of a folder is found: a folder of 100 million images is listed once, later."""
 
-_UNFINISHED = ("work.partial", "scan.json")
+_SCAN, _WORK = "scan.json", "work.partial/"
+"""What a half-written data set has, of this version and of the one before."""
 
 _CLASSES: dict[str, Any] = {
     kind.kind: kind
@@ -204,7 +206,8 @@ def _open_folder(folder: str, name: str, settings: dict[str, Any]) -> Any:
     make = {"name": name, "root": folder, **settings}
     if MANIFEST in names and prepared_root(folder) == folder:
         return _checked(MDSSource(prepared=folder, **make))
-    if MANIFEST not in names and any(one.startswith(f"{_UNFINISHED[0]}/") or one == _UNFINISHED[1] for one in names):
+    has_images = any(map(is_image_name, names))
+    if MANIFEST not in names and (_SCAN in names or any(one.startswith(_WORK) for one in names)) and not has_images:
         raise DataError(f"{path} is half-written; run the command that writes it (prepare or encode) again")
     sources = {
         "tar files": WebDatasetSource(**make),
@@ -212,7 +215,7 @@ def _open_folder(folder: str, name: str, settings: dict[str, Any]) -> Any:
         "Arrow files": ArrowSource(**make),
     }
     found: dict[str, Any] = {what: source for what, source in sources.items() if source.takes(names)}
-    if any(map(is_image_name, names)):
+    if has_images:
         found["images"] = FolderSource(**make)
     if mds_folders(names):
         found["MDS folders"] = MDSSource(prepared=prepared_root(folder), **make)

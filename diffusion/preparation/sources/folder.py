@@ -4,6 +4,7 @@ import json
 import logging
 import posixpath
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -11,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 from diffusion.datasets.images import EXTENSIONS
-from diffusion.errors import DataError
+from diffusion.errors import DataError, MachineError
 from diffusion.preparation.records import (
     Location,
     Partition,
@@ -23,19 +24,21 @@ from diffusion.preparation.records import (
     key_of,
     make_record,
 )
+from diffusion.preparation.sources.base import (
+    FileSource,
+    check_limits,
+    rejected,
+    size_of_partitions,
+)
 from diffusion.preparation.sources.caption_tables import TABLES, read_lines
 from diffusion.preparation.sources.reading import (
-    FileSource,
     UnfitFileError,
     ahead,
-    check_limits,
     file_of,
     list_folder,
     name_of,
     printable,
     read_file,
-    rejected,
-    size_of_partitions,
 )
 from diffusion.preparation.sources.samples import Sample, record_of
 from diffusion.storage import is_url
@@ -114,25 +117,27 @@ class FolderSource(FileSource):
         import duckdb
 
         scratch = TemporaryDirectory(prefix="listing-")
-        database = duckdb.connect(str(Path(scratch.name) / "listing.duckdb"))
-        database.execute(f"SET memory_limit = '2GB'; SET threads = 2; SET temp_directory = '{scratch.name}'")
-        database.execute(_SCHEMA)
-        tables = self._write_listing(database)
-        self._write_tables(database, tables)
-        database.execute(_ITEMS)
-        self._report_overruled(database)
-        seen = "SELECT file, min(version) AS version FROM read_parquet(?) GROUP BY file"
-        nothing = "SELECT '' AS file, '' AS version WHERE FALSE"
-        database.execute(f"CREATE TABLE known AS {seen if known else nothing}", [list(known)] if known else None)
-        gone = database.execute(f"SELECT known.file {_GONE} ORDER BY file LIMIT {_NAMED_GONE}").fetchall()
-        (num_new,) = database.execute(f"SELECT count(*) {_NEW}").fetchone() or (0,)
-        size = size_of_partitions(self.partition_size, num_new)
+        settings: dict[str, Any] = {"memory_limit": "2GB", "threads": "2", "temp_directory": scratch.name}
+        database = duckdb.connect(str(Path(scratch.name) / "listing.duckdb"), config=settings)
+        with _database_errors(self.path):
+            database.execute(_SCHEMA)
+            self._write_tables(database, self._write_listing(database))
+            database.execute(_ITEMS)
+            self._report_overruled(database)
+            database.execute("CREATE TABLE known (file VARCHAR, version VARCHAR)")
+            if known:
+                seen = "SELECT file, min(version) FROM read_parquet(?) GROUP BY file"
+                database.execute(f"INSERT INTO known {seen}", [list(known)])
+            database.execute("DELETE FROM items WHERE '~' || md5(file) IN (SELECT file FROM known)")  # Taken down.
+            gone = database.execute(f"SELECT file {_GONE} ORDER BY file LIMIT {_NAMED_GONE}").fetchall()
+            (num_new,) = database.execute(f"SELECT count(*) {_NEW}").fetchone() or (0,)
+            size = size_of_partitions(self.partition_size, num_new)
+            changed = list(_cut(database.execute(f"SELECT {_COLUMNS} {_CHANGED} ORDER BY items.file"), size))
 
         def new() -> Iterator[Partition]:
-            with scratch, database:
+            with scratch, database, _database_errors(self.path):
                 yield from _cut(database.execute(f"SELECT {_COLUMNS} {_NEW} ORDER BY items.file"), size)
 
-        changed = list(_cut(database.execute(f"SELECT {_COLUMNS} {_CHANGED} ORDER BY items.file"), size))
         return Partitions(new=new(), gone=[file for (file,) in gone], changed=changed)
 
     def _write_listing(self, database: Any) -> list[str]:
@@ -216,6 +221,18 @@ class FolderSource(FileSource):
             return read_file(self.uri(location.file), self.image_limit())
         except UnfitFileError as error:
             raise DataError(f"{self.path}, {location.file!a}: {error}, and was read when it was scanned") from error
+
+
+@contextmanager
+def _database_errors(path: str) -> Iterator[None]:
+    import duckdb
+
+    try:
+        yield
+    except duckdb.Error as error:
+        what = str(error).partition("\n")[0]
+        raise MachineError(f"{path}: its files cannot be sorted in a temporary folder ({what}); set TMPDIR to a folder "
+                           "of a larger disk") from error  # fmt: skip
 
 
 def is_image_name(name: str) -> bool:

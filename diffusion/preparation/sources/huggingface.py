@@ -15,15 +15,16 @@ import pyarrow as pa
 
 from diffusion.errors import DataError, MachineError
 from diffusion.preparation.records import Location, Partition, Partitions, Record, Rejected
+from diffusion.preparation.sources.base import FileSource, compare
 from diffusion.preparation.sources.columns import (
     BATCH_ROWS,
     Batch,
     find_columns,
     first_line,
+    images_of_rows,
     scan_batch,
 )
-from diffusion.preparation.sources.parquet import images_of_rows
-from diffusion.preparation.sources.reading import FileSource, UnfitFileError, compare, printable
+from diffusion.preparation.sources.reading import UnfitFileError, printable
 
 PREFIX = "hf-dataset:"
 SPELLING = f"{PREFIX}NAME[@REVISION][:SPLIT[:CONFIGURATION]]"

@@ -23,20 +23,22 @@ from diffusion.preparation.records import (
     key_of,
     make_record,
 )
-from diffusion.preparation.sources.columns import CAPTION_COLUMNS, IMAGE_COLUMNS
-from diffusion.preparation.sources.reading import (
+from diffusion.preparation.sources.base import (
     FileSource,
-    UnfitFileError,
-    ahead,
     check_limits,
     compare,
+    rejected,
+)
+from diffusion.preparation.sources.columns import CAPTION_COLUMNS, IMAGE_COLUMNS
+from diffusion.preparation.sources.reading import (
+    UnfitFileError,
+    ahead,
     file_of,
     list_folder,
     look_at,
     name_of,
     printable,
     read_file,
-    rejected,
 )
 from diffusion.storage import is_url, join, shown
 
@@ -141,8 +143,8 @@ class MDSSource(FileSource):
         wanted = [location.row or 0 for location in locations]
         for number, values in self._samples(partition, shard, wanted):
             if isinstance(values, UnfitFileError):
-                raise DataError(f"{self.path}, {partition.id}, sample {number}: {values}, and was read when it was "
-                                "scanned")  # fmt: skip
+                where = f"{printable(shown(self.uri(partition.file)))}, sample {number}"
+                raise DataError(f"{where}: {values}, and was read when it was scanned")
             yield _image_of(columns.encodings[columns.image], values[columns.image])
 
     def _shard(self, partition: Partition) -> dict[str, Any]:
@@ -163,6 +165,8 @@ class MDSSource(FileSource):
                 offsets, end = _offsets(file, shard)
                 for number in promised:
                     try:
+                        if number + 1 >= len(offsets):
+                            raise UnfitFileError(Reason.MISSING_IMAGE, "there is no such sample")
                         yield number, self._cut_out(file, offsets[number], offsets[number + 1], end, shard)
                     except UnfitFileError as error:
                         yield number, error

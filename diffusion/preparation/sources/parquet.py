@@ -12,26 +12,28 @@ import pyarrow.parquet as pq
 from diffusion import storage
 from diffusion.errors import DataError
 from diffusion.preparation.records import Location, Partition, Partitions, Reason, Record, Rejected, key_of
+from diffusion.preparation.sources.base import (
+    FileSource,
+    compare,
+    rejected,
+    size_of_partitions,
+)
 from diffusion.preparation.sources.columns import (
     BATCH_ROWS,
     Batch,
     Columns,
     find_columns,
     first_line,
-    images_of_batch,
+    images_of_rows,
     raise_if_not_damage,
     scan_batch,
 )
 from diffusion.preparation.sources.reading import (
     Entry,
-    FileSource,
     UnfitFileError,
     ahead,
-    compare,
     name_of,
     printable,
-    rejected,
-    size_of_partitions,
 )
 from diffusion.storage import is_url, shown
 
@@ -126,6 +128,8 @@ class ParquetSource(FileSource):
             with self._opened(file) as (opened, columns):
                 starts = dict(_groups(opened, 0, None))
                 for group, some in groupby(locations, lambda location: location.row_group or 0):
+                    if group not in starts:
+                        raise UnfitFileError(Reason.MISSING_IMAGE, f"there is no row group {group}")
                     batches = _batches(opened, group, starts[group], [columns.image], partition.num_bytes)
                     yield from images_of_rows(self, file, batches, some)
         except UnfitFileError as error:
@@ -144,24 +148,6 @@ def _remote(metadata: pq.FileMetaData, ahead_file: BinaryIO, exact_file: BinaryI
         pre_buffer=is_small,
         page_checksum_verification=True,
     )
-
-
-def images_of_rows(
-    source: FileSource, file: str, batches: Iterator[Batch], locations: Iterator[Location]
-) -> Iterator[bytes]:
-    """Yield the images of some rows out of the batches of a table whose first column is that of the images.
-
-    Raises:
-        UnfitFileError: one is not there.
-    """
-    batch = next(batches)
-    for location in locations:
-        row = location.row or 0
-        while batch.rows is None or row >= batch.start + batch.rows.num_rows:
-            if batch.rows is None and row < batch.start + batch.num_lost:
-                raise UnfitFileError(Reason.DAMAGED_FILE, f"row {row}: {batch.detail}")
-            batch = next(batches)
-        yield from images_of_batch(source, file, batch.rows.column(0), [row - batch.start])
 
 
 def _cut(file: str, entry: Entry, rows: list[int] | None, size: int) -> list[Partition]:

@@ -13,14 +13,13 @@ from typing import Any, BinaryIO, ClassVar
 from diffusion.datasets.images import EXTENSIONS
 from diffusion.errors import DataError
 from diffusion.preparation.records import Location, Partition, Partitions, Reason, Record, Rejected, key_of
-from diffusion.preparation.sources.reading import (
+from diffusion.preparation.sources.base import (
     FileSource,
-    UnfitFileError,
     check_limits,
-    printable,
     rejected,
     whole_files,
 )
+from diffusion.preparation.sources.reading import UnfitFileError, printable
 from diffusion.preparation.sources.samples import Sample, record_of
 
 _HEADER_BYTES = 2**20

@@ -14,7 +14,6 @@ from diffusion.models import LatentDiffusion, build_model, load_frozen_parts, ti
 from diffusion.models.conditioning import Conditioning
 from diffusion.models.pretrained import LatentScaling
 from diffusion.models.sampling import inference_scheduler, initial_latents, sample_latents
-from diffusion.preparation.encoding.images import ImageBatch
 from diffusion.preparation.encoding.models import Encoder, EncodingModels
 
 SMALL = {"block_out_channels": [16, 32], "norm_num_groups": 4}
@@ -238,8 +237,7 @@ def test_latents_in_the_precision_of_the_run_equal_those_from_images(precision):
     encoder = Encoder(
         EncodingModels.of(load_frozen_parts(ModelConfig(architecture=Architecture.tiny))), "cpu", precision
     )
-    by_size = {ImageSize(32, 32): images[BatchKey.IMAGE]}
-    encoded = encoder.start(ImageBatch(0, 0, by_size, {}, [], [], {}, []))
+    encoded = encoder.start({ImageSize(32, 32): images[BatchKey.IMAGE]}, [])
     [(mean, logvar)] = encoded.moments.values()
     latents = rest | {BatchKey.LATENT_MEAN: mean, BatchKey.LATENT_LOGVAR: logvar}
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -21,9 +21,7 @@ from diffusion.datasets.loader import train_loader
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.preparation.encoding.encode import encode
-from diffusion.preparation.encoding.images import ImageBatch
 from diffusion.preparation.encoding.models import Encoder, EncodingModels
-from diffusion.preparation.encoding.writer import Mark
 from tests.tools.training_runs import ROOT
 from tests.tools.written_data import (
     PREPARED,
@@ -120,7 +118,7 @@ def test_workers_do_not_change_a_byte_and_batch_size_rounds_only(prepared: Path,
         for name in ("latent_mean", "latent_logvar"):
             np.testing.assert_allclose(one[name], other[name], rtol=2e-3, atol=1e-4)
         assert one["key"] == other["key"]
-    with pytest.raises(DataError, match=r"holds another encoding \(batch_size differ\)"):
+    with pytest.raises(DataError, match="batch_size"):
         run(prepared, tmp_path / "a", batch_size=3)
 
 
@@ -143,14 +141,13 @@ def test_the_same_command_continues_where_it_was_stopped(
     prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, out = tmp_path / "whole", tmp_path / "out"
-    encoded: list[str] = []
-    original = Encoder.start
+    original, batches = Encoder.start, []
 
-    def start(self: Encoder, batch: ImageBatch) -> Any:
-        if len(encoded) == 3:
+    def start(self: Encoder, *arguments: Any) -> Any:
+        batches.append(arguments)
+        if len(batches) > 3:
             raise KeyboardInterrupt
-        encoded.append(batch.keys[0])
-        return original(self, batch)
+        return original(self, *arguments)
 
     run(prepared, whole)
     monkeypatch.setattr(Encoder, "start", start)
@@ -158,31 +155,31 @@ def test_the_same_command_continues_where_it_was_stopped(
         run(prepared, out)
     assert not (out / "manifest.json").exists()
     assert not list(out.rglob("index.json"))
-    done = [Mark.read(path) for path in out.glob("work.partial/shards/*.json")]
-    with pytest.raises(DataError, match=r"holds another encoding \(vae differ\)"):
+    marks = [json.loads(path.read_text()) for path in out.glob("work.partial/shards/*.json")]
+    with pytest.raises(DataError, match=r"vae"):
         run(prepared, out, vae_identity="vae-1")
     monkeypatch.setattr(Encoder, "start", original)
-    marked = {path: path.stat().st_mtime_ns for path in out.rglob("*.mds")}
+    finished = {path: path.stat().st_mtime_ns for path in out.rglob("*.mds")}
     run(prepared, out)
     assert digests(out) == digests(whole)
-    assert sum(mark.samples for mark in done) > 0
-    kept = [path.stat().st_mtime_ns for path in out.rglob("*.mds")]
-    assert set(marked.values()) <= set(kept), "finished shards are not written again"
+    assert 0 < sum(mark["samples"] for mark in marks) < 20
+    kept = {path: path.stat().st_mtime_ns for path in out.rglob("*.mds")}
+    assert finished.items() <= kept.items(), "finished shards are not written again"
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
     run(prepared, out)
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
 
 
 def test_a_folder_with_something_else_is_not_touched(prepared: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="is the prepared data"):
+    with pytest.raises(ConfigurationError, match=str(prepared)):
         run(prepared, prepared)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").touch()
-    with pytest.raises(DataError, match="is not empty and no encoding"):
+    with pytest.raises(DataError, match=r"notes\.txt"):
         run(prepared, tmp_path / "out")
     run(prepared, tmp_path / "encoded")
     before = digests(tmp_path / "encoded")
-    with pytest.raises(DataError, match=r"holds another encoding \(mean_only, tokenizer differ\)"):
+    with pytest.raises(DataError, match="mean_only, tokenizer"):
         run(prepared, tmp_path / "encoded", tokenizer_identity="other", mean_only=True)
     assert digests(tmp_path / "encoded") == before
 
@@ -333,11 +330,9 @@ def test_what_cannot_encode_is_told_before_anything_is_loaded(
         command(str(tmp_path / "prepared"), str(tmp_path / "out"), *options, monkeypatch=monkeypatch)
 
 
-def test_an_output_that_cannot_be_written_to(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MachineError, match=r"cannot write to /proc/zzz: .*choose a folder"):
+def test_an_output_that_cannot_be_written_to(prepared: Path) -> None:
+    with pytest.raises(MachineError, match="/proc/zzz"):
         run(prepared, Path("/proc/zzz"))
-    with pytest.raises(ConfigurationError, match="output: s3://b/enc is a URL; write to a local folder"):
-        command(str(prepared), "s3://b/enc", "--architecture", "tiny", monkeypatch=monkeypatch)
 
 
 def command(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Encoded data sets beyond the plain one: several resolutions, aspect ratios, text embeddings, growth, withdrawal."""
+"""Encoded data sets beyond the plain one: several resolutions, aspect ratios, text embeddings, growth, takedown."""
 
 import json
 import shutil
@@ -8,22 +8,40 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from diffusion.config.data import ImageSize, Representation
 from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.encoded import EncodedManifest, check_encoded, read_encoded_manifest
 from diffusion.datasets.loader import train_loader
-from diffusion.datasets.mds import read_index, read_shards
+from diffusion.datasets.mds import (
+    encode_sample,
+    encode_shard,
+    format_of,
+    read_index,
+    read_shard,
+    read_shards,
+    shard_name,
+    write_index,
+)
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.preparation.config import BucketsConfig
+from diffusion.files import write_json
 from diffusion.preparation.encoding.encode import encode
 from diffusion.preparation.encoding.models import EncodingModels
-from tests.tools.preparing import prepare
-from diffusion.preparation.withdrawal import withdraw
-from diffusion.preparation.withdrawal_erase import erase
-from tests.tools.image_files import noise, write_folder
-from tests.tools.written_data import data_config, tokenize, write_prepared
+from diffusion.preparation.encoding.output import OutputState
+from diffusion.preparation.takedown import take_down
+from tests.tools.written_data import (
+    PREPARED,
+    append_prepared,
+    data_config,
+    png,
+    prepared_sample,
+    smooth_image,
+    tokenize,
+    write_prepared,
+    write_prepared_manifest,
+)
 from tests.unit.preparation.test_encode import EMPTY_IDS, build_vae, digests, read, run
 
 MODELS = EncodingModels(
@@ -40,13 +58,31 @@ def text_encoder() -> CLIPTextModel:
     return CLIPTextModel(config).eval()
 
 
-def grow(source: Path, out: Path, first: int, number: int) -> None:
-    """Prepare a folder with so many images more."""
-    source.mkdir(exist_ok=True)
-    for i in range(first, first + number):
-        (source / f"{i:03}.png").write_bytes(noise(40, 36, i))
-        (source / f"{i:03}.txt").write_text(f"number {i}")
-    prepare([source], out, edges=[16, 34], shard_bytes=2**15, num_workers=1, partition_size=5)
+def grow(prepared: Path, first: int, number: int) -> None:
+    """Append shards of three samples to prepared data."""
+    samples = [prepared_sample("source", i) for i in range(first, first + number)]
+    append_prepared(prepared / "train/32-64", samples, per_shard=3)
+
+
+def erase(prepared: Path, *indices: int) -> None:
+    """Remove samples of prepared data: marked, and blanked in shards of new names."""
+    folder = prepared / "train/32-64"
+    marks = prepared / "withdrawn.json"
+    known = json.loads(marks.read_text())["train/32-64"] if marks.is_file() else []
+    write_json(marks, {"train/32-64": sorted({*known, *indices})})
+    entries, first = read_shards(folder), 0
+    for number, entry in enumerate(entries):
+        inside = {index - first for index in indices if first <= index < first + entry["samples"]}
+        first += entry["samples"]
+        if inside:
+            samples = read_shard(folder, entry)
+            for i in inside:
+                blank = {**read(folder)[first - entry["samples"] + i], "image": b"", "captions": ["withdrawn"]}
+                samples[i] = encode_sample(blank, PREPARED)
+            content, entries[number] = encode_shard(samples, shard_name(number, revision=1), format_of(entry))
+            (folder / entries[number]["raw_data"]["basename"]).write_bytes(content)
+    write_index(folder, entries)
+    write_prepared_manifest(prepared)
 
 
 def keys(folder: Path) -> list[str]:
@@ -69,15 +105,15 @@ def test_several_resolutions_are_those_of_one_each(tmp_path: Path) -> None:
 
 
 def test_aspect_ratio_buckets_are_encoded_at_their_size(tmp_path: Path) -> None:
-    (tmp_path / "source").mkdir()
-    for i, (width, height) in enumerate([(40, 36), (60, 34), (34, 60), (64, 33)]):
-        (tmp_path / "source" / f"{i}.png").write_bytes(noise(width, height, i))
-        (tmp_path / "source" / f"{i}.txt").write_text("x")
     prepared = tmp_path / "prepared"
-    prepare([tmp_path / "source"], prepared, buckets=BucketsConfig(sizes=["32x32", "24x48", "48x24"]), num_workers=1)
+    sizes = {"32x32": [(40, 36)], "24x48": [(60, 34), (64, 33)], "48x24": [(34, 60)]}
+    for bucket, of_bucket in sizes.items():
+        images = [png(smooth_image(i, width, height)) for i, (width, height) in enumerate(of_bucket)]
+        samples = [prepared_sample(bucket, i, data=image) for i, image in enumerate(images)]
+        append_prepared(prepared / "train" / bucket, samples, per_shard=8)
     (manifest,) = encode(prepared, tmp_path / "out", models=MODELS)
     assert manifest.sizes == {"32x32": [32, 32], "24x48": [24, 48], "48x24": [48, 24]}
-    assert manifest.counts == {"train": {"48x24": 1, "32x32": 1, "24x48": 2}}
+    assert manifest.counts == {"train": {"24x48": 2, "32x32": 1, "48x24": 1}}
     assert read(tmp_path / "out/train/24x48")[0]["latent_mean"].shape == (4, 12, 24)
     fitting: dict[str, Any] = {"needs_logvar": True, "vae_identity": "vae-0"}
     check_encoded(manifest, where="out/train/24x48", size=ImageSize(24, 48), **fitting)
@@ -115,7 +151,7 @@ def test_text_embeddings(tmp_path: Path) -> None:
         check_encoded(plain, text_encoder_identity="text-0", **fitting)
     with pytest.raises(DataError, match="code: other there"):
         check_encoded(EncodedManifest(**{**vars(plain), "code": "other"}), **fitting)
-    with pytest.raises(DataError, match=r"holds another encoding \(text_encoder differ\)"):
+    with pytest.raises(DataError, match="text_encoder"):
         encode(tmp_path / "prepared", out, models=MODELS, resolutions=[32], batch_size=4)
 
 
@@ -155,78 +191,105 @@ def test_stored_text_embeddings_are_read_with_the_caption_that_is_chosen(tmp_pat
 
 
 def test_what_prepared_data_grew_by_is_added(tmp_path: Path) -> None:
-    source, prepared, out = tmp_path / "source", tmp_path / "prepared", tmp_path / "out"
-    grow(source, prepared, 0, 20)
+    prepared, out = tmp_path / "prepared", tmp_path / "out"
+    grow(prepared, 0, 10)
     run(prepared, out)
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in out.rglob("*.mds")}
-    assert len(before) > 1
-    grow(source, prepared, 20, 20)
+    assert len(before) == 4
+    grow(prepared, 10, 10)
     manifest = run(prepared, out)
-    assert manifest.counts == {"train": {"34-up": 40}}
-    assert keys(out / "train/34-up") == keys(prepared / "train/34-up")
+    assert manifest.counts == {"train": {"32-64": 20}}
+    assert keys(out / "train/32-64") == keys(prepared / "train/32-64")
     assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in before} == before
     run(prepared, tmp_path / "anew")
     assert digests(out) == digests(tmp_path / "anew")
-    counts = [[shard["samples"] for shard in read_shards(root / "train/34-up")] for root in (prepared, out)]
+    counts = [[shard["samples"] for shard in read_shards(root / "train/32-64")] for root in (prepared, out)]
     assert counts[0] == counts[1], "shards begin where the prepared ones begin"
     shutil.rmtree(prepared)
-    grow(source, prepared, 40, 20)
-    with pytest.raises(DataError, match="was encoded from other data than"):
+    grow(prepared, 40, 20)
+    with pytest.raises(DataError, match="train/32-64"):
         run(prepared, out)
 
 
-def test_withdrawn_samples_keep_their_place_and_are_marked(tmp_path: Path) -> None:
-    source, prepared, out = tmp_path / "source", tmp_path / "prepared", tmp_path / "out"
-    grow(source, prepared, 0, 20)
-    order = keys(prepared / "train/34-up")
-    withdraw(prepared, {order[3]})
+def test_removed_samples_keep_their_position_and_are_marked(tmp_path: Path) -> None:
+    prepared, out = tmp_path / "prepared", tmp_path / "out"
+    grow(prepared, 0, 20)
+    erase(prepared, 3)
     run(prepared, out)
-    assert json.loads((out / "withdrawn.json").read_text()) == {"train/34-up": [3]}
-    assert not read(out / "train/34-up")[3]["latent_mean"].any()
-    withdraw(prepared, {order[7]})
-    withdraw(out, {order[11], "source/025.png"})
-    erase(prepared)
+    assert json.loads((out / "withdrawn.json").read_text()) == {"train/32-64": [3]}
+    assert not read(out / "train/32-64")[3]["latent_mean"].any()
     shards = digests(out / "train")
+    erase(prepared, 7)
+    write_json(out / "withdrawn.json", {"train/32-64": [3, 11]})
+    write_json(out / "removed.json", [xxhash.xxh3_128_hexdigest(b"source/11"), xxhash.xxh3_128_hexdigest(b"source/25")])
+    (out / "withdrawn.txt").write_text("source/26\n")  # Of an encoding before 0.3.
     run(prepared, out)
-    assert json.loads((out / "withdrawn.json").read_text()) == {"train/34-up": [3, 7, 11]}
+    assert json.loads((out / "withdrawn.json").read_text()) == {"train/32-64": [3, 7, 11]}
     assert digests(out / "train") == shards
-    grow(source, prepared, 20, 10)
-    withdraw(prepared, {"source/022.png"})
-    erase(prepared)
+    grow(prepared, 20, 10)
+    erase(prepared, 22)
     run(prepared, out)
-    order = keys(out / "train/34-up")
-    assert order == keys(prepared / "train/34-up")
-    wanted = sorted([3, 7, 11, order.index("source/022.png"), order.index("source/025.png")])
-    assert json.loads((out / "withdrawn.json").read_text()) == {"train/34-up": wanted}
-    latents = [sample["latent_mean"] for sample in read(out / "train/34-up")]
-    assert [i for i, latent in enumerate(latents) if not latent.any()] == [i for i in wanted if i not in (7, 11)]
-    assert not (out / "damaged.json").exists(), "what was erased is not damaged"
-    assert erase(out) > 0
-    grow(source, prepared, 30, 3)
+    assert keys(out / "train/32-64") == keys(prepared / "train/32-64")
+    removed = [3, 7, 11, 22, 25, 26]
+    assert json.loads((out / "withdrawn.json").read_text()) == {"train/32-64": removed}
+    latents = [sample["latent_mean"] for sample in read(out / "train/32-64")]
+    assert [i for i, latent in enumerate(latents) if not latent.any()] == [3, 22, 25, 26]
+    assert not (out / "damaged.json").exists(), "what was removed is not damaged"
+
+
+def run_without_end(prepared: Path, out: Path) -> None:
+    """Encode all shards, as a run that is killed before it writes the indexes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OutputState, "finish", lambda self, removed: None)
+        run(prepared, out)
+
+
+def test_samples_that_are_removed_during_an_encoding_are_blank(tmp_path: Path) -> None:
+    prepared, out = tmp_path / "prepared", tmp_path / "out"
+    grow(prepared, 0, 6)
     run(prepared, out)
-    assert keys(out / "train/34-up")[:30] == order
-    assert read_index(out / "train/34-up").num_samples == 33
+    grow(prepared, 6, 6)
+    run_without_end(prepared, out)
+    take_down(str(out), ["source/2", "source/8"], erase=True)
+    run(prepared, out)
+    assert json.loads((out / "withdrawn.json").read_text()) == {"train/32-64": [2, 8]}
+    samples = read(out / "train/32-64")
+    assert len(samples) == 12
+    assert [i for i, sample in enumerate(samples) if not sample["latent_mean"].any()] == [2, 8]
 
 
 def test_a_shard_that_is_too_large_is_cut(tmp_path: Path) -> None:
-    write_folder(tmp_path / "source", 9, side=40)
-    prepare([tmp_path / "source"], tmp_path / "prepared", edges=[32], num_workers=1)
-    (whole,) = encode(tmp_path / "prepared", tmp_path / "whole", models=MODELS, resolutions=[32], batch_size=4)
-    out = tmp_path / "out"
+    prepared, out = tmp_path / "prepared", tmp_path / "out"
+    append_prepared(prepared / "train/32-64", [prepared_sample("source", i) for i in range(9)], per_shard=9)
+    (whole,) = encode(prepared, tmp_path / "whole", models=MODELS, resolutions=[32], batch_size=4)
     options: dict[str, Any] = {"models": MODELS, "resolutions": [32], "batch_size": 4, "max_shard_bytes": 2**13}
-    (manifest,) = encode(tmp_path / "prepared", out, **options)
+    (manifest,) = encode(prepared, out, **options)
     assert manifest == whole
-    assert [read_index(root / "train/32-up").num_shards for root in (tmp_path / "whole", out)] == [1, 9]
+    assert [read_index(root / "train/32-64").num_shards for root in (tmp_path / "whole", out)] == [1, 9]
     assert all(path.stat().st_size <= 2**13 for path in out.rglob("*.mds"))
-    assert keys(out / "train/32-up") == keys(tmp_path / "whole/train/32-up")
+    assert keys(out / "train/32-64") == keys(tmp_path / "whole/train/32-64")
     before = digests(out)
-    encode(tmp_path / "prepared", out, **options)
+    encode(prepared, out, **options)
     assert digests(out) == before
 
 
 def test_compressed_prepared_data(tmp_path: Path) -> None:
-    write_folder(tmp_path / "source", 6, side=40)
+    samples = [prepared_sample("source", i) for i in range(6)]
     for name, compression in [("plain", None), ("compressed", "zstd:3")]:
-        prepare([tmp_path / "source"], tmp_path / name, edges=[32], num_workers=1, compression=compression)
+        append_prepared(tmp_path / name / "train/32-64", samples, per_shard=4, compression=compression)
         run(tmp_path / name, tmp_path / f"out-{name}")
     assert digests(tmp_path / "out-plain" / "train") == digests(tmp_path / "out-compressed" / "train")
+
+
+def test_version_1_prepared_data_and_an_encoding_that_was_begun_before_are_continued(tmp_path: Path) -> None:
+    prepared, out = tmp_path / "prepared", tmp_path / "out"
+    grow(prepared, 0, 12)
+    manifest = json.loads((prepared / "manifest.json").read_text()) | {"version": 1, "refused": {}}
+    manifest.pop("rejected")
+    write_json(prepared / "manifest.json", manifest)
+    run_without_end(prepared, out)
+    (out / "train/32-64").rename(out / "train/32-64.partial")
+    (out / "work.partial/shards/train.32-64.000001.json").unlink()
+    run(prepared, out)
+    run(prepared, tmp_path / "whole")
+    assert digests(out) == digests(tmp_path / "whole")

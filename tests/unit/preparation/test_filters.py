@@ -65,6 +65,7 @@ def test_nothing_asked_nothing_rejected():
         (sample(p=0.9), {"conditions": [{"column": "p", "max": 0.8}]}, ("condition_p", "0.9 > 0.8")),
         (sample(width=10), {"conditions": [{"column": "width", "min": 11}]}, ("condition_width", "10 < 11")),
         (sample(kind=3), {"conditions": [{"column": "kind", "one_of": ["a", "3"]}]}, None),
+        (sample(kind=3.0), {"conditions": [{"column": "kind", "one_of": [3]}]}, None),
         (sample(kind="b"), {"conditions": [{"column": "kind", "one_of": ["a", 3]}]}, ("condition_kind", "'b'")),
     ],
 )

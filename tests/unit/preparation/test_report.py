@@ -4,19 +4,23 @@ import json
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+import xxhash
 from markupsafe import escape
 from PIL import Image
 
 from diffusion.config.loading import from_dict
 from diffusion.errors import DataError
-from diffusion.preparation.config import DuplicatesConfig, FiltersConfig
-from tests.tools.preparing import prepare
-from diffusion.preparation.report import NUM_SHOWN, summarize, write_report
+from diffusion.preparation.config import PrepareConfig
+from diffusion.preparation.records import Partition
+from diffusion.preparation.report import NUM_SHOWN, write_report
+from diffusion.preparation.scan import Scan, ScannedPartition
+from diffusion.preparation.select import select
 from tests.tools.image_files import encode, noise
+from tests.tools.metadata_parts import image, write_part
+from tests.tools.scored_data import ToySource
 
 CHROMIUM = shutil.which("chromium")
 HOSTILE = (
@@ -24,117 +28,136 @@ HOSTILE = (
 )
 
 
-def row(key, reason="", **values):
-    base = {"key": key, "source": key.split("/")[0], "split": "" if reason else "train",
-            "bucket": "" if reason else "64-up", "width": 100, "height": 80, "bytes": 1000, "reason": reason,
-            "detail": "", "caption_length": 20}  # fmt: skip
-    return base | values
+def report(folder: Path, *parts: list[dict], title: str = "Prepared data", scores=(), **settings) -> dict:
+    """Write metadata, select, and report; a row has the file of its key if that was written."""
+    out, sources = str(folder / "out"), [ToySource(str(folder / "images"), f"s{i or ''}") for i in range(len(parts))]
+    for number, rows in enumerate(parts):
+        columns = {name: [row.pop(name, None) for row in rows] for name in scores}
+        write_part(out, number, rows, **columns)
+    partitions = [
+        ScannedPartition(number=i, source=i, generation=0, partition=Partition(id=str(i))) for i in range(len(parts))
+    ]
+    scan = Scan(sources, partitions)
+    values = {"sources": ["a"], "out": out, "buckets": {"edges": [64, 256, 1024]}, **settings}
+    select(out, from_dict(PrepareConfig, values, "test"), scan)
+    return write_report(out, scan, title=title)
 
 
-def write_facts(path, rows, **columns):
-    table = pa.Table.from_pylist(rows)
-    for name, values in columns.items():
-        table = table.append_column(name, values)
-    pq.write_table(table, path)
-    return path
+def two_parts() -> tuple[list[dict], list[dict]]:
+    first = [
+        image(1, width=100, height=80, aesthetic=5.0, language="en"),
+        image(2, width=300, height=400, aesthetic=6.0, language="en", bytes=3000),
+        image(3, width=100, height=80, aesthetic=2.0, language="de"),
+        image(4, width=None, height=None, bytes=None, xxh128=None, phash=None, sharpness=None, captions=[],
+              reason="undecodable", detail="broken"),
+    ]  # fmt: skip
+    second = [image(10 + i, width=1500 + i, height=1100) for i in range(20)]
+    copy = image(40, width=90, height=80, xxh128=first[0]["xxh128"], phash=first[0]["phash"])
+    return first, [*second, copy]
+
+
+SETTINGS = {"filters": {"min_aesthetic": 4.5, "missing": "keep"}, "duplicates": {}}
 
 
 @pytest.fixture
-def facts(tmp_path):
-    """Two partitions whose columns differ."""
-    first = [
-        row("a/1", aesthetic=5.0, language="en"),
-        row("a/2", aesthetic=6.0, language="en", split="validation", bucket="256-512", bytes=3000),
-        row("a/3", "aesthetic", aesthetic=2.0, language="de", detail="2 < 4.5"),
-        row("a/4", "undecodable", width=0, height=0, caption_length=0, aesthetic=None, language=None),
-    ]
-    second = [row(f"b/{i}", width=50 + i, height=50, bucket="1024-up") for i in range(20)]
-    second += [row("b/20", "near_duplicate", detail="of a/1"), row("b/21", "duplicate", detail="of a/2")]
-    empty = pa.nulls(len(second))
-    return [write_facts(tmp_path / "1.parquet", first), write_facts(tmp_path / "2.parquet", second, aesthetic=empty)]
+def counted(tmp_path):
+    return report(tmp_path, *two_parts(), scores=("aesthetic", "language"), **SETTINGS)
 
 
-def test_counts(facts):
-    report = summarize(facts)
-    assert (report.kept.images, report.kept.bytes, report.refused.images) == (22, 24_000, 4)
-    assert report.reasons == {"aesthetic": 1, "duplicate": 1, "near_duplicate": 1, "undecodable": 1}
-    assert report.sources["a"] == {"": 2, "aesthetic": 1, "undecodable": 1}
-    assert {name: counts.images for name, counts in report.buckets.items()} == {
-        "train/64-up": 1,
+def test_counts(counted):
+    assert counted["kept"] == {"images": 22, "bytes": 24_000}
+    assert counted["rejected"] == {"images": 3, "bytes": 2000}
+    assert counted["reasons"] == {"aesthetic": 1, "duplicate": 1, "undecodable": 1}
+    assert counted["sources"] == {"s": {"": 2, "aesthetic": 1, "undecodable": 1}, "s1": {"": 20, "duplicate": 1}}
+    assert {name: counts["images"] for name, counts in counted["buckets"].items()} == {
+        "train/64-256": 1,
+        "train/256-1024": 1,
         "train/1024-up": 20,
-        "validation/256-512": 1,
     }
-    assert list(report.buckets) == ["train/64-up", "train/1024-up", "validation/256-512"]
-    assert report.values == {"language": {"en": {"kept": 2, "refused": 0}, "de": {"kept": 0, "refused": 1}}}
-    assert {(pair.key, pair.of, pair.reason) for pair in report.duplicates} == {
-        ("b/20", "a/1", "near_duplicate"),
-        ("b/21", "a/2", "duplicate"),
-    }
+    assert list(counted["buckets"]) == ["train/64-256", "train/256-1024", "train/1024-up"], "by number"
+    assert counted["values"]["language"] == {"en": {"kept": 2, "rejected": 0}, "de": {"kept": 0, "rejected": 1}}
+    assert counted["duplicates"] == [{"key": "s/40", "of": "s/1", "reason": "duplicate"}]
 
 
-def test_histograms_hold_every_number_once(facts):
-    report = summarize(facts)
-    assert set(report.histograms) == {"shorter_side", "aspect_ratio", "caption_length", "bytes", "aesthetic"}
-    for histogram in report.histograms.values():
-        assert histogram.edges == sorted(histogram.edges)
-        assert sum(histogram.kept) + sum(histogram.refused) + histogram.missing == 26
-    aesthetic = report.histograms["aesthetic"]
-    assert (aesthetic.edges[0], aesthetic.edges[-1], aesthetic.missing) == (2.0, 6.0, 23)
-    assert (aesthetic.refused[0], aesthetic.kept[24], aesthetic.kept[-1]) == (1, 1, 1)
-    sides = report.histograms["shorter_side"]
-    assert (sides.edges[0], sides.edges[-1], sides.missing) == (50, 80, 1)
+def test_histograms_hold_every_number_once(counted):
+    histograms = counted["histograms"]
+    assert set(histograms) == {"shorter_side", "aspect_ratio", "caption_length", "bytes", "sharpness", "aesthetic"}
+    for histogram in histograms.values():
+        assert histogram["edges"] == sorted(histogram["edges"])
+        assert sum(histogram["kept"]) + sum(histogram["rejected"]) + histogram["missing"] == 25
+    aesthetic = histograms["aesthetic"]
+    assert (aesthetic["edges"][0], aesthetic["edges"][-1], aesthetic["missing"]) == (2.0, 6.0, 22)
+    assert (aesthetic["rejected"][0], aesthetic["kept"][23], aesthetic["kept"][-1]) == (1, 1, 1)
+    sides = histograms["shorter_side"]
+    assert (sides["edges"][0], sides["edges"][-1], sides["missing"]) == (80, 1100, 1)
 
 
-def test_samples_are_few_the_same_in_any_order_and_only_what_can_be_read(facts):
-    report = summarize(facts)
-    assert len(report.shown_kept["train/1024-up"]) == NUM_SHOWN
-    assert summarize(facts[::-1]) == report
-    assert set(report.shown_refused) == {"aesthetic", "undecodable", "duplicate", "near_duplicate"}
-    assert set(summarize(facts, readable={"a/3", "b/20"}).shown_refused) == {"aesthetic", "near_duplicate"}
+def test_few_images_are_shown_those_with_the_smallest_hashes(counted):
+    shown = [one["key"] for one in counted["shown_kept"]["train/1024-up"]]
+    keys = sorted((f"s/{10 + i}" for i in range(20)), key=xxhash.xxh3_64_intdigest)
+    assert shown == keys[:NUM_SHOWN]
+    [broken] = counted["shown_rejected"]["undecodable"]
+    assert broken == {"key": "s/4", "width": None, "height": None, "detail": "broken"}
 
 
-def test_no_facts_and_wrong_files(tmp_path, facts):
-    assert summarize([]).kept.images == 0
-    (tmp_path / "damaged.parquet").write_bytes(b"PAR1 no")
-    pq.write_table(pa.table({"key": ["a"]}), tmp_path / "other.parquet")
-    for name, message in (("damaged", "cannot be read"), ("other", "no column source"), ("absent", "cannot be read")):
-        with pytest.raises(DataError, match=message):
-            summarize([tmp_path / f"{name}.parquet"])
+def test_removed_images_are_counted_and_not_shown(tmp_path):
+    first, second = two_parts()
+    report(tmp_path, first, second, scores=("aesthetic", "language"), **SETTINGS)
+    out = tmp_path / "out"
+    first, second = two_parts()
+    gone = [first[0] | {"reason": "removed", "key": "", "key_hash": 0}, *first[1:]]
+    for row in gone:
+        row.pop("aesthetic", None), row.pop("language", None)
+    write_part(out, 0, gone)
+    partitions = [ScannedPartition(number=i, source=i, generation=0, partition=Partition(id=str(i))) for i in range(2)]
+    again = write_report(str(out), Scan([ToySource("", "s"), ToySource("", "s1")], partitions))
+    assert again["reasons"]["removed"] == 1
+    assert "removed" not in again["shown_rejected"]
+    assert again["duplicates"] == []
+    assert '"s/1"' not in (out / "report.json").read_text()
 
 
-def hostile_report(folder):
-    """A report whose names, details and values are hostile; returns what it read."""
+def test_without_a_selection_and_without_images(tmp_path):
+    with pytest.raises(DataError, match="select"):
+        (tmp_path / "out/metadata").mkdir(parents=True)
+        write_report(str(tmp_path / "out"), Scan([], []))
+    empty = report(tmp_path, [image(1, reason="undecodable", width=None, height=None, captions=[])])
+    assert (empty["kept"]["images"], empty["buckets"]) == (0, {})
+
+
+def hostile_report(folder: Path) -> dict:
+    """A report whose names, details, titles and values are hostile."""
+    contents = {"red": noise(60, 70), HOSTILE: encode(Image.new("RGB", (70, 90), "red")), "rejected": b"not an image"}
+    (folder / "images").mkdir(parents=True)
     rows = [
-        row(HOSTILE, source=HOSTILE, bucket="64-up", **{"score <b>$x$": 1.0}, language=HOSTILE),
-        row("red", **{"score <b>$x$": 2.0}, language="en"),
-        row("refused", HOSTILE, detail=HOSTILE, **{"score <b>$x$": 3.0}, language="en"),
-        row("copy", "duplicate", detail="of red", **{"score <b>$x$": 3.0}, language="en"),
+        image(1, key=HOSTILE, file="1.png", width=70, height=90, score=1.0, language=HOSTILE),
+        image(2, key="red", file="2.png", width=60, height=70, score=2.0, language="en"),
+        image(3, key="rejected", file="3.png", xxh128=None, reason=HOSTILE, detail=HOSTILE, score=3.0, language="en"),
+        image(4, key="copy", file="4.png", width=60, height=70, score=3.0, language="en"),
     ]
-    contents = {"red": noise(60, 40), HOSTILE: encode(Image.new("RGB", (40, 90), "red")), "refused": b"not an image"}
-    asked = []
-
-    def read(key):
-        asked.append(key)
-        return contents.get(key)
-
-    write_report(folder, [write_facts(folder / "facts.parquet", rows)], read, title=f"Report {HOSTILE}")
-    return asked
+    for row, key in zip(rows, (HOSTILE, "red", "rejected", "red"), strict=True):
+        (folder / "images" / row["file"]).write_bytes(contents[key])
+        if row["xxh128"]:
+            row["xxh128"] = xxhash.xxh3_128_hexdigest(contents[key])
+    (folder / "images" / "4.png").unlink()
+    rows[3]["phash"] = rows[1]["phash"]
+    buckets = {"edges": [32]}
+    return report(folder, rows, title=f"Report {HOSTILE}", scores=("score", "language"), duplicates={}, buckets=buckets)
 
 
 def test_the_page_is_self_contained_and_escapes_everything(tmp_path):
-    assert {HOSTILE, "red", "refused", "copy"} <= set(hostile_report(tmp_path))
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    numbers = hostile_report(tmp_path)
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "<script" not in page
-    assert "<b>" not in page
     assert re.findall(r"<img[^>]*src=\"(?!data:)", page) == []
     assert str(escape(HOSTILE)) in page
+    [pair] = numbers["duplicates"]
+    assert {pair["key"], pair["of"]} == {"red", "copy"}
     images = [
         Image.open(io.BytesIO(base64.b64decode(data))) for data in re.findall(r"data:image/jpeg;base64,([^\"]+)", page)
     ]
-    assert len(images) == 3, "two kept images, and one of them beside its duplicate"
-    numbers = json.loads((tmp_path / "report.json").read_text())
-    assert numbers["kept"] == {"images": 2, "bytes": 2000}
-    assert numbers["sources"][HOSTILE] == {"": 1}
+    assert len(images) == 3, "two images in galleries, and one of them beside its duplicate, whose file is gone"
+    assert json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8")) == numbers
 
 
 @pytest.mark.browser
@@ -144,7 +167,8 @@ def test_a_browser_shows_the_page_runs_nothing_and_asks_nobody(tmp_path):
     log = tmp_path / "network.json"
     command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
                "--disable-component-update", "--no-first-run", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
-               f"--log-net-log={log}", "--enable-logging=stderr", (tmp_path / "report.html").as_uri()]  # fmt: skip
+               f"--log-net-log={log}", "--enable-logging=stderr",
+               (tmp_path / "out" / "report.html").as_uri()]  # fmt: skip
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
     title = re.search("<title>(.*?)</title>", done.stdout, re.DOTALL)
     assert title is not None
@@ -152,30 +176,3 @@ def test_a_browser_shows_the_page_runs_nothing_and_asks_nobody(tmp_path):
     assert "CONSOLE" not in done.stderr
     assert "192.0.2.1" not in log.read_text(encoding="utf-8", errors="replace")
     assert done.stdout.count("<img ") >= 3
-
-
-def test_of_a_finished_data_set(tmp_path):
-    source = tmp_path / "images"
-    source.mkdir()
-    for i in range(12):
-        (source / f"{i:02d}.png").write_bytes(noise(40 + i, 40, i))
-        (source / f"{i:02d}.txt").write_text("x" if i == 3 else f"image {i}")
-    (source / "copy.png").write_bytes((source / "05.png").read_bytes())
-    (source / "copy.txt").write_text("image 5 again")
-    (source / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n")
-    (source / "broken.txt").write_text("a broken image")
-    filters = from_dict(FiltersConfig, {"min_caption_words": 2}, "test")
-    out = tmp_path / "prepared"
-    prepare([source], out, edges=[32], filters=filters, duplicates=DuplicatesConfig(), num_workers=1, report=True)
-    report = summarize(sorted((out / "facts").glob("*.parquet")))
-    assert report.kept.images == 11
-    assert report.reasons == {"caption_words": 1, "duplicate": 1, "undecodable": 1}
-    [pair] = report.duplicates
-    assert {pair.key, pair.of} == {"images/copy.png", "images/05.png"}
-    assert {one.key for one in report.shown_kept["train/32-up"]} == {
-        f"images/{i:02d}.png" for i in range(12) if i not in (3, 5)
-    } | {pair.of}
-    page = (out / "report.html").read_text(encoding="utf-8")
-    shown = 1 + 11 + 2 + 2  # Histograms, kept images, one refused by its caption and the duplicate, the pair of it.
-    assert page.count("<img ") == shown
-    assert json.loads((out / "report.json").read_text())["reasons"] == report.reasons

@@ -4,12 +4,14 @@ import gzip
 import io
 import json
 import os
+import shutil
 import tarfile
 import tracemalloc
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from streaming import MDSWriter
 
 from diffusion.errors import DataError
 from diffusion.preparation.config import LimitsConfig, SourceConfig
@@ -178,6 +180,7 @@ class TestFolder:
         [
             ("captions.csv", "file;caption\na.png;x\n", "no column file_name or file.*there is 'file;caption'"),
             ("captions.csv", "file,words\na.png,x\n", "no column captions or caption or text.*'file', 'words'"),
+            ("captions.csv", "file,caption,caption\na.png,x,y\n", r"captions\.csv.*'caption'"),
             ("captions.csv", "file,caption\n,x\n", "line 2: no file name"),
             ("captions.csv", "file,caption\na.png,a car, red\n", "line 2: 3 values for 2 columns; .* in quotes"),
             ("captions.csv", "file,caption\na.png,x\na.png,x,\n", "line 3: 3 values for 2 columns"),
@@ -266,7 +269,7 @@ class TestFolder:
             (tmp_path / name).write_bytes(content)
         assert reasons(read(tmp_path)) == [["one"], ["two"]]
 
-    def test_links_that_lead_out_are_not_followed(self, tmp_path):
+    def test_links_that_lead_out_are_not_followed(self, tmp_path, caplog):
         write_folder(tmp_path / "elsewhere", 2)
         write_folder(tmp_path / "set", 1)
         root = tmp_path / "set"
@@ -281,6 +284,7 @@ class TestFolder:
         items = read(root)
         assert reasons(items) == [["image 0"], ["within"], "unreadable", "unreadable"]
         assert all("leads out" in detail for detail in details(items))
+        assert f"{root / 'folder'} leads out" in caplog.text
 
     def test_odd_files_are_one_rejection_each(self, tmp_path):
         long = "n" * 251
@@ -302,6 +306,11 @@ class TestFolder:
         lines = [{"file_name": "a.png", "text": "x"}, {"file_name": "b\0.png", "text": "y"}]
         (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
         assert reasons(read(tmp_path)) == [["x"], "missing_image"]
+
+    def test_names_that_data_sets_use_too(self, tmp_path):
+        (tmp_path / "scan.png").write_bytes(IMAGE)
+        (tmp_path / "scan.json").write_text('{"caption": "x"}')
+        assert reasons(read(tmp_path)) == [["x"]]
 
     @pytest.mark.timeout(60)
     def test_tables_that_are_no_files(self, tmp_path):
@@ -722,6 +731,36 @@ def test_long_captions_come_whole_from_every_layout(tmp_path):
     for name in ("beside", "jsonl", "csv", "x.tar", "x.parquet"):
         assert [item.captions for item in read(tmp_path / name, limits=limits)] == [[caption.strip()]], name
         assert reasons(read(tmp_path / name)) == ["too_large"], name
+
+
+@pytest.mark.parametrize("layout", ["images", "x.tar", "x.tgz", "x.parquet", "x.arrow", "mds"])
+def test_images_that_are_gone_after_the_scan(tmp_path, layout):
+    def write(num: int) -> None:
+        columns = {"image": [IMAGE] * num, "caption": ["x"] * num}
+        members = [member for number in range(num) for member in sample(f"{number}", IMAGE, b"x")]
+        shutil.rmtree(tmp_path / layout, ignore_errors=True)
+        if layout == "images":
+            write_folder(tmp_path / layout, num)
+        elif layout == "mds":
+            with MDSWriter(out=str(tmp_path / layout), columns={"image": "bytes", "caption": "str"}) as writer:
+                for _ in range(num):
+                    writer.write({"image": IMAGE, "caption": "x"})
+        elif layout == "x.parquet":
+            write_parquet(tmp_path / layout, columns, row_group_size=2)
+        elif layout == "x.arrow":
+            with pa.ipc.new_stream(tmp_path / layout, pa.table(columns).schema) as stream:
+                stream.write_table(pa.table(columns), max_chunksize=2)
+        else:
+            tar = write_tar(tmp_path / "written", members).read_bytes()
+            (tmp_path / layout).write_bytes(gzip.compress(tar) if layout == "x.tgz" else tar)
+
+    write(8)
+    source = open_source(tmp_path / layout)
+    (partition,) = partitions(source)
+    locations = [item.location for item in source.scan(partition)]
+    write(3)
+    with pytest.raises(DataError, match=layout.partition(".")[0]):
+        list(source.images(partition, locations))
 
 
 class TestOpening:

@@ -5,18 +5,11 @@ what decoding costs.
 """
 
 import functools
-from typing import Any
+import re
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 from PIL import Image
-
-from diffusion.datasets.images import Reduced
-from diffusion.preparation.records import Record
-
-MEASURES = ("format", "bytes", "xxh128", "phash", "sharpness", "aspect_ratio")
-"""The keys of what `measure` returns."""
 
 REDUCED_SIDE = 96
 """Longer side in pixels of the grey image that sharpness is measured on; smaller ones are not enlarged."""
@@ -29,6 +22,10 @@ _GREY_LEVEL = HASH_SIDE**2 * 2**24
 
 _BRIGHTNESS_TOLERANCE = _GREY_LEVEL // 8
 _COLOUR_TOLERANCE = _GREY_LEVEL
+
+_SCAN, _END = b"\xda", b"\xd9"
+_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]", re.DOTALL)
+"""In the data of a scan: the end of it."""
 
 _SIGNATURES = (
     (b"\xff\xd8\xff", "jpeg"),
@@ -44,26 +41,21 @@ _SIGNATURES = (
 )
 
 
-def measure(record: Record, reduced: Reduced) -> dict[str, Any]:
-    """Measure one image.
-
-    Args:
-        record: Its record, with the bytes of the file.
-        reduced: From `decode_reduced(record.image, REDUCED_SIDE)`.
-
-    Returns:
-        `format`: by the file's signature, such as `jpeg`. `bytes`: size of the file. `xxh128`: XXH3 of its bytes, 32
-        hexadecimal digits. `phash`: `perceptual_hash`, 16 hexadecimal digits. `sharpness`: `sharpness`, rounded to 3
-        digits. `aspect_ratio`: width over height, rounded to 4 digits.
-    """
-    return {
-        "format": file_format(record.image),
-        "bytes": len(record.image),
-        "xxh128": xxhash.xxh3_128_hexdigest(record.image),
-        "phash": f"{perceptual_hash(reduced.image):016x}",
-        "sharpness": round(sharpness(reduced.image), 3),
-        "aspect_ratio": round(reduced.width / reduced.height, 4),
-    }
+def jpeg_scans(data: bytes) -> int:
+    """Count the scans of a JPEG file up to the end of its first image; 0 for other files."""
+    if data[:2] != b"\xff\xd8":
+        return 0
+    position, scans = 2, 0
+    while data[position : position + 1] == b"\xff" and (marker := data[position + 1 : position + 2]) not in (b"", _END):
+        if marker == b"\xff":  # fill byte
+            position += 1
+            continue
+        position += 2 + int.from_bytes(data[position + 2 : position + 4], "big")
+        if marker == _SCAN:
+            scans += 1
+            found = _MARKER.search(data, position)
+            position = found.start() if found else len(data)
+    return scans
 
 
 def file_format(data: bytes) -> str:

@@ -1,0 +1,306 @@
+"""Prepared shards to encoded shards, in one process: read, decoded by loader workers, encoded, written.
+
+Batches are cut from each prepared shard from its front: the batch that a sample is in, and so the rounding of its
+latent, does not depend on which process encodes which shard. While a shard is encoded, the next one is read, and the
+one before is written.
+"""
+
+import itertools
+import os
+import signal
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from diffusion import storage
+from diffusion.config.data import ImageSize
+from diffusion.datasets.dataset import Tokenize
+from diffusion.datasets.images import UndecodableImageError, decode_rgb
+from diffusion.datasets.loader import BatchLoader
+from diffusion.datasets.mds import (
+    Layout,
+    SampleDecoder,
+    ShardFormat,
+    encode_sample,
+    encode_shard,
+    format_of,
+    read_shard,
+    shard_name,
+)
+from diffusion.datasets.transforms import ImageTransform, Placement
+from diffusion.errors import DataError
+from diffusion.launch import end_with_parent
+from diffusion.preparation.encoding.models import Encoded, Encoder, EncodingModels
+from diffusion.preparation.encoding.output import Mark
+from diffusion.preparation.encoding.plan import EncodingSettings, Item, shard_identity
+from diffusion.preparation.takedown import hash_key
+from diffusion.storage import join, shown
+
+PREFETCH_FACTOR = 4
+"""Batches that each loader worker holds ready."""
+
+WAITING_BATCHES = 32
+"""Encoded batches that may wait to be written."""
+
+_COLUMNS = ("image", "captions", "key")
+
+
+class EncodedShard(NamedTuple):
+    """A prepared shard that is encoded and written."""
+
+    num_samples: int
+    damaged: list[str]
+    """Sentences, one for each image that cannot be decoded."""
+
+
+class Piece(NamedTuple):
+    """Consecutive samples of a prepared shard."""
+
+    item: Item
+    start: int
+    """Index of the first sample in the shard."""
+    samples: list[bytes]
+
+
+class ImageBatch(NamedTuple):
+    """A piece with its images decoded; images of blank samples (removed, or damaged) are black."""
+
+    item: Item
+    start: int
+    images: dict[ImageSize, Tensor]
+    """For each size uint8 [B, 3, height, width]."""
+    placements: dict[ImageSize, Tensor]
+    """For each size int32 [B, 6], see `Placement`."""
+    token_ids: list[Tensor]
+    """int32 [K, L] of each sample."""
+    keys: list[str]
+    damaged: dict[int, str]
+    """Index in the batch of each image that cannot be decoded, and why."""
+    removed: list[int]
+    """Indices in the batch of the samples that are removed."""
+
+
+def encode_shards(
+    items: Iterable[Item], models: EncodingModels, settings: EncodingSettings, *, device: str, num_workers: int
+) -> Iterator[EncodedShard]:
+    """Encode shards and write them.
+
+    Args:
+        items: The shards; the next one is taken while one is encoded.
+        models: The networks.
+        settings: How they encode.
+        device: Torch device.
+        num_workers: Loader processes that decode; 0 decodes in this one.
+
+    Yields:
+        The shards, in their order, when they are written.
+
+    Raises:
+        DataError: A prepared shard is missing or damaged, or latents are not finite.
+        MachineError: A shard cannot be read or written.
+    """
+    encoder, assembler = Encoder(models, device, settings.precision), _Assembler(models, settings)
+    options: dict[str, Any] = {"prefetch_factor": PREFETCH_FACTOR} if num_workers else {}
+    loader = BatchLoader(
+        _DecodedImages(models.tokenize, settings.removed),
+        batch_size=None,
+        sampler=_pieces(items, settings.batch_size),  # pyright: ignore[reportArgumentType]
+        num_workers=num_workers,
+        pin_memory=encoder.device.type == "cuda",
+        worker_init_fn=partial(_end_with_parent, os.getpid()),
+        **options,
+    )
+    writer = ThreadPoolExecutor(1)
+    waiting: deque[Future[list[EncodedShard]]] = deque()
+    try:
+        for batch in loader:
+            encoded = encoder.start(batch.images, batch.token_ids)
+            waiting.append(writer.submit(assembler.add, batch._replace(images={}), encoded))
+            while waiting and (waiting[0].done() or len(waiting) > WAITING_BATCHES):
+                yield from waiting.popleft().result()
+        for future in waiting:
+            yield from future.result()
+    finally:
+        writer.shutdown(cancel_futures=True)
+
+
+def _pieces(items: Iterable[Item], batch_size: int) -> Iterator[Piece]:
+    """Read shards, each while the one before is encoded, and cut them into batches."""
+    current: tuple[Item, Future[list[bytes]]] | None = None
+    with ThreadPoolExecutor(1) as reader:
+        for item in itertools.chain(items, [None]):
+            following = None if item is None else (item, reader.submit(read_shard, item.folder, item.entry))
+            if current is not None:
+                samples = current[1].result()
+                for start in range(0, len(samples), batch_size):
+                    yield Piece(current[0], start, samples[start : start + batch_size])
+            current = following
+
+
+def _end_with_parent(parent: int, _worker: int) -> None:
+    end_with_parent(signal.SIGKILL, parent)
+
+
+class _DecodedImages(Dataset):
+    """Decodes and transforms pieces, which are its indices.
+
+    Args:
+        tokenize: K captions -> int32 [K, L].
+        removed: Hashes of removed keys.
+    """
+
+    def __init__(self, tokenize: Tokenize, removed: frozenset[str]) -> None:
+        self._tokenize = tokenize
+        self._removed = removed
+
+    def __getitem__(self, piece: Piece) -> ImageBatch:
+        item = piece.item
+        decode_sample = SampleDecoder(Layout.of(format_of(item.entry).columns), _COLUMNS)
+        transforms = {size: ImageTransform(size=size) for size in item.sizes}
+        images: dict[ImageSize, list[np.ndarray]] = {size: [] for size in transforms}
+        placements: dict[ImageSize, list[Placement]] = {size: [] for size in transforms}
+        token_ids, keys, removed = [], [], []
+        damaged: dict[int, str] = {}
+        for i, data in enumerate(piece.samples):
+            sample = decode_sample(data)
+            captions, image = sample["captions"], None
+            if piece.start + i in item.removed or (self._removed and hash_key(sample["key"]) in self._removed):
+                removed.append(i)
+                captions = [""]
+            else:
+                try:
+                    image = decode_rgb(sample["image"])
+                except UndecodableImageError as error:
+                    damaged[i] = str(error)
+            for size, transform in transforms.items():
+                images[size].append(np.zeros((3, *size), np.uint8) if image is None else transform(image))
+                placements[size].append(transform.placement((size.width, size.height) if image is None else image.size))
+            token_ids.append(torch.from_numpy(self._tokenize(captions).astype(np.int32)))
+            keys.append(sample["key"])
+        return ImageBatch(
+            item,
+            piece.start,
+            {size: torch.from_numpy(np.stack(arrays)) for size, arrays in images.items()},
+            {size: torch.tensor(of_size, dtype=torch.int32) for size, of_size in placements.items()},
+            token_ids,
+            keys,
+            damaged,
+            removed,
+        )
+
+
+class _Assembler:
+    """Collects the encoded batches of each shard, which come in their order, and writes it when it is whole."""
+
+    def __init__(self, models: EncodingModels, settings: EncodingSettings) -> None:
+        self._models = models
+        self._settings = settings
+        self._formats: dict[ImageSize, ShardFormat] = {}
+
+    def add(self, batch: ImageBatch, encoded: Encoded) -> list[EncodedShard]:
+        """Append the samples of a batch; return their shard if that is whole, and written now."""
+        if batch.start == 0:
+            self._shard = _Shard(batch.item)
+        shard = self._shard
+        assert batch.start == shard.num_samples, (batch.start, shard.num_samples)
+        encoded.wait()
+        embeddings = _split_embeddings(batch, encoded)
+        blank = {*batch.damaged, *batch.removed}
+        for size, moments in encoded.moments.items():
+            means, logvars = (moment.numpy() for moment in moments)
+            finite = np.isfinite(means).all((1, 2, 3)) & np.isfinite(logvars).all((1, 2, 3))
+            for i, key in enumerate(batch.keys):
+                if not finite[i]:
+                    raise DataError(f"the VAE gives no finite float16 latent for '{key}': check its weights")
+                sample: dict[str, Any] = {"token_ids": batch.token_ids[i].numpy(), "key": key}
+                sample["placement"] = batch.placements[size][i].numpy()
+                for name, moment in (("latent_mean", means[i]), ("latent_logvar", logvars[i])):
+                    sample[name] = np.zeros_like(moment) if i in blank else moment
+                if embeddings is not None:
+                    sample["text_embeddings"], sample["pooled_text_embeddings"] = embeddings[i]
+                shard.samples[size].append(encode_sample(sample, self._format(size).columns))
+        shard.num_samples += len(batch.keys)
+        for i, reason in batch.damaged.items():
+            where = f"{shown(batch.item.folder)}, key '{batch.keys[i]}'"
+            shard.damaged[batch.start + i] = f"{where} cannot be decoded ({reason}), and could be when it was prepared"
+        shard.removed += [batch.start + i for i in batch.removed]
+        if shard.num_samples < batch.item.num_samples:
+            return []
+        self._write(shard)
+        return [EncodedShard(shard.num_samples, list(shard.damaged.values()))]
+
+    def _write(self, shard: "_Shard") -> None:
+        """Write a whole shard to each data set that lacks it, and then its mark."""
+        item = shard.item
+        for target in item.targets:
+            shards, samples, entries = self._format(target.size), shard.samples[target.size], []
+            cuts = _cut([4 + len(sample) for sample in samples], shards.shard_bytes - shards.num_bytes(0))
+            for part, (start, end) in enumerate(itertools.pairwise([0, *cuts])):
+                name = shard_name(item.number, part=part)
+                content, entry = encode_shard(samples[start:end], name, shards)
+                storage.write(join(target.folder, name), content)
+                entries.append(entry)
+            mark = Mark(
+                source=shard_identity(item.entry),
+                samples=item.num_samples,
+                entries=entries,
+                damaged=sorted(shard.damaged),
+                withdrawn=shard.removed,
+                removed=target.removed,
+            )
+            storage.write_json(target.mark, vars(mark))
+
+    def _format(self, size: ImageSize) -> ShardFormat:
+        if size not in self._formats:
+            latent = f"ndarray:float16:{','.join(map(str, self._models.latent_shape(size)))}"
+            columns = {"latent_mean": latent, "token_ids": "ndarray:int32", "key": "str"}
+            columns["placement"] = "ndarray:int32:6"
+            if not self._settings.mean_only:
+                columns["latent_logvar"] = latent
+            if self._models.text_encoder is not None:
+                columns |= dict.fromkeys(("text_embeddings", "pooled_text_embeddings"), "ndarray:float16")
+            self._formats[size] = ShardFormat(columns=columns, shard_bytes=self._settings.max_shard_bytes)
+        return self._formats[size]
+
+
+@dataclass
+class _Shard:
+    """A shard that is not whole yet."""
+
+    item: Item
+
+    def __post_init__(self) -> None:
+        self.num_samples = 0
+        self.samples: dict[ImageSize, list[bytes]] = {size: [] for size in self.item.sizes}
+        self.damaged: dict[int, str] = {}
+        self.removed: list[int] = []
+
+
+def _split_embeddings(batch: ImageBatch, encoded: Encoded) -> list[tuple[np.ndarray, np.ndarray]] | None:
+    """Return hidden states [K, L, D] and pooled text [K, P] of each sample."""
+    if encoded.embeddings is None:
+        return None
+    arrays = [tensor.numpy() for tensor in encoded.embeddings]
+    if not all(np.isfinite(array).all() for array in arrays):
+        raise DataError("the text encoder gives embeddings that are not finite in float16: check its weights")
+    ends = list(itertools.accumulate(len(ids) for ids in batch.token_ids))
+    return list(zip(*(np.split(array, ends[:-1]) for array in arrays), strict=True))
+
+
+def _cut(sizes: Sequence[int], limit: int) -> list[int]:
+    """Return where each shard ends, so that none exceeds a limit unless one sample does."""
+    cuts, total = [], 0
+    for i, size in enumerate(sizes):
+        if total and total + size > limit:
+            cuts.append(i)
+            total = 0
+        total += size
+    return [*cuts, len(sizes)]

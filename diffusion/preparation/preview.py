@@ -1,0 +1,81 @@
+"""Dry run: a preparation tried on a few images of each source, in a temporary folder."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from tempfile import TemporaryDirectory
+
+from diffusion.config.loading import to_dict
+from diffusion.errors import DataError
+from diffusion.preparation.config import PrepareConfig
+from diffusion.preparation.engine import Workers
+from diffusion.preparation.explain import Rejection, examples
+from diffusion.preparation.records import Partition, Record, Rejected, Source
+from diffusion.preparation.scan import Scan, ScannedPartition, Scanner, ScanTask
+from diffusion.preparation.score import score
+from diffusion.preparation.select import Selection, select
+from diffusion.preparation.sources import open_sources
+
+_PARTITIONS = 16
+"""Partitions of a source, spread over it, from which the images are taken."""
+
+
+@dataclass(frozen=True)
+class _FirstImages:
+    """A source of which the first images of a partition are scanned."""
+
+    source: Source
+    number: int
+
+    def scan(self, partition: Partition) -> Iterator[Record | Rejected]:
+        return islice(self.source.scan(partition), self.number)
+
+
+def preview(config: PrepareConfig, number: int) -> tuple[Selection, list[Rejection]]:
+    """Scan, score and select some images of each source; nothing is written but a temporary folder.
+
+    Args:
+        config: the preparation. `out` is ignored, and so is `buckets.min_samples`, which a few images do not reach.
+        number: images of each source, at most.
+
+    Returns:
+        The selection, and an example of each reason.
+
+    Raises:
+        ConfigurationError: a setting is wrong.
+        DataError: a source is missing or unknown, or has no images.
+        MachineError: a source cannot be read.
+    """
+    sources = open_sources(
+        config.sources, config.image_column, config.caption_column, config.limits, config.partition_size
+    )
+    with TemporaryDirectory(prefix="preview-", dir=config.scratch) as out:
+        config = replace(config, out=out, buckets=replace(config.buckets, min_samples=None))
+        scanner = Scanner(out, to_dict(config.limits))
+        scanned: list[ScannedPartition] = []
+        for index, source in enumerate(sources):
+            partitions, left = _spread(source.partitions().new)[:number], number
+            for i, partition in enumerate(partitions):
+                few = math.ceil(left / (len(partitions) - i))
+                part = ScannedPartition(number=len(scanned), source=index, generation=0, partition=partition)
+                task = ScanTask(source=_FirstImages(source, few), partition=partition, number=part.number)  # pyright: ignore[reportArgumentType]
+                left -= scanner(task).num_images
+                scanned.append(part)
+        if not scanned:
+            raise DataError(f"the sources hold no images: {', '.join(source.path for source in sources)}")
+        scan = Scan(sources, scanned)
+        score(config, scan, workers=Workers())
+        return select(out, config, scan), examples(out, config, scan, 0, per_reason=1)
+
+
+def _spread(partitions: Iterable[Partition]) -> list[Partition]:
+    """Choose partitions at equal distances from a stream of unknown length."""
+    chosen: list[Partition] = []
+    step = 1
+    for i, partition in enumerate(partitions):
+        if i % step == 0:
+            chosen.append(partition)
+        if len(chosen) == 2 * _PARTITIONS:
+            chosen, step = chosen[::2], 2 * step
+    return [chosen[i * len(chosen) // _PARTITIONS] for i in range(_PARTITIONS)] if len(chosen) > _PARTITIONS else chosen

@@ -1,1 +1,0 @@
-"""Which images are kept: measures, scores, captions, filters, duplicates, buckets."""

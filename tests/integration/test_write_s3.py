@@ -1,0 +1,112 @@
+"""Shards written straight to a real S3 server: how often, how much, and after a kill."""
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from diffusion import storage
+from diffusion.datasets.manifest import PreparedManifest
+from diffusion.datasets.mds import read_index
+from diffusion.preparation.takedown import take_down
+from tests.tools.image_files import tree
+from tests.tools.s3_server import S3Server, s3_process, s3_server
+from tests.tools.selected_data import SETTINGS, make_images, select_images
+from tests.tools.training_runs import ROOT, environment
+
+__all__ = ["s3_process", "s3_server"]
+
+pytestmark = pytest.mark.s3
+
+SIZES = (30, 20, 35, 25, 40, 28, 33, 21)
+KILLED = """
+import os, sys
+from diffusion import storage
+from tests.tools.selected_data import NumberedSource, SelectedData
+original, count = storage.write, 0
+
+def write(uri, content, access=None):
+    global count
+    original(uri, content, access)
+    count += uri.endswith(".mds")
+    if count == int(sys.argv[3]):
+        os._exit(9)
+
+storage.write = write
+SelectedData(sys.argv[1], NumberedSource(sys.argv[2]), [], [], []).write()
+"""
+
+
+def stored(url):
+    """Content of each object of a data set."""
+    return {name: storage.read(file.uri) for name, file in storage.list_files(url).items()}
+
+
+@pytest.fixture
+def uploads(monkeypatch):
+    """Bytes of each object that is uploaded by this process, in order."""
+    sent = []
+    original = storage._S3Store.write
+
+    def write(self, uri, content):
+        original(self, uri, content)
+        sent.append((uri, len(content)))
+
+    monkeypatch.setattr(storage._S3Store, "write", write)
+    return sent
+
+
+def test_a_shard_is_one_upload_and_the_bytes_are_those_of_a_folder(s3_server: S3Server, tmp_path: Path, uploads):
+    source, url = make_images(tmp_path / "images", range(sum(SIZES))), "s3://tests/counted"
+    data = select_images(url, source, SIZES)
+    before = len(uploads)
+    manifest = data.write()
+    sent = uploads[before:]
+    assert max(Counter(uri for uri, _ in sent).values()) == 1
+    entries = [entry for buckets in manifest.splits.values() for entry in buckets.values()]
+    assert sum(uri.endswith(".mds") for uri, _ in sent) == sum(entry.num_shards for entry in entries)
+    content = stored(url)
+    written = sum(size for _, size in sent)
+    result = sum(len(data) for name, data in content.items() if name.startswith(("train/", "validation/")))
+    assert written <= 1.02 * (result + sum(len(content[n]) for n in content if n.startswith(("positions", "manifest"))))
+    assert not [name for name in content if "partial" in name]
+    local = select_images(str(tmp_path / "out"), source, SIZES)
+    local.write()
+    assert content == tree(tmp_path / "out")
+    assert PreparedManifest.read(url) == manifest
+    assert read_index(f"{url}/train/24x32") == manifest.splits["train"]["24x32"]
+
+
+def test_killed_and_continued(s3_server: S3Server, tmp_path: Path, uploads):
+    source, url = make_images(tmp_path / "images", range(sum(SIZES))), "s3://tests/killed"
+    data = select_images(url, source, SIZES)
+    for number in (2, 5, 1):
+        command = [sys.executable, "-c", KILLED, url, source.path, str(number)]
+        done = subprocess.run(command, cwd=ROOT, env=environment(), check=False)
+        assert done.returncode == 9
+        assert not storage.exists(f"{url}/manifest.json")
+    there = {name for name in stored(url) if name.endswith(".mds")}
+    assert there
+    before = len(uploads)
+    manifest = data.write(workers=1)
+    assert not there & {uri.removeprefix(f"{url}/") for uri, _ in uploads[before:]}, "a shard is written once"
+    local = select_images(str(tmp_path / "out"), source, SIZES)
+    local.write(workers=2)
+    assert stored(url) == tree(tmp_path / "out")
+    assert manifest.settings == SETTINGS
+
+
+def test_takedown_in_a_store(s3_server: S3Server, tmp_path: Path):
+    source, url = make_images(tmp_path / "images", range(24)), "s3://tests/takedown"
+    data = select_images(url, source, (12, 12))
+    local = select_images(str(tmp_path / "out"), source, (12, 12))
+    for one in (data, local):
+        one.write()
+        take_down(one.out, {one.key(7), one.key(9)})
+        take_down(one.out, {one.key(3)}, erase=True)
+    content = stored(url)
+    assert content == tree(tmp_path / "out")
+    image = (tmp_path / "images" / "0007.png").read_bytes()
+    assert not [name for name, data in content.items() if image in data or b"set/0007.png" in data]

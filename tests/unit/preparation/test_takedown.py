@@ -1,0 +1,276 @@
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from streaming import LocalDataset
+
+from diffusion import storage
+from diffusion.datasets.manifest import PreparedManifest
+from diffusion.datasets.mds import read_index
+from diffusion.errors import DataError
+from diffusion.files import write_json
+from diffusion.preparation.takedown import add_removed, hash_key, read_keys, read_removed, take_down
+from tests.tools.image_files import tree
+from tests.tools.selected_data import make_images, select_images
+from tests.tools.written_data import write_encoded, write_prepared
+
+SIZES = (7, 5, 9, 6, 8)
+TAKEN, DUPLICATE = 9, 20
+"""Image that is kept, and one that is rejected as its duplicate."""
+
+
+class StopError(Exception):
+    """An interruption."""
+
+
+@pytest.fixture
+def data(tmp_path):
+    """A data set in which an image, its key and its caption stand wherever they can."""
+    source = make_images(tmp_path / "images", range(60))
+    data = select_images(str(tmp_path / "out"), source, SIZES, rejected=[DUPLICATE, 22], scored=True)
+    key = data.key(TAKEN)
+    rejected = tmp_path / "out" / "selection" / "0-rejected.parquet"
+    table = pq.read_table(rejected)
+    pq.write_table(table.set_column(3, "duplicate_of", pa.array([key] * len(table), pa.string())), rejected)
+    manifest = data.write(captioner={}, scorers=[{"column": "score"}], shard_mb=0.01)
+    assert manifest.rejected["duplicate"].examples[0].detail == f"of {key}"
+    for name in ("report.html", "report.json"):
+        (tmp_path / "out" / name).write_text(f"{key} caption of {TAKEN}")
+    (tmp_path / "out" / "listings").mkdir()
+    part = next(part for part, numbers in enumerate(data.images) if TAKEN in numbers)
+    pq.write_table(pa.table({"item": [f"{TAKEN:04}.png"]}), tmp_path / "out" / "listings" / f"{part:06}.parquet")
+    return data
+
+
+def samples(out):
+    """All samples in their order, by `<split>/<bucket>`."""
+    found = {}
+    for index in sorted(Path(out).glob("*/*/index.json")):
+        dataset = LocalDataset(str(index.parent))
+        found["/".join(index.parts[-3:-1])] = [dataset[i] for i in range(len(dataset))]
+    return found
+
+
+def contents(out):
+    """Bytes of each file; of parquet files also their columns as text, which may be compressed."""
+    for name, content in tree(Path(out)).items():
+        yield name, content
+        if name.endswith(".parquet"):
+            table = pq.read_table(Path(out, name))
+            yield name, repr(table.to_pylist()).encode()
+            yield name, repr(table.schema.metadata).encode()
+
+
+def files_with(out, *needles):
+    return {name for name, content in contents(out) for needle in needles if needle in content}
+
+
+def needles(data, number):
+    image = Path(data.source.path, f"{number:04}.png").read_bytes()
+    return (
+        image,
+        image[100:160],
+        data.key(number).encode(),
+        f"caption of {number}'".encode(),
+        f"ted for {number}'".encode(),
+        f'n of {number}"'.encode(),
+    )
+
+
+def test_marks_name_the_samples(data):
+    before = tree(Path(data.out))
+    asked = {data.key(3), data.key(TAKEN), "set/nothing.png"}
+    found = take_down(data.out, asked)
+    assert (found.absent, found.num_rewritten) == (["set/nothing.png"], 0)
+    marks = json.loads(Path(data.out, "withdrawn.json").read_text())
+    every = samples(data.out)
+    assert {every[place][i]["key"] for place, indices in marks.items() for i in indices} == asked - {"set/nothing.png"}
+    assert json.loads(Path(data.out, "removed.json").read_text()) == sorted(map(hash_key, asked))
+    now = tree(Path(data.out))
+    changed = {name.split("/")[0] for name in now if now[name] != before.get(name)}
+    assert changed == {"withdrawn.json", "removed.json", "metadata"}
+    rows = [row for path in Path(data.out, "metadata").iterdir() for row in pq.read_table(path).to_pylist()]
+    assert {row["key"] for row in rows if row["reason"] == "removed"} == asked - {"set/nothing.png"}
+    again = take_down(data.out, {data.key(4)})
+    assert sum(map(len, again.marks.values())) == 3, "what was removed before stays so"
+    assert take_down(data.out, {data.key(4)}) == again
+
+
+@pytest.mark.parametrize("number", [TAKEN, DUPLICATE])
+def test_nothing_of_an_erased_image_is_left(data, number):
+    expected = {"positions", "train", "manifest.json", "report.html", "metadata", "scores", "selection"}
+    if number == TAKEN:
+        assert expected <= {name.split("/")[0] for name in files_with(data.out, *needles(data, number))}
+    take_down(data.out, {data.key(number)}, erase=True)
+    assert files_with(data.out, *needles(data, number)) == set()
+    hashes = {hash_key(data.key(number))}
+    assert read_removed(data.out) == hashes
+
+
+def test_other_samples_stay_as_they_were(data):
+    asked = {data.key(3), data.key(TAKEN)}
+    before = samples(data.out)
+    found = take_down(data.out, asked, erase=True)
+    after = samples(data.out)
+    for place, old in before.items():
+        for one, other in zip(old, after[place], strict=True):
+            if one["key"] in asked:
+                assert (other["image"], other["key"], other["captions"]) == (b"", "", ["removed"])
+                assert (other["width"], other["height"]) == (one["width"], one["height"])
+            else:
+                assert one == other
+    assert found.num_rewritten == sum(".r1.mds" in name for name in tree(Path(data.out)))
+    for split, buckets in PreparedManifest.read(data.out).splits.items():
+        for bucket, entry in buckets.items():
+            assert read_index(Path(data.out, split, bucket)) == entry
+    before = tree(Path(data.out))
+    assert take_down(data.out, asked, erase=True).num_rewritten == 0
+    assert tree(Path(data.out)) == before
+
+
+def test_what_was_marked_before_is_erased_too(data):
+    take_down(data.out, {data.key(TAKEN)})
+    assert files_with(data.out, *needles(data, TAKEN))
+    take_down(data.out, {data.key(4)}, erase=True)
+    assert files_with(data.out, *needles(data, TAKEN), *needles(data, 4)) == set()
+
+
+def test_a_second_erasure_in_the_same_shard(data):
+    for number in range(0, 20, 2):
+        take_down(data.out, {data.key(number)}, erase=True)
+    left = {one["key"] for listed in samples(data.out).values() for one in listed} - {""}
+    assert left == {data.key(i) for i in range(35) if i not in (20, 22) and (i > 19 or i % 2)}
+    assert sum(not one["key"] for listed in samples(data.out).values() for one in listed) == 10
+    assert any(".r2.mds" in name for name in tree(Path(data.out)))
+
+
+@pytest.mark.parametrize("step", range(28))
+def test_stopped_at_any_write_and_continued(data, monkeypatch, step):
+    asked = {data.key(3), data.key(TAKEN), data.key(DUPLICATE)}
+    functions, count = {name: getattr(storage, name) for name in ("write", "delete")}, iter(range(10**6))
+
+    def stopping(name):
+        def call(*arguments, **options):
+            if next(count) == step:
+                raise StopError
+            functions[name](*arguments, **options)
+
+        return call
+
+    for name in functions:
+        monkeypatch.setattr(storage, name, stopping(name))
+    try:
+        take_down(data.out, asked, erase=True)
+    except StopError:
+        assert sum(map(len, samples(data.out).values())) == sum(SIZES) - 2, "it can be read"
+    monkeypatch.undo()
+    take_down(data.out, asked, erase=True)
+    for number in (3, TAKEN, DUPLICATE):
+        assert files_with(data.out, *needles(data, number)) == set()
+    assert sum(map(len, samples(data.out).values())) == sum(SIZES) - 2
+    marks = json.loads(Path(data.out, "withdrawn.json").read_text())
+    blank = {
+        (place, i) for place, listed in samples(data.out).items() for i, one in enumerate(listed) if not one["key"]
+    }
+    assert blank == {(place, i) for place, indices in marks.items() for i in indices}
+    for split, buckets in PreparedManifest.read(data.out).splits.items():
+        for bucket, entry in buckets.items():
+            assert read_index(Path(data.out, split, bucket)) == entry
+
+
+def test_data_can_grow_after_an_erasure(data):
+    take_down(data.out, {data.key(TAKEN)}, erase=True)
+    options = {"captioner": {}, "scorers": [{"column": "score"}], "shard_mb": 0.01}
+    before = {name: content for name, content in tree(Path(data.out)).items() if name.endswith(".mds")}
+    grown = select_images(data.out, data.source, (6,), before=data, scored=True)
+    assert [one.kept for one in grown.write(**options).generations] == [33, 6]
+    now = tree(Path(data.out))
+    assert {name: now[name] for name in before} == before
+    assert sum(one["key"] == "" for listed in samples(data.out).values() for one in listed) == 1
+
+
+def test_data_that_is_being_added_to(data, monkeypatch):
+    options = {"captioner": {}, "scorers": [{"column": "score"}], "shard_mb": 0.01}
+    grown = select_images(data.out, data.source, (6,), before=data, scored=True)
+    original = PreparedManifest.write
+    monkeypatch.setattr(PreparedManifest, "write", lambda *_: (_ for _ in ()).throw(StopError))
+    with pytest.raises(StopError):
+        grown.write(**options)
+    monkeypatch.setattr(PreparedManifest, "write", original)
+    with pytest.raises(DataError, match=r"prepare\.py"):
+        take_down(data.out, {data.key(TAKEN)})
+    grown.write(**options)
+    take_down(data.out, {data.key(TAKEN)}, erase=True)
+    assert files_with(data.out, *needles(data, TAKEN)) == set()
+
+
+def write_version_1(root):
+    """Prepared data as version 0.2 left it."""
+    write_prepared(root, {"32-up": 9})
+    manifest = json.loads((root / "manifest.json").read_text())
+    example = {"key": "32-up/4", "detail": ""}
+    refused = {"duplicate": {"count": 1, "examples": [example]}}
+    manifest = {name: value for name, value in manifest.items() if name != "rejected"}
+    write_json(root / "manifest.json", manifest | {"version": 1, "refused": refused})
+    keys = [f"32-up/{i}" for i in range(9)]
+    facts = {"key": keys, "split": ["train"] * 9, "bucket": ["32-up"] * 9, "index": list(range(9))}
+    for folder in ("facts", "refused"):
+        (root / folder).mkdir()
+        pq.write_table(pa.table(facts), root / folder / "000000.parquet")
+    for name in ("report.html", "report.json", "partitions.json"):
+        (root / name).write_text("32-up/4")
+    (root / "withdrawn.txt").write_text("32-up/7\n")
+    write_json(root / "withdrawn.json", {"train/32-up": [7]})
+
+
+def test_prepared_data_of_version_1(tmp_path):
+    out = tmp_path / "out"
+    write_version_1(out)
+    image = samples(out)["train/32-up"][4]["image"]
+    before = samples(out)["train/32-up"]
+    assert take_down(str(out), {"32-up/4"}).marks == {"train/32-up": [4, 7]}
+    take_down(str(out), {"32-up/4"}, erase=True)
+    assert files_with(out, image, b"32-up/4", b"32-up/7", b"4 32-up 0") == set()
+    after = samples(out)["train/32-up"]
+    assert [one for i, one in enumerate(after) if i not in (4, 7)] == [
+        one for i, one in enumerate(before) if i not in (4, 7)
+    ]
+    manifest = PreparedManifest.read(out)
+    assert (manifest.version, manifest.rejected["duplicate"].count) == (1, 1)
+    assert manifest.splits["train"]["32-up"] == read_index(out / "train" / "32-up")
+    assert read_removed(str(out)) == {hash_key("32-up/4"), hash_key("32-up/7")}
+    take_down(str(out), {"32-up/2"}, erase=True)
+    assert files_with(out, b"32-up/2", b"2 32-up 0") == set(), "found in the shards"
+
+
+def test_encoded_data(tmp_path):
+    out = tmp_path / "latents"
+    write_encoded(out, {"32-up": 9})
+    with pytest.raises(DataError, match="latents"):
+        take_down(str(out), {"32-up/4"})
+    write_json(out / "manifest.json", {"kind": "encoded", "version": 1})
+    assert take_down(str(out), {"32-up/4", "32-up/8"}).marks == {"train/32-up": [4, 8]}
+    before = samples(out)["train/32-up"]
+    assert take_down(str(out), set(), erase=True).num_rewritten >= 1
+    after = samples(out)["train/32-up"]
+    for i, (one, other) in enumerate(zip(before, after, strict=True)):
+        assert other["key"] == ("" if i in (4, 8) else one["key"])
+        assert (other["latent_mean"] == (0 if i in (4, 8) else one["latent_mean"])).all()
+        assert (other["token_ids"] == (0 if i in (4, 8) else one["token_ids"])).all()
+    assert files_with(out, b"32-up/4", b"32-up/8") == set()
+
+
+@pytest.mark.parametrize("key", ["a ", "a\nb", "a\r", "a\rb", '"a"', '"a', "a\u2028b", "a\x85"])
+def test_keys_are_read_as_they_are(tmp_path, key):
+    line = json.dumps(key) if key.startswith('"') or "\n" in key or key.endswith("\r") else key
+    (tmp_path / "keys.txt").write_text(f"{line}\r\n\nanother\n", newline="")
+    assert read_keys(tmp_path / "keys.txt") == {key, "another"}
+
+
+def test_hashes_of_removed_keys_are_added(tmp_path):
+    add_removed(str(tmp_path), {"a", "b"})
+    add_removed(str(tmp_path), {"b", "c"})
+    assert read_removed(str(tmp_path)) == {hash_key("a"), hash_key("b"), hash_key("c")}
+    assert hash_key("a") == "a96faf705af16834e6c632b61e964e1f"
