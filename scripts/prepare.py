@@ -27,6 +27,7 @@ from diffusion.preparation.config import Engine, PrepareConfig
 from diffusion.preparation.explain import Rejection
 from diffusion.preparation.prepare import STAGES, explain_selection, prepare
 from diffusion.preparation.select import Selection
+from diffusion.preparation.sources.reading import printable
 from diffusion.reports.tables import text_table
 
 NUM_DRY_RUN = 100
@@ -114,11 +115,11 @@ def summary(manifest: PreparedManifest) -> str:
         rejected = [(reason, str(counted.count)) for reason, counted in manifest.rejected.items()]
         lines += ["", *text_table([("rejected as", "images"), *rejected])]
         lines += [
-            f"  {reason}: {ascii(example.key)[1:-1]}" + (f" ({example.detail})" if example.detail else "")
+            f"  {reason}: {example.key}" + (f" ({example.detail})" if example.detail else "")
             for reason, entry in manifest.rejected.items()
             for example in entry.examples
         ]
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def preview_text(selection: Selection, rejections: Sequence[Rejection]) -> str:
@@ -132,8 +133,8 @@ def preview_text(selection: Selection, rejections: Sequence[Rejection]) -> str:
         "",
         *text_table([("split / bucket", "images"), *((k, str(v.images)) for k, v in selection.places.items())]),
     ]
-    lines += [f"  {one.reason}: {ascii(one.key)[1:-1]} ({one.detail or one.reason})" for one in rejections]
-    return "\n".join(lines)
+    lines += [f"  {one.reason}: {one.key} ({one.detail or one.reason})" for one in rejections]
+    return "\n".join(map(printable, lines))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -147,6 +148,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from diffusion.preparation.preview import preview
 
         print(preview_text(*preview(config, options.dry_run)))
+        if options.config is None and len(options.words) > 1:
+            print(f"\n{options.words[-1]} is taken for OUT, which a dry run does not look at")
         return
     if options.explain:
         print(explain_selection(config))

@@ -199,7 +199,11 @@ def _bucket_order(name: str) -> tuple[str, list[tuple[int, int | str]]]:
 
 def _histograms(connection: "duckdb.DuckDBPyConnection", numbers: Sequence[str]) -> dict[str, Any]:
     """Count numbers by column and bin: one query for the ranges, one for the bins."""
-    limits = ", ".join(f"[min({identifier(name)}), max({identifier(name)})]" for name in numbers)
+    # Zeros (an empty file, a ratio that is rounded to 0) are in the first bin of a logarithmic histogram.
+    nothing = {name: "0" if name in _LOGARITHMIC else "NULL" for name in numbers}
+    limits = ", ".join(
+        f"[min(nullif({identifier(name)}, {nothing[name]})), max({identifier(name)})]" for name in numbers
+    )
     [(total, *ranges)] = connection.execute(f"SELECT count(*), {limits} FROM rows").fetchall()
     edges = {name: _edges(name, *limits) for name, limits in zip(numbers, ranges, strict=True) if limits[0] is not None}
     bins = "".join(f", map_values(histogram({identifier(name)}, ?::DOUBLE[]))" for name in edges)

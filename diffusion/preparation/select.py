@@ -28,7 +28,7 @@ from diffusion import storage
 from diffusion.config.data import named_size
 from diffusion.config.loading import to_dict
 from diffusion.datasets.buckets import SizeBuckets
-from diffusion.errors import ConfigurationError, DataError
+from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.files import atomic_path
 from diffusion.preparation.buckets import bucket_indices, build_buckets
 from diffusion.preparation.config import DuplicatesConfig, PrepareConfig
@@ -454,11 +454,14 @@ def _write_files(out: str, tables: Tables, generation: int, tasks: list[list[lis
 
 def _write_parquet(connection: "duckdb.DuckDBPyConnection", query: str, schema: pa.Schema, uri: str) -> None:
     """Write the result of a query in row groups; the file is there whole or not."""
-    with TemporaryDirectory(prefix="select-") as temporary:
-        path = Path(temporary, "rows.parquet") if storage.is_url(uri) else Path(uri)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_path(path) as partial, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
-            for batch in connection.sql(query).to_arrow_reader(ROWS_PER_GROUP):
-                writer.write_batch(batch.cast(schema), row_group_size=ROWS_PER_GROUP)
-        if storage.is_url(uri):
-            storage.upload(path, uri)
+    try:
+        with TemporaryDirectory(prefix="select-") as temporary:
+            path = Path(temporary, "rows.parquet") if storage.is_url(uri) else Path(uri)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_path(path) as partial, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
+                for batch in connection.sql(query).to_arrow_reader(ROWS_PER_GROUP):
+                    writer.write_batch(batch.cast(schema), row_group_size=ROWS_PER_GROUP)
+            if storage.is_url(uri):
+                storage.upload(path, uri)
+    except OSError as error:
+        raise MachineError(f"cannot write {uri}: {error.strerror or error}; free space on the disk") from error

@@ -51,6 +51,7 @@ from diffusion.preparation.metadata import CAPTIONS, METADATA, POSITIONS, SCORES
 from diffusion.preparation.records import Location, Partition, Source, clean_text, fit_for_json
 from diffusion.preparation.scan import Scan
 from diffusion.preparation.select import Selection, kept_rows, read_selection
+from diffusion.preparation.sources.reading import printable
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +192,7 @@ def positions_name(task: int) -> str:
 def _nothing_kept(out: str, selections: Sequence[Selection]) -> DataError:
     reasons = [
         f"{entry.count} rejected as {reason}"
-        + "".join(f" (such as {one.key!a}: {one.detail or reason})" for one in entry.examples[:1])
+        + "".join(f" (such as {one.key!a}: {printable(one.detail) or reason})" for one in entry.examples[:1])
         for reason, entry in _rejected(out, selections).items()
     ]
     return DataError(f"{storage.shown(out)}: no image is kept: {'; '.join(reasons) or 'the sources hold none'}")

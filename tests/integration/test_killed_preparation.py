@@ -2,9 +2,6 @@
 
 import importlib.util
 import random
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.tools.preparing import prepare
 from tests.tools.image_files import noise, sample, tree, write_folder, write_tar
-from tests.tools.training_runs import ROOT, Job, environment
+from tests.tools.preparing import prepare
+from tests.tools.training_runs import Job
 
 RAY = ["--workers", "2", "--engine", "ray"]
 WORKERS = [
@@ -24,6 +21,9 @@ WORKERS = [
     ["--workers", "2"],
 ]
 """Of one start after the other."""
+
+SHARD_MB, WINDOW_MB = 0.5, 0.8
+"""A dozen windows or more, in several write tasks."""
 
 
 @pytest.fixture(scope="module")
@@ -49,26 +49,30 @@ def partition_size(request) -> int:
 
 @pytest.fixture(scope="module")
 def undisturbed(sources, partition_size, tmp_path_factory) -> dict[str, bytes]:
-    """Shards and facts of a run that was not killed."""
+    """All files of a preparation that was not killed."""
     out = tmp_path_factory.mktemp("undisturbed") / "out"
-    prepare(sources, out, edges=[16, 34], partition_size=partition_size, shard_bytes=2**20, seed=3, num_workers=1)
+    sizes = {"shard_bytes": round(SHARD_MB * 2**20), "window_bytes": round(WINDOW_MB * 2**20)}
+    prepare(sources, out, edges=[16, 34], partition_size=partition_size, seed=3, **sizes)
+    assert len(list(out.glob("positions/*.parquet"))) > 1
     return tree(out)
 
 
 def num_finished(out: Path) -> int:
-    """Partitions and shards that are finished."""
-    return len([*out.glob("work.partial/*/partitions/[0-9]*"), *out.glob("work.partial/*/shards/*.json")])
+    """Partitions, selections, shards and write tasks that are finished."""
+    patterns = ("metadata/*.parquet", "selection/0.json", "*/*/*.mds", "positions/*.parquet", "*/*/index.json")
+    return sum(len(list(out.glob(pattern))) for pattern in patterns)
 
 
 def progress_of(out: Path, number: int) -> Callable[[], bool]:
-    """What says whether so many partitions and shards more than now are finished."""
+    """What says whether so many more than now are finished."""
     wanted = num_finished(out) + number
     return lambda: num_finished(out) >= wanted
 
 
 def test_killed_and_continued_by_other_workers(server, sources, partition_size, undisturbed, tmp_path, kills):
     out, chance = tmp_path / "out", random.Random(kills)
-    options = ["--edges", "16", "34", "--partition-size", str(partition_size), "--shard-mb", "1", "--seed", "3"]
+    options = ["--edges", "16", "34", "--partition-size", str(partition_size), "--seed", "3",
+               "--shard-mb", str(SHARD_MB), "--window-mb", str(WINDOW_MB)]  # fmt: skip
     command = [*sources, str(out), *options, "--quiet", "--no-report"]
 
     def start(number: int) -> Job:
@@ -85,26 +89,10 @@ def test_killed_and_continued_by_other_workers(server, sources, partition_size, 
     assert tree(out) == undisturbed
 
 
-def work_long(mark: Path) -> None:
-    mark.touch()
-    time.sleep(120)
-
-
-def test_workers_end_with_the_preparation_that_is_killed(tmp_path):
-    """In the middle of their work: what reads the output of a killed one gets its end soon."""
-    program = (
-        "import sys; from pathlib import Path; from diffusion.preparation.partitions.engine import Workers, started\n"
-        "from tests.integration.test_killed_preparation import work_long\n"
-        "with started(Workers(number=2)) as run: list(run(work_long, [Path(mark) for mark in sys.argv[1:]]))"
-    )
-    marks = [tmp_path / "one", tmp_path / "two"]
-    command = [sys.executable, "-c", program, *map(str, marks)]
-    with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
-        while not all(mark.exists() for mark in marks):
-            assert parent.poll() is None
-            time.sleep(0.02)
-        parent.kill()
-        began = time.monotonic()
-        parent.stdout.read()
-        assert time.monotonic() - began < 10
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [*WORKERS[1:]], ids=" ".join)
+def test_workers_and_engines_are_equal_to_the_byte(server, sources, partition_size, undisturbed, tmp_path, options):
+    command = [*sources, str(tmp_path / "out"), "--edges", "16", "34", "--partition-size", str(partition_size),
+               "--seed", "3", "--shard-mb", str(SHARD_MB), "--window-mb", str(WINDOW_MB)]  # fmt: skip
+    server.command(0, ["scripts/prepare.py", *command, "--quiet", "--no-report", *options])
+    assert tree(tmp_path / "out") == undisturbed

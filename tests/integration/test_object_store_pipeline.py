@@ -1,20 +1,18 @@
 """From images in an object store to checkpoints in one, on a real server."""
 
-import os
 from pathlib import Path
 
-import boto3
 import pytest
 
 from demo.shapes import write_data_set
+from diffusion import storage
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.config.model import Architecture, ModelConfig
-from diffusion.datasets.mds import read_index
 from diffusion.models import load_frozen_parts
 from diffusion.preparation.encoding.encode import encode
 from diffusion.preparation.encoding.models import EncodingModels
-from tests.tools.preparing import prepare
 from tests.tools.image_files import tree
+from tests.tools.preparing import prepare
 from tests.tools.s3_server import S3Server, s3_process, s3_server
 from tests.tools.training_runs import SMALL_UNET, Run
 
@@ -40,13 +38,6 @@ SECTIONS = [("data", "train"), ("validation", "validation")]
 KILL = "plugins.callbacks=[{path: tests.tools.toys.SignalAt, arguments: {step: 3, number: 9}}]"
 
 
-def upload(folder: Path, url: str) -> None:
-    client = boto3.client("s3", endpoint_url=os.environ["S3_ENDPOINT_URL"])
-    bucket, _, prefix = url.removeprefix("s3://").partition("/")
-    for name, content in tree(folder).items():
-        client.put_object(Bucket=bucket, Key=f"{prefix}/{name}", Body=content)
-
-
 def losses(run: Path) -> tuple[list[int], list[float]]:
     return series(read_metrics(run / "metrics.jsonl"), TRAIN_LOSS)
 
@@ -55,19 +46,21 @@ def losses(run: Path) -> tuple[list[int], list[float]]:
 def test_from_images_in_a_store_to_checkpoints_in_one(server, s3_server: S3Server, tmp_path: Path) -> None:
     write_data_set(tmp_path / "drawn", 120, seed=5)
     layouts = ("images", "webdataset", "parquet")
-    upload(tmp_path / "drawn", "s3://tests/drawn")
-    places = {"local": str(tmp_path / "drawn"), "remote": "s3://tests/drawn"}
-    for name, place in places.items():
+    for name, content in tree(tmp_path / "drawn").items():
+        storage.write(f"s3://tests/drawn/{name}", content)
+    places = {str(tmp_path / "drawn"): str(tmp_path / "prepared"), "s3://tests/drawn": "s3://tests/prepared"}
+    for place, out in places.items():
         sources = [f"{place}/{layout}" for layout in layouts]
-        prepare(sources, tmp_path / name, edges=[32, 64], validation_fraction=0.2, num_workers=1)
-    for bucket in ("train/32-64", "train/64-up", "validation/32-64"):
-        assert read_index(tmp_path / "remote" / bucket) == read_index(tmp_path / "local" / bucket)
+        prepare(sources, out, edges=[32, 64], validation_fraction=0.2, shard_bytes=60_000, window_bytes=100_000)
+    shards = {name: content for name, content in tree(tmp_path / "prepared").items() if name.endswith(".mds")}
+    assert {name: storage.read(f"s3://tests/prepared/{name}") for name in shards} == shards
+    assert len(shards) > 5
 
     parts = load_frozen_parts(ModelConfig(architecture=Architecture.tiny))
     parts.vae.save_pretrained(tmp_path / "vae")
     models = EncodingModels.of(parts)
-    encode(tmp_path / "remote", tmp_path / "latents", models=models, resolutions=[32])
-    upload(tmp_path / "latents", "s3://tests/latents")
+    for root in (str(tmp_path), "s3://tests"):
+        encode(f"{root}/prepared", f"{root}/latents", models=models, resolutions=[32])
 
     def run(name: str, *more: str) -> Run:
         vae = f"model.vae={tmp_path / 'vae'}"

@@ -30,16 +30,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_guide_word_for_word(server, place):
     blocks = re.findall(r"```bash\n(.*?)```", GUIDE.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert len(blocks) == 8
+    assert len(blocks) == 9
     script = place / "guide.sh"
     script.write_text("set -eux\n" + "\n".join(blocks), encoding="utf-8")
     path = f"{server.programs(place / 'bin')}:{os.environ['PATH']}"
-    with (place / "output.txt").open("w") as output:  # Not a pipe: joblib's processes stay for a while, and hold it.
+    with (place / "output.txt").open("w") as output:
         command = ["bash", str(script)]
         options = {"cwd": place, "env": {**environment(), "PATH": path}, "stdout": output, "stderr": output}
         done = subprocess.run(command, **options, timeout=600, check=False)
     assert done.returncode == 0, (place / "output.txt").read_text()[-8000:]
-    removed = (place / "taken-back.txt").read_text().strip()
+    removed = (place / "taken-down.txt").read_text().strip()
     with (place / "seen.csv").open(encoding="utf-8") as file:
         seen = {row["key"]: int(row["times"]) for row in csv.DictReader(file)}
     assert sum(seen.values()) == 4 * 8, "steps x batch"

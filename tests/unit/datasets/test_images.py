@@ -252,8 +252,8 @@ def test_reduced_decoding_refuses_what_full_decoding_refuses(options):
 def test_worker_modules_are_light():
     program = (
         "import sys; import diffusion.datasets.images, diffusion.datasets.buckets;"
-        "import diffusion.preparation.sources;"
-        "print([name for name in ('torch', 'streaming', 'composer') if name in sys.modules])"
+        "import diffusion.preparation.scan, diffusion.preparation.write, diffusion.preparation.prepare;"
+        "print([name for name in ('torch', 'streaming', 'composer', 'ray', 'duckdb') if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

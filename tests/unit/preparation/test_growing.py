@@ -1,17 +1,20 @@
+"""Prepared data that grows: what is there stays to the byte, what is new comes behind it."""
+
 import os
 import shutil
 
 import pytest
 from streaming import LocalDataset
 
+from diffusion import storage
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.errors import DataError
 from diffusion.preparation.config import DuplicatesConfig
-from diffusion.preparation.partitions import merge_shards
-from tests.tools.preparing import prepare
 from tests.tools.image_files import noise, sample, tree, write_folder, write_tar
+from tests.tools.preparing import prepare
 
-OPTIONS = {"edges": [16, 34], "num_workers": 1, "shard_bytes": 8000, "partition_size": 6, "validation_fraction": 0.2}
+OPTIONS = {"edges": [16, 34], "shard_bytes": 8000, "window_bytes": 20_000, "partition_size": 6,
+           "validation_fraction": 0.2}  # fmt: skip
 
 
 def grow(folder):
@@ -42,9 +45,9 @@ def test_what_a_source_gained_is_added_behind(tmp_path):
     assert [one.kept for one in second.generations] == [30, 22]
     assert (first.kept, second.kept, second.seen) == (30, 52, 52)
     now = tree(out)
-    assert {name: now[name] for name in before if name.endswith(".mds")} == {
-        name: data for name, data in before.items() if name.endswith(".mds")
-    }
+    changing = ("index.json", "manifest.json", "scan.json", "_identities.json")
+    same = {name: content for name, content in before.items() if not name.endswith(changing)}
+    assert {name: now[name] for name in same} == same
     new_keys = keys(out)
     for place, listed in old_keys.items():
         assert new_keys[place][: len(listed)] == listed
@@ -65,39 +68,53 @@ def test_a_source_more(tmp_path):
     prepare([tmp_path / "a"], tmp_path / "out", **OPTIONS)
     manifest = prepare([tmp_path / "a", tmp_path / "b.tar"], tmp_path / "out", **OPTIONS)
     assert [(one.name, one.kept) for one in manifest.sources] == [("a", 10), ("b.tar", 6)]
-    with pytest.raises(DataError, match="from other sources"):
+    with pytest.raises(DataError, match="other sources"):
         prepare([tmp_path / "a"], tmp_path / "out", **OPTIONS)
 
 
-@pytest.mark.parametrize("moment", ["shard", "facts", "manifest"])
+@pytest.mark.parametrize(
+    "moment", ["scan.json", "metadata/", "-rejected.parquet", "selection/1.json", ".mds", "positions/", "index.json"]
+)
 def test_stopped_while_growing(tmp_path, monkeypatch, moment):
+    """At the second write of a kind, or the first if there is one."""
     source = tmp_path / "set"
     write_folder(source, 30)
     for name in ("out", "undisturbed"):
         prepare([source], tmp_path / name, **OPTIONS)
     grow(source)
     prepare([source], tmp_path / "undisturbed", **OPTIONS)
-    place = {
-        "shard": (merge_shards, "write_shard"),
-        "facts": (merge_shards, "write_table"),
-        "manifest": (PreparedManifest, "write"),
-    }[moment]
-    function, count = getattr(*place), iter(range(100))
+    write, count = storage.write, iter(range(100))
 
-    def stop_once(*arguments, **options):
-        if next(count) == (0 if moment == "manifest" else 2):
+    def stop_once(uri, *arguments, **options):
+        if moment in uri and next(count) == (1 if moment in ("metadata/", ".mds", "index.json") else 0):
             raise KeyboardInterrupt
-        return function(*arguments, **options)
+        return write(uri, *arguments, **options)
 
-    monkeypatch.setattr(*place, stop_once)
-    with pytest.raises(KeyboardInterrupt):
-        prepare([source], tmp_path / "out", **OPTIONS)
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "write", stop_once)
+        if moment == "-rejected.parquet":
+            patch.setattr("diffusion.preparation.select._write_parquet", stop_at_second())
+        with pytest.raises(KeyboardInterrupt):
+            prepare([source], tmp_path / "out", **OPTIONS)
     assert PreparedManifest.read(tmp_path / "out").kept == 30, "until the end it is what it was"
     prepare([source], tmp_path / "out", **OPTIONS)
     assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
 
 
-def test_duplicates_of_earlier_images_are_left_out(tmp_path):
+def stop_at_second():
+    from diffusion.preparation.select import _write_parquet
+
+    count = iter(range(100))
+
+    def stopping(*arguments):
+        if next(count) == 1:
+            raise KeyboardInterrupt
+        _write_parquet(*arguments)
+
+    return stopping
+
+
+def test_duplicates_of_earlier_images_are_dropped(tmp_path):
     source, out = tmp_path / "set", tmp_path / "out"
     write_folder(source, 12)
     options = {**OPTIONS, "duplicates": DuplicatesConfig(max_distance=0)}
@@ -108,8 +125,8 @@ def test_duplicates_of_earlier_images_are_left_out(tmp_path):
     write_folder(source, 2, start=50)
     manifest = prepare([source], out, **options)
     assert manifest.kept == 14
-    assert manifest.refused["duplicate"].count == 4
-    assert {one.key: one.detail for one in manifest.refused["duplicate"].examples} == {
+    assert manifest.rejected["duplicate"].count == 4
+    assert {one.key: one.detail for one in manifest.rejected["duplicate"].examples} == {
         f"set/copy{i}.png": f"of set/{i:04}.png" for i in range(4)
     }
 
@@ -120,32 +137,33 @@ def test_a_source_that_changed_is_refused(tmp_path):
     prepare([source], out, **OPTIONS)
     before = tree(out)
     (source / "0003.txt").write_text("image 4\n")
-    with pytest.raises(DataError, match=r"source set: '0000.png' \(from .* has changed; .*--overwrite"):
+    with pytest.raises(DataError, match=r"set/0003\.png.*--overwrite"):
         prepare([source], out, **OPTIONS)
     (source / "0003.txt").write_text("image 3\n")
     (source / "0004.png").rename(source / "renamed.png")
-    with pytest.raises(DataError, match=r"has changed; .*--overwrite"):
+    with pytest.raises(DataError, match=r"0004\.png.*--overwrite"):
         prepare([source], out, **OPTIONS)
     (source / "renamed.png").rename(source / "0004.png")
     assert tree(out) == before
     prepare([source], out, **OPTIONS)
     os.utime(source / "0001.png", ns=(0, 0))
     assert prepare([source], out, **OPTIONS).kept == 12, "another time, the same content"
+    assert tree(out) == before
 
 
-def test_a_refused_image_that_is_mended(tmp_path):
+def test_a_rejected_image_that_is_mended(tmp_path):
     source, out = tmp_path / "set", tmp_path / "out"
     write_folder(source, 4)
     caption = (source / "0001.txt").read_text()
     (source / "0001.txt").unlink()
     assert prepare([source], out, **OPTIONS).kept == 3
     (source / "0001.txt").write_text(caption)
-    with pytest.raises(DataError, match=r"has changed; .*a mended copy under another name is new"):
+    with pytest.raises(DataError, match=r"set/0001\.png"):
         prepare([source], out, **OPTIONS)
     (source / "0001.txt").rename(source / "0001 mended.txt")
     shutil.copy(source / "0001.png", source / "0001 mended.png")
     grown = prepare([source], out, **OPTIONS)
-    assert ([one.kept for one in grown.generations], grown.refused["missing_caption"].count) == ([3, 1], 1)
+    assert ([one.kept for one in grown.generations], grown.rejected["missing_caption"].count) == ([3, 1], 1)
 
 
 def test_a_tar_that_is_gone_is_refused(tmp_path):
@@ -154,5 +172,18 @@ def test_a_tar_that_is_gone_is_refused(tmp_path):
         write_tar(tmp_path / f"{part}.tar", members)
     prepare([tmp_path / "*.tar"], tmp_path / "out", **OPTIONS)
     (tmp_path / "1.tar").unlink()
-    with pytest.raises(DataError, match=r"'1.tar' is gone; .*--overwrite"):
+    with pytest.raises(DataError, match=r"1\.tar.*--overwrite"):
         prepare([tmp_path / "*.tar"], tmp_path / "out", **OPTIONS)
+
+
+def test_growth_that_adds_nothing_but_rejections(tmp_path):
+    source, out = tmp_path / "set", tmp_path / "out"
+    write_folder(source, 5)
+    prepare([source], out, **OPTIONS)
+    (source / "bad.png").write_bytes(b"x")
+    (source / "bad.txt").write_text("x")
+    grown = prepare([source], out, **OPTIONS)
+    assert ([one.kept for one in grown.generations], grown.seen) == ([5, 0], 6)
+    assert prepare([source], out, **OPTIONS) == grown
+    write_folder(source, 2, start=50)
+    assert [one.kept for one in prepare([source], out, **OPTIONS).generations] == [5, 0, 2]

@@ -1,4 +1,7 @@
+"""The whole command in one process: sources in, shards and a manifest out."""
+
 import io
+import itertools
 import runpy
 import struct
 import subprocess
@@ -7,25 +10,27 @@ import zlib
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 from streaming import LocalDataset, MDSWriter
 
-from diffusion.datasets.buckets import EdgeBuckets
 from diffusion.datasets.images import decode_rgb
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.preparation.config import DuplicatesConfig
-from diffusion.preparation.partitions.examine import Examination, examine_records
-from diffusion.preparation.partitions.merge import cut_by_size
-from diffusion.preparation.prepare import COLUMNS, is_held_out, order_of, prepare
-from diffusion.preparation.sources.opening import open_sources
+from diffusion.preparation import scan
+from diffusion.preparation.config import DuplicatesConfig, FiltersConfig, PrepareConfig
+from diffusion.preparation.prepare import STAGES, explain_selection
+from diffusion.preparation.prepare import prepare as prepare_from_config
+from diffusion.preparation.write import COLUMNS
 from tests.tools.image_files import encode, noise, sample, tree, write_folder, write_tar
+from tests.tools.preparing import prepare
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "prepare.py"
+
+FINE = {"edges": [16, 34], "shard_bytes": 8000, "window_bytes": 9000, "partition_size": 3, "validation_fraction": 0.2}
+"""With 60 images of `write_folder`: about 20 windows in three write tasks, several shards each."""
 
 
 def read_all(out):
@@ -37,6 +42,11 @@ def read_all(out):
             dataset = LocalDataset(str(Path(out) / split / bucket))
             found[split, bucket] = [dataset[index] for index in range(len(dataset))]
     return found
+
+
+def shards(files):
+    """Leave the files that training reads."""
+    return {name: content for name, content in files.items() if name.startswith(("train/", "validation/"))}
 
 
 @pytest.fixture
@@ -77,8 +87,8 @@ def hostile(tmp_path):
 
 
 def test_hostile_images(hostile, tmp_path):
-    manifest = prepare([hostile], tmp_path / "out", edges=[16, 32], num_workers=1)
-    counts = {reason: entry.count for reason, entry in manifest.refused.items()}
+    manifest = prepare([hostile], tmp_path / "out", edges=[16, 32])
+    counts = {reason: entry.count for reason, entry in manifest.rejected.items()}
     assert counts == {
         "empty_caption": 1,
         "invalid_utf8": 1,
@@ -88,7 +98,7 @@ def test_hostile_images(hostile, tmp_path):
         "undecodable": 4,
     }
     assert manifest.seen == 17 - 1 == manifest.kept + sum(counts.values())
-    assert [example.key for example in manifest.refused["undecodable"].examples] == [
+    assert [example.key for example in manifest.rejected["undecodable"].examples] == [
         f"hostile/{name}" for name in ("text.jpg", "truncated.jpg", "truncated.png", "zero.png")
     ]
     samples = {one["key"]: one for one in read_all(tmp_path / "out")["train", "16-32"]}
@@ -115,9 +125,7 @@ def test_three_layouts(tmp_path):
     pq.write_table(pa.table({"jpg": images, "captions": [["a", "b"]] * 10}), tmp_path / "x.parquet")
     sources = [tmp_path / "folder", tmp_path / "*.tar", tmp_path / "x.parquet"]
     out = tmp_path / "out"
-    manifest = prepare(
-        sources, out, edges=[16, 32, 64], validation_fraction=0.2, seed=3, num_workers=1, shard_bytes=9000
-    )
+    manifest = prepare(sources, out, edges=[16, 32, 64], validation_fraction=0.2, seed=3, shard_bytes=9000)
 
     assert PreparedManifest.read(out) == manifest
     assert [(one.name, one.kind, one.seen, one.kept) for one in manifest.sources] == [
@@ -135,10 +143,7 @@ def test_three_layouts(tmp_path):
     assert list(manifest.splits["train"]) == ["16-32", "32-64", "64-up"]
     assert manifest.splits["train"]["32-64"].num_shards > 1
     assert sum(map(len, found.values())) == 42 == manifest.kept
-    for (split, bucket), samples in found.items():
-        keys = [one["key"] for one in samples]
-        assert keys == sorted(keys, key=lambda key: order_of(key, 3)), "the order is that of the hash"
-        assert {is_held_out(key, 0.2, 3) for key in keys} == {split == "validation"}
+    for (_, bucket), samples in found.items():
         for one in samples:
             low, _, high = bucket.partition("-")
             assert int(low) <= min(one["width"], one["height"]) < (10**9 if high == "up" else int(high))
@@ -146,112 +151,167 @@ def test_three_layouts(tmp_path):
     assert by_key[f"{tmp_path.name}/1.tar/004"]["metadata"] == {"status": "success", "number": 4}
     assert by_key["x.parquet#7"]["image"] == images[7]
     assert by_key["x.parquet#7"]["captions"] == ["a", "b"]
-    assert sorted(path.name for path in out.iterdir()) == [
-        "facts", "manifest.json", "partitions.json", "refused", "train", "validation",
-    ]  # fmt: skip
+    assert {name.partition("/")[0] for name in tree(out)} == {
+        "manifest.json", "metadata", "positions", "scan.json", "selection", "train", "validation",
+    }  # fmt: skip
 
 
-def test_order_is_shuffled_and_depends_on_the_seed():
-    keys = [f"set/{index:05d}" for index in range(2000)]
-    orders = [sorted(keys, key=lambda key, seed=seed: order_of(key, seed)) for seed in (1, 1, 2)]
-    assert orders[0] == orders[1] != orders[2]
-    assert abs(sum(int(key[4:]) for key in orders[0][:1000]) / 1000 - 1000) < 60
-    held_out = {fraction: {key for key in keys if is_held_out(key, fraction, 1)} for fraction in (0, 0.1, 0.3)}
-    assert not held_out[0]
-    assert 150 < len(held_out[0.1]) < 250
-    assert held_out[0.1] < held_out[0.3]
+def test_order_is_shuffled_and_depends_on_the_seed(tmp_path):
+    write_folder(tmp_path / "set", 120, side=16)
+    listed, validation = [], []
+    for name, seed, fraction in (("a", 1, 0.1), ("b", 1, 0.3), ("c", 2, 0.3)):
+        prepare([tmp_path / "set"], tmp_path / name, edges=[16], seed=seed, validation_fraction=fraction)
+        found = read_all(tmp_path / name)
+        listed.append([int(one["key"][4:8]) for one in found["train", "16-up"]])
+        validation.append({int(one["key"][4:8]) for one in found["validation", "16-up"]})
+    assert abs(sum(listed[0][:50]) / 50 - 60) < 20, "the first ones are of the whole source"
+    assert [number for number in listed[0] if number in listed[1]] == listed[1], "a larger share takes more away"
+    assert validation[0] < validation[1]
+    assert listed[1] != listed[2]
+    assert validation[1] != validation[2]
+    assert 20 < len(validation[1]) < 52
 
 
-def test_workers_and_partitions_do_not_matter(hostile, tmp_path):
-    write_folder(tmp_path / "set", 50)
-    for workers, size in ((1, 7), (1, 1000), (2, 9)):
-        prepare(
-            [hostile, tmp_path / "set"], tmp_path / f"{workers} {size}", edges=[16, 33, 35], validation_fraction=0.2,
-            num_workers=workers, partition_size=size, shard_bytes=20000, duplicates=DuplicatesConfig(),
-        )  # fmt: skip
-    trees = [shards(tree(tmp_path / name)) for name in ("1 7", "1 1000", "2 9")]
-    assert trees[0] == trees[1] == trees[2]
-    assert len(trees[0]) > 8
-
-
-def shards(files):
-    """Leave the files that training reads: without the tables of facts, which lie in a file per partition."""
-    return {name: content for name, content in files.items() if name.startswith(("train/", "validation/"))}
+def test_windows_determine_the_order_and_workers_never(hostile, tmp_path):
+    write_folder(tmp_path / "set", 60)
+    sources = [hostile, tmp_path / "set"]
+    for workers in (1, 2):
+        prepare(sources, tmp_path / f"{workers}", num_workers=workers, duplicates=DuplicatesConfig(), **FINE)
+    assert tree(tmp_path / "1") == tree(tmp_path / "2")
+    names = [name for name in tree(tmp_path / "1") if name.endswith(".mds")]
+    assert len({Path(name).name.split(".")[1] for name in names}) > 2, "of several tasks"
+    assert len(names) > 12
+    one_window = {**FINE, "window_bytes": None}
+    for size in (7, 1000):
+        prepare(sources, tmp_path / f"in {size}", **{**one_window, "partition_size": size})
+    assert shards(tree(tmp_path / "in 7")) == shards(tree(tmp_path / "in 1000")), "in one window all are mixed"
 
 
 def test_shards_are_those_of_streaming(tmp_path):
     """The bytes are those that Streaming's own writer makes of the samples in their order."""
     write_folder(tmp_path / "set", 40)
-    options = {"edges": [16], "num_workers": 1, "shard_bytes": 9000}
     samples = []
     for compression in (None, "zstd:3"):
         out, again = tmp_path / f"out {compression}", tmp_path / f"again {compression}"
-        prepare([tmp_path / "set"], out, compression=compression, hashes=["sha1", "xxh64"], **options)
-        if compression is None:
-            samples = read_all(out)["train", "16-up"]
-        stock = {"columns": COLUMNS, "size_limit": 9000, "hashes": ["sha1", "xxh64"], "compression": compression}
+        hashes = ["sha1", "xxh64"]
+        prepare([tmp_path / "set"], out, edges=[16], shard_bytes=9000, compression=compression, hashes=hashes)
+        samples = samples or read_all(out)["train", "16-up"]
+        stock = {"columns": COLUMNS, "size_limit": 9000, "hashes": hashes, "compression": compression}
         with MDSWriter(out=str(again), **stock) as writer:
             for one in samples:
                 writer.write(one)
-        written = tree(out / "train" / "16-up")
-        assert {name: data for name, data in written.items() if compression is None or name in tree(again)} == tree(
-            again
+        ours, theirs = (
+            [content for name, content in sorted(tree(folder).items()) if ".mds" in name]
+            for folder in (out / "train" / "16-up", again)
         )
-        assert len(tree(again)) > 5
+        assert ours == theirs
+        assert len(ours) > 5
 
 
 def test_a_sample_larger_than_a_shard(tmp_path):
     write_folder(tmp_path / "set", 3, side=60)
-    manifest = prepare([tmp_path / "set"], tmp_path / "out", edges=[16], num_workers=1, shard_bytes=5000)
+    manifest = prepare([tmp_path / "set"], tmp_path / "out", edges=[16], shard_bytes=5000)
     assert manifest.splits["train"]["16-up"].num_shards == 3
     assert len(read_all(tmp_path / "out")["train", "16-up"]) == 3
 
 
-def test_few_images_are_in_memory_at_a_time(tmp_path):
-    write_folder(tmp_path / "set", 60)
-    in_flight, most = 0, 0
-
-    def counted(records):
-        nonlocal in_flight, most
-        for record in records:
-            in_flight += 1
-            most = max(most, in_flight)
-            yield record
-
-    source = open_sources([tmp_path / "set"])[0]
-    for _ in examine_records(counted(source.read()), Examination(buckets=EdgeBuckets((16,)))):
-        in_flight -= 1
-    assert in_flight == 0
-    assert most == 1
-
-
-def test_cuts_are_those_of_a_writer():
-    sizes = np.array([3, 3, 3, 9, 1, 12, 1, 1, 8])
-    assert cut_by_size(sizes, 10) == [3, 5, 6, 9]
-    assert cut_by_size(sizes[:1], 1) == [1]
-
-
-def test_duplicates_are_left_out(tmp_path):
+def test_duplicates_are_dropped(tmp_path):
     write_folder(tmp_path / "a", 8)
     write_folder(tmp_path / "b", 10)
     (tmp_path / "b" / "near.png").write_bytes(encode(Image.open(tmp_path / "a" / "0003.png"), compress_level=1))
     (tmp_path / "b" / "near.txt").write_text("the same pixels in another file")
-    options = {"edges": [16], "partition_size": 3, "num_workers": 1, "duplicates": DuplicatesConfig(max_distance=0)}
+    options = {"edges": [16], "partition_size": 3, "duplicates": DuplicatesConfig(max_distance=0)}
     manifest = prepare([tmp_path / "a", tmp_path / "b"], tmp_path / "out", **options)
-    assert {reason: entry.count for reason, entry in manifest.refused.items()} == {"duplicate": 8, "near_duplicate": 1}
+    assert {reason: entry.count for reason, entry in manifest.rejected.items()} == {"duplicate": 8, "near_duplicate": 1}
     assert (manifest.seen, manifest.kept) == (19, 10)
     samples = read_all(tmp_path / "out")["train", "16-up"]
     names = [Path(one["key"]).name for one in samples]
     assert sorted(set(names) - {"near.png", "0003.png"}) == [f"{i:04}.png" for i in range(10) if i != 3]
-    for entry in manifest.refused.values():
+    for entry in manifest.rejected.values():
         for example in entry.examples:
-            kept = example.detail.removeprefix("of ")
-            assert kept in {one["key"] for one in samples}
-            assert order_of(kept, 17) < order_of(example.key, 17)
-    facts = pa.concat_tables([pq.read_table(path) for path in sorted((tmp_path / "out" / "facts").glob("*"))])
-    rows = {row["key"]: row for row in facts.to_pylist()}
-    assert [rows[one["key"]]["index"] for one in samples] == list(range(10))
-    assert sum(row["reason"] == "duplicate" for row in rows.values()) == 8
+            assert example.detail.removeprefix("of ") in {one["key"] for one in samples}
+
+
+# Stages
+
+
+def test_stages_one_by_one_are_all_at_once(hostile, tmp_path):
+    config = PrepareConfig(sources=[str(hostile)], out=str(tmp_path / "stages"), workers=1)
+    config.buckets.edges = [16]
+    for stage in STAGES:
+        manifest = prepare_from_config(config, stages=(stage,), report=False)
+        assert (manifest is not None) == (stage == "write")
+        assert (tmp_path / "stages" / "manifest.json").exists() == (stage == "write")
+    prepare([hostile], tmp_path / "once", edges=[16])
+    assert tree(tmp_path / "stages") == tree(tmp_path / "once")
+
+
+def test_explain_writes_nothing(hostile, tmp_path, capsys):
+    out = tmp_path / "out"
+    prepare([hostile], out, edges=[16])
+    before = tree(tmp_path)
+    config = PrepareConfig(sources=[str(hostile)], out=str(out), where="width > 30", workers=1)
+    config.filters, config.buckets.edges = FiltersConfig(keywords=["palette"]), [16]
+    rows = [line.split() for line in explain_selection(config).splitlines()]
+    assert rows[1:] == [
+        ["scan", "8", "8", "8"],
+        ["too_small", "1", "1", "7"],
+        ["keyword", "1", "1", "6"],
+        ["where", "8", "6", "0"],
+    ]
+    assert tree(tmp_path) == before
+    yaml = tmp_path / "prepare.yaml"
+    yaml.write_text(f"sources: [{hostile}]\nout: {out}\nwhere: width > 30\nbuckets: {{edges: [16]}}\n")
+    before = tree(tmp_path)
+    main = runpy.run_path(str(SCRIPT))["main"]
+    main(["select", "--explain", "--config", str(yaml)])
+    assert ["where", "8", "7", "0"] in [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert tree(tmp_path) == before
+    with pytest.raises(ConfigurationError, match="--explain"):
+        main(["--explain", "--config", str(yaml)])
+
+
+def test_another_filter_decodes_no_image(tmp_path, monkeypatch):
+    """Scan and scores stay; selection and shards are those of a preparation from nothing."""
+    write_folder(tmp_path / "set", 40)
+    prepare([tmp_path / "set"], tmp_path / "out", **FINE)
+    metadata = tree(tmp_path / "out" / "metadata")
+    count, decode = itertools.count(), scan.decode_reduced
+    monkeypatch.setattr(scan, "decode_reduced", lambda *a: (next(count), decode(*a))[1])
+    keys = {**FINE, "where": "width > 36", "filters": FiltersConfig(keywords=["7"])}
+    with pytest.raises(DataError, match="--overwrite"):
+        prepare([tmp_path / "set"], tmp_path / "out", **keys)
+    manifest = prepare([tmp_path / "set"], tmp_path / "out", overwrite=True, **keys)
+    assert next(count) == 0
+    assert tree(tmp_path / "out" / "metadata") == metadata
+    prepare([tmp_path / "set"], tmp_path / "fresh", **keys)
+    assert tree(tmp_path / "out") == tree(tmp_path / "fresh")
+    assert manifest.rejected["keyword"].count == 1
+
+
+def test_removed_keys_never_enter(tmp_path):
+    write_folder(tmp_path / "set", 12)
+    removed = tmp_path / "removed.txt"
+    removed.write_text("set/0003.png\nset/0007.png\n")
+    manifest = prepare([tmp_path / "set"], tmp_path / "out", edges=[16], removed=removed)
+    assert (manifest.kept, manifest.rejected["removed"].count) == (10, 2)
+    image = (tmp_path / "set" / "0003.png").read_bytes()
+    for name, content in tree(tmp_path / "out").items():
+        assert b"0003.png" not in content, name
+        assert image not in content, name
+    assert len(prepare([tmp_path / "set"], tmp_path / "out", edges=[16]).generations) == 1, "without the file, too"
+    for overwrite in (False, True):
+        write_folder(tmp_path / "set", 3, start=20)
+        grown = prepare([tmp_path / "set"], tmp_path / "out", edges=[16], removed=removed, overwrite=overwrite)
+        assert (grown.kept, grown.rejected["removed"].count) == (13, 2)
+
+
+# The command
+
+
+def run_command(*arguments):
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=SCRIPT.parents[1])
 
 
 def test_filters_and_the_dry_run(tmp_path):
@@ -263,46 +323,48 @@ def test_filters_and_the_dry_run(tmp_path):
     result = run_command("--config", config, f"out={tmp_path}/out", "--quiet")
     assert result.returncode == 0, result.stderr
     manifest = PreparedManifest.read(tmp_path / "out")
-    assert (manifest.kept, manifest.refused["keyword"].count) == (18, 2)
-    assert manifest.settings.filters["keywords"] == ["1", "5"]
+    assert (manifest.kept, manifest.rejected["keyword"].count) == (18, 2)
+    assert manifest.settings["filters"]["keywords"] == ["1", "5"]
     assert "keyword" in (tmp_path / "out" / "report.html").read_text()
     before = tree(tmp_path)
-    result = run_command("--config", config, "--dry-run", "10")
+    result = run_command("--config", config, "--dry-run", "8")
     assert result.returncode == 0, result.stderr
-    assert ["set", "10", "8", "keyword", "2"] in [line.split() for line in result.stdout.splitlines()]
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert ["set", "8", "7"] in lines
+    assert ["keyword", "1"] in lines
     assert tree(tmp_path) == before
     result = run_command("--config", config)
     assert result.returncode == 2
-    assert "out (Folder to write)" in result.stderr
+    assert "out (Folder to write" in result.stderr
 
 
 def test_nothing_kept(tmp_path):
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "a.png").write_bytes(b"")
     (tmp_path / "set" / "a.txt").write_text("x")
-    with pytest.raises(
-        DataError, match=r"no image was kept; 1 refused as undecodable \(as set/a.png: the file is empty\)"
-    ):
-        prepare([tmp_path / "set"], tmp_path / "out", num_workers=1)
-    assert not (tmp_path / "out").exists()
+    with pytest.raises(DataError, match=r"undecodable.*set/a\.png"):
+        prepare([tmp_path / "set"], tmp_path / "out")
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    (tmp_path / "set" / "b.png").write_bytes(noise(20, 20))
+    (tmp_path / "set" / "b.txt").write_text("x")
+    assert prepare([tmp_path / "set"], tmp_path / "out", edges=[16]).kept == 1
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"validation_fraction": 1.0}, ConfigurationError, "validation fraction: 1.0"),
-        ({"validation_fraction": float("nan")}, ConfigurationError, "validation fraction: nan"),
-        ({"seed": -1}, ConfigurationError, "seed: -1"),
-        ({"num_workers": 0}, ConfigurationError, "workers: 0"),
-        ({"partition_size": 0}, ConfigurationError, "partition size: 0"),
-        ({"engine": "threads"}, ConfigurationError, "engine: 'threads'; it is one of processes, ray"),
-        ({"compression": "gz:1"}, ConfigurationError, "compression: 'gz:1'; it must be one of br,"),
-        ({"hashes": ["xxh64", "sha1"]}, ConfigurationError, "they must be sorted"),
-        ({"duplicates": DuplicatesConfig(max_distance=40)}, ConfigurationError, "max_distance is 40"),
-        ({"shard_bytes": 2**32}, ConfigurationError, "shard size"),
-        ({"edges": [5, 4]}, ConfigurationError, "ascend"),
-        ({"out": "s3://bucket/set"}, ConfigurationError, "is a URL"),
-        ({"sources": ["none"]}, DataError, "none: there is no such file or folder"),
+        ({"validation_fraction": 1.0}, ConfigurationError, "validation_fraction"),
+        ({"validation_fraction": float("nan")}, ConfigurationError, "validation_fraction"),
+        ({"seed": -1}, ConfigurationError, "seed"),
+        ({"num_workers": 0}, ConfigurationError, "workers"),
+        ({"partition_size": 0}, ConfigurationError, "partition_size"),
+        ({"compression": "gz:1"}, ConfigurationError, "compression"),
+        ({"hashes": ["xxh64", "sha1"]}, ConfigurationError, "hashes"),
+        ({"duplicates": DuplicatesConfig(max_distance=40)}, ConfigurationError, "max_distance"),
+        ({"shard_bytes": 2**32}, ConfigurationError, "shard_mb"),
+        ({"edges": [5, 4]}, ConfigurationError, "edges"),
+        ({"where": "width >"}, ConfigurationError, "where"),
+        ({"sources": ["none"]}, DataError, "none"),
     ],
 )
 def test_wrong_arguments_write_nothing(tmp_path, options, error, message):
@@ -310,19 +372,16 @@ def test_wrong_arguments_write_nothing(tmp_path, options, error, message):
     arguments = {"sources": [tmp_path / "set"], "out": tmp_path / "out", **options}
     with pytest.raises(error, match=message):
         prepare(**arguments)
-    assert [path.name for path in tmp_path.iterdir()] == ["set"]
+    assert not tree(tmp_path / "out")
 
 
 def test_output_in_a_source(tmp_path):
     write_folder(tmp_path / "out" / "set", 1)
+    before = tree(tmp_path)
     for source, out in (("out", "out"), ("out", "out/set/new"), ("out/set", "out")):
-        with pytest.raises(DataError, match="lie in one another"):
-            prepare([tmp_path / source], tmp_path / out, num_workers=1)
-
-
-def run_command(*arguments):
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=SCRIPT.parents[1])
+        with pytest.raises((DataError, ConfigurationError), match="out"):
+            prepare([tmp_path / source], tmp_path / out)
+    assert tree(tmp_path) == before
 
 
 def test_command(hostile, tmp_path):
@@ -330,8 +389,8 @@ def test_command(hostile, tmp_path):
     result = run_command(hostile, out, "--edges", 16, 32, "--validation-fraction", 0.3, "--workers", 2, "--shard-mb", 1)
     assert result.returncode == 0, result.stderr
     manifest = PreparedManifest.read(out)
-    assert manifest.settings.edges == [16, 32]
-    assert manifest.settings.shard_bytes == 2**20
+    assert manifest.settings["buckets"]["edges"] == [16, 32]
+    assert manifest.settings["shard_mb"] == 1
     lines = [line.split() for line in result.stdout.splitlines()]
     assert ["hostile", "16", "7", "9"] in lines
     assert ["undecodable", "4"] in lines
@@ -346,9 +405,8 @@ def test_command_with_a_mistake(tmp_path):
     result = run_command(tmp_path / "none", tmp_path / "out")
     assert result.returncode == 2
     assert result.stdout == ""
-    lines = result.stderr.splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith(f"DataError: {tmp_path}/none: there is no such file or folder; a source is")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"DataError: {tmp_path}/none")
 
 
 @pytest.mark.parametrize("number", ["0", "-3"])
@@ -363,7 +421,7 @@ def test_a_dry_run_names_the_folder_that_it_does_not_look_at(tmp_path, capsys):
         write_folder(tmp_path / name, 1)
     main = runpy.run_path(str(SCRIPT))["main"]
     main([str(tmp_path / "a"), str(tmp_path / "b"), "--edges", "16", "--dry-run"])
-    assert f"{tmp_path / 'b'} is taken for OUT, which a dry run does not look at" in capsys.readouterr().out
+    assert str(tmp_path / "b") in capsys.readouterr().out
     main([str(tmp_path / "a"), "--dry-run"])
     assert "OUT" not in capsys.readouterr().out
 
@@ -374,7 +432,7 @@ def test_real_images(data_folder, tmp_path):
     sources = [emoji / "folder_512", emoji / "webdataset_128", emoji / "parquet_72.parquet"]
     out = tmp_path / "out"
     manifest = prepare(sources, out, edges=[64, 128, 256, 512], validation_fraction=0.05, num_workers=2)
-    assert (manifest.seen, manifest.kept, manifest.refused) == (1800, 1800, {})
+    assert (manifest.seen, manifest.kept, manifest.rejected) == (1800, 1800, {})
     found = read_all(out)
     assert Counter(bucket for (_, bucket), samples in found.items() for _ in samples) == {
         "512-up": 400,
@@ -393,5 +451,5 @@ def test_real_images(data_folder, tmp_path):
         assert (one["image"], one["captions"]) == (row["image"]["bytes"], [row["caption"]])
         assert Image.open(io.BytesIO(one["image"])).size == (one["width"], one["height"])
     assert sum(key.startswith("webdataset_128/") for key in by_key) == 1000
-    held_out = sum(entry.num_samples for entry in manifest.splits["validation"].values())
-    assert 60 < held_out < 120
+    validation = sum(entry.num_samples for entry in manifest.splits["validation"].values())
+    assert 60 < validation < 120

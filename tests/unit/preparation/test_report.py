@@ -92,6 +92,12 @@ def test_histograms_hold_every_number_once(counted):
     assert (sides["edges"][0], sides["edges"][-1], sides["missing"]) == (80, 1100, 1)
 
 
+def test_an_empty_file_is_in_the_first_bin(tmp_path):
+    parts = [image(1), image(2, bytes=0, width=None, height=None, reason="undecodable"), image(3, bytes=3000)], []
+    histogram = report(tmp_path, *parts)["histograms"]["bytes"]
+    assert (histogram["kept"][-1], histogram["rejected"][0], histogram["missing"]) == (1, 1, 0)
+
+
 def test_few_images_are_shown_those_with_the_smallest_hashes(counted):
     shown = [one["key"] for one in counted["shown_kept"]["train/1024-up"]]
     keys = sorted((f"s/{10 + i}" for i in range(20)), key=xxhash.xxh3_64_intdigest)

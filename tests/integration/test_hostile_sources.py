@@ -1,0 +1,360 @@
+"""What a hostile source may do to a preparation: images of every layout come whole, and nothing else comes at all."""
+
+import io
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image, PngImagePlugin
+from streaming import LocalDataset, MDSWriter
+
+from diffusion.datasets.images import decode_rgb
+from diffusion.preparation.config import BucketsConfig, DuplicatesConfig, LimitsConfig
+from tests.tools.image_files import encode, noise, sample, tree, write_folder, write_tar
+from tests.tools.preparing import prepare
+from tests.tools.training_runs import ROOT, environment
+
+pytestmark = pytest.mark.slow
+
+NUM = 17
+"""Images of a layout."""
+
+
+def samples_of(out: Path) -> dict[str, dict]:
+    """Samples of a data set by key, each with its `split/bucket`."""
+    found = {}
+    for index in out.glob("*/*/index.json"):
+        dataset = LocalDataset(str(index.parent))
+        for i in range(len(dataset)):
+            found[dataset[i]["key"]] = dataset[i] | {"place": "/".join(index.parts[-3:-1])}
+    return found
+
+
+def reasons_of(out: Path) -> dict[str, str]:
+    """Reason of each image that the scan rejected, by key."""
+    rows = [row for path in sorted((out / "metadata").iterdir()) for row in pq.read_table(path).to_pylist()]
+    return {row["key"]: row["reason"] for row in rows if row["reason"]}
+
+
+# Layouts
+
+
+def turned(number: int) -> bytes:
+    """A JPEG of some size with one of the eight orientations."""
+    exif = Image.Exif()
+    exif[0x0112] = number % 8 + 1
+    width, height = 30 + 7 * (number % 5), 30 + 11 * (number % 3)
+    return noise(width, height, number, "JPEG", exif=exif, quality=80)
+
+
+def write_layouts(root: Path) -> dict[str, tuple[Path, str]]:
+    """Write six layouts; return the source of each, and its keys with the number in place of {}."""
+    images = {name: [turned(100 * at + i) for i in range(NUM)] for at, name in enumerate("abcdef")}
+    captions = {name: [f"{name} {i} \u00e9\u4e2d" for i in range(NUM)] for name in images}
+    for name in "ab":
+        (root / name).mkdir()
+        for i, image in enumerate(images[name]):
+            (root / name / f"{i:02}.jpg").write_bytes(image)
+    for i, caption in enumerate(captions["a"]):
+        (root / "a" / f"{i:02}.txt").write_text(caption)
+    lines = [json.dumps({"file_name": f"{i:02}.jpg", "text": caption}) for i, caption in enumerate(captions["b"])]
+    (root / "b" / "metadata.jsonl").write_text("\n".join(lines))
+    pairs = zip(images["c"], captions["c"], strict=True)
+    members = [
+        member for i, (image, text) in enumerate(pairs)
+        for member in ((f"{i:02}.jpg", image), (f"{i:02}.txt", text.encode()))
+    ]  # fmt: skip
+    write_tar(root / "c.tar", members)
+    table = pa.table({"jpg": images["d"], "caption": captions["d"]})
+    pq.write_table(table, root / "d.parquet", row_group_size=4)
+    from datasets import Dataset
+
+    Dataset.from_dict({"image": images["e"], "text": captions["e"]}).save_to_disk(str(root / "e"))
+    with MDSWriter(out=str(root / "f"), columns={"image": "bytes", "caption": "str"}, size_limit=3000) as writer:
+        for image, caption in zip(images["f"], captions["f"], strict=True):
+            writer.write({"image": image, "caption": caption})
+    sources = {"a": "a", "b": "b", "c": "c.tar", "d": "d.parquet", "e": "e", "f": "f"}
+    return {name: (root / sources[name], captions[name], images[name]) for name in images}
+
+
+def test_images_of_six_layouts_are_equal_to_the_byte(tmp_path):
+    layouts = write_layouts(tmp_path)
+    buckets = BucketsConfig(sizes=["32x32", "32x48", "48x32"], upscale=True)
+    manifest = prepare([path for path, _, _ in layouts.values()], tmp_path / "out", buckets=buckets, partition_size=5)
+    assert (manifest.kept, manifest.seen) == (6 * NUM, 6 * NUM)
+    assert [entry.kept for entry in manifest.sources] == [NUM] * 6
+    assert len({entry.kind for entry in manifest.sources}) == 5
+    by_caption = {tuple(one["captions"]): one for one in samples_of(tmp_path / "out").values()}
+    for path, captions, images in layouts.values():
+        for caption, image in zip(captions, images, strict=True):
+            one = by_caption[(caption,)]
+            assert one["image"] == image
+            assert one["key"].startswith(path.name)
+            width, height = decode_rgb(image).size
+            assert (one["width"], one["height"]) == (width, height)
+            ratios = {"32x32": 1, "32x48": 1.5, "48x32": 1 / 1.5}
+            nearest = min(ratios.values(), key=lambda ratio: abs(np.log(ratio * height / width)))
+            assert ratios[one["place"].partition("/")[2]] == nearest
+
+
+def test_columns_of_each_source(tmp_path):
+    for name, column in (("a", "TEXT"), ("b", "caption"), ("c", "alt")):
+        table = pa.table(
+            {"jpg": [noise(20, 20, ord(name) + i) for i in range(4)], column: [f"{name}{i}" for i in range(4)]}
+        )
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+    sources = [
+        {"path": str(tmp_path / "a.parquet"), "caption_column": "TEXT"},
+        str(tmp_path / "b.parquet"),
+        {"path": str(tmp_path / "c.parquet"), "caption_column": "alt"},
+    ]
+    prepare(sources, tmp_path / "out", edges=[16])
+    found = {key: one["captions"] for key, one in samples_of(tmp_path / "out").items()}
+    assert found == {f"{name}.parquet#{i}": [f"{name}{i}"] for name in "abc" for i in range(4)}
+    again = {**found, **{f"d.parquet#{i}": [f"d{i}"] for i in range(2)}}
+    table = pa.table({"jpg": [noise(20, 20, 7 + i) for i in range(2)], "TEXT": ["d0", "d1"]})
+    pq.write_table(table, tmp_path / "d.parquet")
+    prepare([*sources, {"path": str(tmp_path / "d.parquet"), "caption_column": "TEXT"}], tmp_path / "out", edges=[16])
+    assert {key: one["captions"] for key, one in samples_of(tmp_path / "out").items()} == again
+
+
+# Files
+
+
+def many_scans(number: int, side: int) -> bytes:
+    """A progressive JPEG whose last scan is repeated."""
+    data = encode(Image.radial_gradient("L").resize((side, side)).convert("RGB"), "JPEG", progressive=True)
+    last = data.rindex(b"\xff\xda")
+    return data[:last] + data[last:-2] * number + b"\xff\xd9"
+
+
+def write_hostile_files(folder: Path, outside: Path) -> dict[str, str]:
+    """Write images that go wrong, each in its way; return the expected reason of each, empty if it is kept."""
+    folder.mkdir()
+    png, jpeg = noise(24, 24), noise(24, 24, image_format="JPEG")
+    text = PngImagePlugin.PngInfo()
+    text.add_text("comment", "x" * 2_000_000, zip=True)
+    huge = bytearray(encode(Image.new("RGB", (16, 16)), "BMP"))
+    huge[18:26] = (60_000).to_bytes(4, "little") * 2
+    contents = {
+        "empty.png": (b"", "undecodable"),
+        "page.jpg": (b"<html>404</html>", "undecodable"),
+        "drawing.png": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "undecodable"),
+        "archive.jpg": (b"\x1f\x8b\x08" + bytes(60), "undecodable"),
+        "header only.jpg": (jpeg[:20], "undecodable"),
+        "cut.jpg": (jpeg[:-200], "undecodable"),
+        "cut.png": (png[:-200], "undecodable"),
+        "flipped.png": (png[:80] + bytes([png[80] ^ 1]) + png[81:], "undecodable"),
+        "float.tiff": (encode(Image.new("F", (24, 24)), "TIFF"), "undecodable"),
+        "huge.bmp": (bytes(huge), "too_large"),
+        "scans.jpg": (many_scans(2000, 64), "too_large"),
+        "script.jpg": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "undecodable"),
+        "comment.png": (encode(Image.new("RGB", (24, 24)), pnginfo=text), "undecodable"),
+        "cmyk.jpg": (encode(Image.new("CMYK", (24, 24)), "JPEG"), ""),
+        "png.jpg": (png, ""),
+        "trailing.jpg": (jpeg + b"PK\x03\x04" * 100, ""),
+        "n" * 246 + ".png": (png, ""),
+        "\u202egnp.png": (png, ""),
+        "\u00e9.png": (png, ""),
+    }
+    expected = {}
+    for name, (content, reason) in contents.items():
+        (folder / name).write_bytes(content)
+        (folder / name).with_suffix(".txt").write_text(f"of {name}")
+        expected[name] = reason
+    captions = {
+        "none.png": (None, "missing_caption"),
+        "blank.png": (b" \n\t", "empty_caption"),
+        "latin.png": (b"caf\xe9", "invalid_utf8"),
+        "utf16.png": ("x y".encode("utf-16"), "invalid_utf8"),
+        "long.png": (b"word " * 5000, "too_large"),
+        "word.png": (b"x" * 16_000, "too_large"),
+        "giant.png": (b"word " * 2_000_000, "too_large"),
+    }
+    for name, (caption, reason) in captions.items():
+        (folder / name).write_bytes(png)
+        if caption is not None:
+            (folder / name).with_suffix(".txt").write_bytes(caption)
+        expected[name] = reason
+    tables = {
+        "broken.png": ("{", "invalid_json"),
+        "nested.png": ("[" * 100_000, "invalid_json"),
+        "deep.png": ('{"caption": "x", "a": ' + '{"a":' * 20_000 + "1" + "}" * 20_001, "invalid_json"),
+        "much.png": (json.dumps({"caption": "x", "more": "y" * 300_000}), "too_large"),
+    }
+    for name, (values, reason) in tables.items():
+        (folder / name).write_bytes(png)
+        (folder / name).with_suffix(".json").write_text(values)
+        expected[name] = reason
+    os.mkfifo(folder / "pipe.png")
+    (folder / "pipe.txt").write_text("x")
+    (outside / "secret.png").write_bytes(png)
+    for name, target in {"out.png": outside / "secret.png", "loop.png": folder / "loop.png"}.items():
+        (folder / name).symlink_to(target)
+        (folder / name).with_suffix(".txt").write_text("x")
+    (folder / "caption loop.png").write_bytes(png)
+    (folder / "caption loop.txt").symlink_to(folder / "caption loop.txt")
+    (folder / "caption pipe.png").write_bytes(png)
+    os.mkfifo(folder / "caption pipe.txt")
+    unreadable = ("pipe.png", "out.png", "loop.png", "caption loop.png", "caption pipe.png")
+    (folder / "animal.xyz").write_bytes(png)
+    (folder / "animal.txt").write_text("x")
+    return expected | dict.fromkeys(unreadable, "unreadable") | {"animal.xyz": "missing_image"}
+
+
+def test_each_hostile_file_is_one_rejection_with_its_reason(tmp_path):
+    expected = write_hostile_files(tmp_path / "set", tmp_path)
+    began = time.process_time()
+    manifest = prepare([tmp_path / "set"], tmp_path / "out", edges=[16])
+    assert time.process_time() - began < 20
+    reasons = reasons_of(tmp_path / "out")
+    kept = samples_of(tmp_path / "out")
+    found = {**{key[4:]: "" for key in kept}, **{key[4:]: reason for key, reason in reasons.items()}}
+    assert found == expected
+    assert len(expected) > 30
+    assert (manifest.seen, manifest.kept) == (len(expected), len(kept))
+    for key, one in kept.items():
+        assert one["image"] == (tmp_path / key).read_bytes()
+
+
+def test_a_jpeg_with_thousands_of_scans_ends_at_once(tmp_path):
+    """Pillow takes minutes for it."""
+    (tmp_path / "set").mkdir()
+    write_folder(tmp_path / "set", 1)
+    (tmp_path / "set" / "x.jpg").write_bytes(many_scans(2000, 1500))
+    (tmp_path / "set" / "x.txt").write_text("x")
+    prepare([tmp_path / "set"], tmp_path / "warm", edges=[16], limits=LimitsConfig(max_image_mb=100))
+    began = time.process_time()
+    prepare([tmp_path / "set"], tmp_path / "out", edges=[16])
+    assert time.process_time() - began < 5
+    assert reasons_of(tmp_path / "out") == {"set/x.jpg": "too_large"}
+
+
+class Payload:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_nothing_is_executed(tmp_path):
+    mark = tmp_path / "executed"
+    payload, script = pickle.dumps(Payload(mark)), f"import os\nos.mkdir({str(mark)!r})\n"
+    folder = tmp_path / "set"
+    write_folder(folder, 3)
+    for name in ("set.py", "__init__.py", "conftest.py", "sitecustomize.py", "dataset.py"):
+        (folder / name).write_text(script)
+    (folder / "0001.pkl").write_bytes(payload)
+    members = [*sample("1", noise(20, 20), b"x"), ("1.pkl", payload), ("1.pyd", payload), ("1.npy", payload)]
+    write_tar(tmp_path / "x.tar", members)
+    table = pa.table({"jpg": [noise(20, 20, 9)], "caption": ["x"], "embedding": [payload]})
+    pq.write_table(table, tmp_path / "y.parquet")
+    columns = {"image": "bytes", "caption": "str", "extra": "pkl"}
+    with MDSWriter(out=str(tmp_path / "mds"), columns=columns) as writer:
+        writer.write({"image": noise(20, 20, 10), "caption": "x", "extra": Payload(mark)})
+    assert not mark.exists()
+    mark.rmdir() if mark.exists() else None
+    manifest = prepare(
+        [folder, tmp_path / "x.tar", tmp_path / "y.parquet", tmp_path / "mds"], tmp_path / "out", edges=[16]
+    )
+    assert not mark.exists()
+    assert manifest.seen == 6
+
+
+# Near duplicates
+
+
+def photograph(number: int, side: int = 160) -> Image.Image:
+    """Noise with the spectrum of photographs: amplitude falls with frequency."""
+    generator = np.random.default_rng(number)
+    frequency = np.hypot(*np.meshgrid(np.fft.fftfreq(side), np.fft.fftfreq(side)))
+    frequency[0, 0] = 1
+    planes = []
+    for strength in (1.0, 0.3, 0.3):
+        spectrum = np.fft.fft2(generator.standard_normal((side, side))) / frequency**1.3
+        plane = np.fft.ifft2(spectrum).real
+        planes.append(128 + 50 * strength * (plane - plane.mean()) / plane.std())
+    return Image.merge("YCbCr", [Image.fromarray(p.clip(0, 255).astype(np.uint8)) for p in planes]).convert("RGB")
+
+
+def test_copies_are_found_and_different_photographs_are_not(tmp_path):
+    folder, drawn = tmp_path / "set", [photograph(number) for number in range(300)]
+    folder.mkdir()
+    for number, image in enumerate(drawn):
+        image.save(folder / f"{number:03}.png")
+        if number < 100:
+            image.save(folder / f"{number:03} again.jpg", quality=60)
+            image.reduce(2).save(folder / f"{number:03} half.jpg", quality=85)
+    for path in list(folder.iterdir()):
+        path.with_suffix(".txt").write_text("x")
+    manifest = prepare([folder], tmp_path / "out", edges=[16], duplicates=DuplicatesConfig(max_distance=8))
+    assert {reason: entry.count for reason, entry in manifest.rejected.items()} == {"near_duplicate": 200}
+    kept = {re.match(r"set/(\d+)", key)[1] for key in samples_of(tmp_path / "out")}
+    assert kept == {f"{number:03}" for number in range(300)}
+
+
+# The terminal
+
+
+def run(*arguments) -> "subprocess.CompletedProcess[bytes]":
+    command = [sys.executable, "scripts/prepare.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, check=False, timeout=200)
+
+
+CONTROL = re.compile(rb"[\x00-\x08\x0b-\x1f\x7f]|\xc2[\x80-\x9f]|\xe2\x80\xae")
+
+
+def test_control_characters_of_names_do_not_reach_the_terminal(tmp_path):
+    folder, out = tmp_path / "se\x1b[31mt\u202e", tmp_path / "out"
+    write_folder(folder, 3)
+    for name in ("a\x1b[2J\x07.png", "b\r\x7f\n.png", "c\u009b.png", "\u202edd.png"):
+        (folder / name).write_bytes(b"x")
+        (folder / name).with_suffix(".txt").write_text("\x1b[2J")
+    done = run(folder, out, "--edges", 16, "--workers", 1)
+    assert done.returncode == 0, done.stderr
+    assert b"undecodable" in done.stdout
+    again = run(folder, out, "--edges", 16, "--workers", 1)
+    others = [run(folder, out, "--seed", 3), run(folder, "--dry-run"), run(tmp_path / "no\x1bne", out)]
+    (folder / "a\x1b[2J\x07.png").write_bytes(b"y")
+    others.append(run(folder, out, "--edges", 16))
+    assert [one.returncode for one in others] == [2, 0, 2, 2]
+    for one in (done, again, *others):
+        bars = one.stderr.replace(b"\r", b"").replace(b"\x1b[A", b"")  # tqdm's own
+        assert not CONTROL.search(one.stdout), one.stdout
+        assert not CONTROL.search(bars), bars
+
+
+def test_samples_of_damaged_files_are_all_counted(tmp_path):
+    """Ten row groups, one damaged; six MDS shards, all damaged at one sample; a tar that is cut."""
+    path = tmp_path / "x.parquet"
+    table = pa.table({"jpg": [noise(20, 20, i) for i in range(200)], "caption": [f"{i}" for i in range(200)]})
+    pq.write_table(table, path, row_group_size=20, compression="none")
+    data = bytearray(path.read_bytes())
+    column = pq.ParquetFile(path).metadata.row_group(4).column(0)
+    start = column.dictionary_page_offset or column.data_page_offset
+    data[start : start + 40] = bytes(40)
+    path.write_bytes(data)
+    members = [member for i in range(20) for member in sample(f"{i:02}", noise(40, 40, i), b"x")]
+    tar = write_tar(tmp_path / "y.tar", members)
+    tar.write_bytes(tar.read_bytes()[: tar.stat().st_size // 2])
+    manifest = prepare([path, tar], tmp_path / "out", edges=[16])
+    parquet, cut = manifest.sources
+    assert (parquet.seen, parquet.kept) == (200, 180)
+    assert 8 <= cut.kept < 20
+    assert cut.seen > cut.kept
+    keys = samples_of(tmp_path / "out")
+    assert {int(key.rpartition("#")[2]) for key in keys if "#" in key} == {i for i in range(200) if i // 20 != 4}
+    assert not any(io.BytesIO(one["image"]).getvalue() == b"" for one in keys.values())
+    assert tree(tmp_path / "out")
