@@ -28,7 +28,7 @@ import psutil
 from diffusion.config.data import DataConfig, Representation, StreamConfig
 from diffusion.datasets.loader import train_loader
 from diffusion.datasets.manifest import MANIFEST
-from diffusion.datasets.mds import INDEX, ShardFormat, encode_sample, write_shard
+from diffusion.datasets.mds import INDEX, ShardFormat, encode_sample, encode_shard, shard_name
 from diffusion.datasets.streams import Files, locate_streams, read_files
 from diffusion.launch import CommandParser, run_command
 from diffusion.operations.checks.data import check_cache
@@ -205,9 +205,7 @@ def make_shard() -> tuple[bytes, dict[str, Any]]:
     columns = {"latent_mean": "ndarray:float16:4,2,2", "token_ids": "ndarray:int32:1,8", "key": "str"}
     values = {"latent_mean": np.zeros((4, 2, 2), np.float16), "token_ids": np.zeros((1, 8), np.int32), "key": "k"}
     samples = [encode_sample(values, columns)] * SHARD_SAMPLES
-    with tempfile.TemporaryDirectory() as folder:
-        entry = write_shard(Path(folder), 0, samples, ShardFormat(columns=columns), partial=Path(folder, "partial"))
-        return Path(folder, entry["raw_data"]["basename"]).read_bytes(), entry
+    return encode_shard(samples, shard_name(0), ShardFormat(columns=columns))
 
 
 # The tables

@@ -29,7 +29,7 @@ from diffusion import storage
 from diffusion.datasets.balanced import Integers
 from diffusion.datasets.manifest import BucketEntry
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.files import atomic_path, hash_file, new_hash
+from diffusion.files import hash_file, new_hash
 from diffusion.storage import Access
 
 INDEX = "index.json"
@@ -420,23 +420,6 @@ def encode_shard(samples: Sequence[bytes], name: str, shards: ShardFormat) -> tu
         content = compress(shards.compression, content)
         zip_data = _described(content, name, shards.hashes)
     return content, {"samples": len(samples), "raw_data": raw_data, "zip_data": zip_data, **shards.entry}
-
-
-def write_shard(
-    target: Path,
-    number: int,
-    samples: Sequence[bytes],
-    shards: ShardFormat,
-    *,
-    partial: Path,
-    revision: int = 0,
-    part: int = 0,
-) -> dict[str, Any]:
-    """Write one shard of a local MDS folder and return its entry; arguments as of `encode_shard` and `shard_name`."""
-    content, entry = encode_shard(samples, shard_name(number, part=part, revision=revision), shards)
-    with atomic_path(target / stored_file(entry)["basename"], partial=partial):
-        partial.write_bytes(content)
-    return entry
 
 
 def stored_file(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 HASH_BITS = 64
 
-_SORT_COST = 16
+_SORT_COST = 4
 """Comparisons that cost as much as permuting and sorting one hash: for the choice of the number of blocks."""
 
 _MAX_THREADS = 4

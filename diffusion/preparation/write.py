@@ -28,12 +28,12 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 from tqdm import tqdm
 
 from diffusion import storage
+from diffusion.config.loading import from_dict
 from diffusion.datasets.manifest import (
     MANIFEST,
     BucketEntry,
@@ -46,8 +46,10 @@ from diffusion.datasets.manifest import (
 from diffusion.datasets.mds import INDEX, ShardFormat, encode_sample, encode_shard, read_index, stored_file
 from diffusion.errors import DataError, MachineError
 from diffusion.files import PARTIAL
+from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.engine import Workers, run
-from diffusion.preparation.metadata import CAPTIONS, METADATA, POSITIONS, SCORES, SELECTION, part_name
+from diffusion.preparation.explain import examples
+from diffusion.preparation.metadata import CAPTIONS, METADATA, POSITIONS, SCORES, part_name
 from diffusion.preparation.records import Location, Partition, Source, clean_text, fit_for_json
 from diffusion.preparation.scan import Scan
 from diffusion.preparation.select import Selection, kept_rows, read_selection
@@ -144,7 +146,7 @@ def write(
     selections = [read_selection(out, number) for number in range(num_generations)]
     finished = PreparedManifest.read(out) if storage.exists(storage.join(out, MANIFEST)) else None
     if not any(selection.kept for selection in selections):
-        raise _nothing_kept(out, selections)
+        raise _nothing_kept(out, scan, selections, settings)
     done = _begin(out, selections, finished)
     if finished is not None and len(finished.generations) == len(selections):
         return finished
@@ -189,11 +191,11 @@ def positions_name(task: int) -> str:
     return f"{task:05}.parquet"
 
 
-def _nothing_kept(out: str, selections: Sequence[Selection]) -> DataError:
+def _nothing_kept(out: str, scan: Scan, selections: Sequence[Selection], settings: Mapping[str, Any]) -> DataError:
     reasons = [
         f"{entry.count} rejected as {reason}"
         + "".join(f" (such as {one.key!a}: {printable(one.detail) or reason})" for one in entry.examples[:1])
-        for reason, entry in _rejected(out, selections).items()
+        for reason, entry in _rejected(out, scan, selections, settings).items()
     ]
     return DataError(f"{storage.shown(out)}: no image is kept: {'; '.join(reasons) or 'the sources hold none'}")
 
@@ -532,39 +534,23 @@ def _manifest(
         columns=COLUMNS,
         seen=sum(one.seen for one in selections),
         kept=sum(one.kept for one in selections),
-        rejected=_rejected(out, selections),
+        rejected=_rejected(out, scan, selections, settings),
         splits=splits,
         generations=[Generation(partitions=sizes[one.generation], seen=one.seen, kept=one.kept) for one in selections],
     )
 
 
-def _rejected(out: str, selections: Sequence[Selection]) -> dict[str, RejectedEntry]:
+def _rejected(
+    out: str, scan: Scan, selections: Sequence[Selection], settings: Mapping[str, Any]
+) -> dict[str, RejectedEntry]:
     """Rejected images by reason, with the first few keys of each in the order of the sources."""
+    conditions = {name: settings[name] for name in ("buckets", "filters") if name in settings}
+    config = from_dict(PrepareConfig, {"sources": [], "out": out, **conditions}, "settings")
     counts: Counter[str] = Counter()
-    examples: dict[str, list[Example]] = {}
+    shown: dict[str, list[Example]] = {}
     for selection in selections:
         counts.update(selection.reasons)
-        wanted = {
-            reason: min(count, _NUM_EXAMPLES - len(examples.setdefault(reason, [])))
-            for reason, count in selection.reasons.items()
-        }
-        for row in _first_rejected(out, selection.generation, wanted):
-            (metadata,) = (
-                read_table(storage.join(out, METADATA, part_name(row["part"]))).slice(row["row"], 1).to_pylist()
-            )
-            detail = f"of {row['duplicate_of']}" if row["duplicate_of"] else metadata["detail"] or ""
-            if metadata["key"]:  # It is blank after a takedown.
-                examples[row["reason"]].append(Example(key=metadata["key"], detail=detail))
-    return {reason: RejectedEntry(count=counts[reason], examples=examples[reason]) for reason in sorted(counts)}
-
-
-def _first_rejected(out: str, generation: int, wanted: dict[str, int]) -> Iterator[dict[str, Any]]:
-    """Yield the first rejected rows of some reasons, as many as are wanted."""
-    with storage.open_file(storage.join(out, SELECTION, f"{generation}-rejected.parquet")) as file:
-        for batch in pq.ParquetFile(file).iter_batches():
-            for reason in [reason for reason, number in wanted.items() if number]:
-                rows = batch.filter(pc.field("reason") == reason).slice(0, wanted[reason])
-                wanted[reason] -= rows.num_rows
-                yield from rows.to_pylist()
-            if not any(wanted.values()):
-                return
+        for one in examples(out, config, scan, selection.generation, per_reason=_NUM_EXAMPLES):
+            if one.key and len(shown.setdefault(one.reason, [])) < _NUM_EXAMPLES:  # It is blank after a takedown.
+                shown[one.reason].append(Example(key=one.key, detail=one.detail or ""))
+    return {reason: RejectedEntry(count=counts[reason], examples=shown.get(reason, [])) for reason in sorted(counts)}
