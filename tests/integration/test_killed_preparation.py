@@ -4,6 +4,7 @@ import importlib.util
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -51,8 +52,8 @@ def partition_size(request) -> int:
 def undisturbed(sources, partition_size, tmp_path_factory) -> dict[str, bytes]:
     """All files of a preparation that was not killed."""
     out = tmp_path_factory.mktemp("undisturbed") / "out"
-    sizes = {"shard_bytes": round(SHARD_MB * 2**20), "window_bytes": round(WINDOW_MB * 2**20)}
-    prepare(sources, out, edges=[16, 34], partition_size=partition_size, seed=3, **sizes)
+    options: dict[str, Any] = {"edges": [16, 34], "partition_size": partition_size, "seed": 3}
+    prepare(sources, out, shard_bytes=round(SHARD_MB * 2**20), window_bytes=round(WINDOW_MB * 2**20), **options)
     assert len(list(out.glob("positions/*.parquet"))) > 1
     return tree(out)
 

@@ -89,9 +89,9 @@ MOMENTS = {
 """Part of the name of a file, and how many such have been written before."""
 
 
-def kill_before(name, number, function, place):
-    """Wrap what writes files: SIGKILL before a certain one."""
-    count = iter(range(10**6))
+def kill_before(moment, function, place):
+    """Wrap what writes files, whose names are the argument at a place: SIGKILL before a certain one."""
+    (name, number), count = moment, iter(range(10**6))
 
     def killing(*arguments, **options):
         if name in str(arguments[place]) and next(count) == number:
@@ -105,8 +105,8 @@ def killed(moment, source, out, options):
     """Prepare in a process that ends by SIGKILL at a moment."""
 
     def work():
-        storage.write = kill_before(*moment, storage.write, 0)
-        select._write_parquet = kill_before(*moment, select._write_parquet, 3)
+        storage.write = kill_before(moment, storage.write, 0)
+        select._write_parquet = kill_before(moment, select._write_parquet, 3)
         prepare([source], out, **options)
 
     process = multiprocessing.get_context("fork").Process(target=work)
@@ -258,7 +258,7 @@ def test_an_image_that_changes_between_scan_and_write(tmp_path):
     before = image.read_bytes()
 
     def work():
-        storage.write = kill_before(".mds", 0, storage.write, 0)
+        storage.write = kill_before((".mds", 0), storage.write, 0)
         prepare([tmp_path / "set"], tmp_path / "out", edges=[16])
 
     process = multiprocessing.get_context("fork").Process(target=work)
