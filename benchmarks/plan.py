@@ -135,7 +135,7 @@ class Benchmark:
                 (f"open/{number}", data.measure_opening, {"num_shards": 40 if quick else 80_000, "num_streams": number})
                 for number in (1, 40)
             ],
-            "prepare": [("prepare", data.measure_preparing, {"num_images": 50 if quick else 1000})],
+            "prepare": [("prepare", data.measure_preparing, {"num_images": 50 if quick else 4000})],
         }
         return [Row(name=row, measure=measure, parameters=settings) for row, measure, settings in rows[name]]
 

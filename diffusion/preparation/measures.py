@@ -23,7 +23,7 @@ _GREY_LEVEL = HASH_SIDE**2 * 2**24
 _BRIGHTNESS_TOLERANCE = _GREY_LEVEL // 8
 _COLOUR_TOLERANCE = _GREY_LEVEL
 
-_SCAN, _END = b"\xda", b"\xd9"
+_SCAN, _END, _SEQUENTIAL = b"\xda", b"\xd9", (b"\xc0", b"\xc1")
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]", re.DOTALL)
 """In the data of a scan: the end of it."""
 
@@ -42,17 +42,24 @@ _SIGNATURES = (
 
 
 def jpeg_scans(data: bytes) -> int:
-    """Count the scans of a JPEG file up to the end of its first image; 0 for other files."""
+    """Count the scans of a JPEG file up to the end of its first image; 0 for other files.
+
+    A sequential JPEG whose first scan has all components has one: decoders read no other.
+    """
     if data[:2] != b"\xff\xd8":
         return 0
-    position, scans = 2, 0
+    position, scans, num_components = 2, 0, None
     while data[position : position + 1] == b"\xff" and (marker := data[position + 1 : position + 2]) not in (b"", _END):
         if marker == b"\xff":  # fill byte
             position += 1
             continue
-        position += 2 + int.from_bytes(data[position + 2 : position + 4], "big")
+        if marker in _SEQUENTIAL:
+            num_components = data[position + 9 : position + 10]
+        segment, position = position, position + 2 + int.from_bytes(data[position + 2 : position + 4], "big")
         if marker == _SCAN:
             scans += 1
+            if data[segment + 4 : segment + 5] == num_components:
+                return scans
             found = _MARKER.search(data, position)
             position = found.start() if found else len(data)
     return scans

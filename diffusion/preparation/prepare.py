@@ -19,7 +19,7 @@ from diffusion.preparation.scan import Scan, scan_sources
 from diffusion.preparation.score import score
 from diffusion.preparation.select import check as check_selection
 from diffusion.preparation.select import select
-from diffusion.preparation.takedown import add_removed, read_keys, take_down
+from diffusion.preparation.takedown import add_removed, read_keys, reject_scanned, take_down
 from diffusion.preparation.write import shard_format, write
 from diffusion.reports.tables import text_table
 
@@ -76,6 +76,7 @@ def prepare(
     with claim(out, PreparedManifest.KIND):
         if removed is not None and finished is None:
             add_removed(out, read_keys(removed))
+            reject_scanned(out, read_keys(removed))
         if "scan" in stages:
             scan = scan_sources(config, workers=workers, progress=progress, overwrite=overwrite)
         else:

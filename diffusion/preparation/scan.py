@@ -54,6 +54,7 @@ from diffusion.preparation.records import (
     clean_text,
 )
 from diffusion.preparation.sources import from_description, open_sources
+from diffusion.preparation.sources.reading import printable
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,6 @@ REREAD = "reread"
 """Folder of a data set while files that look changed are compared with what is known of them."""
 
 _PARALLEL_DOWNLOADS = 16
-_JPEG_SCAN = b"\xff\xda"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,14 +304,15 @@ def _check_unchanged(
     out: str, source: Source, found: Partitions, known: Sequence[str], limits: dict[str, Any], workers: Workers
 ) -> None:
     """Read files that look changed again, and compare their images with what is known of them."""
+    name = printable(source.name)
     remedy = f"undo that, or prepare all of {storage.shown(out)} anew with --overwrite"
     if found.gone:
-        raise DataError(f"source {source.name}: {found.gone[0]!a} is gone; {remedy}")
+        raise DataError(f"source {name}: {found.gone[0]!a} is gone; {remedy}")
     if not found.changed:
         return
     import duckdb
 
-    logger.info("source %s: %d partitions look changed; they are read again", source.name, len(found.changed))
+    logger.info("source %s: %d partitions look changed; they are read again", name, len(found.changed))
     folder, names = storage.join(out, REREAD), [part_name(number) for number in range(len(found.changed))]
     tasks = (
         ScanTask(source=source.only(partition), partition=partition, number=number, folder=REREAD)
@@ -328,7 +329,7 @@ def _check_unchanged(
             shutil.rmtree(folder, ignore_errors=True)
     if changed:
         raise DataError(
-            f"source {source.name}: {changed[0]!a} has changed; {remedy} (mending an image that was rejected is a "
+            f"source {name}: {changed[0]!a} has changed; {remedy} (mending an image that was rejected is a "
             "change, too; a mended copy under another name is new and is added)"
         )
 
@@ -402,7 +403,7 @@ class Scanner:
     def _measures(self, image: bytes) -> dict[str, Any]:
         """Decode an image, once."""
         limit = self._limits.max_jpeg_scans
-        if image.count(_JPEG_SCAN) > limit and (scans := jpeg_scans(image)) > limit:
+        if (scans := jpeg_scans(image)) > limit:
             raise UndecodableImageError("too_large", f"{scans} scans are more than limits.max_jpeg_scans")
         reduced = decode_reduced(image, REDUCED_SIDE)
         return {

@@ -291,6 +291,9 @@ def _select(
     )
     storage.write_json(uri, dataclasses.asdict(selection))
     logger.info("kept %s of %s images", f"{selection.kept:,}", f"{selection.seen:,}")
+    num_small = selection.reasons.get(Reason.TOO_SMALL.value, 0)
+    if num_small and not config.buckets.upscale and isinstance(build_buckets(config.buckets), SizeBuckets):
+        logger.info("%s images are smaller than every bucket; buckets.upscale: true takes them, too", f"{num_small:,}")
     return selection
 
 

@@ -52,7 +52,7 @@ from diffusion.preparation.metadata import (
     part_name,
     removed_row,
 )
-from diffusion.preparation.output import claim
+from diffusion.preparation.output import claim, clear_result
 from diffusion.preparation.records import Reason
 from diffusion.preparation.scan import Scan
 from diffusion.preparation.select import read_selection
@@ -153,6 +153,19 @@ def add_removed(dataset: str, keys: Iterable[str]) -> None:
     if hashes and (hashes != known or not storage.exists(storage.join(dataset, REMOVED))):
         storage.write_json(storage.join(dataset, REMOVED), sorted(hashes))
     storage.delete([storage.join(dataset, _KEYS)])
+
+
+def reject_scanned(dataset: str, keys: Collection[str]) -> None:
+    """Reject images of an unfinished data set, or of one that is replaced, and erase what is known of them.
+
+    If there are some, what was selected and written is removed.
+    """
+    rows: dict[int, list[int]] = {}
+    for part, row in _find_metadata(dataset, keys):
+        rows.setdefault(part, []).append(row)
+    if rows:
+        clear_result(dataset)
+        _reject_metadata(dataset, rows, erase=True)
 
 
 def read_marks(dataset: str) -> dict[str, list[int]]:

@@ -22,7 +22,7 @@ WORKERS = [
 ]
 """Of one start after the other."""
 
-SHARD_MB, WINDOW_MB = 0.5, 0.8
+SHARD_MB, WINDOW_MB = 0.5, 0.375
 """A dozen windows or more, in several write tasks."""
 
 

@@ -36,6 +36,9 @@ def test_scans_of_a_jpeg_are_counted_up_to_the_end_of_the_image():
     assert jpeg_scans(progressive) == progressive.count(b"\xff\xda") > 5
     within = encode(image, "JPEG", progressive=True, exif=b"Exif\0\0" + b"\xff\xda\0\2" * 200)
     assert jpeg_scans(within + b"\xff\xda\0\2" * 300) == jpeg_scans(progressive)
+    sequential = encode(image, "JPEG")
+    again = sequential[sequential.index(b"\xff\xda") : -2]
+    assert jpeg_scans(sequential[:-2] + again * 9) == 1, "decoders read no other"
     assert jpeg_scans(encode(image)) == jpeg_scans(b"") == jpeg_scans(b"\xff\xd8") == 0
     for stop in range(0, len(progressive), 97):
         assert jpeg_scans(progressive[:stop]) <= jpeg_scans(progressive)

@@ -20,7 +20,7 @@ from diffusion.datasets.images import decode_rgb
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.preparation import scan
-from diffusion.preparation.config import DuplicatesConfig, FiltersConfig, PrepareConfig
+from diffusion.preparation.config import BucketsConfig, DuplicatesConfig, FiltersConfig, PrepareConfig
 from diffusion.preparation.prepare import STAGES, explain_selection
 from diffusion.preparation.prepare import prepare as prepare_from_config
 from diffusion.preparation.write import COLUMNS
@@ -215,6 +215,16 @@ def test_a_sample_larger_than_a_shard(tmp_path):
     assert len(read_all(tmp_path / "out")["train", "16-up"]) == 3
 
 
+def test_upscaling_is_named_where_images_are_too_small(tmp_path, caplog):
+    write_folder(tmp_path / "set", 4)
+    caplog.set_level("INFO")
+    with pytest.raises(DataError, match=r"too_small.*set/0000\.png"):
+        prepare([tmp_path / "set"], tmp_path / "out", buckets=BucketsConfig(sizes=["64x64"]))
+    assert "buckets.upscale" in caplog.text
+    buckets = BucketsConfig(sizes=["64x64"], upscale=True)
+    assert prepare([tmp_path / "set"], tmp_path / "out", buckets=buckets).kept == 4
+
+
 def test_duplicates_are_dropped(tmp_path):
     write_folder(tmp_path / "a", 8)
     write_folder(tmp_path / "b", 10)
@@ -304,6 +314,24 @@ def test_removed_keys_never_enter(tmp_path):
         write_folder(tmp_path / "set", 3, start=20)
         grown = prepare([tmp_path / "set"], tmp_path / "out", edges=[16], removed=removed, overwrite=overwrite)
         assert (grown.kept, grown.rejected["removed"].count) == (13, 2)
+
+
+@pytest.mark.parametrize("before", [STAGES[:1], STAGES[:3], STAGES])
+def test_keys_that_are_removed_after_the_scan(tmp_path, before):
+    """In an unfinished data set, and in one that is replaced."""
+    write_folder(tmp_path / "set", 12)
+    removed = tmp_path / "removed.txt"
+    removed.write_text("set/0003.png\n")
+    for name in ("out", "fresh"):
+        config = PrepareConfig(sources=[str(tmp_path / "set")], out=str(tmp_path / name), workers=1)
+        config.buckets.edges = [16]
+        if name == "out":
+            prepare_from_config(config, stages=before, report=False)
+        prepare_from_config(config, removed=removed, overwrite=before == STAGES, report=False)
+    assert shards(tree(tmp_path / "out")) == shards(tree(tmp_path / "fresh"))
+    metadata = pq.read_table(tmp_path / "out" / "metadata").to_pylist()
+    assert [row["key"] for row in metadata if row["reason"]] == [""]
+    assert b"0003" not in (tmp_path / "out" / "manifest.json").read_bytes()
 
 
 # The command
