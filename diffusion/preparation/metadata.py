@@ -177,7 +177,7 @@ def open_metadata(
 ) -> "Iterator[duckdb.DuckDBPyConnection]":
     """Open the metadata of a data set for queries with DuckDB.
 
-        with open_metadata(out, read_scan(out), columns=["license"]) as connection:
+        with open_metadata(out, Scan.read(out), columns=["license"]) as connection:
             connection.sql("SELECT license, count(*) FROM images WHERE reason = '' GROUP BY license").show()
 
     The view `images` has a row for each image of all generations: the columns of `SCHEMA` (captions are those of the
