@@ -38,6 +38,11 @@ SECTIONS = [("data", "train"), ("validation", "validation")]
 KILL = "plugins.callbacks=[{path: tests.tools.toys.SignalAt, arguments: {step: 3, number: 9}}]"
 
 
+def upload(folder: Path, url: str) -> None:
+    for name, content in tree(folder).items():
+        storage.write(f"{url}/{name}", content)
+
+
 def losses(run: Path) -> tuple[list[int], list[float]]:
     return series(read_metrics(run / "metrics.jsonl"), TRAIN_LOSS)
 
@@ -46,8 +51,7 @@ def losses(run: Path) -> tuple[list[int], list[float]]:
 def test_from_images_in_a_store_to_checkpoints_in_one(server, s3_server: S3Server, tmp_path: Path) -> None:
     write_data_set(tmp_path / "drawn", 120, seed=5)
     layouts = ("images", "webdataset", "parquet")
-    for name, content in tree(tmp_path / "drawn").items():
-        storage.write(f"s3://tests/drawn/{name}", content)
+    upload(tmp_path / "drawn", "s3://tests/drawn")
     places = {str(tmp_path / "drawn"): str(tmp_path / "prepared"), "s3://tests/drawn": "s3://tests/prepared"}
     for place, out in places.items():
         sources = [f"{place}/{layout}" for layout in layouts]
