@@ -360,7 +360,7 @@ def encode_sample(sample: Mapping[str, Any], columns: Mapping[str, str]) -> byte
         data.append(_encode(columns[name], sample[name]))
         if encoded_size(columns[name]) is None:
             sizes.append(len(data[-1]))
-    return struct.pack(f"<{len(sizes)}I", *sizes) + b"".join(data)
+    return b"".join([struct.pack(f"<{len(sizes)}I", *sizes), *data])
 
 
 def encoded_size(kind: str) -> int | None:
