@@ -43,7 +43,7 @@ def upload(folder: Path, url: str) -> None:
         storage.write(f"{url}/{name}", content)
 
 
-def losses(run: Path) -> tuple[list[int], list[float]]:
+def losses(run: Path) -> tuple[list[float], list[float]]:
     return series(read_metrics(run / "metrics.jsonl"), TRAIN_LOSS)
 
 
