@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from diffusion.errors import DataError
 from diffusion.preparation.records import Location, Partition, Partitions, Reason, Record, Rejected
-from diffusion.preparation.sources.base import FileSource, rejected, whole_files
+from diffusion.preparation.sources.base import FileSource, rejected_file, whole_files
 from diffusion.preparation.sources.columns import (
     Batch,
     find_columns,
@@ -95,7 +95,7 @@ class ArrowSource(FileSource):
             for batch in self._batches(partition.file, None, partition.num_bytes):
                 yield from scan_batch(self, partition, batch)
         except UnfitFileError as error:
-            yield rejected(self.prefix(partition.file), error, Location(file=partition.file, version=partition.version))
+            yield rejected_file(self, partition, error)
 
     def images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
         """Yield the images of some rows."""

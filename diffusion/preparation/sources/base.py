@@ -150,7 +150,7 @@ def known_versions(known: Sequence[str]) -> dict[str, str]:
 
     with duckdb.connect() as database:
         rows = database.execute(
-            "SELECT file, min(version) FROM read_parquet(?) GROUP BY file ORDER BY file", [list(known)]
+            "SELECT file, max(version) FROM read_parquet(?) GROUP BY file ORDER BY file", [list(known)]
         )
         return dict(rows.fetchall())
 
@@ -183,6 +183,22 @@ def _excess(record: Record, limits: LimitsConfig) -> str:
     if record.metadata and len(json.dumps(record.metadata, ensure_ascii=False)) > limits.max_metadata_kb * 2**10:
         return "its metadata are larger than limits.max_metadata_kb"
     return ""
+
+
+def rejected_file(source: FileSource, partition: Partition, error: UnfitFileError) -> Rejected:
+    """Make the rejection of the file of a partition; a DataError if it was there when the source was listed."""
+    if error.reason is Reason.MISSING_IMAGE and partition.version:
+        raise gone_error(source, partition.file)
+    location = Location(file=partition.file, version=partition.version)
+    return rejected(source.prefix(partition.file), error, location)
+
+
+def gone_error(source: FileSource, file: str) -> DataError:
+    """Make the error of a file that was listed and is not there any more."""
+    return DataError(
+        f"{printable(shown(source.uri(file)))} is gone since it was listed; restore it (is the disk mounted?), or "
+        "prepare anew with --overwrite"
+    )
 
 
 def rejected(key: str, error: UnfitFileError, location: Location, what: str = "") -> Rejected:

@@ -27,6 +27,7 @@ from diffusion.preparation.records import (
 from diffusion.preparation.sources.base import (
     FileSource,
     check_limits,
+    gone_error,
     rejected,
     size_of_partitions,
 )
@@ -126,7 +127,7 @@ class FolderSource(FileSource):
             self._report_overruled(database)
             database.execute("CREATE TABLE known (file VARCHAR, version VARCHAR)")
             if known:
-                seen = "SELECT file, min(version) FROM read_parquet(?) GROUP BY file"
+                seen = "SELECT file, max(version) FROM read_parquet(?) GROUP BY file"
                 database.execute(f"INSERT INTO known {seen}", [list(known)])
             database.execute("DELETE FROM items WHERE '~' || md5(file) IN (SELECT file FROM known)")  # Taken down.
             gone = database.execute(f"SELECT file {_GONE} ORDER BY file LIMIT {_NAMED_GONE}").fetchall()
@@ -195,14 +196,16 @@ class FolderSource(FileSource):
         for problem in (Reason.UNREADABLE, Reason.MISSING_IMAGE):
             if problem.value in item:
                 return Rejected(key, problem, location, item[problem.value])
-        what = ""
+        what, file = "", item["file"]
         try:
             image = read_file(self.uri(item["file"]), self.image_limit())
-            what = ".txt"
-            caption = read_file(self.uri(item["text"]), self.text_limit()) if "text" in item else None
-            what = ".json"
-            values = read_file(self.uri(item["json"]), self.row_limit()) if "json" in item else None
+            what, file = ".txt", item.get("text")
+            caption = read_file(self.uri(file), self.text_limit()) if file else None
+            what, file = ".json", item.get("json")
+            values = read_file(self.uri(file), self.row_limit()) if file else None
         except UnfitFileError as error:
+            if error.reason is Reason.MISSING_IMAGE:
+                raise gone_error(self, file) from error
             return rejected(key, error, location, what)
         if "captions" in item:
             captions = item["captions"] if caption is None else decode_text(caption)

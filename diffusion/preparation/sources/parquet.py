@@ -15,7 +15,7 @@ from diffusion.preparation.records import Location, Partition, Partitions, Reaso
 from diffusion.preparation.sources.base import (
     FileSource,
     compare,
-    rejected,
+    rejected_file,
     size_of_partitions,
 )
 from diffusion.preparation.sources.columns import (
@@ -119,7 +119,7 @@ class ParquetSource(FileSource):
                     for batch in _batches(opened, group, start, names, partition.num_bytes):
                         yield from scan_batch(self, partition, batch)
         except UnfitFileError as error:
-            yield rejected(self.prefix(file), error, Location(file=file, version=partition.version))
+            yield rejected_file(self, partition, error)
 
     def images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
         """Yield the images of some rows; of other row groups and other columns nothing is read."""

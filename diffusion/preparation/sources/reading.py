@@ -180,7 +180,7 @@ def read_file(uri: str, limit: int) -> bytes:
 
     Raises:
         UnfitFileError: it does not exist, may not be read, is no regular file, or is larger.
-        MachineError: the disk or the network fails.
+        MachineError: the disk or the network fails, or a store denies access.
     """
     with _unfit(uri):
         data = storage.read(uri, stop=limit + 1) if is_url(uri) else _read_local(uri, limit)
@@ -236,7 +236,7 @@ def _unfit(uri: str) -> Iterator[None]:
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError) as error:
         raise UnfitFileError(Reason.MISSING_IMAGE, "there is no such file") from error
     except OSError as error:
-        if isinstance(error, MachineError | DataError) and not isinstance(error, PermissionError):
+        if isinstance(error, MachineError | DataError):
             raise
         if error.errno in _OF_THE_FILE:
             raise UnfitFileError(Reason.UNREADABLE, os.strerror(error.errno or 0)) from error

@@ -17,6 +17,7 @@ from diffusion.preparation.sources.base import (
     FileSource,
     check_limits,
     rejected,
+    rejected_file,
     whole_files,
 )
 from diffusion.preparation.sources.reading import UnfitFileError, printable
@@ -78,7 +79,7 @@ class WebDatasetSource(FileSource):
                         detail = "another image of its sample"
                         yield Rejected(f"{key}.{key_of(extension)}", Reason.DUPLICATE_KEY, location, detail)
         except UnfitFileError as error:
-            yield rejected(prefix, error, location)
+            yield rejected_file(self, partition, error)
         except _DamageError as error:
             yield Rejected(prefix, Reason.DAMAGED_FILE, location, f"{error}; what came before was read")
 

@@ -13,10 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 from streaming import MDSWriter
 
-from diffusion.errors import DataError
+from diffusion import storage
+from diffusion.errors import DataError, MachineError
 from diffusion.preparation.config import LimitsConfig, SourceConfig
 from diffusion.preparation.records import Reason, Record, Rejected
 from diffusion.preparation.sources import from_description, open_sources
+from diffusion.preparation.sources.reading import open_file, read_file
 from tests.tools.image_files import noise, sample, write_folder, write_tar
 from tests.tools.sources import bare, details, open_source, partitions, read, reasons, scan, write_known
 
@@ -761,6 +763,39 @@ def test_images_that_are_gone_after_the_scan(tmp_path, layout):
     write(3)
     with pytest.raises(DataError, match=layout.partition(".")[0]):
         list(source.images(partition, locations))
+
+
+@pytest.mark.parametrize("layout", ["images", "x.tar", "x.parquet", "x.arrow"])
+def test_a_file_that_is_gone_since_the_listing_is_no_rejection(tmp_path, layout):
+    columns = {"image": [IMAGE], "caption": ["x"]}
+    root = tmp_path / "set"
+    if layout == "images":
+        write_folder(root, 2)
+    elif layout == "x.tar":
+        root.mkdir()
+        write_tar(root / layout, sample("0", IMAGE, b"x"))
+    elif layout == "x.parquet":
+        write_parquet(root / layout, columns)
+    else:
+        root.mkdir()
+        with pa.ipc.new_stream(root / layout, pa.table(columns).schema) as stream:
+            stream.write_table(pa.table(columns))
+    source = open_source(root)
+    (partition,) = partitions(source)
+    root.rename(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match="0000.png" if layout == "images" else layout):
+        list(source.scan(partition))
+
+
+def test_denied_access_to_a_store_is_no_rejection(monkeypatch):
+    def deny(uri, *arguments, **options):
+        raise storage.ForbiddenFileError(13, "access is denied", uri)
+
+    monkeypatch.setattr(storage, "read", deny)
+    monkeypatch.setattr(storage, "open_file", deny)
+    for read_one in (lambda: read_file("s3://b/x.png", 10), lambda: open_file("s3://b/x.tar")):
+        with pytest.raises(MachineError, match="x"):
+            read_one()
 
 
 class TestOpening:
