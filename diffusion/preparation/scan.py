@@ -293,7 +293,7 @@ def _local_copies(folder: str, names: Sequence[str]) -> Iterator[list[str]]:
 _CHANGED = """
 WITH new AS (FROM read_parquet(?)), old AS (FROM read_parquet(?) SEMI JOIN (SELECT DISTINCT file FROM new) USING (file))
 SELECT key FROM (SELECT * FROM new WHERE reason <> 'removed') new
-FULL JOIN (SELECT * FROM old WHERE reason <> 'removed') old USING (key)
+FULL JOIN (SELECT * FROM old WHERE reason <> 'removed' AND version <> '') old USING (key)
 WHERE new.reason IS NULL OR old.reason IS NULL OR row(new.xxh128, new.captions, new.metadata, new.reason)
     IS DISTINCT FROM row(old.xxh128, old.captions, old.metadata, old.reason)
 ORDER BY key LIMIT 1

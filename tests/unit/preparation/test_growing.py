@@ -187,3 +187,16 @@ def test_growth_that_adds_nothing_but_rejections(tmp_path):
     assert prepare([source], out, **OPTIONS) == grown
     write_folder(source, 2, start=50)
     assert [one.kept for one in prepare([source], out, **OPTIONS).generations] == [5, 0, 2]
+
+
+def test_an_image_that_a_table_named_before_it_came(tmp_path):
+    source, out = tmp_path / "set", tmp_path / "out"
+    write_folder(source, 4)
+    (source / "metadata.jsonl").write_text('{"file_name": "late.png", "text": "late"}\n')
+    assert prepare([source], out, **OPTIONS).rejected["missing_image"].count == 1
+    (source / "late.png").write_bytes(noise(40, 35, 99))
+    grown = prepare([source], out, **OPTIONS)
+    assert [one.kept for one in grown.generations] == [4, 1]
+    assert prepare([source], out, **OPTIONS) == grown
+    os.utime(source / "late.png", ns=(0, 0))
+    assert prepare([source], out, **OPTIONS) == grown
