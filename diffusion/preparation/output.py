@@ -36,10 +36,16 @@ _SETTLING_SECONDS = 2.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 """EBADF: NFS locks only what can be opened for writing, which a folder cannot."""
 
-_FILES = ("scores.json", "withdrawn.json", "report.html", "report.json", "partitions.json")
+_FILES = ("withdrawn.json", "report.html", "report.json", "partitions.json")
 _FOLDERS_OF_VERSION_1 = ("facts", "refused")
 
-_ALLOWED = (WRITER, LISTINGS, REMOVED, "lost+found")
+SCORES_RECORD = "scores.json"
+"""File of a data set: what the columns below `scores` are made with. Columns of other tools are not in it."""
+
+REREAD = "reread"
+"""Folder of a data set while files that look changed are compared with what is known of them."""
+
+_ALLOWED = (WRITER, LISTINGS, REMOVED, REREAD, "withdrawn.txt", "lost+found")
 """What may be there before the first scan has begun."""
 
 
@@ -68,15 +74,17 @@ def claim(out: str, kind: str | None = None) -> Iterator[None]:
 def clear_result(out: str) -> None:
     """Remove what was selected and written; the manifest goes first. What was taken down stays known."""
     storage.delete([storage.join(out, MANIFEST)])
-    _clear_folders(out, (*SPLITS, POSITIONS, SELECTION))  # Without positions no shard is taken for a finished one.
+    _clear_folders(out, (POSITIONS, *SPLITS, SELECTION))  # Without positions no shard is taken for a finished one.
     storage.delete(storage.join(out, name) for name in _FILES)
 
 
 def clear(out: str) -> None:
-    """Remove a prepared data set; `scan.json` goes last."""
+    """Remove a prepared data set; `scan.json`, by which the rest is known if this is stopped, goes last."""
+    if not storage.exists(storage.join(out, SCAN)):
+        storage.write_json(storage.join(out, SCAN), {})
     clear_result(out)
-    _clear_folders(out, (SCORES, METADATA, LISTINGS, *_FOLDERS_OF_VERSION_1))
-    storage.delete([storage.join(out, SCAN)])
+    _clear_folders(out, (SCORES, METADATA, LISTINGS, REREAD, *_FOLDERS_OF_VERSION_1))
+    storage.delete([storage.join(out, SCORES_RECORD), storage.join(out, SCAN)])
 
 
 def _clear_folders(out: str, names: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ from diffusion.datasets.manifest import MANIFEST, PreparedManifest
 from diffusion.errors import DataError
 from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.engine import Workers
+from diffusion.preparation.explain import explain
 from diffusion.preparation.output import claim, clear_result
 from diffusion.preparation.plugins import check_plugins
 from diffusion.preparation.scan import Scan, scan_sources
@@ -65,6 +66,8 @@ def prepare(
         MachineError: a file cannot be read or written, or a worker died.
     """
     check_sections(config)
+    if not storage.is_url(config.out):
+        config = replace(config, out=str(Path(config.out).absolute()))  # Workers run elsewhere.
     check_plugins(config)
     check_selection(config)
     settings = _settings(config)
@@ -74,17 +77,20 @@ def prepare(
     if removed is not None and finished is not None:
         take_down(out, read_keys(removed))
     with claim(out, PreparedManifest.KIND):
-        if removed is not None and finished is None:
-            add_removed(out, read_keys(removed))
-            reject_scanned(out, read_keys(removed))
+        if finished is None:
+            keys = read_keys(removed) if removed is not None else set()
+            add_removed(out, keys)  # With the list of version 1, which the scan does not read.
+            reject_scanned(out, keys)
         if "scan" in stages:
             scan = scan_sources(config, workers=workers, progress=progress, overwrite=overwrite)
         else:
             scan = Scan.read(out)
-        if finished is None:
-            scan = _begin_anew(out, scan)
         if "score" in stages:
             score(config, scan, workers=workers, progress=progress)
+        if finished is None:
+            if "select" in stages and storage.exists(storage.join(out, MANIFEST)):
+                explain(out, config, scan)  # A mistake in the conditions is found before anything is removed.
+            scan = _begin_anew(out, scan)
         if "select" in stages:
             select(out, config, scan, progress=progress)
         if "write" not in stages:
@@ -92,7 +98,7 @@ def prepare(
         manifest = write(out, scan, settings, workers, scratch=config.scratch, progress=progress)
         if manifest == finished:
             logger.info("%s is finished, and its sources hold no more (--overwrite replaces it)", storage.shown(out))
-        elif report:
+        if report and (manifest != finished or not storage.exists(storage.join(out, "report.html"))):
             from diffusion.preparation.report import write_report  # Plotting takes a second to import.
 
             write_report(out, scan)
@@ -136,8 +142,6 @@ def _begin_anew(out: str, scan: Scan) -> Scan:
 
 def explain_selection(config: PrepareConfig) -> str:
     """Table of how many images each condition rejects, over the metadata that are there; nothing is written."""
-    from diffusion.preparation.explain import explain
-
     check_sections(config)
     costs = explain(config.out, config, Scan.read(config.out))
     rows = [("condition", "rejects alone", "rejects first", "remaining")]

@@ -10,6 +10,12 @@ from typing import Any, Protocol
 
 from typing_extensions import Self
 
+from diffusion.errors import DataError
+
+
+class OutdatedError(DataError):
+    """What was listed or scanned is not what sources and settings say now; `--overwrite` prepares it anew."""
+
 
 class Reason(str, Enum):
     """Why an image was rejected; the value is the name in metadata and manifests. Filters add names of their own."""

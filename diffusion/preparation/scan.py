@@ -9,6 +9,7 @@ import functools
 import io
 import json
 import logging
+import re
 import shutil
 import sys
 import tempfile
@@ -43,9 +44,10 @@ from diffusion.preparation.metadata import (
     part_name,
     removed_row,
 )
-from diffusion.preparation.output import clear
+from diffusion.preparation.output import REREAD, clear
 from diffusion.preparation.records import (
     WITHOUT_CAPTION,
+    OutdatedError,
     Partition,
     Partitions,
     Record,
@@ -59,8 +61,6 @@ from diffusion.preparation.sources.reading import printable
 logger = logging.getLogger(__name__)
 
 _VERSION = 1
-REREAD = "reread"
-"""Folder of a data set while files that look changed are compared with what is known of them."""
 
 _PARALLEL_DOWNLOADS = 16
 
@@ -107,11 +107,12 @@ class Scan:
         values = storage.read_json(uri)
         try:
             if values["version"] != _VERSION:
-                raise DataError(f"{storage.shown(uri)} has version {values['version']}, this package reads {_VERSION}")
+                raise OutdatedError(f"{storage.shown(uri)} has version {values['version']}, not {_VERSION}; "
+                                    "prepare with --overwrite")  # fmt: skip
             sources = [from_description(description) for description in values["sources"]]
             return cls(sources, list(map(_partition_of, values["partitions"])), values["settings"])
         except (KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{storage.shown(uri)} is damaged ({error!r}); prepare with --overwrite") from error
+            raise OutdatedError(f"{storage.shown(uri)} is damaged ({error!r}); prepare with --overwrite") from error
 
     def write(self, out: str) -> None:
         """Write `scan.json`."""
@@ -144,7 +145,7 @@ def _partition_of(entry: dict[str, Any]) -> ScannedPartition:
 def scan_sources(config: PrepareConfig, *, workers: Workers, progress: bool = False, overwrite: bool = False) -> Scan:
     """Write the metadata of all images that the sources hold and that have none yet.
 
-    A scan that was interrupted is completed; the sources are looked at for more by the next one.
+    A scan that was interrupted is completed, before the sources are looked at for more.
 
     Args:
         config: the preparation. Its folder is claimed by the caller.
@@ -172,20 +173,21 @@ def scan_sources(config: PrepareConfig, *, workers: Workers, progress: bool = Fa
             scan = Scan.read(config.out)
             _check_same(config.out, scan, sources, settings)
         elif storage.exists(storage.join(config.out, MANIFEST)):
-            raise DataError(
+            raise OutdatedError(
                 f"{storage.shown(config.out)} was prepared by an earlier version, and nothing can be added to it; "
                 "choose another folder, or replace it with --overwrite"
             )
-        done = _scanned(config.out)
-        if len(done) == len(scan.partitions):
-            scan = _grown(config.out, replace(scan, sources=sources), workers)
-    except DataError:
+        _complete(config.out, scan, workers, progress)
+        scan = _grown(config.out, replace(scan, sources=sources), workers)
+    except OutdatedError:
         if not overwrite:
             raise
+        listed = [source.partitions() for source in sources]  # Their mistakes are found before anything is removed.
         clear(config.out)
-        done = set()
-        scan = _grown(config.out, Scan(sources, [], settings), workers)
-    _complete(config.out, scan, done, workers, progress)
+        scan = _grown(config.out, Scan(sources, [], settings), workers, listed)
+    _complete(config.out, scan, workers, progress)
+    listings = storage.join(config.out, LISTINGS)
+    storage.delete(storage.join(listings, name) for name in storage.list_files(listings))
     return scan
 
 
@@ -212,7 +214,7 @@ def _check_same(out: str, scan: Scan, sources: Sequence[Source], settings: dict[
         if given_sources == [source.description() for source in scan.sources]:
             return
         what = f"other sources ({', '.join(source.path for source in scan.sources)})"
-    raise DataError(
+    raise OutdatedError(
         f"{storage.shown(out)} was prepared with {what}; choose another folder, or replace it with --overwrite"
     )
 
@@ -224,11 +226,15 @@ def _flat(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _scanned(out: str) -> set[int]:
     """Numbers of the partitions that have metadata."""
-    return {int(Path(name).stem) for name in storage.list_files(storage.join(out, METADATA))}
+    names = storage.list_files(storage.join(out, METADATA))
+    return {int(name[:-8]) for name in names if re.fullmatch(r"\d+\.parquet", name)}
 
 
-def _complete(out: str, scan: Scan, done: set[int], workers: Workers, progress: bool) -> None:
+def _complete(out: str, scan: Scan, workers: Workers, progress: bool) -> None:
     """Scan the partitions that have no metadata yet."""
+    done = _scanned(out)
+    if len(done) == len(scan.partitions):
+        return
     numbers = [one.partition.num_records for one in scan.partitions]
     total = None if None in numbers else sum(number or 0 for number in numbers)
     before = sum(numbers[number] or 0 for number in done)
@@ -247,24 +253,28 @@ def _complete(out: str, scan: Scan, done: set[int], workers: Workers, progress: 
             num_rejected += result.num_rejected
             bar.set_postfix(rejected=num_rejected, refresh=False)
             bar.update(result.num_images)
-    listings = storage.join(out, LISTINGS)
-    storage.delete(storage.join(listings, name) for name in storage.list_files(listings))
 
 
 # Growth
 
 
-def _grown(out: str, scan: Scan, workers: Workers) -> Scan:
-    """Add what the sources hold beyond the scanned partitions; nothing of those may be gone or another."""
+def _grown(out: str, scan: Scan, workers: Workers, listed: Sequence[Partitions] = ()) -> Scan:
+    """Add what the sources hold beyond the scanned partitions; nothing of those may be gone or another.
+
+    `listed` is what they hold where that is known and nothing was scanned.
+    """
     last = max((one.generation for one in scan.partitions), default=0)
     generation = last + storage.exists(storage.join(out, SELECTION, f"{last}.json"))
     parts = list(scan.partitions)
+    without_rows = {(one.source, one.partition.file, one.partition.version) for one in parts if one.partition.version}
     for index, source in enumerate(scan.sources):
         names = [part_name(one.number) for one in scan.partitions if one.source == index]
         with _local_copies(storage.join(out, METADATA), names) as known:
-            found = source.partitions(known)
+            found = listed[index] if listed else source.partitions(known)
             _check_unchanged(out, source, found, known, scan.settings["limits"], workers)
             for partition in found.new:
+                if (index, partition.file, partition.version) in without_rows:
+                    continue
                 if partition.items:
                     items = pa.table({"item": list(partition.items)})
                     storage.write(storage.join(out, LISTINGS, part_name(len(parts))), parquet_bytes(items))
@@ -307,7 +317,7 @@ def _check_unchanged(
     name = printable(source.name)
     remedy = f"undo that, or prepare all of {storage.shown(out)} anew with --overwrite"
     if found.gone:
-        raise DataError(f"source {name}: {found.gone[0]!a} is gone; {remedy}")
+        raise OutdatedError(f"source {name}: {found.gone[0]!a} is gone; {remedy}")
     if not found.changed:
         return
     import duckdb
@@ -328,7 +338,7 @@ def _check_unchanged(
         if not storage.is_url(folder):
             shutil.rmtree(folder, ignore_errors=True)
     if changed:
-        raise DataError(
+        raise OutdatedError(
             f"source {name}: {changed[0]!a} has changed; {remedy} (mending an image that was rejected is a "
             "change, too; a mended copy under another name is new and is added)"
         )
@@ -365,7 +375,7 @@ class Scanner:
     def __call__(self, task: ScanTask) -> _Result:
         """Write the metadata of a partition."""
         partition, name = task.partition, part_name(task.number)
-        if not partition.file and not partition.items:
+        if not partition.items and task.source.kind == "folder":
             partition = replace(partition, items=self._items(name))
         rows = [self._row(item) for item in task.source.scan(partition)]
         table = pa.Table.from_pylist(rows, schema=SCHEMA)
@@ -373,10 +383,10 @@ class Scanner:
         return _Result(num_images=len(rows), num_rejected=sum(row["reason"] != "" for row in rows))
 
     def _items(self, name: str) -> tuple[str, ...]:
-        """Read the listing of a partition; there is none for other sources than folders of images."""
+        """Read the listing of a partition of a folder of images."""
         uri = storage.join(self._out, LISTINGS, name)
         if not storage.exists(uri):
-            return ()
+            raise OutdatedError(f"{storage.shown(uri)} is gone; prepare with --overwrite")
         return tuple(pq.read_table(pa.BufferReader(storage.read(uri)))["item"].to_pylist())
 
     def _row(self, item: Record | Rejected) -> dict[str, Any]:

@@ -11,6 +11,7 @@ Images are read where they lie, and only if the plug-in looks at them. A worker 
 import functools
 import json
 import logging
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +29,7 @@ from diffusion.errors import ConfigurationError, DataError
 from diffusion.preparation.config import CaptionerConfig, CaptionMode, Engine, PrepareConfig
 from diffusion.preparation.engine import Workers, run, visible_gpus
 from diffusion.preparation.metadata import CAPTIONS, METADATA, SCORES, part_name
+from diffusion.preparation.output import SCORES_RECORD
 from diffusion.preparation.plugins import (
     Config,
     call_plugin,
@@ -40,9 +42,6 @@ from diffusion.preparation.records import WITHOUT_CAPTION, Location, Partition, 
 from diffusion.preparation.scan import Scan, parquet_bytes
 
 logger = logging.getLogger(__name__)
-
-RECORD = "scores.json"
-"""File of a data set: what the columns below `scores` are made with. Columns of other tools are not in it."""
 
 BATCH_PIXELS = 2**26
 """A batch ends early when it holds so many pixels, 200 MB: memory is bounded whatever the size of images."""
@@ -149,10 +148,11 @@ def _complete(step: _Step, scan: Scan, workers: Workers, progress: bool) -> None
 def _finished_parts(step: _Step) -> set[str]:
     """Names of the parts that are there; those of another identity are deleted."""
     files, record = set(storage.list_files(step.uri(""))), _read_record(step.out)
+    parts = {name for name in files if re.fullmatch(r"\d+\.parquet", name)}
     if record.get(step.column) == step.identity:
-        return files
+        return parts
     storage.delete(map(step.uri, sorted(files)))
-    storage.write_json(storage.join(step.out, RECORD), {**record, step.column: step.identity})
+    storage.write_json(storage.join(step.out, SCORES_RECORD), {**record, step.column: step.identity})
     return set()
 
 
@@ -162,11 +162,11 @@ def _forget_captions(out: str) -> None:
     if record.pop(CAPTIONS, None) is not None:
         folder = storage.join(out, SCORES, CAPTIONS)
         storage.delete(storage.join(folder, name) for name in storage.list_files(folder))
-        storage.write_json(storage.join(out, RECORD), record)
+        storage.write_json(storage.join(out, SCORES_RECORD), record)
 
 
 def _read_record(out: str) -> dict[str, Any]:
-    uri = storage.join(out, RECORD)
+    uri = storage.join(out, SCORES_RECORD)
     return storage.read_json(uri) if storage.exists(uri) else {}
 
 

@@ -11,7 +11,16 @@ from typing_extensions import Self
 from diffusion import storage
 from diffusion.errors import DataError, MachineError
 from diffusion.preparation.config import LimitsConfig
-from diffusion.preparation.records import Location, Partition, Partitions, Reason, Record, Rejected, key_of
+from diffusion.preparation.records import (
+    Location,
+    OutdatedError,
+    Partition,
+    Partitions,
+    Reason,
+    Record,
+    Rejected,
+    key_of,
+)
 from diffusion.preparation.sources.reading import (
     Entry,
     UnfitFileError,
@@ -186,16 +195,16 @@ def _excess(record: Record, limits: LimitsConfig) -> str:
 
 
 def rejected_file(source: FileSource, partition: Partition, error: UnfitFileError) -> Rejected:
-    """Make the rejection of the file of a partition; a DataError if it was there when the source was listed."""
+    """Make the rejection of the file of a partition; an OutdatedError if it was there when the source was listed."""
     if error.reason is Reason.MISSING_IMAGE and partition.version:
         raise gone_error(source, partition.file)
     location = Location(file=partition.file, version=partition.version)
     return rejected(source.prefix(partition.file), error, location)
 
 
-def gone_error(source: FileSource, file: str) -> DataError:
+def gone_error(source: FileSource, file: str) -> OutdatedError:
     """Make the error of a file that was listed and is not there any more."""
-    return DataError(
+    return OutdatedError(
         f"{printable(shown(source.uri(file)))} is gone since it was listed; restore it (is the disk mounted?), or "
         "prepare anew with --overwrite"
     )

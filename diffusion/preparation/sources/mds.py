@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, ClassVar, NamedTuple
 from diffusion.errors import DataError
 from diffusion.preparation.records import (
     Location,
+    OutdatedError,
     Partition,
     Partitions,
     Reason,
@@ -153,7 +154,9 @@ class MDSSource(FileSource):
         for shard in self._shards(folder):
             if _stored(shard)["basename"] == basename:
                 return shard
-        raise DataError(f"{self.path}: the index names {printable(basename)} no more; run the scan anew")
+        raise OutdatedError(
+            f"{self.path}: the index names {printable(basename)} no more; restore it, or prepare anew with --overwrite"
+        )
 
     def _samples(
         self, partition: Partition, shard: dict[str, Any], wanted: Sequence[int] | None = None

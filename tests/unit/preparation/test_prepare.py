@@ -19,13 +19,15 @@ from streaming import LocalDataset, MDSWriter
 from diffusion.datasets.images import decode_rgb
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.preparation import scan
-from diffusion.preparation.config import BucketsConfig, DuplicatesConfig, FiltersConfig, PrepareConfig
+from diffusion.preparation import output, scan
+from diffusion.preparation.config import BucketsConfig, DuplicatesConfig, FiltersConfig, PrepareConfig, ScorerConfig
+from diffusion.preparation.engine import run
 from diffusion.preparation.prepare import STAGES, explain_selection
 from diffusion.preparation.prepare import prepare as prepare_from_config
 from diffusion.preparation.write import COLUMNS
 from tests.tools.image_files import encode, noise, sample, tree, write_folder, write_tar
 from tests.tools.preparing import prepare
+from tests.tools.scored_data import CALLS
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "prepare.py"
 
@@ -332,6 +334,70 @@ def test_keys_that_are_removed_after_the_scan(tmp_path, before):
     metadata = pq.read_table(tmp_path / "out" / "metadata").to_pylist()
     assert [row["key"] for row in metadata if row["reason"]] == [""]
     assert b"0003" not in (tmp_path / "out" / "manifest.json").read_bytes()
+
+
+def test_a_mistake_in_a_condition_removes_nothing(tmp_path):
+    write_folder(tmp_path / "set", 4)
+    prepare([tmp_path / "set"], tmp_path / "out", edges=[16])
+    before = tree(tmp_path / "out")
+    with pytest.raises(ConfigurationError, match="widht"):
+        prepare([tmp_path / "set"], tmp_path / "out", edges=[16], where="widht > 5", overwrite=True)
+    assert tree(tmp_path / "out") == before
+
+
+def test_what_version_1_removed_stays_removed(tmp_path):
+    write_folder(tmp_path / "set", 4)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "manifest.json").write_text('{"kind": "prepared", "version": 1}')
+    (out / "withdrawn.txt").write_text("set/0003.png\n")
+    manifest = prepare([tmp_path / "set"], out, edges=[16], overwrite=True)
+    assert (manifest.kept, manifest.rejected["removed"].count) == (3, 1)
+
+
+def test_scores_survive_an_overwrite(tmp_path):
+    CALLS.clear()
+    write_folder(tmp_path / "set", 4)
+    scorers = [ScorerConfig(path="tests.tools.scored_data.Redness", column="redness")]
+    for edge in (16, 34):
+        prepare([tmp_path / "set"], tmp_path / "out", edges=[edge], scorers=scorers, overwrite=True)
+    assert sum(map(len, CALLS)) == 4
+
+
+def test_the_report_of_a_run_that_was_stopped_before_it(tmp_path):
+    write_folder(tmp_path / "set", 4)
+    prepare([tmp_path / "set"], tmp_path / "out", edges=[16], report=False)
+    prepare([tmp_path / "set"], tmp_path / "out", edges=[16], report=True)
+    assert (tmp_path / "out" / "report.html").exists()
+
+
+def test_a_relative_folder_is_one_place_for_all_workers(tmp_path, monkeypatch):
+    write_folder(tmp_path / "set", 4)
+    seen = []
+    monkeypatch.setattr(
+        scan, "run", lambda workers, make, tasks: seen.append(make.args[0]) or run(workers, make, tasks)
+    )
+    monkeypatch.chdir(tmp_path)
+    prepare(["set"], "out", edges=[16])
+    assert seen == [str(tmp_path / "out")]
+
+
+def test_a_clearing_that_was_stopped(tmp_path, monkeypatch):
+    """Of a data set of version 1, which has no scan.json."""
+    write_folder(tmp_path / "set", 4)
+    out = tmp_path / "out"
+    (out / "facts").mkdir(parents=True)
+    (out / "facts" / "0").write_text("x")
+    (out / "manifest.json").write_text('{"kind": "prepared", "version": 1}')
+
+    def stop(out, names):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(output, "_clear_folders", stop)
+        prepare([tmp_path / "set"], out, edges=[16], overwrite=True)
+    assert prepare([tmp_path / "set"], out, edges=[16], overwrite=True).kept == 4
+    assert not (out / "facts").exists()
 
 
 # The command

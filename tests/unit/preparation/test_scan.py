@@ -131,7 +131,7 @@ def test_partitions_of_several_sources(folder, out, tmp_path):
 
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_interrupted_and_continued(folder, out, tmp_path, monkeypatch, number):
-    """With the partitions that it began with, though the folder has grown; the next scan adds what is new."""
+    """With the partitions that it began with; what the folder has gained comes behind them."""
     scan([folder], tmp_path / "undisturbed", partition_size=4)
     count, write = iter(range(100)), storage.write
 
@@ -143,10 +143,12 @@ def test_interrupted_and_continued(folder, out, tmp_path, monkeypatch, number):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(scan_module.storage, "write", fail)
         scan([folder], out, partition_size=4)
-    write_folder(folder, 2, start=20)
-    scan([folder], out, partition_size=4)
+    if number == 2:
+        write_folder(folder, 2, start=20)
+        scan([folder], tmp_path / "undisturbed", partition_size=4)
+    continued = scan([folder], out, partition_size=4)
     assert tree(out) == tree(tmp_path / "undisturbed")
-    assert len(scan([folder], out, partition_size=4).partitions) == 4
+    assert len(continued.partitions) == (4 if number == 2 else 3)
 
 
 def test_growth(folder, out):
@@ -302,3 +304,62 @@ def test_what_was_taken_down_after_the_scan_is_not_new(folder, out):
     assert tree(out) == before
     write_folder(folder, 1, start=30)
     assert len(scan([folder], out, partition_size=4).partitions) == 4
+
+
+def stop(sources, out, monkeypatch, **keys) -> None:
+    """End a scan before its second partition."""
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        count, write = iter(range(100)), storage.write
+
+        def fail(uri, content):
+            if "metadata" in uri and next(count) == 1:
+                raise KeyboardInterrupt
+            write(uri, content)
+
+        patch.setattr(scan_module.storage, "write", fail)
+        scan(sources, out, **keys)
+
+
+def test_a_source_that_is_added_to_an_interrupted_scan(folder, out, tmp_path, monkeypatch):
+    stop([folder], out, monkeypatch, partition_size=4)
+    write_folder(tmp_path / "more", 4)
+    assert [one.source for one in scan([folder, tmp_path / "more"], out, partition_size=4).partitions] == [0, 0, 0, 1]
+    assert len(by_key(out)) == 14
+
+
+def test_what_a_killed_process_left_is_no_metadata(folder, out):
+    scan([folder], out)
+    before = Scan.read(str(out))
+    (out / "metadata" / ".000000.parquet.123-x.partial").write_bytes(b"")
+    assert scan([folder], out) == before
+
+
+@pytest.mark.parametrize("gone", ["listing", "image"])
+def test_what_an_interrupted_scan_lost(folder, out, monkeypatch, gone):
+    """It is no partition without images, and no rejection."""
+    stop([folder], out, monkeypatch, partition_size=4)
+    path = out / "listings" / part_name(2) if gone == "listing" else folder / "0009.png"
+    path.unlink()
+    with pytest.raises(DataError, match=path.name):
+        scan([folder], out, partition_size=4)
+    scan([folder], out, partition_size=4, overwrite=True)
+    assert len([row for row in rows_of(out) if not row["reason"]]) == 10 - (gone == "image")
+
+
+def test_an_unclosed_quote_removes_nothing(folder, out):
+    scan([folder], out)
+    before = tree(out)
+    (folder / "captions.csv").write_text('file_name,text\n0001.png,"open\n')
+    with pytest.raises(DataError, match=r"captions\.csv"):
+        scan([folder], out, overwrite=True)
+    assert tree(out) == before
+    with pytest.raises(DataError, match=r"captions\.csv"):
+        scan([folder], out, overwrite=True, partition_size=3)
+    assert tree(out) == before
+
+
+def test_a_tar_without_samples_comes_once(out, tmp_path):
+    for name in "ab":
+        write_tar(tmp_path / f"{name}.tar", sample("0", noise(40, 40), b"x") if name == "a" else [])
+    first = scan([tmp_path / "*.tar"], out)
+    assert scan([tmp_path / "*.tar"], out) == first
