@@ -11,6 +11,7 @@ Images are read where they lie, and only if the plug-in looks at them. A worker 
 import functools
 import json
 import logging
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -129,17 +130,22 @@ def _complete(step: _Step, scan: Scan, workers: Workers, progress: bool) -> None
     logger.info("%s, %d of %d partitions, %s", what, len(numbers), len(scan.partitions), where)
     kind = _kind_of(step, min(finished)) if finished else None
     untyped: dict[int, int] = {}
+    is_settled = False
     workers = _on_gpus(workers, step.plugin.num_gpus)
     results = run(workers, functools.partial(_Worker, step), _tasks(scan, numbers), num_gpus=step.plugin.num_gpus)
     for result in tqdm(results, desc=step.column, total=len(numbers), unit=" partitions", disable=not progress):
         if result.kind is None:
             untyped[result.number] = result.num_rows
-        elif kind not in (None, result.kind):
-            raise ConfigurationError(
-                f"{what} returned numbers and texts; let it return one of them, and remove {step.uri('')}"
-            )
-        else:
-            kind = result.kind
+            continue
+        if kind not in (None, result.kind):
+            empty = {} if is_settled else _empty_parts(step, finished, result.kind)
+            if not empty:
+                raise ConfigurationError(
+                    f"{what} returned numbers and texts; let it return one of them, and remove {step.uri('')}"
+                )
+            storage.delete(step.uri(part_name(number)) for number in empty)  # They are written below.
+            untyped |= empty
+        kind, is_settled = result.kind, True
     # DuckDB reads all files of a column with one type, so a part without any value gets that of the others.
     for number, num_rows in untyped.items():
         _write(step, number, {step.column: pa.nulls(num_rows, kind or pa.float64())})
@@ -174,11 +180,25 @@ def _kind_of(step: _Step, name: str) -> pa.DataType:
     return pq.read_schema(pa.BufferReader(storage.read(step.uri(name)))).field(step.column).type
 
 
+def _empty_parts(step: _Step, names: Iterable[str], kind: pa.DataType) -> dict[int, int]:
+    """Return numbers and rows of the parts of another type, if none of them holds a value; otherwise nothing."""
+    found: dict[int, int] = {}
+    for name in names:
+        column = pq.read_table(pa.BufferReader(storage.read(step.uri(name))), columns=[step.column])[step.column]
+        if column.type != kind:
+            if column.null_count < len(column):
+                return {}
+            found[int(name[:-8])] = len(column)
+    return found
+
+
 def _on_gpus(workers: Workers, num_gpus: float) -> Workers:
     """Limit processes to those that the GPUs of this machine have room for, as Ray does."""
     if not num_gpus or workers.engine is Engine.ray:
         return workers
-    return replace(workers, number=max(1, min(workers.number, int(len(visible_gpus()) / num_gpus))))
+    num_visible = len(visible_gpus())
+    room = num_visible * int(1 / num_gpus) if num_gpus < 1 else num_visible // math.ceil(num_gpus)
+    return replace(workers, number=max(1, min(workers.number, room)))
 
 
 def _tasks(scan: Scan, numbers: Iterable[int]) -> Iterator[_Task]:

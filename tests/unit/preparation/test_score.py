@@ -13,7 +13,7 @@ from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.engine import Workers
 from diffusion.preparation.metadata import part_name
 from diffusion.preparation.score import score
-from tests.tools.image_files import encode
+from tests.tools.image_files import encode, tree
 from tests.tools.scored_data import CALLS, ScannedData, write_scan
 
 HERE = "tests.tools.scored_data"
@@ -171,3 +171,29 @@ def test_captions_of_a_former_captioner_are_removed_and_those_of_other_tools_sta
     other.write_bytes(b"of another tool")
     run(data)
     assert other.exists()
+
+
+def test_a_part_without_values_gets_the_type_of_later_ones(data):
+    """As where a first generation has no value at all, which makes it numbers, and the second has texts."""
+    texts = scorer("FirstWords", "x", arguments={"values": {"red 1": "r"}})
+    run(data, scorers=[texts])
+    complete = tree(data.out)
+    pq.write_table(pa.table({"x": pa.nulls(7, pa.float64())}), data.out / "scores/x" / part_name(0))
+    (data.out / "scores/x" / part_name(1)).unlink()
+    run(data, scorers=[texts])
+    assert tree(data.out) == complete
+
+
+def test_what_a_killed_process_left_is_no_part(data):
+    texts = scorer("FirstWords", "x", arguments={"values": {"red 1": "r"}})
+    run(data, scorers=[texts])
+    (data.out / "scores/x" / part_name(1)).unlink()
+    (data.out / "scores/x" / ".000001.parquet.123-x.partial").write_bytes(b"")
+    run(data, scorers=[texts])
+    assert column(data, "x", 1) == ["r", None, None]
+
+
+@pytest.mark.parametrize(("num_gpus", "number"), [(0, 9), (0.2, 9), (0.5, 8), (0.6, 4), (1, 4), (1.5, 2), (4, 1)])
+def test_as_many_workers_as_the_gpus_have_room_for(monkeypatch, num_gpus, number):
+    monkeypatch.setattr(module, "visible_gpus", lambda: list("0123"))
+    assert module._on_gpus(Workers(number=9), num_gpus).number == number
