@@ -38,6 +38,9 @@ class Reason(str, Enum):
     REMOVED = "removed"
 
 
+MAX_DEPTH = 100
+"""Deepest nesting of JSON."""
+
 WITHOUT_CAPTION = (Reason.MISSING_CAPTION, Reason.EMPTY_CAPTION)
 """Reasons that a captioner can mend: such images are decoded and measured."""
 
@@ -216,11 +219,15 @@ def make_record(
         location: where the image lies.
 
     Returns:
-        The record; or the rejection if there is no caption, none that is not blank, or one is not valid UTF-8.
+        The record; or the rejection if there is no caption, none that is not blank, or one is not valid UTF-8, or if
+        metadata are nested too deeply.
     """
     listed = captions if isinstance(captions, list) else [captions]
     texts = [text for text in listed if isinstance(text, str)]
-    metadata = {clean_text(str(name)): fit_for_json(metadata[name]) for name in metadata}
+    try:
+        metadata = {clean_text(str(name)): fit_for_json(metadata[name]) for name in metadata}
+    except RecursionError as error:
+        return Rejected(key, Reason.INVALID_JSON, location, str(error))
     bare = Record(key, image, [], metadata, location)
     if not texts:
         others = ", ".join(ascii(caption) for caption in listed if caption is not None)
@@ -258,8 +265,14 @@ def key_of(name: str) -> str:
     return f"{clean_text(name)}~{digest}"
 
 
-def fit_for_json(value: Any) -> Any:
-    """Replace what JSON cannot hold: text for unknown types, None for NaN and infinity."""
+def fit_for_json(value: Any, depth: int = MAX_DEPTH) -> Any:
+    """Replace what JSON cannot hold: text for unknown types, None for NaN and infinity.
+
+    Raises:
+        RecursionError: it is nested deeper than `depth`. Python's own limit depends on the caller.
+    """
+    if depth < 0:
+        raise RecursionError("too deeply nested")
     if isinstance(value, str):
         return clean_text(value)
     if isinstance(value, float):
@@ -267,9 +280,9 @@ def fit_for_json(value: Any) -> Any:
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, dict):
-        return {clean_text(str(name)): fit_for_json(entry) for name, entry in value.items()}
+        return {clean_text(str(name)): fit_for_json(entry, depth - 1) for name, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [fit_for_json(entry) for entry in value]
+        return [fit_for_json(entry, depth - 1) for entry in value]
     return clean_text(str(value))
 
 
@@ -277,6 +290,8 @@ def parse_object(text: str) -> dict[str, Any]:
     """Parse a JSON object; a ValueError if it is none."""
     try:
         parsed = json.loads(text)
+        if text.count("[") + text.count("{") > MAX_DEPTH:
+            fit_for_json(parsed)
     except RecursionError as error:
         raise ValueError("too deeply nested") from error
     if not isinstance(parsed, dict):

@@ -16,7 +16,7 @@ from streaming import MDSWriter
 from diffusion import storage
 from diffusion.errors import DataError, MachineError
 from diffusion.preparation.config import LimitsConfig, SourceConfig
-from diffusion.preparation.records import Reason, Record, Rejected
+from diffusion.preparation.records import Location, Reason, Record, Rejected, make_record
 from diffusion.preparation.sources import from_description, open_sources
 from diffusion.preparation.sources.reading import open_file, read_file
 from tests.tools.image_files import noise, sample, write_folder, write_tar
@@ -796,6 +796,20 @@ def test_denied_access_to_a_store_is_no_rejection(monkeypatch):
     for read_one in (lambda: read_file("s3://b/x.png", 10), lambda: open_file("s3://b/x.tar")):
         with pytest.raises(MachineError, match="x"):
             read_one()
+
+
+def test_metadata_that_is_nested_too_deeply_rejects_its_image_only(tmp_path):
+    """Deeper than Python's recursion allows for some callers, and less deep than what its JSON reader takes."""
+    nested = '{"text": "x", "a": ' + "[" * 900 + "]" * 900 + "}"
+    write_folder(tmp_path / "set", 2)
+    (tmp_path / "set" / "0001.txt").unlink()
+    (tmp_path / "set" / "0001.json").write_text(nested)
+    assert reasons(read(tmp_path / "set")) == [["image 0"], "invalid_json"]
+    made = make_record("k", b"", "x", json.loads(nested), Location(file=""))
+    assert reasons([made]) == ["invalid_json"]
+    (tmp_path / "set" / "metadata.jsonl").write_text('{"file_name": "0000.png", ' + nested[1:])
+    with pytest.raises(DataError, match=r"metadata\.jsonl, line 1"):
+        read(tmp_path / "set")
 
 
 class TestOpening:
