@@ -5,6 +5,7 @@ The spelling is `hf-dataset:NAME[@REVISION][:SPLIT[:CONFIGURATION]]`; a token co
 cache.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -103,9 +104,8 @@ class HuggingFaceSource(FileSource):
 
     @cached_property
     def _builder(self) -> Any:
-        from datasets import load_dataset_builder
-
-        return load_dataset_builder(self.dataset, self.configuration, revision=self.revision)
+        load = _load_builder if self.revision else _load_builder.__wrapped__  # A folder may have gained files.
+        return load(self.dataset, self.configuration, self.revision)
 
     @cached_property
     def _stream(self) -> Any:
@@ -114,6 +114,14 @@ class HuggingFaceSource(FileSource):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what was opened."""
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+
+@functools.lru_cache
+def _load_builder(dataset: str, configuration: str | None, revision: str | None) -> Any:
+    """Make the builder of a data set once in a process: it lists all files of the repository."""
+    from datasets import load_dataset_builder
+
+    return load_dataset_builder(dataset, configuration, revision=revision)
 
 
 def open_huggingface(text: str, settings: dict[str, Any]) -> HuggingFaceSource:

@@ -1,6 +1,7 @@
 import os
 import pickle
 import sys
+from dataclasses import replace
 
 import pyarrow as pa
 import pytest
@@ -128,6 +129,16 @@ class TestStreaming:
         known = write_known(tmp_path / "known.parquet", read(f"hf-dataset:{tmp_path / 'set'}"))
         found = open_source(f"hf-dataset:{tmp_path / 'set'}").partitions(known)
         assert (list(found.new), list(found.gone), list(found.changed)) == ([], [], [])
+
+    def test_the_files_of_a_commit_are_listed_once_in_a_process(self, dataset, tmp_path, monkeypatch):
+        dataset.to_parquet(tmp_path / "train-0.parquet")
+        source = replace(open_source(f"hf-dataset:{tmp_path}"), revision="main")
+        builder, made = datasets.load_dataset_builder(str(tmp_path)), []
+        monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_, **__: made.append(1) or builder)
+        (partition,) = partitions(source)
+        for _ in range(3):
+            assert len(list(pickle.loads(pickle.dumps(source)).scan(partition))) == NUM
+        assert len(made) == 1
 
     def test_webdataset_in_streaming(self, tmp_path):
         (tmp_path / "set").mkdir()
