@@ -400,6 +400,21 @@ def test_a_clearing_that_was_stopped(tmp_path, monkeypatch):
     assert not (out / "facts").exists()
 
 
+def test_no_position_outlives_its_shard(tmp_path, monkeypatch):
+    """A clearing that is stopped between the folders: the next run must not take what is left for finished."""
+    write_folder(tmp_path / "set", 4)
+    prepare([tmp_path / "set"], tmp_path / "out", edges=[16])
+
+    def stop(path, **_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(output.shutil, "rmtree", stop)
+        output.clear_result(str(tmp_path / "out"))
+    assert [path.name for path in (tmp_path / "out" / "positions").iterdir()] == []
+    assert list((tmp_path / "out" / "train").rglob("*.mds"))
+
+
 # The command
 
 
