@@ -237,7 +237,8 @@ def _take_down_prepared(dataset: str, asked: set[str], erase: bool) -> tuple[lis
     later = {entry["number"] for entry in partitions if entry["generation"] > last.generation}
     if any(part in later for part, _ in others):
         logger.info("%s: what was written of an unfinished growth is removed", storage.shown(dataset))
-        storage.delete([storage.join(dataset, SELECTION, f"{last.generation + 1}.json")])
+        numbers = {entry["generation"] for entry in partitions if entry["generation"] > last.generation}
+        storage.delete(storage.join(dataset, SELECTION, f"{number}.json") for number in numbers)
         discard_generations(dataset, last.generation + 1, num_tasks)
     for part, row in [*others, *((one.part, one.row) for one in found)]:
         rows.setdefault(part, []).append(row)

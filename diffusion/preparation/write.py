@@ -50,7 +50,7 @@ from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.engine import Workers, run
 from diffusion.preparation.explain import examples
 from diffusion.preparation.metadata import CAPTIONS, METADATA, POSITIONS, SCORES, part_name
-from diffusion.preparation.records import Location, Partition, Source, clean_text, fit_for_json
+from diffusion.preparation.records import Location, Partition, Reason, Source, clean_text, fit_for_json
 from diffusion.preparation.scan import Scan
 from diffusion.preparation.select import Selection, kept_rows, read_selection
 from diffusion.preparation.sources.reading import printable
@@ -357,6 +357,8 @@ class _Writer:
             return
         source, partition = task.parts[part]
         rows = self._metadata(part, [one["row"] for one in kept])
+        if any(row["reason"] == Reason.REMOVED.value for row in rows):
+            raise DataError(f"{METADATA}/{part_name(part)}: a selected image was removed since; run the stage select")
         locations = [Location(**{field.name: row[field.name] for field in fields(Location)}) for row in rows]
         images = source.images(partition, locations)
         for one, row in zip(kept, rows, strict=True):

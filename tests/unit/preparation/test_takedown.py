@@ -208,6 +208,25 @@ def test_data_that_is_being_added_to(data, monkeypatch, number):
         assert grown.write(**options).kept == 39
 
 
+def test_data_with_two_unfinished_growths(data):
+    """An image of the second one is not written, whatever is selected."""
+    grown = select_images(data.out, data.source, (6,), before=data, scored=True)
+    grown = select_images(data.out, data.source, (6,), before=grown, scored=True)
+    taken = 43
+    take_down(data.out, {data.key(taken)})
+    assert [Path(data.out, "selection", f"{number}.json").exists() for number in range(3)] == [True, False, False]
+
+
+def test_a_removed_image_that_is_selected_is_not_written(data):
+    select_images(data.out, data.source, (6,), before=data, scored=True)
+    path = Path(data.out, "metadata", "000005.parquet")
+    rows = pq.read_table(path)
+    reasons = pa.array(["removed", *[""] * 5])
+    pq.write_table(rows.set_column(rows.schema.get_field_index("reason"), "reason", reasons), path)
+    with pytest.raises(DataError, match="000005"):
+        data.write(captioner={}, scorers=[{"column": "score"}], shard_mb=0.01)
+
+
 def write_version_1(root):
     """Prepared data as version 0.2 left it."""
     write_prepared(root, {"32-up": 9})
