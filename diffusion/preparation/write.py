@@ -216,6 +216,7 @@ def _begin(out: str, selections: Sequence[Selection], finished: PreparedManifest
         )
     if known[same:]:
         logger.info("%s: what was written from another selection is removed", storage.shown(out))
+    if known[same:] or not known:  # Without positions nobody knows what the shards are made from.
         discard_generations(out, same, sum(len(selection.tasks) for selection in selections[:same]))
     if known != wanted:
         storage.write_json(uri, wanted)

@@ -1,5 +1,6 @@
 import itertools
 import random
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -183,6 +184,19 @@ def test_another_selection_starts_over(tmp_path, monkeypatch):
     fresh = select_images(str(tmp_path / "fresh"), data.source, SIZES, rejected=range(0, 58, 3), identity="b")
     fresh.write()
     assert tree(Path(data.out)) == tree(tmp_path / "fresh")
+
+
+def test_shards_without_positions_are_not_kept(tmp_path):
+    data = build(tmp_path)
+    data.write()
+    expected = tree(Path(data.out))
+    for name in shards(data.out):
+        path = Path(data.out, name)
+        path.write_bytes(bytes(path.stat().st_size))
+    Path(data.out, "manifest.json").unlink()
+    shutil.rmtree(Path(data.out, "positions"))
+    data.write()
+    assert tree(Path(data.out)) == expected
 
 
 def test_a_finished_data_set_of_another_selection_is_refused(tmp_path):
