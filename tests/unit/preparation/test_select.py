@@ -313,6 +313,19 @@ def test_nothing_is_done_twice_and_changes_are_noticed(tmp_path):
     assert changed[1].identity == first.identity
 
 
+def test_a_column_that_is_not_finished(tmp_path):
+    write_part(tmp_path, 0, [image(0)], quality=[1.0])
+    write_part(tmp_path, 1, [image(1)])
+    config = configuration(scorers=[{"column": "quality", "path": "x.y"}], filters={"missing": "reject"})
+    with pytest.raises(DataError, match="quality/000001"):
+        select(str(tmp_path), config, scan_of(0, 0))
+    others = configuration(where="quality > 0")  # Another tool may score some parts only.
+    assert select(str(tmp_path), others, scan_of(0, 0)).kept == 1
+    write_part(tmp_path, 1, [image(1)], quality=[1.0])
+    assert select(str(tmp_path), others, scan_of(0, 0)).kept == 2
+    assert select(str(tmp_path), config, scan_of(0, 0)).kept == 2
+
+
 def test_an_interrupted_selection_is_made_again(tmp_path, monkeypatch):
     write_part(tmp_path, 0, [image(i) for i in range(9)])
     first = select(str(tmp_path), configuration(seed=1), ONE)
