@@ -10,8 +10,9 @@ from streaming import LocalDataset, StreamingDataset
 
 from diffusion import storage
 from diffusion.datasets.manifest import PreparedManifest
-from diffusion.datasets.mds import read_shards
+from diffusion.datasets.mds import encode_shard, read_shards
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.preparation import write as module
 from diffusion.preparation.write import COLUMNS
 from tests.tools.image_files import tree
 from tests.tools.selected_data import make_images, select_images
@@ -112,6 +113,24 @@ def test_what_is_carried_is_limited(tmp_path):
     data.write(shard_mb=1, window_mb=5_000 / 2**20)
     sizes = [entry["samples"] for entry in read_shards(Path(data.out, "train", "24x32"))]
     assert len(sizes) > 3
+
+
+@pytest.mark.parametrize("scratch", [False, True])
+def test_a_large_partition_is_written_in_pieces(tmp_path, monkeypatch, scratch):
+    """Of 40 images at most those of a window, and as much that is carried, are held at a time."""
+    data, held, original = build(tmp_path, (40,), tasks=[[[0]]]), [], module._Shards.add
+
+    def add(self, place, sample):
+        original(self, place, sample)
+        held.append(sum(map(len, self._rests.values())))
+
+    monkeypatch.setattr(module._Shards, "add", add)
+    written = []
+    monkeypatch.setattr(module, "encode_shard", lambda *one: written.append(len(held)) or encode_shard(*one))
+    data.write(shard_mb=1, window_mb=15_000 / 2**20, scratch=str(tmp_path) if scratch else None)
+    assert written[0] < 10
+    assert max(held) < 15
+    assert sum(map(len, samples(data.out).values())) == 40
 
 
 @pytest.mark.parametrize("changes", [{"workers": 3}, {"scratch": "scratch"}])
