@@ -74,14 +74,23 @@ def hash_key(key: str) -> str:
     return xxhash.xxh3_128_hexdigest(key)
 
 
-def removed_row(row: Mapping[str, Any]) -> dict[str, Any]:
+def removed_row(row: Mapping[str, Any], partition_file: str) -> dict[str, Any]:
     """Make the row of an image that was taken down: neither its key nor its content is left.
 
     Where the image is a file of its own, a hash takes the place of the file's name: so it is known when the folder
     grows. A file that holds other images, too, is named.
+
+    Args:
+        row: the row; one that was made here stays as it is.
+        partition_file: `file` of its partition, empty for a partition of a folder of images.
+
+    Returns:
+        The new row.
     """
+    if row["key"] == "":
+        return dict(row)
     file, version = row["file"], row["version"]
-    if file and all(row[name] is None for name in ("offset", "row_group", "row")):
+    if not partition_file:
         file, version = "~" + hashlib.md5(file.encode(), usedforsecurity=False).hexdigest(), ""
     kept = {"key": "", "key_hash": row["key_hash"], "file": file, "version": version}
     return dict.fromkeys(SCHEMA.names) | kept | {"reason": Reason.REMOVED.value, "detail": ""}

@@ -11,6 +11,7 @@ from diffusion.datasets.manifest import PreparedManifest
 from diffusion.datasets.mds import read_index
 from diffusion.errors import DataError
 from diffusion.files import write_json
+from diffusion.preparation.metadata import removed_row
 from diffusion.preparation.takedown import add_removed, hash_key, read_keys, read_removed, take_down
 from tests.tools.image_files import tree
 from tests.tools.selected_data import make_images, select_images
@@ -135,6 +136,24 @@ def test_what_was_marked_before_is_erased_too(data):
     assert files_with(data.out, *needles(data, TAKEN))
     take_down(data.out, {data.key(4)}, erase=True)
     assert files_with(data.out, *needles(data, TAKEN), *needles(data, 4)) == set()
+
+
+def test_a_rejected_image_that_was_marked_before_is_erased_too(data):
+    take_down(data.out, {data.key(DUPLICATE)})
+    rest = Path(data.out, "reread", "000000.parquet")
+    rest.parent.mkdir()
+    pq.write_table(pa.table({"key": [data.key(DUPLICATE)]}), rest)
+    take_down(data.out, set(), erase=True)
+    assert files_with(data.out, *needles(data, DUPLICATE)) == set()
+
+
+def test_rows_that_were_erased_already():
+    row = {"key": "set/a~1.png", "key_hash": 1, "file": "~1.png", "version": "v", "offset": None, "length": None}
+    row |= {"row_group": None, "row": None}
+    erased = removed_row(row, "")
+    assert erased["file"].startswith("~") and "1.png" not in erased["file"]
+    assert removed_row(erased, "") == erased
+    assert (removed_row(row, "~1.png")["file"], removed_row(row, "~1.png")["version"]) == ("~1.png", "v")
 
 
 def test_a_second_erasure_in_the_same_shard(data):
