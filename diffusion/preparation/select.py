@@ -346,7 +346,7 @@ def _load_rows(out: str, config: PrepareConfig, tables: Tables, earlier: Sequenc
     try:
         for some in tqdm([*groups(parts)], desc="select", mininterval=1.0, disable=not progress):
             connection.execute(f"INSERT INTO images {insert(some)}").fetchall()
-    except (duckdb.ConversionException, duckdb.OutOfRangeException) as error:
+    except (duckdb.ConversionException, duckdb.OutOfRangeException, duckdb.InvalidInputException) as error:
         raise ConfigurationError(f"where: {str(error).splitlines()[0]}") from error
     if config.duplicates is None:
         return

@@ -118,6 +118,11 @@ def test_where_takes_numbers_texts_and_odd_names(tmp_path):
         "captions > 3",
         "n = 'text'",
         "n::integer::date is null",
+        "regexp_matches(key, '(')",
+        "regexp_matches(key, concat('(', n::varchar))",
+        "random() > 0.5",
+        "n > 1 and now() is null",
+        "Current_Date is null",
         "",
     ],
 )
