@@ -8,6 +8,7 @@ import pytest
 
 from diffusion.config.loading import from_dict
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.preparation import metadata
 from diffusion.preparation import select as module
 from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.explain import examples, explain
@@ -98,6 +99,27 @@ def test_where_takes_numbers_texts_and_odd_names(tmp_path):
     assert kept(tmp_path) == {(0, 1), (0, 2)}
     run(tmp_path, rows, where="mixed <> 'none' and len(captions) = 1 and source = 's'")
     assert kept(tmp_path) == {(0, 0), (0, 1), (0, 2)}
+
+
+def test_long_integers_and_leading_zeros_are_exact(tmp_path):
+    values = [(2**53, "001"), (2**53 + 1, "1"), (2**53 + 2, "01")]
+    run(
+        tmp_path,
+        [image(i, metadata={"id": a, "code": b}) for i, (a, b) in enumerate(values)],
+        where=f"id = {2**53 + 1}",
+    )
+    assert kept(tmp_path) == {(0, 1)}
+    select(str(tmp_path), configuration(where="code = '1'"), ONE)
+    assert kept(tmp_path) == {(0, 1)}
+
+
+def test_memory_is_that_of_the_container(tmp_path, monkeypatch):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(metadata, "_CONTAINER_LIMIT", limit)
+    machine = metadata._memory()
+    for text, expected in (("max\n", machine), ("100000000\n", 100_000_000)):
+        limit.write_text(text)
+        assert metadata._memory() == expected
 
 
 @pytest.mark.parametrize(
