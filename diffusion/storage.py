@@ -465,9 +465,18 @@ class _S3Store:
             self._client().upload_fileobj(file, **_object(uri), Config=TransferConfig(max_concurrency=4))
 
     def delete(self, uris: list[str]) -> None:
-        objects = {"Objects": [{"Key": _object(uri)["Key"]} for uri in uris], "Quiet": True}
+        keys = {_object(uri)["Key"]: uri for uri in uris}
+        objects = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
         with self._errors(uris[0]):
-            self._client().delete_objects(Bucket=_object(uris[0])["Bucket"], Delete=objects)
+            answer = self._client().delete_objects(Bucket=_object(uris[0])["Bucket"], Delete=objects)
+        for failure in answer.get("Errors", ()):  # Of single objects, in an answer of status 200.
+            uri, code = keys[failure["Key"]], failure["Code"]
+            if code == "AccessDenied":
+                raise _forbidden(uri)
+            if code == "InternalError" or code in _PASSING_CODES:
+                raise _unavailable(uri, code)
+            if code != "NoSuchKey":
+                raise MachineError(f"{shown(uri)} cannot be deleted: the store answers {code}")
 
     def _read(self, uri: str, request: Callable[[Any], T]) -> T:
         """Make a request that a public bucket grants to anybody: without credentials where there are none."""

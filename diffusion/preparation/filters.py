@@ -47,6 +47,9 @@ _TRIMMED = " \t\n\r\v\f\xa0"
 
 _WHOLE, _DIGITS = r"^(-?\d+)\.0$", r"\1"
 
+_DATES = {"current_date", "current_time", "current_timestamp", "localtime", "localtimestamp"}
+"""Functions that look like columns."""
+
 _BETWEEN_CAPTIONS = "\x01"
 
 
@@ -171,26 +174,33 @@ def parse_where(where: str) -> list[str]:
 
     with duckdb.connect() as connection:
         [(parsed,)] = connection.execute("SELECT json_serialize_sql(?)", [f"SELECT {where}"]).fetchall()
+        varying = "SELECT function_name FROM duckdb_functions() WHERE stability <> 'CONSISTENT'"
+        functions = {name for (name,) in connection.execute(varying).fetchall()}
     parsed = json.loads(parsed)
     if parsed["error"]:
         raise ConfigurationError(f"where: {where!r} is not an SQL expression: {parsed['error_message']}")
     statement, *others = parsed["statements"]
     node = statement["node"]
     expressions = list(_expressions(node))
+    names = list(dict.fromkeys(name for kind, name in expressions if kind == "COLUMN_REF" and name is not None))
+    called = functions.intersection(name for kind, name in expressions if kind == "FUNCTION")
+    if called := called.union(_DATES.intersection(map(str.lower, names))):
+        raise ConfigurationError(f"where: {where!r}: {min(called)} is not the same at each run; remove it")
     is_single = not others and node["type"] == "SELECT_NODE" and len(node["select_list"]) == 1
     is_query = {kind for kind, _ in expressions} & {"SUBQUERY", "WINDOW", "STAR", "PARAMETER"}
     if not is_single or is_query or node["from_table"]["type"] != "EMPTY":
         raise ConfigurationError(
             f"where: {where!r}: give one expression on the columns of an image, without queries, windows or parameters"
         )
-    return list(dict.fromkeys(name for _, name in expressions if name is not None))
+    return names
 
 
 def _expressions(node: Any) -> Iterator[tuple[str, str | None]]:
-    """Yield the class of each expression of a parsed statement, and the column that it names."""
+    """Yield the class of each expression of a parsed statement, and the column or function that it names."""
     if isinstance(node, dict):
         if "class" in node:
-            yield node["class"], node["column_names"][0] if node["class"] == "COLUMN_REF" else None
+            name = node["column_names"][0] if node["class"] == "COLUMN_REF" else node.get("function_name")
+            yield node["class"], name
         node = list(node.values())
     if isinstance(node, list):
         for child in node:

@@ -74,14 +74,23 @@ def hash_key(key: str) -> str:
     return xxhash.xxh3_128_hexdigest(key)
 
 
-def removed_row(row: Mapping[str, Any]) -> dict[str, Any]:
+def removed_row(row: Mapping[str, Any], partition_file: str) -> dict[str, Any]:
     """Make the row of an image that was taken down: neither its key nor its content is left.
 
     Where the image is a file of its own, a hash takes the place of the file's name: so it is known when the folder
     grows. A file that holds other images, too, is named.
+
+    Args:
+        row: the row; one that was made here stays as it is.
+        partition_file: `file` of its partition, empty for a partition of a folder of images.
+
+    Returns:
+        The new row.
     """
+    if row["key"] == "":
+        return dict(row)
     file, version = row["file"], row["version"]
-    if file and all(row[name] is None for name in ("offset", "row_group", "row")):
+    if not partition_file:
         file, version = "~" + hashlib.md5(file.encode(), usedforsecurity=False).hexdigest(), ""
     kept = {"key": "", "key_hash": row["key_hash"], "file": file, "version": version}
     return dict.fromkeys(SCHEMA.names) | kept | {"reason": Reason.REMOVED.value, "detail": ""}
@@ -91,8 +100,9 @@ MEASURES = ("width", "height", "bytes", "format", "xxh128", "phash", "sharpness"
 """Columns that filters know by these names; other names are those of scores, or keys of the source's metadata."""
 
 MEMORY_SHARE = 0.4
-"""Of the machine's memory, for DuckDB by default; what does not fit goes to a temporary folder."""
+"""Of the memory of the machine or container, for DuckDB by default; what does not fit goes to a temporary folder."""
 
+_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _PARALLEL_DOWNLOADS = 16
 _PARTS_PER_QUERY = 64
 
@@ -149,15 +159,20 @@ class Tables:
         return [part for (part,) in self.connection.execute(f"SELECT part FROM parts {where} ORDER BY part").fetchall()]
 
     def key_types(self, keys: Sequence[str], parts: Sequence[int]) -> dict[str, str]:
-        """Find the keys of the sources' metadata that an image has: VARCHAR, or DOUBLE if all values are numbers."""
+        """Find the keys of the sources' metadata that an image has, and their types.
+
+        BIGINT or DOUBLE if all values are numbers, else VARCHAR. A text such as 007 is no number.
+        """
         types = {}
         for key in keys:
             values = f"SELECT json_extract_string(metadata, {_pointer(key)}) AS value FROM {self.metadata(parts)}"
-            exists = f"SELECT 1 FROM ({values}) WHERE value IS NOT NULL"
-            if self.connection.execute(f"{exists} AND TRY_CAST(value AS DOUBLE) IS NULL LIMIT 1").fetchall():
-                types[key] = "VARCHAR"
-            elif self.connection.execute(f"{exists} LIMIT 1").fetchall():
-                types[key] = "DOUBLE"
+            query = f"""SELECT
+                bool_and(TRY_CAST(value AS DOUBLE) IS NOT NULL AND NOT regexp_matches(value, '^[-+]?0[0-9]')),
+                bool_and(TRY_CAST(value AS BIGINT) IS NOT NULL AND regexp_matches(value, '^-?[0-9]+$'))
+                FROM ({values}) WHERE value IS NOT NULL"""
+            [(are_numbers, are_integers)] = self.connection.execute(query).fetchall()
+            if are_numbers is not None:
+                types[key] = "VARCHAR" if not are_numbers else "BIGINT" if are_integers else "DOUBLE"
         return types
 
     def named_images(self, parts: Sequence[int], types: Mapping[str, str], keys: Sequence[str] = ()) -> str:
@@ -183,8 +198,8 @@ def open_metadata(
     The view `images` has a row for each image of all generations: the columns of `SCHEMA` (captions are those of the
     captioner, if there was one), `part` and `row_number` (of the metadata file, and of the row in it), `source` (its
     name), `generation`, `aspect_ratio` (width over height), a column of each scorer, and the keys of the sources'
-    metadata that were asked for: DOUBLE if all their values are numbers, VARCHAR otherwise. Files of `selection` have
-    the same numbers as `part` and `row`. No file outside the data set can be read.
+    metadata that were asked for (types: `Tables.key_types`). Files of `selection` have the same numbers as `part` and
+    `row`. No file outside the data set can be read.
 
     Args:
         out: folder of the data set, path or s3://; from there the metadata are first copied to a temporary folder.
@@ -232,7 +247,7 @@ def open_tables(
     """
     import duckdb
 
-    memory = memory_bytes or int(MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    memory = memory_bytes or int(MEMORY_SHARE * _memory())
     with tempfile.TemporaryDirectory(prefix="select-", dir=scratch) as temporary:
         settings: dict[str, Any] = {"memory_limit": f"{memory}B", "temp_directory": f"{temporary}/spill"}
         partitions = [one for one in scan.partitions if only is None or one.number in only]
@@ -259,6 +274,16 @@ def open_tables(
             except (duckdb.OutOfMemoryException, duckdb.IOException) as error:
                 message = str(error).partition("\n")[0]
                 raise MachineError(f"DuckDB: {message}; free memory or disk, or name another disk (scratch)") from error
+
+
+def _memory() -> int:
+    """Bytes of memory of the machine, or of the container if that has less."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = _CONTAINER_LIMIT.read_text().strip()
+    except OSError:
+        return machine
+    return min(machine, int(limit)) if limit.isdigit() else machine
 
 
 def add_table(connection: "duckdb.DuckDBPyConnection", name: str, table: pa.Table) -> None:

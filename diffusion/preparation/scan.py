@@ -377,7 +377,7 @@ class Scanner:
         partition, name = task.partition, part_name(task.number)
         if not partition.items and task.source.kind == "folder":
             partition = replace(partition, items=self._items(name))
-        rows = [self._row(item) for item in task.source.scan(partition)]
+        rows = [self._row(item, partition) for item in task.source.scan(partition)]
         table = pa.Table.from_pylist(rows, schema=SCHEMA)
         storage.write(storage.join(self._out, task.folder, name), parquet_bytes(table))
         return _Result(num_images=len(rows), num_rejected=sum(row["reason"] != "" for row in rows))
@@ -389,10 +389,10 @@ class Scanner:
             raise OutdatedError(f"{storage.shown(uri)} is gone; prepare with --overwrite")
         return tuple(pq.read_table(pa.BufferReader(storage.read(uri)))["item"].to_pylist())
 
-    def _row(self, item: Record | Rejected) -> dict[str, Any]:
+    def _row(self, item: Record | Rejected, partition: Partition) -> dict[str, Any]:
         row: dict[str, Any] = {"key": item.key, "key_hash": xxhash.xxh3_64_intdigest(item.key), **vars(item.location)}
         if hash_key(item.key) in self._removed:
-            return removed_row(row)
+            return removed_row(row, partition.file)
         reason, detail = (item.reason, item.detail) if isinstance(item, Rejected) else ("", "")
         record = item.record if isinstance(item, Rejected) else item
         if record is not None:

@@ -35,6 +35,7 @@ from diffusion.preparation.config import DuplicatesConfig, PrepareConfig
 from diffusion.preparation.duplicates import find_crowded, find_duplicates
 from diffusion.preparation.filters import build_rules, load_conditions, parse_where
 from diffusion.preparation.metadata import (
+    CAPTIONS,
     SCORES,
     SELECTION,
     Tables,
@@ -174,10 +175,11 @@ def select(
 
     Raises:
         ConfigurationError: a setting is wrong.
-        DataError: a partition has not been scanned, or all buckets are too small.
+        DataError: a partition has not been scanned or scored, or all buckets are too small.
         MachineError: something cannot be read or written.
     """
     check(config)
+    _check_scored(out, config, scan)
     earlier: list[Selection] = []
     for generation in range(max((partition.generation for partition in scan.partitions), default=0) + 1):
         identity = _identity(out, config, scan, earlier, generation)
@@ -232,6 +234,17 @@ def _uri(out: str, name: str) -> str:
     return storage.join(out, SELECTION, name)
 
 
+def _check_scored(out: str, config: PrepareConfig, scan: "Scan") -> None:
+    """Check that each configured column has all its parts: an image without a score would be rejected."""
+    columns = [*([CAPTIONS] if config.captioner else []), *(scorer.column for scorer in config.scorers)]
+    files = storage.list_files(storage.join(out, SCORES)) if columns else {}
+    wanted = [f"{column}/{part_name(one.number)}" for column in columns for one in scan.partitions]
+    if missing := [name for name in wanted if name not in files]:
+        raise DataError(
+            f"{storage.shown(out)}: {SCORES}/{missing[0]} does not exist; run the stage score to its end first"
+        )
+
+
 def _identity(out: str, config: PrepareConfig, scan: "Scan", earlier: Sequence[Selection], generation: int) -> str:
     """Hash what determines a selection: settings, earlier selections, partitions, and the identities of the scores."""
     parts = [one for one in scan.partitions if one.generation <= generation]
@@ -239,9 +252,13 @@ def _identity(out: str, config: PrepareConfig, scan: "Scan", earlier: Sequence[S
              for one in parts]  # fmt: skip
     places = [(one.number, scan.sources[one.source].name, one.generation) for one in parts]
     names = {part_name(one.number) for one in parts}
-    listed = sorted(storage.list_files(storage.join(out, SCORES)), reverse=True)
-    first_files = {Path(name).parent.name: name for name in listed if Path(name).name in names}
-    scores = {column: _score_identity(storage.join(out, SCORES, name)) for column, name in first_files.items()}
+    listed: dict[str, list[str]] = {}
+    for name in sorted(storage.list_files(storage.join(out, SCORES))):
+        if Path(name).name in names:
+            listed.setdefault(Path(name).parent.name, []).append(name)
+    scores = {
+        column: (len(files), _score_identity(storage.join(out, SCORES, files[0]))) for column, files in listed.items()
+    }
     made_of = [_settings(config), [one.identity for one in earlier], scan.settings, places, files, scores]
     return xxhash.xxh3_128_hexdigest(json.dumps(made_of, sort_keys=True))
 
@@ -329,7 +346,7 @@ def _load_rows(out: str, config: PrepareConfig, tables: Tables, earlier: Sequenc
     try:
         for some in tqdm([*groups(parts)], desc="select", mininterval=1.0, disable=not progress):
             connection.execute(f"INSERT INTO images {insert(some)}").fetchall()
-    except (duckdb.ConversionException, duckdb.OutOfRangeException) as error:
+    except (duckdb.ConversionException, duckdb.OutOfRangeException, duckdb.InvalidInputException) as error:
         raise ConfigurationError(f"where: {str(error).splitlines()[0]}") from error
     if config.duplicates is None:
         return

@@ -54,7 +54,7 @@ from diffusion.preparation.metadata import (
 )
 from diffusion.preparation.output import claim, clear_result
 from diffusion.preparation.records import Reason
-from diffusion.preparation.scan import Scan
+from diffusion.preparation.scan import REREAD, Scan
 from diffusion.preparation.select import read_selection
 from diffusion.preparation.write import (
     SPLITS,
@@ -161,7 +161,7 @@ def reject_scanned(dataset: str, keys: Collection[str]) -> None:
     If there are some, what was selected and written is removed.
     """
     rows: dict[int, list[int]] = {}
-    for part, row in _find_metadata(dataset, keys):
+    for part, row, _ in _find_metadata(dataset, keys):
         rows.setdefault(part, []).append(row)
     if rows:
         clear_result(dataset)
@@ -230,23 +230,27 @@ def _take_down_prepared(dataset: str, asked: set[str], erase: bool) -> tuple[lis
     num_tasks = last.first_task + len(last.tasks)
     found = list(_find_positions(dataset, num_tasks, asked, read_marks(dataset) if erase else {}))
     _mark(dataset, found)
-    keys = asked.union(one.key for one in found)
     rows: dict[int, list[int]] = {}
-    others = list(_find_metadata(dataset, asked.difference(one.key for one in found)))
+    others = list(_find_metadata(dataset, asked.difference(one.key for one in found), marked=erase))
+    keys = asked.union((one.key for one in found), (key for _, _, key in others))
     partitions = storage.read_json(storage.join(dataset, SCAN))["partitions"]
     later = {entry["number"] for entry in partitions if entry["generation"] > last.generation}
-    if any(part in later for part, _ in others):
+    if any(part in later for part, _, key in others if key in asked):
         logger.info("%s: what was written of an unfinished growth is removed", storage.shown(dataset))
-        storage.delete([storage.join(dataset, SELECTION, f"{last.generation + 1}.json")])
+        numbers = {entry["generation"] for entry in partitions if entry["generation"] > last.generation}
+        storage.delete(storage.join(dataset, SELECTION, f"{number}.json") for number in numbers)
         discard_generations(dataset, last.generation + 1, num_tasks)
-    for part, row in [*others, *((one.part, one.row) for one in found)]:
+    for part, row in [*((part, row) for part, row, _ in others), *((one.part, one.row) for one in found)]:
         rows.setdefault(part, []).append(row)
-    _reject_metadata(dataset, rows, erase)
     if not erase:
+        _reject_metadata(dataset, rows, erase=False)
         return found, 0
     _blank_selection(dataset, keys)
     manifest = replace(manifest, rejected=_without(manifest.rejected, keys))
     manifest.write(dataset)
+    _reject_metadata(dataset, rows, erase=True)  # Not before: it holds the keys of what was marked.
+    rest = storage.join(dataset, REREAD)  # Of a comparison that was killed.
+    storage.delete(storage.join(rest, name) for name in storage.list_files(rest))
     has_report = storage.exists(storage.join(dataset, _REPORTS[0]))
     storage.delete(storage.join(dataset, name) for name in _REPORTS)
     count = sum(_erase_task(dataset, task, of_task) for task, of_task in _by(found, "task").items())
@@ -289,31 +293,42 @@ def _find_positions(dataset: str, num_tasks: int, keys: set[str], marks: Mapping
             yield from samples
 
 
-def _find_metadata(dataset: str, keys: Collection[str]) -> Iterator[tuple[int, int]]:
-    """Find images that are not in the shards: partition and row."""
+def _find_metadata(dataset: str, keys: Collection[str], *, marked: bool = False) -> Iterator[tuple[int, int, str]]:
+    """Find images by their keys, and those that are marked and not erased yet: partition, row and key."""
     wanted = pa.array(sorted(keys), pa.string())
 
-    def find(name: str) -> list[tuple[int, int]]:
+    def find(name: str) -> list[tuple[int, int, str]]:
         with storage.open_file(storage.join(dataset, METADATA, name), buffer_bytes=0) as file:
-            is_wanted = pc.is_in(pq.read_table(file, columns=["key"])["key"], wanted)  # pyright: ignore[reportAttributeAccessIssue]
-        return [(int(Path(name).stem), row) for row in np.flatnonzero(is_wanted.to_numpy()).tolist()]
+            table = pq.read_table(file, columns=["key", "reason"])
+        of = table["key"]
+        is_wanted = pc.is_in(of, wanted)  # pyright: ignore[reportAttributeAccessIssue]
+        if marked:
+            is_marked = pc.and_(pc.equal(table["reason"], Reason.REMOVED.value), pc.not_equal(of, ""))  # pyright: ignore[reportAttributeAccessIssue]
+            is_wanted = pc.or_(is_wanted, is_marked)  # pyright: ignore[reportAttributeAccessIssue]
+        rows = np.flatnonzero(is_wanted.to_numpy()).tolist()
+        return [(int(Path(name).stem), row, of[row].as_py()) for row in rows]
 
     names = [name for name in storage.list_files(storage.join(dataset, METADATA)) if not name.endswith(PARTIAL)]
     with ThreadPoolExecutor(_REQUESTS) as threads:
-        for rows in threads.map(find, names if keys else []):
+        for rows in threads.map(find, names if keys or marked else []):
             yield from rows
 
 
 def _reject_metadata(dataset: str, rows: Mapping[int, list[int]], erase: bool) -> None:
     """Reject rows of the metadata as removed; erase what they hold, and their scores before."""
     scores = storage.list_files(storage.join(dataset, SCORES)) if erase else ()
+    entries = storage.read_json(storage.join(dataset, SCAN))["partitions"] if rows else ()
+    files = {entry["number"]: entry["file"] for entry in entries}
     for part, of_part in rows.items():
         for name in scores:
             if name.endswith(f"/{part_name(part)}"):
                 _change_rows(storage.join(dataset, SCORES, name), of_part, dict.fromkeys)
         if erase:
             storage.delete([storage.join(dataset, LISTINGS, part_name(part))])
-        reject = removed_row if erase else lambda row: {**row, "reason": Reason.REMOVED.value}
+
+        def reject(row: dict[str, Any], file: str = files[part]) -> dict[str, Any]:
+            return removed_row(row, file) if erase else {**row, "reason": Reason.REMOVED.value}
+
         _change_rows(storage.join(dataset, METADATA, part_name(part)), of_part, reject)
 
 

@@ -9,8 +9,9 @@ indexes, and the manifest last.
 A shard is one write, whole or absent. Its name (`shard.TASK.NUMBER.mds`) and bytes are a function of the selection, so
 that a task that was interrupted, or runs twice, writes the same files again.
 
-Memory of a worker: a window (or its place in a file of `scratch`), as much that is carried over, and a shard. Memory
-of the driver: an object per partition and the index entry of each shard.
+Memory of a worker: a window and as much of its last partition (or their place in a file of `scratch`), as much that is
+carried over, and a shard; of a larger partition, each `window_mb` are taken like a window. Memory of the driver: an
+object per partition and the index entry of each shard.
 """
 
 import functools
@@ -28,6 +29,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 from tqdm import tqdm
@@ -50,7 +52,7 @@ from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.engine import Workers, run
 from diffusion.preparation.explain import examples
 from diffusion.preparation.metadata import CAPTIONS, METADATA, POSITIONS, SCORES, part_name
-from diffusion.preparation.records import Location, Partition, Source, clean_text, fit_for_json
+from diffusion.preparation.records import Location, Partition, Reason, Source, clean_text, fit_for_json
 from diffusion.preparation.scan import Scan
 from diffusion.preparation.select import Selection, kept_rows, read_selection
 from diffusion.preparation.sources.reading import printable
@@ -216,6 +218,7 @@ def _begin(out: str, selections: Sequence[Selection], finished: PreparedManifest
         )
     if known[same:]:
         logger.info("%s: what was written from another selection is removed", storage.shown(out))
+    if known[same:] or not known:  # Without positions nobody knows what the shards are made from.
         discard_generations(out, same, sum(len(selection.tasks) for selection in selections[:same]))
     if known != wanted:
         storage.write_json(uri, wanted)
@@ -334,34 +337,47 @@ class _Writer:
     def __call__(self, task: WriteTask) -> int:
         """Write the shards and the positions of a task; return how many samples they hold."""
         shards = _Shards(self._out, task, self._format, _Pool(self._scratch))
-        kept: dict[tuple[int, int], list[dict[str, Any]]] = {}
-        for row in kept_rows(self._out, task.generation, task.number).to_pylist():
-            kept.setdefault((row["window"], row["part"]), []).append(row)
+        table = kept_rows(self._out, task.generation, task.number)
         for number, window in enumerate(task.windows):
-            shards.move_to(_Pool(self._scratch))
-            samples: dict[Place, list[_Sample]] = {}
+            of_window = table.filter(pc.equal(table["window"], number))  # pyright: ignore[reportAttributeAccessIssue]
+            kept: dict[int, list[dict[str, Any]]] = {}
+            for row in of_window.to_pylist():
+                kept.setdefault(row["part"], []).append(row)
+            samples: list[tuple[Place, _Sample]] = []
             for part in window:
-                for place, sample in self._read(task, part, kept.get((number, part), ()), shards.pool):
-                    samples.setdefault(place, []).append(sample)
-            for place in sorted(samples):
-                for sample in sorted(samples[place], key=lambda one: one.order):
-                    shards.add(place, sample)
-            shards.limit(self._window_bytes)
+                num_bytes = 0
+                for place, sample in self._read(task, part, kept.get(part, ()), shards):
+                    samples.append((place, sample))
+                    num_bytes += sample.size
+                    if num_bytes >= self._window_bytes:
+                        self._add(shards, samples)
+                        num_bytes = 0
+            self._add(shards, samples)
         return shards.finish()
 
+    def _add(self, shards: "_Shards", samples: list[tuple[Place, _Sample]]) -> None:
+        """Put the samples of a window (or of as much of a large partition) into shards, and clear their list."""
+        for place, sample in sorted(samples, key=lambda one: (one[0], one[1].order)):
+            shards.add(place, sample)
+        samples.clear()
+        shards.limit(self._window_bytes)
+        shards.move_to(_Pool(self._scratch))
+
     def _read(
-        self, task: WriteTask, part: int, kept: Sequence[Mapping[str, Any]], pool: _Pool
+        self, task: WriteTask, part: int, kept: Sequence[Mapping[str, Any]], shards: "_Shards"
     ) -> Iterator[tuple[Place, _Sample]]:
         """Read the kept images of a partition."""
         if not kept:
             return
         source, partition = task.parts[part]
         rows = self._metadata(part, [one["row"] for one in kept])
+        if any(row["reason"] == Reason.REMOVED.value for row in rows):
+            raise DataError(f"{METADATA}/{part_name(part)}: a selected image was removed since; run the stage select")
         locations = [Location(**{field.name: row[field.name] for field in fields(Location)}) for row in rows]
         images = source.images(partition, locations)
         for one, row in zip(kept, rows, strict=True):
             sample = encode_sample(self._columns(row, _next_image(images, row)), COLUMNS)
-            stored = _Sample(one["order"], row["key"], part, one["row"], len(sample), pool.put(sample))
+            stored = _Sample(one["order"], row["key"], part, one["row"], len(sample), shards.pool.put(sample))
             yield (one["split"], one["bucket"]), stored
 
     def _metadata(self, part: int, rows: Sequence[int]) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from unittest.mock import Mock
 
 import fsspec
 import pytest
@@ -137,6 +138,20 @@ def test_names_and_secrets():
     for uri in ("s4://x/y", "s3:///x"):
         with pytest.raises(DataError):
             storage.check_uri(uri)
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [("AccessDenied", ForbiddenFileError), ("InternalError", UnavailableError), ("ObjectLocked", MachineError)],
+)
+def test_an_object_that_is_not_deleted(monkeypatch: pytest.MonkeyPatch, code: str, error: type[Exception]):
+    """S3 answers with status 200 and a list of what it did not delete."""
+    client = Mock(**{"delete_objects.return_value": {"Errors": [{"Key": "x/b", "Code": code}]}})
+    monkeypatch.setattr(storage, "_s3_client", lambda *_: client)
+    with pytest.raises(error, match="s3://tests/x/b"):
+        storage.delete(["s3://tests/x/a", "s3://tests/x/b"], SHORT)
+    client.delete_objects.return_value = {"Errors": [{"Key": "x/b", "Code": "NoSuchKey"}]}
+    storage.delete(["s3://tests/x/a", "s3://tests/x/b"], SHORT)
 
 
 class TestS3:

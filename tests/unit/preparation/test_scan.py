@@ -291,7 +291,7 @@ def test_what_was_taken_down_after_the_scan_is_not_new(folder, out):
     scan([folder], out, partition_size=4)
     path = out / "metadata" / part_name(1)
     rows = pq.read_table(path).to_pylist()
-    rows[1] = removed_row(rows[1])
+    rows[1] = removed_row(rows[1], "")
     path.write_bytes(scan_module.parquet_bytes(pa.Table.from_pylist(rows, SCHEMA)))
     remove(out, "set/0005.png")
     before = tree(out)

@@ -8,6 +8,7 @@ import pytest
 
 from diffusion.config.loading import from_dict
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.preparation import metadata
 from diffusion.preparation import select as module
 from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.explain import examples, explain
@@ -100,6 +101,27 @@ def test_where_takes_numbers_texts_and_odd_names(tmp_path):
     assert kept(tmp_path) == {(0, 0), (0, 1), (0, 2)}
 
 
+def test_long_integers_and_leading_zeros_are_exact(tmp_path):
+    values = [(2**53, "001"), (2**53 + 1, "1"), (2**53 + 2, "01")]
+    run(
+        tmp_path,
+        [image(i, metadata={"id": a, "code": b}) for i, (a, b) in enumerate(values)],
+        where=f"id = {2**53 + 1}",
+    )
+    assert kept(tmp_path) == {(0, 1)}
+    select(str(tmp_path), configuration(where="code = '1'"), ONE)
+    assert kept(tmp_path) == {(0, 1)}
+
+
+def test_memory_is_that_of_the_container(tmp_path, monkeypatch):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(metadata, "_CONTAINER_LIMIT", limit)
+    machine = metadata._memory()
+    for text, expected in (("max\n", machine), ("100000000\n", 100_000_000)):
+        limit.write_text(text)
+        assert metadata._memory() == expected
+
+
 @pytest.mark.parametrize(
     "where",
     [
@@ -118,6 +140,11 @@ def test_where_takes_numbers_texts_and_odd_names(tmp_path):
         "captions > 3",
         "n = 'text'",
         "n::integer::date is null",
+        "regexp_matches(key, '(')",
+        "regexp_matches(key, concat('(', n::varchar))",
+        "random() > 0.5",
+        "n > 1 and now() is null",
+        "Current_Date is null",
         "",
     ],
 )
@@ -311,6 +338,19 @@ def test_nothing_is_done_twice_and_changes_are_noticed(tmp_path):
     changed = [select(str(tmp_path), configuration(where=where), ONE) for where in ("quality > 4", "quality > 3")]
     assert [one.kept for one in changed] == [4, 5]
     assert changed[1].identity == first.identity
+
+
+def test_a_column_that_is_not_finished(tmp_path):
+    write_part(tmp_path, 0, [image(0)], quality=[1.0])
+    write_part(tmp_path, 1, [image(1)])
+    config = configuration(scorers=[{"column": "quality", "path": "x.y"}], filters={"missing": "reject"})
+    with pytest.raises(DataError, match="quality/000001"):
+        select(str(tmp_path), config, scan_of(0, 0))
+    others = configuration(where="quality > 0")  # Another tool may score some parts only.
+    assert select(str(tmp_path), others, scan_of(0, 0)).kept == 1
+    write_part(tmp_path, 1, [image(1)], quality=[1.0])
+    assert select(str(tmp_path), others, scan_of(0, 0)).kept == 2
+    assert select(str(tmp_path), config, scan_of(0, 0)).kept == 2
 
 
 def test_an_interrupted_selection_is_made_again(tmp_path, monkeypatch):

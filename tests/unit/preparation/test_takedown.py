@@ -11,6 +11,7 @@ from diffusion.datasets.manifest import PreparedManifest
 from diffusion.datasets.mds import read_index
 from diffusion.errors import DataError
 from diffusion.files import write_json
+from diffusion.preparation.metadata import removed_row
 from diffusion.preparation.takedown import add_removed, hash_key, read_keys, read_removed, take_down
 from tests.tools.image_files import tree
 from tests.tools.selected_data import make_images, select_images
@@ -137,6 +138,24 @@ def test_what_was_marked_before_is_erased_too(data):
     assert files_with(data.out, *needles(data, TAKEN), *needles(data, 4)) == set()
 
 
+def test_a_rejected_image_that_was_marked_before_is_erased_too(data):
+    take_down(data.out, {data.key(DUPLICATE)})
+    rest = Path(data.out, "reread", "000000.parquet")
+    rest.parent.mkdir()
+    pq.write_table(pa.table({"key": [data.key(DUPLICATE)]}), rest)
+    take_down(data.out, set(), erase=True)
+    assert files_with(data.out, *needles(data, DUPLICATE)) == set()
+
+
+def test_rows_that_were_erased_already():
+    row = {"key": "set/a~1.png", "key_hash": 1, "file": "~1.png", "version": "v", "offset": None, "length": None}
+    row |= {"row_group": None, "row": None}
+    erased = removed_row(row, "")
+    assert erased["file"].startswith("~") and "1.png" not in erased["file"]
+    assert removed_row(erased, "") == erased
+    assert (removed_row(row, "~1.png")["file"], removed_row(row, "~1.png")["version"]) == ("~1.png", "v")
+
+
 def test_a_second_erasure_in_the_same_shard(data):
     for number in range(0, 20, 2):
         take_down(data.out, {data.key(number)}, erase=True)
@@ -206,6 +225,25 @@ def test_data_that_is_being_added_to(data, monkeypatch, number):
     assert Path(data.out, "selection", "1.json").exists() == (number == TAKEN)
     if number == TAKEN:
         assert grown.write(**options).kept == 39
+
+
+def test_data_with_two_unfinished_growths(data):
+    """An image of the second one is not written, whatever is selected."""
+    grown = select_images(data.out, data.source, (6,), before=data, scored=True)
+    grown = select_images(data.out, data.source, (6,), before=grown, scored=True)
+    taken = 43
+    take_down(data.out, {data.key(taken)})
+    assert [Path(data.out, "selection", f"{number}.json").exists() for number in range(3)] == [True, False, False]
+
+
+def test_a_removed_image_that_is_selected_is_not_written(data):
+    select_images(data.out, data.source, (6,), before=data, scored=True)
+    path = Path(data.out, "metadata", "000005.parquet")
+    rows = pq.read_table(path)
+    reasons = pa.array(["removed", *[""] * 5])
+    pq.write_table(rows.set_column(rows.schema.get_field_index("reason"), "reason", reasons), path)
+    with pytest.raises(DataError, match="000005"):
+        data.write(captioner={}, scorers=[{"column": "score"}], shard_mb=0.01)
 
 
 def write_version_1(root):

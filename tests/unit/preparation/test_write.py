@@ -1,5 +1,6 @@
 import itertools
 import random
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -9,8 +10,9 @@ from streaming import LocalDataset, StreamingDataset
 
 from diffusion import storage
 from diffusion.datasets.manifest import PreparedManifest
-from diffusion.datasets.mds import read_shards
+from diffusion.datasets.mds import encode_shard, read_shards
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.preparation import write as module
 from diffusion.preparation.write import COLUMNS
 from tests.tools.image_files import tree
 from tests.tools.selected_data import make_images, select_images
@@ -113,6 +115,24 @@ def test_what_is_carried_is_limited(tmp_path):
     assert len(sizes) > 3
 
 
+@pytest.mark.parametrize("scratch", [False, True])
+def test_a_large_partition_is_written_in_pieces(tmp_path, monkeypatch, scratch):
+    """Of 40 images at most those of a window, and as much that is carried, are held at a time."""
+    data, held, original = build(tmp_path, (40,), tasks=[[[0]]]), [], module._Shards.add
+
+    def add(self, place, sample):
+        original(self, place, sample)
+        held.append(sum(map(len, self._rests.values())))
+
+    monkeypatch.setattr(module._Shards, "add", add)
+    written = []
+    monkeypatch.setattr(module, "encode_shard", lambda *one: written.append(len(held)) or encode_shard(*one))
+    data.write(shard_mb=1, window_mb=15_000 / 2**20, scratch=str(tmp_path) if scratch else None)
+    assert written[0] < 10
+    assert max(held) < 15
+    assert sum(map(len, samples(data.out).values())) == 40
+
+
 @pytest.mark.parametrize("changes", [{"workers": 3}, {"scratch": "scratch"}])
 def test_bytes_do_not_depend_on_who_writes(tmp_path, changes):
     data = build(tmp_path)
@@ -183,6 +203,19 @@ def test_another_selection_starts_over(tmp_path, monkeypatch):
     fresh = select_images(str(tmp_path / "fresh"), data.source, SIZES, rejected=range(0, 58, 3), identity="b")
     fresh.write()
     assert tree(Path(data.out)) == tree(tmp_path / "fresh")
+
+
+def test_shards_without_positions_are_not_kept(tmp_path):
+    data = build(tmp_path)
+    data.write()
+    expected = tree(Path(data.out))
+    for name in shards(data.out):
+        path = Path(data.out, name)
+        path.write_bytes(bytes(path.stat().st_size))
+    Path(data.out, "manifest.json").unlink()
+    shutil.rmtree(Path(data.out, "positions"))
+    data.write()
+    assert tree(Path(data.out)) == expected
 
 
 def test_a_finished_data_set_of_another_selection_is_refused(tmp_path):
