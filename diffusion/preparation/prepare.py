@@ -106,7 +106,10 @@ def prepare(
 
 
 def _settings(config: PrepareConfig) -> dict[str, Any]:
-    return {name: value for name, value in to_dict(config).items() if name not in _NOT_OF_THE_DATA}
+    settings = {name: value for name, value in to_dict(config).items() if name not in _NOT_OF_THE_DATA}
+    for plugin in filter(None, [settings["captioner"], *settings["scorers"]]):
+        del plugin["num_gpus"]
+    return settings
 
 
 def _read_manifest(out: str, settings: dict[str, Any]) -> PreparedManifest | None:

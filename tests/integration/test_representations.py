@@ -82,7 +82,7 @@ def test_real_images_from_three_buckets(server, shapes, data_folder, tmp_path):
     emoji = data_folder / "emoji"
     sources = [emoji / "folder_512", emoji / "webdataset_128", emoji / "parquet_72.parquet"]
     manifest = prepare(sources, tmp_path / "prepared", edges=[64, 128, 512], validation_fraction=0.1, num_workers=2)
-    assert (manifest.seen, manifest.kept, manifest.refused) == (1800, 1800, {})
+    assert (manifest.seen, manifest.kept, manifest.rejected) == (1800, 1800, {})
     parts = load_frozen_parts(ModelConfig(architecture=Architecture.tiny, vae=str(shapes / "vae")))
     models = EncodingModels.of(parts)
     [encoded] = encode(tmp_path / "prepared", tmp_path / "latents", models=models, resolutions=[32])

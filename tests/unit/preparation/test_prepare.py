@@ -16,13 +16,20 @@ import pytest
 from PIL import Image
 from streaming import LocalDataset, MDSWriter
 
+from diffusion.config.loading import from_dict
 from diffusion.datasets.images import decode_rgb
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.errors import ConfigurationError, DataError
+<<<<<<< HEAD
 from diffusion.preparation import output, scan
 from diffusion.preparation.config import BucketsConfig, DuplicatesConfig, FiltersConfig, PrepareConfig, ScorerConfig
 from diffusion.preparation.engine import run
 from diffusion.preparation.prepare import STAGES, explain_selection
+=======
+from diffusion.preparation import scan
+from diffusion.preparation.config import BucketsConfig, DuplicatesConfig, FiltersConfig, PrepareConfig
+from diffusion.preparation.prepare import STAGES, _settings, explain_selection
+>>>>>>> fix2
 from diffusion.preparation.prepare import prepare as prepare_from_config
 from diffusion.preparation.write import COLUMNS
 from tests.tools.image_files import encode, noise, sample, tree, write_folder, write_tar
@@ -281,6 +288,15 @@ def test_explain_writes_nothing(hostile, tmp_path, capsys):
     assert tree(tmp_path) == before
     with pytest.raises(ConfigurationError, match="--explain"):
         main(["--explain", "--config", str(yaml)])
+
+
+def test_gpus_do_not_determine_the_data():
+    values = {"path": "x.y", "column": "a"}
+    one, other = (
+        from_dict(PrepareConfig, {"sources": ["s"], "out": "o", "scorers": [{**values, "num_gpus": gpus}]}, "test")
+        for gpus in (0.0, 1.0)
+    )
+    assert _settings(one) == _settings(other)
 
 
 def test_another_filter_decodes_no_image(tmp_path, monkeypatch):
