@@ -20,16 +20,10 @@ from diffusion.config.loading import from_dict
 from diffusion.datasets.images import decode_rgb
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.errors import ConfigurationError, DataError
-<<<<<<< HEAD
 from diffusion.preparation import output, scan
 from diffusion.preparation.config import BucketsConfig, DuplicatesConfig, FiltersConfig, PrepareConfig, ScorerConfig
 from diffusion.preparation.engine import run
-from diffusion.preparation.prepare import STAGES, explain_selection
-=======
-from diffusion.preparation import scan
-from diffusion.preparation.config import BucketsConfig, DuplicatesConfig, FiltersConfig, PrepareConfig
 from diffusion.preparation.prepare import STAGES, _settings, explain_selection
->>>>>>> fix2
 from diffusion.preparation.prepare import prepare as prepare_from_config
 from diffusion.preparation.write import COLUMNS
 from tests.tools.image_files import encode, noise, sample, tree, write_folder, write_tar
