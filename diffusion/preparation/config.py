@@ -203,7 +203,7 @@ class DuplicatesConfig:
 class LimitsConfig:
     """Limits of a single image; beyond one it is rejected as `too_large`."""
 
-    max_image_mb: int = bounded(512, min=1)
+    max_image_mb: int = bounded(512, min=1, max=512)
     """Size of the image file in MiB."""
 
     max_jpeg_scans: int = bounded(100, min=1)

@@ -191,7 +191,7 @@ def _other_writer(uri: str, token: str) -> str | None:
     except (KeyError, TypeError) as error:
         raise DataError(f"{storage.shown(uri)} is damaged ({error!r}); delete it") from error
     return (
-        f"{place} is writing to {storage.shown(uri).rpartition('/')[0]} (a sign of life {age:.0f} s ago); wait for it, "
+        f"{place} is writing to {storage.shown(uri).rpartition('/')[0]} (last heartbeat {age:.0f} s ago); wait for it, "
         f"or choose another folder. One that has crashed is forgotten after {_STALE_SECONDS:.0f} s"
     )
 

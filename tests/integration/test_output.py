@@ -149,7 +149,7 @@ def test_only_data_sets_are_written_to(out):
     assert storage.read(storage.join(out, "train", "thesis.doc")) == b"precious"
 
 
-def test_leftovers_of_a_scan_that_had_hardly_begun(out):
+def test_a_listing_alone_is_no_strange_file(out):
     storage.write(storage.join(out, "listings", "000000.parquet"), b"x")
     with claim(out, KIND):
         pass
