@@ -36,7 +36,7 @@ from diffusion.preparation.config import (
     PrepareConfig,
 )
 from diffusion.preparation.engine import Workers
-from diffusion.preparation.metadata import METADATA, SCHEMA, SCORES, part_name
+from diffusion.preparation.layout import METADATA, SCHEMA, SCORES, part_name
 from diffusion.preparation.records import Location, Partition, Partitions, Reason, Rejected
 from diffusion.preparation.select import WINDOWS_PER_TASK, mix, select
 

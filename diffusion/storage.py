@@ -19,7 +19,9 @@ import random
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 8 * 2**20
 """Bytes of a remote file that `open_file` requests at once."""
+
+CONCURRENT_REQUESTS = 16
+"""Calls of `concurrent_map` at a time."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
 """Seconds between the first two attempts, doubled each time, and their limit, beside a random half second."""
@@ -58,6 +63,7 @@ _CREDENTIAL_CODES = (
 )
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 
 
 class _FileError(Exception):
@@ -313,6 +319,20 @@ def download(
         raise
     except OSError as error:
         raise MachineError(f"cannot write to {path}: {error.strerror or error}") from error
+
+
+def concurrent_map(function: Callable[[Item], T], items: Iterable[Item]) -> Iterator[T]:
+    """Yield the result of a function for each item, in order, with CONCURRENT_REQUESTS calls at a time."""
+    rest = iter(items)
+    with ThreadPoolExecutor(CONCURRENT_REQUESTS) as threads:
+        waiting = deque(threads.submit(function, item) for item in itertools.islice(rest, CONCURRENT_REQUESTS))
+        try:
+            while waiting:
+                result = waiting.popleft().result()
+                waiting.extend(threads.submit(function, item) for item in itertools.islice(rest, 1))
+                yield result
+        finally:
+            threads.shutdown(cancel_futures=True)
 
 
 def _attempt(uri: str, access: Access | None, request: Callable[["_Store"], T]) -> T:

@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 from diffusion import storage
 from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.filters import load_conditions
-from diffusion.preparation.metadata import SELECTION, Tables, add_table, groups, literal, open_tables
+from diffusion.preparation.layout import SELECTION
+from diffusion.preparation.metadata import Tables, add_table, groups, literal, open_tables
 from diffusion.preparation.records import Reason
 from diffusion.preparation.select import REJECTED
 

@@ -11,7 +11,6 @@ import os
 import re
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,51 +21,13 @@ from numpy.typing import NDArray
 
 from diffusion import storage
 from diffusion.errors import ConfigurationError, DataError, MachineError, similar_names
+from diffusion.preparation.layout import CAPTIONS, GENERATED_CAPTIONS, METADATA, SCHEMA, SCORES, SELECTION, part_name
 from diffusion.preparation.records import Reason
 
 if TYPE_CHECKING:
     import duckdb
 
     from diffusion.preparation.scan import Scan
-
-METADATA, SCORES, SELECTION, POSITIONS, LISTINGS = "metadata", "scores", "selection", "positions", "listings"
-"""Folders of a data set."""
-
-REMOVED = "removed.json"
-"""File of a data set: `hash_key` of the keys of all removed images, sorted."""
-
-CAPTIONS = "captions"
-"""Folder below `scores` with the captions that a captioner wrote."""
-
-SCHEMA = pa.schema(
-    {
-        "key": pa.string(),  # name of the source, slash, path in the source; unique
-        "key_hash": pa.uint64(),  # xxh3_64 of the key: order and validation split are made of it
-        "file": pa.string(),  # path below the source
-        "version": pa.string(),  # of the file: changes with its content
-        "offset": pa.int64(),  # `Location`, as the three below; null where it does not apply
-        "length": pa.int64(),
-        "row_group": pa.int32(),
-        "row": pa.int64(),
-        "bytes": pa.int64(),  # of the image file; null, like all below but the last two, where there is none
-        "format": pa.string(),  # by the file's signature: jpeg, png, ...
-        "width": pa.int32(),  # pixels, upright (EXIF), as height
-        "height": pa.int32(),
-        "xxh128": pa.string(),  # XXH3 of the file's bytes, 32 hexadecimal digits
-        "phash": pa.uint64(),  # perceptual hash
-        "sharpness": pa.float64(),  # variance of the Laplacian
-        "captions": pa.list_(pa.string()),
-        "metadata": pa.string(),  # JSON object: whatever else the source knew
-        "reason": pa.string(),  # why it is rejected, empty if it is not
-        "detail": pa.string(),  # of the rejection, in a few words
-    }
-)
-"""Columns of `metadata/NUMBER.parquet`. The row's number in the file and the file's number identify an image."""
-
-
-def part_name(number: int) -> str:
-    """Name of the file of a partition."""
-    return f"{number:06}.parquet"
 
 
 def hash_key(key: str) -> str:
@@ -103,7 +64,6 @@ MEMORY_SHARE = 0.4
 """Of the memory of the machine or container, for DuckDB by default; what does not fit goes to a temporary folder."""
 
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
-_PARALLEL_DOWNLOADS = 16
 _PARTS_PER_QUERY = 64
 
 
@@ -125,7 +85,7 @@ class Tables:
     @property
     def columns(self) -> list[str]:
         """Names of the columns of `images`, but for `_keys`."""
-        scores = ["generated_captions" if name == CAPTIONS else name for name in self.scores]
+        scores = [GENERATED_CAPTIONS if name == CAPTIONS else name for name in self.scores]
         return [*SCHEMA.names, "part", "row_number", "source", "generation", "aspect_ratio", *scores]
 
     def metadata(self, parts: Sequence[int]) -> str:
@@ -143,7 +103,7 @@ class Tables:
             joins.append(f"LEFT JOIN {table} {alias} ON {alias}.part = m.part AND {alias}.row_number = m.row_number")
             if name == CAPTIONS:
                 captions = f"coalesce({alias}.captions, m.captions)"
-                name = "generated_captions"
+                name = GENERATED_CAPTIONS
             columns.append(f"{alias}.{identifier(name)}")
         if keys:
             columns.append(f"json_extract_string(m.metadata, [{', '.join(map(_pointer, keys))}]) AS _keys")
@@ -353,6 +313,6 @@ def _download(out: str, names: Mapping[str, Sequence[str]], folder: Path) -> Pat
         target.parent.mkdir(parents=True, exist_ok=True)
         storage.download(storage.join(out, name), target)
 
-    with ThreadPoolExecutor(_PARALLEL_DOWNLOADS) as threads:
-        list(threads.map(copy, (f"{kind}/{name}" for kind, files in names.items() for name in files)))
+    for _ in storage.concurrent_map(copy, (f"{kind}/{name}" for kind, files in names.items() for name in files)):
+        pass
     return folder

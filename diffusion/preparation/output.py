@@ -18,12 +18,18 @@ from diffusion import storage
 from diffusion.datasets.manifest import MANIFEST, SCAN
 from diffusion.errors import DataError, MachineError, UserError
 from diffusion.files import atomic_path, lock, unique_partial
-from diffusion.preparation.metadata import LISTINGS, METADATA, POSITIONS, REMOVED, SCORES, SELECTION
+from diffusion.preparation.layout import (
+    LISTINGS,
+    METADATA,
+    POSITIONS,
+    REMOVED,
+    REMOVED_SAMPLES,
+    SCORES,
+    SELECTION,
+    SPLITS,
+)
 
 logger = logging.getLogger(__name__)
-
-SPLITS = ("train", "validation")
-"""Folders of the shards."""
 
 WRITER = "writer.json"
 """File of a data set that says who writes to it, where the file system has no locks."""
@@ -36,7 +42,7 @@ _SETTLING_SECONDS = 2.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 """EBADF: NFS locks only what can be opened for writing, which a folder cannot."""
 
-_FILES = ("withdrawn.json", "report.html", "report.json", "partitions.json")
+_FILES = (REMOVED_SAMPLES, "report.html", "report.json", "partitions.json")
 _FOLDERS_OF_VERSION_1 = ("facts", "refused")
 
 SCORES_RECORD = "scores.json"

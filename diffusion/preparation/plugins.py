@@ -15,10 +15,10 @@ from PIL import Image
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.plugins import import_plugin
 from diffusion.preparation.config import CaptionerConfig, CaptionMode, PrepareConfig, ScorerConfig
-from diffusion.preparation.metadata import CAPTIONS, SCHEMA
+from diffusion.preparation.layout import CAPTIONS, GENERATED_CAPTIONS, SCHEMA
 from diffusion.preparation.records import clean_text
 
-RESERVED = (*SCHEMA.names, CAPTIONS, "generated_captions", "source", "split", "bucket", "part", "shorter_side",
+RESERVED = (*SCHEMA.names, CAPTIONS, GENERATED_CAPTIONS, "source", "split", "bucket", "part", "shorter_side",
             "aspect_ratio", "caption_length")  # fmt: skip
 """Columns that a scorer cannot write; case does not matter."""
 

@@ -8,7 +8,6 @@ an image that is gone has none. Removed images are counted, and never shown.
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,16 +25,8 @@ from diffusion.datasets.images import UndecodableImageError, decode_rgb
 from diffusion.errors import DataError, MachineError
 from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.explain import describe
-from diffusion.preparation.metadata import (
-    CAPTIONS,
-    SELECTION,
-    Tables,
-    add_table,
-    as_pattern,
-    identifier,
-    literal,
-    open_tables,
-)
+from diffusion.preparation.layout import CAPTIONS, LOCATION, SELECTION
+from diffusion.preparation.metadata import Tables, add_table, as_pattern, identifier, literal, open_tables
 from diffusion.preparation.records import Location, Reason
 from diffusion.preparation.scan import Scan
 from diffusion.preparation.select import read_selection
@@ -60,7 +51,6 @@ THUMBNAIL = 128
 """Longer side of an image on the page, in pixels."""
 
 _PARTS_PER_QUERY = 512
-_THREADS = 16
 _NUMBERS = {  # SQL by column
     "shorter_side": "least(width, height)",
     "aspect_ratio": "aspect_ratio",
@@ -69,7 +59,6 @@ _NUMBERS = {  # SQL by column
     "caption_length": "list_avg(list_transform(captions, lambda caption: length(caption)))",
 }
 _LOGARITHMIC = ("shorter_side", "aspect_ratio", "bytes")
-_LOCATION = ("file", "version", "offset", "length", "row_group", "row")
 _REMOVED = literal(Reason.REMOVED.value)
 
 Row = dict[str, Any]
@@ -253,7 +242,7 @@ def _find_examples(out: str, tables: Tables) -> tuple[dict[str, list[Row]], list
         f"SELECT part, row_number FROM rows WHERE reason != {_REMOVED} AND list_contains(?::UBIGINT[], key_hash)",
         [hashes],
     ).fetchall()
-    columns = ("part", "row_number", "key", "width", "height", "detail", "xxh128", *_LOCATION)
+    columns = ("part", "row_number", "key", "width", "height", "detail", "xxh128", *LOCATION)
     metadata = tables.metadata(sorted({part for part, _ in [*images, *originals]})) if images else "rows"
     rows = _rows_of(tables, [*images, *originals], ", ".join(map(identifier, columns)), metadata)
     by_place, by_key = {(row["part"], row["row_number"]): row for row in rows}, {row["key"]: row for row in rows}
@@ -282,7 +271,7 @@ def _read_thumbnails(scan: Scan, rows: Sequence[Row]) -> dict[str, str | None]:
 
     def read(row: Row) -> str | None:
         source, partition = scan.find(row["part"])
-        location = Location(**{name: row[name] for name in _LOCATION})
+        location = Location(**{name: row[name] for name in LOCATION})
         try:
             [content] = source.images(partition, [location])
             image = decode_rgb(content)
@@ -294,8 +283,7 @@ def _read_thumbnails(scan: Scan, rows: Sequence[Row]) -> dict[str, str | None]:
         return image_uri(image, jpeg_quality=88)
 
     by_key = {row["key"]: row for row in rows}
-    with ThreadPoolExecutor(_THREADS) as pool:
-        return dict(zip(by_key, pool.map(read, by_key.values()), strict=True))
+    return dict(zip(by_key, storage.concurrent_map(read, by_key.values()), strict=True))
 
 
 # The page

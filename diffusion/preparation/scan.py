@@ -6,7 +6,6 @@ are scanned; what was scanned before must still be what it was.
 """
 
 import functools
-import io
 import json
 import logging
 import re
@@ -14,14 +13,12 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import xxhash
 from tqdm import tqdm
 
@@ -33,17 +30,18 @@ from diffusion.distributed import rank
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.preparation.config import LimitsConfig, PrepareConfig
 from diffusion.preparation.engine import Workers, run
-from diffusion.preparation.measures import REDUCED_SIDE, file_format, jpeg_scans, perceptual_hash, sharpness
-from diffusion.preparation.metadata import (
+from diffusion.preparation.layout import (
     LISTINGS,
     METADATA,
     REMOVED,
     SCHEMA,
     SELECTION,
-    hash_key,
     part_name,
-    removed_row,
+    read_table,
+    write_table,
 )
+from diffusion.preparation.measures import REDUCED_SIDE, file_format, jpeg_scans, perceptual_hash, sharpness
+from diffusion.preparation.metadata import hash_key, removed_row
 from diffusion.preparation.output import REREAD, clear
 from diffusion.preparation.records import (
     WITHOUT_CAPTION,
@@ -61,8 +59,6 @@ from diffusion.preparation.sources.reading import printable
 logger = logging.getLogger(__name__)
 
 _VERSION = 1
-
-_PARALLEL_DOWNLOADS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +273,7 @@ def _grown(out: str, scan: Scan, workers: Workers, listed: Sequence[Partitions] 
                     continue
                 if partition.items:
                     items = pa.table({"item": list(partition.items)})
-                    storage.write(storage.join(out, LISTINGS, part_name(len(parts))), parquet_bytes(items))
+                    write_table(storage.join(out, LISTINGS, part_name(len(parts))), items)
                     partition = replace(partition, items=())
                 place = {"number": len(parts), "source": index, "generation": generation}
                 parts.append(ScannedPartition(**place, partition=partition))
@@ -293,8 +289,8 @@ def _local_copies(folder: str, names: Sequence[str]) -> Iterator[list[str]]:
     with tempfile.TemporaryDirectory(prefix="metadata-") as scratch:
         copies = Path(scratch, "copies")
         if storage.is_url(folder):
-            with ThreadPoolExecutor(_PARALLEL_DOWNLOADS) as threads:
-                list(threads.map(lambda name: storage.download(storage.join(folder, name), copies / name), names))
+            for _ in storage.concurrent_map(lambda name: storage.download(f"{folder}/{name}", copies / name), names):
+                pass
         else:
             copies.symlink_to(Path(folder).absolute())
         yield [str(copies / name) for name in names]
@@ -379,7 +375,7 @@ class Scanner:
             partition = replace(partition, items=self._items(name))
         rows = [self._row(item, partition) for item in task.source.scan(partition)]
         table = pa.Table.from_pylist(rows, schema=SCHEMA)
-        storage.write(storage.join(self._out, task.folder, name), parquet_bytes(table))
+        write_table(storage.join(self._out, task.folder, name), table)
         return _Result(num_images=len(rows), num_rejected=sum(row["reason"] != "" for row in rows))
 
     def _items(self, name: str) -> tuple[str, ...]:
@@ -387,7 +383,7 @@ class Scanner:
         uri = storage.join(self._out, LISTINGS, name)
         if not storage.exists(uri):
             raise OutdatedError(f"{storage.shown(uri)} is gone; prepare with --overwrite")
-        return tuple(pq.read_table(pa.BufferReader(storage.read(uri)))["item"].to_pylist())
+        return tuple(read_table(uri)["item"].to_pylist())
 
     def _row(self, item: Record | Rejected, partition: Partition) -> dict[str, Any]:
         row: dict[str, Any] = {"key": item.key, "key_hash": xxhash.xxh3_64_intdigest(item.key), **vars(item.location)}
@@ -422,10 +418,3 @@ class Scanner:
             "phash": perceptual_hash(reduced.image),
             "sharpness": round(sharpness(reduced.image), 3),
         }
-
-
-def parquet_bytes(table: pa.Table) -> bytes:
-    """Write a table as a parquet file: the same table gives the same bytes."""
-    content = io.BytesIO()
-    pq.write_table(table, content, compression="zstd")
-    return content.getvalue()

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import xxhash
 from PIL import Image
 from tqdm import tqdm
@@ -29,7 +28,17 @@ from diffusion.datasets.images import UndecodableImageError, decode_rgb
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.preparation.config import CaptionerConfig, CaptionMode, Engine, PrepareConfig
 from diffusion.preparation.engine import Workers, run, visible_gpus
-from diffusion.preparation.metadata import CAPTIONS, METADATA, SCORES, part_name
+from diffusion.preparation.layout import (
+    CAPTIONS,
+    GENERATED_CAPTIONS,
+    LOCATION,
+    METADATA,
+    SCORES,
+    part_name,
+    read_schema,
+    read_table,
+    write_table,
+)
 from diffusion.preparation.output import SCORES_RECORD
 from diffusion.preparation.plugins import (
     Config,
@@ -40,16 +49,15 @@ from diffusion.preparation.plugins import (
     named_plugins,
 )
 from diffusion.preparation.records import WITHOUT_CAPTION, Location, Partition, Source
-from diffusion.preparation.scan import Scan, parquet_bytes
+from diffusion.preparation.scan import Scan
 
 logger = logging.getLogger(__name__)
 
 BATCH_PIXELS = 2**26
 """A batch ends early when it holds so many pixels, 200 MB: memory is bounded whatever the size of images."""
 
-_LOCATION = ("file", "version", "offset", "length", "row_group", "row")
-_COLUMNS = ("key", *_LOCATION, "xxh128", "captions", "reason")
-_CAPTION_TYPES = {"captions": pa.list_(pa.string()), "generated_captions": pa.list_(pa.int32())}
+_COLUMNS = ("key", *LOCATION, "xxh128", "captions", "reason")
+_CAPTION_TYPES = {"captions": pa.list_(pa.string()), GENERATED_CAPTIONS: pa.list_(pa.int32())}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,14 +185,14 @@ def _read_record(out: str) -> dict[str, Any]:
 
 
 def _kind_of(step: _Step, name: str) -> pa.DataType:
-    return pq.read_schema(pa.BufferReader(storage.read(step.uri(name)))).field(step.column).type
+    return read_schema(step.uri(name)).field(step.column).type
 
 
 def _empty_parts(step: _Step, names: Iterable[str], kind: pa.DataType) -> dict[int, int]:
     """Return numbers and rows of the parts of another type, if none of them holds a value; otherwise nothing."""
     found: dict[int, int] = {}
     for name in names:
-        column = pq.read_table(pa.BufferReader(storage.read(step.uri(name))), columns=[step.column])[step.column]
+        column = read_table(step.uri(name), [step.column])[step.column]
         if column.type != kind:
             if column.null_count < len(column):
                 return {}
@@ -247,7 +255,7 @@ class _Worker:
         for i, text in self._results(task, rows, chosen):
             captions[i], indices = merge_captions(text, captions[i], config)
             generated[i] = indices or None
-        columns = {"captions": captions, "generated_captions": generated}
+        columns = {"captions": captions, GENERATED_CAPTIONS: generated}
         arrays = {name: pa.array(values, _CAPTION_TYPES[name]) for name, values in columns.items()}
         _write(self._step, task.number, arrays)
         return _Result(number=task.number, num_rows=len(rows), kind=_CAPTION_TYPES["captions"])
@@ -256,7 +264,7 @@ class _Worker:
         """Yield the plug-in's result for each of the chosen rows, with the number of the row."""
         images: Iterable[bytes | None] = [None] * len(chosen)
         if self._reads_images and chosen:
-            locations = [Location(**{name: rows[i][name] for name in _LOCATION}) for i in chosen]
+            locations = [Location(**{name: rows[i][name] for name in LOCATION}) for i in chosen]
             images = task.source.images(task.partition, locations)
         decoded = (
             (i, None if content is None else _decode(rows[i], content))
@@ -298,11 +306,10 @@ def _batches(
 
 
 def _read(out: str, folder: str, number: int, columns: Sequence[str]) -> list[dict[str, Any]]:
-    content = storage.read(storage.join(out, folder, part_name(number)))
-    return pq.read_table(pa.BufferReader(content), columns=list(columns)).to_pylist()
+    return read_table(storage.join(out, folder, part_name(number)), columns).to_pylist()
 
 
 def _write(step: _Step, number: int, columns: dict[str, pa.Array]) -> None:
     digest = xxhash.xxh3_128_hexdigest(json.dumps(step.identity, sort_keys=True))
     table = pa.table(columns).replace_schema_metadata({"identity": digest})
-    storage.write(step.uri(part_name(number)), parquet_bytes(table))
+    write_table(step.uri(part_name(number)), table)

@@ -34,19 +34,8 @@ from diffusion.preparation.buckets import bucket_indices, build_buckets
 from diffusion.preparation.config import DuplicatesConfig, PrepareConfig
 from diffusion.preparation.duplicates import find_crowded, find_duplicates
 from diffusion.preparation.filters import build_rules, load_conditions, parse_where
-from diffusion.preparation.metadata import (
-    CAPTIONS,
-    SCORES,
-    SELECTION,
-    Tables,
-    add_table,
-    fetch_arrays,
-    groups,
-    identifier,
-    literal,
-    open_tables,
-    part_name,
-)
+from diffusion.preparation.layout import CAPTIONS, SCORES, SELECTION, TRAIN, VALIDATION, part_name, read_schema
+from diffusion.preparation.metadata import Tables, add_table, fetch_arrays, groups, identifier, literal, open_tables
 from diffusion.preparation.records import Reason
 
 if TYPE_CHECKING:
@@ -65,8 +54,6 @@ ROWS_PER_GROUP = 131_072
 SETTINGS = ("buckets", "validation_fraction", "seed", "shard_mb", "window_mb", "compression", "hashes", "filters",
             "where", "duplicates")  # fmt: skip
 """Keys of the configuration that determine a selection, or the shards that are written of it."""
-
-TRAIN, VALIDATION = "train", "validation"
 
 KEPT = pa.schema(
     {"task": pa.int32(), "window": pa.int32(), "part": pa.int32(), "row": pa.int32(), "split": pa.string(),
@@ -264,8 +251,7 @@ def _identity(out: str, config: PrepareConfig, scan: "Scan", earlier: Sequence[S
 
 
 def _score_identity(uri: str) -> str:
-    with storage.open_file(uri) as file:
-        return ((pq.read_schema(file).metadata or {}).get(b"identity") or b"").decode()
+    return ((read_schema(uri).metadata or {}).get(b"identity") or b"").decode()
 
 
 def _settings(config: PrepareConfig) -> dict[str, Any]:

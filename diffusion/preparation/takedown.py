@@ -14,7 +14,6 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,42 +40,34 @@ from diffusion.datasets.mds import (
 )
 from diffusion.errors import DataError, UserError
 from diffusion.files import PARTIAL
-from diffusion.preparation.metadata import (
+from diffusion.preparation.layout import (
     LISTINGS,
     METADATA,
     POSITIONS,
     REMOVED,
+    REMOVED_SAMPLES,
     SCORES,
     SELECTION,
-    hash_key,
+    SPLITS,
     part_name,
-    removed_row,
+    positions_name,
+    read_table,
+    write_table,
 )
+from diffusion.preparation.metadata import hash_key, removed_row
 from diffusion.preparation.output import claim, clear_result
 from diffusion.preparation.records import Reason
 from diffusion.preparation.scan import REREAD, Scan
 from diffusion.preparation.select import read_selection
-from diffusion.preparation.write import (
-    SPLITS,
-    discard_generations,
-    positions_name,
-    read_entries,
-    read_table,
-    write_indexes,
-    write_table,
-)
+from diffusion.preparation.write import discard_generations, read_entries, write_indexes
 
 logger = logging.getLogger(__name__)
-
-MARKS = "withdrawn.json"
-"""File of a data set: for each `<split>/<bucket>` the indices of removed samples, ascending."""
 
 _KEYS = "withdrawn.txt"
 """The keys themselves, one per line, in data sets of version 1."""
 
 _REPORTS = ("report.html", "report.json")
 _OF_VERSION_1 = ("facts/", "refused/", "partitions.json")
-_REQUESTS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +161,7 @@ def reject_scanned(dataset: str, keys: Collection[str]) -> None:
 
 def read_marks(dataset: str) -> dict[str, list[int]]:
     """Read the indices of the removed samples by `<split>/<bucket>`; empty if nothing was removed."""
-    uri = storage.join(dataset, MARKS)
+    uri = storage.join(dataset, REMOVED_SAMPLES)
     return storage.read_json(uri) if storage.exists(uri) else {}
 
 
@@ -217,7 +208,7 @@ def _mark(dataset: str, found: Iterable[_Found]) -> dict[str, list[int]]:
         marks.setdefault(one.place, set()).add(one.index)
     new = {place: sorted(marks[place]) for place in sorted(marks)}
     if new != old:
-        storage.write_json(storage.join(dataset, MARKS), new)
+        storage.write_json(storage.join(dataset, REMOVED_SAMPLES), new)
     return new
 
 
@@ -288,9 +279,8 @@ def _find_positions(dataset: str, num_tasks: int, keys: set[str], marks: Mapping
                 samples.append(_Found(place=place, index=index, task=task, **of_row))
         return samples
 
-    with ThreadPoolExecutor(_REQUESTS) as threads:
-        for samples in threads.map(find, range(num_tasks)):
-            yield from samples
+    for samples in storage.concurrent_map(find, range(num_tasks)):
+        yield from samples
 
 
 def _find_metadata(dataset: str, keys: Collection[str], *, marked: bool = False) -> Iterator[tuple[int, int, str]]:
@@ -309,9 +299,8 @@ def _find_metadata(dataset: str, keys: Collection[str], *, marked: bool = False)
         return [(int(Path(name).stem), row, of[row].as_py()) for row in rows]
 
     names = [name for name in storage.list_files(storage.join(dataset, METADATA)) if not name.endswith(PARTIAL)]
-    with ThreadPoolExecutor(_REQUESTS) as threads:
-        for rows in threads.map(find, names if keys or marked else []):
-            yield from rows
+    for rows in storage.concurrent_map(find, names if keys or marked else []):
+        yield from rows
 
 
 def _reject_metadata(dataset: str, rows: Mapping[int, list[int]], erase: bool) -> None:

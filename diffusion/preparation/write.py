@@ -15,7 +15,6 @@ object per partition and the index entry of each shard.
 """
 
 import functools
-import io
 import json
 import logging
 import re
@@ -23,14 +22,12 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import xxhash
 from tqdm import tqdm
 
@@ -51,7 +48,19 @@ from diffusion.files import PARTIAL
 from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.engine import Workers, run
 from diffusion.preparation.explain import examples
-from diffusion.preparation.metadata import CAPTIONS, METADATA, POSITIONS, SCORES, part_name
+from diffusion.preparation.layout import (
+    CAPTIONS,
+    GENERATED_CAPTIONS,
+    METADATA,
+    POSITIONS,
+    SCORES,
+    SPLITS,
+    part_name,
+    positions_name,
+    read_schema,
+    read_table,
+    write_table,
+)
 from diffusion.preparation.records import Location, Partition, Reason, Source, clean_text, fit_for_json
 from diffusion.preparation.scan import Scan
 from diffusion.preparation.select import Selection, kept_rows, read_selection
@@ -69,11 +78,6 @@ COLUMNS = {
 }
 """MDS type of each column of a prepared sample."""
 
-SPLITS = ("train", "validation")
-
-GENERATED_CAPTIONS = "generated_captions"
-"""Column beside the captions of a captioner, and entry of a sample's metadata: indices of those it wrote."""
-
 POSITIONS_SCHEMA = pa.schema(
     {
         "key": pa.string(),
@@ -90,9 +94,6 @@ of {split, bucket, entry}: the index entries of the task's shards in order."""
 
 _IDENTITIES = "_identities.json"
 """File beside the positions: for each generation, what its shards are made from."""
-
-_REQUESTS = 16
-"""Small files that the driver reads at a time."""
 
 _NUM_EXAMPLES = 5
 """Rejected images of each reason that the manifest names."""
@@ -174,23 +175,6 @@ def shard_format(settings: Mapping[str, Any]) -> ShardFormat:
         hashes=tuple(settings["hashes"]),
         compression=settings["compression"],
     )
-
-
-def read_table(uri: str) -> pa.Table:
-    """Read a parquet file whole, by one request."""
-    return pq.ParquetFile(pa.BufferReader(storage.read(uri))).read(use_threads=False)  # At half the cost of read_table.
-
-
-def write_table(uri: str, table: pa.Table) -> None:
-    """Write a parquet file, whole or not at all."""
-    content = io.BytesIO()
-    pq.write_table(table, content, compression="zstd")
-    storage.write(uri, content.getvalue())
-
-
-def positions_name(task: int) -> str:
-    """Name of the file with the positions of a task's samples."""
-    return f"{task:05}.parquet"
 
 
 def _nothing_kept(out: str, scan: Scan, selections: Sequence[Selection], settings: Mapping[str, Any]) -> DataError:
@@ -483,14 +467,12 @@ class _Shards:
 
 
 def read_entries(out: str, tasks: Iterable[int]) -> Iterator[list[dict[str, Any]]]:
-    """Yield the index entries of the shards of each task: lists of {split, bucket, entry}."""
+    """Read the index entries of the shards of each task: lists of {split, bucket, entry}."""
 
     def read(task: int) -> list[dict[str, Any]]:
-        with storage.open_file(storage.join(out, POSITIONS, positions_name(task)), buffer_bytes=0) as file:
-            return json.loads(pq.read_schema(file).metadata[b"entries"])
+        return json.loads(read_schema(storage.join(out, POSITIONS, positions_name(task))).metadata[b"entries"])
 
-    with ThreadPoolExecutor(_REQUESTS) as threads:
-        yield from threads.map(read, tasks)
+    return storage.concurrent_map(read, tasks)
 
 
 def write_indexes(out: str, num_tasks: int) -> dict[Place, set[str]]:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from diffusion.preparation.metadata import METADATA, SCHEMA, SCORES, part_name
+from diffusion.preparation.layout import METADATA, SCHEMA, SCORES, part_name
 from diffusion.preparation.records import Partition
 
 

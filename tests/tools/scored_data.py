@@ -11,7 +11,7 @@ import xxhash
 from PIL import Image
 
 from diffusion import storage
-from diffusion.preparation.metadata import SCHEMA, part_name
+from diffusion.preparation.layout import SCHEMA, part_name
 from diffusion.preparation.records import Partition
 from diffusion.preparation.scan import Scan, ScannedPartition
 from tests.tools.image_files import encode

@@ -12,10 +12,10 @@ from diffusion import storage
 from diffusion.datasets.manifest import SCAN, PreparedManifest
 from diffusion.errors import DataError
 from diffusion.preparation.engine import Workers
-from diffusion.preparation.metadata import CAPTIONS, METADATA, SCHEMA, SCORES, SELECTION, part_name
+from diffusion.preparation.layout import CAPTIONS, METADATA, SCHEMA, SCORES, SELECTION, part_name, write_table
 from diffusion.preparation.records import Location, Partition
 from diffusion.preparation.scan import Scan, ScannedPartition
-from diffusion.preparation.write import write, write_table
+from diffusion.preparation.write import write
 from tests.tools.image_files import noise
 
 KEPT = pa.schema(

@@ -6,7 +6,6 @@ data set was made from: prepared data that has grown is encoded from there.
 """
 
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +18,7 @@ from diffusion.datasets.mds import INDEX, read_shards, stored_file, write_index
 from diffusion.errors import DataError
 from diffusion.files import PARTIAL
 from diffusion.preparation.encoding.plan import Output, Target, shard_identity
-from diffusion.preparation.takedown import MARKS as REMOVED
+from diffusion.preparation.layout import REMOVED_SAMPLES
 from diffusion.preparation.takedown import hash_key, read_removed
 from diffusion.storage import MissingFileError, is_url, join, shown
 
@@ -40,9 +39,6 @@ _ALLOWED = ("lost+found", "removed.json", "withdrawn.txt", "writer.json", WORK)
 
 MAX_DAMAGED = 10
 MAX_DAMAGED_FRACTION = 0.001
-
-_READERS = 32
-"""Marks that are read at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +122,7 @@ class OutputState:
         """
         uri, manifest = self.output.uri, self.output.manifest
         damaged, shards = _read_json(join(uri, DAMAGED)), {}
-        hidden = {name: set(indices) for name, indices in _read_json(join(uri, REMOVED)).items()}
+        hidden = {name: set(indices) for name, indices in _read_json(join(uri, REMOVED_SAMPLES)).items()}
         marks = _read_marks(self.output, self.known, self.removed)
         for name, folder in self.output.folders.items():
             known = self.known.get(name, [])
@@ -144,7 +140,7 @@ class OutputState:
             if new:
                 entries = [entry for mark in filter(None, new) for entry in mark.entries]
                 _publish_folder(join(uri, name), sum(shard.parts for shard in known), entries)
-        for file, indices in ((DAMAGED, damaged), (REMOVED, hidden)):
+        for file, indices in ((DAMAGED, damaged), (REMOVED_SAMPLES, hidden)):
             content = {name: sorted(set(found)) for name, found in sorted(indices.items()) if found}
             _write_if_changed(join(uri, file), content)
         _write_if_changed(join(uri, SHARDS), shards)
@@ -225,8 +221,7 @@ def _read_marks(
         is_same = mark.source == shard_identity(output.folders[name].shards[number]) and mark.removed == of_removed
         return mark if is_same else None
 
-    with ThreadPoolExecutor(_READERS) as readers:
-        marks = dict(zip(wanted, readers.map(read, wanted), strict=True))
+    marks = dict(zip(wanted, storage.concurrent_map(read, wanted), strict=True))
     return {key: mark for key, mark in marks.items() if mark}
 
 

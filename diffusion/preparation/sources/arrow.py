@@ -23,7 +23,6 @@ from diffusion.preparation.sources.columns import (
 )
 from diffusion.preparation.sources.reading import (
     UnfitFileError,
-    ahead,
     file_of,
     printable,
     read_file,
@@ -73,7 +72,7 @@ class ArrowSource(FileSource):
     def check(self) -> None:
         """Check the columns of the readable files; a DataError if they are not there."""
         files = self.files()
-        list(ahead(self._check_columns, files, parallel=is_url(self.root)))
+        list(self.map(self._check_columns, files))
         splits = {file.rpartition("/")[0] for file in files}
         if len(splits) > 1:
             logger.warning("%s: the files of all folders are read: %s", self.path, printable(", ".join(sorted(splits))))

@@ -1,10 +1,10 @@
 """What the sources have in common: files below a folder, comparison with earlier scans, limits of an image."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO, ClassVar, TypeVar
 
 from typing_extensions import Self
 
@@ -39,6 +39,10 @@ MAX_CAPTIONS = 1_000
 
 FEW, MANY, PARTITIONS = 16, 1_024, 64
 """Fewest and most images of a partition, and the number of partitions in between."""
+
+
+Item = TypeVar("Item")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +112,10 @@ class FileSource:
     def open(self, file: str, *, buffer_bytes: int | None = None) -> BinaryIO:
         """Open a file of the source."""
         return open_file(self.uri(file), None if self.is_file else self.root, buffer_bytes=buffer_bytes)
+
+    def map(self, function: Callable[[Item], T], items: Iterable[Item]) -> Iterator[T]:
+        """Yield what a function returns for each item, in order; several requests at a time where files are remote."""
+        return (storage.concurrent_map if storage.is_url(self.root) else map)(function, items)
 
     @contextmanager
     def reading(self, file: str) -> Iterator[None]:

@@ -35,7 +35,6 @@ from diffusion.preparation.sources.base import (
 from diffusion.preparation.sources.caption_tables import TABLES, read_lines
 from diffusion.preparation.sources.reading import (
     UnfitFileError,
-    ahead,
     file_of,
     list_folder,
     name_of,
@@ -43,7 +42,6 @@ from diffusion.preparation.sources.reading import (
     read_file,
 )
 from diffusion.preparation.sources.samples import Sample, record_of
-from diffusion.storage import is_url
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +185,7 @@ class FolderSource(FileSource):
 
     def scan(self, partition: Partition) -> Iterator[Record | Rejected]:
         """Yield the images of a partition in the order of its items."""
-        yield from ahead(self._record, partition.items, parallel=is_url(self.root))
+        yield from self.map(self._record, partition.items)
 
     def _record(self, text: str) -> Record | Rejected:
         item = json.loads(text)
@@ -218,7 +216,7 @@ class FolderSource(FileSource):
 
     def images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
         """Yield image files, of a remote folder several at a time."""
-        yield from ahead(self._image, locations, parallel=is_url(self.root))
+        yield from self.map(self._image, locations)
 
     def _image(self, location: Location) -> bytes:
         try:

@@ -12,6 +12,7 @@ from operator import itemgetter
 from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 from diffusion.errors import DataError
+from diffusion.preparation.layout import REMOVED_SAMPLES
 from diffusion.preparation.records import (
     Location,
     OutdatedError,
@@ -33,7 +34,6 @@ from diffusion.preparation.sources.base import (
 from diffusion.preparation.sources.columns import CAPTION_COLUMNS, IMAGE_COLUMNS
 from diffusion.preparation.sources.reading import (
     UnfitFileError,
-    ahead,
     file_of,
     list_folder,
     look_at,
@@ -41,11 +41,10 @@ from diffusion.preparation.sources.reading import (
     printable,
     read_file,
 )
-from diffusion.storage import is_url, join, shown
+from diffusion.storage import join, shown
 
 INDEX = "index.json"
 MANIFEST = "manifest.json"
-REMOVED = "withdrawn.json"
 
 _JSON_BYTES = 2**30
 _AS_THEY_CAME = ("bytes", "jpeg", "png")
@@ -80,7 +79,7 @@ class MDSSource(FileSource):
     def check(self) -> None:
         """Check the indexes and columns; a DataError if they are not there."""
         folders = [name_of(file).removesuffix(INDEX).rstrip("/") for file in self.files()]
-        for shards in ahead(self._shards, folders, parallel=is_url(self.root)):
+        for shards in self.map(self._shards, folders):
             for shard in shards:
                 find_columns(self.path, shard, self.image_column, self.caption_column)
 
@@ -97,7 +96,7 @@ class MDSSource(FileSource):
         """Return a partition per shard."""
         versions = {entry.name: entry.version for entry in list_folder(self.root)}
         folders = [name.removesuffix(INDEX).rstrip("/") for name in self.takes(sorted(versions))]
-        shards = zip(folders, ahead(self._shards, folders, parallel=is_url(self.root)), strict=True)
+        shards = zip(folders, self.map(self._shards, folders), strict=True)
         return compare([one for folder, listed in shards for one in self._cut(folder, listed, versions)], known)
 
     def _cut(self, folder: str, shards: Sequence[dict[str, Any]], versions: Mapping[str, str]) -> Iterator[Partition]:
@@ -227,7 +226,7 @@ class MDSSource(FileSource):
         """Return the numbers of the samples of a folder that were removed."""
         if self.prepared is None:
             return frozenset()
-        uri = join(self.prepared, REMOVED)
+        uri = join(self.prepared, REMOVED_SAMPLES)
         below = f"{self.root}/{folder}".rstrip("/").removeprefix(self.prepared.rstrip("/")).strip("/")
         return frozenset(_read_object(uri, _version_of(uri)).get(below, ()))
 

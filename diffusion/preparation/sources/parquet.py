@@ -31,7 +31,6 @@ from diffusion.preparation.sources.columns import (
 from diffusion.preparation.sources.reading import (
     Entry,
     UnfitFileError,
-    ahead,
     name_of,
     printable,
 )
@@ -78,7 +77,7 @@ class ParquetSource(FileSource):
             DataError: a file lacks a column, or has it twice.
         """
         files = self.files()
-        rows = dict(zip(files, ahead(self._rows_of_groups, files, parallel=is_url(self.root)), strict=True))
+        rows = dict(zip(files, self.map(self._rows_of_groups, files), strict=True))
         size = size_of_partitions(self.partition_size, sum(map(sum, filter(None, rows.values()))))
         return compare([one for file in files for one in _cut(file, files[file], rows[file], size)], known)
 

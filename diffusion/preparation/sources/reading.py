@@ -11,12 +11,10 @@ import logging
 import os
 import posixpath
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from itertools import islice
-from typing import BinaryIO, NamedTuple, TypeVar
+from typing import BinaryIO, NamedTuple
 
 from diffusion import storage
 from diffusion.errors import DataError, MachineError
@@ -28,16 +26,10 @@ from diffusion.storage import is_url, shown
 
 logger = logging.getLogger(__name__)
 
-REQUESTS = 16
-"""Requests to a store that a worker makes at a time."""
-
 _LOCAL_BUFFER = 2**20
 _OF_THE_FILE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.EINVAL)
 _NO_FILE = "a pipe, a socket or a device, no file"
 _LEADS_OUT = "a link that leads out of the source's folder, which is not followed"
-
-T = TypeVar("T")
-I = TypeVar("I")  # noqa: E741
 
 
 class UnfitFileError(Exception):
@@ -269,20 +261,3 @@ def read_below(root: str, folder: str, path: str, limit: int) -> bytes:
 def parent_of(uri: str) -> str:
     """Return the folder of a file."""
     return uri.rpartition("/")[0]
-
-
-def ahead(function: Callable[[I], T], items: Iterable[I], *, parallel: bool) -> Iterator[T]:
-    """Yield what a function returns for each item, in order; if `parallel`, with REQUESTS calls at a time."""
-    if not parallel:
-        yield from map(function, items)
-        return
-    rest = iter(items)
-    with ThreadPoolExecutor(REQUESTS) as pool:
-        try:
-            waiting = [pool.submit(function, item) for item in islice(rest, REQUESTS)]
-            while waiting:
-                result = waiting.pop(0).result()
-                waiting += [pool.submit(function, item) for item in islice(rest, 1)]
-                yield result
-        finally:
-            pool.shutdown(cancel_futures=True)

@@ -17,11 +17,11 @@ from diffusion.errors import ConfigurationError, DataError
 from diffusion.preparation import scan as scan_module
 from diffusion.preparation.config import LimitsConfig, PrepareConfig
 from diffusion.preparation.engine import Workers
+from diffusion.preparation.layout import REMOVED, SCHEMA, part_name, write_table
 from diffusion.preparation.measures import REDUCED_SIDE, perceptual_hash
-from diffusion.preparation.metadata import SCHEMA, part_name, removed_row
+from diffusion.preparation.metadata import removed_row
 from diffusion.preparation.records import Location
 from diffusion.preparation.scan import Scan, scan_sources
-from diffusion.preparation.takedown import REMOVED
 from tests.tools.image_files import encode, noise, sample, tree, write_folder, write_tar
 
 
@@ -292,7 +292,7 @@ def test_what_was_taken_down_after_the_scan_is_not_new(folder, out):
     path = out / "metadata" / part_name(1)
     rows = pq.read_table(path).to_pylist()
     rows[1] = removed_row(rows[1], "")
-    path.write_bytes(scan_module.parquet_bytes(pa.Table.from_pylist(rows, SCHEMA)))
+    write_table(str(path), pa.Table.from_pylist(rows, SCHEMA))
     remove(out, "set/0005.png")
     before = tree(out)
     for file in folder.iterdir():

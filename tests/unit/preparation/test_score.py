@@ -11,7 +11,7 @@ from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.preparation import score as module
 from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.engine import Workers
-from diffusion.preparation.metadata import part_name
+from diffusion.preparation.layout import part_name
 from diffusion.preparation.score import score
 from tests.tools.image_files import encode, tree
 from tests.tools.scored_data import CALLS, ScannedData, write_scan
