@@ -225,10 +225,6 @@ class _EmptySource:
         location = Location(file=partition.file, version=partition.version)
         yield Rejected(f"empty/{partition.file}", Reason.DAMAGED_FILE, location)
 
-    def only(self, partition: Partition) -> "_EmptySource":
-        """Return itself."""
-        return self
-
 
 def measure_driver(num_partitions: int, engine: Engine = Engine.processes) -> dict[str, float]:
     """Scan partitions without images; return CPU seconds and peak memory (MB) of this process, which is the driver."""

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
-from typing_extensions import Self
-
 from diffusion.errors import DataError
 
 
@@ -198,10 +196,6 @@ class Source(Protocol):
             DataError: one is not there any more.
             MachineError: the disk or the network fails.
         """
-        ...
-
-    def only(self, partition: Partition) -> Self:
-        """A source of the same keys that is small when pickled."""
         ...
 
 

@@ -235,7 +235,7 @@ def _complete(out: str, scan: Scan, workers: Workers, progress: bool) -> None:
     total = None if None in numbers else sum(number or 0 for number in numbers)
     before = sum(numbers[number] or 0 for number in done)
     tasks = (
-        ScanTask(source=source.only(partition), partition=partition, number=one.number)
+        ScanTask(source=source, partition=partition, number=one.number)
         for one in scan.partitions
         if one.number not in done
         for source, partition in [scan.find(one.number)]
@@ -321,7 +321,7 @@ def _check_unchanged(
     logger.info("source %s: %d partitions look changed; they are read again", name, len(found.changed))
     folder, names = storage.join(out, REREAD), [part_name(number) for number in range(len(found.changed))]
     tasks = (
-        ScanTask(source=source.only(partition), partition=partition, number=number, folder=REREAD)
+        ScanTask(source=source, partition=partition, number=number, folder=REREAD)
         for number, partition in enumerate(found.changed)
     )
     try:

@@ -212,7 +212,7 @@ def _on_gpus(workers: Workers, num_gpus: float) -> Workers:
 def _tasks(scan: Scan, numbers: Iterable[int]) -> Iterator[_Task]:
     for number in numbers:
         source, partition = scan.find(number)
-        yield _Task(number=number, source=source.only(partition), partition=partition)
+        yield _Task(number=number, source=source, partition=partition)
 
 
 class _Worker:

@@ -67,9 +67,6 @@ class ToySource:
     kind: str = "toy"
     read: list[str] = field(default_factory=list, compare=False)
 
-    def only(self, partition):
-        return self
-
     def images(self, partition, locations):
         for location in locations:
             self.read.append(location.file)

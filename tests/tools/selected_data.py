@@ -53,9 +53,6 @@ class NumberedSource:
     def description(self) -> dict[str, Any]:
         return {"kind": self.kind, "path": self.path}
 
-    def only(self, partition: Partition) -> "NumberedSource":
-        return self
-
     def images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
         for location in locations:
             path = Path(self.path, location.file)

@@ -26,7 +26,7 @@ def scan(source: Source) -> list[Any]:
     assert from_description(described) == source
     items = []
     for partition in partitions(source):
-        worker = from_description(described).only(partition)
+        worker = from_description(described)
         found = list(worker.scan(partition))
         records = [item for item in found if isinstance(item, Record)]
         for some in filter(None, (records, records[1::3])):

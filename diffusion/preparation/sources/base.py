@@ -6,8 +6,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, BinaryIO, ClassVar, TypeVar
 
-from typing_extensions import Self
-
 from diffusion import storage
 from diffusion.errors import DataError, MachineError
 from diffusion.preparation.config import LimitsConfig
@@ -82,10 +80,6 @@ class FileSource:
     def description(self) -> dict[str, Any]:
         """What `sources.from_description` makes an equal source of."""
         return {"kind": self.kind, **asdict(self)}
-
-    def only(self, partition: Partition) -> Self:
-        """Return the source itself, which is small."""
-        return self
 
     def uri(self, file: str) -> str:
         """Where a file is; `file` as in a `Location`."""
