@@ -106,9 +106,6 @@ class Partition:
     A partition is a function of the content of the source, never of the number of workers.
     """
 
-    id: str
-    """Name within the source, for messages; unique, and stable when the source grows."""
-
     file: str = ""
     """The file below the source that it lies in; empty for a partition of a folder of images."""
 

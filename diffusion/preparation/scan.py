@@ -58,7 +58,7 @@ from diffusion.preparation.sources.reading import printable
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)

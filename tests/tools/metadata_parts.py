@@ -80,7 +80,7 @@ def scan_of(*generations: int, sources: Sequence[int] | None = None) -> Any:
     of = sources or [0] * len(generations)
     names = [NamedSource(f"s{i or ''}") for i in range(max(of, default=0) + 1)]
     partitions = [
-        NumberedPartition(i, source, generation, Partition(id=str(i)))
+        NumberedPartition(i, source, generation, Partition())
         for i, (generation, source) in enumerate(zip(generations, of, strict=True))
     ]
     return FakeScan(names, partitions)

@@ -107,8 +107,5 @@ def write_scan(folder: Path) -> ScannedData:
         path = folder / "out" / "metadata" / part_name(partition)
         path.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.Table.from_pylist(rows, SCHEMA), path)
-    parts = [
-        ScannedPartition(number=number, source=0, generation=0, partition=Partition(id=str(number)))
-        for number in range(2)
-    ]
+    parts = [ScannedPartition(number=number, source=0, generation=0, partition=Partition()) for number in range(2)]
     return ScannedData(folder / "out", source, Scan([source], parts))

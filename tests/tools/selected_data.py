@@ -166,7 +166,6 @@ def select_images(
         {
             "number": part,
             "source": 0,
-            "id": f"{numbers[0]:04}" if numbers else "empty",
             "file": "",
             "start": 0,
             "stop": None,
@@ -177,7 +176,7 @@ def select_images(
         }
         for part, numbers in enumerate(data.images)
     ]
-    scan = {"version": 1, "settings": {}, "sources": [source.description()], "partitions": partitions}
+    scan = {"version": 2, "settings": {}, "sources": [source.description()], "partitions": partitions}
     storage.write_json(storage.join(out, SCAN), scan)
     return data
 

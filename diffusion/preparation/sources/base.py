@@ -137,8 +137,7 @@ class FileSource:
 def whole_files(source: FileSource, known: Sequence[str]) -> Partitions:
     """Compare a source of one partition per file with what is known."""
     found = [
-        Partition(id=key_of(name_of(file)) or "file", file=file, version=entry.version, num_bytes=entry.size)
-        for file, entry in source.files().items()
+        Partition(file=file, version=entry.version, num_bytes=entry.size) for file, entry in source.files().items()
     ]
     return compare(found, known)
 

@@ -1,6 +1,5 @@
 """Source: a folder of image files with captions beside them or in tables."""
 
-import hashlib
 import json
 import logging
 import posixpath
@@ -266,10 +265,7 @@ def _cut(result: Any, size: int) -> Iterator[Partition]:
     names = _COLUMNS.replace("items.", "").split(", ")
     while rows := result.fetchmany(size):
         items = [{name: value for name, value in zip(names, row, strict=True) if value is not None} for row in rows]
-        first = items[0]
-        digest = hashlib.md5(first["file"].encode(), usedforsecurity=False).hexdigest()
         yield Partition(
-            id=digest if first["version"] else f"?{digest}",  # No name: the image may be taken down.
             num_bytes=sum(item["size"] for item in items),
             num_records=len(items),
             items=tuple(map(_item_of, items)),

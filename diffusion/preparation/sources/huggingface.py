@@ -72,7 +72,7 @@ class HuggingFaceSource(FileSource):
         """Return a partition per data file."""
         version = f"{self._builder.hash} {self._builder.config_id}"
         files = [f"{number:05d}" for number in range(self._stream.num_shards)]
-        return compare([Partition(id=file, file=file, version=version) for file in files], known)
+        return compare([Partition(file=file, version=version) for file in files], known)
 
     def scan(self, partition: Partition) -> Iterator[Record | Rejected]:
         """Yield the rows of a data file."""

@@ -109,7 +109,7 @@ class MDSSource(FileSource):
             gone = sorted(number for number in removed if first <= number < stop)
             state = json.dumps([shard, gone, versions.get(name)], sort_keys=True).encode()
             version = hashlib.blake2b(state, digest_size=16).hexdigest()
-            yield Partition(id=key_of(name), file=file_of(name), start=first, stop=stop, version=version,
+            yield Partition(file=file_of(name), start=first, stop=stop, version=version,
                             num_bytes=stored["bytes"], num_records=shard["samples"])  # fmt: skip
             first = stop
 

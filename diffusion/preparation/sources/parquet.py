@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from diffusion import storage
 from diffusion.errors import DataError
-from diffusion.preparation.records import Location, Partition, Partitions, Reason, Record, Rejected, key_of
+from diffusion.preparation.records import Location, Partition, Partitions, Reason, Record, Rejected
 from diffusion.preparation.sources.base import (
     FileSource,
     compare,
@@ -31,7 +31,6 @@ from diffusion.preparation.sources.columns import (
 from diffusion.preparation.sources.reading import (
     Entry,
     UnfitFileError,
-    name_of,
     printable,
 )
 from diffusion.storage import is_url, shown
@@ -151,9 +150,8 @@ def _remote(metadata: pq.FileMetaData, ahead_file: BinaryIO, exact_file: BinaryI
 
 def _cut(file: str, entry: Entry, rows: list[int] | None, size: int) -> list[Partition]:
     """Cut a file into partitions of at least `size` rows that end with a row group."""
-    name = key_of(name_of(file)) or "rows"
     if rows is None:
-        return [Partition(id=name, file=file, version=entry.version, num_bytes=entry.size)]
+        return [Partition(file=file, version=entry.version, num_bytes=entry.size)]
     ranges, start, stop = [], 0, 0
     for number, num_rows in enumerate(rows):
         stop += num_rows
@@ -163,7 +161,7 @@ def _cut(file: str, entry: Entry, rows: list[int] | None, size: int) -> list[Par
     if stop > start:
         ranges.append((start, stop))
     return [
-        Partition(id=f"{name}#{start}", file=file, start=start, stop=stop, version=entry.version,
+        Partition(file=file, start=start, stop=stop, version=entry.version,
                   num_bytes=entry.size * (stop - start) // sum(rows), num_records=stop - start)
         for start, stop in ranges
     ]  # fmt: skip
