@@ -12,11 +12,11 @@ from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.engine import Workers
 from diffusion.preparation.explain import Rejection, examples
 from diffusion.preparation.plugins import check_plugins
-from diffusion.preparation.records import Partition, Record, Rejected, Source
+from diffusion.preparation.records import Partition, Record, Rejected
 from diffusion.preparation.scan import Scan, ScannedPartition, Scanner, ScanTask
 from diffusion.preparation.score import score
 from diffusion.preparation.select import Selection, select
-from diffusion.preparation.sources import open_sources
+from diffusion.preparation.sources import Source, open_sources
 
 _PARTITIONS = 16
 """Partitions of a source, spread over it, from which the images are taken."""

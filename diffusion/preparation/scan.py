@@ -50,10 +50,9 @@ from diffusion.preparation.records import (
     Partitions,
     Record,
     Rejected,
-    Source,
     clean_text,
 )
-from diffusion.preparation.sources import from_description, open_sources
+from diffusion.preparation.sources import Source, from_description, open_sources
 from diffusion.preparation.sources.reading import printable
 
 logger = logging.getLogger(__name__)

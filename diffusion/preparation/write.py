@@ -61,9 +61,10 @@ from diffusion.preparation.layout import (
     read_table,
     write_table,
 )
-from diffusion.preparation.records import Location, Partition, Reason, Source, clean_text, fit_for_json
+from diffusion.preparation.records import Location, Partition, Reason, clean_text, fit_for_json
 from diffusion.preparation.scan import Scan
 from diffusion.preparation.select import Selection, kept_rows, read_selection
+from diffusion.preparation.sources import Source
 from diffusion.preparation.sources.reading import printable
 
 logger = logging.getLogger(__name__)

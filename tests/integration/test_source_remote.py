@@ -18,8 +18,8 @@ from streaming import MDSWriter
 
 from diffusion import storage
 from diffusion.errors import DataError, MachineError, UserError
-from diffusion.preparation.records import Reason, Record, Rejected, Source
-from diffusion.preparation.sources import open_sources
+from diffusion.preparation.records import Reason, Record, Rejected
+from diffusion.preparation.sources import Source, open_sources
 from diffusion.storage import open_file, shown
 from tests.tools.image_files import noise, sample, tree, write_folder, write_tar
 from tests.tools.s3_server import S3Server, find_s3rver, s3_process, s3_server

@@ -4,8 +4,8 @@ import json
 import os
 from typing import Any
 
-from diffusion.preparation.records import Partition, Record, Rejected, Source
-from diffusion.preparation.sources import from_description, open_sources
+from diffusion.preparation.records import Partition, Record, Rejected
+from diffusion.preparation.sources import Source, from_description, open_sources
 
 
 def open_source(path: Any, **options) -> Source:

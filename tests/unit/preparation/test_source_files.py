@@ -419,12 +419,12 @@ class TestWebDataset:
         ("damage", "detail"),
         [
             (lambda tar, at: tar[: at + 10] + bytes([tar[at + 10] ^ 255]) + tar[at + 11 :], "bad checksum at byte"),
-            (lambda tar, at: tar[:at] + bytes(512) + tar[at + 512 :], "goes on behind an end mark"),
-            (lambda tar, at: tar[:at] + bytes(4096) + tar[at + 4096 :], "goes on behind an end mark"),
+            (lambda tar, at: tar[:at] + bytes(512) + tar[at + 512 :], "goes on after an end mark"),
+            (lambda tar, at: tar[:at] + bytes(4096) + tar[at + 4096 :], "goes on after an end mark"),
             (lambda tar, at: tar[:at], "ends without an end mark"),
             (lambda tar, at: tar[: at + 100], "truncated header"),
             (lambda tar, at: tar[: at + 700], "unexpected end"),
-            (lambda tar, at: tar + tar, "goes on behind an end mark"),
+            (lambda tar, at: tar + tar, "goes on after an end mark"),
         ],
         ids=["flipped bit", "zeros for a header", "hole", "cut at a header", "cut in a header", "cut", "joined tars"],
     )
