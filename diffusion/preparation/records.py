@@ -49,19 +49,14 @@ class Location:
 
     file: str
     """Path of the file below the source; empty where the source is the file."""
-
     version: str = ""
     """Changes with the content of the file: size and time, or what a store gives."""
-
     offset: int | None = None
     """First byte in the file (in the decompressed stream of a compressed one); None where an image is no such range."""
-
     length: int | None = None
     """Bytes from there."""
-
     row_group: int | None = None
     """Row group of a parquet file, batch of an Arrow file."""
-
     row: int | None = None
     """Row of the file, or sample of the shard, from 0."""
 
@@ -72,16 +67,12 @@ class Record:
 
     key: str
     """Unique over all sources: the name of the source, a slash, and the path in the source."""
-
     image: bytes
     """The image file as it came."""
-
     captions: list[str]
     """At least one; each non-empty, stripped, encodable as UTF-8. Empty within a `Rejected` only."""
-
     metadata: dict[str, Any]
     """Whatever else the source knew; fit for JSON."""
-
     location: Location
 
 
@@ -94,7 +85,6 @@ class Rejected:
     location: Location
     detail: str = ""
     """A few words for the person who looks at the examples."""
-
     record: Record | None = field(default=None, repr=False)
     """Where only the caption is missing (`WITHOUT_CAPTION`): the record without captions."""
 
@@ -108,22 +98,16 @@ class Partition:
 
     file: str = ""
     """The file below the source that it lies in; empty for a partition of a folder of images."""
-
     start: int = 0
     """First row of a table."""
-
     stop: int | None = None
     """Row after the last; None is the end of the file."""
-
     version: str = ""
     """Version of the file."""
-
     num_bytes: int = 0
     """Bytes to read, about."""
-
     num_records: int | None = None
     """Records and rejections; None if that is not known beforehand."""
-
     items: tuple[str, ...] = ()
     """Of a folder of images: what `Source.scan` needs of each file, as JSON. The driver does not keep them: it writes
     them to a file, from which the worker reads them back (`diffusion.preparation.scan`)."""
@@ -135,10 +119,8 @@ class Partitions:
 
     new: Iterable[Partition]
     """A stream: a source may have 100,000 of them, with 100 million images."""
-
     gone: Sequence[str] = ()
     """Files that were read before and do not exist any more."""
-
     changed: Sequence[Partition] = ()
     """Files that were read before and have another version now, as partitions to be read and compared."""
 
