@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Sequence
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,6 +14,9 @@ METADATA, SCORES, SELECTION, POSITIONS, LISTINGS = "metadata", "scores", "select
 
 SPLITS = TRAIN, VALIDATION = "train", "validation"
 """Folders of the shards."""
+
+SCORES_RECORD = "scores.json"
+"""File of a data set: what determines each column below `scores`. Columns of other tools are not in it."""
 
 REMOVED = "removed.json"
 """File of a data set: `hash_key` of the keys of all removed images, sorted."""
@@ -63,6 +67,12 @@ def part_name(number: int) -> str:
 def positions_name(task: int) -> str:
     """Name of the file with the positions of a task's samples."""
     return f"{task:05}.parquet"
+
+
+def read_scores_record(out: str) -> dict[str, Any]:
+    """Read `scores.json`: for each column below `scores` what determines it, beside the images."""
+    uri = storage.join(out, SCORES_RECORD)
+    return storage.read_json(uri) if storage.exists(uri) else {}
 
 
 def read_table(uri: str, columns: Sequence[str] | None = None) -> pa.Table:

@@ -25,6 +25,7 @@ from diffusion.preparation.layout import (
     REMOVED,
     REMOVED_SAMPLES,
     SCORES,
+    SCORES_RECORD,
     SELECTION,
     SPLITS,
 )
@@ -44,9 +45,6 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 
 _FILES = (REMOVED_SAMPLES, "report.html", "report.json", "partitions.json")
 _FOLDERS_OF_VERSION_1 = ("facts", "refused")
-
-SCORES_RECORD = "scores.json"
-"""File of a data set: what the columns below `scores` are made with. Columns of other tools are not in it."""
 
 REREAD = "reread"
 """Folder of a data set while files that look changed are compared with what is known of them."""
