@@ -1,6 +1,7 @@
 """Files of a prepared data set: their names, the columns of the metadata, and parquet."""
 
 import io
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,6 +68,11 @@ def part_name(number: int) -> str:
 def positions_name(task: int) -> str:
     """Name of the file with the positions of a task's samples."""
     return f"{task:05}.parquet"
+
+
+def part_numbers(folder: str) -> set[int]:
+    """List the partitions, or tasks, whose file is in a folder; what a killed process left is none."""
+    return {int(name[:-8]) for name in storage.list_files(folder) if re.fullmatch(r"\d+\.parquet", name)}
 
 
 def read_scores_record(out: str) -> dict[str, Any]:

@@ -235,8 +235,7 @@ def _check_scored(out: str, config: PrepareConfig, scan: "Scan") -> None:
 def _identity(out: str, config: PrepareConfig, scan: "Scan", earlier: Sequence[Selection], generation: int) -> str:
     """Hash what determines a selection: settings, earlier selections, partitions, and the identities of the scores."""
     parts = [one for one in scan.partitions if one.generation <= generation]
-    files = [(one.partition.id, one.partition.file, one.partition.version, one.partition.start, one.partition.stop)
-             for one in parts]  # fmt: skip
+    files = [(one.id, one.file, one.version, one.start, one.stop) for one in parts]
     places = [(one.number, scan.sources[one.source].name, one.generation) for one in parts]
     names = {part_name(one.number) for one in parts}
     listed: dict[str, list[str]] = {}

@@ -246,14 +246,9 @@ def _tasks(out: str, scan: Scan, selections: Sequence[Selection], done: set[int]
                     number=number,
                     generation=selection.generation,
                     windows=windows,
-                    parts={part: _part(scan, part) for window in windows for part in window},
+                    parts={part: scan.find(part) for window in windows for part in window},
                     present=present.get(number, {}),
                 )
-
-
-def _part(scan: Scan, number: int) -> tuple[Source, Partition]:
-    source, partition = scan.find(number)
-    return source.only(partition), partition
 
 
 # The work on a task.
