@@ -92,7 +92,7 @@ def _select(out: str, num_parts: int) -> dict[str, Any]:
     for file in Path(out).glob("selection/*"):
         file.unlink()
     start, cpu = time.perf_counter(), time.process_time()
-    partitions = [SimpleNamespace(number=i, source=0, generation=0, partition=Partition()) for i in range(num_parts)]
+    partitions = [Partition(number=i) for i in range(num_parts)]
     scan: Any = SimpleNamespace(sources=[SimpleNamespace(name="web")], partitions=partitions, settings={})
     selection = select(out, config, scan)
     return {

@@ -18,7 +18,6 @@ import functools
 import json
 import logging
 import re
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,7 +28,6 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
-from tqdm import tqdm
 
 from diffusion import storage
 from diffusion.config.loading import from_dict
@@ -46,7 +44,7 @@ from diffusion.datasets.mds import INDEX, ShardFormat, encode_sample, encode_sha
 from diffusion.errors import DataError, MachineError
 from diffusion.files import PARTIAL
 from diffusion.preparation.config import PrepareConfig
-from diffusion.preparation.engine import Workers, run
+from diffusion.preparation.engine import Workers, progress_bar, run
 from diffusion.preparation.explain import examples
 from diffusion.preparation.layout import (
     CAPTIONS,
@@ -56,6 +54,7 @@ from diffusion.preparation.layout import (
     SCORES,
     SPLITS,
     part_name,
+    part_numbers,
     positions_name,
     read_schema,
     read_table,
@@ -157,8 +156,7 @@ def write(
     tasks = _tasks(out, scan, selections, done)
     total = sum(selection.kept for selection in selections)
     written = sum(one["entry"]["samples"] for entries in read_entries(out, sorted(done)) for one in entries)
-    with tqdm(desc="writing", total=total, initial=written, unit=" images", disable=not progress) as bar:
-        bar.mininterval = 0.2 if sys.stderr.isatty() else 30.0
+    with progress_bar("writing", total, initial=written, shown=progress) as bar:
         for num_samples in run(workers, functools.partial(_Writer, out, dict(settings), scratch), tasks):
             bar.update(num_samples)
     places = write_indexes(out, selections[-1].first_task + len(selections[-1].tasks))
@@ -207,7 +205,7 @@ def _begin(out: str, selections: Sequence[Selection], finished: PreparedManifest
         discard_generations(out, same, sum(len(selection.tasks) for selection in selections[:same]))
     if known != wanted:
         storage.write_json(uri, wanted)
-    return _finished_tasks(out)
+    return part_numbers(storage.join(out, POSITIONS))
 
 
 def discard_generations(out: str, generation: int, first_task: int) -> None:
@@ -219,17 +217,12 @@ def discard_generations(out: str, generation: int, first_task: int) -> None:
         first_task: number of its first write task.
     """
     places = write_indexes(out, first_task)
-    later = [number for number in _finished_tasks(out) if number >= first_task]
+    later = [number for number in part_numbers(storage.join(out, POSITIONS)) if number >= first_task]
     storage.delete(storage.join(out, POSITIONS, positions_name(number)) for number in later)
     _delete_others(out, places)
     uri = storage.join(out, POSITIONS, _IDENTITIES)
     if storage.exists(uri):
         storage.write_json(uri, storage.read_json(uri)[:generation])
-
-
-def _finished_tasks(out: str) -> set[int]:
-    names = storage.list_files(storage.join(out, POSITIONS))
-    return {int(name[:-8]) for name in names if re.fullmatch(r"\d+\.parquet", name)}
 
 
 def _tasks(out: str, scan: Scan, selections: Sequence[Selection], done: set[int]) -> Iterator[WriteTask]:
