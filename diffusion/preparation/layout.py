@@ -1,7 +1,8 @@
 """Files of a prepared data set: their names, the columns of the metadata, and parquet."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -82,3 +83,12 @@ def write_table(uri: str, table: pa.Table) -> None:
     content = io.BytesIO()
     pq.write_table(table, content, compression="zstd")
     storage.write(uri, content.getvalue())
+
+
+def local_copies(folder: str, names: Collection[str], target: Path) -> Path:
+    """Return where files of a folder lie on this machine: in `target` if they had to be downloaded."""
+    if not storage.is_url(folder):
+        return Path(folder).absolute()
+    for _ in storage.concurrent_map(lambda name: storage.download(storage.join(folder, name), target / name), names):
+        pass
+    return target
