@@ -29,7 +29,7 @@ from diffusion.config.loading import to_dict
 from diffusion.datasets.buckets import SizeBuckets
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.files import atomic_path
-from diffusion.preparation.buckets import bucket_indices, build_buckets
+from diffusion.preparation.buckets import build_buckets
 from diffusion.preparation.config import DuplicatesConfig, PrepareConfig
 from diffusion.preparation.duplicates import find_crowded, find_duplicates
 from diffusion.preparation.filters import Conditions, build_rules, load_conditions, parse_where
@@ -420,7 +420,7 @@ def _move_small_buckets(
         listed = ", ".join(map(literal, small)) or "NULL"
         moving = f"SELECT DISTINCT width, height, bucket {kept} AND bucket IN ({listed}) ORDER BY ALL"
         moves = fetch_arrays(connection, moving)
-        targets = bucket_indices(others, moves["width"], moves["height"]) if sizes else []
+        targets = others.indices(moves["width"], moves["height"]) if sizes else []
         reject = config.buckets.reject_small
         names = [None if reject or index < 0 else others.names[index] for index in targets]
         moves = {**moves, "target": names}
