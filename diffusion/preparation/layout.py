@@ -7,12 +7,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from diffusion import storage
+from diffusion.datasets.manifest import SPLITS
 
 METADATA, SCORES, SELECTION, POSITIONS, LISTINGS = "metadata", "scores", "selection", "positions", "listings"
 """Folders of a data set."""
 
-SPLITS = TRAIN, VALIDATION = "train", "validation"
-"""Folders of the shards."""
+TRAIN, VALIDATION = SPLITS
 
 REMOVED = "removed.json"
 """File of a data set: `hash_key` of the keys of all removed images, sorted."""
