@@ -133,7 +133,7 @@ def write(
     Args:
         out: the data set's folder, a path or an s3:// URI.
         scan: sources and partitions of the data set.
-        settings: the keys of the configuration that determine the data; they become those of the manifest.
+        settings: the keys of the configuration that determine the data, for the manifest.
         workers: who does the tasks.
         scratch: folder for the images of a window; None keeps them in memory.
         progress: show a bar on stderr.
@@ -218,13 +218,7 @@ def _begin(out: str, selections: Sequence[Selection], finished: PreparedManifest
 
 
 def discard_generations(out: str, generation: int, first_task: int) -> None:
-    """Remove what was written of a generation and of those after it; earlier ones stay to the byte.
-
-    Args:
-        out: the data set.
-        generation: number of the generation.
-        first_task: number of its first write task.
-    """
+    """Remove what was written of a generation and of those after it, from its first task on; earlier ones stay."""
     later = [task for task in _finished_tasks(out) if task >= first_task]
     storage.delete(storage.join(out, POSITIONS, positions_name(task)) for task in later)
     write_indexes(out, first_task)
@@ -343,13 +337,13 @@ class _Writer:
     def _metadata(self, part: int, rows: Sequence[int]) -> list[dict[str, Any]]:
         """Metadata and scores of some rows of a partition."""
         name = part_name(part)
-        columns = dict(_columns_of(read_table(storage.join(self._out, METADATA, name))))
+        values = read_table(storage.join(self._out, METADATA, name)).take(rows).to_pylist()
         if self._is_captioned:
-            columns |= _columns_of(read_table(storage.join(self._out, SCORES, CAPTIONS, name)))
+            captions = read_table(storage.join(self._out, SCORES, CAPTIONS, name)).take(rows)
+            values = [row | caption for row, caption in zip(values, captions.to_pylist(), strict=True)]
         scores = {column: read_table(storage.join(self._out, SCORES, column, name))[column] for column in self._scores}
-        table = pa.table(columns).take(rows)
-        values = pa.table(scores).take(rows).to_pylist() if scores else [{}] * len(rows)
-        return [row | {"scores": score} for row, score in zip(table.to_pylist(), values, strict=True)]
+        of_rows = pa.table(scores).take(rows).to_pylist() if scores else [{}] * len(rows)
+        return [row | {"scores": score} for row, score in zip(values, of_rows, strict=True)]
 
     def _columns(self, row: Mapping[str, Any], image: bytes) -> dict[str, Any]:
         """Columns of a sample."""
@@ -364,10 +358,6 @@ class _Writer:
             "key": row["key"],
             "metadata": metadata | {name: fit_for_json(value) for name, value in row["scores"].items()},
         }
-
-
-def _columns_of(table: pa.Table) -> dict[str, pa.ChunkedArray]:
-    return dict(zip(table.column_names, table.columns, strict=True))
 
 
 def _next_image(images: Iterator[bytes], row: Mapping[str, Any]) -> bytes:
