@@ -10,12 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from diffusion import storage
+from diffusion.datasets.manifest import SPLITS
 
 METADATA, SCORES, SELECTION, POSITIONS, LISTINGS = "metadata", "scores", "selection", "positions", "listings"
 """Folders of a data set."""
 
-SPLITS = TRAIN, VALIDATION = "train", "validation"
-"""Folders of the shards."""
+TRAIN, VALIDATION = SPLITS
 
 SCORES_RECORD = "scores.json"
 """File of a data set: what determines each column below `scores`. Columns of other tools are not in it."""

@@ -74,7 +74,7 @@ class Scan:
     def find(self, number: int) -> tuple[Source, Partition]:
         """Find a partition and its source, small enough to be sent to a worker."""
         partition = self.partitions[number]
-        return self.sources[partition.source].only(partition), partition
+        return self.sources[partition.source], partition
 
     @classmethod
     def read(cls, out: str) -> "Scan":
