@@ -1,18 +1,24 @@
 """Files of a prepared data set: their names, the columns of the metadata, and parquet."""
 
 import io
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from diffusion import storage
+from diffusion.datasets.manifest import SPLITS
 
 METADATA, SCORES, SELECTION, POSITIONS, LISTINGS = "metadata", "scores", "selection", "positions", "listings"
 """Folders of a data set."""
 
-SPLITS = TRAIN, VALIDATION = "train", "validation"
-"""Folders of the shards."""
+TRAIN, VALIDATION = SPLITS
+
+SCORES_RECORD = "scores.json"
+"""File of a data set: what determines each column below `scores`. Columns of other tools are not in it."""
 
 REMOVED = "removed.json"
 """File of a data set: `hash_key` of the keys of all removed images, sorted."""
@@ -65,6 +71,17 @@ def positions_name(task: int) -> str:
     return f"{task:05}.parquet"
 
 
+def part_numbers(folder: str) -> set[int]:
+    """List the partitions, or tasks, whose file is in a folder; what a killed process left is none."""
+    return {int(name[:-8]) for name in storage.list_files(folder) if re.fullmatch(r"\d+\.parquet", name)}
+
+
+def read_scores_record(out: str) -> dict[str, Any]:
+    """Read `scores.json`: for each column below `scores` what determines it, beside the images."""
+    uri = storage.join(out, SCORES_RECORD)
+    return storage.read_json(uri) if storage.exists(uri) else {}
+
+
 def read_table(uri: str, columns: Sequence[str] | None = None) -> pa.Table:
     """Read a parquet file, or some columns of it, by one request."""
     file = pq.ParquetFile(pa.BufferReader(storage.read(uri)))
@@ -82,3 +99,12 @@ def write_table(uri: str, table: pa.Table) -> None:
     content = io.BytesIO()
     pq.write_table(table, content, compression="zstd")
     storage.write(uri, content.getvalue())
+
+
+def local_copies(folder: str, names: Collection[str], target: Path) -> Path:
+    """Return where files of a folder lie on this machine: in `target` if they had to be downloaded."""
+    if not storage.is_url(folder):
+        return Path(folder).absolute()
+    for _ in storage.concurrent_map(lambda name: storage.download(storage.join(folder, name), target / name), names):
+        pass
+    return target

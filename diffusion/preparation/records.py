@@ -96,6 +96,15 @@ class Partition:
     A partition is a function of the content of the source, never of the number of workers.
     """
 
+    number: int = -1
+    """Counted over all sources and generations; names its files (`part_name`). The scan gives it, as the two below."""
+
+    source: int = 0
+    """Number of its source."""
+
+    generation: int = 0
+    """Growth that it came with."""
+
     file: str = ""
     """The file below the source that it lies in; empty for a partition of a folder of images."""
     start: int = 0
