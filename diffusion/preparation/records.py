@@ -139,17 +139,9 @@ def make_record(
 ) -> Record | Rejected:
     """Check captions and make a record.
 
-    Args:
-        key: key of the record.
-        image: the image file.
-        captions: a text, a list of texts, or nothing; undecodable bytes as surrogates (`surrogateescape`). Blank
-            entries of a list are dropped.
-        metadata: anything; what JSON cannot hold becomes text or None.
-        location: where the image lies.
-
-    Returns:
-        The record; or the rejection if there is no caption, none that is not blank, or one is not valid UTF-8, or if
-        metadata are nested too deeply.
+    The captions are a text, a list of texts, or nothing; undecodable bytes are surrogates (`surrogateescape`). Blank
+    entries of a list are dropped. What JSON cannot hold of the metadata becomes text or None. Without a caption, with
+    one that is not valid UTF-8, and with metadata that are nested too deeply, the image is rejected.
     """
     listed = captions if isinstance(captions, list) else [captions]
     texts = [text for text in listed if isinstance(text, str)]
@@ -176,15 +168,8 @@ def record_of_files(
     """Make the record of an image with a .txt and a .json of the same name: members of a tar, or files of a folder.
 
     The caption is the .txt; without one, `caption` or `text` of the .json. All entries of a list `captions` in the
-    .json come with it. The other entries of the .json are metadata. A `status` other than `success` is a rejection.
-
-    Args:
-        key: key of the record.
-        image: the image file; None where there is none, as are the next two.
-        text: content of the .txt.
-        values: content of the .json.
-        location: where the image lies.
-        detail: of the rejection, where there is no image.
+    .json come with it. The other entries of the .json are metadata. A `status` other than `success` is a rejection, and
+    so is a missing image, with `detail`.
     """
     metadata: dict[str, Any] = {}
     if values is not None:

@@ -26,12 +26,7 @@ class Line(NamedTuple):
 
 
 def read_lines(uri: str, root: str, limit: int) -> Iterator[Line]:
-    """Yield the lines of a table.
-
-    Args:
-        uri: the table.
-        root: folder of the source, which a link must not lead out of.
-        limit: most bytes of a line.
+    """Yield the lines of a table in the folder of a source; `limit` is the most bytes of one.
 
     Raises:
         DataError: it cannot be read, is damaged, lacks a column, has one twice, or a line is longer.

@@ -55,9 +55,9 @@ def open_sources(
     Args:
         entries: each a path, a pattern with wildcards, a URL, `hf-dataset:NAME`, or one with columns of its own; in the
             order in which they are read.
-        image_column: column of the images of all sources that name none; None for the usual names.
+        image_column: column of the images of the sources that name none; None for the usual names.
         caption_column: column of the captions, likewise.
-        limits: limits of an image; None for the default ones.
+        limits: of an image.
         partition_size: images of a partition; None for a function of their number.
 
     Raises:

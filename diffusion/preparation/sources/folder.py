@@ -59,8 +59,7 @@ CREATE TABLE items AS
     SELECT i.file, i.size, i.captions, i.metadata, t.file AS text, j.file AS json,
         substr(md5(concat_ws(' ', i.version, t.version, j.version, i.captions::VARCHAR, i.metadata)), 1, 16) AS version,
         CASE WHEN i.problem <> '' THEN i.problem WHEN t.problem <> '' THEN '.txt: ' || t.problem
-            WHEN j.problem <> '' THEN '.json: ' || j.problem END AS unreadable,
-        NULL AS missing_image
+            WHEN j.problem <> '' THEN '.json: ' || j.problem END AS unreadable
     FROM images i
     LEFT JOIN beside t ON t.kind = 'text' AND t.stem = i.stem AND NOT coalesce(i.has_caption, FALSE)
     LEFT JOIN beside j ON j.kind = 'json' AND j.stem = i.stem AND i.captions IS NULL

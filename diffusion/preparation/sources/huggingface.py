@@ -85,10 +85,6 @@ def _load_builder(dataset: str, configuration: str | None, revision: str | None)
 def open_huggingface(text: str, settings: dict[str, Any]) -> HuggingFaceSource:
     """Open what `hf-dataset:NAME[@REVISION][:SPLIT[:CONFIGURATION]]` names; the split is `train` if none is given.
 
-    Args:
-        text: the name.
-        settings: fields of `Source`.
-
     Raises:
         DataError: there is no such data set or split, it needs code to be run, or a column is missing.
         MachineError: `datasets` is not installed, or the hub does not answer.

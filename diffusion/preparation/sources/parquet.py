@@ -71,8 +71,7 @@ class ParquetSource(TableSource):
         """Return the number of rows of each row group; None if the file cannot be read."""
         try:
             with self._opened(file) as (opened, _):
-                groups = range(opened.metadata.num_row_groups)
-                return [opened.metadata.row_group(group).num_rows for group in groups]
+                return _num_rows(opened)
         except (UnfitFileError, pa.ArrowException):
             return None
 
@@ -98,9 +97,16 @@ class ParquetSource(TableSource):
         """Yield the rows of a partition, or the images of some row groups; of others nothing is read."""
         with self._opened(partition.file) as (opened, columns):
             names = [columns.image] if groups is not None else [columns.image, columns.caption, *columns.metadata]
-            for group, start in _groups(opened, partition.start, partition.stop):
-                if groups is None or group in groups:
+            start = 0
+            for group, num_rows in enumerate(_num_rows(opened)):
+                is_of_partition = partition.start <= start and (partition.stop is None or start < partition.stop)
+                if is_of_partition and (groups is None or group in groups):
                     yield from _batches(opened, group, start, names, partition.num_bytes)
+                start += num_rows
+
+
+def _num_rows(opened: pq.ParquetFile) -> list[int]:
+    return [opened.metadata.row_group(group).num_rows for group in range(opened.metadata.num_row_groups)]
 
 
 def _remote(metadata: pq.FileMetaData, ahead_file: BinaryIO, exact_file: BinaryIO) -> pq.ParquetFile:
@@ -133,15 +139,6 @@ def _cut(file: str, entry: Entry, rows: list[int] | None, size: int) -> list[Par
                   num_bytes=entry.size * (stop - start) // sum(rows), num_records=stop - start)
         for start, stop in ranges
     ]  # fmt: skip
-
-
-def _groups(opened: pq.ParquetFile, start: int, stop: int | None) -> Iterator[tuple[int, int]]:
-    """Yield the row groups that lie between two rows, each with its first row."""
-    end = 0
-    for group in range(opened.metadata.num_row_groups):
-        begin, end = end, end + opened.metadata.row_group(group).num_rows
-        if begin >= start and (stop is None or begin < stop):
-            yield group, begin
 
 
 def _batches(opened: pq.ParquetFile, group: int, start: int, names: list[str], num_bytes: int) -> Iterator[Batch]:

@@ -182,12 +182,9 @@ def _open_local(path: str, buffer_bytes: int) -> BinaryIO:
 
 
 def open_file(uri: str, root: str | None = None, *, buffer_bytes: int | None = None) -> BinaryIO:
-    """Open a regular file for reading, in ranges of 8 MiB if it is remote; errors as of `read_file`.
+    """Open a regular file for reading, in ranges of 8 MiB (or `buffer_bytes`) if it is remote.
 
-    Args:
-        uri: path or URL.
-        root: local folder that a link must not lead out of; None where any path is right.
-        buffer_bytes: of a remote file, as of `storage.open_file`.
+    A link must not lead out of the local folder `root`, if one is given. Errors are those of `read_file`.
     """
     with _unfit(uri):
         if is_url(uri):
@@ -214,11 +211,7 @@ def _unfit(uri: str) -> Iterator[None]:
 def read_below(root: str, folder: str, path: str, limit: int) -> bytes:
     """Read the file that a row of a table names, as `read_file` does.
 
-    Args:
-        root: folder of the source, which the file must lie in.
-        folder: folder of the table, where the path begins.
-        path: as it stands in the row.
-        limit: most bytes.
+    The path begins in `folder`, that of the table; it must not lead out of `root`, the folder of the source.
     """
     path = path.removeprefix(root.rstrip("/") + "/")
     if is_url(path) or path.startswith("//"):
