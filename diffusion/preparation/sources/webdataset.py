@@ -5,8 +5,7 @@ import gzip
 import lzma
 import tarfile
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, BinaryIO, ClassVar
@@ -84,8 +83,7 @@ class WebDatasetSource(Source):
                 if found.problem is not None:
                     yield rejected(key, found.problem, location)
                 else:
-                    others = ", ".join(f".{extension}" for extension in found.others)
-                    detail = ascii(f"besides: {others}")[1:-1] if others else ""
+                    detail = ascii(f"besides: .{', .'.join(found.others)}")[1:-1] if found.others else ""
                     image, text, values = map(found.contents.get, ("image", "txt", "json"))
                     yield record_of_files(key, image, text, values, location, detail)
                 for extension in found.more_images:
@@ -133,8 +131,7 @@ class WebDatasetSource(Source):
     ) -> None:
         """Read a member into its sample if it is of use there."""
         kind = "image" if f".{extension}" in EXTENSIONS else extension
-        limits = {"image": self.image_limit(), "txt": self.text_limit(), "json": self.row_limit()}
-        if kind not in limits:
+        if kind not in ("image", "txt", "json"):
             sample.others.append(extension)
             return
         if kind == "image" and sample.span is not None:
@@ -142,8 +139,9 @@ class WebDatasetSource(Source):
             return
         try:
             offset, size = _span(member, stream, spans)
-            if size > limits[kind]:
-                raise UnfitFileError(Reason.TOO_LARGE, f"{size} bytes are more than {limits[kind]}")
+            limit = self.image_limit() if kind == "image" else self.text_limit() if kind == "txt" else self.row_limit()
+            if size > limit:
+                raise UnfitFileError(Reason.TOO_LARGE, f"{size} bytes are more than {limit}")
         except UnfitFileError as error:
             sample.problem = UnfitFileError(error.reason, f".{extension}: {error.detail}")
             return
@@ -163,29 +161,24 @@ class _Stream:
         self._size = file.seek(0, 2) if self.is_plain else 2**62
         file.seek(0)
         self._file: Any = file if module is None else module.open(file)
-
-    def tell(self) -> int:
-        return self._file.tell()
+        self.tell = self._file.tell
 
     def read(self, size: int) -> bytes:
         """Read a header."""
         if not 0 <= size <= _HEADER_BYTES:
             raise _HeaderError(f"an extended header of {size} bytes before byte {self.tell()}")
-        with self._damage():
-            return self._file.read(size)
+        return self._do(self._file.read, size)
 
     def seek(self, position: int) -> None:
         """Go forward to a position, if the tar reaches so far."""
-        with self._damage():
-            reached = self._file.seek(min(position, self._size))
+        reached = self._do(self._file.seek, min(position, self._size))
         if reached < position:
             raise _DamageError(f"unexpected end of data at byte {reached}")
 
     def read_at(self, offset: int, size: int) -> bytes:
         """Read a range that must be there."""
         self.seek(offset)
-        with self._damage():
-            data = self._file.read(size)
+        data = self._do(self._file.read, size)
         if len(data) < size:
             raise _DamageError(f"unexpected end of data at byte {self.tell()}")
         return data
@@ -197,10 +190,10 @@ class _Stream:
             if rest.strip(b"\0"):
                 raise _HeaderError(f"goes on after an end mark at byte {end - tarfile.BLOCKSIZE}")
 
-    @contextmanager
-    def _damage(self) -> Iterator[None]:
+    def _do(self, function: Callable[[int], Any], argument: int) -> Any:
+        """Call a function of the file; damage of the compression is a `_DamageError`."""
         try:
-            yield
+            return function(argument)
         except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
