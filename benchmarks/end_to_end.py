@@ -51,8 +51,9 @@ def measure(num_images: int, images: Path, folder: Path) -> dict[str, Any]:
         "out": str(out),
         "buckets": {"edges": [64, 96, 128]},
         "validation_fraction": 0.01,
-        "duplicates": {},
+        "duplicates": {"near": False},  # Half of them: crops of the same image.
         "shard_mb": 64,
+        "window_mb": 128,
         "workers": _NUM_PROCESSES,
     }
     config = folder / "prepare.yaml"

@@ -38,7 +38,7 @@ from diffusion.preparation.config import (
 from diffusion.preparation.engine import Workers
 from diffusion.preparation.layout import METADATA, SCHEMA, SCORES, part_name
 from diffusion.preparation.records import Location, Partition, Partitions, Reason, Rejected
-from diffusion.preparation.select import WINDOWS_PER_TASK, mix, select
+from diffusion.preparation.select import WINDOWS_PER_TASK, select, splitmix64
 
 _WORDS = 3000
 _CAPTIONS = 300_000
@@ -92,7 +92,7 @@ def _select(out: str, num_parts: int) -> dict[str, Any]:
     for file in Path(out).glob("selection/*"):
         file.unlink()
     start, cpu = time.perf_counter(), time.process_time()
-    partitions = [Partition(number=i, id=str(i)) for i in range(num_parts)]
+    partitions = [Partition(number=i) for i in range(num_parts)]
     scan: Any = SimpleNamespace(sources=[SimpleNamespace(name="web")], partitions=partitions, settings={})
     selection = select(out, config, scan)
     return {
@@ -132,13 +132,13 @@ def _columns(
     sizes: NDArray[np.int32],
     random: np.random.Generator,
 ) -> list[Any]:
-    num, looks = len(rows), mix(content, 0, "look")
-    digest = mix(np.where(is_near, rows, content), 0, "bytes")
-    width, height = (sizes[mix(content, 0, side) >> np.uint64(48)] for side in ("width", "height"))
+    num, looks = len(rows), splitmix64(content, 0, "look")
+    digest = splitmix64(np.where(is_near, rows, content), 0, "bytes")
+    width, height = (sizes[splitmix64(content, 0, side) >> np.uint64(48)] for side in ("width", "height"))
     halved = np.where(is_near, 2, 1)
     undecodable = random.random(num) < 0.01
-    centres = mix(np.arange(_CLUSTERS, dtype=np.uint64), 0, "cluster")
-    noise = mix(content, 1, "noise") & mix(content, 2, "noise")  # A quarter of the bits.
+    centres = splitmix64(np.arange(_CLUSTERS, dtype=np.uint64), 0, "cluster")
+    noise = splitmix64(content, 1, "noise") & splitmix64(content, 2, "noise")  # A quarter of the bits.
     in_cluster = looks % np.uint64(5) == 0
     phash = np.where(in_cluster, centres[looks >> np.uint64(32) & np.uint64(1023)] ^ noise, looks)
     for _ in range(3):
@@ -157,7 +157,7 @@ def _columns(
     )
     values = [
         _join("web/", files, ".tar/", names),
-        mix(rows, 0, "key"),
+        splitmix64(rows, 0, "key"),
         _join(files, ".tar"),
         pa.repeat("a9c2-1700000000", num),
         rows.astype(np.int64) * 100_000,
@@ -213,8 +213,7 @@ class _EmptySource:
         """List partitions like those of tars of 10,000 images."""
         return Partitions(
             new=(
-                Partition(id=f"{n:05}.tar", file=f"{n:05}.tar", version=f"{n} etag", num_bytes=10**9)
-                for n in range(self.num_partitions)
+                Partition(file=f"{n:05}.tar", version=f"{n} etag", num_bytes=10**9) for n in range(self.num_partitions)
             )
         )
 
@@ -222,10 +221,6 @@ class _EmptySource:
         """Reject one image."""
         location = Location(file=partition.file, version=partition.version)
         yield Rejected(f"empty/{partition.file}", Reason.DAMAGED_FILE, location)
-
-    def only(self, partition: Partition) -> "_EmptySource":
-        """Return itself."""
-        return self
 
 
 def measure_driver(num_partitions: int, engine: Engine = Engine.processes) -> dict[str, float]:

@@ -24,7 +24,6 @@ from diffusion.datasets.manifest import PreparedManifest
 from diffusion.errors import ConfigurationError
 from diffusion.launch import CommandParser, run_command
 from diffusion.preparation.config import Engine, PrepareConfig
-from diffusion.preparation.explain import Rejection
 from diffusion.preparation.prepare import STAGES, explain_selection, prepare
 from diffusion.preparation.select import Selection
 from diffusion.preparation.sources.reading import printable
@@ -40,10 +39,11 @@ _SETTINGS = ("validation_fraction", "seed", "shard_mb", "window_mb", "compressio
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = CommandParser(description=__doc__)
-    words_help = "a stage, if only one is to run; folders, tar or parquet files, quoted patterns, and the output folder"
-    parser.add_argument("words", nargs="*", metavar="SOURCE ... OUT", help=f"{words_help}; with --config: key=value")
-    config_help = "read the settings from a file; the settings below are then given as key=value"
-    parser.add_argument("--config", type=Path, metavar="YAML", help=config_help)
+    parser.add_argument("words", nargs="*", metavar="SOURCE ... OUT", help="a stage, if only one is to run; folders, "
+                        "tar or parquet files, quoted patterns, and the output folder; with --config: "
+                        "key=value")  # fmt: skip
+    parser.add_argument("--config", type=Path, metavar="YAML", help="read the settings from a file; the settings "
+                        "below are then given as key=value")  # fmt: skip
     parser.add_argument("--dry-run", nargs="?", type=int, const=NUM_DRY_RUN, metavar="IMAGES",
                         help="read this number of images of each source (default: 100), print what would be "
                         "kept and rejected, and write nothing")  # fmt: skip
@@ -122,18 +122,15 @@ def summary(manifest: PreparedManifest) -> str:
     return "\n".join(map(printable, lines))
 
 
-def preview_text(selection: Selection, rejections: Sequence[Rejection]) -> str:
+def preview_text(selection: Selection) -> str:
     """Tables of what a dry run found, with an example of each reason."""
     rows: list[tuple[str, ...]] = [("source", "images", "kept", "rejected as", "of them")]
     for name, counts in selection.sources.items():
         rows.append((name, str(sum(counts.values())), str(counts.get("", 0)), "", ""))
         rows += [("", "", "", reason, str(count)) for reason, count in sorted(counts.items()) if reason]
-    lines = text_table(rows)
-    lines += [
-        "",
-        *text_table([("split / bucket", "images"), *((k, str(v.images)) for k, v in selection.places.items())]),
-    ]
-    lines += [f"  {one.reason}: {one.key} ({one.detail or one.reason})" for one in rejections]
+    folders = [("split / bucket", "images"), *((k, str(v.images)) for k, v in selection.places.items())]
+    lines = [*text_table(rows), "", *text_table(folders)]
+    lines += [f"  {reason}: {one.key} ({one.detail or reason})" for reason, (one, *_) in selection.examples.items()]
     return "\n".join(map(printable, lines))
 
 
@@ -147,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.dry_run is not None:
         from diffusion.preparation.preview import preview
 
-        print(preview_text(*preview(config, options.dry_run)))
+        print(preview_text(preview(config, options.dry_run)))
         if options.config is None and len(options.words) > 1:
             print(f"\n{options.words[-1]} is taken for OUT, which a dry run does not look at")
         return

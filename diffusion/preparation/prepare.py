@@ -49,9 +49,9 @@ def prepare(
 
     Args:
         config: the configuration.
-        stages: some of `STAGES`, in their order.
-        removed: file of keys, one per line, that are never to be in the data set; samples that are there already are
-            marked as removed.
+        stages: some of `STAGES`.
+        removed: file of keys that are never to be in the data set; samples that are there already are marked as
+            removed.
         overwrite: replace a finished data set; the metadata and scores that still fit are kept.
         report: write `report.html` and `report.json`.
         progress: show bars on stderr.
@@ -101,7 +101,7 @@ def prepare(
         if report and (manifest != finished or not storage.exists(storage.join(out, "report.html"))):
             from diffusion.preparation.report import write_report  # Plotting takes a second to import.
 
-            write_report(out, scan)
+            write_report(out, scan, scratch=config.scratch)
     return manifest
 
 

@@ -47,15 +47,14 @@ from diffusion.preparation.records import (
     Partitions,
     Record,
     Rejected,
-    Source,
     clean_text,
 )
-from diffusion.preparation.sources import from_description, open_sources
+from diffusion.preparation.sources import Source, from_description, open_sources
 from diffusion.preparation.sources.reading import printable
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 1
+_VERSION = 2
 
 
 _FIELDS = tuple(one.name for one in fields(Partition) if one.name != "items")
@@ -75,7 +74,7 @@ class Scan:
     def find(self, number: int) -> tuple[Source, Partition]:
         """Find a partition and its source, small enough to be sent to a worker."""
         partition = self.partitions[number]
-        return self.sources[partition.source].only(partition), partition
+        return self.sources[partition.source], partition
 
     @classmethod
     def read(cls, out: str) -> "Scan":
@@ -276,7 +275,7 @@ def _check_unchanged(
 
     logger.info("source %s: %d partitions look changed; they are read again", name, len(found.changed))
     changed = [replace(partition, number=number) for number, partition in enumerate(found.changed)]
-    tasks = (ScanTask(source.only(partition), partition, folder=REREAD) for partition in changed)
+    tasks = (ScanTask(source, partition, folder=REREAD) for partition in changed)
     try:
         for _ in run(workers, functools.partial(Scanner, out, limits), tasks):
             pass

@@ -48,8 +48,9 @@ from diffusion.preparation.plugins import (
     merge_captions,
     named_plugins,
 )
-from diffusion.preparation.records import WITHOUT_CAPTION, Location, Partition, Source
+from diffusion.preparation.records import WITHOUT_CAPTION, Location, Partition
 from diffusion.preparation.scan import Scan
+from diffusion.preparation.sources import Source
 
 logger = logging.getLogger(__name__)
 

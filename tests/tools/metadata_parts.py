@@ -72,7 +72,7 @@ def scan_of(*generations: int, sources: Sequence[int] | None = None) -> Any:
     of = sources or [0] * len(generations)
     names = [NamedSource(f"s{i or ''}") for i in range(max(of, default=0) + 1)]
     partitions = [
-        Partition(number=i, source=source, generation=generation, id=str(i))
+        Partition(number=i, source=source, generation=generation)
         for i, (generation, source) in enumerate(zip(generations, of, strict=True))
     ]
     return FakeScan(names, partitions)

@@ -67,9 +67,6 @@ class ToySource:
     kind: str = "toy"
     read: list[str] = field(default_factory=list, compare=False)
 
-    def only(self, partition):
-        return self
-
     def images(self, partition, locations):
         for location in locations:
             self.read.append(location.file)
@@ -110,4 +107,4 @@ def write_scan(folder: Path) -> ScannedData:
         path = folder / "out" / "metadata" / part_name(partition)
         path.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.Table.from_pylist(rows, SCHEMA), path)
-    return ScannedData(folder / "out", source, Scan([source], [Partition(number=i, id=str(i)) for i in range(2)]))
+    return ScannedData(folder / "out", source, Scan([source], [Partition(number=i) for i in range(2)]))

@@ -29,7 +29,9 @@ KEPT = pa.schema(
         "order": pa.uint64(),
     }
 )
-REJECTED = pa.schema({"part": pa.int32(), "row": pa.int32(), "reason": pa.string(), "duplicate_of": pa.string()})
+REJECTED = pa.schema(
+    {"part": pa.int32(), "row": pa.int32(), "reason": pa.string(), "of_part": pa.int32(), "of_row": pa.int32()}
+)
 
 SETTINGS: dict[str, Any] = {
     "shard_mb": 12_000 / 2**20,
@@ -52,9 +54,6 @@ class NumberedSource:
 
     def description(self) -> dict[str, Any]:
         return {"kind": self.kind, "path": self.path}
-
-    def only(self, partition: Partition) -> "NumberedSource":
-        return self
 
     def images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
         for location in locations:
@@ -102,6 +101,7 @@ def select_images(
     *,
     tasks: list[list[list[int]]] | None = None,
     rejected: Sequence[int] = (),
+    original: int = 0,
     identity: str = "a",
     before: SelectedData | None = None,
     scored: bool = False,
@@ -113,7 +113,8 @@ def select_images(
         source: the source; images are numbered on over the partitions.
         sizes: images of each partition.
         tasks: windows of partitions of each task; None: two partitions a window, two windows a task.
-        rejected: numbers of images that are rejected as `duplicate`, of the image 0.
+        rejected: numbers of images that are rejected as `duplicate`, of the image `original`.
+        original: number of an image.
         identity: of the selection.
         before: the generations before.
         scored: with a scorer's column `score` and captions of a captioner.
@@ -131,13 +132,14 @@ def select_images(
         tasks = [pairs[i : i + 2] for i in range(0, len(pairs), 2)]
     data.tasks.append(tasks)
     kept_rows, rejected_rows = [], []
+    [(of_part, of_row)] = [(i, one.index(original)) for i, one in enumerate(data.images) if original in one]
     for part in parts:
         rows = [_metadata(data, number) for number in data.images[part]]
         write_table(storage.join(out, METADATA, part_name(part)), pa.Table.from_pylist(rows, SCHEMA))
         if scored:
             _write_scores(out, part, data.images[part])
         rejected_rows += [
-            {"part": part, "row": row, "reason": "duplicate", "duplicate_of": data.key(0)}
+            {"part": part, "row": row, "reason": "duplicate", "of_part": of_part, "of_row": of_row}
             for row, number in enumerate(data.images[part])
             if number in rejected
         ]
@@ -163,13 +165,13 @@ def select_images(
         "places": {},
         "first_task": first_task,
         "tasks": tasks,
+        "examples": {"duplicate": [_example(data, **row) for row in rejected_rows]} if rejected_rows else {},
     }
     storage.write_json(storage.join(folder, f"{generation}.json"), selection)
     partitions = [
         {
             "number": part,
             "source": 0,
-            "id": f"{numbers[0]:04}" if numbers else "empty",
             "file": "",
             "start": 0,
             "stop": None,
@@ -180,9 +182,15 @@ def select_images(
         }
         for part, numbers in enumerate(data.images)
     ]
-    scan = {"version": 1, "settings": {}, "sources": [source.description()], "partitions": partitions}
+    scan = {"version": 2, "settings": {}, "sources": [source.description()], "partitions": partitions}
     storage.write_json(storage.join(out, SCAN), scan)
     return data
+
+
+def _example(data: SelectedData, part: int, row: int, of_part: int, of_row: int, **_: str) -> dict[str, Any]:
+    key, original = data.key(data.images[part][row]), data.key(data.images[of_part][of_row])
+    place = {"part": part, "row": row, "of_part": of_part, "of_row": of_row}
+    return place | {"key": key, "width": 32, "height": 24, "detail": f"of {original}"}
 
 
 def _metadata(data: SelectedData, number: int) -> dict[str, Any]:

@@ -255,7 +255,7 @@ def test_a_place_that_cannot_be_written_to(folder, tmp_path):
         scan([folder], tmp_path / "old")
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", "no JSON", '{"version": 99}', '{"version": 1, "sources": [{}]}'])
+@pytest.mark.parametrize("content", ["{}", "[]", "no JSON", '{"version": 99}', '{"version": 2, "sources": [{}]}'])
 def test_damaged_scan(out, content):
     with pytest.raises(DataError, match="run the stage scan"):
         Scan.read(str(out))
