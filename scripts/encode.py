@@ -35,6 +35,7 @@ from diffusion.preparation.config import Engine, RayConfig
 
 if TYPE_CHECKING:
     from diffusion.preparation.encoding.models import EncodingModels
+    from diffusion.preparation.engine import Workers
 
 _MOST_WORKERS = 4
 
@@ -101,13 +102,17 @@ def load_models(config: ModelConfig, text_embeddings: bool) -> "EncodingModels":
     return EncodingModels.of(load_frozen_parts(config), text_embeddings=text_embeddings)
 
 
-def device_of(given: str | None, engine: Engine, by_workers: bool) -> str:
+def device_of(given: str | None, workers: "Workers", by_workers: bool) -> str:
     """Return the device of this process, or of the workers; of several ranks each has the GPU of its number."""
     import torch
 
-    device = given or ("cuda" if torch.cuda.is_available() else "cpu")
-    if engine is Engine.ray:  # Its nodes may have GPUs that this machine does not have.
+    from diffusion.preparation.engine import has_gpus
+
+    if workers.engine is Engine.ray:  # Its nodes may have GPUs that this machine does not have.
+        device = given or ("cuda" if has_gpus(workers) else "cpu")
+        logging.getLogger(__name__).info("the workers of the Ray cluster encode on: %s", device)
         return device
+    device = given or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and torch.cuda.is_available() and not by_workers:
         if local_world_size() > torch.cuda.device_count():
             raise MachineError(
@@ -135,9 +140,9 @@ def main() -> None:
     num_workers = arguments.workers
     if num_workers is None:
         num_workers = max(1, min(_MOST_WORKERS, available_cores() // num_local))
-    device = device_of(arguments.device, engine, by_workers)
-    start_process_group()
     workers = Workers(engine=engine, number=number or available_cores(), ray=RayConfig(concurrency=number))
+    device = device_of(arguments.device, workers, by_workers)
+    start_process_group()
     load = partial(load_models, config, arguments.text_embeddings)
     manifests = encode(
         arguments.prepared,
