@@ -22,7 +22,9 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import cloudpickle
+from tqdm import tqdm
 
+from diffusion.distributed import rank
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.preparation.config import Engine, PrepareConfig, RayConfig
 
@@ -69,6 +71,13 @@ class Workers:
 def available_cores() -> int:
     """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def progress_bar(name: str, total: int | None, *, unit: str = " images", initial: int = 0, shown: bool) -> "tqdm[Any]":
+    """Make a bar on stderr; in a log it is a line every 30 s."""
+    interval = 0.2 if sys.stderr.isatty() else 30.0
+    return tqdm(desc=name, total=total, initial=initial, unit=unit, mininterval=interval,
+                disable=not shown or rank() != 0)  # fmt: skip
 
 
 def run(

@@ -16,7 +16,7 @@ from diffusion.preparation.engine import Workers
 from diffusion.preparation.explain import explain
 from diffusion.preparation.output import claim, clear_result
 from diffusion.preparation.plugins import check_plugins
-from diffusion.preparation.scan import Scan, scan_sources
+from diffusion.preparation.scan import Scan, changed_settings, scan_sources
 from diffusion.preparation.score import score
 from diffusion.preparation.select import check as check_selection
 from diffusion.preparation.select import select
@@ -120,12 +120,7 @@ def _read_manifest(out: str, settings: dict[str, Any]) -> PreparedManifest | Non
     remedy = "choose another folder, or replace it with --overwrite"
     if manifest.version == 1:
         raise DataError(f"{shown} was prepared by version 0.2 or before, and nothing can be added to it; {remedy}")
-    differences = [
-        f"{name}: {manifest.settings.get(name)}, not {value}"
-        for name, value in settings.items()
-        if manifest.settings.get(name) != value
-    ]
-    if differences:
+    if differences := changed_settings(manifest.settings, settings):
         raise DataError(f"{shown} was prepared with other settings ({', '.join(differences)}); {remedy}")
     return manifest
 

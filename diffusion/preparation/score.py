@@ -9,7 +9,6 @@ Images are read where they lie, and only if the plug-in looks at them. A worker 
 """
 
 import functools
-import json
 import logging
 import math
 import re
@@ -34,12 +33,13 @@ from diffusion.preparation.layout import (
     LOCATION,
     METADATA,
     SCORES,
+    SCORES_RECORD,
     part_name,
     read_schema,
+    read_scores_record,
     read_table,
     write_table,
 )
-from diffusion.preparation.output import SCORES_RECORD
 from diffusion.preparation.plugins import (
     Config,
     call_plugin,
@@ -48,8 +48,9 @@ from diffusion.preparation.plugins import (
     merge_captions,
     named_plugins,
 )
-from diffusion.preparation.records import WITHOUT_CAPTION, Location, Partition, Source
+from diffusion.preparation.records import WITHOUT_CAPTION, Location, Partition
 from diffusion.preparation.scan import Scan
+from diffusion.preparation.sources import Source
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +162,7 @@ def _complete(step: _Step, scan: Scan, workers: Workers, progress: bool) -> None
 
 def _finished_parts(step: _Step) -> set[str]:
     """Names of the parts that are there; those of another identity are deleted."""
-    files, record = set(storage.list_files(step.uri(""))), _read_record(step.out)
+    files, record = set(storage.list_files(step.uri(""))), read_scores_record(step.out)
     parts = {name for name in files if re.fullmatch(r"\d+\.parquet", name)}
     if record.get(step.column) == step.identity:
         return parts
@@ -172,16 +173,11 @@ def _finished_parts(step: _Step) -> set[str]:
 
 def _forget_captions(out: str) -> None:
     """Remove what a former captioner wrote: the captions of `scores` take the place of those of the sources."""
-    record = _read_record(out)
+    record = read_scores_record(out)
     if record.pop(CAPTIONS, None) is not None:
         folder = storage.join(out, SCORES, CAPTIONS)
         storage.delete(storage.join(folder, name) for name in storage.list_files(folder))
         storage.write_json(storage.join(out, SCORES_RECORD), record)
-
-
-def _read_record(out: str) -> dict[str, Any]:
-    uri = storage.join(out, SCORES_RECORD)
-    return storage.read_json(uri) if storage.exists(uri) else {}
 
 
 def _kind_of(step: _Step, name: str) -> pa.DataType:
@@ -212,7 +208,7 @@ def _on_gpus(workers: Workers, num_gpus: float) -> Workers:
 def _tasks(scan: Scan, numbers: Iterable[int]) -> Iterator[_Task]:
     for number in numbers:
         source, partition = scan.find(number)
-        yield _Task(number=number, source=source.only(partition), partition=partition)
+        yield _Task(number=number, source=source, partition=partition)
 
 
 class _Worker:
@@ -310,6 +306,4 @@ def _read(out: str, folder: str, number: int, columns: Sequence[str]) -> list[di
 
 
 def _write(step: _Step, number: int, columns: dict[str, pa.Array]) -> None:
-    digest = xxhash.xxh3_128_hexdigest(json.dumps(step.identity, sort_keys=True))
-    table = pa.table(columns).replace_schema_metadata({"identity": digest})
-    write_table(step.uri(part_name(number)), table)
+    write_table(step.uri(part_name(number)), pa.table(columns))

@@ -34,7 +34,7 @@ from diffusion.preparation.buckets import bucket_indices, build_buckets
 from diffusion.preparation.config import DuplicatesConfig, PrepareConfig
 from diffusion.preparation.duplicates import find_crowded, find_duplicates
 from diffusion.preparation.filters import build_rules, load_conditions, parse_where
-from diffusion.preparation.layout import CAPTIONS, SCORES, SELECTION, TRAIN, VALIDATION, part_name, read_schema
+from diffusion.preparation.layout import CAPTIONS, SCORES, SELECTION, TRAIN, VALIDATION, part_name, read_scores_record
 from diffusion.preparation.metadata import Tables, add_table, fetch_arrays, groups, identifier, literal, open_tables
 from diffusion.preparation.records import Reason
 
@@ -235,23 +235,18 @@ def _check_scored(out: str, config: PrepareConfig, scan: "Scan") -> None:
 def _identity(out: str, config: PrepareConfig, scan: "Scan", earlier: Sequence[Selection], generation: int) -> str:
     """Hash what determines a selection: settings, earlier selections, partitions, and the identities of the scores."""
     parts = [one for one in scan.partitions if one.generation <= generation]
-    files = [(one.partition.id, one.partition.file, one.partition.version, one.partition.start, one.partition.stop)
-             for one in parts]  # fmt: skip
+    files = [(one.file, one.version, one.start, one.stop) for one in parts]
     places = [(one.number, scan.sources[one.source].name, one.generation) for one in parts]
     names = {part_name(one.number) for one in parts}
     listed: dict[str, list[str]] = {}
     for name in sorted(storage.list_files(storage.join(out, SCORES))):
         if Path(name).name in names:
             listed.setdefault(Path(name).parent.name, []).append(name)
-    scores = {
-        column: (len(files), _score_identity(storage.join(out, SCORES, files[0]))) for column, files in listed.items()
-    }
+    record = read_scores_record(out)
+    digests = {column: xxhash.xxh3_128_hexdigest(json.dumps(record[column], sort_keys=True)) for column in record}
+    scores = {column: (len(files), digests.get(column, "")) for column, files in listed.items()}
     made_of = [_settings(config), [one.identity for one in earlier], scan.settings, places, files, scores]
     return xxhash.xxh3_128_hexdigest(json.dumps(made_of, sort_keys=True))
-
-
-def _score_identity(uri: str) -> str:
-    return ((read_schema(uri).metadata or {}).get(b"identity") or b"").decode()
 
 
 def _settings(config: PrepareConfig) -> dict[str, Any]:

@@ -19,7 +19,6 @@ import json
 import logging
 import os
 import re
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +29,6 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
-from tqdm import tqdm
 
 from diffusion import storage
 from diffusion.config.loading import from_dict
@@ -54,7 +52,7 @@ from diffusion.datasets.mds import (
 )
 from diffusion.errors import DataError, MachineError
 from diffusion.preparation.config import PrepareConfig
-from diffusion.preparation.engine import Workers, run
+from diffusion.preparation.engine import Workers, progress_bar, run
 from diffusion.preparation.explain import examples
 from diffusion.preparation.layout import (
     CAPTIONS,
@@ -64,14 +62,16 @@ from diffusion.preparation.layout import (
     POSITIONS,
     SCORES,
     part_name,
+    part_numbers,
     positions_name,
     read_schema,
     read_table,
     write_table,
 )
-from diffusion.preparation.records import Location, Partition, Reason, Source, clean_text, fit_for_json
+from diffusion.preparation.records import Location, Partition, Reason, clean_text, fit_for_json
 from diffusion.preparation.scan import Scan
 from diffusion.preparation.select import Selection, kept_rows, read_selection
+from diffusion.preparation.sources import Source
 from diffusion.preparation.sources.reading import printable
 
 logger = logging.getLogger(__name__)
@@ -156,22 +156,21 @@ def write(
     _begin(out, selections, finished)
     if finished is not None and len(finished.generations) == len(selections):
         return finished
-    done = _finished_tasks(out)
+    done = part_numbers(storage.join(out, POSITIONS))
     tasks = (
         WriteTask(
             number=number,
             generation=selection.generation,
             windows=windows,
-            parts={part: _part(scan, part) for window in windows for part in window},
+            parts={part: scan.find(part) for window in windows for part in window},
         )
         for selection in selections
         for number, windows in enumerate(selection.tasks, start=selection.first_task)
         if number not in done
     )
     total = sum(selection.kept for selection in selections)
-    written = sum(one["entry"]["samples"] for entries in _read_entries(out, done) for one in entries)
-    with tqdm(desc="writing", total=total, initial=written, unit=" images", disable=not progress) as bar:
-        bar.mininterval = 0.2 if sys.stderr.isatty() else 30.0
+    written = sum(one["entry"]["samples"] for entries in _read_entries(out, sorted(done)) for one in entries)
+    with progress_bar("writing", total, initial=written, shown=progress) as bar:
         for num_samples in run(workers, functools.partial(_Writer, out, dict(settings), scratch), tasks):
             bar.update(num_samples)
     folders = write_indexes(out, selections[-1].first_task + len(selections[-1].tasks))
@@ -219,17 +218,12 @@ def _begin(out: str, selections: Sequence[Selection], finished: PreparedManifest
 
 def discard_generations(out: str, generation: int, first_task: int) -> None:
     """Remove what was written of a generation and of those after it, from its first task on; earlier ones stay."""
-    later = [task for task in _finished_tasks(out) if task >= first_task]
+    later = [task for task in part_numbers(storage.join(out, POSITIONS)) if task >= first_task]
     storage.delete(storage.join(out, POSITIONS, positions_name(task)) for task in later)
     write_indexes(out, first_task)
     uri = storage.join(out, POSITIONS, _IDENTITIES)
     if storage.exists(uri):
         storage.write_json(uri, storage.read_json(uri)[:generation])
-
-
-def _part(scan: Scan, number: int) -> tuple[Source, Partition]:
-    source, partition = scan.find(number)
-    return source.only(partition), partition
 
 
 # The work on a task.
@@ -432,11 +426,6 @@ class _Shards:
 # The end: indexes and the manifest.
 
 
-def _finished_tasks(out: str) -> list[int]:
-    names = storage.list_files(storage.join(out, POSITIONS))
-    return sorted(int(name[:-8]) for name in names if re.fullmatch(r"\d+\.parquet", name))
-
-
 def _read_entries(out: str, tasks: Iterable[int]) -> Iterator[list[dict[str, Any]]]:
     """Read the index entries of the shards of each task: lists of {split, bucket, entry}."""
 
@@ -454,7 +443,7 @@ def write_indexes(out: str, num_tasks: int) -> list[str]:
     """
     texts: dict[str, list[str]] = {}
     named: dict[str, set[str]] = {}
-    tasks = _finished_tasks(out)
+    tasks = sorted(part_numbers(storage.join(out, POSITIONS)))
     for task, entries in zip(tasks, _read_entries(out, tasks), strict=True):
         for one in entries:
             folder = f"{one['split']}/{one['bucket']}"

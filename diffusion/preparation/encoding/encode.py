@@ -8,7 +8,6 @@ device and library versions.)
 
 import contextlib
 import logging
-import sys
 import uuid
 from bisect import bisect_left
 from collections import Counter
@@ -17,8 +16,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-
-from tqdm import tqdm
 
 from diffusion.datasets.encoded import EncodedManifest
 from diffusion.distributed import agree, has_process_group, on_first_rank, rank
@@ -33,7 +30,7 @@ from diffusion.preparation.encoding.output import (
 )
 from diffusion.preparation.encoding.plan import EncodingSettings, ShardTask, plan_outputs
 from diffusion.preparation.encoding.shards import EncodedShard, encode_shards
-from diffusion.preparation.engine import Workers, run
+from diffusion.preparation.engine import Workers, progress_bar, run
 from diffusion.preparation.output import claim
 from diffusion.preparation.takedown import read_marks
 from diffusion.storage import is_url, shown
@@ -231,8 +228,7 @@ def _progress(plan: _Plan, counters: _Counters, *, shown: bool) -> Iterator[Call
     before = max(state.num_damaged for state in plan.states)
     num_samples = max(state.output.num_samples for state in plan.states)
     total = sum(task.num_samples for task in plan.tasks)
-    interval = 0.2 if sys.stderr.isatty() else 30.0
-    with tqdm(total=total, desc="encoding", unit=" images", mininterval=interval, disable=not shown) as bar:
+    with progress_bar("encoding", total, shown=shown) as bar:
 
         def count(shard: EncodedShard) -> None:
             for what in shard.damaged:

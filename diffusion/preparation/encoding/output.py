@@ -19,6 +19,7 @@ from diffusion.errors import DataError
 from diffusion.files import PARTIAL
 from diffusion.preparation.encoding.plan import Output, Target, shard_identity
 from diffusion.preparation.layout import REMOVED_SAMPLES
+from diffusion.preparation.output import check_empty
 from diffusion.preparation.takedown import hash_key, read_removed
 from diffusion.storage import MissingFileError, is_url, join, shown
 
@@ -141,10 +142,7 @@ def open_output(prepared: str, output: Output) -> OutputState:
     removed = read_removed(uri)
     if not found:
         names = {name.partition("/")[0] for name in storage.list_files(uri)}
-        strangers = sorted(name for name in names if not name.startswith(".") and name not in _ALLOWED)
-        if strangers:
-            listed = ", ".join(map(ascii, strangers[:3]))
-            raise DataError(f"{shown(uri)} holds other files ({listed}); choose an empty folder")
+        check_empty(uri, names, _ALLOWED)
         return OutputState(output, {}, _read_records(output, {}, removed), removed)
     there, here = EncodedManifest.from_json(found, shown(uri)).to_json(), output.manifest.to_json()
     differences = sorted(key for key in here if key not in CHANGING and here[key] != there[key])

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import pyarrow as pa
 
 from diffusion.errors import DataError
-from diffusion.preparation.records import Location, Partition, Partitions, Reason, Record, Rejected
-from diffusion.preparation.sources.base import FileSource, rejected_file, whole_files
+from diffusion.preparation.records import Location, Partition, Reason, Record, Rejected
+from diffusion.preparation.sources.base import Source
 from diffusion.preparation.sources.columns import (
     Batch,
     find_columns,
@@ -38,12 +38,12 @@ _SCHEMA_BYTES = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArrowSource(FileSource):
+class ArrowSource(Source):
     """Arrow files, such as `Dataset.save_to_disk` writes; each is a partition.
 
     Where a `state.json` lists the files, only those are read; all splits of a saved DatasetDict are. Columns are as in
     parquet files. A local file is mapped into memory, of a remote one a batch of rows (1,000 by default of `datasets`)
-    is held. Each row of a damaged batch is a rejection, and so is what lies behind damage of the file itself. The rest
+    is held. Each row of a damaged batch is a rejection, and so is what lies after damage of the file itself. The rest
     of a key is the file's path, `#` and the number of the row.
     """
 
@@ -84,33 +84,19 @@ class ArrowSource(FileSource):
         except UnfitFileError:
             return  # Its scan yields a rejection.
 
-    def partitions(self, known: Sequence[str] = ()) -> Partitions:
-        """Return a partition per file."""
-        return whole_files(self, known)
+    def _scan(self, partition: Partition) -> Iterator[Record | Rejected]:
+        for batch in self._batches(partition, None):
+            yield from scan_batch(self, partition, batch)
 
-    def scan(self, partition: Partition) -> Iterator[Record | Rejected]:
-        """Yield the rows of a file."""
-        try:
-            for batch in self._batches(partition.file, None, partition.num_bytes):
-                yield from scan_batch(self, partition, batch)
-        except UnfitFileError as error:
-            yield rejected_file(self, partition, error)
-
-    def images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
-        """Yield the images of some rows."""
-        try:
-            with self._opened(partition.file) as (opened, _):
-                image = find_columns(partition.file, opened.schema, self.image_column, self.caption_column).image
-            batches = self._batches(partition.file, image, partition.num_bytes)
-            yield from images_of_rows(self, partition.file, batches, iter(locations))
-        except UnfitFileError as error:
-            name = printable(shown(self.uri(partition.file)))
-            raise DataError(f"{name} is not what it was when it was scanned: {error}") from error
+    def _images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
+        with self._opened(partition.file) as (opened, _):
+            image = find_columns(partition.file, opened.schema, self.image_column, self.caption_column).image
+        yield from images_of_rows(self, partition.file, self._batches(partition, image), locations)
 
     @contextmanager
     def _opened(self, file: str, buffer_bytes: int | None = None) -> Iterator[tuple[Any, bool]]:
         """Open a file of either format: a reader, and whether its batches can be read one without another."""
-        with self.reading(file), self.open(file, buffer_bytes=buffer_bytes) as opened:
+        with self.open(file, buffer_bytes=buffer_bytes) as opened:
             source: Any = opened if is_url(self.root) else pa.memory_map(self.uri(file))
             is_random = opened.read(6) == b"ARROW1"
             opened.seek(0)
@@ -121,10 +107,10 @@ class ArrowSource(FileSource):
                 raise UnfitFileError(Reason.DAMAGED_FILE, f"not Arrow: {first_line(error)}") from error
             yield reader, is_random
 
-    def _batches(self, file: str, column: str | None, num_bytes: int) -> Iterator[Batch]:
+    def _batches(self, partition: Partition, column: str | None) -> Iterator[Batch]:
         """Yield the batches of a file, or one column of them."""
         start = 0
-        with self._opened(file) as (opened, is_random):
+        with self._opened(partition.file) as (opened, is_random):
             for number in range(opened.num_record_batches) if is_random else count():
                 try:
                     batch = opened.get_batch(number) if is_random else opened.read_next_batch()
@@ -138,7 +124,7 @@ class ArrowSource(FileSource):
                         return  # Where the next one begins is not known.
                     start += 1
                     continue
-                yield from _sound(batch, start, number, num_bytes)
+                yield from _sound(batch, start, number, partition.num_bytes)
                 start += batch.num_rows
 
 

@@ -7,19 +7,9 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from diffusion.errors import DataError, MachineError
-from diffusion.preparation.records import Location, Partition, Reason, Record, Rejected, make_record
-from diffusion.preparation.sources.base import (
-    MAX_CAPTIONS,
-    FileSource,
-    check_limits,
-    rejected,
-)
-from diffusion.preparation.sources.reading import (
-    UnfitFileError,
-    parent_of,
-    printable,
-    read_below,
-)
+from diffusion.preparation.records import Location, Partition, Reason, Record, Rejected, make_record, not_successful
+from diffusion.preparation.sources.base import MAX_CAPTIONS, Source, rejected
+from diffusion.preparation.sources.reading import UnfitFileError, parent_of, printable, read_below
 from diffusion.storage import shown
 
 IMAGE_COLUMNS = ("image", "jpg", "png", "webp", "image_bytes", "image_path", "file_name", "path")
@@ -97,7 +87,7 @@ class Batch(NamedTuple):
     reason: Reason = Reason.DAMAGED_FILE
 
 
-def scan_batch(source: FileSource, partition: Partition, batch: Batch) -> Iterator[Record | Rejected]:
+def scan_batch(source: Source, partition: Partition, batch: Batch) -> Iterator[Record | Rejected]:
     """Yield the records of a batch, and a rejection for each row that is lost."""
     prefix = source.prefix(partition.file)
     base = Location(file=partition.file, version=partition.version, row_group=batch.group)
@@ -108,12 +98,11 @@ def scan_batch(source: FileSource, partition: Partition, batch: Batch) -> Iterat
     columns = find_columns(source.uri(partition.file), batch.rows.schema, source.image_column, source.caption_column)
     for at in range(batch.rows.num_rows):
         row = batch.start + at
-        item = _record(source, f"{prefix}#{row}", replace(base, row=row), batch.rows, at, columns)
-        yield check_limits(item, source.limits)
+        yield _record(source, f"{prefix}#{row}", replace(base, row=row), batch.rows, at, columns)
 
 
 def _record(
-    source: FileSource, key: str, location: Location, batch: pa.RecordBatch, at: int, columns: Columns
+    source: Source, key: str, location: Location, batch: pa.RecordBatch, at: int, columns: Columns
 ) -> Record | Rejected:
     """Make the record of a row; the image's file is read where the row holds a path."""
     size = sum(_bytes_of(batch.column(name)[at]) for name in columns.metadata)
@@ -122,8 +111,7 @@ def _record(
     metadata = {name: value_of(batch.column(name)[at]) for name in columns.metadata}
     status = metadata.get("status", "success")
     if status not in ("success", None):
-        detail = ascii(f"{status}: {metadata.get('error_message')}"[:80])
-        return Rejected(key, Reason.NOT_SUCCESSFUL, location, detail)
+        return not_successful(key, status, metadata, location)
     caption = batch.column(columns.caption)[at]
     if _bytes_of(caption) > source.text_limit() * (MAX_CAPTIONS if _is_list(caption.type) else 1):
         detail = f"captions of {_bytes_of(caption)} bytes are more than limits.max_caption_characters"
@@ -140,7 +128,7 @@ def _record(
 
 
 def images_of_rows(
-    source: FileSource, file: str, batches: Iterator[Batch], locations: Iterable[Location]
+    source: Source, file: str, batches: Iterator[Batch], locations: Iterable[Location]
 ) -> Iterator[bytes]:
     """Yield the images of some rows out of the batches of a table whose first column is that of the images.
 
@@ -178,7 +166,7 @@ def _image_of(scalar: Any, limit: int) -> tuple[bytes | None, str]:
     return scalar.as_py(), path
 
 
-def _file_of_row(source: FileSource, file: str, path: str) -> bytes:
+def _file_of_row(source: Source, file: str, path: str) -> bytes:
     uri = source.uri(file)
     root = parent_of(uri) if source.is_file else source.root
     return read_below(root, parent_of(uri), path, source.image_limit())

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from diffusion.errors import DataError, MachineError
 from diffusion.preparation.records import Location, Partition, Partitions, Record, Rejected
-from diffusion.preparation.sources.base import FileSource, compare
+from diffusion.preparation.sources.base import Source, compare
 from diffusion.preparation.sources.columns import (
     BATCH_ROWS,
     Batch,
@@ -25,14 +25,14 @@ from diffusion.preparation.sources.columns import (
     images_of_rows,
     scan_batch,
 )
-from diffusion.preparation.sources.reading import UnfitFileError, printable
+from diffusion.preparation.sources.reading import printable
 
 PREFIX = "hf-dataset:"
 SPELLING = f"{PREFIX}NAME[@REVISION][:SPLIT[:CONFIGURATION]]"
 
 
 @dataclass(frozen=True, kw_only=True)
-class HuggingFaceSource(FileSource):
+class HuggingFaceSource(Source):
     """A split of a data set that `datasets` streams; each of its data files is a partition.
 
     The commit of the hub that the name stands for is found when the source is opened, so what is read does not change.
@@ -57,34 +57,18 @@ class HuggingFaceSource(FileSource):
         name = f"{self.dataset}@{self.revision}" if self.revision else self.dataset
         return printable(PREFIX + ":".join(filter(None, [name, self.split, self.configuration])))
 
-    def check(self) -> None:
-        """Read the first rows.
-
-        Raises:
-            DataError: there is no row, or a column is missing.
-            MachineError: the hub does not answer.
-        """
-        partitions = iter(self.partitions().new)
-        if not any(next(self.scan(partition), None) for partition in partitions):
-            raise DataError(f"{self.path} has no rows; correct the split or the configuration")
-
     def partitions(self, known: Sequence[str] = ()) -> Partitions:
         """Return a partition per data file."""
         version = f"{self._builder.hash} {self._builder.config_id}"
         files = [f"{number:05d}" for number in range(self._stream.num_shards)]
-        return compare([Partition(id=file, file=file, version=version) for file in files], known)
+        return compare([Partition(file=file, version=version) for file in files], known)
 
-    def scan(self, partition: Partition) -> Iterator[Record | Rejected]:
-        """Yield the rows of a data file."""
+    def _scan(self, partition: Partition) -> Iterator[Record | Rejected]:
         for batch in self._batches(partition.file, None):
             yield from scan_batch(self, partition, batch)
 
-    def images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
-        """Yield the images of some rows."""
-        try:
-            yield from images_of_rows(self, partition.file, self._batches(partition.file, "image"), iter(locations))
-        except UnfitFileError as error:
-            raise DataError(f"{self.path} is not what it was when it was scanned: {error}") from error
+    def _images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
+        yield from images_of_rows(self, partition.file, self._batches(partition.file, "image"), locations)
 
     def _batches(self, file: str, wanted: str | None) -> Iterator[Batch]:
         """Yield the rows of a data file, or their images only."""
@@ -129,7 +113,7 @@ def open_huggingface(text: str, settings: dict[str, Any]) -> HuggingFaceSource:
 
     Args:
         text: the name.
-        settings: fields of `FileSource`.
+        settings: fields of `Source`.
 
     Raises:
         DataError: there is no such data set or split, it needs code to be run, or a column is missing.
@@ -152,7 +136,8 @@ def open_huggingface(text: str, settings: dict[str, Any]) -> HuggingFaceSource:
             name=dataset.rstrip("/").rpartition("/")[2], root=root, dataset=dataset, revision=commit, split=split,
             configuration=configuration, **settings,
         )  # fmt: skip
-        source.check()
+        if not any(next(source.scan(partition), None) for partition in source.partitions().new):
+            raise DataError(f"{source.path} has no rows; correct the split or the configuration")
     except (DatasetNotFoundError, RepositoryNotFoundError) as error:
         raise DataError(f"{text}: there is no such data set, or not without HF_TOKEN; write {SPELLING}") from error
     except (ValueError, RuntimeError, FileNotFoundError) as error:

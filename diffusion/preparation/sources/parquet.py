@@ -10,14 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from diffusion import storage
-from diffusion.errors import DataError
-from diffusion.preparation.records import Location, Partition, Partitions, Reason, Record, Rejected, key_of
-from diffusion.preparation.sources.base import (
-    FileSource,
-    compare,
-    rejected_file,
-    size_of_partitions,
-)
+from diffusion.preparation.records import Location, Partition, Partitions, Reason, Record, Rejected
+from diffusion.preparation.sources.base import Source, compare, size_of_partitions
 from diffusion.preparation.sources.columns import (
     BATCH_ROWS,
     Batch,
@@ -31,10 +25,8 @@ from diffusion.preparation.sources.columns import (
 from diffusion.preparation.sources.reading import (
     Entry,
     UnfitFileError,
-    name_of,
-    printable,
 )
-from diffusion.storage import is_url, shown
+from diffusion.storage import is_url
 
 _LOCAL_BUFFER = 2**20
 _WHOLE_GROUP = 32 * 2**20
@@ -42,7 +34,7 @@ _WHOLE_GROUP = 32 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParquetSource(FileSource):
+class ParquetSource(Source):
     """One parquet file or several, streamed a few rows at a time, and cut between row groups.
 
     Texts in the image column, and `path` of an image struct without `bytes`, are paths relative to the folder of the
@@ -97,7 +89,7 @@ class ParquetSource(FileSource):
         Raises:
             UnfitFileError: it is no regular file, or damaged.
         """
-        with self.reading(file), self.open(file) as ahead_file, self.open(file, buffer_bytes=0) as exact_file:
+        with self.open(file) as ahead_file, self.open(file, buffer_bytes=0) as exact_file:
             try:
                 opened = pq.ParquetFile(exact_file, buffer_size=_LOCAL_BUFFER, page_checksum_verification=True)
                 if is_url(self.root):
@@ -108,32 +100,22 @@ class ParquetSource(FileSource):
                 raise UnfitFileError(Reason.DAMAGED_FILE, f"not parquet: {first_line(error)}") from error
             yield opened, find_columns(self.uri(file), schema, self.image_column, self.caption_column)
 
-    def scan(self, partition: Partition) -> Iterator[Record | Rejected]:
-        """Yield the rows of a partition."""
-        file = partition.file
-        try:
-            with self._opened(file) as (opened, columns):
-                names = [columns.image, columns.caption, *columns.metadata]
-                for group, start in _groups(opened, partition.start, partition.stop):
-                    for batch in _batches(opened, group, start, names, partition.num_bytes):
-                        yield from scan_batch(self, partition, batch)
-        except UnfitFileError as error:
-            yield rejected_file(self, partition, error)
+    def _scan(self, partition: Partition) -> Iterator[Record | Rejected]:
+        with self._opened(partition.file) as (opened, columns):
+            names = [columns.image, columns.caption, *columns.metadata]
+            for group, start in _groups(opened, partition.start, partition.stop):
+                for batch in _batches(opened, group, start, names, partition.num_bytes):
+                    yield from scan_batch(self, partition, batch)
 
-    def images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
+    def _images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
         """Yield the images of some rows; of other row groups and other columns nothing is read."""
-        file = partition.file
-        try:
-            with self._opened(file) as (opened, columns):
-                starts = dict(_groups(opened, 0, None))
-                for group, some in groupby(locations, lambda location: location.row_group or 0):
-                    if group not in starts:
-                        raise UnfitFileError(Reason.MISSING_IMAGE, f"there is no row group {group}")
-                    batches = _batches(opened, group, starts[group], [columns.image], partition.num_bytes)
-                    yield from images_of_rows(self, file, batches, some)
-        except UnfitFileError as error:
-            name = printable(shown(self.uri(file)))
-            raise DataError(f"{name} is not what it was when it was scanned: {error}") from error
+        with self._opened(partition.file) as (opened, columns):
+            starts = dict(_groups(opened, 0, None))
+            for group, some in groupby(locations, lambda location: location.row_group or 0):
+                if group not in starts:
+                    raise UnfitFileError(Reason.MISSING_IMAGE, f"there is no row group {group}")
+                batches = _batches(opened, group, starts[group], [columns.image], partition.num_bytes)
+                yield from images_of_rows(self, partition.file, batches, some)
 
 
 def _remote(metadata: pq.FileMetaData, ahead_file: BinaryIO, exact_file: BinaryIO) -> pq.ParquetFile:
@@ -151,9 +133,8 @@ def _remote(metadata: pq.FileMetaData, ahead_file: BinaryIO, exact_file: BinaryI
 
 def _cut(file: str, entry: Entry, rows: list[int] | None, size: int) -> list[Partition]:
     """Cut a file into partitions of at least `size` rows that end with a row group."""
-    name = key_of(name_of(file)) or "rows"
     if rows is None:
-        return [Partition(id=name, file=file, version=entry.version, num_bytes=entry.size)]
+        return [Partition(file=file, version=entry.version, num_bytes=entry.size)]
     ranges, start, stop = [], 0, 0
     for number, num_rows in enumerate(rows):
         stop += num_rows
@@ -163,7 +144,7 @@ def _cut(file: str, entry: Entry, rows: list[int] | None, size: int) -> list[Par
     if stop > start:
         ranges.append((start, stop))
     return [
-        Partition(id=f"{name}#{start}", file=file, start=start, stop=stop, version=entry.version,
+        Partition(file=file, start=start, stop=stop, version=entry.version,
                   num_bytes=entry.size * (stop - start) // sum(rows), num_records=stop - start)
         for start, stop in ranges
     ]  # fmt: skip
@@ -179,7 +160,7 @@ def _groups(opened: pq.ParquetFile, start: int, stop: int | None) -> Iterator[tu
 
 
 def _batches(opened: pq.ParquetFile, group: int, start: int, names: list[str], num_bytes: int) -> Iterator[Batch]:
-    """Yield the rows of a row group; those behind damage are lost."""
+    """Yield the rows of a row group; those after damage are lost."""
     stop = start + opened.metadata.row_group(group).num_rows
     try:
         batches = opened.iter_batches(batch_size=BATCH_ROWS, row_groups=[group], columns=names, use_threads=False)

@@ -116,12 +116,12 @@ def _list_local(root: str) -> Iterator[Entry]:
                     elif not entry.is_symlink():
                         yield _entry(name, entry.stat())
                     elif not _is_folder(entry):
-                        yield look_at(entry.path, top, name)
-                    elif leads_out(entry.path, top):
+                        yield stat_file(entry.path, top, name)
+                    elif is_outside(entry.path, top):
                         _warn_of_link(printable(entry.path))
         except OSError as error:
             where = printable(str(error.filename or folder))
-            raise MachineError(f"cannot list {where}: {error.strerror}; mend that or take the folder out") from error
+            raise MachineError(f"cannot list {where}: {error.strerror}; fix that or take the folder out") from error
 
 
 @functools.lru_cache
@@ -142,20 +142,20 @@ def _entry(name: str, status: os.stat_result) -> Entry:
     return Entry(name, status.st_size, f"{status.st_size} {status.st_mtime_ns}", problem)
 
 
-def look_at(uri: str, top: str | None = None, name: str = "") -> Entry:
-    """Look at one file; `top` is the real path of the folder that it must not lead out of."""
+def stat_file(uri: str, top: str | None = None, name: str = "") -> Entry:
+    """Return the entry of one file; `top` is the real path of the folder that it must not lead out of."""
     if is_url(uri):
         file = storage.stat(uri)
         return Entry(name, file.size, f"{file.size} {file.version}")
     try:
-        if top is not None and leads_out(uri, top):
+        if top is not None and is_outside(uri, top):
             return Entry(name, 0, "", _LEADS_OUT)
         return _entry(name, os.stat(uri))  # noqa: PTH116
     except OSError as error:
         return Entry(name, 0, "", error.strerror or "unreadable")
 
 
-def leads_out(path: str, top: str) -> bool:
+def is_outside(path: str, top: str) -> bool:
     """Whether a local path, with its links followed, lies outside a folder, of which `top` is the real path."""
     return not os.path.realpath(path).startswith(top.rstrip("/") + "/")
 
@@ -212,7 +212,7 @@ def open_file(uri: str, root: str | None = None, *, buffer_bytes: int | None = N
     with _unfit(uri):
         if is_url(uri):
             return storage.open_file(uri, buffer_bytes=buffer_bytes)
-        if root is not None and leads_out(uri, os.path.realpath(root)):
+        if root is not None and is_outside(uri, os.path.realpath(root)):
             raise UnfitFileError(Reason.UNREADABLE, _LEADS_OUT)
         file = os.fdopen(os.open(uri, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", _LOCAL_BUFFER)
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -253,7 +253,7 @@ def read_below(root: str, folder: str, path: str, limit: int) -> bytes:
     if name.startswith(("../", "/")) or name == "..":
         raise UnfitFileError(Reason.UNREADABLE, "the row's path leads out of the source's folder")
     uri = storage.join(root, name)
-    if "\0" not in name and not is_url(uri) and leads_out(uri, os.path.realpath(root)):
+    if "\0" not in name and not is_url(uri) and is_outside(uri, os.path.realpath(root)):
         raise UnfitFileError(Reason.UNREADABLE, _LEADS_OUT)
     return read_file(uri, limit)
 
