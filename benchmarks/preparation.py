@@ -38,7 +38,7 @@ from diffusion.preparation.config import (
 from diffusion.preparation.engine import Workers
 from diffusion.preparation.layout import METADATA, SCHEMA, SCORES, part_name
 from diffusion.preparation.records import Location, Partition, Partitions, Reason, Rejected
-from diffusion.preparation.select import WINDOWS_PER_TASK, mix, select
+from diffusion.preparation.select import WINDOWS_PER_TASK, select, splitmix64
 
 _WORDS = 3000
 _CAPTIONS = 300_000
@@ -132,13 +132,13 @@ def _columns(
     sizes: NDArray[np.int32],
     random: np.random.Generator,
 ) -> list[Any]:
-    num, looks = len(rows), mix(content, 0, "look")
-    digest = mix(np.where(is_near, rows, content), 0, "bytes")
-    width, height = (sizes[mix(content, 0, side) >> np.uint64(48)] for side in ("width", "height"))
+    num, looks = len(rows), splitmix64(content, 0, "look")
+    digest = splitmix64(np.where(is_near, rows, content), 0, "bytes")
+    width, height = (sizes[splitmix64(content, 0, side) >> np.uint64(48)] for side in ("width", "height"))
     halved = np.where(is_near, 2, 1)
     undecodable = random.random(num) < 0.01
-    centres = mix(np.arange(_CLUSTERS, dtype=np.uint64), 0, "cluster")
-    noise = mix(content, 1, "noise") & mix(content, 2, "noise")  # A quarter of the bits.
+    centres = splitmix64(np.arange(_CLUSTERS, dtype=np.uint64), 0, "cluster")
+    noise = splitmix64(content, 1, "noise") & splitmix64(content, 2, "noise")  # A quarter of the bits.
     in_cluster = looks % np.uint64(5) == 0
     phash = np.where(in_cluster, centres[looks >> np.uint64(32) & np.uint64(1023)] ^ noise, looks)
     for _ in range(3):
@@ -157,7 +157,7 @@ def _columns(
     )
     values = [
         _join("web/", files, ".tar/", names),
-        mix(rows, 0, "key"),
+        splitmix64(rows, 0, "key"),
         _join(files, ".tar"),
         pa.repeat("a9c2-1700000000", num),
         rows.astype(np.int64) * 100_000,

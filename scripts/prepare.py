@@ -24,7 +24,6 @@ from diffusion.datasets.manifest import PreparedManifest
 from diffusion.errors import ConfigurationError
 from diffusion.launch import CommandParser, run_command
 from diffusion.preparation.config import Engine, PrepareConfig
-from diffusion.preparation.explain import Rejection
 from diffusion.preparation.prepare import STAGES, explain_selection, prepare
 from diffusion.preparation.select import Selection
 from diffusion.preparation.sources.reading import printable
@@ -123,7 +122,7 @@ def summary(manifest: PreparedManifest) -> str:
     return "\n".join(map(printable, lines))
 
 
-def preview_text(selection: Selection, rejections: Sequence[Rejection]) -> str:
+def preview_text(selection: Selection) -> str:
     """Tables of what a dry run found, with an example of each reason."""
     rows: list[tuple[str, ...]] = [("source", "images", "kept", "rejected as", "of them")]
     for name, counts in selection.sources.items():
@@ -131,7 +130,7 @@ def preview_text(selection: Selection, rejections: Sequence[Rejection]) -> str:
         rows += [("", "", "", reason, str(count)) for reason, count in sorted(counts.items()) if reason]
     folders = [("split / bucket", "images"), *((k, str(v.images)) for k, v in selection.places.items())]
     lines = [*text_table(rows), "", *text_table(folders)]
-    lines += [f"  {one.reason}: {one.key} ({one.detail or one.reason})" for one in rejections]
+    lines += [f"  {reason}: {one.key} ({one.detail or reason})" for reason, (one, *_) in selection.examples.items()]
     return "\n".join(map(printable, lines))
 
 
@@ -145,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.dry_run is not None:
         from diffusion.preparation.preview import preview
 
-        print(preview_text(*preview(config, options.dry_run)))
+        print(preview_text(preview(config, options.dry_run)))
         if options.config is None and len(options.words) > 1:
             print(f"\n{options.words[-1]} is taken for OUT, which a dry run does not look at")
         return

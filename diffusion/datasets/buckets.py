@@ -4,18 +4,22 @@ A bucket is a folder. `256-512` holds images with 256 <= shorter side < 512, `10
 images that are to be 896 px high and 1152 px wide. Heights come first everywhere, as in tensors.
 """
 
-import bisect
 import itertools
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from diffusion.config.data import named_size
 from diffusion.errors import ConfigurationError
 
 DEFAULT_EDGES = (256, 512, 768, 1024)
 """Lowest shorter side of each bucket, in pixels."""
+
+_CHUNK = 2**16
+"""Images that are compared with all sizes at a time."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +34,9 @@ class EdgeBuckets:
         """Folder names, ascending: `256-512`, ..., `1024-up`."""
         return [f"{low}-{high}" for low, high in itertools.pairwise(self.edges)] + [f"{self.edges[-1]}-up"]
 
-    def of(self, width: int, height: int) -> str | None:
-        """Return the name of the bucket of an upright image, or None below the lowest edge."""
-        index = bisect.bisect_right(self.edges, min(width, height)) - 1
-        return None if index < 0 else self.names[index]
+    def indices(self, widths: NDArray[np.integer], heights: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Return the indices of the buckets of upright images, -1 below the lowest edge: int64 [N]."""
+        return np.searchsorted(np.array(self.edges), np.minimum(widths, heights), side="right") - 1
 
 
 @dataclass(frozen=True)
@@ -54,18 +57,30 @@ class SizeBuckets:
         """Folder names: `512x2048`, ..., `2048x512`."""
         return [f"{height}x{width}" for height, width in self.sizes]
 
-    def of(self, width: int, height: int) -> str | None:
-        """Return the name of the bucket of an upright image, or None if it covers none and is not to be upscaled."""
-        covered = [size for size in self.sizes if size[0] <= height and size[1] <= width]
-        if not covered and not self.upscale:
-            return None
-        sign, shape = -1 if covered else 1, math.log(width / height)
+    def indices(self, widths: NDArray[np.integer], heights: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Return the indices of the buckets of upright images, -1 for those that go to none.
 
-        def distance(size: tuple[int, int]) -> tuple[float, int]:
-            return round(abs(math.log(size[1] / size[0]) - shape), 12), sign * size[0] * size[1]
+        Args:
+            widths: integer [N], pixels.
+            heights: integer [N], pixels.
 
-        nearest = min(covered or self.sizes, key=distance)
-        return f"{nearest[0]}x{nearest[1]}"
+        Returns:
+            int64 [N].
+        """
+        sizes = np.array(self.sizes)
+        shapes, areas = np.log(sizes[:, 1] / sizes[:, 0]), sizes.prod(axis=1)
+        found = np.empty(len(widths), np.int64)
+        for start in range(0, len(widths), _CHUNK):
+            width, height = widths[start : start + _CHUNK, None], heights[start : start + _CHUNK, None]
+            covered = (sizes[:, 0] <= height) & (sizes[:, 1] <= width)
+            is_small = ~covered.any(axis=1, keepdims=True)
+            distance = np.round(np.abs(shapes - np.log(width / height)), 12)
+            distance[~(covered | is_small)] = np.inf
+            nearest = distance == distance.min(axis=1, keepdims=True)
+            area = np.where(is_small, areas, -areas)
+            chosen = np.where(nearest, area, area.max() + 1).argmin(axis=1)
+            found[start : start + _CHUNK] = np.where(is_small[:, 0] & (not self.upscale), -1, chosen)
+        return found
 
 
 Buckets = EdgeBuckets | SizeBuckets

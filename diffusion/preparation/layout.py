@@ -2,7 +2,8 @@
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -98,3 +99,12 @@ def write_table(uri: str, table: pa.Table) -> None:
     content = io.BytesIO()
     pq.write_table(table, content, compression="zstd")
     storage.write(uri, content.getvalue())
+
+
+def local_copies(folder: str, names: Collection[str], target: Path) -> Path:
+    """Return where files of a folder lie on this machine: in `target` if they had to be downloaded."""
+    if not storage.is_url(folder):
+        return Path(folder).absolute()
+    for _ in storage.concurrent_map(lambda name: storage.download(storage.join(folder, name), target / name), names):
+        pass
+    return target

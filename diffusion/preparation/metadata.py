@@ -21,7 +21,16 @@ from numpy.typing import NDArray
 
 from diffusion import storage
 from diffusion.errors import ConfigurationError, DataError, MachineError, similar_names
-from diffusion.preparation.layout import CAPTIONS, GENERATED_CAPTIONS, METADATA, SCHEMA, SCORES, SELECTION, part_name
+from diffusion.preparation.layout import (
+    CAPTIONS,
+    GENERATED_CAPTIONS,
+    METADATA,
+    SCHEMA,
+    SCORES,
+    SELECTION,
+    local_copies,
+    part_name,
+)
 from diffusion.preparation.records import Reason
 
 if TYPE_CHECKING:
@@ -216,7 +225,9 @@ def open_tables(
         names = {kind: [name for name in files if name.rpartition("/")[2] in wanted] for kind, files in listed.items()}
         if missing := wanted.difference(names[METADATA]):
             raise DataError(f"{out}: {METADATA}/{min(missing)} does not exist; run the stage scan to its end first")
-        folder = _download(out, names, Path(temporary)) if storage.is_url(out) else Path(out).absolute()
+        folder = local_copies(
+            out, [f"{kind}/{name}" for kind, files in names.items() for name in files], Path(temporary)
+        )
         scores: dict[str, set[int]] = {}
         for column, _, name in sorted(name.rpartition("/") for name in names[SCORES]):
             scores.setdefault(column, set()).add(int(Path(name).stem))
@@ -303,16 +314,3 @@ def _read_parquet(folder: Path, parts: Sequence[int]) -> str:
 def as_pattern(path: str) -> str:
     """Escape a path where DuckDB takes patterns."""
     return re.sub(r"([*?\[])", r"[\1]", path)
-
-
-def _download(out: str, names: Mapping[str, Sequence[str]], folder: Path) -> Path:
-    """Copy parquet files to this machine."""
-
-    def copy(name: str) -> None:
-        target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        storage.download(storage.join(out, name), target)
-
-    for _ in storage.concurrent_map(copy, (f"{kind}/{name}" for kind, files in names.items() for name in files)):
-        pass
-    return folder

@@ -101,7 +101,7 @@ def prepare(
         if report and (manifest != finished or not storage.exists(storage.join(out, "report.html"))):
             from diffusion.preparation.report import write_report  # Plotting takes a second to import.
 
-            write_report(out, scan)
+            write_report(out, scan, scratch=config.scratch)
     return manifest
 
 

@@ -9,7 +9,6 @@ from diffusion.config.loading import to_dict
 from diffusion.errors import DataError
 from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.engine import Workers
-from diffusion.preparation.explain import Rejection, examples
 from diffusion.preparation.plugins import check_plugins
 from diffusion.preparation.records import Partition
 from diffusion.preparation.scan import Scan, Scanner, ScanTask
@@ -21,7 +20,7 @@ _PARTITIONS = 16
 """Partitions of a source, spread over it, from which the images are taken."""
 
 
-def preview(config: PrepareConfig, number: int) -> tuple[Selection, list[Rejection]]:
+def preview(config: PrepareConfig, number: int) -> Selection:
     """Scan, score and select some images of each source; nothing is written but a temporary folder.
 
     Args:
@@ -29,7 +28,7 @@ def preview(config: PrepareConfig, number: int) -> tuple[Selection, list[Rejecti
         number: images of each source, at most.
 
     Returns:
-        The selection, and an example of each reason.
+        The selection.
 
     Raises:
         ConfigurationError: a setting is wrong.
@@ -55,7 +54,7 @@ def preview(config: PrepareConfig, number: int) -> tuple[Selection, list[Rejecti
             raise DataError(f"the sources hold no images: {', '.join(source.path for source in sources)}")
         scan = Scan(sources, scanned)
         score(config, scan, workers=Workers())
-        return select(out, config, scan), examples(out, config, scan, 0, per_reason=1)
+        return select(out, config, scan)
 
 
 def _spread(partitions: Iterable[Partition]) -> list[Partition]:

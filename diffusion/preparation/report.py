@@ -8,6 +8,7 @@ an image that is gone has none. Removed images are counted, and never shown.
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,16 +21,13 @@ from PIL import Image
 
 from diffusion import storage
 from diffusion.config.fields import size_text
-from diffusion.config.loading import from_dict
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
 from diffusion.errors import DataError, MachineError
-from diffusion.preparation.config import PrepareConfig
-from diffusion.preparation.explain import describe
-from diffusion.preparation.layout import CAPTIONS, LOCATION, SELECTION
+from diffusion.preparation.layout import CAPTIONS, LOCATION, SELECTION, local_copies
 from diffusion.preparation.metadata import Tables, add_table, as_pattern, identifier, literal, open_tables
 from diffusion.preparation.records import Location, Reason
 from diffusion.preparation.scan import Scan
-from diffusion.preparation.select import read_selection
+from diffusion.preparation.select import Selection, read_selection
 from diffusion.reports.figures import COLOURS, WIDTH, plain, subplots, svg_uri
 from diffusion.reports.page import TEMPLATES, image_uri, render_page
 
@@ -64,40 +62,46 @@ _REMOVED = literal(Reason.REMOVED.value)
 Row = dict[str, Any]
 
 
-def write_report(out: str, scan: Scan, *, title: str = "Prepared data") -> dict[str, Any]:
+def write_report(out: str, scan: Scan, *, title: str = "Prepared data", scratch: str | None = None) -> dict[str, Any]:
     """Write `report.html` and `report.json` of a data set, or renew them.
 
     Args:
         out: folder of the data set, path or s3://.
         scan: its partitions and sources.
         title: heading of the page.
+        scratch: folder for temporary files; None is the system's.
 
     Returns:
         The content of `report.json`. `kept`, `rejected`: images and bytes. `reasons`: images by reason, the most
         frequent first. `sources`: images by source and reason, which is empty for kept images. `buckets`: images and
         bytes by `SPLIT/BUCKET`. `histograms`: by column edges (a bin includes its upper edge), kept and rejected images
-        by bin, and images without a number. `values`: by column and text, kept and rejected images. `shown_kept` by
-        bucket, `shown_rejected` by reason: the images with the smallest hashes of their keys. `duplicates`: those of
-        them that were rejected as such, and the images that they duplicate.
+        by bin, and images without a number. `values`: by column and text, kept and rejected images. `shown_kept`: by
+        bucket, the images with the smallest hashes of their keys. `shown_rejected`: by reason, the first images.
+        `duplicates`: those of them that were rejected as such, and the images that they duplicate.
 
     Raises:
         DataError: it was not selected, or metadata are missing or damaged.
         MachineError: the store cannot be read or written.
     """
-    with open_tables(out, scan) as tables:
-        numbers, texts = _load(out, tables)
+    names = storage.list_files(storage.join(out, SELECTION))
+    numbers = sorted(int(Path(name).stem) for name in names if name.endswith(".json"))
+    if not numbers:
+        raise DataError(f"{storage.shown(out)}: nothing was selected; run the stage select first")
+    selections = [read_selection(out, number) for number in numbers]
+    with open_tables(out, scan, scratch=scratch) as tables:
+        numbers, texts = _load(out, tables, selections)
         report = _count(tables.connection)
         report["histograms"] = _histograms(tables.connection, numbers)
         report["values"] = {name: found for name in texts if (found := _values(tables.connection, name))}
-        shown, pairs = _find_examples(out, tables)
+        shown, pairs = _find_examples(tables, selections)
     for name, order in (("kept", report["buckets"]), ("rejected", report["reasons"])):
         report[f"shown_{name}"] = {
             group: [{name: row[name] for name in ("key", "width", "height", "detail")} for row in shown[group]]
             for group in order
             if group in shown
         }
-    report["duplicates"] = [{"key": row["key"], "of": of["key"], "reason": row["reason"]} for row, of in pairs]
-    rows = [row for rows in (*shown.values(), *pairs) for row in rows]
+    report["duplicates"] = [{"key": row["key"], "of": of["key"], "reason": reason} for reason, row, of in pairs]
+    rows = [row for group in shown.values() for row in group] + [row for _, *pair in pairs for row in pair]
     values = {
         "title": title,
         "report": report,
@@ -115,11 +119,13 @@ def write_report(out: str, scan: Scan, *, title: str = "Prepared data") -> dict[
 # Numbers
 
 
-def _load(out: str, tables: Tables) -> tuple[list[str], list[str]]:
+def _load(out: str, tables: Tables, selections: Sequence[Selection]) -> tuple[list[str], list[str]]:
     """Make the table `rows` of all images; return its columns of numbers and of texts."""
     connection, parts = tables.connection, tables.parts()
-    for kind, columns in (("kept", "split, bucket"), ("rejected", "reason, duplicate_of")):
-        files = ", ".join(literal(as_pattern(path)) for path in _selection_files(out, tables, kind))
+    for kind, columns in (("kept", "split, bucket"), ("rejected", "reason")):
+        names = [f"{SELECTION}/{one.generation}-{kind}.parquet" for one in selections]
+        folder = local_copies(out, names, tables.folder)
+        files = ", ".join(literal(as_pattern(str(folder / name))) for name in names)
         connection.execute(
             f'CREATE VIEW {kind} AS SELECT part, "row" AS row_number, {columns} FROM read_parquet([{files}])'
         )
@@ -143,38 +149,18 @@ def _load(out: str, tables: Tables) -> tuple[list[str], list[str]]:
     return sorted(numbers), sorted(texts)
 
 
-def _selection_files(out: str, tables: Tables, kind: str) -> list[str]:
-    """Paths of files of the selection on this machine."""
-    folder, target = storage.join(out, SELECTION), tables.folder / SELECTION
-    names = [name for name in sorted(storage.list_files(folder)) if name.endswith(f"-{kind}.parquet")]
-    if not names:
-        raise DataError(f"{storage.shown(out)}: nothing was selected; run the stage select first")
-    for name in names if storage.is_url(out) else ():
-        storage.download(storage.join(folder, name), target / name)
-    return [str(target / name) for name in names]
-
-
 def _count(connection: "duckdb.DuckDBPyConnection") -> dict[str, Any]:
-    """Count images and bytes by source, reason and place."""
-
-    def count(groups: str, condition: str = "true") -> dict[Any, dict[str, int]]:
-        rows = connection.execute(
-            f"SELECT {groups}, count(*), sum(num_bytes)::BIGINT FROM rows WHERE {condition} GROUP BY ALL ORDER BY ALL"
-        ).fetchall()
-        return {tuple(names): {"images": images, "bytes": size} for *names, images, size in rows}
-
-    nothing = {"images": 0, "bytes": 0}
-    totals = count("reason = ''")
-    reasons = {reason: counts["images"] for (reason,), counts in count("reason", "reason != ''").items()}
-    buckets = {place: counts for (place,), counts in count("place", "reason = ''").items()}
-    sources: dict[str, dict[str, int]] = {}
-    for (source, reason), counts in count("source, reason").items():
-        sources.setdefault(source, {})[reason] = counts["images"]
+    """Count images and bytes by source, reason and bucket."""
+    frame = connection.execute("""SELECT source, reason, place, count(*) AS images, sum(num_bytes)::BIGINT AS bytes
+        FROM rows GROUP BY ALL ORDER BY ALL""").df()
+    kept, rejected, counted = frame[frame.reason == ""], frame[frame.reason != ""], ["images", "bytes"]
+    buckets = kept.groupby("place")[counted].sum().to_dict("index")
+    reasons = rejected.groupby("reason").images.sum().sort_values(ascending=False, kind="stable")
     return {
-        "kept": totals.get((True,), nothing),
-        "rejected": totals.get((False,), nothing),
-        "reasons": dict(sorted(reasons.items(), key=lambda one: -one[1])),
-        "sources": sources,
+        "kept": kept[counted].sum().to_dict(),
+        "rejected": rejected[counted].sum().to_dict(),
+        "reasons": reasons.to_dict(),
+        "sources": {name: rows.groupby("reason").images.sum().to_dict() for name, rows in frame.groupby("source")},
         "buckets": {place: buckets[place] for place in sorted(buckets, key=_bucket_order)},
     }
 
@@ -230,40 +216,39 @@ def _values(connection: "duckdb.DuckDBPyConnection", name: str) -> dict[str, dic
 # Examples
 
 
-def _find_examples(out: str, tables: Tables) -> tuple[dict[str, list[Row]], list[tuple[Row, Row]]]:
-    """Find images with the smallest hashes by bucket or reason, and pairs of duplicates among them."""
+def _find_examples(
+    tables: Tables, selections: Sequence[Selection]
+) -> tuple[dict[str, list[Row]], list[tuple[str, Row, Row]]]:
+    """Find some images by bucket or reason, and pairs of duplicates among them with their reason."""
     connection = tables.connection
-    groups = connection.execute(f"""SELECT reason || place, arg_min((part, row_number), key_hash, {NUM_SHOWN})
-        FROM rows WHERE reason != {_REMOVED} GROUP BY ALL ORDER BY ALL""").fetchall()
-    images = [image for _, images in groups for image in images]
-    rejected = _rows_of(tables, images, "part, row_number AS row, reason, duplicate_of", "rejected")
-    hashes = [xxhash.xxh3_64_intdigest(row["duplicate_of"]) for row in rejected if row["duplicate_of"]]
-    originals = connection.execute(
-        f"SELECT part, row_number FROM rows WHERE reason != {_REMOVED} AND list_contains(?::UBIGINT[], key_hash)",
-        [hashes],
-    ).fetchall()
+    kept = connection.execute(f"""SELECT place, arg_min((part, row_number), key_hash, {NUM_SHOWN})
+        FROM rows WHERE reason = '' GROUP BY ALL ORDER BY ALL""").fetchall()
+    rejected = [(reason, one) for each in selections for reason, some in each.examples.items() for one in some]
+    wanted = {image for _, images in kept for image in images} | {(one.part, one.row) for _, one in rejected}
+    wanted |= {(one.of_part, one.of_row) for _, one in rejected if one.of_part is not None}
+    if not wanted:
+        return {}, []
+    parts, numbers = zip(*sorted(wanted), strict=True)
+    add_table(connection, "wanted", pa.table({"part": parts, "row_number": numbers}))
     columns = ("part", "row_number", "key", "width", "height", "detail", "xxh128", *LOCATION)
-    metadata = tables.metadata(sorted({part for part, _ in [*images, *originals]})) if images else "rows"
-    rows = _rows_of(tables, [*images, *originals], ", ".join(map(identifier, columns)), metadata)
-    by_place, by_key = {(row["part"], row["row_number"]): row for row in rows}, {row["key"]: row for row in rows}
-    config = from_dict(PrepareConfig, {"sources": [], "out": out, **read_selection(out, 0).settings}, SELECTION)
+    rows = (
+        connection.sql(f"""SELECT {", ".join(map(identifier, columns))} FROM {tables.metadata(sorted({*parts}))}
+        SEMI JOIN wanted USING (part, row_number) WHERE reason <> {_REMOVED}""")
+        .to_arrow_table()
+        .to_pylist()
+    )
+    by_place = {(row["part"], row["row_number"]): row for row in rows}
+    shown = {place: [by_place[image] for image in images] for place, images in kept}
     pairs = []
-    for one in describe(tables, config, rejected) if rejected else ():
-        row = by_place[one.part, one.row]
-        row |= {"reason": one.reason, "detail": one.detail}
-        if one.duplicate_of in by_key:
-            pairs.append((row, by_key[one.duplicate_of]))
-    return {group: [by_place[image] for image in images] for group, images in groups}, pairs
-
-
-def _rows_of(tables: Tables, images: Sequence[tuple[int, int]], columns: str, table: str) -> list[Row]:
-    """Read columns of some images, given as part and row."""
-    if not images:
-        return []
-    wanted = [{"part": part, "row_number": row} for part, row in images]
-    add_table(tables.connection, "wanted", pa.Table.from_pylist(wanted))
-    query = f"SELECT {columns} FROM {table} SEMI JOIN wanted USING (part, row_number)"
-    return tables.connection.sql(query).to_arrow_table().to_pylist()
+    for reason, one in rejected:
+        row, original = by_place.get((one.part, one.row)), by_place.get((one.of_part, one.of_row))
+        if row is None or (one.of_part is not None and original is None):
+            continue  # One of them was removed.
+        if len(of_reason := shown.setdefault(reason, [])) < NUM_SHOWN:
+            of_reason.append(row | {"detail": one.detail})
+            if original is not None:
+                pairs.append((reason, row, original))
+    return shown, pairs
 
 
 def _read_thumbnails(scan: Scan, rows: Sequence[Row]) -> dict[str, str | None]:

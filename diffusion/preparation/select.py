@@ -2,18 +2,17 @@
 
     metadata + scores --filters, where--> reasons --duplicates--> --small buckets--> kept rows --windows--> write tasks
 
-A validation image is one with mix(key_hash, seed, "validation") < fraction * 2^64; within a bucket samples are written
-by ascending mix(key_hash, seed, "order") of each window. Neither depends on partitions or workers. The result of a
-generation is `selection/GENERATION.json` and two parquet files beside it (docs/architecture.md).
+A validation image is one with splitmix64(key_hash, seed, "validation") < fraction * 2^64; within a bucket samples are
+written by ascending splitmix64(key_hash, seed, "order") of each window. Neither depends on partitions or workers. The
+result of a generation is `selection/GENERATION.json` and two parquet files beside it (docs/architecture.md).
 """
 
 import dataclasses
 import json
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,13 +27,21 @@ from diffusion import storage
 from diffusion.config.data import named_size
 from diffusion.config.loading import to_dict
 from diffusion.datasets.buckets import SizeBuckets
-from diffusion.errors import ConfigurationError, DataError, MachineError
+from diffusion.errors import ConfigurationError, DataError
 from diffusion.files import atomic_path
-from diffusion.preparation.buckets import bucket_indices, build_buckets
+from diffusion.preparation.buckets import build_buckets
 from diffusion.preparation.config import DuplicatesConfig, PrepareConfig
 from diffusion.preparation.duplicates import find_crowded, find_duplicates
-from diffusion.preparation.filters import build_rules, load_conditions, parse_where
-from diffusion.preparation.layout import CAPTIONS, SCORES, SELECTION, TRAIN, VALIDATION, part_name, read_scores_record
+from diffusion.preparation.filters import Conditions, build_rules, load_conditions, parse_where
+from diffusion.preparation.layout import (
+    CAPTIONS,
+    SCORES,
+    SELECTION,
+    TRAIN,
+    VALIDATION,
+    part_name,
+    read_scores_record,
+)
 from diffusion.preparation.metadata import Tables, add_table, fetch_arrays, groups, identifier, literal, open_tables
 from diffusion.preparation.records import Reason
 
@@ -55,11 +62,26 @@ SETTINGS = ("buckets", "validation_fraction", "seed", "shard_mb", "window_mb", "
             "where", "duplicates")  # fmt: skip
 """Keys of the configuration that determine a selection, or the shards that are written of it."""
 
-KEPT = pa.schema(
-    {"task": pa.int32(), "window": pa.int32(), "part": pa.int32(), "row": pa.int32(), "split": pa.string(),
-     "bucket": pa.string(), "order": pa.uint64()}
-)  # fmt: skip
-REJECTED = pa.schema({"part": pa.int32(), "row": pa.int32(), "reason": pa.string(), "duplicate_of": pa.string()})
+NUM_EXAMPLES = 12
+"""Rejected images of each reason that a selection describes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejection:
+    """A rejected image."""
+
+    key: str
+    part: int
+    row: int
+    width: int | None
+    height: int | None
+
+    detail: str
+    """Why, in a few words."""
+
+    of_part: int | None
+    """Part and row of the image that a duplicate is one of."""
+    of_row: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +115,9 @@ class Selection:
     tasks: list[list[list[int]]]
     """Parts of each window of each write task."""
 
+    examples: dict[str, list[Rejection]] = field(default_factory=dict)
+    """The first rejected images by reason, in the order of parts and rows; none in selections of earlier versions."""
+
     @property
     def reasons(self) -> dict[str, int]:
         """Rejected images by reason, sorted."""
@@ -110,7 +135,7 @@ class Selection:
         return sum(counts.get("", 0) for counts in self.sources.values())
 
 
-def mix(key_hash: NDArray[np.uint64], seed: int, purpose: str) -> NDArray[np.uint64]:
+def splitmix64(key_hash: NDArray[np.uint64], seed: int, purpose: str) -> NDArray[np.uint64]:
     """Draw 64 random bits for each key, for ever the same ones.
 
     With h = key_hash + xxh3_64("PURPOSE SEED"), all modulo 2^64, it is the output function of splitmix64 (Steele, Lea
@@ -118,8 +143,8 @@ def mix(key_hash: NDArray[np.uint64], seed: int, purpose: str) -> NDArray[np.uin
 
     Args:
         key_hash: uint64 [N].
-        seed: of the preparation.
-        purpose: what they are drawn for.
+        seed: seed of the preparation.
+        purpose: what the bits are drawn for.
 
     Returns:
         uint64 [N].
@@ -189,8 +214,10 @@ def read_selection(out: str, generation: int) -> Selection:
     uri = _uri(out, f"{generation}.json")
     values = storage.read_json(uri)
     try:
-        places = {name: Counts(**counts) for name, counts in values.pop("places").items()}
-        return Selection(places=places, **values)
+        values["places"] = {name: Counts(**counts) for name, counts in values["places"].items()}
+        examples = values.get("examples", {}).items()
+        values["examples"] = {reason: [Rejection(**one) for one in listed] for reason, listed in examples}
+        return Selection(**values)
     except (TypeError, KeyError, AttributeError) as error:
         raise DataError(f"{uri} is damaged ({error!r}); remove it and select again") from error
 
@@ -261,7 +288,8 @@ def _select(
     out: str, config: PrepareConfig, tables: Tables, earlier: Sequence[Selection], identity: str, progress: bool
 ) -> Selection:
     generation, connection = len(earlier), tables.connection
-    _load_rows(out, config, tables, earlier, progress)
+    conditions = load_conditions(tables, config, tables.parts(generation))
+    _load_images(out, config, tables, conditions, earlier, progress)
     connection.execute("CREATE TABLE duplicates (part INT, row_number INT, of_part INT, of_row INT, same BOOLEAN)")
     if config.duplicates is not None and (config.duplicates.exact or config.duplicates.near):
         _find_duplicates(connection, config.duplicates)
@@ -286,6 +314,7 @@ def _select(
         places=places,
         first_task=first_task,
         tasks=tasks,
+        examples=_describe_rejections(config, tables, conditions),
     )
     storage.write_json(uri, dataclasses.asdict(selection))
     logger.info("kept %s of %s images", f"{selection.kept:,}", f"{selection.seen:,}")
@@ -299,20 +328,26 @@ _SPLIT = f"CASE WHEN is_validation THEN '{VALIDATION}' ELSE '{TRAIN}' END"
 _PLACE = f"concat({_SPLIT}, '/', bucket)"
 
 
-def _load_rows(out: str, config: PrepareConfig, tables: Tables, earlier: Sequence[Selection], progress: bool) -> None:
+def _load_images(
+    out: str,
+    config: PrepareConfig,
+    tables: Tables,
+    conditions: Conditions,
+    earlier: Sequence[Selection],
+    progress: bool,
+) -> None:
     """Make the table `images` of the images of a generation, and of the kept ones of earlier generations."""
     import duckdb
 
     generation, connection = len(earlier), tables.connection
     parts = tables.parts(generation)
-    conditions = load_conditions(tables, config, parts)
     limit = int(config.validation_fraction * 2**64)
 
     def order(key_hash: pa.Array) -> pa.Array:
-        return pa.array(mix(key_hash.to_numpy(), config.seed, "order"))
+        return pa.array(splitmix64(key_hash.to_numpy(), config.seed, "order"))
 
     def is_validation(key_hash: pa.Array) -> pa.Array:
-        return pa.array(mix(key_hash.to_numpy(), config.seed, "validation") < np.uint64(limit))
+        return pa.array(splitmix64(key_hash.to_numpy(), config.seed, "validation") < np.uint64(limit))
 
     for name, function, kind in (("_order", order, "UBIGINT"), ("_is_validation", is_validation, "BOOLEAN")):
         connection.create_function(name, function, ["UBIGINT"], kind, type="arrow")  # pyright: ignore
@@ -388,7 +423,7 @@ def _move_small_buckets(
         listed = ", ".join(map(literal, small)) or "NULL"
         moving = f"SELECT DISTINCT width, height, bucket {kept} AND bucket IN ({listed}) ORDER BY ALL"
         moves = fetch_arrays(connection, moving)
-        targets = bucket_indices(others, moves["width"], moves["height"]) if sizes else []
+        targets = others.indices(moves["width"], moves["height"]) if sizes else []
         reject = config.buckets.reject_small
         names = [None if reject or index < 0 else others.names[index] for index in targets]
         moves = {**moves, "target": names}
@@ -415,7 +450,7 @@ def _cut_windows(connection: "duckdb.DuckDBPyConnection", config: PrepareConfig)
     """Put the parts into windows and tasks, in an order drawn from the seed and the number of the part."""
     query = "SELECT part, sum(bytes)::BIGINT AS bytes FROM decided WHERE reason = '' GROUP BY part ORDER BY part"
     parts, sizes = fetch_arrays(connection, query).values()
-    order = np.argsort(mix(parts.astype(np.uint64), config.seed, "windows"), kind="stable")
+    order = np.argsort(splitmix64(parts.astype(np.uint64), config.seed, "windows"), kind="stable")
     windows: list[list[int]] = [[]]
     num_bytes = 0
     for part, size in zip(parts[order].tolist(), sizes[order].tolist(), strict=True):
@@ -426,6 +461,36 @@ def _cut_windows(connection: "duckdb.DuckDBPyConnection", config: PrepareConfig)
         num_bytes += size
     windows = [window for window in windows if window]
     return [windows[start : start + WINDOWS_PER_TASK] for start in range(0, len(windows), WINDOWS_PER_TASK)]
+
+
+def _describe_rejections(config: PrepareConfig, tables: Tables, conditions: Conditions) -> dict[str, list[Rejection]]:
+    """Read the first rejected images of each reason, and say in a few words why they were rejected."""
+    connection = tables.connection
+    first = f"""{{'part': part, 'row_number': row_number, 'rejected_as': reason, 'of_part': of_part, 'of_row': of_row}},
+        part::BIGINT << 32 | row_number, {NUM_EXAMPLES}"""
+    connection.execute(f"""CREATE TABLE examples AS
+        SELECT unnest(arg_min({first}), recursive := true) FROM decided WHERE reason <> '' GROUP BY reason""")
+    listed = """SELECT list(DISTINCT part ORDER BY part), list(DISTINCT of_part ORDER BY of_part)
+        FILTER (of_part IS NOT NULL) FROM examples"""
+    [(parts, original_parts)] = connection.execute(listed).fetchall()
+    if not parts:
+        return {}
+    details = {rule.name: rule.detail for rule in conditions.rules} | {
+        Reason.DUPLICATE.value: "concat('of ', of_key)",
+        Reason.NEAR_DUPLICATE.value: "concat('of ', of_key)",
+        Reason.SMALL_BUCKET.value: f"concat(_bucket, ' would hold fewer than {config.buckets.min_samples} images')",
+    }
+    cases = " ".join(f"WHEN {literal(reason)} THEN {detail}" for reason, detail in details.items())
+    originals = tables.metadata(original_parts or parts[:1])
+    query = f"""SELECT rejected_as, key, part, row_number AS "row", width, height, of_part, of_row,
+            coalesce(CASE rejected_as {cases} ELSE detail END, '') AS detail
+        FROM {conditions.images(tables, parts)} JOIN examples USING (part, row_number)
+        LEFT JOIN (SELECT part AS of_part, row_number AS of_row, key AS of_key FROM {originals}) USING (of_part, of_row)
+        WHERE key <> '' ORDER BY rejected_as, part, row_number"""  # A key is blank after a takedown.
+    examples: dict[str, list[Rejection]] = {}
+    for row in connection.sql(query).to_arrow_table().to_pylist():
+        examples.setdefault(row.pop("rejected_as"), []).append(Rejection(**row))
+    return examples
 
 
 def _write_files(out: str, tables: Tables, generation: int, tasks: list[list[list[int]]], first_task: int) -> None:
@@ -442,27 +507,18 @@ def _write_files(out: str, tables: Tables, generation: int, tasks: list[list[lis
     add_table(connection, "placed", pa.table(list(columns), schema=schema))
     kept = f"""SELECT task, "window", part, row_number AS "row", {_SPLIT} AS split, bucket, "order"
         FROM decided JOIN placed USING (part) WHERE reason = '' ORDER BY task, "window", part, row_number"""
-    _write_parquet(connection, kept, KEPT, _uri(out, f"{generation}-kept.parquet"))
-    connection.execute("CREATE TABLE stands (of_part INT, of_row INT, key VARCHAR)")
-    stands = "SELECT DISTINCT of_part AS part, of_row AS row_number FROM decided WHERE of_part IS NOT NULL"
-    for some in groups(tables.parts()):
-        keys = f"SELECT part, row_number, key FROM {tables.metadata(some)}"
-        connection.execute(f"INSERT INTO stands {keys} SEMI JOIN ({stands}) USING (part, row_number)").fetchall()
-    rejected = """SELECT part, row_number AS "row", reason, key AS duplicate_of FROM decided
-        LEFT JOIN stands USING (of_part, of_row) WHERE reason <> '' ORDER BY part, row_number"""
-    _write_parquet(connection, rejected, REJECTED, _uri(out, f"{generation}-rejected.parquet"))
+    _write_parquet(tables, kept, _uri(out, f"{generation}-kept.parquet"))
+    rejected = """SELECT part, row_number AS "row", reason, of_part, of_row FROM decided
+        WHERE reason <> '' ORDER BY part, row_number"""
+    _write_parquet(tables, rejected, _uri(out, f"{generation}-rejected.parquet"))
 
 
-def _write_parquet(connection: "duckdb.DuckDBPyConnection", query: str, schema: pa.Schema, uri: str) -> None:
-    """Write the result of a query in row groups; the file is there whole or not."""
-    try:
-        with TemporaryDirectory(prefix="select-") as temporary:
-            path = Path(temporary, "rows.parquet") if storage.is_url(uri) else Path(uri)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_path(path) as partial, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
-                for batch in connection.sql(query).to_arrow_reader(ROWS_PER_GROUP):
-                    writer.write_batch(batch.cast(schema), row_group_size=ROWS_PER_GROUP)
-            if storage.is_url(uri):
-                storage.upload(path, uri)
-    except OSError as error:
-        raise MachineError(f"cannot write {uri}: {error.strerror or error}; free space on the disk") from error
+def _write_parquet(tables: Tables, query: str, uri: str) -> None:
+    """Write the result of an ordered query; its bytes do not depend on the number of threads."""
+    path = tables.folder / SELECTION / Path(uri).name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_path(path) as partial:
+        options = f"FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {ROWS_PER_GROUP}"
+        tables.connection.execute(f"COPY ({query}) TO {literal(str(partial))} ({options})").fetchall()
+    if storage.is_url(uri):
+        storage.upload(path, uri)

@@ -233,7 +233,7 @@ def _take_down_prepared(dataset: str, asked: set[str], erase: bool) -> tuple[lis
     if not erase:
         return samples, 0
     keys = asked.union(*(of_part.values() for of_part in rows.values()))
-    _blank_selection(dataset, keys)
+    _erase_examples(dataset, rows)
     manifest = replace(manifest, rejected=_without(manifest.rejected, keys))
     manifest.write(dataset)
     rest = storage.join(dataset, REREAD)  # Of a comparison that was killed.
@@ -326,17 +326,19 @@ def _change_rows(uri: str, rows: Iterable[int], change: Callable[[dict[str, Any]
         write_table(uri, changed)
 
 
-def _blank_selection(dataset: str, keys: Collection[str]) -> None:
-    """Blank what rejected images are duplicates of."""
+def _erase_examples(dataset: str, rows: Mapping[int, list[int]]) -> None:
+    """Drop the examples of rejections that name removed images."""
+    removed = {(part, row) for part, of_part in rows.items() for row in of_part}
     for name in storage.list_files(storage.join(dataset, SELECTION)):
-        if name.endswith("-rejected.parquet"):
-            uri = storage.join(dataset, SELECTION, name)
-            table = read_table(uri)
-            column = table.schema.get_field_index("duplicate_of")
-            found = pc.is_in(table["duplicate_of"], pa.array(sorted(keys), pa.string()))  # pyright: ignore[reportAttributeAccessIssue]
-            if pc.any(found).as_py():  # pyright: ignore[reportAttributeAccessIssue]
-                blanked = pc.if_else(found, None, table["duplicate_of"])  # pyright: ignore[reportAttributeAccessIssue]
-                write_table(uri, table.set_column(column, table.schema.field(column), blanked))
+        uri = storage.join(dataset, SELECTION, name)
+        if name.endswith(".json"):
+            values = storage.read_json(uri)
+            for listed in values.get("examples", {}).values():
+                places = [{(one["part"], one["row"]), (one["of_part"], one["of_row"])} for one in listed]
+                listed[:] = [one for one, named in zip(listed, places, strict=True) if named.isdisjoint(removed)]
+            storage.write_json(uri, values)
+        elif name.endswith("-rejected.parquet") and "duplicate_of" in (table := read_table(uri)).column_names:
+            write_table(uri, table.drop_columns("duplicate_of"))  # Keys, in data sets of an earlier version.
 
 
 def _erase_task(dataset: str, task: int, rows: Mapping[int, Collection[int]]) -> int:

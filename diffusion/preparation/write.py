@@ -31,7 +31,6 @@ import pyarrow.compute as pc
 import xxhash
 
 from diffusion import storage
-from diffusion.config.loading import from_dict
 from diffusion.datasets.manifest import (
     MANIFEST,
     BucketEntry,
@@ -51,9 +50,7 @@ from diffusion.datasets.mds import (
     stored_file,
 )
 from diffusion.errors import DataError, MachineError
-from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.engine import Workers, progress_bar, run
-from diffusion.preparation.explain import examples
 from diffusion.preparation.layout import (
     CAPTIONS,
     GENERATED_CAPTIONS,
@@ -152,11 +149,11 @@ def write(
     selections = [read_selection(out, number) for number in range(num_generations)]
     finished = PreparedManifest.read(out) if storage.exists(storage.join(out, MANIFEST)) else None
     if not any(selection.kept for selection in selections):
-        raise _nothing_kept(out, scan, selections, settings)
+        raise _nothing_kept(out, selections)
     _begin(out, selections, finished)
     if finished is not None and len(finished.generations) == len(selections):
         return finished
-    done = part_numbers(storage.join(out, POSITIONS))
+    done = sorted(part_numbers(storage.join(out, POSITIONS)))
     tasks = (
         WriteTask(
             number=number,
@@ -169,7 +166,7 @@ def write(
         if number not in done
     )
     total = sum(selection.kept for selection in selections)
-    written = sum(one["entry"]["samples"] for entries in _read_entries(out, sorted(done)) for one in entries)
+    written = sum(one["entry"]["samples"] for entries in _read_entries(out, done) for one in entries)
     with progress_bar("writing", total, initial=written, shown=progress) as bar:
         for num_samples in run(workers, functools.partial(_Writer, out, dict(settings), scratch), tasks):
             bar.update(num_samples)
@@ -189,11 +186,11 @@ def shard_format(settings: Mapping[str, Any]) -> ShardFormat:
     )
 
 
-def _nothing_kept(out: str, scan: Scan, selections: Sequence[Selection], settings: Mapping[str, Any]) -> DataError:
+def _nothing_kept(out: str, selections: Sequence[Selection]) -> DataError:
     reasons = [
         f"{entry.count} rejected as {reason}"
         + "".join(f" (such as {one.key!a}: {printable(one.detail) or reason})" for one in entry.examples[:1])
-        for reason, entry in _rejected(out, scan, selections, settings).items()
+        for reason, entry in _rejected(selections).items()
     ]
     return DataError(f"{storage.shown(out)}: no image is kept: {'; '.join(reasons) or 'the sources hold none'}")
 
@@ -484,23 +481,21 @@ def _manifest(
         columns=COLUMNS,
         seen=sum(one.seen for one in selections),
         kept=sum(one.kept for one in selections),
-        rejected=_rejected(out, scan, selections, settings),
+        rejected=_rejected(selections),
         splits=splits,
         generations=[Generation(partitions=sizes[one.generation], seen=one.seen, kept=one.kept) for one in selections],
     )
 
 
-def _rejected(
-    out: str, scan: Scan, selections: Sequence[Selection], settings: Mapping[str, Any]
-) -> dict[str, RejectedEntry]:
-    """Rejected images by reason, with the first few keys of each in the order of the sources."""
-    conditions = {name: settings[name] for name in ("buckets", "filters") if name in settings}
-    config = from_dict(PrepareConfig, {"sources": [], "out": out, **conditions}, "settings")
+def _rejected(selections: Sequence[Selection]) -> dict[str, RejectedEntry]:
+    """Rejected images by reason, with the first few of each."""
     counts: Counter[str] = Counter()
     shown: dict[str, list[Example]] = {}
     for selection in selections:
         counts.update(selection.reasons)
-        for one in examples(out, config, scan, selection.generation, per_reason=_NUM_EXAMPLES):
-            if one.key and len(shown.setdefault(one.reason, [])) < _NUM_EXAMPLES:  # It is blank after a takedown.
-                shown[one.reason].append(Example(key=one.key, detail=one.detail or ""))
-    return {reason: RejectedEntry(count=counts[reason], examples=shown.get(reason, [])) for reason in sorted(counts)}
+        for reason, examples in selection.examples.items():
+            shown.setdefault(reason, []).extend(Example(key=one.key, detail=one.detail) for one in examples)
+    return {
+        reason: RejectedEntry(count=counts[reason], examples=shown.get(reason, [])[:_NUM_EXAMPLES])
+        for reason in sorted(counts)
+    }

@@ -29,7 +29,9 @@ KEPT = pa.schema(
         "order": pa.uint64(),
     }
 )
-REJECTED = pa.schema({"part": pa.int32(), "row": pa.int32(), "reason": pa.string(), "duplicate_of": pa.string()})
+REJECTED = pa.schema(
+    {"part": pa.int32(), "row": pa.int32(), "reason": pa.string(), "of_part": pa.int32(), "of_row": pa.int32()}
+)
 
 SETTINGS: dict[str, Any] = {
     "shard_mb": 12_000 / 2**20,
@@ -99,6 +101,7 @@ def select_images(
     *,
     tasks: list[list[list[int]]] | None = None,
     rejected: Sequence[int] = (),
+    original: int = 0,
     identity: str = "a",
     before: SelectedData | None = None,
     scored: bool = False,
@@ -110,7 +113,8 @@ def select_images(
         source: the source; images are numbered on over the partitions.
         sizes: images of each partition.
         tasks: windows of partitions of each task; None: two partitions a window, two windows a task.
-        rejected: numbers of images that are rejected as `duplicate`, of the image 0.
+        rejected: numbers of images that are rejected as `duplicate`, of the image `original`.
+        original: number of an image.
         identity: of the selection.
         before: the generations before.
         scored: with a scorer's column `score` and captions of a captioner.
@@ -128,13 +132,14 @@ def select_images(
         tasks = [pairs[i : i + 2] for i in range(0, len(pairs), 2)]
     data.tasks.append(tasks)
     kept_rows, rejected_rows = [], []
+    [(of_part, of_row)] = [(i, one.index(original)) for i, one in enumerate(data.images) if original in one]
     for part in parts:
         rows = [_metadata(data, number) for number in data.images[part]]
         write_table(storage.join(out, METADATA, part_name(part)), pa.Table.from_pylist(rows, SCHEMA))
         if scored:
             _write_scores(out, part, data.images[part])
         rejected_rows += [
-            {"part": part, "row": row, "reason": "duplicate", "duplicate_of": data.key(0)}
+            {"part": part, "row": row, "reason": "duplicate", "of_part": of_part, "of_row": of_row}
             for row, number in enumerate(data.images[part])
             if number in rejected
         ]
@@ -160,6 +165,7 @@ def select_images(
         "places": {},
         "first_task": first_task,
         "tasks": tasks,
+        "examples": {"duplicate": [_example(data, **row) for row in rejected_rows]} if rejected_rows else {},
     }
     storage.write_json(storage.join(folder, f"{generation}.json"), selection)
     partitions = [
@@ -179,6 +185,12 @@ def select_images(
     scan = {"version": 2, "settings": {}, "sources": [source.description()], "partitions": partitions}
     storage.write_json(storage.join(out, SCAN), scan)
     return data
+
+
+def _example(data: SelectedData, part: int, row: int, of_part: int, of_row: int, **_: str) -> dict[str, Any]:
+    key, original = data.key(data.images[part][row]), data.key(data.images[of_part][of_row])
+    place = {"part": part, "row": row, "of_part": of_part, "of_row": of_row}
+    return place | {"key": key, "width": 32, "height": 24, "detail": f"of {original}"}
 
 
 def _metadata(data: SelectedData, number: int) -> dict[str, Any]:

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from diffusion.datasets.buckets import EdgeBuckets, lowest_side, parse_edges
@@ -22,7 +23,8 @@ def test_names():
     ],
 )
 def test_bucket_of(side, bucket):
-    assert EdgeBuckets((256, 512, 1024)).of(10_000, side) == bucket
+    buckets = EdgeBuckets((256, 512, 1024))
+    assert [*buckets.names, None][buckets.indices(np.array([10_000]), np.array([side]))[0]] == bucket
 
 
 def test_the_lowest_side_is_that_of_the_name():

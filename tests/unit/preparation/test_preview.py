@@ -22,14 +22,12 @@ def test_some_images_of_each_source_are_tried_and_nothing_is_written(tmp_path):
     before = tree(tmp_path)
     scorers = [{"path": "tests.tools.scored_data.Redness", "column": "redness"}]
     filters = {"conditions": [{"column": "redness", "min": 0}], "min_caption_words": 2}
-    selection, rejections = preview(config(tmp_path, "a", "b", scorers=scorers, filters=filters), 10)
+    selection = preview(config(tmp_path, "a", "b", scorers=scorers, filters=filters), 10)
     assert selection.sources["a"] == {"": 10}
     assert selection.sources["b"] == {"": 1, "empty_caption": 1, "too_small": 1}
     assert {name: place.images for name, place in selection.places.items()} == {"train/32-up": 11}
-    assert {(one.reason, one.key) for one in rejections} == {
-        ("empty_caption", "b/0001.png"),
-        ("too_small", "b/0002.png"),
-    }
+    shown = {reason: [one.key for one in examples] for reason, examples in selection.examples.items()}
+    assert shown == {"empty_caption": ["b/0001.png"], "too_small": ["b/0002.png"]}
     assert tree(tmp_path) == before
 
 
@@ -37,14 +35,14 @@ def test_images_are_spread_over_the_partitions(tmp_path):
     write_folder(tmp_path / "a", 400)
     for path in (tmp_path / "a").glob("*.txt"):
         path.unlink()
-    selection, _ = preview(config(tmp_path, "a", captioner={"path": "tests.tools.scored_data.Captioner"}), 20)
+    selection = preview(config(tmp_path, "a", captioner={"path": "tests.tools.scored_data.Captioner"}), 20)
     assert selection.sources["a"] == {"": 20}
 
 
 def test_few_images_do_not_make_a_bucket_too_small(tmp_path):
     write_folder(tmp_path / "a", 6)
     buckets = {"sizes": ["32x32"], "min_samples": 100}
-    selection, _ = preview(config(tmp_path, "a", buckets=buckets), 5)
+    selection = preview(config(tmp_path, "a", buckets=buckets), 5)
     assert selection.sources["a"] == {"": 5}, "three of the first partition, two of the second"
 
 

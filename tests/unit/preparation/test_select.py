@@ -11,9 +11,9 @@ from diffusion.errors import ConfigurationError, DataError
 from diffusion.preparation import metadata
 from diffusion.preparation import select as module
 from diffusion.preparation.config import PrepareConfig
-from diffusion.preparation.explain import examples, explain
+from diffusion.preparation.explain import explain
 from diffusion.preparation.metadata import open_metadata
-from diffusion.preparation.select import mix, read_selection, select
+from diffusion.preparation.select import read_selection, select, splitmix64
 from tests.tools.metadata_parts import image, scan_of, write_part
 
 ONE = scan_of(0)
@@ -180,9 +180,11 @@ def test_duplicates_over_all_parts(tmp_path):
     filters = {"conditions": [{"column": "sharpness", "min": 1}]}
     selection = run(tmp_path, first, second, filters=filters, duplicates={})
     assert selection.reasons == {"condition_sharpness": 1, "duplicate": 1, "near_duplicate": 1, "undecodable": 1}
-    rows = {(row["part"], row["row"]): (row["reason"], row["duplicate_of"]) for row in rows_of(tmp_path, "rejected")}
-    stays = "s/0" if (0, 0) in kept(tmp_path) else "s/3"
-    goes = (1, 0) if stays == "s/0" else (0, 0)
+    rows = {
+        (row["part"], row["row"]): (row["reason"], (row["of_part"], row["of_row"]))
+        for row in rows_of(tmp_path, "rejected")
+    }
+    stays, goes = ((0, 0), (1, 0)) if (0, 0) in kept(tmp_path) else ((1, 0), (0, 0))
     assert rows[goes] == ("duplicate", stays)
     assert rows[1, 1] == ("near_duplicate", stays)
     only_exact = run(tmp_path, first, second, duplicates={"near": False})
@@ -203,7 +205,8 @@ def test_images_kept_before_stay_and_others_are_their_duplicates(tmp_path):
     second = select(str(tmp_path), config, scan_of(0, 1))
     assert {name: (tmp_path / "selection" / name).read_bytes() for name in before} == before
     assert kept(tmp_path, 1) == {(1, 1)}
-    assert [row["duplicate_of"] for row in rows_of(tmp_path, "rejected", 1)] == ["s/0", "s/1"]
+    assert [(row["of_part"], row["of_row"]) for row in rows_of(tmp_path, "rejected", 1)] == [(0, 0), (0, 2)]
+    assert [one.detail for one in second.examples["duplicate"]] == ["of s/0", "of s/1"]
     assert (second.generation, second.first_task, second.seen) == (1, len(first.tasks), 3)
 
 
@@ -226,8 +229,8 @@ def test_images_of_small_buckets_go_to_the_nearest_other_one_that_they_cover(tmp
     assert places(tmp_path, IMAGES) == {"train/40x24": 3, "train/32x32": 12, "train/24x40": 9, "train/16x64": 2}
     assert places(tmp_path, IMAGES, min_samples=4) == {"train/32x32": 12, "train/24x40": 9}
     assert set(rejected(tmp_path).values()) == {"small_bucket"}, "too narrow or too low for the others"
-    shown = examples(str(tmp_path), configuration(buckets={"sizes": SIZES, "min_samples": 4}), ONE, 0)
-    assert shown[0].detail == "40x24 would hold fewer than 4 images"
+    shown = read_selection(str(tmp_path), 0).examples
+    assert shown["small_bucket"][0].detail == "40x24 would hold fewer than 4 images"
     upscaled = {"min_samples": 4, "upscale": True}
     assert places(tmp_path, IMAGES, **upscaled) == {"train/32x32": 15, "train/24x40": 11}
     assert places(tmp_path, IMAGES, reject_small=True, **upscaled) == {"train/32x32": 12, "train/24x40": 9}
@@ -249,19 +252,19 @@ def test_only_training_images_count_for_small_buckets(tmp_path):
 
 def test_the_numbers_of_mix_never_change():
     keys = np.array([0, 1, 2**64 - 1, 0x0123456789ABCDEF], np.uint64)
-    assert mix(keys, 17, "order").tolist() == [
+    assert splitmix64(keys, 17, "order").tolist() == [
         8454635164946898469,
         5003773779602763467,
         5100406021157278424,
         1965057623846400253,
     ]
-    assert mix(keys, 17, "validation").tolist() == [
+    assert splitmix64(keys, 17, "validation").tolist() == [
         7788140620317837755,
         8555762461023431160,
         3374769655716067793,
         9905331783511332430,
     ]
-    assert mix(keys, 2**31, "order").tolist() == [
+    assert splitmix64(keys, 2**31, "order").tolist() == [
         1505395098079949675,
         17365255191851017857,
         14735710948455566429,
@@ -271,7 +274,7 @@ def test_the_numbers_of_mix_never_change():
 
 def test_mix_is_uniform_and_purposes_are_independent():
     keys = np.arange(100_000, dtype=np.uint64)
-    order, validation = (mix(keys, 17, purpose) / 2**64 for purpose in ("order", "validation"))
+    order, validation = (splitmix64(keys, 17, purpose) / 2**64 for purpose in ("order", "validation"))
     assert abs(order.mean() - 0.5) < 0.005
     assert abs(np.corrcoef(order, validation)[0, 1]) < 0.01
     assert (np.histogram(validation, 100)[0] > 850).all()
@@ -290,7 +293,7 @@ def test_split_and_order_depend_on_key_and_seed_alone(tmp_path):
     one = drawn("one", (0,))
     assert one == drawn("two", (150, 0))
     hashes = np.array([row["key_hash"] for row in images], np.uint64)
-    assert [one[i][1] for i in range(200)] == mix(hashes, 17, "order").tolist()
+    assert [one[i][1] for i in range(200)] == splitmix64(hashes, 17, "order").tolist()
     held = {i for i in one if one[i][0] == "validation"}
     assert 30 < len(held) < 70
     assert held < {i for i, (split, _) in drawn("more", (0,)).items() if split == "validation"}
@@ -378,7 +381,7 @@ def test_folders_with_odd_names(tmp_path):
     assert run(out, [image(0)], [image(1), image(2, metadata={"n": 1})], where="n is null", duplicates={}).kept == 2
 
 
-def test_details_of_examples(tmp_path):
+def test_details_of_examples(tmp_path, monkeypatch):
     images = [image(i, metadata={"language": "fr"}) for i in range(4)]
     images += [image(10, reason="undecodable", detail="truncated"), image(11, width=100), image(12, sharpness=0.5)]
     images += [image(13, metadata={"language": "en"}), image(20, metadata={"language": "en", "n": 1})]
@@ -389,14 +392,14 @@ def test_details_of_examples(tmp_path):
         duplicates={},
     )
     write_part(tmp_path, 0, images)
-    select(str(tmp_path), config, ONE)
-    shown = examples(str(tmp_path), config, ONE, 0, per_reason=3)
-    assert [(one.reason, one.row, one.detail) for one in shown] == [
-        ("condition_sharpness", 6, "0.5 < 1"), ("duplicate", 9, "of s/20"), ("language", 0, "'fr'"),
-        ("language", 1, "'fr'"), ("language", 2, "'fr'"), ("too_small", 5, "100 x 480"),
-        ("undecodable", 4, "truncated"), ("where", 7, ""),
-    ]  # fmt: skip
-    assert shown[0].key == "s/12"
+    monkeypatch.setattr(module, "NUM_EXAMPLES", 3)
+    shown = select(str(tmp_path), config, ONE).examples
+    assert {reason: [(one.row, one.detail) for one in some] for reason, some in shown.items()} == {
+        "condition_sharpness": [(6, "0.5 < 1")], "duplicate": [(9, "of s/20")],
+        "language": [(0, "'fr'"), (1, "'fr'"), (2, "'fr'")], "too_small": [(5, "100 x 480")],
+        "undecodable": [(4, "truncated")], "where": [(7, "")],
+    }  # fmt: skip
+    assert shown["condition_sharpness"][0].key == "s/12"
 
 
 def test_explain_counts_each_condition_alone_and_in_turn(tmp_path):

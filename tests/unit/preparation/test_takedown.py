@@ -30,11 +30,11 @@ class StopError(Exception):
 def data(tmp_path):
     """A data set in which an image, its key and its caption stand wherever they can."""
     source = make_images(tmp_path / "images", range(60))
-    data = select_images(str(tmp_path / "out"), source, SIZES, rejected=[DUPLICATE, 22], scored=True)
+    data = select_images(str(tmp_path / "out"), source, SIZES, rejected=[DUPLICATE, 22], original=TAKEN, scored=True)
     key = data.key(TAKEN)
     rejected = tmp_path / "out" / "selection" / "0-rejected.parquet"
     table = pq.read_table(rejected)
-    pq.write_table(table.set_column(3, "duplicate_of", pa.array([key] * len(table), pa.string())), rejected)
+    pq.write_table(table.append_column("duplicate_of", pa.array([key] * len(table), pa.string())), rejected)
     manifest = data.write(captioner={}, scorers=[{"column": "score"}], shard_mb=0.01)
     assert manifest.rejected["duplicate"].examples[0].detail == f"of {key}"
     for name in ("report.html", "report.json"):
