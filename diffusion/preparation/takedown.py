@@ -56,7 +56,7 @@ from diffusion.preparation.layout import (
     write_table,
 )
 from diffusion.preparation.metadata import hash_key, removed_row
-from diffusion.preparation.output import claim, clear_result
+from diffusion.preparation.output import claim, clear_folders, clear_result
 from diffusion.preparation.records import Reason
 from diffusion.preparation.scan import REREAD, Scan
 from diffusion.preparation.select import read_selection
@@ -236,8 +236,7 @@ def _take_down_prepared(dataset: str, asked: set[str], erase: bool) -> tuple[lis
     _erase_examples(dataset, rows)
     manifest = replace(manifest, rejected=_without(manifest.rejected, keys))
     manifest.write(dataset)
-    rest = storage.join(dataset, REREAD)  # Of a comparison that was killed.
-    storage.delete(storage.join(rest, name) for name in storage.list_files(rest))
+    clear_folders(dataset, REREAD)  # Of a comparison that was killed.
     has_report = storage.exists(storage.join(dataset, _REPORTS[0]))
     storage.delete(storage.join(dataset, name) for name in _REPORTS)
     count = sum(_erase_task(dataset, task, rows) for task in parts)
@@ -405,7 +404,7 @@ def _take_down_shards(dataset: str, asked: set[str], erase: bool) -> tuple[list[
     marks = _mark(dataset, samples)
     if not erase:
         return samples, 0
-    storage.delete(storage.join(dataset, name) for name in names if name.startswith(f"{WORK}/"))
+    clear_folders(dataset, WORK)  # Of a growth, whose shards were encoded before the takedown.
     count, named = 0, {}
     for folder in folders:
         old = read_shards(storage.join(dataset, folder))
