@@ -6,7 +6,7 @@ import posixpath
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
@@ -106,7 +106,9 @@ class FolderSource(Source):
         database = duckdb.connect(str(Path(scratch.name) / "listing.duckdb"), config=settings)
         with _database_errors(self.path):
             database.execute(_SCHEMA)
-            self._write_tables(database, self._write_listing(database))
+            _insert(database, "files", self._listing())
+            tables = database.execute("SELECT file FROM files WHERE kind = 'table'").fetchall()
+            _insert(database, "lines", self._lines(sorted(name_of(file) for (file,) in tables)))
             database.execute(_ITEMS)
             self._report_overruled(database)
             database.execute("CREATE TABLE known (file VARCHAR, version VARCHAR)")
@@ -125,45 +127,30 @@ class FolderSource(Source):
 
         return Partitions(new=new(), gone=[file for (file,) in gone], changed=changed)
 
-    def _write_listing(self, database: Any) -> list[str]:
-        """Write the files into the database; return the tables of captions."""
-        tables = []
+    def _listing(self) -> Iterator[tuple[Any, ...]]:
+        """Yield rows of `files`."""
+        for name, size, version, problem in list_folder(self.root):
+            stem, suffix = posixpath.splitext(name)
+            yield file_of(name), file_of(stem), _kind_of(name, suffix), ascii(suffix)[1:-1], size, version, problem
 
-        def rows() -> Iterator[tuple[Any, ...]]:
-            for name, size, version, problem in list_folder(self.root):
-                stem, suffix = posixpath.splitext(name)
-                kind = _kind_of(name, suffix)
-                if kind == "table":
-                    tables.append(name)
-                extension = ascii(suffix)[1:-1]
-                yield file_of(name), file_of(stem), kind, extension, size, version, problem
-
-        _insert(database, "files", rows())
-        return sorted(tables)
-
-    def _write_tables(self, database: Any, tables: Sequence[str]) -> None:
-        """Write the lines of the tables into the database."""
+    def _lines(self, tables: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+        """Yield rows of `lines`: what the tables of captions say, in their order."""
         folders: dict[str, str] = {}
         for table in tables:
             other = folders.setdefault(posixpath.dirname(table), table)
             if other != table:
                 both = printable(f"{other} and {table}")
                 raise DataError(f"{self.path} holds {both}; keep the one whose captions are meant")
-
-        def rows() -> Iterator[tuple[Any, ...]]:
-            for table in tables:
-                folder = posixpath.dirname(table)
-                for line in read_lines(self.uri(file_of(table)), self.root, self.row_limit()):
-                    name = posixpath.normpath(posixpath.join(folder, line.file))
-                    has_caption = any(isinstance(caption, str) and caption.strip() for caption in line.captions)
-                    yield file_of(name), json.dumps(line.captions), json.dumps(line.metadata), has_caption
-
-        numbered = ((file, number, *rest) for number, (file, *rest) in enumerate(rows()))
-        _insert(database, "lines", numbered)
+        numbers = count()
+        for table in tables:
+            for line in read_lines(self.uri(file_of(table)), self.root, self.row_limit()):
+                file = file_of(posixpath.normpath(posixpath.join(posixpath.dirname(table), line.file)))
+                has_caption = any(isinstance(caption, str) and caption.strip() for caption in line.captions)
+                yield file, next(numbers), json.dumps(line.captions), json.dumps(line.metadata), has_caption
 
     def _report_overruled(self, database: Any) -> None:
-        count = "SELECT count(*) FROM images SEMI JOIN beside t ON images.stem = t.stem AND t.kind = 'text'"
-        (number,) = database.execute(f"{count} WHERE has_caption").fetchone()
+        overruled = "SELECT count(*) FROM images SEMI JOIN beside t ON images.stem = t.stem AND t.kind = 'text'"
+        (number,) = database.execute(f"{overruled} WHERE has_caption").fetchone()
         if number:
             logger.warning("%s: %d images have a .txt and a caption in a table; that of the table is taken", self.path,
                            number)  # fmt: skip
