@@ -56,7 +56,7 @@ from diffusion.preparation.layout import (
     write_table,
 )
 from diffusion.preparation.metadata import hash_key, removed_row
-from diffusion.preparation.output import claim, clear_result
+from diffusion.preparation.output import claim, clear_folders, clear_result
 from diffusion.preparation.records import Reason
 from diffusion.preparation.scan import REREAD, Scan
 from diffusion.preparation.select import read_selection
@@ -236,8 +236,7 @@ def _take_down_prepared(dataset: str, asked: set[str], erase: bool) -> tuple[lis
     _erase_examples(dataset, rows)
     manifest = replace(manifest, rejected=_without(manifest.rejected, keys))
     manifest.write(dataset)
-    rest = storage.join(dataset, REREAD)  # Of a comparison that was killed.
-    storage.delete(storage.join(rest, name) for name in storage.list_files(rest))
+    clear_folders(dataset, REREAD)  # Of a comparison that was killed.
     has_report = storage.exists(storage.join(dataset, _REPORTS[0]))
     storage.delete(storage.join(dataset, name) for name in _REPORTS)
     count = sum(_erase_task(dataset, task, rows) for task in parts)
@@ -326,7 +325,7 @@ def _change_rows(uri: str, rows: Iterable[int], change: Callable[[dict[str, Any]
         write_table(uri, changed)
 
 
-def _erase_examples(dataset: str, rows: Mapping[int, list[int]]) -> None:
+def _erase_examples(dataset: str, rows: Mapping[int, Collection[int]]) -> None:
     """Drop the examples of rejections that name removed images."""
     removed = {(part, row) for part, of_part in rows.items() for row in of_part}
     for name in storage.list_files(storage.join(dataset, SELECTION)):
@@ -355,7 +354,7 @@ def _erase_task(dataset: str, task: int, rows: Mapping[int, Collection[int]]) ->
         of_shard = indices.get((split, bucket, _stem(old["raw_data"]["basename"])), [])
         one["entry"] = _erase_shard(storage.join(dataset, split, bucket), old, of_shard)
         count += one["entry"] is not old
-    keys = pc.if_else(pa.array(removed), "", table["key"])
+    keys = pc.if_else(pa.array(removed), "", table["key"])  # pyright: ignore[reportAttributeAccessIssue]
     table = table.set_column(0, table.schema.field(0), keys)
     write_table(uri, table.replace_schema_metadata({"entries": json.dumps(entries)}))
     return count
@@ -405,7 +404,7 @@ def _take_down_shards(dataset: str, asked: set[str], erase: bool) -> tuple[list[
     marks = _mark(dataset, samples)
     if not erase:
         return samples, 0
-    storage.delete(storage.join(dataset, name) for name in names if name.startswith(f"{WORK}/"))
+    clear_folders(dataset, WORK)  # Of a growth, whose shards were encoded before the takedown.
     count, named = 0, {}
     for folder in folders:
         old = read_shards(storage.join(dataset, folder))

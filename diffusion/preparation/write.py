@@ -258,8 +258,9 @@ class _Pool:
         return start
 
     def get(self, sample: _Sample) -> bytes:
-        if self._file is None or isinstance(sample.stored, bytes):
+        if isinstance(sample.stored, bytes):
             return sample.stored
+        assert self._file is not None
         with self._errors():
             self._file.seek(sample.stored)
             return self._file.read(sample.size)
@@ -440,7 +441,7 @@ def write_indexes(out: str, num_tasks: int) -> list[str]:
     """
     texts: dict[str, list[str]] = {}
     named: dict[str, set[str]] = {}
-    tasks = part_numbers(storage.join(out, POSITIONS))
+    tasks = sorted(part_numbers(storage.join(out, POSITIONS)))
     for task, entries in zip(tasks, _read_entries(out, tasks), strict=True):
         for one in entries:
             folder = f"{one['split']}/{one['bucket']}"

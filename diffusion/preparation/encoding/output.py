@@ -6,7 +6,6 @@ finished data set was made from: prepared data that has grown is encoded from th
 """
 
 import itertools
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from diffusion.errors import DataError
 from diffusion.files import PARTIAL
 from diffusion.preparation.encoding.plan import Output, Target, shard_identity
 from diffusion.preparation.layout import REMOVED_SAMPLES
-from diffusion.preparation.output import check_empty
+from diffusion.preparation.output import check_empty, clear_folders
 from diffusion.preparation.takedown import hash_key, read_removed
 from diffusion.storage import MissingFileError, is_url, join, shown
 
@@ -125,9 +124,7 @@ class OutputState:
         _write_if_changed(join(uri, SHARDS), shards)
         _write_if_changed(join(uri, MANIFEST), self.output.manifest.to_json())
         delete_unnamed(uri, named)
-        storage.delete(join(uri, WORK, name) for name in storage.list_files(join(uri, WORK)))
-        if not is_url(uri):
-            shutil.rmtree(Path(uri, WORK), ignore_errors=True)
+        clear_folders(uri, WORK)
 
 
 def open_output(prepared: str, output: Output) -> OutputState:
