@@ -104,10 +104,10 @@ def device_of(given: str | None, workers: "Workers", by_workers: bool) -> str:
     """Return the device of this process, or of the workers; of several ranks each has the GPU of its number."""
     import torch
 
-    from diffusion.preparation.engine import has_gpus
+    from diffusion.preparation.engine import cluster_has_gpus
 
     if workers.engine is Engine.ray:  # Its nodes may have GPUs that this machine does not have.
-        device = given or ("cuda" if has_gpus(workers) else "cpu")
+        device = given or ("cuda" if cluster_has_gpus(workers) else "cpu")
         logging.getLogger(__name__).info("the workers of the Ray cluster encode on: %s", device)
         return device
     device = given or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -100,21 +100,16 @@ def load_head(path: Path, num_features: int) -> nn.Sequential:
     modules: list[nn.Linear] = []
     width = num_features
     for number, layer in sorted(layers.items()):
-        weight, bias = layer.get("weight"), layer.get("bias")
-        if (
-            weight is None
-            or weight.ndim != 2
-            or weight.shape[1] != width
-            or (bias is not None and bias.shape != weight.shape[:1])
-        ):
+        try:
+            linear = nn.Linear(width, len(layer["weight"]), bias="bias" in layer)
+            linear.load_state_dict(layer)
+        except (KeyError, TypeError, RuntimeError) as error:
             shapes = {name: list(tensor.shape) for name, tensor in layer.items()}
             raise DataError(
                 f"head: {path}: layer {number} is {shapes}, but {width} features come in; is it for this CLIP?"
-            )
-        linear = nn.Linear(width, weight.shape[0], bias=bias is not None)
-        linear.load_state_dict(layer)
+            ) from error
         modules.append(linear)
-        width = weight.shape[0]
+        width = linear.out_features
     if not modules or width != 1:
         raise DataError(f"head: {path} gives {width} numbers for an image, not one score")
     return nn.Sequential(*modules).requires_grad_(False)

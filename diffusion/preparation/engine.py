@@ -290,11 +290,9 @@ def _check_room(ray: Any, options: Mapping[str, Any]) -> None:
     raise MachineError(f"{message}; lower num_gpus or ray.remote_args, or add nodes (`ray status`)")
 
 
-def has_gpus(workers: Workers) -> bool:
-    """Whether workers can have GPUs: those of this machine, or of the nodes that the Ray cluster has now."""
-    if workers.engine is Engine.ray:
-        return _connected(workers).cluster_resources().get("GPU", 0) > 0
-    return bool(visible_gpus())
+def cluster_has_gpus(workers: Workers) -> bool:
+    """Whether the Ray cluster has GPUs now."""
+    return _connected(workers).cluster_resources().get("GPU", 0) > 0
 
 
 def _groups(num_tasks: int) -> Iterator[tuple[int, int]]:

@@ -2,7 +2,6 @@
 
 import _thread
 import errno
-import json
 import logging
 import os
 import secrets
@@ -10,14 +9,14 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from diffusion import storage
 from diffusion.datasets.manifest import MANIFEST, SCAN
 from diffusion.errors import DataError, MachineError, UserError
-from diffusion.files import atomic_path, lock, unique_partial
+from diffusion.files import lock
 from diffusion.preparation.layout import (
     LISTINGS,
     METADATA,
@@ -55,21 +54,15 @@ _ALLOWED = (WRITER, LISTINGS, REMOVED, REREAD, "withdrawn.txt", "lost+found")
 
 @contextmanager
 def claim(out: str, kind: str | None = None) -> Iterator[None]:
-    """Keep other processes from writing to a data set during the block.
+    """Keep other processes from writing to a data set during the block; a local folder is made.
 
-    Args:
-        out: folder of the data set, path or `s3://`; a local one is made.
-        kind: `kind` in the manifest of a data set that may be written to; None where the caller checks what is there.
+    `kind` is that of the data set that may be there, by its manifest; with None the caller checks what is there.
 
     Raises:
         DataError: the folder holds another data set, or other files.
         MachineError: another process is writing there, or the folder cannot be written to.
     """
-    with ExitStack() as stack:
-        if storage.is_url(out):
-            stack.enter_context(_heartbeat(out))
-        else:
-            stack.enter_context(_lock_or_heartbeat(out))
+    with _heartbeat(out) if storage.is_url(out) else _lock_or_heartbeat(out):
         if kind is not None:
             _check_content(out, kind)
         yield
@@ -109,15 +102,15 @@ def _check_content(out: str, kind: str) -> None:
                 f"{storage.shown(out)} holds another data set (kind {found!r}, not {kind!r}); choose another folder"
             )
     elif not storage.exists(storage.join(out, SCAN)):
-        if storage.is_url(out):
-            names = {name.partition("/")[0] for name in storage.list_files(out)}
-        else:
-            names = {path.name for path in Path(out).iterdir()}
-        check_empty(out, names, _ALLOWED)
+        check_empty(out, _ALLOWED)
 
 
-def check_empty(out: str, names: Iterable[str], allowed: Collection[str]) -> None:
+def check_empty(out: str, allowed: Collection[str]) -> None:
     """Reject a folder that holds anything but hidden files and what is allowed."""
+    if storage.is_url(out):
+        names = {name.partition("/")[0] for name in storage.list_files(out)}
+    else:
+        names = {path.name for path in Path(out).iterdir()}
     if unexpected := sorted(name for name in names if not name.startswith(".") and name not in allowed):
         shown = ", ".join(map(ascii, unexpected[:3]))
         raise DataError(f"{storage.shown(out)} holds other files ({shown}); choose an empty folder")
@@ -146,7 +139,7 @@ def _heartbeat(out: str) -> Iterator[None]:
     uri, token, done = storage.join(out, WRITER), secrets.token_hex(8), threading.Event()
     if message := _other_writer(uri, token):
         raise MachineError(message)
-    _sign(uri, token)
+    _write_heartbeat(uri, token)
     done.wait(_SETTLING_SECONDS)
     if message := _other_writer(uri, token):
         raise MachineError(message)
@@ -159,7 +152,7 @@ def _heartbeat(out: str) -> Iterator[None]:
                     lost.append(message)
                     _thread.interrupt_main()
                     return
-                _sign(uri, token)
+                _write_heartbeat(uri, token)
             except UserError as error:
                 logger.warning("%s; it is tried again", error)
 
@@ -178,13 +171,9 @@ def _heartbeat(out: str) -> Iterator[None]:
             storage.delete([uri])
 
 
-def _sign(uri: str, token: str) -> None:
+def _write_heartbeat(uri: str, token: str) -> None:
     writer = {"host": socket.gethostname(), "pid": os.getpid(), "token": token, "time": time.time()}
-    if storage.is_url(uri):
-        storage.write_json(uri, writer)
-        return
-    with atomic_path(Path(uri), partial=unique_partial(Path(uri))) as partial:  # Others may write it, too.
-        partial.write_text(json.dumps(writer))
+    storage.write_json(uri, writer)
 
 
 def _other_writer(uri: str, token: str) -> str | None:
@@ -196,11 +185,11 @@ def _other_writer(uri: str, token: str) -> str | None:
         age = time.time() - writer["time"]
         if writer["token"] == token or age > _STALE_SECONDS or _is_dead(writer["host"], writer["pid"]):
             return None
-        place = f"process {writer['pid']} of {writer['host']}"
+        other = f"process {writer['pid']} of {writer['host']}"
     except (KeyError, TypeError) as error:
         raise DataError(f"{storage.shown(uri)} is damaged ({error!r}); delete it") from error
     return (
-        f"{place} is writing to {storage.shown(uri).rpartition('/')[0]} (last heartbeat {age:.0f} s ago); wait for it, "
+        f"{other} is writing to {storage.shown(uri).rpartition('/')[0]} (last heartbeat {age:.0f} s ago); wait for it, "
         f"or choose another folder. One that has crashed is forgotten after {_STALE_SECONDS:.0f} s"
     )
 

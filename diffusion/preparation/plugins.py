@@ -29,35 +29,20 @@ RESERVED = (*SCHEMA.names, CAPTIONS, GENERATED_CAPTIONS, "source", "split", "buc
 Config = ScorerConfig | CaptionerConfig
 
 
-class Scorer(Protocol):
-    """Computes a value for each image."""
+class ImagePlugin(Protocol):
+    """Computes a value for each image: a scorer; or writes a caption: a captioner."""
 
     def __call__(self, images: Sequence[Image.Image], captions: Sequence[list[str]]) -> Sequence[Any]:
-        """Score a batch.
+        """Do a batch. Results must not depend on the other images of the batch.
 
         Args:
             images: decoded, upright, mode RGB, of any sizes.
-            captions: of each image, with the generated ones.
+            captions: of each image. For a captioner those of the source, which may be none; for a scorer those that
+                were generated, too.
 
         Returns:
-            A number, or a text, or None for each image; of one plug-in either numbers or texts. They must not depend
-            on the other images of the batch.
-        """
-        ...
-
-
-class Captioner(Protocol):
-    """Writes a caption for each image."""
-
-    def __call__(self, images: Sequence[Image.Image], captions: Sequence[list[str]]) -> Sequence[str]:
-        """Caption a batch.
-
-        Args:
-            images: decoded, upright, mode RGB, of any sizes.
-            captions: those of the source; a list may be empty.
-
-        Returns:
-            A caption for each image; a blank one counts as none. They must not depend on the other images of the batch.
+            Of a scorer a number, a text or None for each image, in one data set either numbers or texts. Of a captioner
+            a caption for each image; a blank one counts as none.
         """
         ...
 

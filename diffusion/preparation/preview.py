@@ -23,12 +23,7 @@ _PARTITIONS = 16
 def preview(config: PrepareConfig, number: int) -> Selection:
     """Scan, score and select some images of each source; nothing is written but a temporary folder.
 
-    Args:
-        config: the preparation. `out` is ignored, and so is `buckets.min_samples`, which a few images do not reach.
-        number: images of each source, at most.
-
-    Returns:
-        The selection.
+    `out` is ignored, and so is `buckets.min_samples`, which a few images do not reach.
 
     Raises:
         ConfigurationError: a setting is wrong.

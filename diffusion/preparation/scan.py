@@ -32,13 +32,14 @@ from diffusion.preparation.layout import (
     REMOVED,
     SCHEMA,
     SELECTION,
+    local_copies,
     part_name,
     part_numbers,
     read_table,
     write_table,
 )
 from diffusion.preparation.measures import REDUCED_SIDE, file_format, jpeg_scans, perceptual_hash, sharpness
-from diffusion.preparation.metadata import hash_key, removed_row
+from diffusion.preparation.metadata import as_pattern, hash_key, removed_row
 from diffusion.preparation.output import REREAD, clear, clear_folders
 from diffusion.preparation.records import (
     WITHOUT_CAPTION,
@@ -240,15 +241,10 @@ def _add_partitions(out: str, scan: Scan, workers: Workers, listed: Sequence[Par
 
 @contextmanager
 def _local_copies(folder: str, names: Sequence[str]) -> Iterator[list[str]]:
-    """Paths of files without wildcards in them, in a folder that ends with the block."""
+    """Paths of files on this machine, as patterns of DuckDB; copies are removed with the block."""
     with tempfile.TemporaryDirectory(prefix="metadata-") as scratch:
-        copies = Path(scratch, "copies")
-        if storage.is_url(folder):
-            for _ in storage.concurrent_map(lambda name: storage.download(f"{folder}/{name}", copies / name), names):
-                pass
-        else:
-            copies.symlink_to(Path(folder).absolute())
-        yield [str(copies / name) for name in names]
+        copies = local_copies(folder, names, Path(scratch))
+        yield [as_pattern(str(copies / name)) for name in names]
 
 
 _CHANGED = """

@@ -4,19 +4,20 @@ import logging
 import os
 import time
 from collections import Counter
+from typing import Any
 
 import pytest
 
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.preparation import engine
 from diffusion.preparation.config import Engine, RayConfig
-from diffusion.preparation.engine import Workers, has_gpus, run
+from diffusion.preparation.engine import Workers, cluster_has_gpus, run
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install -e '.[ray]'")
 
 pytestmark = pytest.mark.slow
 
-MEMORY = {"object_store_memory": 80 * 2**20}
+MEMORY: dict[str, Any] = {"object_store_memory": 80 * 2**20}
 
 
 @pytest.fixture
@@ -80,7 +81,7 @@ def test_what_the_cluster_lacks_is_one_message_at_once(cluster, num_gpus, remote
     with pytest.raises(MachineError, match=message):
         list(run(workers_of(cluster, remote_args=remote_args), lambda: len, ["a"], num_gpus=num_gpus))
     assert time.monotonic() - began < 20
-    assert has_gpus(workers_of(cluster))
+    assert cluster_has_gpus(workers_of(cluster))
 
 
 def test_a_cluster_that_can_grow_is_waited_for(monkeypatch, caplog):

@@ -92,7 +92,7 @@ class ScannedData:
 def write_scan(folder: Path) -> ScannedData:
     """Write two partitions: seven images, of which 4 has no caption and 5 is rejected; and three images."""
     CALLS.clear()
-    source = ToySource(str(folder / "images"))
+    source: Any = ToySource(str(folder / "images"))
     for partition, colours in enumerate((COLOURS, COLOURS[:3])):
         rows = []
         for i, colour in enumerate(colours):

@@ -68,7 +68,7 @@ class SelectedData:
     """A data set's folder, and what its parts are made of."""
 
     out: str
-    source: NumberedSource
+    source: Any
     tasks: list[list[list[list[int]]]]
     """Of each generation, its tasks: windows of partitions."""
     images: list[list[int]]

@@ -138,8 +138,7 @@ def open_output(prepared: str, output: Output) -> OutputState:
     found = finished or _read_json(join(uri, SETTINGS))
     removed = read_removed(uri)
     if not found:
-        names = {name.partition("/")[0] for name in storage.list_files(uri)}
-        check_empty(uri, names, _ALLOWED)
+        check_empty(uri, _ALLOWED)
         return OutputState(output, {}, _read_records(output, {}, removed), removed)
     there, here = EncodedManifest.from_json(found, shown(uri)).to_json(), output.manifest.to_json()
     differences = sorted(key for key in here if key not in CHANGING and here[key] != there[key])

@@ -87,7 +87,7 @@ class Source:
         """Compare the source with the metadata of earlier scans.
 
         Args:
-            known: local parquet files of metadata of this source, with the columns `file` and `version` at least.
+            known: local parquet files of metadata of this source, as patterns of DuckDB.
 
         Raises:
             DataError: it is not what it was when it was opened.
