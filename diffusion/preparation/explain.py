@@ -7,7 +7,7 @@ import numpy as np
 
 from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.filters import load_conditions
-from diffusion.preparation.metadata import groups, open_tables
+from diffusion.preparation.metadata import groups, open_database
 
 if TYPE_CHECKING:
     from diffusion.preparation.scan import Scan
@@ -42,9 +42,9 @@ def explain(out: str, config: PrepareConfig, scan: "Scan") -> list[Cost]:
         ConfigurationError: a setting is wrong.
         DataError: a partition has not been scanned.
     """
-    with open_tables(out, scan, scratch=config.scratch) as tables:
-        parts = tables.parts()
-        conditions = load_conditions(tables, config, parts)
+    with open_database(out, scan, scratch=config.scratch) as database:
+        parts = database.parts()
+        conditions = load_conditions(database, config, parts)
         passed = f"({conditions.scan} = '')"
         names = ["", *(rule.name for rule in conditions.rules)]
         rejects = [f"NOT {passed}", *(f"{passed} AND {rule.rejects}" for rule in conditions.rules)]
@@ -54,9 +54,9 @@ def explain(out: str, config: PrepareConfig, scan: "Scan") -> list[Cost]:
         num_images = 0
         for some in groups(parts):
             query = (
-                f"SELECT {first} AS first, count(*), {counted} FROM {conditions.images(tables, some)} GROUP BY first"
+                f"SELECT {first} AS first, count(*), {counted} FROM {conditions.images(database, some)} GROUP BY first"
             )
-            for reason, num, *counts in tables.connection.execute(query).fetchall():
+            for reason, num, *counts in database.connection.execute(query).fetchall():
                 num_images += num
                 alone += counts
                 if reason != "":  # Null are those that the scan has rejected.

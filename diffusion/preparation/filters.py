@@ -19,7 +19,7 @@ from diffusion.preparation.buckets import build_buckets
 from diffusion.preparation.config import ConditionConfig, FiltersConfig, Missing, PrepareConfig
 from diffusion.preparation.metadata import (
     MEASURES,
-    Tables,
+    MetadataDatabase,
     add_table,
     fetch_arrays,
     identifier,
@@ -88,9 +88,9 @@ class Conditions:
     scan: str = _SCAN_REASON
     """SQL of the reason of the scan, which comes before the rules."""
 
-    def images(self, tables: Tables, parts: Sequence[int]) -> str:
+    def images(self, database: MetadataDatabase, parts: Sequence[int]) -> str:
         """Write a query of the images of some parts that the rules can look at, with the column `_bucket`."""
-        return f"({tables.named_images(parts, self.types, self.keys)} LEFT JOIN sizes USING (width, height))"
+        return f"({database.images(parts, self.keys, self.types)} LEFT JOIN sizes USING (width, height))"
 
     @property
     def reason(self) -> str:
@@ -99,7 +99,7 @@ class Conditions:
         return f"CASE WHEN {self.scan} <> '' THEN {self.scan} {rules} ELSE '' END"
 
 
-def load_conditions(tables: Tables, config: PrepareConfig, parts: Sequence[int]) -> Conditions:
+def load_conditions(database: MetadataDatabase, config: PrepareConfig, parts: Sequence[int]) -> Conditions:
     """Write the conditions on the images of some parts, and make the table `sizes` with the bucket of each size.
 
     Raises:
@@ -108,21 +108,21 @@ def load_conditions(tables: Tables, config: PrepareConfig, parts: Sequence[int])
     keys: list[str] = []
 
     def column(name: str) -> str:
-        if name in MEASURES or name in tables.scores:
+        if name in MEASURES or name in database.scores:
             return identifier(name)
         if name not in keys:
             keys.append(name)
         return f"_keys[{keys.index(name) + 1}]"
 
     buckets = build_buckets(config.buckets)
-    sizes = f"SELECT DISTINCT width, height FROM {tables.metadata(parts)} WHERE width IS NOT NULL"
-    columns = fetch_arrays(tables.connection, sizes)
+    sizes = f"SELECT DISTINCT width, height FROM {database.metadata(parts)} WHERE width IS NOT NULL"
+    columns = fetch_arrays(database.connection, sizes)
     names = np.array([*buckets.names, None])[buckets.indices(columns["width"], columns["height"])]
-    add_table(tables.connection, "sizes", pa.table({**columns, "_bucket": pa.array(names, pa.string())}))
+    add_table(database.connection, "sizes", pa.table({**columns, "_bucket": pa.array(names, pa.string())}))
     too_small = Rule(Reason.TOO_SMALL.value, "_bucket IS NULL", "printf('%d x %d', width, height)")
     rules, types = [too_small, *build_rules(config.filters, column)], {}
     if config.where is not None:
-        types = _where_types(tables, config.where, parts)
+        types = _where_types(database, config.where, parts)
         rules.append(Rule(WHERE, f"(\n{config.where}\n) IS NOT TRUE", "''"))
     return Conditions(rules, keys, types)
 
@@ -145,22 +145,22 @@ def build_rules(config: FiltersConfig, column: ColumnSql) -> list[Rule]:
     return _with_distinct_names(rules)
 
 
-def _where_types(tables: Tables, where: str, parts: Sequence[int]) -> dict[str, str]:
+def _where_types(database: MetadataDatabase, where: str, parts: Sequence[int]) -> dict[str, str]:
     """Find the SQL types of the keys of the sources' metadata that `where` names, and check it against the columns."""
     import duckdb
 
-    known = {*map(str.lower, tables.columns)}
+    known = {*map(str.lower, database.columns)}
     keys = [name for name in parse_where(where) if name.lower() not in known]
     if len({key.lower() for key in keys}) < len(keys):
         raise ConfigurationError(f"where: {where!r} names keys that differ in upper and lower case only; name one")
-    types = tables.key_types(keys, parts)
+    types = database.key_types(keys, parts)
     try:
-        images = tables.named_images(parts[:1], types)
-        tables.connection.execute(f"EXPLAIN SELECT 1 FROM {images} WHERE (\n{where}\n)").fetchall()
+        images = database.images(parts[:1], types=types)
+        database.connection.execute(f"EXPLAIN SELECT 1 FROM {images} WHERE (\n{where}\n)").fetchall()
     except duckdb.Error as error:
         message = str(error).partition("\n")[0]
         column = re.search(r'Referenced column "(.*)" not found', message)
-        raise ConfigurationError(f"where: {unknown_column(tables, column[1]) if column else message}") from error
+        raise ConfigurationError(f"where: {unknown_column(database, column[1]) if column else message}") from error
     return types
 
 

@@ -8,7 +8,6 @@ import pytest
 
 from diffusion.config.loading import from_dict
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.preparation import metadata
 from diffusion.preparation import select as module
 from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.explain import explain
@@ -111,15 +110,6 @@ def test_long_integers_and_leading_zeros_are_exact(tmp_path):
     assert kept(tmp_path) == {(0, 1)}
     select(str(tmp_path), configuration(where="code = '1'"), ONE)
     assert kept(tmp_path) == {(0, 1)}
-
-
-def test_memory_is_that_of_the_container(tmp_path, monkeypatch):
-    limit = tmp_path / "memory.max"
-    monkeypatch.setattr(metadata, "_CONTAINER_LIMIT", limit)
-    machine = metadata._memory()
-    for text, expected in (("max\n", machine), ("100000000\n", 100_000_000)):
-        limit.write_text(text)
-        assert metadata._memory() == expected
 
 
 @pytest.mark.parametrize(
