@@ -92,9 +92,7 @@ def _select(out: str, num_parts: int) -> dict[str, Any]:
     for file in Path(out).glob("selection/*"):
         file.unlink()
     start, cpu = time.perf_counter(), time.process_time()
-    partitions = [
-        SimpleNamespace(number=i, source=0, generation=0, partition=Partition(id=str(i))) for i in range(num_parts)
-    ]
+    partitions = [Partition(number=i) for i in range(num_parts)]
     scan: Any = SimpleNamespace(sources=[SimpleNamespace(name="web")], partitions=partitions, settings={})
     selection = select(out, config, scan)
     return {
@@ -215,8 +213,7 @@ class _EmptySource:
         """List partitions like those of tars of 10,000 images."""
         return Partitions(
             new=(
-                Partition(id=f"{n:05}.tar", file=f"{n:05}.tar", version=f"{n} etag", num_bytes=10**9)
-                for n in range(self.num_partitions)
+                Partition(file=f"{n:05}.tar", version=f"{n} etag", num_bytes=10**9) for n in range(self.num_partitions)
             )
         )
 
@@ -224,10 +221,6 @@ class _EmptySource:
         """Reject one image."""
         location = Location(file=partition.file, version=partition.version)
         yield Rejected(f"empty/{partition.file}", Reason.DAMAGED_FILE, location)
-
-    def only(self, partition: Partition) -> "_EmptySource":
-        """Return itself."""
-        return self
 
 
 def measure_driver(num_partitions: int, engine: Engine = Engine.processes) -> dict[str, float]:

@@ -11,6 +11,7 @@ size. The same command, on any number of processes, continues after an interrupt
 marks samples that were removed from the prepared data.
 """
 
+import argparse
 import logging
 import os
 import sys
@@ -35,10 +36,9 @@ from diffusion.preparation.config import Engine, RayConfig
 
 if TYPE_CHECKING:
     from diffusion.preparation.encoding.models import EncodingModels
+    from diffusion.preparation.engine import Workers
 
-_MOST_WORKERS = 4
-
-_MADE_UP = (Architecture.tiny, Architecture.tiny_xl)
+_GENERATED = (Architecture.tiny, Architecture.tiny_xl)
 """Families whose VAE and text encoder may be random."""
 
 
@@ -72,24 +72,23 @@ def parse() -> CommandParser:
     return parser
 
 
-def model_config(arguments: object) -> ModelConfig:
+def model_config(options: argparse.Namespace) -> ModelConfig:
     """Section `model` of the YAML, or the one that the options describe."""
-    given = vars(arguments)
-    if given["config"] is not None:
-        if given["architecture"] is not None:
-            raise ConfigurationError("--config says what the model is: leave --architecture out, or --config")
-        config = load(Config, given["config"]).model
-    elif given["architecture"] is not None:
-        config = ModelConfig(architecture=Architecture(given["architecture"]))
+    if options.config is not None and options.architecture is not None:
+        raise ConfigurationError("--config says what the model is: leave --architecture out, or --config")
+    if options.config is not None:
+        config = load(Config, options.config).model
+    elif options.architecture is not None:
+        config = ModelConfig(architecture=Architecture(options.architecture))
     else:
         raise ConfigurationError("say what encodes: --config YAML, or --architecture with --pretrained and --vae")
-    config.pretrained, config.vae = given["pretrained"] or config.pretrained, given["vae"] or config.vae
+    config.pretrained, config.vae = options.pretrained or config.pretrained, options.vae or config.vae
     if "pretrained" in missing_keys(config):
-        raise ConfigurationError(f"{given['config']}: model.pretrained is missing: add --pretrained FOLDER")
-    if config.architecture not in _MADE_UP and not config.pretrained and (given["text_embeddings"] or not config.vae):
-        parts = "--pretrained FOLDER" if given["text_embeddings"] else "--pretrained FOLDER, or --vae FOLDER"
+        raise ConfigurationError(f"{options.config}: model.pretrained is missing: add --pretrained FOLDER")
+    if config.architecture not in _GENERATED and not config.pretrained and (options.text_embeddings or not config.vae):
+        parts = "--pretrained FOLDER" if options.text_embeddings else "--pretrained FOLDER, or --vae FOLDER"
         raise ConfigurationError(f"{config.architecture.value} would encode with random weights: add {parts}")
-    config.local_files_only = config.local_files_only or given["local_files_only"]
+    config.local_files_only = config.local_files_only or options.local_files_only
     return config
 
 
@@ -101,13 +100,17 @@ def load_models(config: ModelConfig, text_embeddings: bool) -> "EncodingModels":
     return EncodingModels.of(load_frozen_parts(config), text_embeddings=text_embeddings)
 
 
-def device_of(given: str | None, engine: Engine, by_workers: bool) -> str:
+def device_of(given: str | None, workers: "Workers", by_workers: bool) -> str:
     """Return the device of this process, or of the workers; of several ranks each has the GPU of its number."""
     import torch
 
-    device = given or ("cuda" if torch.cuda.is_available() else "cpu")
-    if engine is Engine.ray:  # Its nodes may have GPUs that this machine does not have.
+    from diffusion.preparation.engine import has_gpus
+
+    if workers.engine is Engine.ray:  # Its nodes may have GPUs that this machine does not have.
+        device = given or ("cuda" if has_gpus(workers) else "cpu")
+        logging.getLogger(__name__).info("the workers of the Ray cluster encode on: %s", device)
         return device
+    device = given or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and torch.cuda.is_available() and not by_workers:
         if local_world_size() > torch.cuda.device_count():
             raise MachineError(
@@ -120,9 +123,9 @@ def device_of(given: str | None, engine: Engine, by_workers: bool) -> str:
 
 def main() -> None:
     """Parse, load the frozen parts, encode."""
-    arguments = parse().parse_args()
-    config = model_config(arguments)
-    engine, number = Engine(arguments.engine), arguments.processes
+    options = parse().parse_args()
+    config = model_config(options)
+    engine, number = Engine(options.engine), options.processes
     by_workers = engine is Engine.ray or (number or 1) > 1
     if by_workers and world_size() > 1:
         raise ConfigurationError("--processes and --engine ray start processes: use them without a launcher")
@@ -132,31 +135,28 @@ def main() -> None:
     from diffusion.preparation.engine import Workers, available_cores
 
     num_local = number if by_workers and engine is Engine.processes else local_world_size()
-    num_workers = arguments.workers
-    if num_workers is None:
-        num_workers = max(1, min(_MOST_WORKERS, available_cores() // num_local))
-    device = device_of(arguments.device, engine, by_workers)
-    start_process_group()
     workers = Workers(engine=engine, number=number or available_cores(), ray=RayConfig(concurrency=number))
-    load = partial(load_models, config, arguments.text_embeddings)
+    device = device_of(options.device, workers, by_workers)
+    start_process_group()
+    load_here = partial(load_models, config, options.text_embeddings)
     manifests = encode(
-        arguments.prepared,
-        arguments.out,
-        models=load(),
-        resolutions=arguments.resolution,
-        batch_size=arguments.batch_size,
+        options.prepared,
+        options.out,
+        models=load_here(),
+        resolutions=options.resolution,
+        batch_size=options.batch_size,
         device=device,
-        precision=arguments.precision,
-        mean_only=arguments.mean_only,
-        num_workers=num_workers,
+        precision=options.precision,
+        mean_only=options.mean_only,
+        num_workers=max(1, min(4, available_cores() // num_local)) if options.workers is None else options.workers,
         workers=workers if by_workers else None,
-        load=load,
+        load=load_here,
         progress=True,
     )
     if rank() == 0:
         for manifest in manifests:
             num_samples = sum(count for buckets in manifest.counts.values() for count in buckets.values())
-            print(f"{arguments.out}: {num_samples} samples at {manifest.resolution} px")
+            print(f"{options.out}: {num_samples} samples at {manifest.resolution} px")
     _end_rank()
 
 

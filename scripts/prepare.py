@@ -39,10 +39,11 @@ _SETTINGS = ("validation_fraction", "seed", "shard_mb", "window_mb", "compressio
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = CommandParser(description=__doc__)
-    words_help = "a stage, if only one is to run; folders, tar or parquet files, quoted patterns, and the output folder"
-    parser.add_argument("words", nargs="*", metavar="SOURCE ... OUT", help=f"{words_help}; with --config: key=value")
-    config_help = "read the settings from a file; the settings below are then given as key=value"
-    parser.add_argument("--config", type=Path, metavar="YAML", help=config_help)
+    parser.add_argument("words", nargs="*", metavar="SOURCE ... OUT", help="a stage, if only one is to run; folders, "
+                        "tar or parquet files, quoted patterns, and the output folder; with --config: "
+                        "key=value")  # fmt: skip
+    parser.add_argument("--config", type=Path, metavar="YAML", help="read the settings from a file; the settings "
+                        "below are then given as key=value")  # fmt: skip
     parser.add_argument("--dry-run", nargs="?", type=int, const=NUM_DRY_RUN, metavar="IMAGES",
                         help="read this number of images of each source (default: 100), print what would be "
                         "kept and rejected, and write nothing")  # fmt: skip
@@ -127,11 +128,8 @@ def preview_text(selection: Selection) -> str:
     for name, counts in selection.sources.items():
         rows.append((name, str(sum(counts.values())), str(counts.get("", 0)), "", ""))
         rows += [("", "", "", reason, str(count)) for reason, count in sorted(counts.items()) if reason]
-    lines = text_table(rows)
-    lines += [
-        "",
-        *text_table([("split / bucket", "images"), *((k, str(v.images)) for k, v in selection.places.items())]),
-    ]
+    folders = [("split / bucket", "images"), *((k, str(v.images)) for k, v in selection.places.items())]
+    lines = [*text_table(rows), "", *text_table(folders)]
     lines += [f"  {reason}: {one.key} ({one.detail or reason})" for reason, (one, *_) in selection.examples.items()]
     return "\n".join(map(printable, lines))
 

@@ -8,6 +8,9 @@ from diffusion import storage
 from diffusion.errors import DataError
 from diffusion.storage import Access, MissingFileError
 
+SPLITS = ("train", "validation")
+"""Folders of the shards."""
+
 MANIFEST = "manifest.json"
 WORK = "work.partial"
 """Folder of a data set while it is being encoded."""

@@ -27,9 +27,9 @@ import numpy as np
 
 from diffusion import storage
 from diffusion.datasets.balanced import Integers
-from diffusion.datasets.manifest import BucketEntry
+from diffusion.datasets.manifest import SPLITS, BucketEntry
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.files import hash_file, new_hash
+from diffusion.files import PARTIAL, hash_file, new_hash
 from diffusion.storage import Access
 
 INDEX = "index.json"
@@ -584,6 +584,23 @@ def read_index(folder: Path | str, access: Access | None = None) -> BucketEntry:
             raise DataError(f"{storage.join(str(folder), name)} {state}; fetch or write the folder anew")
     sha256 = hashlib.sha256(content).hexdigest()
     return BucketEntry(num_samples=num_samples, num_shards=len(shards), num_bytes=num_bytes, sha256=sha256)
+
+
+def delete_unnamed(uri: str, named: Mapping[str, Collection[str]]) -> None:
+    """Delete what killed runs left in a data set: unfinished files, and files of the splits that no index names.
+
+    Args:
+        uri: the data set, a path or an s3:// URI.
+        named: names of the files of each `<split>/<bucket>`, the index among them.
+    """
+
+    def is_left(name: str) -> bool:
+        folder, _, base = name.rpartition("/")
+        return base.endswith(PARTIAL) or (folder.split("/")[0] in SPLITS and base not in named.get(folder, ()))
+
+    left = filter(is_left, storage.list_files(uri))
+    indexes_first = sorted(left, key=lambda name: not name.endswith(INDEX))  # So that no rest looks whole.
+    storage.delete(storage.join(uri, name) for name in indexes_first)
 
 
 def remove_mds(folder: Path) -> None:

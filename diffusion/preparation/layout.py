@@ -1,19 +1,24 @@
 """Files of a prepared data set: their names, the columns of the metadata, and parquet."""
 
 import io
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from diffusion import storage
+from diffusion.datasets.manifest import SPLITS
 
 METADATA, SCORES, SELECTION, POSITIONS, LISTINGS = "metadata", "scores", "selection", "positions", "listings"
 """Folders of a data set."""
 
-SPLITS = TRAIN, VALIDATION = "train", "validation"
-"""Folders of the shards."""
+TRAIN, VALIDATION = SPLITS
+
+SCORES_RECORD = "scores.json"
+"""File of a data set: what determines each column below `scores`. Columns of other tools are not in it."""
 
 REMOVED = "removed.json"
 """File of a data set: `hash_key` of the keys of all removed images, sorted."""
@@ -64,6 +69,17 @@ def part_name(number: int) -> str:
 def positions_name(task: int) -> str:
     """Name of the file with the positions of a task's samples."""
     return f"{task:05}.parquet"
+
+
+def part_numbers(folder: str) -> set[int]:
+    """List the partitions, or tasks, whose file is in a folder; what a killed process left is none."""
+    return {int(name[:-8]) for name in storage.list_files(folder) if re.fullmatch(r"\d+\.parquet", name)}
+
+
+def read_scores_record(out: str) -> dict[str, Any]:
+    """Read `scores.json`: for each column below `scores` what determines it, beside the images."""
+    uri = storage.join(out, SCORES_RECORD)
+    return storage.read_json(uri) if storage.exists(uri) else {}
 
 
 def read_table(uri: str, columns: Sequence[str] | None = None) -> pa.Table:

@@ -10,7 +10,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from diffusion.preparation.layout import (
     REMOVED,
     REMOVED_SAMPLES,
     SCORES,
+    SCORES_RECORD,
     SELECTION,
     SPLITS,
 )
@@ -44,9 +45,6 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 
 _FILES = (REMOVED_SAMPLES, "report.html", "report.json", "partitions.json")
 _FOLDERS_OF_VERSION_1 = ("facts", "refused")
-
-SCORES_RECORD = "scores.json"
-"""File of a data set: what the columns below `scores` are made with. Columns of other tools are not in it."""
 
 REREAD = "reread"
 """Folder of a data set while files that look changed are compared with what is known of them."""
@@ -80,7 +78,7 @@ def claim(out: str, kind: str | None = None) -> Iterator[None]:
 def clear_result(out: str) -> None:
     """Remove what was selected and written; the manifest goes first. What was taken down stays known."""
     storage.delete([storage.join(out, MANIFEST)])
-    _clear_folders(out, (POSITIONS, *SPLITS, SELECTION))  # Without positions no shard is taken for a finished one.
+    clear_folders(out, POSITIONS, *SPLITS, SELECTION)  # Without positions no shard is taken for a finished one.
     storage.delete(storage.join(out, name) for name in _FILES)
 
 
@@ -89,11 +87,12 @@ def clear(out: str) -> None:
     if not storage.exists(storage.join(out, SCAN)):
         storage.write_json(storage.join(out, SCAN), {})
     clear_result(out)
-    _clear_folders(out, (SCORES, METADATA, LISTINGS, REREAD, *_FOLDERS_OF_VERSION_1))
+    clear_folders(out, SCORES, METADATA, LISTINGS, REREAD, *_FOLDERS_OF_VERSION_1)
     storage.delete([storage.join(out, SCORES_RECORD), storage.join(out, SCAN)])
 
 
-def _clear_folders(out: str, names: Sequence[str]) -> None:
+def clear_folders(out: str, *names: str) -> None:
+    """Remove folders of a data set with their files."""
     for name in names:
         folder = storage.join(out, name)
         storage.delete(storage.join(folder, file) for file in storage.list_files(folder))
@@ -114,10 +113,14 @@ def _check_content(out: str, kind: str) -> None:
             names = {name.partition("/")[0] for name in storage.list_files(out)}
         else:
             names = {path.name for path in Path(out).iterdir()}
-        strangers = sorted(name for name in names if not name.startswith(".") and name not in _ALLOWED)
-        if strangers:
-            shown = ", ".join(map(ascii, strangers[:3]))
-            raise DataError(f"{storage.shown(out)} holds other files ({shown}); choose an empty folder")
+        check_empty(out, names, _ALLOWED)
+
+
+def check_empty(out: str, names: Iterable[str], allowed: Collection[str]) -> None:
+    """Reject a folder that holds anything but hidden files and what is allowed."""
+    if unexpected := sorted(name for name in names if not name.startswith(".") and name not in allowed):
+        shown = ", ".join(map(ascii, unexpected[:3]))
+        raise DataError(f"{storage.shown(out)} holds other files ({shown}); choose an empty folder")
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from diffusion.preparation.engine import Workers
 from diffusion.preparation.explain import explain
 from diffusion.preparation.output import claim, clear_result
 from diffusion.preparation.plugins import check_plugins
-from diffusion.preparation.scan import Scan, scan_sources
+from diffusion.preparation.scan import Scan, changed_settings, scan_sources
 from diffusion.preparation.score import score
 from diffusion.preparation.select import check as check_selection
 from diffusion.preparation.select import select
@@ -49,9 +49,9 @@ def prepare(
 
     Args:
         config: the configuration.
-        stages: some of `STAGES`, in their order.
-        removed: file of keys, one per line, that are never to be in the data set; samples that are there already are
-            marked as removed.
+        stages: some of `STAGES`.
+        removed: file of keys that are never to be in the data set; samples that are there already are marked as
+            removed.
         overwrite: replace a finished data set; the metadata and scores that still fit are kept.
         report: write `report.html` and `report.json`.
         progress: show bars on stderr.
@@ -72,7 +72,7 @@ def prepare(
     check_selection(config)
     settings = _settings(config)
     shard_format(settings).check()
-    workers, out = Workers.of(config), config.out
+    workers, out = Workers.from_config(config), config.out
     finished = None if overwrite else _read_manifest(out, settings)
     if removed is not None and finished is not None:
         take_down(out, read_keys(removed))
@@ -120,12 +120,7 @@ def _read_manifest(out: str, settings: dict[str, Any]) -> PreparedManifest | Non
     remedy = "choose another folder, or replace it with --overwrite"
     if manifest.version == 1:
         raise DataError(f"{shown} was prepared by version 0.2 or before, and nothing can be added to it; {remedy}")
-    differences = [
-        f"{name}: {manifest.settings.get(name)}, not {value}"
-        for name, value in settings.items()
-        if manifest.settings.get(name) != value
-    ]
-    if differences:
+    if differences := changed_settings(manifest.settings, settings):
         raise DataError(f"{shown} was prepared with other settings ({', '.join(differences)}); {remedy}")
     return manifest
 

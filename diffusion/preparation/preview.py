@@ -1,9 +1,8 @@
 """Dry run: a preparation tried on a few images of each source, in a temporary folder."""
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Iterable
+from dataclasses import replace
 from tempfile import TemporaryDirectory
 
 from diffusion.config.loading import to_dict
@@ -11,25 +10,14 @@ from diffusion.errors import DataError
 from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.engine import Workers
 from diffusion.preparation.plugins import check_plugins
-from diffusion.preparation.records import Partition, Record, Rejected, Source
-from diffusion.preparation.scan import Scan, ScannedPartition, Scanner, ScanTask
+from diffusion.preparation.records import Partition
+from diffusion.preparation.scan import Scan, Scanner, ScanTask
 from diffusion.preparation.score import score
 from diffusion.preparation.select import Selection, select
 from diffusion.preparation.sources import open_sources
 
 _PARTITIONS = 16
 """Partitions of a source, spread over it, from which the images are taken."""
-
-
-@dataclass(frozen=True)
-class _FirstImages:
-    """A source of which the first images of a partition are scanned."""
-
-    source: Source
-    number: int
-
-    def scan(self, partition: Partition) -> Iterator[Record | Rejected]:
-        return islice(self.source.scan(partition), self.number)
 
 
 def preview(config: PrepareConfig, number: int) -> Selection:
@@ -54,15 +42,14 @@ def preview(config: PrepareConfig, number: int) -> Selection:
     with TemporaryDirectory(prefix="preview-", dir=config.scratch) as out:
         config = replace(config, out=out, buckets=replace(config.buckets, min_samples=None))
         scanner = Scanner(out, to_dict(config.limits))
-        scanned: list[ScannedPartition] = []
+        scanned: list[Partition] = []
         for index, source in enumerate(sources):
             partitions, left = _spread(source.partitions().new)[:number], number
             for i, partition in enumerate(partitions):
+                partition = replace(partition, number=len(scanned), source=index)
                 few = math.ceil(left / (len(partitions) - i))
-                part = ScannedPartition(number=len(scanned), source=index, generation=0, partition=partition)
-                task = ScanTask(source=_FirstImages(source, few), partition=partition, number=part.number)  # pyright: ignore[reportArgumentType]
-                left -= scanner(task).num_images
-                scanned.append(part)
+                left -= scanner(ScanTask(source, partition, limit=few)).num_images
+                scanned.append(partition)
         if not scanned:
             raise DataError(f"the sources hold no images: {', '.join(source.path for source in sources)}")
         scan = Scan(sources, scanned)

@@ -3,18 +3,16 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
-
-from typing_extensions import Self
+from typing import Any
 
 from diffusion.errors import DataError
 
 
 class OutdatedError(DataError):
-    """What was listed or scanned is not what sources and settings say now; `--overwrite` prepares it anew."""
+    """What was listed or scanned is not what sources and settings say now; `--overwrite` prepares it again."""
 
 
 class Reason(str, Enum):
@@ -42,7 +40,7 @@ MAX_DEPTH = 100
 """Deepest nesting of JSON."""
 
 WITHOUT_CAPTION = (Reason.MISSING_CAPTION, Reason.EMPTY_CAPTION)
-"""Reasons that a captioner can mend: such images are decoded and measured."""
+"""Reasons that a captioner can fix: such images are decoded and measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,19 +49,14 @@ class Location:
 
     file: str
     """Path of the file below the source; empty where the source is the file."""
-
     version: str = ""
     """Changes with the content of the file: size and time, or what a store gives."""
-
     offset: int | None = None
     """First byte in the file (in the decompressed stream of a compressed one); None where an image is no such range."""
-
     length: int | None = None
     """Bytes from there."""
-
     row_group: int | None = None
     """Row group of a parquet file, batch of an Arrow file."""
-
     row: int | None = None
     """Row of the file, or sample of the shard, from 0."""
 
@@ -74,16 +67,12 @@ class Record:
 
     key: str
     """Unique over all sources: the name of the source, a slash, and the path in the source."""
-
     image: bytes
     """The image file as it came."""
-
     captions: list[str]
     """At least one; each non-empty, stripped, encodable as UTF-8. Empty within a `Rejected` only."""
-
     metadata: dict[str, Any]
     """Whatever else the source knew; fit for JSON."""
-
     location: Location
 
 
@@ -96,7 +85,6 @@ class Rejected:
     location: Location
     detail: str = ""
     """A few words for the person who looks at the examples."""
-
     record: Record | None = field(default=None, repr=False)
     """Where only the caption is missing (`WITHOUT_CAPTION`): the record without captions."""
 
@@ -108,27 +96,27 @@ class Partition:
     A partition is a function of the content of the source, never of the number of workers.
     """
 
-    id: str
-    """Name within the source, for messages; unique, and stable when the source grows."""
+    number: int = -1
+    """Counted over all sources and generations; names its files (`part_name`). The scan gives it, as the two below."""
+
+    source: int = 0
+    """Number of its source."""
+
+    generation: int = 0
+    """Growth that it came with."""
 
     file: str = ""
     """The file below the source that it lies in; empty for a partition of a folder of images."""
-
     start: int = 0
     """First row of a table."""
-
     stop: int | None = None
-    """Row behind the last; None is the end of the file."""
-
+    """Row after the last; None is the end of the file."""
     version: str = ""
     """Version of the file."""
-
     num_bytes: int = 0
     """Bytes to read, about."""
-
     num_records: int | None = None
     """Records and rejections; None if that is not known beforehand."""
-
     items: tuple[str, ...] = ()
     """Of a folder of images: what `Source.scan` needs of each file, as JSON. The driver does not keep them: it writes
     them to a file, from which the worker reads them back (`diffusion.preparation.scan`)."""
@@ -140,69 +128,10 @@ class Partitions:
 
     new: Iterable[Partition]
     """A stream: a source may have 100,000 of them, with 100 million images."""
-
     gone: Sequence[str] = ()
     """Files that were read before and do not exist any more."""
-
     changed: Sequence[Partition] = ()
     """Files that were read before and have another version now, as partitions to be read and compared."""
-
-
-class Source(Protocol):
-    """A place that images are read from, cut into partitions.
-
-    A source is a small value that can be pickled. It holds no open file, no list of its files, and no password (a
-    worker finds those in its environment). What a partition yields depends on its content alone.
-    """
-
-    name: str
-    """First part of the keys."""
-
-    kind: str
-    """`folder`, `webdataset`, `parquet`, ..."""
-
-    path: str
-    """Where it is, without passwords."""
-
-    def description(self) -> dict[str, Any]:
-        """What `sources.from_description` makes an equal source of, as JSON."""
-        ...
-
-    def partitions(self, known: Sequence[str] = ()) -> Partitions:
-        """Compare the source with the metadata of earlier scans.
-
-        Args:
-            known: local parquet files of metadata of this source, with the columns `file` and `version` at least.
-
-        Raises:
-            DataError: it is not what it was when it was opened.
-            MachineError: it cannot be listed.
-        """
-        ...
-
-    def scan(self, partition: Partition) -> Iterator[Record | Rejected]:
-        """Yield each image of a partition once, either way, in the same order each time.
-
-        Raises:
-            MachineError: the disk or the network fails. A damaged file is no error: all that can be read is read, and
-                each row that the file promises and that is lost is a rejection.
-        """
-        ...
-
-    def images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
-        """Yield the image files of some records of a partition, in the order in which `scan` yields them.
-
-        Each file is read once, from front to back, in ranges of at least 8 MiB (or to its end).
-
-        Raises:
-            DataError: one is not there any more.
-            MachineError: the disk or the network fails.
-        """
-        ...
-
-    def only(self, partition: Partition) -> Self:
-        """A source of the same keys that is small when pickled."""
-        ...
 
 
 def make_record(
@@ -210,17 +139,9 @@ def make_record(
 ) -> Record | Rejected:
     """Check captions and make a record.
 
-    Args:
-        key: key of the record.
-        image: the image file.
-        captions: a text, a list of texts, or nothing; undecodable bytes as surrogates (`surrogateescape`). Blank
-            entries of a list are dropped.
-        metadata: anything; what JSON cannot hold becomes text or None.
-        location: where the image lies.
-
-    Returns:
-        The record; or the rejection if there is no caption, none that is not blank, or one is not valid UTF-8, or if
-        metadata are nested too deeply.
+    The captions are a text, a list of texts, or nothing; undecodable bytes are surrogates (`surrogateescape`). Blank
+    entries of a list are dropped. What JSON cannot hold of the metadata becomes text or None. Without a caption, with
+    one that is not valid UTF-8, and with metadata that are nested too deeply, the image is rejected.
     """
     listed = captions if isinstance(captions, list) else [captions]
     texts = [text for text in listed if isinstance(text, str)]
@@ -239,6 +160,46 @@ def make_record(
     if not captions:
         return Rejected(key, Reason.EMPTY_CAPTION, location, record=bare)
     return Record(key, image, captions, metadata, location)
+
+
+def record_of_files(
+    key: str, image: bytes | None, text: bytes | None, values: bytes | None, location: Location, detail: str = ""
+) -> Record | Rejected:
+    """Make the record of an image with a .txt and a .json of the same name: members of a tar, or files of a folder.
+
+    The caption is the .txt; without one, `caption` or `text` of the .json. All entries of a list `captions` in the
+    .json come with it. The other entries of the .json are metadata. A `status` other than `success` is a rejection, and
+    so is a missing image, with `detail`.
+    """
+    metadata: dict[str, Any] = {}
+    if values is not None:
+        try:
+            metadata = parse_object(decode_text(values))
+        except ValueError as error:
+            return Rejected(key, Reason.INVALID_JSON, location, str(error)[:80])
+    if (status := metadata.get("status", "success")) != "success":
+        return not_successful(key, status, metadata, location)
+    if image is None:
+        return Rejected(key, Reason.MISSING_IMAGE, location, detail)
+    rest = {name: metadata[name] for name in metadata if name not in ("captions", "caption", "text")}
+    return make_record(key, image, _captions(text, metadata), rest, location)
+
+
+def not_successful(key: str, status: Any, metadata: Mapping[str, Any], location: Location) -> Rejected:
+    """Make the rejection of an image that img2dataset could not download."""
+    return Rejected(key, Reason.NOT_SUCCESSFUL, location, ascii(f"{status}: {metadata.get('error_message')}"[:80]))
+
+
+def _captions(text: bytes | None, metadata: dict[str, Any]) -> list[Any]:
+    listed = metadata.get("captions")
+    listed = listed if isinstance(listed, list) else [listed]
+    if text is not None:
+        first = decode_text(text)
+        return [first, *(caption for caption in listed if caption != first.strip())]
+    if any(isinstance(caption, str) for caption in listed):
+        return listed
+    single = next((metadata[name] for name in ("caption", "text") if metadata.get(name) is not None), None)
+    return single if isinstance(single, list) else [single]
 
 
 def decode_text(data: bytes) -> str:

@@ -6,30 +6,26 @@ are scanned; what was scanned before must still be what it was.
 """
 
 import functools
+import itertools
 import json
 import logging
-import re
-import shutil
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import xxhash
-from tqdm import tqdm
 
 from diffusion import storage
 from diffusion.config.loading import to_dict
 from diffusion.datasets.images import UndecodableImageError, decode_reduced
 from diffusion.datasets.manifest import MANIFEST, SCAN
-from diffusion.distributed import rank
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.preparation.config import LimitsConfig, PrepareConfig
-from diffusion.preparation.engine import Workers, run
+from diffusion.preparation.engine import Workers, progress_bar, run
 from diffusion.preparation.layout import (
     LISTINGS,
     METADATA,
@@ -37,12 +33,13 @@ from diffusion.preparation.layout import (
     SCHEMA,
     SELECTION,
     part_name,
+    part_numbers,
     read_table,
     write_table,
 )
 from diffusion.preparation.measures import REDUCED_SIDE, file_format, jpeg_scans, perceptual_hash, sharpness
 from diffusion.preparation.metadata import hash_key, removed_row
-from diffusion.preparation.output import REREAD, clear
+from diffusion.preparation.output import REREAD, clear, clear_folders
 from diffusion.preparation.records import (
     WITHOUT_CAPTION,
     OutdatedError,
@@ -50,32 +47,17 @@ from diffusion.preparation.records import (
     Partitions,
     Record,
     Rejected,
-    Source,
     clean_text,
 )
-from diffusion.preparation.sources import from_description, open_sources
+from diffusion.preparation.sources import Source, from_description, open_sources
 from diffusion.preparation.sources.reading import printable
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 1
+_VERSION = 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScannedPartition:
-    """A partition with its place in the data set."""
-
-    number: int
-    """Counted over all sources and generations; names its files (`part_name`)."""
-
-    source: int
-    """Number of its source."""
-
-    generation: int
-    """Growth that it came with, from 0."""
-
-    partition: Partition
-    """Without items."""
+_FIELDS = tuple(one.name for one in fields(Partition) if one.name != "items")
 
 
 @dataclass(frozen=True)
@@ -83,16 +65,16 @@ class Scan:
     """What `scan.json` says: the sources of a data set and their partitions."""
 
     sources: Sequence[Source]
-    partitions: Sequence[ScannedPartition]
-    """By number."""
+    partitions: Sequence[Partition]
+    """By number, without items."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     """Limits and partition size."""
 
     def find(self, number: int) -> tuple[Source, Partition]:
-        """Find source and partition of a number."""
-        found = self.partitions[number]
-        return self.sources[found.source], found.partition
+        """Find a partition and its source, small enough to be sent to a worker."""
+        partition = self.partitions[number]
+        return self.sources[partition.source], partition
 
     @classmethod
     def read(cls, out: str) -> "Scan":
@@ -106,7 +88,8 @@ class Scan:
                 raise OutdatedError(f"{storage.shown(uri)} has version {values['version']}, not {_VERSION}; "
                                     "prepare with --overwrite")  # fmt: skip
             sources = [from_description(description) for description in values["sources"]]
-            return cls(sources, list(map(_partition_of, values["partitions"])), values["settings"])
+            partitions = [Partition(**{name: entry[name] for name in _FIELDS}) for entry in values["partitions"]]
+            return cls(sources, partitions, values["settings"])
         except (KeyError, TypeError, AttributeError) as error:
             raise OutdatedError(f"{storage.shown(uri)} is damaged ({error!r}); prepare with --overwrite") from error
 
@@ -116,23 +99,9 @@ class Scan:
             "version": _VERSION,
             "settings": self.settings,
             "sources": [source.description() for source in self.sources],
-            "partitions": list(map(_entry_of, self.partitions)),
+            "partitions": [{name: getattr(one, name) for name in _FIELDS} for one in self.partitions],
         }
         storage.write(storage.join(out, SCAN), json.dumps(values, separators=(",", ":")).encode())
-
-
-_FIELDS = tuple(one.name for one in fields(Partition) if one.name != "items")
-
-
-def _entry_of(one: ScannedPartition) -> dict[str, Any]:
-    entry = {"number": one.number, "source": one.source, "generation": one.generation}
-    return entry | {name: getattr(one.partition, name) for name in _FIELDS}
-
-
-def _partition_of(entry: dict[str, Any]) -> ScannedPartition:
-    partition = Partition(**{name: entry[name] for name in _FIELDS})
-    place = {name: entry[name] for name in ("number", "source", "generation")}
-    return ScannedPartition(**place, partition=partition)
 
 
 # The stage
@@ -141,14 +110,8 @@ def _partition_of(entry: dict[str, Any]) -> ScannedPartition:
 def scan_sources(config: PrepareConfig, *, workers: Workers, progress: bool = False, overwrite: bool = False) -> Scan:
     """Write the metadata of all images that the sources hold and that have none yet.
 
-    A scan that was interrupted is completed, before the sources are looked at for more.
-
-    Args:
-        config: the preparation. Its folder is claimed by the caller.
-        workers: who scans.
-        progress: show a bar on stderr.
-        overwrite: where the data set is of other sources or settings, or its sources have changed, remove it and begin
-            anew. The metadata of one that fits are kept.
+    A scan that was interrupted is completed before the sources are listed again. The caller has claimed `config.out`.
+    With `overwrite`, a data set of other sources or settings is removed, and so is one whose sources have changed.
 
     Returns:
         The scan; all its partitions have metadata.
@@ -173,17 +136,16 @@ def scan_sources(config: PrepareConfig, *, workers: Workers, progress: bool = Fa
                 f"{storage.shown(config.out)} was prepared by an earlier version, and nothing can be added to it; "
                 "choose another folder, or replace it with --overwrite"
             )
-        _complete(config.out, scan, workers, progress)
-        scan = _grown(config.out, replace(scan, sources=sources), workers)
+        _run_missing(config.out, scan, workers, progress)
+        scan = _add_partitions(config.out, replace(scan, sources=sources), workers)
     except OutdatedError:
         if not overwrite:
             raise
         listed = [source.partitions() for source in sources]  # Their mistakes are found before anything is removed.
         clear(config.out)
-        scan = _grown(config.out, Scan(sources, [], settings), workers, listed)
-    _complete(config.out, scan, workers, progress)
-    listings = storage.join(config.out, LISTINGS)
-    storage.delete(storage.join(listings, name) for name in storage.list_files(listings))
+        scan = _add_partitions(config.out, Scan(sources, [], settings), workers, listed)
+    _run_missing(config.out, scan, workers, progress)
+    clear_folders(config.out, LISTINGS)
     return scan
 
 
@@ -202,50 +164,44 @@ def _resolved(uri: str) -> str:
 
 
 def _check_same(out: str, scan: Scan, sources: Sequence[Source], settings: dict[str, Any]) -> None:
-    there, given = _flat(scan.settings), _flat(settings)
-    if different := [key for key in given if given[key] != there.get(key)]:
-        what = "other settings (" + ", ".join(f"{key}: {there.get(key)}, not {given[key]}" for key in different) + ")"
-    else:
-        given_sources = [source.description() for source in sources[: len(scan.sources)]]
-        if given_sources == [source.description() for source in scan.sources]:
-            return
+    given = [source.description() for source in sources[: len(scan.sources)]]
+    if different := changed_settings(scan.settings, settings):
+        what = f"other settings ({', '.join(different)})"
+    elif given != [source.description() for source in scan.sources]:
         what = f"other sources ({', '.join(source.path for source in scan.sources)})"
+    else:
+        return
     raise OutdatedError(
         f"{storage.shown(out)} was prepared with {what}; choose another folder, or replace it with --overwrite"
     )
 
 
-def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    limits = {f"limits.{key}": value for key, value in settings.get("limits", {}).items()}
-    return {**limits, "partition_size": settings.get("partition_size")}
+def changed_settings(there: Mapping[str, Any], given: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Describe the settings of a data set that differ from the given ones, as `seed: 17, not 5`."""
+    found = []
+    for name, value in given.items():
+        old = there.get(name)
+        if isinstance(old, dict) and isinstance(value, dict):
+            found += changed_settings(old, {**dict.fromkeys(old), **value}, f"{prefix}{name}.")
+        elif old != value:
+            found.append(f"{prefix}{name}: {old}, not {value}")
+    return found
 
 
-def _scanned(out: str) -> set[int]:
-    """Numbers of the partitions that have metadata."""
-    names = storage.list_files(storage.join(out, METADATA))
-    return {int(name[:-8]) for name in names if re.fullmatch(r"\d+\.parquet", name)}
-
-
-def _complete(out: str, scan: Scan, workers: Workers, progress: bool) -> None:
+def _run_missing(out: str, scan: Scan, workers: Workers, progress: bool) -> None:
     """Scan the partitions that have no metadata yet."""
-    done = _scanned(out)
-    if len(done) == len(scan.partitions):
+    done = part_numbers(storage.join(out, METADATA))
+    missing = [one.number for one in scan.partitions if one.number not in done]
+    if not missing:
         return
-    numbers = [one.partition.num_records for one in scan.partitions]
-    total = None if None in numbers else sum(number or 0 for number in numbers)
-    before = sum(numbers[number] or 0 for number in done)
-    tasks = (
-        ScanTask(source=source.only(partition), partition=partition, number=one.number)
-        for one in scan.partitions
-        if one.number not in done
-        for source, partition in [scan.find(one.number)]
-    )
-    interval = 0.2 if sys.stderr.isatty() else 30.0
-    bar = tqdm(desc="scan", total=total, initial=before, unit=" images", mininterval=interval,
-               disable=not progress or rank() != 0)  # fmt: skip
-    num_rejected = 0
-    with bar:
-        for result in run(workers, functools.partial(Scanner, out, scan.settings["limits"]), tasks):
+    sizes = [one.num_records for one in scan.partitions]
+    total = None if None in sizes else sum(filter(None, sizes))
+    before = sum(sizes[number] or 0 for number in done)
+    tasks = (ScanTask(*scan.find(number)) for number in missing)
+    make = functools.partial(Scanner, out, scan.settings["limits"])
+    with progress_bar("scan", total, initial=before, shown=progress) as bar:
+        num_rejected = 0
+        for result in run(workers, make, tasks):
             num_rejected += result.num_rejected
             bar.set_postfix(rejected=num_rejected, refresh=False)
             bar.update(result.num_images)
@@ -254,15 +210,15 @@ def _complete(out: str, scan: Scan, workers: Workers, progress: bool) -> None:
 # Growth
 
 
-def _grown(out: str, scan: Scan, workers: Workers, listed: Sequence[Partitions] = ()) -> Scan:
-    """Add what the sources hold beyond the scanned partitions; nothing of those may be gone or another.
+def _add_partitions(out: str, scan: Scan, workers: Workers, listed: Sequence[Partitions] = ()) -> Scan:
+    """Add what the sources hold beyond the scanned partitions; nothing of those may be gone or changed.
 
     `listed` is what they hold where that is known and nothing was scanned.
     """
     last = max((one.generation for one in scan.partitions), default=0)
     generation = last + storage.exists(storage.join(out, SELECTION, f"{last}.json"))
     parts = list(scan.partitions)
-    without_rows = {(one.source, one.partition.file, one.partition.version) for one in parts if one.partition.version}
+    without_rows = {(one.source, one.file, one.version) for one in parts if one.version}
     for index, source in enumerate(scan.sources):
         names = [part_name(one.number) for one in scan.partitions if one.source == index]
         with _local_copies(storage.join(out, METADATA), names) as known:
@@ -274,9 +230,8 @@ def _grown(out: str, scan: Scan, workers: Workers, listed: Sequence[Partitions] 
                 if partition.items:
                     items = pa.table({"item": list(partition.items)})
                     write_table(storage.join(out, LISTINGS, part_name(len(parts))), items)
-                    partition = replace(partition, items=())
-                place = {"number": len(parts), "source": index, "generation": generation}
-                parts.append(ScannedPartition(**place, partition=partition))
+                numbers = {"number": len(parts), "source": index, "generation": generation}
+                parts.append(replace(partition, **numbers, items=()))
     grown = replace(scan, partitions=parts)
     if len(parts) > len(scan.partitions):
         grown.write(out)
@@ -311,7 +266,7 @@ def _check_unchanged(
 ) -> None:
     """Read files that look changed again, and compare their images with what is known of them."""
     name = printable(source.name)
-    remedy = f"undo that, or prepare all of {storage.shown(out)} anew with --overwrite"
+    remedy = f"undo that, or prepare all of {storage.shown(out)} again with --overwrite"
     if found.gone:
         raise OutdatedError(f"source {name}: {found.gone[0]!a} is gone; {remedy}")
     if not found.changed:
@@ -319,42 +274,38 @@ def _check_unchanged(
     import duckdb
 
     logger.info("source %s: %d partitions look changed; they are read again", name, len(found.changed))
-    folder, names = storage.join(out, REREAD), [part_name(number) for number in range(len(found.changed))]
-    tasks = (
-        ScanTask(source=source.only(partition), partition=partition, number=number, folder=REREAD)
-        for number, partition in enumerate(found.changed)
-    )
+    changed = [replace(partition, number=number) for number, partition in enumerate(found.changed)]
+    tasks = (ScanTask(source, partition, folder=REREAD) for partition in changed)
     try:
         for _ in run(workers, functools.partial(Scanner, out, limits), tasks):
             pass
-        with _local_copies(folder, names) as new, duckdb.connect() as database:
-            changed = database.execute(_CHANGED, [new, list(known)]).fetchone()
+        names = [part_name(partition.number) for partition in changed]
+        with _local_copies(storage.join(out, REREAD), names) as new, duckdb.connect() as database:
+            different = database.execute(_CHANGED, [new, list(known)]).fetchone()
     finally:
-        storage.delete(storage.join(folder, name) for name in names)
-        if not storage.is_url(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-    if changed:
+        clear_folders(out, REREAD)
+    if different:
         raise OutdatedError(
-            f"source {name}: {changed[0]!a} has changed; {remedy} (mending an image that was rejected is a "
-            "change, too; a mended copy under another name is new and is added)"
+            f"source {name}: {different[0]!a} has changed; {remedy} (fixing an image that was rejected is a "
+            "change, too; a fixed copy under another name is new and is added)"
         )
 
 
 # Workers
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ScanTask:
     """A partition that is to be scanned."""
 
     source: Source
     partition: Partition
-    number: int
     folder: str = METADATA
+    limit: int | None = None
+    """Most images; None is all."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Result:
+class _Result(NamedTuple):
     num_images: int
     num_rejected: int
 
@@ -370,13 +321,12 @@ class Scanner:
 
     def __call__(self, task: ScanTask) -> _Result:
         """Write the metadata of a partition."""
-        partition, name = task.partition, part_name(task.number)
+        partition, name = task.partition, part_name(task.partition.number)
         if not partition.items and task.source.kind == "folder":
             partition = replace(partition, items=self._items(name))
-        rows = [self._row(item, partition) for item in task.source.scan(partition)]
-        table = pa.Table.from_pylist(rows, schema=SCHEMA)
-        write_table(storage.join(self._out, task.folder, name), table)
-        return _Result(num_images=len(rows), num_rejected=sum(row["reason"] != "" for row in rows))
+        rows = [self._row(item, partition) for item in itertools.islice(task.source.scan(partition), task.limit)]
+        write_table(storage.join(self._out, task.folder, name), pa.Table.from_pylist(rows, schema=SCHEMA))
+        return _Result(len(rows), sum(row["reason"] != "" for row in rows))
 
     def _items(self, name: str) -> tuple[str, ...]:
         """Read the listing of a partition of a folder of images."""

@@ -32,7 +32,15 @@ from diffusion.preparation.buckets import build_buckets
 from diffusion.preparation.config import DuplicatesConfig, PrepareConfig
 from diffusion.preparation.duplicates import find_candidates, find_duplicates
 from diffusion.preparation.filters import Conditions, build_rules, load_conditions, parse_where
-from diffusion.preparation.layout import CAPTIONS, SCORES, SELECTION, TRAIN, VALIDATION, part_name, read_schema
+from diffusion.preparation.layout import (
+    CAPTIONS,
+    SCORES,
+    SELECTION,
+    TRAIN,
+    VALIDATION,
+    part_name,
+    read_scores_record,
+)
 from diffusion.preparation.metadata import (
     MetadataDatabase,
     add_table,
@@ -242,18 +250,16 @@ def _check_scored(out: str, config: PrepareConfig, scan: "Scan") -> None:
 def _identity(out: str, config: PrepareConfig, scan: "Scan", earlier: Sequence[Selection], generation: int) -> str:
     """Hash what determines a selection: settings, earlier selections, partitions, and the identities of the scores."""
     parts = [one for one in scan.partitions if one.generation <= generation]
-    files = [(one.partition.id, one.partition.file, one.partition.version, one.partition.start, one.partition.stop)
-             for one in parts]  # fmt: skip
+    files = [(one.file, one.version, one.start, one.stop) for one in parts]
     places = [(one.number, scan.sources[one.source].name, one.generation) for one in parts]
     names = {part_name(one.number) for one in parts}
-    scored: dict[str, list[str]] = {}
+    listed: dict[str, list[str]] = {}
     for name in sorted(storage.list_files(storage.join(out, SCORES))):
         if Path(name).name in names:
-            scored.setdefault(Path(name).parent.name, []).append(name)
-    scores = {}
-    for column, listed in scored.items():
-        metadata = read_schema(storage.join(out, SCORES, listed[0])).metadata or {}
-        scores[column] = (len(listed), metadata.get(b"identity", b"").decode())
+            listed.setdefault(Path(name).parent.name, []).append(name)
+    record = read_scores_record(out)
+    digests = {column: xxhash.xxh3_128_hexdigest(json.dumps(record[column], sort_keys=True)) for column in record}
+    scores = {column: (len(files), digests.get(column, "")) for column, files in listed.items()}
     made_of = [_settings(config), [one.identity for one in earlier], scan.settings, places, files, scores]
     return xxhash.xxh3_128_hexdigest(json.dumps(made_of, sort_keys=True))
 

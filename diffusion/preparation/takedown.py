@@ -12,23 +12,25 @@ holds the hash of the index, `encode` rejects the data until then.)
 import json
 import logging
 import re
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import xxhash
 
 from diffusion import storage
-from diffusion.datasets.manifest import MANIFEST, SCAN, PreparedManifest, RejectedEntry
+from diffusion.datasets.manifest import MANIFEST, SCAN, WORK, PreparedManifest, RejectedEntry
 from diffusion.datasets.mds import (
     INDEX,
     Layout,
     SampleDecoder,
+    delete_unnamed,
     encode_sample,
     encode_shard,
     format_of,
@@ -39,7 +41,6 @@ from diffusion.datasets.mds import (
     write_index,
 )
 from diffusion.errors import DataError, UserError
-from diffusion.files import PARTIAL
 from diffusion.preparation.layout import (
     LISTINGS,
     METADATA,
@@ -55,11 +56,11 @@ from diffusion.preparation.layout import (
     write_table,
 )
 from diffusion.preparation.metadata import hash_key, removed_row
-from diffusion.preparation.output import claim, clear_result
+from diffusion.preparation.output import claim, clear_folders, clear_result
 from diffusion.preparation.records import Reason
 from diffusion.preparation.scan import REREAD, Scan
 from diffusion.preparation.select import read_selection
-from diffusion.preparation.write import discard_generations, read_entries, write_indexes
+from diffusion.preparation.write import discard_generations, write_indexes
 
 logger = logging.getLogger(__name__)
 
@@ -84,21 +85,14 @@ class Takedown:
     """Shards that were rewritten."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Found:
+class _Sample(NamedTuple):
     """A sample that is to be removed."""
 
     key: str
-    place: str
+    folder: str
     """`<split>/<bucket>`."""
     index: int
     """In the folder."""
-    task: int = 0
-    row_of_task: int = 0
-    part: int = 0
-    row: int = 0
-    shard: str = ""
-    index_in_shard: int = 0
 
 
 def read_keys(path: Path) -> set[str]:
@@ -151,12 +145,10 @@ def reject_scanned(dataset: str, keys: Collection[str]) -> None:
 
     If there are some, what was selected and written is removed.
     """
-    rows: dict[int, list[int]] = {}
-    for part, row, _ in _find_metadata(dataset, keys):
-        rows.setdefault(part, []).append(row)
+    rows = _find_rows(dataset, keys)
     if rows:
         clear_result(dataset)
-        _reject_metadata(dataset, rows, erase=True)
+        _reject_rows(dataset, rows, erase=True)
 
 
 def read_marks(dataset: str) -> dict[str, list[int]]:
@@ -189,8 +181,6 @@ def take_down(dataset: str, keys: Iterable[str], *, erase: bool = False) -> Take
             found, count = _take_down_prepared(dataset, asked, erase)
         else:
             found, count = _take_down_shards(dataset, asked, erase)
-        if erase:
-            _delete_old_files(dataset)
     absent = sorted(asked.difference(one.key for one in found))
     if absent:
         logger.warning(
@@ -200,125 +190,128 @@ def take_down(dataset: str, keys: Iterable[str], *, erase: bool = False) -> Take
     return Takedown(marks=read_marks(dataset), absent=absent, num_rewritten=count)
 
 
-def _mark(dataset: str, found: Iterable[_Found]) -> dict[str, list[int]]:
-    """Add samples to those that training skips; return all marks."""
-    old = read_marks(dataset)
-    marks = {place: set(indices) for place, indices in old.items()}
-    for one in found:
-        marks.setdefault(one.place, set()).add(one.index)
-    new = {place: sorted(marks[place]) for place in sorted(marks)}
-    if new != old:
-        storage.write_json(storage.join(dataset, REMOVED_SAMPLES), new)
-    return new
+def _mark(dataset: str, samples: Iterable[_Sample]) -> dict[str, list[int]]:
+    """Add samples to those that training does not use; return all of these."""
+    marks = {folder: set(indices) for folder, indices in read_marks(dataset).items()}
+    for sample in samples:
+        marks.setdefault(sample.folder, set()).add(sample.index)
+    listed = {folder: sorted(marks[folder]) for folder in sorted(marks)}
+    if listed != read_marks(dataset):
+        storage.write_json(storage.join(dataset, REMOVED_SAMPLES), listed)
+    return listed
 
 
-# Prepared data. Samples are found by their positions, which are blanked last: until then the same command finds them.
+# Prepared data: the metadata say which images it holds, the selection which task wrote them.
 
 
-def _take_down_prepared(dataset: str, asked: set[str], erase: bool) -> tuple[list[_Found], int]:
+def _take_down_prepared(dataset: str, asked: set[str], erase: bool) -> tuple[list[_Sample], int]:
     manifest = PreparedManifest.read(dataset)
-    last = read_selection(dataset, len(manifest.generations) - 1)
-    num_tasks = last.first_task + len(last.tasks)
-    found = list(_find_positions(dataset, num_tasks, asked, read_marks(dataset) if erase else {}))
-    _mark(dataset, found)
-    rows: dict[int, list[int]] = {}
-    others = list(_find_metadata(dataset, asked.difference(one.key for one in found), marked=erase))
-    keys = asked.union((one.key for one in found), (key for _, _, key in others))
+    selections = [read_selection(dataset, generation) for generation in range(len(manifest.generations))]
+    tasks = {
+        part: task
+        for selection in selections
+        for task, windows in enumerate(selection.tasks, start=selection.first_task)
+        for window in windows
+        for part in window
+    }
+    num_tasks = selections[-1].first_task + len(selections[-1].tasks)
+    rows = _find_rows(dataset, asked, marked=erase)
     partitions = storage.read_json(storage.join(dataset, SCAN))["partitions"]
-    later = {entry["number"] for entry in partitions if entry["generation"] > last.generation}
-    if any(part in later for part, _, key in others if key in asked):
+    generations = {one["number"]: one["generation"] for one in partitions}
+    if any(generations[part] >= len(selections) for part in rows):
         logger.info("%s: what was written of an unfinished growth is removed", storage.shown(dataset))
-        numbers = {entry["generation"] for entry in partitions if entry["generation"] > last.generation}
-        storage.delete(storage.join(dataset, SELECTION, f"{number}.json") for number in numbers)
-        discard_generations(dataset, last.generation + 1, num_tasks)
-    for part, row in [*((part, row) for part, row, _ in others), *((one.part, one.row) for one in found)]:
-        rows.setdefault(part, []).append(row)
+        later = range(len(selections), max(generations.values()) + 1)
+        storage.delete(storage.join(dataset, SELECTION, f"{generation}.json") for generation in later)
+        discard_generations(dataset, len(selections), num_tasks)
+    parts: dict[int, list[int]] = {}
+    for part in rows:
+        if part in tasks:
+            parts.setdefault(tasks[part], []).append(part)
+    samples = list(_find_samples(dataset, manifest, parts, rows))
+    _reject_rows(dataset, rows, erase=False)
+    _mark(dataset, samples)
     if not erase:
-        _reject_metadata(dataset, rows, erase=False)
-        return found, 0
+        return samples, 0
+    keys = asked.union(*(of_part.values() for of_part in rows.values()))
     _erase_examples(dataset, rows)
     manifest = replace(manifest, rejected=_without(manifest.rejected, keys))
     manifest.write(dataset)
-    _reject_metadata(dataset, rows, erase=True)  # Not before: it holds the keys of what was marked.
-    rest = storage.join(dataset, REREAD)  # Of a comparison that was killed.
-    storage.delete(storage.join(rest, name) for name in storage.list_files(rest))
+    clear_folders(dataset, REREAD)  # Of a comparison that was killed.
     has_report = storage.exists(storage.join(dataset, _REPORTS[0]))
     storage.delete(storage.join(dataset, name) for name in _REPORTS)
-    count = sum(_erase_task(dataset, task, of_task) for task, of_task in _by(found, "task").items())
+    count = sum(_erase_task(dataset, task, rows) for task in parts)
     write_indexes(dataset, num_tasks)
     _update_splits(dataset, manifest)
+    _reject_rows(dataset, rows, erase=True)  # At the end: a run that continues finds the keys there.
     if has_report:
         _write_report(dataset)
-    return found, count
+    return samples, count
 
 
-def _find_positions(dataset: str, num_tasks: int, keys: set[str], marks: Mapping[str, list[int]]) -> Iterator[_Found]:
-    """Find samples by their keys, and those that are marked and not erased yet."""
-    marked = {(place, index) for place, indices in marks.items() for index in indices}
-    wanted, counts = pa.array(sorted(keys), pa.string()), Counter[str]()
-    starts: list[dict[tuple[str, str], int]] = []
-    for entries in read_entries(dataset, range(num_tasks)):
-        starts.append({})
-        for one in entries:
-            place = f"{one['split']}/{one['bucket']}"
-            starts[-1][place, _stem(one["entry"]["raw_data"]["basename"])] = counts[place]
-            counts[place] += one["entry"]["samples"]
+def _find_rows(dataset: str, keys: Collection[str], *, marked: bool = False) -> dict[int, dict[int, str]]:
+    """Find images by their keys, and those that are marked and not erased yet: key by partition and row."""
+    if not keys and not marked:
+        return {}
+    hashes = np.array([xxhash.xxh3_64_intdigest(key) for key in keys], np.uint64)
 
-    def find(task: int) -> list[_Found]:
-        table = read_table(storage.join(dataset, POSITIONS, positions_name(task)))
-        table = table.append_column("row_of_task", pa.array(range(table.num_rows), pa.int32()))
-        if not marked:
-            table = table.filter(pc.is_in(table["key"], wanted))  # pyright: ignore[reportAttributeAccessIssue]
-        samples = []
-        for row in table.to_pylist():
-            place = f"{row['split']}/{row['bucket']}"
-            index = starts[task][place, _stem(row["shard"])] + row["index"]
-            if row["key"] in keys or (row["key"] and (place, index) in marked):
-                names = ("key", "part", "row", "shard", "row_of_task")
-                of_row = {name: row[name] for name in names} | {"index_in_shard": row["index"]}
-                samples.append(_Found(place=place, index=index, task=task, **of_row))
-        return samples
-
-    for samples in storage.concurrent_map(find, range(num_tasks)):
-        yield from samples
-
-
-def _find_metadata(dataset: str, keys: Collection[str], *, marked: bool = False) -> Iterator[tuple[int, int, str]]:
-    """Find images by their keys, and those that are marked and not erased yet: partition, row and key."""
-    wanted = pa.array(sorted(keys), pa.string())
-
-    def find(name: str) -> list[tuple[int, int, str]]:
+    def find(name: str) -> dict[int, str]:
         with storage.open_file(storage.join(dataset, METADATA, name), buffer_bytes=0) as file:
-            table = pq.read_table(file, columns=["key", "reason"])
-        of = table["key"]
-        is_wanted = pc.is_in(of, wanted)  # pyright: ignore[reportAttributeAccessIssue]
-        if marked:
-            is_marked = pc.and_(pc.equal(table["reason"], Reason.REMOVED.value), pc.not_equal(of, ""))  # pyright: ignore[reportAttributeAccessIssue]
-            is_wanted = pc.or_(is_wanted, is_marked)  # pyright: ignore[reportAttributeAccessIssue]
-        rows = np.flatnonzero(is_wanted.to_numpy()).tolist()
-        return [(int(Path(name).stem), row, of[row].as_py()) for row in rows]
+            parquet = pq.ParquetFile(file)
+            table = parquet.read(["key_hash", "reason"])
+            is_marked = marked & (np.array(table["reason"]) == Reason.REMOVED.value)
+            rows = np.flatnonzero(np.isin(table["key_hash"], hashes) | is_marked)
+            found = parquet.read(["key"])["key"].take(rows).to_pylist() if len(rows) else []
+        return {
+            row: key
+            for row, key, of_row in zip(rows.tolist(), found, is_marked[rows], strict=True)
+            if key in keys or (key and of_row)
+        }
 
-    names = [name for name in storage.list_files(storage.join(dataset, METADATA)) if not name.endswith(PARTIAL)]
-    for rows in storage.concurrent_map(find, names if keys or marked else []):
-        yield from rows
+    names = [name for name in storage.list_files(storage.join(dataset, METADATA)) if name.endswith(".parquet")]
+    parts = zip(names, storage.concurrent_map(find, names), strict=True)
+    return {int(Path(name).stem): rows for name, rows in parts if rows}
 
 
-def _reject_metadata(dataset: str, rows: Mapping[int, list[int]], erase: bool) -> None:
+def _find_samples(
+    dataset: str, manifest: PreparedManifest, tasks: Mapping[int, list[int]], rows: Mapping[int, Mapping[int, str]]
+) -> Iterator[_Sample]:
+    """Find the samples of some rows in the positions of the tasks that wrote them."""
+    starts: dict[tuple[str, str], int] = {}
+    folders = [f"{split}/{bucket}" for split, buckets in manifest.splits.items() for bucket in buckets]
+    for folder in folders if tasks else ():
+        first = 0
+        for entry in read_shards(storage.join(dataset, folder)):
+            starts[folder, _stem(entry["raw_data"]["basename"])] = first
+            first += entry["samples"]
+    for task, parts in tasks.items():
+        table = read_table(storage.join(dataset, POSITIONS, positions_name(task)))
+        for one in table.filter(pc.field("part").isin(parts)).to_pylist():
+            if one["row"] in rows[one["part"]]:
+                folder = f"{one['split']}/{one['bucket']}"
+                index = starts[folder, _stem(one["shard"])] + one["index"]
+                yield _Sample(rows[one["part"]][one["row"]], folder, index)
+
+
+def _reject_rows(dataset: str, rows: Mapping[int, Collection[int]], *, erase: bool) -> None:
     """Reject rows of the metadata as removed; erase what they hold, and their scores before."""
-    scores = storage.list_files(storage.join(dataset, SCORES)) if erase else ()
+    scores = storage.list_files(storage.join(dataset, SCORES)) if erase else {}
+    columns = {name.rpartition("/")[0] for name in scores}
     entries = storage.read_json(storage.join(dataset, SCAN))["partitions"] if rows else ()
     files = {entry["number"]: entry["file"] for entry in entries}
-    for part, of_part in rows.items():
-        for name in scores:
-            if name.endswith(f"/{part_name(part)}"):
-                _change_rows(storage.join(dataset, SCORES, name), of_part, dict.fromkeys)
-        if erase:
-            storage.delete([storage.join(dataset, LISTINGS, part_name(part))])
 
-        def reject(row: dict[str, Any], file: str = files[part]) -> dict[str, Any]:
-            return removed_row(row, file) if erase else {**row, "reason": Reason.REMOVED.value}
+    def reject(part: int) -> None:
+        uri = storage.join(dataset, METADATA, part_name(part))
+        if not erase:
+            _change_rows(uri, rows[part], lambda row: {**row, "reason": Reason.REMOVED.value})
+            return
+        for column in columns:
+            if f"{column}/{part_name(part)}" in scores:
+                _change_rows(storage.join(dataset, SCORES, column, part_name(part)), rows[part], dict.fromkeys)
+        storage.delete([storage.join(dataset, LISTINGS, part_name(part))])
+        _change_rows(uri, rows[part], lambda row: removed_row(row, files[part]))
 
-        _change_rows(storage.join(dataset, METADATA, part_name(part)), of_part, reject)
+    for _ in storage.concurrent_map(reject, rows):
+        pass
 
 
 def _change_rows(uri: str, rows: Iterable[int], change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -327,10 +320,12 @@ def _change_rows(uri: str, rows: Iterable[int], change: Callable[[dict[str, Any]
     values = table.to_pylist()
     for row in rows:
         values[row] = change(values[row])
-    write_table(uri, pa.Table.from_pylist(values, table.schema))
+    changed = pa.Table.from_pylist(values, table.schema)
+    if changed != table:
+        write_table(uri, changed)
 
 
-def _erase_examples(dataset: str, rows: Mapping[int, list[int]]) -> None:
+def _erase_examples(dataset: str, rows: Mapping[int, Collection[int]]) -> None:
     """Drop the examples of rejections that name removed images."""
     removed = {(part, row) for part, of_part in rows.items() for row in of_part}
     for name in storage.list_files(storage.join(dataset, SELECTION)):
@@ -345,21 +340,22 @@ def _erase_examples(dataset: str, rows: Mapping[int, list[int]]) -> None:
             write_table(uri, table.drop_columns("duplicate_of"))  # Keys, in data sets of an earlier version.
 
 
-def _erase_task(dataset: str, task: int, found: list[_Found]) -> int:
+def _erase_task(dataset: str, task: int, rows: Mapping[int, Collection[int]]) -> int:
     """Rewrite the shards and the positions of a write task; return how many shards were rewritten."""
     uri = storage.join(dataset, POSITIONS, positions_name(task))
     table = read_table(uri)
+    removed = [one["row"] in rows.get(one["part"], ()) for one in table.select(["part", "row"]).to_pylist()]
+    indices: dict[tuple[str, str, str], list[int]] = {}
+    for one in table.filter(removed).to_pylist():
+        indices.setdefault((one["split"], one["bucket"], _stem(one["shard"])), []).append(one["index"])
     entries, count = json.loads(table.schema.metadata[b"entries"]), 0
     for one in entries:
-        place, stem = f"{one['split']}/{one['bucket']}", _stem(one["entry"]["raw_data"]["basename"])
-        indices = [sample.index_in_shard for sample in found if (sample.place, _stem(sample.shard)) == (place, stem)]
-        if indices:
-            old, one["entry"] = one["entry"], _erase_shard(storage.join(dataset, place), one["entry"], indices)
-            count += one["entry"] is not old
-    keys = table["key"].to_pylist()
-    for sample in found:
-        keys[sample.row_of_task] = ""
-    table = table.set_column(0, table.schema.field(0), pa.array(keys, pa.string()))
+        split, bucket, old = one["split"], one["bucket"], one["entry"]
+        of_shard = indices.get((split, bucket, _stem(old["raw_data"]["basename"])), [])
+        one["entry"] = _erase_shard(storage.join(dataset, split, bucket), old, of_shard)
+        count += one["entry"] is not old
+    keys = pc.if_else(pa.array(removed), "", table["key"])  # pyright: ignore[reportAttributeAccessIssue]
+    table = table.set_column(0, table.schema.field(0), keys)
     write_table(uri, table.replace_schema_metadata({"entries": json.dumps(entries)}))
     return count
 
@@ -398,70 +394,73 @@ def _update_splits(dataset: str, manifest: PreparedManifest) -> None:
 # Encoded data, and prepared data of version 1.
 
 
-def _take_down_shards(dataset: str, asked: set[str], erase: bool) -> tuple[list[_Found], int]:
+def _take_down_shards(dataset: str, asked: set[str], erase: bool) -> tuple[list[_Sample], int]:
     names = storage.list_files(dataset)
     facts = [name for name in names if name.startswith("facts/") and name.endswith(".parquet")]
     indexes = sorted(name for name in names if name.split("/")[0] in SPLITS and name.endswith(f"/{INDEX}"))
-    places = [name.removesuffix(f"/{INDEX}") for name in indexes]
-    find = _find_in_facts(dataset, facts, asked) if facts else _find_in_shards(dataset, places, asked)
-    found = list(find) if asked else []
-    marks = _mark(dataset, found)
+    folders = [name.removesuffix(f"/{INDEX}") for name in indexes]
+    find = _find_in_facts(dataset, facts, asked) if facts else _find_in_shards(dataset, folders, asked)
+    samples = list(find) if asked else []
+    marks = _mark(dataset, samples)
     if not erase:
-        return found, 0
-    count = sum(_erase_place(storage.join(dataset, place), set(indices)) for place, indices in marks.items())
+        return samples, 0
+    clear_folders(dataset, WORK)  # Of a growth, whose shards were encoded before the takedown.
+    count, named = 0, {}
+    for folder in folders:
+        old = read_shards(storage.join(dataset, folder))
+        new = _erase_shards(storage.join(dataset, folder), old, marks.get(folder, []))
+        count += sum(a is not b for a, b in zip(old, new, strict=True))
+        named[folder] = {INDEX, *(stored_file(entry)["basename"] for entry in new)}
     if storage.read_json(storage.join(dataset, MANIFEST))["kind"] == "prepared":
         manifest = PreparedManifest.read(dataset)
-        manifest = replace(
-            manifest, rejected={reason: replace(e, examples=[]) for reason, e in manifest.rejected.items()}
-        )
-        _update_splits(dataset, manifest)
-        storage.delete(
-            storage.join(dataset, name) for name in names if name in _REPORTS or name.startswith(_OF_VERSION_1)
-        )
-    return found, count
+        rejected = {reason: replace(entry, examples=[]) for reason, entry in manifest.rejected.items()}
+        _update_splits(dataset, replace(manifest, rejected=rejected))
+        old_files = [name for name in names if name in _REPORTS or name.startswith(_OF_VERSION_1)]
+        storage.delete(storage.join(dataset, name) for name in old_files)
+    delete_unnamed(dataset, named)
+    return samples, count
 
 
-def _find_in_facts(dataset: str, files: Iterable[str], keys: set[str]) -> Iterator[_Found]:
+def _find_in_facts(dataset: str, files: Iterable[str], keys: set[str]) -> Iterator[_Sample]:
     """Find samples by the tables beside data of version 1."""
     for name in files:
-        table = read_table(storage.join(dataset, name)).select(["key", "split", "bucket", "index"])
-        table = table.filter(pc.is_in(table["key"], pa.array(sorted(keys))))  # pyright: ignore[reportAttributeAccessIssue]
-        for row in table.to_pylist():
-            if row["index"] >= 0:
-                yield _Found(key=row["key"], place=f"{row['split']}/{row['bucket']}", index=row["index"])
+        table = read_table(storage.join(dataset, name), ["key", "split", "bucket", "index"])
+        for row in table.filter(pc.field("key").isin(list(keys)) & (pc.field("index") >= 0)).to_pylist():
+            yield _Sample(row["key"], f"{row['split']}/{row['bucket']}", row["index"])
 
 
-def _find_in_shards(dataset: str, places: Iterable[str], keys: set[str]) -> Iterator[_Found]:
+def _find_in_shards(dataset: str, folders: Iterable[str], keys: set[str]) -> Iterator[_Sample]:
     """Find samples by their keys in the shards, all of which are read."""
-    for place in places:
+    for folder in folders:
         first = 0
-        for entry in read_shards(storage.join(dataset, place)):
+        for entry in read_shards(storage.join(dataset, folder)):
             decode = SampleDecoder(Layout.of(format_of(entry).columns), ["key"])
-            for i, sample in enumerate(read_shard(storage.join(dataset, place), entry)):
+            for i, sample in enumerate(read_shard(storage.join(dataset, folder), entry)):
                 if (key := decode(sample)["key"]) in keys:
-                    yield _Found(key=key, place=place, index=first + i)
+                    yield _Sample(key, folder, first + i)
             first += entry["samples"]
 
 
-def _erase_place(folder: str, indices: set[int]) -> int:
-    """Erase samples of an MDS folder; return how many shards were rewritten."""
-    entries, first = read_shards(folder), 0
-    new = list(entries)
-    for number, entry in enumerate(entries):
-        of_shard = [index - first for index in sorted(indices) if first <= index < first + entry["samples"]]
-        first += entry["samples"]
-        if of_shard:
-            new[number] = _erase_shard(folder, entry, of_shard)
+def _erase_shards(folder: str, entries: list[dict[str, Any]], indices: Sequence[int]) -> list[dict[str, Any]]:
+    """Erase samples of an MDS folder; return the entries of its shards."""
+    new, first = [], 0
+    for entry in entries:
+        stop = first + entry["samples"]
+        of_shard = indices[bisect_left(indices, first) : bisect_left(indices, stop)]
+        new.append(_erase_shard(folder, entry, [index - first for index in of_shard]))
+        first = stop
     if new != entries:
         write_index(folder, new)
-    return sum(a is not b for a, b in zip(entries, new, strict=True))
+    return new
 
 
 # Shards.
 
 
-def _erase_shard(folder: str, entry: dict[str, Any], indices: Iterable[int]) -> dict[str, Any]:
+def _erase_shard(folder: str, entry: dict[str, Any], indices: Sequence[int]) -> dict[str, Any]:
     """Write a shard with some samples blank under a new name; return its entry, the old one if they are blank."""
+    if not indices:
+        return entry
     shards, samples = format_of(entry), read_shard(folder, entry)
     decode, old = SampleDecoder(Layout.of(shards.columns)), list(samples)
     for i in indices:
@@ -487,29 +486,3 @@ def blanked(sample: Mapping[str, Any]) -> dict[str, Any]:
 def _stem(name: str) -> str:
     """Name of a shard without revision and endings: `shard.00003.00001`."""
     return re.sub(r"(\.r\d+)?\.mds.*$", "", name)
-
-
-def _delete_old_files(dataset: str) -> None:
-    """Delete shards of which the index names a newer revision, and unfinished files of killed runs."""
-    names = storage.list_files(dataset)
-    named: dict[tuple[str, str], str] = {}
-    for name in names:
-        folder, _, base = name.rpartition("/")
-        if base == INDEX and folder.split("/")[0] in SPLITS:
-            for entry in read_shards(storage.join(dataset, folder)):
-                file = stored_file(entry)["basename"]
-                named[folder, _stem(file)] = file
-    old = [
-        name
-        for name in names
-        for folder, _, base in [name.rpartition("/")]
-        if named.get((folder, _stem(base)), base) != base or (base.startswith(".") and base.endswith(PARTIAL))
-    ]
-    storage.delete(storage.join(dataset, name) for name in old)
-
-
-def _by(found: Iterable[_Found], name: str) -> dict[Any, list[_Found]]:
-    groups: dict[Any, list[_Found]] = {}
-    for one in found:
-        groups.setdefault(getattr(one, name), []).append(one)
-    return groups

@@ -17,19 +17,18 @@ object per partition and the index entry of each shard.
 import functools
 import json
 import logging
+import os
 import re
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
-from tqdm import tqdm
 
 from diffusion import storage
 from diffusion.datasets.manifest import (
@@ -41,26 +40,35 @@ from diffusion.datasets.manifest import (
     RejectedEntry,
     SourceEntry,
 )
-from diffusion.datasets.mds import INDEX, ShardFormat, encode_sample, encode_shard, read_index, stored_file
+from diffusion.datasets.mds import (
+    INDEX,
+    ShardFormat,
+    delete_unnamed,
+    encode_sample,
+    encode_shard,
+    read_index,
+    stored_file,
+)
 from diffusion.errors import DataError, MachineError
-from diffusion.files import PARTIAL
-from diffusion.preparation.engine import Workers, run
+from diffusion.preparation.engine import Workers, progress_bar, run
 from diffusion.preparation.layout import (
     CAPTIONS,
     GENERATED_CAPTIONS,
+    LOCATION,
     METADATA,
     POSITIONS,
     SCORES,
-    SPLITS,
     part_name,
+    part_numbers,
     positions_name,
     read_schema,
     read_table,
     write_table,
 )
-from diffusion.preparation.records import Location, Partition, Reason, Source, clean_text, fit_for_json
+from diffusion.preparation.records import Location, Partition, Reason, clean_text, fit_for_json
 from diffusion.preparation.scan import Scan
 from diffusion.preparation.select import Selection, kept_rows, read_selection
+from diffusion.preparation.sources import Source
 from diffusion.preparation.sources.reading import printable
 
 logger = logging.getLogger(__name__)
@@ -95,9 +103,6 @@ _IDENTITIES = "_identities.json"
 _NUM_EXAMPLES = 5
 """Rejected images of each reason that the manifest names."""
 
-Place = tuple[str, str]
-"""Split and bucket."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class WriteTask:
@@ -109,8 +114,6 @@ class WriteTask:
     windows: list[list[int]]
     """Partitions of each window, in order."""
     parts: dict[int, tuple[Source, Partition]]
-    present: dict[str, int]
-    """Shards of this task that an earlier run left: `split/bucket/name` and bytes."""
 
 
 def write(
@@ -127,7 +130,7 @@ def write(
     Args:
         out: the data set's folder, a path or an s3:// URI.
         scan: sources and partitions of the data set.
-        settings: the keys of the configuration that determine the data; they become those of the manifest.
+        settings: the keys of the configuration that determine the data, for the manifest.
         workers: who does the tasks.
         scratch: folder for the images of a window; None keeps them in memory.
         progress: show a bar on stderr.
@@ -147,19 +150,28 @@ def write(
     finished = PreparedManifest.read(out) if storage.exists(storage.join(out, MANIFEST)) else None
     if not any(selection.kept for selection in selections):
         raise _nothing_kept(out, selections)
-    done = _begin(out, selections, finished)
+    _begin(out, selections, finished)
     if finished is not None and len(finished.generations) == len(selections):
         return finished
-    tasks = _tasks(out, scan, selections, done)
+    done = sorted(part_numbers(storage.join(out, POSITIONS)))
+    tasks = (
+        WriteTask(
+            number=number,
+            generation=selection.generation,
+            windows=windows,
+            parts={part: scan.find(part) for window in windows for part in window},
+        )
+        for selection in selections
+        for number, windows in enumerate(selection.tasks, start=selection.first_task)
+        if number not in done
+    )
     total = sum(selection.kept for selection in selections)
-    written = sum(one["entry"]["samples"] for entries in read_entries(out, sorted(done)) for one in entries)
-    with tqdm(desc="writing", total=total, initial=written, unit=" images", disable=not progress) as bar:
-        bar.mininterval = 0.2 if sys.stderr.isatty() else 30.0
+    written = sum(one["entry"]["samples"] for entries in _read_entries(out, done) for one in entries)
+    with progress_bar("writing", total, initial=written, shown=progress) as bar:
         for num_samples in run(workers, functools.partial(_Writer, out, dict(settings), scratch), tasks):
             bar.update(num_samples)
-    places = write_indexes(out, selections[-1].first_task + len(selections[-1].tasks))
-    _delete_others(out, places)
-    manifest = _manifest(out, scan, selections, settings, sorted(places, key=_ascending))
+    folders = write_indexes(out, selections[-1].first_task + len(selections[-1].tasks))
+    manifest = _manifest(out, scan, selections, settings, folders)
     manifest.write(out)
     return manifest
 
@@ -183,11 +195,8 @@ def _nothing_kept(out: str, selections: Sequence[Selection]) -> DataError:
     return DataError(f"{storage.shown(out)}: no image is kept: {'; '.join(reasons) or 'the sources hold none'}")
 
 
-# What is there, and what is to be done.
-
-
-def _begin(out: str, selections: Sequence[Selection], finished: PreparedManifest | None) -> set[int]:
-    """Remove what was written from another selection; return the tasks that are done."""
+def _begin(out: str, selections: Sequence[Selection], finished: PreparedManifest | None) -> None:
+    """Remove what was written from another selection."""
     uri = storage.join(out, POSITIONS, _IDENTITIES)
     known = storage.read_json(uri) if storage.exists(uri) else []
     wanted = [selection.identity for selection in selections]
@@ -199,58 +208,19 @@ def _begin(out: str, selections: Sequence[Selection], finished: PreparedManifest
         )
     if known[same:]:
         logger.info("%s: what was written from another selection is removed", storage.shown(out))
-    if known[same:] or not known:  # Without positions nobody knows what the shards are made from.
         discard_generations(out, same, sum(len(selection.tasks) for selection in selections[:same]))
     if known != wanted:
         storage.write_json(uri, wanted)
-    return _finished_tasks(out)
 
 
 def discard_generations(out: str, generation: int, first_task: int) -> None:
-    """Remove what was written of a generation, and of those behind it; earlier ones stay to the byte.
-
-    Args:
-        out: the data set.
-        generation: number of the generation.
-        first_task: number of its first write task.
-    """
-    places = write_indexes(out, first_task)
-    later = [number for number in _finished_tasks(out) if number >= first_task]
-    storage.delete(storage.join(out, POSITIONS, positions_name(number)) for number in later)
-    _delete_others(out, places)
+    """Remove what was written of a generation and of those after it, from its first task on; earlier ones stay."""
+    later = [task for task in part_numbers(storage.join(out, POSITIONS)) if task >= first_task]
+    storage.delete(storage.join(out, POSITIONS, positions_name(task)) for task in later)
+    write_indexes(out, first_task)
     uri = storage.join(out, POSITIONS, _IDENTITIES)
     if storage.exists(uri):
         storage.write_json(uri, storage.read_json(uri)[:generation])
-
-
-def _finished_tasks(out: str) -> set[int]:
-    names = storage.list_files(storage.join(out, POSITIONS))
-    return {int(name[:-8]) for name in names if re.fullmatch(r"\d+\.parquet", name)}
-
-
-def _tasks(out: str, scan: Scan, selections: Sequence[Selection], done: set[int]) -> Iterator[WriteTask]:
-    """Yield the tasks that are not done."""
-    present: dict[int, dict[str, int]] = {}
-    for split in SPLITS:
-        for name, file in storage.list_files(storage.join(out, split)).items():
-            found = re.search(r"/shard\.(\d+)\.", name)
-            if found is not None and int(found[1]) not in done:
-                present.setdefault(int(found[1]), {})[f"{split}/{name}"] = file.size
-    for selection in selections:
-        for number, windows in enumerate(selection.tasks, start=selection.first_task):
-            if number not in done:
-                yield WriteTask(
-                    number=number,
-                    generation=selection.generation,
-                    windows=windows,
-                    parts={part: _part(scan, part) for window in windows for part in window},
-                    present=present.get(number, {}),
-                )
-
-
-def _part(scan: Scan, number: int) -> tuple[Source, Partition]:
-    source, partition = scan.find(number)
-    return source.only(partition), partition
 
 
 # The work on a task.
@@ -259,6 +229,8 @@ def _part(scan: Scan, number: int) -> tuple[Source, Partition]:
 class _Sample(NamedTuple):
     """An encoded sample that is not in a shard yet."""
 
+    folder: str
+    """`<split>/<bucket>`."""
     order: int
     key: str
     part: int
@@ -272,7 +244,7 @@ class _Pool:
     """Encoded samples, in memory or in an unnamed file of a folder."""
 
     def __init__(self, scratch: str | None) -> None:
-        self._scratch, self._end = scratch, 0
+        self._scratch = scratch
         with self._errors():
             self._file = tempfile.TemporaryFile(dir=scratch) if scratch is not None else None  # noqa: SIM115 closed with self
 
@@ -281,13 +253,11 @@ class _Pool:
         if self._file is None:
             return sample
         with self._errors():
-            self._file.seek(self._end)
+            start = self._file.seek(0, os.SEEK_END)
             self._file.write(sample)
-        self._end += len(sample)
-        return self._end - len(sample)
+        return start
 
     def get(self, sample: _Sample) -> bytes:
-        """Return a sample."""
         if isinstance(sample.stored, bytes):
             return sample.stored
         assert self._file is not None
@@ -317,18 +287,14 @@ class _Writer:
 
     def __call__(self, task: WriteTask) -> int:
         """Write the shards and the positions of a task; return how many samples they hold."""
-        shards = _Shards(self._out, task, self._format, _Pool(self._scratch))
-        table = kept_rows(self._out, task.generation, task.number)
-        for number, window in enumerate(task.windows):
-            of_window = table.filter(pc.equal(table["window"], number))  # pyright: ignore[reportAttributeAccessIssue]
-            kept: dict[int, list[dict[str, Any]]] = {}
-            for row in of_window.to_pylist():
-                kept.setdefault(row["part"], []).append(row)
-            samples: list[tuple[Place, _Sample]] = []
+        shards = _Shards(self._out, task.number, self._format, _Pool(self._scratch))
+        kept = kept_rows(self._out, task.generation, task.number)
+        for window in task.windows:
+            samples: list[_Sample] = []
             for part in window:
                 num_bytes = 0
-                for place, sample in self._read(task, part, kept.get(part, ()), shards):
-                    samples.append((place, sample))
+                for sample in self._read(task, part, kept.filter(pc.field("part") == part).to_pylist(), shards):
+                    samples.append(sample)
                     num_bytes += sample.size
                     if num_bytes >= self._window_bytes:
                         self._add(shards, samples)
@@ -336,17 +302,17 @@ class _Writer:
             self._add(shards, samples)
         return shards.finish()
 
-    def _add(self, shards: "_Shards", samples: list[tuple[Place, _Sample]]) -> None:
+    def _add(self, shards: "_Shards", samples: list[_Sample]) -> None:
         """Put the samples of a window (or of as much of a large partition) into shards, and clear their list."""
-        for place, sample in sorted(samples, key=lambda one: (one[0], one[1].order)):
-            shards.add(place, sample)
+        for sample in sorted(samples, key=lambda one: (one.folder, one.order)):
+            shards.add(sample)
         samples.clear()
-        shards.limit(self._window_bytes)
-        shards.move_to(_Pool(self._scratch))
+        shards.flush_largest(self._window_bytes)
+        shards.carry_over(_Pool(self._scratch))
 
     def _read(
         self, task: WriteTask, part: int, kept: Sequence[Mapping[str, Any]], shards: "_Shards"
-    ) -> Iterator[tuple[Place, _Sample]]:
+    ) -> Iterator[_Sample]:
         """Read the kept images of a partition."""
         if not kept:
             return
@@ -354,23 +320,22 @@ class _Writer:
         rows = self._metadata(part, [one["row"] for one in kept])
         if any(row["reason"] == Reason.REMOVED.value for row in rows):
             raise DataError(f"{METADATA}/{part_name(part)}: a selected image was removed since; run the stage select")
-        locations = [Location(**{field.name: row[field.name] for field in fields(Location)}) for row in rows]
-        images = source.images(partition, locations)
+        images = source.images(partition, [Location(**{name: row[name] for name in LOCATION}) for row in rows])
         for one, row in zip(kept, rows, strict=True):
             sample = encode_sample(self._columns(row, _next_image(images, row)), COLUMNS)
-            stored = _Sample(one["order"], row["key"], part, one["row"], len(sample), shards.pool.put(sample))
-            yield (one["split"], one["bucket"]), stored
+            folder = f"{one['split']}/{one['bucket']}"
+            yield _Sample(folder, one["order"], row["key"], part, one["row"], len(sample), shards.pool.put(sample))
 
     def _metadata(self, part: int, rows: Sequence[int]) -> list[dict[str, Any]]:
         """Metadata and scores of some rows of a partition."""
         name = part_name(part)
-        columns = dict(_columns_of(read_table(storage.join(self._out, METADATA, name))))
+        values = read_table(storage.join(self._out, METADATA, name)).take(rows).to_pylist()
         if self._is_captioned:
-            columns |= _columns_of(read_table(storage.join(self._out, SCORES, CAPTIONS, name)))
+            captions = read_table(storage.join(self._out, SCORES, CAPTIONS, name)).take(rows)
+            values = [row | caption for row, caption in zip(values, captions.to_pylist(), strict=True)]
         scores = {column: read_table(storage.join(self._out, SCORES, column, name))[column] for column in self._scores}
-        table = pa.table(columns).take(rows)
-        values = pa.table(scores).take(rows).to_pylist() if scores else [{}] * len(rows)
-        return [row | {"scores": score} for row, score in zip(table.to_pylist(), values, strict=True)]
+        of_rows = pa.table(scores).take(rows).to_pylist() if scores else [{}] * len(rows)
+        return [row | {"scores": score} for row, score in zip(values, of_rows, strict=True)]
 
     def _columns(self, row: Mapping[str, Any], image: bytes) -> dict[str, Any]:
         """Columns of a sample."""
@@ -387,10 +352,6 @@ class _Writer:
         }
 
 
-def _columns_of(table: pa.Table) -> dict[str, pa.ChunkedArray]:
-    return dict(zip(table.column_names, table.columns, strict=True))
-
-
 def _next_image(images: Iterator[bytes], row: Mapping[str, Any]) -> bytes:
     """Take the next image, and check that it is the one that was scanned."""
     try:
@@ -405,65 +366,65 @@ def _next_image(images: Iterator[bytes], row: Mapping[str, Any]) -> bytes:
 
 
 class _Shards:
-    """The shards of a task: samples come in, whole shards are written, the rest is carried."""
+    """The shards of a task: samples come in, full shards are written, pending samples are carried over."""
 
-    def __init__(self, out: str, task: WriteTask, shards: ShardFormat, pool: _Pool) -> None:
+    def __init__(self, out: str, task: int, shards: ShardFormat, pool: _Pool) -> None:
         self.pool = pool
         self._out, self._task, self._format = out, task, shards
-        self._rests: dict[Place, list[_Sample]] = {}
-        self._sizes: Counter[Place] = Counter()
-        self._numbers: Counter[Place] = Counter()
+        self._pending: dict[str, list[_Sample]] = {}
+        self._sizes: Counter[str] = Counter()
+        self._numbers: Counter[str] = Counter()
         self._entries: list[dict[str, Any]] = []
         self._positions: list[tuple[Any, ...]] = []
 
-    def move_to(self, pool: _Pool) -> None:
-        """Carry the rests over to the pool of the next window."""
-        for samples in self._rests.values():
-            samples[:] = [sample._replace(stored=pool.put(self.pool.get(sample))) for sample in samples]
-        self.pool = pool
-
-    def add(self, place: Place, sample: _Sample) -> None:
+    def add(self, sample: _Sample) -> None:
         """Append a sample; if it does not fit, the shard is written before."""
-        rest = self._rests.setdefault(place, [])
-        if rest and self._format.num_bytes(len(rest) + 1) + self._sizes[place] + sample.size > self._format.shard_bytes:
-            self._write(place)
-        self._rests.setdefault(place, []).append(sample)
-        self._sizes[place] += sample.size
+        folder, num_pending = sample.folder, len(self._pending.get(sample.folder, ()))
+        num_bytes = self._format.num_bytes(num_pending + 1) + self._sizes[folder] + sample.size
+        if num_pending and num_bytes > self._format.shard_bytes:
+            self._write(folder)
+        self._pending.setdefault(folder, []).append(sample)
+        self._sizes[folder] += sample.size
 
-    def limit(self, num_bytes: int) -> None:
-        """Write the largest rests until all together have at most a number of bytes."""
+    def flush_largest(self, num_bytes: int) -> None:
+        """Write the largest pending shards until all together have at most a number of bytes."""
         while self._sizes.total() > num_bytes:
             self._write(max(sorted(self._sizes), key=self._sizes.__getitem__))
 
+    def carry_over(self, pool: _Pool) -> None:
+        """Move the pending samples to the pool of the next window."""
+        for samples in self._pending.values():
+            samples[:] = [sample._replace(stored=pool.put(self.pool.get(sample))) for sample in samples]
+        self.pool = pool
+
     def finish(self) -> int:
-        """Write the rests and the positions; return the number of samples."""
-        for place in sorted(self._rests):
-            self._write(place)
+        """Write the pending samples and the positions; return the number of samples."""
+        for folder in sorted(self._pending):
+            self._write(folder)
         table = pa.Table.from_arrays(
             [pa.array([row[i] for row in self._positions], kind) for i, kind in enumerate(POSITIONS_SCHEMA.types)],
             schema=POSITIONS_SCHEMA.with_metadata({"entries": json.dumps(self._entries)}),
         )
-        write_table(storage.join(self._out, POSITIONS, positions_name(self._task.number)), table)
+        write_table(storage.join(self._out, POSITIONS, positions_name(self._task)), table)
         return table.num_rows
 
-    def _write(self, place: Place) -> None:
-        samples, number = self._rests.pop(place), self._numbers[place]
-        del self._sizes[place]
-        self._numbers[place] += 1
-        name = f"shard.{self._task.number:05}.{number:05}.mds"
+    def _write(self, folder: str) -> None:
+        samples, number = self._pending.pop(folder), self._numbers[folder]
+        del self._sizes[folder]
+        self._numbers[folder] += 1
+        name = f"shard.{self._task:05}.{number:05}.mds"
         content, entry = encode_shard([self.pool.get(sample) for sample in samples], name, self._format)
-        path = "/".join([*place, stored_file(entry)["basename"]])
-        if self._task.present.get(path) != len(content):
-            storage.write(storage.join(self._out, path), content)
-        self._entries.append({"split": place[0], "bucket": place[1], "entry": entry})
+        storage.write(storage.join(self._out, folder, stored_file(entry)["basename"]), content)
+        split, bucket = folder.split("/")
+        self._entries.append({"split": split, "bucket": bucket, "entry": entry})
         for index, sample in enumerate(samples):
-            self._positions.append((sample.key, sample.part, sample.row, *place, name, index))
+            self._positions.append((sample.key, sample.part, sample.row, split, bucket, name, index))
 
 
 # The end: indexes and the manifest.
 
 
-def read_entries(out: str, tasks: Iterable[int]) -> Iterator[list[dict[str, Any]]]:
+def _read_entries(out: str, tasks: Iterable[int]) -> Iterator[list[dict[str, Any]]]:
     """Read the index entries of the shards of each task: lists of {split, bucket, entry}."""
 
     def read(task: int) -> list[dict[str, Any]]:
@@ -472,47 +433,39 @@ def read_entries(out: str, tasks: Iterable[int]) -> Iterator[list[dict[str, Any]
     return storage.concurrent_map(read, tasks)
 
 
-def write_indexes(out: str, num_tasks: int) -> dict[Place, set[str]]:
-    """Write the index of each split and bucket over the first tasks; return the names of the files of each folder."""
-    entries: dict[Place, list[str]] = {}
-    names: dict[Place, set[str]] = {}
-    for listed in read_entries(out, range(num_tasks)):
-        for one in listed:
-            place = (one["split"], one["bucket"])
-            entries.setdefault(place, []).append(json.dumps(one["entry"], sort_keys=True))  # A fifth of the dictionary.
-            names.setdefault(place, {INDEX}).add(stored_file(one["entry"])["basename"])
-    for place, texts in entries.items():
-        content = f'{{"shards": [{", ".join(texts)}], "version": 2}}'  # As `mds.write_index` writes it.
-        storage.write(storage.join(out, *place, INDEX), content.encode())
-    return names
+def write_indexes(out: str, num_tasks: int) -> list[str]:
+    """Write the index of each split and bucket over the first tasks; delete shards that no finished task names.
 
-
-def _delete_others(out: str, places: Mapping[Place, set[str]]) -> None:
-    """Delete what killed runs left: unfinished files, and in the folders of shards what no index names."""
-
-    def is_left(name: str) -> bool:
-        folder, _, base = name.rpartition("/")
-        split, _, bucket = folder.partition("/")
-        return base.endswith(PARTIAL) or (split in SPLITS and base not in places.get((split, bucket), ()))
-
-    left = filter(is_left, storage.list_files(out))
-    indexes_first = sorted(left, key=lambda name: not name.endswith(INDEX))  # So that no rest looks whole.
-    storage.delete(storage.join(out, name) for name in indexes_first)
-
-
-def _ascending(place: Place) -> tuple[int, list[int]]:
-    """Sort key of places: training first, buckets by the numbers in their names."""
-    return SPLITS.index(place[0]), [int(number) for number in re.findall(r"\d+", place[1])]
+    Returns:
+        The folders with an index: training first, buckets by the numbers in their names.
+    """
+    texts: dict[str, list[str]] = {}
+    named: dict[str, set[str]] = {}
+    tasks = sorted(part_numbers(storage.join(out, POSITIONS)))
+    for task, entries in zip(tasks, _read_entries(out, tasks), strict=True):
+        for one in entries:
+            folder = f"{one['split']}/{one['bucket']}"
+            named.setdefault(folder, set()).add(stored_file(one["entry"])["basename"])
+            if task < num_tasks:
+                text = json.dumps(one["entry"], sort_keys=True)  # A fifth of the dictionary.
+                texts.setdefault(folder, []).append(text)
+    for folder, of_folder in texts.items():
+        named[folder].add(INDEX)
+        content = f'{{"shards": [{", ".join(of_folder)}], "version": 2}}'  # As `mds.write_index` writes it.
+        storage.write(storage.join(out, folder, INDEX), content.encode())
+    delete_unnamed(out, named)
+    return sorted(texts, key=lambda folder: [folder.split("/")[0], *map(int, re.findall(r"\d+", folder))])
 
 
 def _manifest(
-    out: str, scan: Scan, selections: Sequence[Selection], settings: Mapping[str, Any], places: Iterable[Place]
+    out: str, scan: Scan, selections: Sequence[Selection], settings: Mapping[str, Any], folders: Iterable[str]
 ) -> PreparedManifest:
     """Return the manifest of the data set as it is now."""
     sizes = Counter(one.generation for one in scan.partitions)
     splits: dict[str, dict[str, BucketEntry]] = {}
-    for split, bucket in places:
-        splits.setdefault(split, {})[bucket] = read_index(storage.join(out, split, bucket))
+    for folder in folders:
+        split, bucket = folder.split("/")
+        splits.setdefault(split, {})[bucket] = read_index(storage.join(out, folder))
     counts = {source.name: [one.sources.get(source.name, {}) for one in selections] for source in scan.sources}
     return PreparedManifest(
         sources=[

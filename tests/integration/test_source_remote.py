@@ -18,8 +18,8 @@ from streaming import MDSWriter
 
 from diffusion import storage
 from diffusion.errors import DataError, MachineError, UserError
-from diffusion.preparation.records import Reason, Record, Rejected, Source
-from diffusion.preparation.sources import open_sources
+from diffusion.preparation.records import Reason, Record, Rejected
+from diffusion.preparation.sources import Source, open_sources
 from diffusion.storage import open_file, shown
 from tests.tools.image_files import noise, sample, tree, write_folder, write_tar
 from tests.tools.s3_server import S3Server, find_s3rver, s3_process, s3_server
@@ -111,8 +111,8 @@ class TestS3:
             assert items and bare(read(f"s3://tests/data/{name}")) == bare(items), name
             assert (remote.kind, remote.name) == (local.kind, local.name)
             assert remote.path == f"s3://tests/data/{name}"
-            assert [(one.id, one.file, one.start, one.stop) for one in partitions(remote)] == [
-                (one.id, one.file, one.start, one.stop) for one in partitions(local)
+            assert [(one.file, one.start, one.stop) for one in partitions(remote)] == [
+                (one.file, one.start, one.stop) for one in partitions(local)
             ], name
 
     def test_a_changed_object_changes_its_partition_only(self, layouts, s3_server: S3Server):

@@ -20,19 +20,11 @@ class NamedSource:
 
 
 @dataclass(frozen=True)
-class NumberedPartition:
-    number: int
-    source: int
-    generation: int
-    partition: Partition
-
-
-@dataclass(frozen=True)
 class FakeScan:
     """What select needs to know of a scan."""
 
     sources: Sequence[NamedSource]
-    partitions: Sequence[NumberedPartition]
+    partitions: Sequence[Partition]
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -80,7 +72,7 @@ def scan_of(*generations: int, sources: Sequence[int] | None = None) -> Any:
     of = sources or [0] * len(generations)
     names = [NamedSource(f"s{i or ''}") for i in range(max(of, default=0) + 1)]
     partitions = [
-        NumberedPartition(i, source, generation, Partition(id=str(i)))
+        Partition(number=i, source=source, generation=generation)
         for i, (generation, source) in enumerate(zip(generations, of, strict=True))
     ]
     return FakeScan(names, partitions)

@@ -13,7 +13,7 @@ from PIL import Image
 from diffusion import storage
 from diffusion.preparation.layout import SCHEMA, part_name
 from diffusion.preparation.records import Partition
-from diffusion.preparation.scan import Scan, ScannedPartition
+from diffusion.preparation.scan import Scan
 from tests.tools.image_files import encode
 
 COLOURS = ["red", "green", "white", "blue", "black", "gray", "yellow"]
@@ -67,9 +67,6 @@ class ToySource:
     kind: str = "toy"
     read: list[str] = field(default_factory=list, compare=False)
 
-    def only(self, partition):
-        return self
-
     def images(self, partition, locations):
         for location in locations:
             self.read.append(location.file)
@@ -110,8 +107,4 @@ def write_scan(folder: Path) -> ScannedData:
         path = folder / "out" / "metadata" / part_name(partition)
         path.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.Table.from_pylist(rows, SCHEMA), path)
-    parts = [
-        ScannedPartition(number=number, source=0, generation=0, partition=Partition(id=str(number)))
-        for number in range(2)
-    ]
-    return ScannedData(folder / "out", source, Scan([source], parts))
+    return ScannedData(folder / "out", source, Scan([source], [Partition(number=i) for i in range(2)]))

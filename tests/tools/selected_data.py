@@ -14,7 +14,7 @@ from diffusion.errors import DataError
 from diffusion.preparation.engine import Workers
 from diffusion.preparation.layout import CAPTIONS, METADATA, SCHEMA, SCORES, SELECTION, part_name, write_table
 from diffusion.preparation.records import Location, Partition
-from diffusion.preparation.scan import Scan, ScannedPartition
+from diffusion.preparation.scan import Scan
 from diffusion.preparation.write import write
 from tests.tools.image_files import noise
 
@@ -55,9 +55,6 @@ class NumberedSource:
     def description(self) -> dict[str, Any]:
         return {"kind": self.kind, "path": self.path}
 
-    def only(self, partition: Partition) -> "NumberedSource":
-        return self
-
     def images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
         for location in locations:
             path = Path(self.path, location.file)
@@ -81,7 +78,7 @@ class SelectedData:
     def write(self, *, workers: int = 1, scratch: str | None = None, **changes: Any) -> PreparedManifest:
         settings = SETTINGS | changes
         partitions = storage.read_json(storage.join(self.out, SCAN))["partitions"]
-        scan = Scan([self.source], list(map(_scanned, partitions)))
+        scan = Scan([self.source], [Partition(**entry) for entry in partitions])
         return write(self.out, scan, settings, Workers(number=workers), scratch=scratch)
 
     def key(self, number: int) -> str:
@@ -175,7 +172,6 @@ def select_images(
         {
             "number": part,
             "source": 0,
-            "id": f"{numbers[0]:04}" if numbers else "empty",
             "file": "",
             "start": 0,
             "stop": None,
@@ -186,16 +182,9 @@ def select_images(
         }
         for part, numbers in enumerate(data.images)
     ]
-    scan = {"version": 1, "settings": {}, "sources": [source.description()], "partitions": partitions}
+    scan = {"version": 2, "settings": {}, "sources": [source.description()], "partitions": partitions}
     storage.write_json(storage.join(out, SCAN), scan)
     return data
-
-
-def _scanned(entry: dict[str, Any]) -> ScannedPartition:
-    own = {name: entry[name] for name in ("number", "source", "generation")}
-    return ScannedPartition(
-        **own, partition=Partition(**{name: value for name, value in entry.items() if name not in own})
-    )
 
 
 def _example(data: SelectedData, part: int, row: int, of_part: int, of_row: int, **_: str) -> dict[str, Any]:

@@ -4,8 +4,8 @@ import json
 import os
 from typing import Any
 
-from diffusion.preparation.records import Partition, Record, Rejected, Source
-from diffusion.preparation.sources import from_description, open_sources
+from diffusion.preparation.records import Partition, Record, Rejected
+from diffusion.preparation.sources import Source, from_description, open_sources
 
 
 def open_source(path: Any, **options) -> Source:
@@ -26,7 +26,7 @@ def scan(source: Source) -> list[Any]:
     assert from_description(described) == source
     items = []
     for partition in partitions(source):
-        worker = from_description(described).only(partition)
+        worker = from_description(described)
         found = list(worker.scan(partition))
         records = [item for item in found if isinstance(item, Record)]
         for some in filter(None, (records, records[1::3])):

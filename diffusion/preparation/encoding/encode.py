@@ -8,16 +8,14 @@ device and library versions.)
 
 import contextlib
 import logging
-import sys
 import uuid
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-
-from tqdm import tqdm
 
 from diffusion.datasets.encoded import EncodedManifest
 from diffusion.distributed import agree, has_process_group, on_first_rank, rank
@@ -30,9 +28,9 @@ from diffusion.preparation.encoding.output import (
     max_damaged,
     open_output,
 )
-from diffusion.preparation.encoding.plan import EncodingSettings, Item, plan_outputs
+from diffusion.preparation.encoding.plan import EncodingSettings, ShardTask, plan_outputs
 from diffusion.preparation.encoding.shards import EncodedShard, encode_shards
-from diffusion.preparation.engine import Workers, run
+from diffusion.preparation.engine import Workers, progress_bar, run
 from diffusion.preparation.output import claim
 from diffusion.preparation.takedown import read_marks
 from diffusion.storage import is_url, shown
@@ -80,7 +78,7 @@ def encode(
         precision: `fp32`, or `bf16` for autocast.
         mean_only: Leave the log-variance out.
         num_workers: Processes that decode, for each process that encodes; 0 decodes in that one.
-        workers: Other processes that encode; None encodes in this one, and in the other ranks.
+        workers: Other processes that encode, with networks from `load`; None encodes in this one and the other ranks.
         load: Loads the networks in each of the workers.
         max_shard_bytes: Size above which a shard is cut into several.
         progress: Show a bar on stderr.
@@ -102,15 +100,14 @@ def encode(
     )
     with ExitStack() as claims:
         plan = on_first_rank(lambda: _plan(prepared, out, resolutions, models, settings, claims))
-        options = {"device": device, "num_workers": num_workers}
-        if not plan.items:
+        if not plan.tasks:
             logger.info("%s holds all of %s already", shown(out), shown(prepared))
         elif workers is None:
-            encode_items = partial(encode_shards, models=models, settings=plan.settings, **options)
-            agree(lambda: _encode_as_rank(plan, encode_items, progress))
+            options = {"models": models, "settings": plan.settings, "device": device, "num_workers": num_workers}
+            agree(lambda: _encode_as_rank(plan, partial(encode_shards, **options), progress))
         else:
             assert load is not None, "workers load their networks"
-            _encode_by_workers(plan, workers, load, progress, **options)
+            _encode_by_workers(plan, workers, load, progress, device=device, num_workers=num_workers)
         on_first_rank(lambda: _finish(prepared, plan.states))
     return [state.output.manifest for state in plan.states]
 
@@ -122,7 +119,7 @@ class _Plan:
     name: str
     """Tells this encoding from every other one of the process group."""
     states: list[OutputState]
-    items: list[Item]
+    tasks: list[ShardTask]
     """Prepared shards that are missing."""
     settings: EncodingSettings
 
@@ -136,53 +133,46 @@ def _plan(
     claims: ExitStack,
 ) -> _Plan:
     """Claim the folders, and look at what is there."""
-    outputs = plan_outputs(prepared, out, resolutions, models, settings)
     states = []
-    for output in outputs:
+    for output in plan_outputs(prepared, out, resolutions, models, settings):
         claims.enter_context(claim(output.uri))
         states.append(open_output(prepared, output))
         states[-1].begin()
     removed = frozenset().union(*(state.removed for state in states))
-    return _Plan(uuid.uuid4().hex, states, _missing(prepared, states), replace(settings, removed=removed))
+    return _Plan(uuid.uuid4().hex, states, _missing_shards(prepared, states), replace(settings, removed=removed))
 
 
-def _missing(prepared: str, states: Sequence[OutputState]) -> list[Item]:
+def _missing_shards(prepared: str, states: Sequence[OutputState]) -> list[ShardTask]:
     """List the prepared shards that some data set lacks."""
-    removed, items = read_marks(prepared), []
+    removed, tasks = read_marks(prepared), []
     folders = {name: folder for state in states for name, folder in state.output.folders.items()}
     for name, folder in sorted(folders.items()):
-        first, indices = 0, sorted(removed.get(name, []))
+        first, indices = 0, removed.get(name, [])
         for number, entry in enumerate(folder.shards):
             stop = first + entry["samples"]
-            targets = tuple(filter(None, (state.target(name, number) for state in states)))
-            if targets:
+            if targets := tuple(filter(None, (state.target(name, number) for state in states))):
                 inside = indices[bisect_left(indices, first) : bisect_left(indices, stop)]
-                items.append(
-                    Item(
-                        number=number,
-                        folder=folder.uri,
-                        entry=entry,
-                        removed=frozenset(i - first for i in inside),
-                        targets=targets,
-                    )
+                of_shard = frozenset(index - first for index in inside)
+                tasks.append(
+                    ShardTask(number=number, folder=folder.uri, entry=entry, removed=of_shard, targets=targets)
                 )
             first = stop
-    return items
+    return tasks
 
 
 def _encode_as_rank(
-    plan: _Plan, encode_items: Callable[[Iterator[Item]], Iterator[EncodedShard]], progress: bool
+    plan: _Plan, encode_tasks: Callable[[Iterator[ShardTask]], Iterator[EncodedShard]], progress: bool
 ) -> None:
     """Encode shards in this process; it takes them from those that all ranks share."""
     counters = _Counters(plan.name)
 
-    def taken() -> Iterator[Item]:
-        while (number := counters.add("taken", 1) - 1) < len(plan.items) and not counters.add("failed", 0):
-            yield plan.items[number]
+    def taken() -> Iterator[ShardTask]:
+        while (number := counters.add("taken", 1) - 1) < len(plan.tasks) and not counters.add("failed", 0):
+            yield plan.tasks[number]
 
     with _progress(plan, counters, shown=progress and rank() == 0) as count:
         try:
-            for shard in encode_items(taken()):
+            for shard in encode_tasks(taken()):
                 count(shard)
         except BaseException:
             with contextlib.suppress(Exception):  # The store may be gone, which is not to hide the failure.
@@ -194,8 +184,8 @@ def _encode_by_workers(
     plan: _Plan, workers: Workers, load: Load, progress: bool, *, device: str, num_workers: int
 ) -> None:
     """Encode shards in other processes."""
-    size = max(1, min(_SHARDS_PER_TASK, len(plan.items) // 64))
-    tasks = [plan.items[start : start + size] for start in range(0, len(plan.items), size)]
+    size = max(1, min(_SHARDS_PER_TASK, len(plan.tasks) // 64))
+    tasks = [plan.tasks[start : start + size] for start in range(0, len(plan.tasks), size)]
     kind = device.partition(":")[0]
     make = partial(_load_encoder, load, plan.settings, kind, num_workers)
     with _progress(plan, _Counters(plan.name), shown=progress) as count:
@@ -206,18 +196,17 @@ def _encode_by_workers(
 
 def _load_encoder(
     load: Load, settings: EncodingSettings, device: str, num_workers: int
-) -> Callable[[list[Item]], list[EncodedShard]]:
+) -> Callable[[list[ShardTask]], list[EncodedShard]]:
     """Load the networks of a worker; return what does its tasks."""
     models = load()
-    return lambda items: list(encode_shards(items, models, settings, device=device, num_workers=num_workers))
+    return lambda tasks: list(encode_shards(tasks, models, settings, device=device, num_workers=num_workers))
 
 
 class _Counters:
     """Numbers from 0 that all ranks share, in the store of the process group if there is one."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        self._values: dict[str, int] = {}
+        self._name, self._values = name, Counter[str]()
 
     def add(self, name: str, amount: int) -> int:
         """Add to a number; return it."""
@@ -225,7 +214,7 @@ class _Counters:
             from torch.distributed import distributed_c10d
 
             return distributed_c10d._get_default_store().add(f"diffusion/encode/{self._name}/{name}", amount)
-        self._values[name] = self._values.get(name, 0) + amount
+        self._values[name] += amount
         return self._values[name]
 
 
@@ -238,27 +227,22 @@ def _progress(plan: _Plan, counters: _Counters, *, shown: bool) -> Iterator[Call
     """
     before = max(state.num_damaged for state in plan.states)
     num_samples = max(state.output.num_samples for state in plan.states)
-    total = sum(item.num_samples for item in plan.items)
-    interval = 0.2 if sys.stderr.isatty() else 30.0
-    with tqdm(total=total, desc="encoding", unit=" images", mininterval=interval, disable=not shown) as bar:
+    total = sum(task.num_samples for task in plan.tasks)
+    with progress_bar("encoding", total, shown=shown) as bar:
 
         def count(shard: EncodedShard) -> None:
             for what in shard.damaged:
                 num_damaged = before + counters.add("damaged", 1)
                 logger.warning("%s; it is marked as damaged (%d of %d so far)", what, num_damaged, num_samples)
-                _check_damaged(num_damaged, num_samples, what)
+                if num_damaged > max_damaged(num_samples):
+                    raise DataError(
+                        f"{num_damaged} of {num_samples} images are damaged (at most {MAX_DAMAGED} or "
+                        f"{MAX_DAMAGED_FRACTION:.1%} may be), the last: {what}. Check the disk, and copy or prepare "
+                        "the data set again"
+                    )
             bar.update(counters.add("images", shard.num_samples) - bar.n)
 
         yield count
-
-
-def _check_damaged(num_damaged: int, num_samples: int, last: str) -> None:
-    """Raise a DataError if too many images cannot be decoded."""
-    if num_damaged > max_damaged(num_samples):
-        raise DataError(
-            f"{num_damaged} of {num_samples} images are damaged (at most {MAX_DAMAGED} or {MAX_DAMAGED_FRACTION:.1%} "
-            f"may be), the last: {last}. Check the disk, and copy or prepare the data set again"
-        )
 
 
 def _finish(prepared: str, states: Sequence[OutputState]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,6 @@ from diffusion.errors import ConfigurationError
 from diffusion.models.conditioning import TextEncoding
 from diffusion.models.pretrained import FrozenParts, module_identity, tokenizer_identity
 from diffusion.models.tokenizers import tokenize
-
-Frozen = TypeVar("Frozen", bound=nn.Module)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,17 +92,12 @@ class Encoder:
 
     A forward pass is started without waiting for it, and its results are copied to pinned memory behind it: whoever
     reads them calls `Encoded.wait`.
-
-    Args:
-        models: The networks; they are moved to the device.
-        device: Torch device.
-        precision: `fp32`, or `bf16` for autocast.
     """
 
     def __init__(self, models: EncodingModels, device: str, precision: str) -> None:
         self.device = torch.device(device)
-        self._vae: Any = _ready(models.vae, self.device)
-        self._text_encoder = models.text_encoder and _ready(models.text_encoder, self.device)
+        self._vae: Any = models.vae.to(self.device).eval().requires_grad_(False)
+        self._text_encoder = models.text_encoder and models.text_encoder.to(self.device).eval().requires_grad_(False)
         self._precision = precision
 
     @torch.inference_mode()
@@ -160,7 +153,3 @@ def _one_thread(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(num_threads)
-
-
-def _ready(module: Frozen, device: torch.device) -> Frozen:
-    return module.to(device).eval().requires_grad_(False)

@@ -45,18 +45,9 @@ class PreparedFolder:
     """Entries of its shards in the index."""
 
     @property
-    def name(self) -> str:
-        """`<split>/<bucket>`."""
-        return f"{self.split}/{self.bucket}"
-
-    @property
     def num_samples(self) -> int:
         """Samples of all shards."""
         return sum(entry["samples"] for entry in self.shards)
-
-    def fits(self, resolution: int | None) -> bool:
-        """Return whether its images are large enough for a resolution, or have a size of their own."""
-        return bool(named_size(self.bucket)) or (resolution is not None and lowest_side(self.bucket) >= resolution)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,14 +74,14 @@ class Target:
     """Size of its images."""
     folder: str
     """URI of the MDS folder."""
-    mark: str
+    record: str
     """URI of the file that is written when the shard is there."""
     removed: str
     """Identity of the removed keys of the data set."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Item:
+class ShardTask:
     """A prepared shard to encode."""
 
     number: int
@@ -120,12 +111,8 @@ def shard_identity(entry: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def read_prepared(prepared: str) -> list[PreparedFolder]:
-    """Read the indexes of prepared data, and compare them with the manifest.
-
-    Raises:
-        DataError: It is not prepared data, or is damaged.
-    """
+def _read_prepared(prepared: str) -> list[PreparedFolder]:
+    """Read the indexes of prepared data, and compare them with the manifest."""
     folders = []
     for split, buckets in PreparedManifest.read(prepared).splits.items():
         for bucket, entry in buckets.items():
@@ -142,13 +129,6 @@ def plan_outputs(
 ) -> list[Output]:
     """Decide which data sets are written: one in `out`, or one in `out/<resolution>` of several.
 
-    Args:
-        prepared: URI of the prepared data.
-        out: URI of the folder to write.
-        resolutions: Sides of the squares in pixels; may be empty if all buckets have sizes of their own.
-        models: The networks.
-        settings: How they encode.
-
     Raises:
         ConfigurationError: A resolution is missing, given twice, or does not fit the VAE; or `out` is `prepared`.
         DataError: `prepared` is not prepared data, is damaged, or has no images that are large enough.
@@ -159,14 +139,18 @@ def plan_outputs(
         raise ConfigurationError(f"--resolution {' '.join(map(str, resolutions))}: give each once")
     for resolution in resolutions:
         models.latent_shape(ImageSize(resolution, resolution))
-    folders = read_prepared(prepared)
+    folders = _read_prepared(prepared)
     source = hashlib.sha256(storage.read(storage.join(prepared, MANIFEST))).hexdigest()
     squares = [folder.bucket for folder in folders if not named_size(folder.bucket)]
     if squares and not resolutions:
         raise ConfigurationError(f"--resolution is missing: the images of {squares[0]} are cut to squares of it")
     outputs = []
     for resolution in resolutions or [None]:
-        chosen = [folder for folder in folders if folder.fits(resolution)]
+        chosen = [
+            folder
+            for folder in folders
+            if named_size(folder.bucket) or (resolution is not None and lowest_side(folder.bucket) >= resolution)
+        ]
         if not chosen:
             names = sorted({folder.bucket for folder in folders})
             raise DataError(
@@ -195,5 +179,5 @@ def plan_outputs(
             sizes=sizes,
         )
         uri = storage.join(out, str(resolution)) if len(resolutions) > 1 else out
-        outputs.append(Output(uri=uri, manifest=manifest, folders={folder.name: folder for folder in chosen}))
+        outputs.append(Output(uri=uri, manifest=manifest, folders={f"{one.split}/{one.bucket}": one for one in chosen}))
     return outputs

@@ -8,10 +8,10 @@ one before is written.
 import itertools
 import os
 import signal
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,8 +39,8 @@ from diffusion.datasets.transforms import ImageTransform, Placement
 from diffusion.errors import DataError
 from diffusion.launch import end_with_parent
 from diffusion.preparation.encoding.models import Encoded, Encoder, EncodingModels
-from diffusion.preparation.encoding.output import Mark
-from diffusion.preparation.encoding.plan import EncodingSettings, Item, shard_identity
+from diffusion.preparation.encoding.output import ShardRecord
+from diffusion.preparation.encoding.plan import EncodingSettings, ShardTask, Target, shard_identity
 from diffusion.preparation.takedown import hash_key
 from diffusion.storage import join, shown
 
@@ -64,7 +64,7 @@ class EncodedShard(NamedTuple):
 class Piece(NamedTuple):
     """Consecutive samples of a prepared shard."""
 
-    item: Item
+    task: ShardTask
     start: int
     """Index of the first sample in the shard."""
     samples: list[bytes]
@@ -73,7 +73,7 @@ class Piece(NamedTuple):
 class ImageBatch(NamedTuple):
     """A piece with its images decoded; images of blank samples (removed, or damaged) are black."""
 
-    item: Item
+    task: ShardTask
     start: int
     images: dict[ImageSize, Tensor]
     """For each size uint8 [B, 3, height, width]."""
@@ -89,16 +89,9 @@ class ImageBatch(NamedTuple):
 
 
 def encode_shards(
-    items: Iterable[Item], models: EncodingModels, settings: EncodingSettings, *, device: str, num_workers: int
+    tasks: Iterable[ShardTask], models: EncodingModels, settings: EncodingSettings, *, device: str, num_workers: int
 ) -> Iterator[EncodedShard]:
-    """Encode shards and write them.
-
-    Args:
-        items: The shards; the next one is taken while one is encoded.
-        models: The networks.
-        settings: How they encode.
-        device: Torch device.
-        num_workers: Loader processes that decode; 0 decodes in this one.
+    """Encode shards and write them; the next one is taken and read while one is encoded.
 
     Yields:
         The shards, in their order, when they are written.
@@ -112,7 +105,7 @@ def encode_shards(
     loader = BatchLoader(
         _DecodedImages(models.tokenize, settings.removed),
         batch_size=None,
-        sampler=_pieces(items, settings.batch_size),  # pyright: ignore[reportArgumentType]
+        sampler=_pieces(tasks, settings.batch_size),  # pyright: ignore[reportArgumentType]
         num_workers=num_workers,
         pin_memory=encoder.device.type == "cuda",
         worker_init_fn=partial(_end_with_parent, os.getpid()),
@@ -132,12 +125,12 @@ def encode_shards(
         writer.shutdown(cancel_futures=True)
 
 
-def _pieces(items: Iterable[Item], batch_size: int) -> Iterator[Piece]:
+def _pieces(tasks: Iterable[ShardTask], batch_size: int) -> Iterator[Piece]:
     """Read shards, each while the one before is encoded, and cut them into batches."""
-    current: tuple[Item, Future[list[bytes]]] | None = None
+    current: tuple[ShardTask, Future[list[bytes]]] | None = None
     with ThreadPoolExecutor(1) as reader:
-        for item in itertools.chain(items, [None]):
-            following = None if item is None else (item, reader.submit(read_shard, item.folder, item.entry))
+        for task in itertools.chain(tasks, [None]):
+            following = None if task is None else (task, reader.submit(read_shard, task.folder, task.entry))
             if current is not None:
                 samples = current[1].result()
                 for start in range(0, len(samples), batch_size):
@@ -150,21 +143,15 @@ def _end_with_parent(parent: int, _worker: int) -> None:
 
 
 class _DecodedImages(Dataset):
-    """Decodes and transforms pieces, which are its indices.
-
-    Args:
-        tokenize: K captions -> int32 [K, L].
-        removed: Hashes of removed keys.
-    """
+    """Decodes and transforms pieces, which are its indices; `removed` are hashes of keys."""
 
     def __init__(self, tokenize: Tokenize, removed: frozenset[str]) -> None:
-        self._tokenize = tokenize
-        self._removed = removed
+        self._tokenize, self._removed = tokenize, removed
 
     def __getitem__(self, piece: Piece) -> ImageBatch:
-        item = piece.item
-        decode_sample = SampleDecoder(Layout.of(format_of(item.entry).columns), _COLUMNS)
-        transforms = {size: ImageTransform(size=size) for size in item.sizes}
+        task = piece.task
+        decode_sample = SampleDecoder(Layout.of(format_of(task.entry).columns), _COLUMNS)
+        transforms = {size: ImageTransform(size=size) for size in task.sizes}
         images: dict[ImageSize, list[np.ndarray]] = {size: [] for size in transforms}
         placements: dict[ImageSize, list[Placement]] = {size: [] for size in transforms}
         token_ids, keys, removed = [], [], []
@@ -172,7 +159,7 @@ class _DecodedImages(Dataset):
         for i, data in enumerate(piece.samples):
             sample = decode_sample(data)
             captions, image = sample["captions"], None
-            if piece.start + i in item.removed or (self._removed and hash_key(sample["key"]) in self._removed):
+            if piece.start + i in task.removed or (self._removed and hash_key(sample["key"]) in self._removed):
                 removed.append(i)
                 captions = [""]
             else:
@@ -186,7 +173,7 @@ class _DecodedImages(Dataset):
             token_ids.append(torch.from_numpy(self._tokenize(captions).astype(np.int32)))
             keys.append(sample["key"])
         return ImageBatch(
-            item,
+            task,
             piece.start,
             {size: torch.from_numpy(np.stack(arrays)) for size, arrays in images.items()},
             {size: torch.tensor(of_size, dtype=torch.int32) for size, of_size in placements.items()},
@@ -201,14 +188,13 @@ class _Assembler:
     """Collects the encoded batches of each shard, which come in their order, and writes it when it is whole."""
 
     def __init__(self, models: EncodingModels, settings: EncodingSettings) -> None:
-        self._models = models
-        self._settings = settings
+        self._models, self._settings = models, settings
         self._formats: dict[ImageSize, ShardFormat] = {}
 
     def add(self, batch: ImageBatch, encoded: Encoded) -> list[EncodedShard]:
         """Append the samples of a batch; return their shard if that is whole, and written now."""
         if batch.start == 0:
-            self._shard = _Shard(batch.item)
+            self._shard = _Shard(batch.task)
         shard = self._shard
         assert batch.start == shard.num_samples, (batch.start, shard.num_samples)
         encoded.wait()
@@ -229,34 +215,33 @@ class _Assembler:
                 shard.samples[size].append(encode_sample(sample, self._format(size).columns))
         shard.num_samples += len(batch.keys)
         for i, reason in batch.damaged.items():
-            where = f"{shown(batch.item.folder)}, key '{batch.keys[i]}'"
+            where = f"{shown(batch.task.folder)}, key '{batch.keys[i]}'"
             shard.damaged[batch.start + i] = f"{where} cannot be decoded ({reason}), and could be when it was prepared"
         shard.removed += [batch.start + i for i in batch.removed]
-        if shard.num_samples < batch.item.num_samples:
+        if shard.num_samples < batch.task.num_samples:
             return []
-        self._write(shard)
+        for target in shard.task.targets:
+            self._write(shard, target)
         return [EncodedShard(shard.num_samples, list(shard.damaged.values()))]
 
-    def _write(self, shard: "_Shard") -> None:
-        """Write a whole shard to each data set that lacks it, and then its mark."""
-        item = shard.item
-        for target in item.targets:
-            shards, samples, entries = self._format(target.size), shard.samples[target.size], []
-            cuts = _cut([4 + len(sample) for sample in samples], shards.shard_bytes - shards.num_bytes(0))
-            for part, (start, end) in enumerate(itertools.pairwise([0, *cuts])):
-                name = shard_name(item.number, part=part)
-                content, entry = encode_shard(samples[start:end], name, shards)
-                storage.write(join(target.folder, name), content)
-                entries.append(entry)
-            mark = Mark(
-                source=shard_identity(item.entry),
-                samples=item.num_samples,
-                entries=entries,
-                damaged=sorted(shard.damaged),
-                withdrawn=shard.removed,
-                removed=target.removed,
-            )
-            storage.write_json(target.mark, vars(mark))
+    def _write(self, shard: "_Shard", target: Target) -> None:
+        """Write a whole shard to a data set, and then its record."""
+        shards, samples, entries = self._format(target.size), shard.samples[target.size], []
+        cuts = _cut([4 + len(sample) for sample in samples], shards.shard_bytes - shards.num_bytes(0))
+        for part, (start, end) in enumerate(itertools.pairwise([0, *cuts])):
+            name = shard_name(shard.task.number, part=part)
+            content, entry = encode_shard(samples[start:end], name, shards)
+            storage.write(join(target.folder, name), content)
+            entries.append(entry)
+        record = ShardRecord(
+            source=shard_identity(shard.task.entry),
+            samples=shard.num_samples,
+            entries=entries,
+            damaged=sorted(shard.damaged),
+            withdrawn=shard.removed,
+            removed=target.removed,
+        )
+        storage.write_json(target.record, vars(record))
 
     def _format(self, size: ImageSize) -> ShardFormat:
         if size not in self._formats:
@@ -275,13 +260,11 @@ class _Assembler:
 class _Shard:
     """A shard that is not whole yet."""
 
-    item: Item
-
-    def __post_init__(self) -> None:
-        self.num_samples = 0
-        self.samples: dict[ImageSize, list[bytes]] = {size: [] for size in self.item.sizes}
-        self.damaged: dict[int, str] = {}
-        self.removed: list[int] = []
+    task: ShardTask
+    num_samples: int = 0
+    samples: dict[ImageSize, list[bytes]] = field(default_factory=lambda: defaultdict(list))
+    damaged: dict[int, str] = field(default_factory=dict)
+    removed: list[int] = field(default_factory=list)
 
 
 def _split_embeddings(batch: ImageBatch, encoded: Encoded) -> list[tuple[np.ndarray, np.ndarray]] | None:

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -11,22 +11,9 @@ from typing import Any, ClassVar
 import pyarrow as pa
 
 from diffusion.errors import DataError
-from diffusion.preparation.records import Location, Partition, Partitions, Reason, Record, Rejected
-from diffusion.preparation.sources.base import FileSource, rejected_file, whole_files
-from diffusion.preparation.sources.columns import (
-    Batch,
-    find_columns,
-    first_line,
-    images_of_rows,
-    raise_if_not_damage,
-    scan_batch,
-)
-from diffusion.preparation.sources.reading import (
-    UnfitFileError,
-    file_of,
-    printable,
-    read_file,
-)
+from diffusion.preparation.records import Partition, Reason
+from diffusion.preparation.sources.reading import UnfitFileError, file_of, printable, read_file
+from diffusion.preparation.sources.tables import Batch, TableSource, first_line, raise_if_not_damage
 from diffusion.storage import is_url, shown
 
 logger = logging.getLogger(__name__)
@@ -38,12 +25,12 @@ _SCHEMA_BYTES = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArrowSource(FileSource):
+class ArrowSource(TableSource):
     """Arrow files, such as `Dataset.save_to_disk` writes; each is a partition.
 
     Where a `state.json` lists the files, only those are read; all splits of a saved DatasetDict are. Columns are as in
     parquet files. A local file is mapped into memory, of a remote one a batch of rows (1,000 by default of `datasets`)
-    is held. Each row of a damaged batch is a rejection, and so is what lies behind damage of the file itself. The rest
+    is held. Each row of a damaged batch is a rejection, and so is what lies after damage of the file itself. The rest
     of a key is the file's path, `#` and the number of the row.
     """
 
@@ -80,37 +67,14 @@ class ArrowSource(FileSource):
     def _check_columns(self, file: str) -> None:
         try:
             with self._opened(file, _SCHEMA_BYTES) as (opened, _):
-                find_columns(self.uri(file), opened.schema, self.image_column, self.caption_column)
+                self.find_columns(file, opened.schema)
         except UnfitFileError:
             return  # Its scan yields a rejection.
-
-    def partitions(self, known: Sequence[str] = ()) -> Partitions:
-        """Return a partition per file."""
-        return whole_files(self, known)
-
-    def scan(self, partition: Partition) -> Iterator[Record | Rejected]:
-        """Yield the rows of a file."""
-        try:
-            for batch in self._batches(partition.file, None, partition.num_bytes):
-                yield from scan_batch(self, partition, batch)
-        except UnfitFileError as error:
-            yield rejected_file(self, partition, error)
-
-    def images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
-        """Yield the images of some rows."""
-        try:
-            with self._opened(partition.file) as (opened, _):
-                image = find_columns(partition.file, opened.schema, self.image_column, self.caption_column).image
-            batches = self._batches(partition.file, image, partition.num_bytes)
-            yield from images_of_rows(self, partition.file, batches, iter(locations))
-        except UnfitFileError as error:
-            name = printable(shown(self.uri(partition.file)))
-            raise DataError(f"{name} is not what it was when it was scanned: {error}") from error
 
     @contextmanager
     def _opened(self, file: str, buffer_bytes: int | None = None) -> Iterator[tuple[Any, bool]]:
         """Open a file of either format: a reader, and whether its batches can be read one without another."""
-        with self.reading(file), self.open(file, buffer_bytes=buffer_bytes) as opened:
+        with self.open(file, buffer_bytes=buffer_bytes) as opened:
             source: Any = opened if is_url(self.root) else pa.memory_map(self.uri(file))
             is_random = opened.read(6) == b"ARROW1"
             opened.seek(0)
@@ -121,14 +85,15 @@ class ArrowSource(FileSource):
                 raise UnfitFileError(Reason.DAMAGED_FILE, f"not Arrow: {first_line(error)}") from error
             yield reader, is_random
 
-    def _batches(self, file: str, column: str | None, num_bytes: int) -> Iterator[Batch]:
-        """Yield the batches of a file, or one column of them."""
+    def batches(self, partition: Partition, groups: Collection[int | None] | None = None) -> Iterator[Batch]:
+        """Yield the batches of a file, or their column of images."""
         start = 0
-        with self._opened(file) as (opened, is_random):
+        with self._opened(partition.file) as (opened, is_random):
+            image = self.find_columns(partition.file, opened.schema).image
             for number in range(opened.num_record_batches) if is_random else count():
                 try:
                     batch = opened.get_batch(number) if is_random else opened.read_next_batch()
-                    batch = batch if column is None else batch.select([column])
+                    batch = batch if groups is None else batch.select([image])
                 except StopIteration:
                     return
                 except (pa.ArrowException, OSError) as error:
@@ -138,7 +103,7 @@ class ArrowSource(FileSource):
                         return  # Where the next one begins is not known.
                     start += 1
                     continue
-                yield from _sound(batch, start, number, num_bytes)
+                yield from _sound(batch, start, number, partition.num_bytes)
                 start += batch.num_rows
 
 

@@ -6,8 +6,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, BinaryIO, ClassVar, TypeVar
 
-from typing_extensions import Self
-
 from diffusion import storage
 from diffusion.errors import DataError, MachineError
 from diffusion.preparation.config import LimitsConfig
@@ -26,11 +24,11 @@ from diffusion.preparation.sources.reading import (
     UnfitFileError,
     file_of,
     list_folder,
-    look_at,
     matches,
     name_of,
     open_file,
     printable,
+    stat_file,
 )
 from diffusion.storage import shown
 
@@ -46,28 +44,27 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileSource:
-    """Files below a folder, or a single one, local or remote."""
+class Source:
+    """Images in files below a folder, or in a single file, local or remote; cut into partitions.
+
+    A source is a small value that can be pickled. It holds no open file, no list of its files, and no password (a
+    worker finds those in its environment). What a partition yields depends on its content alone.
+
+    A kind of source defines `_scan` and `_images`, and more partitions than one per file with `partitions`.
+    """
 
     name: str
     """First part of the keys."""
-
     root: str
     """The folder or the file: an absolute path or a URL."""
-
     is_file: bool = False
     """Whether `root` is a file."""
-
     pattern: str | None = None
     """Pattern of the files below the folder; None for all of the kind."""
-
     image_column: str | None = None
     """Column of the images, None for the usual names; likewise below."""
-
     caption_column: str | None = None
-
     limits: LimitsConfig = field(default_factory=LimitsConfig)
-
     partition_size: int | None = None
     """Images of a partition; None for a function of their number."""
 
@@ -80,12 +77,65 @@ class FileSource:
         return printable(shown(storage.join(self.root, self.pattern) if self.pattern else self.root))
 
     def description(self) -> dict[str, Any]:
-        """What `sources.from_description` makes an equal source of."""
+        """Fields as JSON, of which `sources.from_description` makes an equal source."""
         return {"kind": self.kind, **asdict(self)}
 
-    def only(self, partition: Partition) -> Self:
-        """Return the source itself, which is small."""
-        return self
+    def check(self) -> None:
+        """Check the columns of the files, where they have some; a DataError if one is missing."""
+
+    def partitions(self, known: Sequence[str] = ()) -> Partitions:
+        """Compare the source with the metadata of earlier scans.
+
+        Args:
+            known: local parquet files of metadata of this source, with the columns `file` and `version` at least.
+
+        Raises:
+            DataError: it is not what it was when it was opened.
+            MachineError: it cannot be listed.
+        """
+        files = self.files().items()
+        return compare([Partition(file=name, version=one.version, num_bytes=one.size) for name, one in files], known)
+
+    def scan(self, partition: Partition) -> Iterator[Record | Rejected]:
+        """Yield each image of a partition once, either way, in the same order each time.
+
+        Raises:
+            DataError: its file is not there any more.
+            MachineError: the disk or the network fails. A damaged file is no error: all that can be read is read, and
+                each row that the file promises and that is lost is a rejection.
+        """
+        try:
+            for item in self._scan(partition):
+                yield self._within_limits(item)
+        except UnfitFileError as error:
+            if error.reason is Reason.MISSING_IMAGE and partition.version:
+                raise self.gone_error(partition.file) from error
+            yield rejected(self.prefix(partition.file), error, Location(file=partition.file, version=partition.version))
+
+    def images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
+        """Yield the image files of some records of a partition, in the order in which `scan` yields them.
+
+        Each file is read once, from front to back, in ranges of at least 8 MiB (or to its end).
+
+        Raises:
+            DataError: one is not there any more.
+            MachineError: the disk or the network fails.
+        """
+        try:
+            yield from self._images(partition, locations)
+        except UnfitFileError as error:
+            name = printable(shown(self.uri(partition.file)))
+            raise DataError(f"{name} is not what it was when it was scanned: {error}") from error
+
+    def _scan(self, partition: Partition) -> Iterator[Record | Rejected]:
+        """Yield the images of a partition; an UnfitFileError is the rejection of its file, or of what is left of it."""
+        raise NotImplementedError
+
+    def _images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
+        """Yield the images at some locations; an UnfitFileError if one cannot be read."""
+        raise NotImplementedError
+
+    # Files
 
     def uri(self, file: str) -> str:
         """Where a file is; `file` as in a `Location`."""
@@ -98,7 +148,7 @@ class FileSource:
     def files(self) -> dict[str, Entry]:
         """List the files of the kind, sorted, by their names in a `Location`."""
         if self.is_file:
-            return {"": look_at(self.root)}
+            return {"": stat_file(self.root)}
         found = {entry.name: entry for entry in list_folder(self.root)}
         return {file_of(name): found[name] for name in self.takes(sorted(found))}
 
@@ -109,23 +159,30 @@ class FileSource:
         parts = self.pattern.split("/")
         return [name for name in names if matches(name.split("/"), parts)]
 
-    def open(self, file: str, *, buffer_bytes: int | None = None) -> BinaryIO:
-        """Open a file of the source."""
-        return open_file(self.uri(file), None if self.is_file else self.root, buffer_bytes=buffer_bytes)
+    @contextmanager
+    def open(self, file: str, *, buffer_bytes: int | None = None) -> Iterator[BinaryIO]:
+        """Open a file of the source; errors of the disk or the network become a MachineError that names it."""
+        uri = self.uri(file)
+        try:
+            with open_file(uri, None if self.is_file else self.root, buffer_bytes=buffer_bytes) as opened:
+                yield opened
+        except OSError as error:
+            if isinstance(error, MachineError | DataError):
+                raise
+            raise MachineError(f"cannot read {printable(shown(uri))}: {error.strerror or error}") from error
 
     def map(self, function: Callable[[Item], T], items: Iterable[Item]) -> Iterator[T]:
         """Yield what a function returns for each item, in order; several requests at a time where files are remote."""
         return (storage.concurrent_map if storage.is_url(self.root) else map)(function, items)
 
-    @contextmanager
-    def reading(self, file: str) -> Iterator[None]:
-        """Errors of the disk or the network as a MachineError that names the file."""
-        try:
-            yield
-        except OSError as error:
-            if isinstance(error, MachineError | DataError):
-                raise
-            raise MachineError(f"cannot read {printable(shown(self.uri(file)))}: {error.strerror or error}") from error
+    def gone_error(self, file: str) -> OutdatedError:
+        """Make the error of a file that was listed and is not there any more."""
+        return OutdatedError(
+            f"{printable(shown(self.uri(file)))} is gone since it was listed; restore it (is the disk mounted?), or "
+            "prepare again with --overwrite"
+        )
+
+    # Limits
 
     def image_limit(self) -> int:
         """Bytes of the largest image file."""
@@ -139,50 +196,12 @@ class FileSource:
         """Bytes of the largest .json or line of a table."""
         return self.limits.max_metadata_kb * 2**10
 
-
-def whole_files(source: FileSource, known: Sequence[str]) -> Partitions:
-    """Compare a source of one partition per file with what is known."""
-    found = [
-        Partition(id=key_of(name_of(file)) or "file", file=file, version=entry.version, num_bytes=entry.size)
-        for file, entry in source.files().items()
-    ]
-    return compare(found, known)
-
-
-def compare(found: Sequence[Partition], known: Sequence[str]) -> Partitions:
-    """Compare the partitions of a source, one or more for each file, with what is known."""
-    versions = known_versions(known)
-    return Partitions(
-        new=[partition for partition in found if partition.file not in versions],
-        gone=sorted(versions.keys() - {partition.file for partition in found}),
-        changed=[one for one in found if one.file in versions and one.version != versions[one.file]],
-    )
-
-
-def known_versions(known: Sequence[str]) -> dict[str, str]:
-    """Return the version of each file in the metadata of earlier scans."""
-    if not known:
-        return {}
-    import duckdb
-
-    with duckdb.connect() as database:
-        rows = database.execute(
-            "SELECT file, max(version) FROM read_parquet(?) GROUP BY file ORDER BY file", [list(known)]
-        )
-        return dict(rows.fetchall())
-
-
-def size_of_partitions(given: int | None, num_images: int) -> int:
-    """Return the images of a partition: a function of the content, so that the bytes do not depend on the workers."""
-    return given or min(MANY, max(FEW, -(-num_images // PARTITIONS)))
-
-
-def check_limits(item: Record | Rejected, limits: LimitsConfig) -> Record | Rejected:
-    """Reject a record whose image, captions or metadata are beyond the limits."""
-    record = item.record if isinstance(item, Rejected) else item
-    if record is None or not (detail := _excess(record, limits)):
-        return item
-    return Rejected(item.key, Reason.TOO_LARGE, item.location, detail)
+    def _within_limits(self, item: Record | Rejected) -> Record | Rejected:
+        """Reject a record whose image, captions or metadata are beyond the limits."""
+        record = item.record if isinstance(item, Rejected) else item
+        if record is None or not (detail := _excess(record, self.limits)):
+            return item
+        return Rejected(item.key, Reason.TOO_LARGE, item.location, detail)
 
 
 def _excess(record: Record, limits: LimitsConfig) -> str:
@@ -202,22 +221,27 @@ def _excess(record: Record, limits: LimitsConfig) -> str:
     return ""
 
 
-def rejected_file(source: FileSource, partition: Partition, error: UnfitFileError) -> Rejected:
-    """Make the rejection of the file of a partition; an OutdatedError if it was there when the source was listed."""
-    if error.reason is Reason.MISSING_IMAGE and partition.version:
-        raise gone_error(source, partition.file)
-    location = Location(file=partition.file, version=partition.version)
-    return rejected(source.prefix(partition.file), error, location)
+def compare(found: Sequence[Partition], known: Sequence[str]) -> Partitions:
+    """Compare the partitions of a source, one or more for each file, with the metadata of earlier scans."""
+    versions: dict[str, str] = {}
+    if known:
+        import duckdb
 
-
-def gone_error(source: FileSource, file: str) -> OutdatedError:
-    """Make the error of a file that was listed and is not there any more."""
-    return OutdatedError(
-        f"{printable(shown(source.uri(file)))} is gone since it was listed; restore it (is the disk mounted?), or "
-        "prepare anew with --overwrite"
+        with duckdb.connect() as database:
+            query = "SELECT file, max(version) FROM read_parquet(?) GROUP BY file ORDER BY file"
+            versions = dict(database.execute(query, [list(known)]).fetchall())
+    return Partitions(
+        new=[partition for partition in found if partition.file not in versions],
+        gone=sorted(versions.keys() - {partition.file for partition in found}),
+        changed=[one for one in found if one.file in versions and one.version != versions[one.file]],
     )
 
 
-def rejected(key: str, error: UnfitFileError, location: Location, what: str = "") -> Rejected:
-    """Make the rejection of a file."""
-    return Rejected(key, error.reason, location, f"{what}: {error.detail}" if what else error.detail)
+def size_of_partitions(given: int | None, num_images: int) -> int:
+    """Return the images of a partition: a function of the content, so that the bytes do not depend on the workers."""
+    return given or min(MANY, max(FEW, -(-num_images // PARTITIONS)))
+
+
+def rejected(key: str, error: UnfitFileError, location: Location) -> Rejected:
+    """Make the rejection of a file that is not read."""
+    return Rejected(key, error.reason, location, error.detail)

@@ -12,15 +12,16 @@ from typing import Any
 
 from diffusion import storage
 from diffusion.datasets.images import EXTENSIONS
+from diffusion.datasets.manifest import MANIFEST, SCAN, WORK
 from diffusion.errors import DataError, MachineError
 from diffusion.preparation.config import LimitsConfig, SourceConfig
-from diffusion.preparation.records import Source, clean_text
+from diffusion.preparation.records import clean_text
 from diffusion.preparation.sources.arrow import ArrowSource
-from diffusion.preparation.sources.base import FileSource
+from diffusion.preparation.sources.base import Source
 from diffusion.preparation.sources.caption_tables import TABLES
 from diffusion.preparation.sources.folder import FolderSource, is_image_name
 from diffusion.preparation.sources.huggingface import PREFIX, SPELLING, HuggingFaceSource, open_huggingface
-from diffusion.preparation.sources.mds import MANIFEST, MDSSource, mds_folders, prepared_root
+from diffusion.preparation.sources.mds import MDSSource, mds_folders, prepared_root
 from diffusion.preparation.sources.parquet import ParquetSource
 from diffusion.preparation.sources.reading import list_folder, matches, printable
 from diffusion.preparation.sources.webdataset import WebDatasetSource
@@ -34,13 +35,12 @@ KINDS = (
 _LOOKED_AT = 200_000
 """Names by which the kind of a folder is found: a folder of 100 million images is listed once, later."""
 
-_SCAN, _WORK = "scan.json", "work.partial/"
-"""What a half-written data set has, of this version and of the one before."""
-
-_CLASSES: dict[str, Any] = {
-    kind.kind: kind
-    for kind in (FolderSource, WebDatasetSource, ParquetSource, ArrowSource, HuggingFaceSource, MDSSource)
+_FILES: dict[str, type[Source]] = {
+    "tar files": WebDatasetSource,
+    "parquet files": ParquetSource,
+    "Arrow files": ArrowSource,
 }
+_CLASSES: dict[str, Any] = {kind.kind: kind for kind in (FolderSource, HuggingFaceSource, MDSSource, *_FILES.values())}
 
 
 def open_sources(
@@ -55,9 +55,9 @@ def open_sources(
     Args:
         entries: each a path, a pattern with wildcards, a URL, `hf-dataset:NAME`, or one with columns of its own; in the
             order in which they are read.
-        image_column: column of the images of all sources that name none; None for the usual names.
+        image_column: column of the images of the sources that name none; None for the usual names.
         caption_column: column of the captions, likewise.
-        limits: limits of an image; None for the default ones.
+        limits: of an image.
         partition_size: images of a partition; None for a function of their number.
 
     Raises:
@@ -67,14 +67,19 @@ def open_sources(
     """
     sources: list[Any] = []
     for entry in entries:
-        path, own = _entry(entry)
+        given = _entry(entry)
         settings = {
-            "image_column": own.get("image_column") or image_column,
-            "caption_column": own.get("caption_column") or caption_column,
+            "image_column": given.image_column or image_column,
+            "caption_column": given.caption_column or caption_column,
             "limits": limits or LimitsConfig(),
             "partition_size": partition_size,
         }
-        source = _open(path, settings)
+        try:
+            source = _open(given.path, settings)
+            source.check()
+        except PermissionError as error:
+            raise MachineError(f"{shown(given.path)}: access denied; give these credentials the right to list and read"
+                               ) from error  # fmt: skip
         for other in sources:
             if _overlap(source, other):
                 raise DataError(f"{source.path} and {other.path} hold the same files; give them once")
@@ -93,46 +98,55 @@ def from_description(description: Mapping[str, Any]) -> Source:
     return _CLASSES[values.pop("kind")](**values | {"limits": LimitsConfig(**values["limits"])})
 
 
-def _entry(entry: "str | os.PathLike[str] | Mapping[str, Any] | SourceConfig") -> tuple[str, Mapping[str, Any]]:
-    """Return the path of an entry, and its columns."""
+def _entry(entry: "str | os.PathLike[str] | Mapping[str, Any] | SourceConfig") -> SourceConfig:
+    """Return path and columns of an entry."""
     if isinstance(entry, str | os.PathLike):
-        return os.fspath(entry), {}
-    values = vars(entry) if isinstance(entry, SourceConfig) else dict(entry)
-    known = [one.name for one in fields(SourceConfig)]
-    if unknown := [key for key in values if key not in known]:
-        raise DataError(f"sources: a source has no key {', '.join(map(ascii, unknown))}; it has {', '.join(known)}")
-    if not isinstance(values.get("path"), str):
-        raise DataError("sources: a source that is a mapping needs the key path")
-    return values["path"], values
+        return SourceConfig(path=os.fspath(entry))
+    if isinstance(entry, SourceConfig):
+        return entry
+    keys = [one.name for one in fields(SourceConfig)]
+    if not isinstance(entry.get("path"), str) or not set(entry) <= set(keys):
+        raise DataError(f"sources: a source that is no path has the key path and may have {' and '.join(keys[1:])}; "
+                        f"here are {', '.join(map(ascii, entry))}")  # fmt: skip
+    return SourceConfig(**entry)
 
 
-def _open(text: str, settings: dict[str, Any]) -> Any:
+def _open(text: str, settings: dict[str, Any]) -> Source:
+    """Open what an entry names: a data set of the hub, a pattern, a file or a folder."""
     if text.startswith(PREFIX):
         return open_huggingface(text, settings)
     if is_url(text):
-        try:
-            return _open_url(text, settings)
-        except PermissionError as error:
-            raise MachineError(f"{shown(text)}: access denied; give these credentials the right to list and read"
-                               ) from error  # fmt: skip
-    if "\0" in text:
-        raise DataError(f"{printable(text)}: there is no such file or folder")
-    path = os.path.abspath(text)  # noqa: PTH100 - `..` is resolved
-    if glob.has_magic(path) and not os.path.lexists(path):
+        _check_url(text)
+        path = text.rstrip("/")
+        is_web = path.startswith(("http://", "https://"))
+        is_pattern = not is_web and glob.has_magic(path.partition("://")[2])
+        is_file = not is_pattern and _kind_of_file(path) is not None and (is_web or storage.exists(path))
+        if is_file:
+            storage.stat(path)
+    else:
+        path = os.path.abspath(text)  # noqa: PTH100 - `..` is resolved
+        is_pattern = glob.has_magic(path) and not os.path.lexists(path)
+        is_file = not is_pattern and _is_file(path, printable(text))
+    if is_pattern:
         return _open_pattern(path, settings)
-    try:
-        mode = os.stat(path).st_mode  # noqa: PTH116
-    except OSError as error:
-        raise DataError(f"{printable(text)}: there is no such file or folder; a source is {KINDS}") from error
-    name = _name_of(os.path.realpath(path))
-    if stat.S_ISDIR(mode):
+    name = _name_of(path if is_url(path) else os.path.realpath(path))
+    if not is_file:
         return _open_folder(path, name, settings)
-    if not stat.S_ISREG(mode):
-        raise DataError(f"{printable(text)} is a pipe, a socket or a device; a source is {KINDS}")
     kind = _kind_of_file(path) or _kind_by_content(path)
     if kind is None:
         raise DataError(f"{printable(text)} is neither a tar nor a parquet file; a source is {KINDS}")
-    return _checked(kind(name=name, root=path, is_file=True, **settings))
+    return kind(name=name, root=path, is_file=True, **settings)
+
+
+def _is_file(path: str, shown_path: str) -> bool:
+    """Whether a path of this machine is that of a file; it may be a folder, too."""
+    try:
+        mode = os.stat(path).st_mode  # noqa: PTH116
+    except (OSError, ValueError) as error:
+        raise DataError(f"{shown_path}: there is no such file or folder; a source is {KINDS}") from error
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise DataError(f"{shown_path} is a pipe, a socket or a device; a source is {KINDS}")
+    return stat.S_ISREG(mode)
 
 
 def _name_of(path: str) -> str:
@@ -141,8 +155,7 @@ def _name_of(path: str) -> str:
 
 def _kind_of_file(path: str) -> Any:
     """Return the class for a file with this name, if it is known by its extension."""
-    kinds = (WebDatasetSource, ParquetSource, ArrowSource)
-    return next((kind for kind in kinds if path.lower().endswith(kind.suffixes)), None)
+    return next((kind for kind in _FILES.values() if path.lower().endswith(kind.suffixes)), None)
 
 
 def _kind_by_content(path: str) -> Any:
@@ -164,37 +177,24 @@ def _check_url(url: str) -> None:
     storage.check_uri(url)
 
 
-def _open_url(url: str, settings: dict[str, Any]) -> Any:
-    _check_url(url)
-    root = url.rstrip("/")
-    scheme, _, below = root.partition("://")
-    if scheme not in ("http", "https") and glob.has_magic(below):
-        return _open_pattern(root, settings)
-    kind = _kind_of_file(root)
-    if kind is not None and (scheme in ("http", "https") or storage.exists(root)):
-        storage.stat(root)
-        return _checked(kind(name=_name_of(root), root=root, is_file=True, **settings))
-    return _open_folder(root, _name_of(root), settings)
-
-
-def _open_pattern(pattern: str, settings: dict[str, Any]) -> Any:
+def _open_pattern(text: str, settings: dict[str, Any]) -> Source:
     """Open the tar, parquet or Arrow files that a pattern stands for."""
-    parts = pattern.split("/")
+    parts = text.split("/")
     fixed = next(number for number, part in enumerate(parts) if glob.has_magic(part))
-    root = "/".join(parts[:fixed])
-    if is_url(pattern) and fixed < 3:
-        raise DataError(f"{shown(pattern)}: the bucket must be named without wildcards")
-    if not is_url(root) and not Path(root or "/").is_dir():
-        raise DataError(f"{printable(pattern)}: no file matches; a source is {KINDS}")
-    names = [entry.name for entry in list_folder(root or "/") if matches(entry.name.split("/"), parts[fixed:])]
+    root, pattern = "/".join(parts[:fixed]), parts[fixed:]
+    if is_url(text) and fixed < 3:
+        raise DataError(f"{shown(text)}: the bucket must be named without wildcards")
+    names: list[str] = []
+    if is_url(root) or Path(root or "/").is_dir():
+        names = [entry.name for entry in list_folder(root or "/") if matches(entry.name.split("/"), pattern)]
     if not names:
-        raise DataError(f"{printable(pattern)}: no file matches; a source is {KINDS}")
+        raise DataError(f"{printable(text)}: no file matches; a source is {KINDS}")
     kinds = {_kind_of_file(name) for name in names}
     if len(kinds) > 1 or None in kinds:
-        raise DataError(f"{printable(pattern)}: it must match tar files only or parquet files only; it matches "
+        raise DataError(f"{printable(text)}: it must match tar files only or parquet files only; it matches "
                         f"{printable(names[0])} and others")  # fmt: skip
     (kind,) = kinds
-    return _checked(kind(name=_name_of(root), root=root or "/", pattern="/".join(parts[fixed:]), **settings))
+    return kind(name=_name_of(root), root=root or "/", pattern="/".join(pattern), **settings)
 
 
 def _open_folder(folder: str, name: str, settings: dict[str, Any]) -> Any:
@@ -205,44 +205,29 @@ def _open_folder(folder: str, name: str, settings: dict[str, Any]) -> Any:
         raise DataError(f"{path}: there is nothing; correct the URL, or name a .tar or .parquet file there")
     make = {"name": name, "root": folder, **settings}
     if MANIFEST in names and prepared_root(folder) == folder:
-        return _checked(MDSSource(prepared=folder, **make))
+        return MDSSource(prepared=folder, **make)
     has_images = any(map(is_image_name, names))
-    if MANIFEST not in names and (_SCAN in names or any(one.startswith(_WORK) for one in names)) and not has_images:
+    if MANIFEST not in names and (SCAN in names or any(one.startswith(f"{WORK}/") for one in names)) and not has_images:
         raise DataError(f"{path} is half-written; run the command that writes it (prepare or encode) again")
-    sources = {
-        "tar files": WebDatasetSource(**make),
-        "parquet files": ParquetSource(**make),
-        "Arrow files": ArrowSource(**make),
-    }
-    found: dict[str, Any] = {what: source for what, source in sources.items() if source.takes(names)}
-    if has_images:
-        found["images"] = FolderSource(**make)
+    found: dict[str, Source] = {what: kind(**make) for what, kind in _FILES.items() if kind(**make).takes(names)}
     if mds_folders(names):
         found["MDS folders"] = MDSSource(prepared=prepared_root(folder), **make)
+    if has_images or (not found and any(one.rpartition("/")[2] in TABLES for one in names)):
+        found["images"] = FolderSource(**make)
     if len(found) > 1:
         raise DataError(f"{path} holds {' and '.join(sorted(found))}; name the ones that are meant, as in "
                         f"'{path}/*.tar'")  # fmt: skip
-    if not found and any(one.rpartition("/")[2] in TABLES for one in names):
-        found["images"] = FolderSource(**make)
     if not found:
         raise DataError(f"{path} holds no image, no tar and no parquet file; a source is {KINDS}; an image is a file "
                         f"that ends in {', '.join(sorted(EXTENSIONS))}")  # fmt: skip
-    (source,) = found.values()
-    return _checked(source)
+    return next(iter(found.values()))
 
 
-def _checked(source: Any) -> Any:
-    """Check the columns of a source that has some."""
-    if not isinstance(source, FolderSource | WebDatasetSource):
-        source.check()
-    return source
-
-
-def _overlap(source: Any, other: Any) -> bool:
+def _overlap(source: Source, other: Source) -> bool:
     """Whether two sources of a kind share files."""
     if type(source) is not type(other):
         return False
-    if not isinstance(source, FileSource):
+    if isinstance(source, HuggingFaceSource):
         return source.path == other.path
     one, two = (one.root if is_url(one.root) else os.path.realpath(one.root) for one in (source, other))
     if not (f"{one}/".startswith(f"{two}/") or f"{two}/".startswith(f"{one}/")):
@@ -252,6 +237,6 @@ def _overlap(source: Any, other: Any) -> bool:
     return not _uris(source).isdisjoint(_uris(other))
 
 
-def _uris(source: FileSource) -> set[str]:
+def _uris(source: Source) -> set[str]:
     uris = map(source.uri, source.files())
     return set(uris) if is_url(source.root) else set(map(os.path.realpath, uris))

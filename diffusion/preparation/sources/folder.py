@@ -1,10 +1,9 @@
 """Source: a folder of image files with captions beside them or in tables."""
 
-import hashlib
 import json
 import logging
 import posixpath
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -24,24 +23,11 @@ from diffusion.preparation.records import (
     decode_text,
     key_of,
     make_record,
+    record_of_files,
 )
-from diffusion.preparation.sources.base import (
-    FileSource,
-    check_limits,
-    gone_error,
-    rejected,
-    size_of_partitions,
-)
+from diffusion.preparation.sources.base import Source, size_of_partitions
 from diffusion.preparation.sources.caption_tables import TABLES, read_lines
-from diffusion.preparation.sources.reading import (
-    UnfitFileError,
-    file_of,
-    list_folder,
-    name_of,
-    printable,
-    read_file,
-)
-from diffusion.preparation.sources.samples import Sample, record_of
+from diffusion.preparation.sources.reading import UnfitFileError, file_of, list_folder, name_of, printable, read_file
 
 logger = logging.getLogger(__name__)
 
@@ -73,18 +59,17 @@ CREATE TABLE items AS
     SELECT i.file, i.size, i.captions, i.metadata, t.file AS text, j.file AS json,
         substr(md5(concat_ws(' ', i.version, t.version, j.version, i.captions::VARCHAR, i.metadata)), 1, 16) AS version,
         CASE WHEN i.problem <> '' THEN i.problem WHEN t.problem <> '' THEN '.txt: ' || t.problem
-            WHEN j.problem <> '' THEN '.json: ' || j.problem END AS unreadable,
-        NULL AS missing
+            WHEN j.problem <> '' THEN '.json: ' || j.problem END AS unreadable
     FROM images i
     LEFT JOIN beside t ON t.kind = 'text' AND t.stem = i.stem AND NOT coalesce(i.has_caption, FALSE)
     LEFT JOIN beside j ON j.kind = 'json' AND j.stem = i.stem AND i.captions IS NULL
     UNION ALL BY NAME
-    SELECT file, 0 AS size, '' AS version, 'the table names it, there is no such file' AS missing
+    SELECT file, 0 AS size, '' AS version, 'the table names it, there is no such file' AS missing_image
     FROM entries ANTI JOIN files USING (file)
     UNION ALL BY NAME
     SELECT file, 0 AS size, '' AS version,
         CASE extension WHEN '' THEN 'it has no extension' ELSE 'extension ' || extension || ' is not read' END
-            AS missing
+            AS missing_image
     FROM files SEMI JOIN beside USING (stem) ANTI JOIN images USING (stem)
     WHERE files.kind = 'other';
 """
@@ -93,11 +78,11 @@ CREATE TABLE items AS
 _NEW = "FROM items ANTI JOIN known ON items.file = known.file AND (known.version <> '' OR items.version = '')"
 _CHANGED = "FROM items JOIN known USING (file) WHERE known.version NOT IN ('', items.version)"
 _GONE = "FROM known ANTI JOIN items USING (file) WHERE known.version <> ''"
-_COLUMNS = "items.file, items.size, items.version, captions, metadata, text, json, unreadable, missing"
+_COLUMNS = "items.file, items.size, items.version, captions, metadata, text, json, unreadable, missing_image"
 
 
 @dataclass(frozen=True, kw_only=True)
-class FolderSource(FileSource):
+class FolderSource(Source):
     """Image files below a folder, sorted by path; hidden ones are skipped.
 
     The captions of an image are what a table of its folder or one above says: several lines of a file, or a list in
@@ -183,8 +168,7 @@ class FolderSource(FileSource):
             logger.warning("%s: %d images have a .txt and a caption in a table; that of the table is taken", self.path,
                            number)  # fmt: skip
 
-    def scan(self, partition: Partition) -> Iterator[Record | Rejected]:
-        """Yield the images of a partition in the order of its items."""
+    def _scan(self, partition: Partition) -> Iterator[Record | Rejected]:
         yield from self.map(self._record, partition.items)
 
     def _record(self, text: str) -> Record | Rejected:
@@ -195,34 +179,37 @@ class FolderSource(FileSource):
         for problem in (Reason.UNREADABLE, Reason.MISSING_IMAGE):
             if problem.value in item:
                 return Rejected(key, problem, location, item[problem.value])
-        what, file = "", item["file"]
-        try:
-            image = read_file(self.uri(item["file"]), self.image_limit())
-            what, file = ".txt", item.get("text")
-            caption = read_file(self.uri(file), self.text_limit()) if file else None
-            what, file = ".json", item.get("json")
-            values = read_file(self.uri(file), self.row_limit()) if file else None
-        except UnfitFileError as error:
-            if error.reason is Reason.MISSING_IMAGE:
-                raise gone_error(self, file) from error
-            return rejected(key, error, location, what)
+        contents: list[bytes | None] = []
+        for what, prefix, limit in (
+            ("file", "", self.image_limit()),
+            ("text", ".txt: ", self.text_limit()),
+            ("json", ".json: ", self.row_limit()),
+        ):
+            try:
+                contents.append(read_file(self.uri(item[what]), limit) if item.get(what) else None)
+            except UnfitFileError as error:
+                if error.reason is Reason.MISSING_IMAGE:
+                    raise self.gone_error(item[what]) from error
+                return Rejected(key, error.reason, location, prefix + error.detail)
+        image, caption, values = contents
+        assert image is not None
         if "captions" in item:
-            captions = item["captions"] if caption is None else decode_text(caption)
-            return check_limits(make_record(key, image, captions, item["metadata"], location), self.limits)
+            captions = [one for line in item["captions"] for one in json.loads(line)]
+            captions = captions if caption is None else decode_text(caption)
+            return make_record(key, image, captions, json.loads(item["metadata"]), location)
         if caption is None and values is None:
             detail = "no .txt or .json of that name, no line in a table"
             return Rejected(key, Reason.MISSING_CAPTION, location, detail, Record(key, image, [], {}, location))
-        return check_limits(record_of(key, Sample(name, image, caption, values), location), self.limits)
+        return record_of_files(key, image, caption, values, location)
 
-    def images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
-        """Yield image files, of a remote folder several at a time."""
+    def _images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
         yield from self.map(self._image, locations)
 
     def _image(self, location: Location) -> bytes:
         try:
             return read_file(self.uri(location.file), self.image_limit())
         except UnfitFileError as error:
-            raise DataError(f"{self.path}, {location.file!a}: {error}, and was read when it was scanned") from error
+            raise UnfitFileError(error.reason, f"{location.file!a}: {error}") from error
 
 
 @contextmanager
@@ -266,22 +253,8 @@ def _cut(result: Any, size: int) -> Iterator[Partition]:
     names = _COLUMNS.replace("items.", "").split(", ")
     while rows := result.fetchmany(size):
         items = [{name: value for name, value in zip(names, row, strict=True) if value is not None} for row in rows]
-        first = items[0]
-        digest = hashlib.md5(first["file"].encode(), usedforsecurity=False).hexdigest()
         yield Partition(
-            id=digest if first["version"] else f"?{digest}",  # No name: the image may be taken down.
             num_bytes=sum(item["size"] for item in items),
             num_records=len(items),
-            items=tuple(map(_item_of, items)),
+            items=tuple(map(json.dumps, items)),
         )
-
-
-def _item_of(row: Mapping[str, Any]) -> str:
-    """Write what a worker needs of an image."""
-    item = {name: row[name] for name in row if name not in ("size", "missing", "captions", "metadata")}
-    if "missing" in row:
-        item[Reason.MISSING_IMAGE.value] = row["missing"]
-    if "captions" in row:
-        item["captions"] = [caption for line in row["captions"] for caption in json.loads(line)]
-        item["metadata"] = json.loads(row["metadata"])
-    return json.dumps(item)

@@ -8,11 +8,14 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any, BinaryIO, ClassVar, NamedTuple
 
+import numpy as np
+
+from diffusion.datasets.manifest import MANIFEST
+from diffusion.datasets.mds import INDEX, Layout, SampleDecoder, stored_file
 from diffusion.errors import DataError
-from diffusion.preparation.layout import REMOVED_SAMPLES
+from diffusion.preparation.layout import REMOVED_SAMPLES, SPLITS
 from diffusion.preparation.records import (
     Location,
     OutdatedError,
@@ -25,33 +28,25 @@ from diffusion.preparation.records import (
     key_of,
     make_record,
 )
-from diffusion.preparation.sources.base import (
-    FileSource,
-    check_limits,
-    compare,
-    rejected,
-)
-from diffusion.preparation.sources.columns import CAPTION_COLUMNS, IMAGE_COLUMNS
+from diffusion.preparation.sources.base import Source, compare, rejected
 from diffusion.preparation.sources.reading import (
     UnfitFileError,
     file_of,
     list_folder,
-    look_at,
     name_of,
     printable,
     read_file,
+    stat_file,
 )
+from diffusion.preparation.sources.tables import CAPTION_COLUMNS, IMAGE_COLUMNS
 from diffusion.storage import join, shown
-
-INDEX = "index.json"
-MANIFEST = "manifest.json"
 
 _JSON_BYTES = 2**30
 _AS_THEY_CAME = ("bytes", "jpeg", "png")
 _METADATA = ("str", "json", "int", "str_int", "str_float", "str_decimal")
 _NUMBERS = ("int", "uint", "float")
-_MEASURED_ANEW = ("width", "height")
-_OURS = ("key", "metadata", *_MEASURED_ANEW)
+_OURS = ("key", "metadata", "width", "height")
+"""Columns of prepared data that are no metadata: the last two are measured again."""
 
 
 class _Columns(NamedTuple):
@@ -61,7 +56,7 @@ class _Columns(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MDSSource(FileSource):
+class MDSSource(Source):
     """MDS folders below a folder; each shard is a partition.
 
     Images of the encodings bytes, jpeg and png come as they were written; of pil, which is no image file, as lossless
@@ -81,16 +76,49 @@ class MDSSource(FileSource):
         folders = [name_of(file).removesuffix(INDEX).rstrip("/") for file in self.files()]
         for shards in self.map(self._shards, folders):
             for shard in shards:
-                find_columns(self.path, shard, self.image_column, self.caption_column)
+                self._columns(shard)
 
     def takes(self, names: Sequence[str]) -> list[str]:
         """Choose the indexes of the MDS folders."""
         if self.prepared == self.root:
-            names = [name for name in names if name.startswith(("train/", "validation/"))]
+            names = [name for name in names if name.partition("/")[0] in SPLITS]
         return [f"{folder}/{INDEX}" if folder else INDEX for folder in mds_folders(names)]
 
     def _shards(self, folder: str) -> list[dict[str, Any]]:
-        return read_shards(self.uri(file_of(folder)))
+        """Return what the index of an MDS folder says of its shards; a DataError if there is none, or a damaged one."""
+        uri = join(self.uri(file_of(folder)), INDEX)
+        where = printable(shown(uri))
+        try:
+            shards = list(_read_object(uri)["shards"])
+            for one in shards:
+                _ = [stored_file(one)[name] for name in ("basename", "bytes")]
+                _ = [one[name] for name in ("format", "column_names", "column_encodings", "column_sizes")]
+                _ = range(one["samples"])
+        except (KeyError, TypeError) as error:
+            raise DataError(f"{where} is missing or not the index of an MDS folder; write the folder again") from error
+        if any("/" in stored_file(one)["basename"] for one in shards):
+            raise DataError(f"{where} names shards in other folders; write the folder again")
+        if any(one["format"] != "mds" for one in shards):
+            raise DataError(f"{where}: the format is not mds, but {shards[0]['format']!a}; convert it")
+        return shards
+
+    def _columns(self, shard: dict[str, Any]) -> _Columns:
+        """Find the columns; a DataError if there is none, or not encoded as images or texts."""
+        encodings = dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
+        listed = printable(", ".join(f"{name} ({encoding})" for name, encoding in encodings.items()))
+        found = []
+        for what, given, usual, fit in (
+            ("image", self.image_column, IMAGE_COLUMNS, (*_AS_THEY_CAME, "pil")),
+            ("caption", self.caption_column, CAPTION_COLUMNS, ("str", "json")),
+        ):
+            name = next((name for name in ([given] if given else usual) if encodings.get(name) in fit), None)
+            if name is None:
+                raise DataError(
+                    f"{self.path} has no column {given or ' or '.join(usual)} encoded as {' or '.join(fit)}; it has "
+                    f"{listed}; name the {what} column with {what}_column"
+                )
+            found.append(name)
+        return _Columns(found[0], found[1], encodings)
 
     def partitions(self, known: Sequence[str] = ()) -> Partitions:
         """Return a partition per shard."""
@@ -102,89 +130,79 @@ class MDSSource(FileSource):
     def _cut(self, folder: str, shards: Sequence[dict[str, Any]], versions: Mapping[str, str]) -> Iterator[Partition]:
         """Make the partitions of an MDS folder. `start` is the number of the first sample in the folder."""
         removed = self._removed_from(folder)
-        first = 0
-        for shard in filter(itemgetter("samples"), shards):
-            stored, stop = _stored(shard), first + shard["samples"]
-            name = f"{folder}/{stored['basename']}" if folder else stored["basename"]
-            gone = sorted(number for number in removed if first <= number < stop)
+        stop = 0
+        for shard in shards:
+            start, stop = stop, stop + shard["samples"]
+            if start == stop:
+                continue
+            stored = stored_file(shard)
+            name = f"{folder}/{stored['basename']}".lstrip("/")
+            gone = sorted(number for number in removed if start <= number < stop)
             state = json.dumps([shard, gone, versions.get(name)], sort_keys=True).encode()
             version = hashlib.blake2b(state, digest_size=16).hexdigest()
-            yield Partition(id=key_of(name), file=file_of(name), start=first, stop=stop, version=version,
+            yield Partition(file=file_of(name), start=start, stop=stop, version=version,
                             num_bytes=stored["bytes"], num_records=shard["samples"])  # fmt: skip
-            first = stop
 
-    def scan(self, partition: Partition) -> Iterator[Record | Rejected]:
-        """Yield the samples of a shard."""
+    def _scan(self, partition: Partition) -> Iterator[Record | Rejected]:
         folder = name_of(partition.file).rpartition("/")[0]
         shard = self._shard(partition)
         removed = self._removed_from(folder)
-        columns = find_columns(self.path, shard, self.image_column, self.caption_column)
-        lost = f"{self.prefix(partition.file)}#"
-        for number, values in self._samples(partition, shard):
+        columns = self._columns(shard)
+        promised = range(min(shard["samples"], max(partition.num_bytes, 1)))
+        for number, values in self._samples(partition, shard, promised):
             location = Location(file=partition.file, version=partition.version, row=number)
-            place = partition.start + number
+            index = partition.start + number
             if isinstance(values, UnfitFileError):
-                yield rejected(f"{lost}{number}", values, location)
+                yield rejected(f"{self.prefix(partition.file)}#{number}", values, location)
                 continue
             if self.prepared is not None:
                 key = f"{self.name}/{key_of(decode_text(values['key']))}"
             else:
-                key = f"{self.prefix(file_of(folder))}#{place}"
-            if place in removed:
+                key = f"{self.prefix(file_of(folder))}#{index}"
+            if index in removed:
                 detail = f"removed from {printable(shown(self.prepared or ''))}"
                 yield Rejected(key, Reason.REMOVED, location, detail)
             else:
-                yield check_limits(self._record(key, values, columns, location), self.limits)
+                yield self._record(key, values, columns, location)
 
-    def images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
-        """Yield the images of some samples."""
+    def _images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
         shard = self._shard(partition)
-        columns = find_columns(self.path, shard, self.image_column, self.caption_column)
-        wanted = [location.row or 0 for location in locations]
-        for number, values in self._samples(partition, shard, wanted):
+        columns = self._columns(shard)
+        for number, values in self._samples(partition, shard, [location.row or 0 for location in locations]):
             if isinstance(values, UnfitFileError):
-                where = f"{printable(shown(self.uri(partition.file)))}, sample {number}"
-                raise DataError(f"{where}: {values}, and was read when it was scanned")
+                raise UnfitFileError(values.reason, f"sample {number}: {values}")
             yield _image_of(columns.encodings[columns.image], values[columns.image])
 
     def _shard(self, partition: Partition) -> dict[str, Any]:
         """Return what the index says of the shard of a partition."""
         folder, _, basename = name_of(partition.file).rpartition("/")
         for shard in self._shards(folder):
-            if _stored(shard)["basename"] == basename:
+            if stored_file(shard)["basename"] == basename:
                 return shard
         raise OutdatedError(
-            f"{self.path}: the index names {printable(basename)} no more; restore it, or prepare anew with --overwrite"
+            f"{self.path}: the index names {printable(basename)} no more; restore it, or prepare again with --overwrite"
         )
 
     def _samples(
-        self, partition: Partition, shard: dict[str, Any], wanted: Sequence[int] | None = None
+        self, partition: Partition, shard: dict[str, Any], numbers: Sequence[int]
     ) -> Iterator[tuple[int, dict[str, bytes] | UnfitFileError]]:
-        """Yield the number and the columns of each sample, or why there is none."""
-        promised = range(min(shard["samples"], max(partition.num_bytes, 1))) if wanted is None else wanted
+        """Yield the number and the columns of samples, or why there is none."""
+        names = tuple(shard["column_names"])
+        decode = SampleDecoder(Layout(names, ("bytes",) * len(names), tuple(shard["column_sizes"]), None))
+        limit = self.image_limit() + self.text_limit() + 16 * self.row_limit()
         try:
-            with self.reading(partition.file), self._opened(partition.file, shard) as file:
+            with self._opened(partition.file, shard) as file:
                 offsets, end = _offsets(file, shard)
-                for number in promised:
+                for number in numbers:
                     try:
-                        if number + 1 >= len(offsets):
-                            raise UnfitFileError(Reason.MISSING_IMAGE, "there is no such sample")
-                        yield number, self._cut_out(file, offsets[number], offsets[number + 1], end, shard)
+                        yield number, decode(_sample(file, number, offsets, end, limit))
                     except UnfitFileError as error:
                         yield number, error
+                    except ValueError as error:
+                        yield number, UnfitFileError(Reason.DAMAGED_FILE, str(error))
         except UnfitFileError as error:
-            for number in promised:
+            for number in numbers:
                 yield number, error
-
-    def _cut_out(self, file: BinaryIO, start: int, stop: int, end: int, shard: dict[str, Any]) -> dict[str, bytes]:
-        """Read a sample and cut it into its columns."""
-        if not start <= stop <= end:
-            raise UnfitFileError(Reason.DAMAGED_FILE, f"its bytes {start} to {stop} are not in the shard of {end}")
-        limit = self.image_limit() + self.text_limit() + 16 * self.row_limit()
-        if stop - start > limit:
-            raise UnfitFileError(Reason.TOO_LARGE, f"a sample of {stop - start} bytes")
-        file.seek(start)
-        return _columns_of(file.read(stop - start), shard)
 
     @contextmanager
     def _opened(self, name: str, shard: dict[str, Any]) -> Iterator[BinaryIO]:
@@ -193,14 +211,13 @@ class MDSSource(FileSource):
             if not shard["zip_data"]:
                 yield file
                 return
-            from streaming.base.compression import decompress  # Takes seconds.
+            packed = file.read()
+        from streaming.base.compression import decompress  # Takes seconds.
 
-            try:
-                content = decompress(shard["compression"], file.read())
-            except OSError:
-                raise
-            except Exception as error:  # Each library has its own.
-                raise UnfitFileError(Reason.DAMAGED_FILE, f"not {shard['compression']}: {error}") from error
+        try:
+            content = decompress(shard["compression"], packed)
+        except Exception as error:  # Each library has its own.
+            raise UnfitFileError(Reason.DAMAGED_FILE, f"not {shard['compression']}: {error}") from error
         yield io.BytesIO(content)
 
     def _record(self, key: str, values: dict[str, bytes], columns: _Columns, location: Location) -> Record | Rejected:
@@ -214,21 +231,19 @@ class MDSSource(FileSource):
             if self.prepared is not None and "metadata" in values:
                 metadata |= _decode("json", values["metadata"])
             captions = _decode(columns.encodings[columns.caption], values[columns.caption])
-        except (ValueError, TypeError) as error:
-            return Rejected(key, Reason.INVALID_JSON, location, str(error)[:80])
-        try:
             image = _image_of(columns.encodings[columns.image], values[columns.image])
         except UnfitFileError as error:
             return rejected(key, error, location)
+        except (ValueError, TypeError) as error:
+            return Rejected(key, Reason.INVALID_JSON, location, str(error)[:80])
         return make_record(key, image, captions, metadata, location)
 
     def _removed_from(self, folder: str) -> frozenset[int]:
         """Return the numbers of the samples of a folder that were removed."""
         if self.prepared is None:
             return frozenset()
-        uri = join(self.prepared, REMOVED_SAMPLES)
         below = f"{self.root}/{folder}".rstrip("/").removeprefix(self.prepared.rstrip("/")).strip("/")
-        return frozenset(_read_object(uri, _version_of(uri)).get(below, ()))
+        return frozenset(_read_object(join(self.prepared, REMOVED_SAMPLES)).get(below, ()))
 
 
 def prepared_root(folder: str) -> str | None:
@@ -239,8 +254,7 @@ def prepared_root(folder: str) -> str | None:
     """
     root = folder.rstrip("/")
     for _ in range(3):
-        uri = join(root, MANIFEST)
-        manifest = _read_object(uri, _version_of(uri))
+        manifest = _read_object(join(root, MANIFEST))
         if manifest.get("kind") == "prepared":
             return root
         if manifest.get("kind") == "encoded":
@@ -258,103 +272,45 @@ def mds_folders(names: Sequence[str]) -> list[str]:
     return sorted(folder for folder in with_shard if (f"{folder}/{INDEX}" if folder else INDEX) in there)
 
 
-def read_shards(folder: str) -> list[dict[str, Any]]:
-    """Return what the index of an MDS folder says of its shards.
-
-    Raises:
-        DataError: there is no index, or it is damaged.
-    """
-    uri = join(folder, INDEX)
-    index = _read_object(uri, _version_of(uri))
-    where = printable(shown(uri))
+def _read_object(uri: str) -> dict[str, Any]:
+    """Return a JSON file's object, which is not to be changed; an empty one if there is none or it is damaged."""
     try:
-        shards = list(index["shards"])
-        for one in shards:
-            _ = [_stored(one)[name] for name in ("basename", "bytes")]
-            _ = [one[name] for name in ("format", "column_names", "column_encodings", "column_sizes")]
-            _ = range(one["samples"])
-    except (KeyError, TypeError) as error:
-        raise DataError(f"{where} is missing or not the index of an MDS folder; write the folder anew") from error
-    if any("/" in _stored(one)["basename"] for one in shards):
-        raise DataError(f"{where} names shards in other folders; write the folder anew")
-    if any(one["format"] != "mds" for one in shards):
-        raise DataError(f"{where}: the format is not mds, but {shards[0]['format']!a}; convert it")
-    return shards
-
-
-def find_columns(path: str, shard: dict[str, Any], image: str | None, caption: str | None) -> _Columns:
-    """Find the columns of images and captions; a DataError if there is none, or not encoded as images or texts."""
-    encodings = dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
-    listed = printable(", ".join(f"{name} ({encoding})" for name, encoding in encodings.items()))
-    found = []
-    for what, given, usual, fit in (
-        ("image", image, IMAGE_COLUMNS, (*_AS_THEY_CAME, "pil")),
-        ("caption", caption, CAPTION_COLUMNS, ("str", "json")),
-    ):
-        name = next((name for name in ([given] if given else usual) if encodings.get(name) in fit), None)
-        if name is None:
-            raise DataError(
-                f"{path} has no column {given or ' or '.join(usual)} encoded as {' or '.join(fit)}; it has {listed}; "
-                f"name the {what} column with {what}_column"
-            )
-        found.append(name)
-    return _Columns(found[0], found[1], encodings)
-
-
-def _version_of(uri: str) -> str:
-    """Return the version of a file; empty if there is none."""
-    try:
-        return look_at(uri).version
+        return _parsed(uri, stat_file(uri).version)
     except FileNotFoundError:
-        return ""
+        return {}
 
 
 @functools.lru_cache(maxsize=16)
-def _read_object(uri: str, version: str) -> dict[str, Any]:
-    """Return a JSON file's object, which is not to be changed; an empty one if there is none or it is damaged."""
+def _parsed(uri: str, version: str) -> dict[str, Any]:
     try:
-        value = json.loads(read_file(uri, _JSON_BYTES)) if version else {}
+        value = json.loads(read_file(uri, _JSON_BYTES))
     except (ValueError, RecursionError, UnfitFileError):
         return {}
     return value if isinstance(value, dict) else {}
 
 
-def _stored(shard: dict[str, Any]) -> dict[str, Any]:
-    """Return what the index says of the file of a shard: the compressed one, if it is."""
-    return shard["zip_data"] or shard["raw_data"]
-
-
-def _offsets(file: BinaryIO, shard: dict[str, Any]) -> tuple[Sequence[int], int]:
-    """Return where the samples begin, and the end, and the size of the shard.
-
-    A shard is the number of samples, their offsets and the end (all uint32, little endian), the columns' types, and the
-    samples; a sample is the sizes of its columns of variable size (uint32) and the columns.
-    """
-    end = file.seek(0, 2)
+def _offsets(file: BinaryIO, shard: dict[str, Any]) -> tuple[list[int], int]:
+    """Return where the samples begin, and the end; and the size of the shard."""
+    end, num = file.seek(0, 2), shard["samples"]
     file.seek(0)
-    try:
-        (num,) = struct.unpack("<I", file.read(4))
-        if num != shard["samples"]:
-            raise UnfitFileError(Reason.DAMAGED_FILE, f"{num} samples, and {shard['samples']} in the index")
-        return struct.unpack(f"<{num + 1}I", file.read(4 * (num + 1))), end
-    except struct.error as error:
-        raise UnfitFileError(Reason.DAMAGED_FILE, f"a shard of {end} bytes, which holds no offsets") from error
+    head = file.read(min(4 * (num + 2), end // 4 * 4))
+    numbers = np.frombuffer(head, "<u4").tolist()
+    if len(numbers) != num + 2 or numbers[0] != num:
+        raise UnfitFileError(Reason.DAMAGED_FILE, f"a shard of {end} bytes, not of the {num} samples of the index")
+    return numbers[1:], end
 
 
-def _columns_of(sample: bytes, shard: dict[str, Any]) -> dict[str, bytes]:
-    """Cut a sample into its columns."""
-    fixed = shard["column_sizes"]
-    num = fixed.count(None)
-    if len(sample) < 4 * num:
-        raise UnfitFileError(Reason.DAMAGED_FILE, f"a sample of {len(sample)} bytes")
-    sizes, at = iter(struct.unpack_from(f"<{num}I", sample)), 4 * num
-    columns = {}
-    for name, size in zip(shard["column_names"], fixed, strict=True):
-        stop = at + (next(sizes) if size is None else size)
-        columns[name], at = sample[at:stop], stop
-    if at != len(sample):
-        raise UnfitFileError(Reason.DAMAGED_FILE, "a sample's size is not the sum of its columns'")
-    return columns
+def _sample(file: BinaryIO, number: int, offsets: Sequence[int], end: int, limit: int) -> bytes:
+    """Read the bytes of a sample."""
+    if number + 1 >= len(offsets):
+        raise UnfitFileError(Reason.MISSING_IMAGE, "there is no such sample")
+    start, stop = offsets[number : number + 2]
+    if not start <= stop <= end:
+        raise UnfitFileError(Reason.DAMAGED_FILE, f"its bytes {start} to {stop} are not in the shard of {end}")
+    if stop - start > limit:
+        raise UnfitFileError(Reason.TOO_LARGE, f"a sample of {stop - start} bytes")
+    file.seek(start)
+    return file.read(stop - start)
 
 
 def _is_metadata(encoding: str) -> bool:

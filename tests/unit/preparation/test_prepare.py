@@ -400,11 +400,11 @@ def test_a_clearing_that_was_stopped(tmp_path, monkeypatch):
     (out / "facts" / "0").write_text("x")
     (out / "manifest.json").write_text('{"kind": "prepared", "version": 1}')
 
-    def stop(out, names):
+    def stop(out, *names):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(output, "_clear_folders", stop)
+        patch.setattr(output, "clear_folders", stop)
         prepare([tmp_path / "set"], out, edges=[16], overwrite=True)
     assert prepare([tmp_path / "set"], out, edges=[16], overwrite=True).kept == 4
     assert not (out / "facts").exists()

@@ -16,7 +16,7 @@ from diffusion.errors import DataError
 from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.records import Partition
 from diffusion.preparation.report import NUM_SHOWN, write_report
-from diffusion.preparation.scan import Scan, ScannedPartition
+from diffusion.preparation.scan import Scan
 from diffusion.preparation.select import select
 from tests.tools.image_files import encode, noise
 from tests.tools.metadata_parts import image, write_part
@@ -34,9 +34,7 @@ def report(folder: Path, *parts: list[dict], title: str = "Prepared data", score
     for number, rows in enumerate(parts):
         columns = {name: [row.pop(name, None) for row in rows] for name in scores}
         write_part(out, number, rows, **columns)
-    partitions = [
-        ScannedPartition(number=i, source=i, generation=0, partition=Partition(id=str(i))) for i in range(len(parts))
-    ]
+    partitions = [Partition(number=i, source=i) for i in range(len(parts))]
     scan = Scan(sources, partitions)
     values = {"sources": ["a"], "out": out, "buckets": {"edges": [64, 256, 1024]}, **settings}
     select(out, from_dict(PrepareConfig, values, "test"), scan)
@@ -115,7 +113,7 @@ def test_removed_images_are_counted_and_not_shown(tmp_path):
     for row in gone:
         row.pop("aesthetic", None), row.pop("language", None)
     write_part(out, 0, gone)
-    partitions = [ScannedPartition(number=i, source=i, generation=0, partition=Partition(id=str(i))) for i in range(2)]
+    partitions = [Partition(number=i, source=i) for i in range(2)]
     again = write_report(str(out), Scan([ToySource("", "s"), ToySource("", "s1")], partitions))
     assert again["reasons"]["removed"] == 1
     assert "removed" not in again["shown_rejected"]

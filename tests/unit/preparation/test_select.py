@@ -331,6 +331,8 @@ def test_nothing_is_done_twice_and_changes_are_noticed(tmp_path):
     changed = [select(str(tmp_path), configuration(where=where), ONE) for where in ("quality > 4", "quality > 3")]
     assert [one.kept for one in changed] == [4, 5]
     assert changed[1].identity == first.identity
+    (tmp_path / "scores.json").write_text('{"quality": {"batch_size": 3}}')
+    assert select(str(tmp_path), config, ONE).identity != first.identity
 
 
 def test_a_column_that_is_not_finished(tmp_path):

@@ -1,7 +1,6 @@
 import csv
 import datetime
 import gzip
-import hashlib
 import io
 import json
 import os
@@ -244,7 +243,8 @@ class TestFolder:
         (tmp_path / "set" / "0003.txt").write_text("other words")
         (tmp_path / "set" / "0004.png").unlink()
         found = open_source(tmp_path / "set").partitions(known)
-        assert [one.id for one in found.new] == [hashlib.md5(b"more/0000.png").hexdigest()], "it holds no name"
+        (new,) = found.new
+        assert (new.file, new.num_records) == ("", 2)
         assert found.gone == ["0004.png"]
         items = [item for one in found.changed for item in open_source(tmp_path / "set").scan(one)]
         assert [item.key for item in items] == ["set/0002.png", "set/0003.png"]
@@ -419,12 +419,12 @@ class TestWebDataset:
         ("damage", "detail"),
         [
             (lambda tar, at: tar[: at + 10] + bytes([tar[at + 10] ^ 255]) + tar[at + 11 :], "bad checksum at byte"),
-            (lambda tar, at: tar[:at] + bytes(512) + tar[at + 512 :], "goes on behind an end mark"),
-            (lambda tar, at: tar[:at] + bytes(4096) + tar[at + 4096 :], "goes on behind an end mark"),
+            (lambda tar, at: tar[:at] + bytes(512) + tar[at + 512 :], "goes on after an end mark"),
+            (lambda tar, at: tar[:at] + bytes(4096) + tar[at + 4096 :], "goes on after an end mark"),
             (lambda tar, at: tar[:at], "ends without an end mark"),
             (lambda tar, at: tar[: at + 100], "truncated header"),
             (lambda tar, at: tar[: at + 700], "unexpected end"),
-            (lambda tar, at: tar + tar, "goes on behind an end mark"),
+            (lambda tar, at: tar + tar, "goes on after an end mark"),
         ],
         ids=["flipped bit", "zeros for a header", "hole", "cut at a header", "cut in a header", "cut", "joined tars"],
     )
@@ -499,6 +499,17 @@ class TestWebDataset:
             header.type = kind
             tar.write_bytes(compress(content + header.tobuf(tarfile.GNU_FORMAT) + bytes(1000)))
             assert reasons(read(tar)) == [["x"], "damaged_file"]
+
+    @pytest.mark.timeout(60)
+    @pytest.mark.parametrize("compress", [bytes, gzip.compress], ids=["plain", "gzip"])
+    @pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.GNUTYPE_LONGNAME])
+    def test_a_negative_size_is_damage(self, tmp_path, compress, kind):
+        header = tarfile.TarInfo("1.png")
+        header.size, header.type = -512, kind
+        content = write_tar(tmp_path / "x.tar", [("0.png", IMAGE), ("0.txt", b"x")]).read_bytes().rstrip(b"\0")
+        content += bytes(-len(content) % 512)
+        (tmp_path / "x.tar").write_bytes(compress(content + header.tobuf(tarfile.GNU_FORMAT) + bytes(1024)))
+        assert reasons(read(tmp_path / "x.tar")) == [["x"], "damaged_file"]
 
     def test_links_in_a_tar(self, tmp_path):
         with tarfile.open(tmp_path / "x.tar", "w") as tar:

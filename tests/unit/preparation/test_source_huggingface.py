@@ -51,8 +51,8 @@ class TestOnDisk:
         items = read(tmp_path / "saved")
         check(items, "saved/data-00000-of-00003.arrow#0")
         assert len(items) == NUM and len({item.key for item in items}) == NUM
-        ids = [one.id for one in partitions(open_source(tmp_path / "saved"))]
-        assert ids == [f"data-0000{number}-of-00003.arrow" for number in range(3)]
+        files = [one.file for one in partitions(open_source(tmp_path / "saved"))]
+        assert files == [f"data-0000{number}-of-00003.arrow" for number in range(3)]
 
     def test_splits(self, dataset, tmp_path, caplog):
         datasets.DatasetDict(train=dataset, test=dataset.select(range(3))).save_to_disk(tmp_path / "both")
@@ -121,7 +121,7 @@ class TestStreaming:
         assert [item.key for item in items[3:5]] == ["set/00000#3", "set/00001#0"]
         second = partitions(source)[1]
         sent = pickle.loads(pickle.dumps(source))
-        assert list(sent.only(second).scan(second)) == items[4:]
+        assert list(sent.scan(second)) == items[4:]
 
     def test_growth(self, dataset, tmp_path):
         (tmp_path / "set").mkdir()
