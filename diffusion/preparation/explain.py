@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from diffusion.preparation.config import PrepareConfig
-from diffusion.preparation.filters import load_conditions
+from diffusion.preparation.filters import SCAN_REASON, load_conditions
 from diffusion.preparation.metadata import groups, open_database
 
 if TYPE_CHECKING:
@@ -33,11 +33,6 @@ class Cost:
 def explain(out: str, config: PrepareConfig, scan: "Scan") -> list[Cost]:
     """Count what each condition costs, over the images of all generations; duplicates come after them.
 
-    Args:
-        out: folder of the data set; nothing is written there.
-        config: the preparation.
-        scan: partitions and sources.
-
     Raises:
         ConfigurationError: a setting is wrong.
         DataError: a partition has not been scanned.
@@ -45,7 +40,7 @@ def explain(out: str, config: PrepareConfig, scan: "Scan") -> list[Cost]:
     with open_database(out, scan, scratch=config.scratch) as database:
         parts = database.parts()
         conditions = load_conditions(database, config, parts)
-        passed = f"({conditions.scan} = '')"
+        passed = f"({SCAN_REASON} = '')"
         names = ["", *(rule.name for rule in conditions.rules)]
         rejects = [f"NOT {passed}", *(f"{passed} AND {rule.rejects}" for rule in conditions.rules)]
         counted = ", ".join(f"count(*) FILTER ({condition})" for condition in rejects)

@@ -71,8 +71,6 @@ MEASURES = ("width", "height", "bytes", "format", "xxh128", "phash", "sharpness"
 MEMORY = "40%"
 """Of the machine or container, for DuckDB; what does not fit goes to a temporary folder."""
 
-_PARTS_PER_QUERY = 64
-
 
 @dataclass(frozen=True)
 class MetadataDatabase:
@@ -240,10 +238,9 @@ def fetch_arrays(connection: "duckdb.DuckDBPyConnection", query: str) -> dict[st
     return connection.execute(query).fetchnumpy()  # pyright: ignore[reportReturnType]
 
 
-def groups(parts: Sequence[int]) -> Iterator[Sequence[int]]:
+def groups(parts: Sequence[int], size: int = 64) -> Iterator[Sequence[int]]:
     """Cut parts into groups: scores are joined group by group, so that the join fits into memory."""
-    for start in range(0, len(parts), _PARTS_PER_QUERY):
-        yield parts[start : start + _PARTS_PER_QUERY]
+    return (parts[start : start + size] for start in range(0, len(parts), size))
 
 
 def unknown_column(database: MetadataDatabase, name: str) -> str:
