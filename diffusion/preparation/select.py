@@ -31,6 +31,7 @@ from diffusion.files import atomic_path
 from diffusion.preparation.buckets import build_buckets
 from diffusion.preparation.config import DuplicatesConfig, PrepareConfig
 from diffusion.preparation.duplicates import find_candidates, find_duplicates
+from diffusion.preparation.explain import Rejection, describe_rejections
 from diffusion.preparation.filters import Conditions, build_rules, load_conditions, parse_where
 from diffusion.preparation.layout import (
     CAPTIONS,
@@ -68,27 +69,6 @@ ROWS_PER_GROUP = 131_072
 SETTINGS = ("buckets", "validation_fraction", "seed", "shard_mb", "window_mb", "compression", "hashes", "filters",
             "where", "duplicates")  # fmt: skip
 """Keys of the configuration that determine a selection, or the shards that are written of it."""
-
-NUM_EXAMPLES = 12
-"""Rejected images of each reason that a selection describes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rejection:
-    """A rejected image."""
-
-    key: str
-    part: int
-    row: int
-    width: int | None
-    height: int | None
-
-    detail: str
-    """Why, in a few words."""
-
-    of_part: int | None
-    """Part and row of the image that a duplicate is one of."""
-    of_row: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,7 +287,7 @@ def _select(
         places=places,
         first_task=first_task,
         tasks=tasks,
-        examples=_describe_rejections(config, database, conditions),
+        examples=describe_rejections(database, config, conditions),
     )
     storage.write_json(uri, dataclasses.asdict(selection))
     logger.info("kept %s of %s images", f"{selection.kept:,}", f"{selection.seen:,}")
@@ -456,52 +436,18 @@ def _cut_windows(connection: "duckdb.DuckDBPyConnection", config: PrepareConfig)
     return [windows[start : start + WINDOWS_PER_TASK] for start in range(0, len(windows), WINDOWS_PER_TASK)]
 
 
-def _describe_rejections(
-    config: PrepareConfig, database: MetadataDatabase, conditions: Conditions
-) -> dict[str, list[Rejection]]:
-    """Read the first rejected images of each reason, and say in a few words why they were rejected."""
-    connection = database.connection
-    first = f"""{{'part': part, 'row_number': row_number, 'rejected_as': reason, 'of_part': of_part, 'of_row': of_row}},
-        part::BIGINT << 32 | row_number, {NUM_EXAMPLES}"""
-    connection.execute(f"""CREATE TABLE examples AS
-        SELECT unnest(arg_min({first}), recursive := true) FROM decided WHERE reason <> '' GROUP BY reason""")
-    listed = """SELECT list(DISTINCT part ORDER BY part), list(DISTINCT of_part ORDER BY of_part)
-        FILTER (of_part IS NOT NULL) FROM examples"""
-    [(parts, original_parts)] = connection.execute(listed).fetchall()
-    if not parts:
-        return {}
-    details = {rule.name: rule.detail for rule in conditions.rules} | {
-        Reason.DUPLICATE.value: "concat('of ', of_key)",
-        Reason.NEAR_DUPLICATE.value: "concat('of ', of_key)",
-        Reason.SMALL_BUCKET.value: f"concat(_bucket, ' would hold fewer than {config.buckets.min_samples} images')",
-    }
-    cases = " ".join(f"WHEN {literal(reason)} THEN {detail}" for reason, detail in details.items())
-    originals = database.metadata(original_parts or parts[:1])
-    query = f"""SELECT rejected_as, key, part, row_number AS "row", width, height, of_part, of_row,
-            coalesce(CASE rejected_as {cases} ELSE detail END, '') AS detail
-        FROM {conditions.images(database, parts)} JOIN examples USING (part, row_number)
-        LEFT JOIN (SELECT part AS of_part, row_number AS of_row, key AS of_key FROM {originals}) USING (of_part, of_row)
-        WHERE key <> '' ORDER BY rejected_as, part, row_number"""  # A key is blank after a takedown.
-    examples: dict[str, list[Rejection]] = {}
-    for row in connection.sql(query).to_arrow_table().to_pylist():
-        examples.setdefault(row.pop("rejected_as"), []).append(Rejection(**row))
-    return examples
-
-
 def _write_files(
     out: str, database: MetadataDatabase, generation: int, tasks: list[list[list[int]]], first_task: int
 ) -> None:
     """Write the parquet files of kept and rejected images."""
-    connection = database.connection
     placed = [
-        (first_task + task, window, part)
-        for task, windows in enumerate(tasks)
+        {"task": task, "window": window, "part": part}
+        for task, windows in enumerate(tasks, start=first_task)
         for window, parts in enumerate(windows)
         for part in parts
     ]
-    schema = pa.schema([("task", pa.int32()), ("window", pa.int32()), ("part", pa.int32())])
-    columns = np.array(placed, np.int32).reshape(-1, 3).T
-    add_table(connection, "placed", pa.table(list(columns), schema=schema))
+    schema = pa.schema({"task": pa.int32(), "window": pa.int32(), "part": pa.int32()})
+    add_table(database.connection, "placed", pa.Table.from_pylist(placed, schema=schema))
     kept = f"""SELECT task, "window", part, row_number AS "row", {_SPLIT} AS split, bucket, "order"
         FROM decided JOIN placed USING (part) WHERE reason = '' ORDER BY task, "window", part, row_number"""
     _write_parquet(database, kept, _uri(out, f"{generation}-kept.parquet"))
