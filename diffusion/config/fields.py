@@ -99,7 +99,7 @@ class Limits:
         if self.min is not None and self.max is not None:
             return f"between {self.min:.10g} and {self.max:.10g}"
         limits = {"at least": self.min, "greater than": self.above, "at most": self.max, "less than": self.below}
-        return " and ".join(f"{words} {limit:.10g}" for words, limit in limits.items() if limit is not None)
+        return " and ".join(f"{words} {limit:.10g}" for words, limit in limits.items() if limit is not None) or "finite"
 
     def problem(self, value: float, key: str) -> str | None:
         """Describe a violation, if there is one."""

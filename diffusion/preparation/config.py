@@ -83,10 +83,10 @@ class ConditionConfig:
     column: str = MISSING
     """A measure, a score, `width`, `height`, or a key of the source's metadata."""
 
-    min: float | None = None
+    min: float | None = bounded(None)
     """Smallest value that is kept."""
 
-    max: float | None = None
+    max: float | None = bounded(None)
     """Largest value that is kept."""
 
     one_of: list[Any] | None = None
@@ -97,13 +97,13 @@ class ConditionConfig:
 class FiltersConfig:
     """What is kept. Null or an empty list: not asked."""
 
-    min_shorter_side: int | None = None
+    min_shorter_side: int | None = bounded(None, min=1)
     """Pixels."""
 
-    max_aspect_ratio: float | None = None
+    max_aspect_ratio: float | None = bounded(None, min=1)
     """Longer over shorter side."""
 
-    min_aesthetic: float | None = None
+    min_aesthetic: float | None = bounded(None)
     """Smallest score in `aesthetic_column`; the published recipe keeps 4.5 and more."""
 
     aesthetic_column: str = "aesthetic"
@@ -115,16 +115,16 @@ class FiltersConfig:
     language_column: str = "language"
     """A scorer's column, or a key of the source's metadata."""
 
-    min_caption_characters: int | None = None
+    min_caption_characters: int | None = bounded(None, min=1)
     """Of each caption."""
 
-    max_caption_characters: int | None = None
+    max_caption_characters: int | None = bounded(None, min=1)
     """Of each caption."""
 
-    min_caption_words: int | None = None
+    min_caption_words: int | None = bounded(None, min=1)
     """Of each caption; words are separated by white space."""
 
-    max_caption_words: int | None = None
+    max_caption_words: int | None = bounded(None, min=1)
     """Of each caption; words are separated by white space."""
 
     keywords: list[str] = field(default_factory=list)

@@ -2,18 +2,18 @@
 
 Images are taken in an order of preference: those kept by an earlier run first, then the largest, then by their place in
 the order of the data set. Each is a duplicate if one that was *kept before it* has the same bytes, or a perceptual hash
-that differs in at most `max_distance` of 64 bits; otherwise it is kept. So every duplicate resembles the image that
-stands for it, and a chain of images that resemble their neighbours only is not one image (as it would be in the
-transitive closure). The result depends on the arguments alone.
+that differs in at most `max_distance` of 64 bits; otherwise it is kept. So every duplicate resembles its original, and
+a chain of images that resemble their neighbours only is not one image (as it would be in the transitive closure). The
+result depends on the arguments alone.
 
-Two steps keep memory and time small. `find_crowded` looks at the bare hashes and finds the few that other images share
-or are near to; images with the same bytes have the same perceptual hash, so they are among them. `find_duplicates`
-decides about the images with these hashes.
+Two steps keep memory and time small. `find_candidates` looks at the bare hashes and finds the few that other images
+share or are near to; images with the same bytes have the same perceptual hash, so they are among them.
+`find_duplicates` decides about the images with these hashes.
 
 Near hashes are found without comparing all with all: the 64 bits are cut into blocks, and two hashes within the
-distance are equal in at least (blocks - distance) blocks (the pigeonhole principle). For each choice of so many blocks
-the bits are permuted so that the chosen ones come first, the hashes are sorted, and neighbours with equal first bits
-are compared. Time grows about linearly, except where very many distinct hashes agree in most bits.
+distance are equal in at least (blocks - distance) blocks (the pigeonhole principle). For each choice of this many
+blocks the bits are permuted so that the chosen ones come first, the hashes are sorted, and neighbours with equal first
+bits are compared. Time grows about linearly, except where very many distinct hashes agree in most bits.
 """
 
 import itertools
@@ -22,6 +22,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +40,7 @@ _CHUNK = 2**17
 
 
 @dataclass(frozen=True)
-class Crowded:
+class Candidates:
     """Hashes that may belong to duplicates."""
 
     values: NDArray[np.uint64]
@@ -49,7 +50,7 @@ class Crowded:
     """int64 [P, 2]: indices of the different values that are near, each pair once."""
 
 
-def find_crowded(hashes: NDArray[np.uint64], max_distance: int | None) -> Crowded:
+def find_candidates(hashes: NDArray[np.uint64], max_distance: int | None) -> Candidates:
     """Find the hashes that several images share, and those that are near to others.
 
     Args:
@@ -60,10 +61,10 @@ def find_crowded(hashes: NDArray[np.uint64], max_distance: int | None) -> Crowde
     starts = np.flatnonzero(np.concatenate([[True], hashes[1:] != hashes[:-1]])) if len(hashes) else np.empty(0, int)
     shared = hashes[starts[np.diff(starts, append=len(hashes)) > 1]]
     if not max_distance:
-        return Crowded(shared, np.empty((0, 2), np.int64))
+        return Candidates(shared, np.empty((0, 2), np.int64))
     pairs = _near_pairs(hashes[starts], max_distance)
     values = np.union1d(shared, pairs)
-    return Crowded(values, np.searchsorted(values, pairs))
+    return Candidates(values, np.searchsorted(values, pairs))
 
 
 def find_duplicates(
@@ -71,8 +72,8 @@ def find_duplicates(
     exact: NDArray[np.uint64],
     phash: NDArray[np.uint64],
     pixels: NDArray[np.integer],
-    settled: NDArray[np.bool_],
-    near: Crowded | None,
+    kept_before: NDArray[np.bool_],
+    near: Candidates | None,
 ) -> NDArray[np.int64]:
     """Decide which images are duplicates, and of which.
 
@@ -81,24 +82,24 @@ def find_duplicates(
         exact: uint64 [N, 2], hash of its bytes; only used without `near`.
         phash: uint64 [N], perceptual hash.
         pixels: integer [N], width times height.
-        settled: bool [N], images that an earlier run kept by the same rule: they are preferred to all others, so that
-            none of them becomes a duplicate of one that came later.
-        near: what `find_crowded` found, where near duplicates count; each `phash` is one of its values.
+        kept_before: bool [N], images that an earlier run kept: preferred to all others, so that none of them becomes a
+            duplicate of one that came later.
+        near: what `find_candidates` found, where near duplicates count; each `phash` is one of its values.
 
     Returns:
-        int64 [N], the index of the kept image that stands for each: its own where it is kept.
+        int64 [N], the index of each image's original: its own where it is kept.
     """
-    preferred = np.lexsort((order, -pixels.astype(np.int64), ~settled))
+    preferred = np.lexsort((order, -pixels.astype(np.int64), ~kept_before))
     if near is None:
-        stands = _first_equal(exact[preferred])
+        originals = _first_equal(exact[preferred])
     else:
         value = np.searchsorted(near.values, phash[preferred])
         first = np.empty(len(near.values), np.int64)
         first[value[::-1]] = np.arange(len(preferred))[::-1]  # Of several assignments the last one stays.
         low, high = np.sort(first[near.pairs], axis=1).T
-        stands = _greedy(low, high, len(preferred))[first[value]]
+        originals = _greedy(low, high, len(preferred))[first[value]]
     of = np.empty(len(preferred), np.int64)
-    of[preferred] = preferred[stands]
+    of[preferred] = preferred[originals]
     return of
 
 
@@ -136,8 +137,8 @@ def _greedy(low: NDArray[np.int64], high: NDArray[np.int64], num: int) -> NDArra
         is_open = ~dropped[high] & ~dropped[low]
         low, high = low[is_open], high[is_open]
     of[dropped] = num
-    settled = kept[all_low]
-    np.minimum.at(of, all_high[settled], all_low[settled])
+    decided = kept[all_low]
+    np.minimum.at(of, all_high[decided], all_low[decided])
     return of
 
 
@@ -156,11 +157,12 @@ def _near_pairs(hashes: NDArray[np.uint64], distance: int) -> NDArray[np.uint64]
     """
     blocks, num_equal = _choose_blocks(len(hashes), distance)
     choices = list(itertools.combinations(blocks, num_equal))
-    masks = [np.uint64(sum(map(_mask, chosen))) for chosen in choices]
+    masks = [np.bitwise_or.reduce([_mask(block) for block in chosen]) for chosen in choices]
 
     def search(number: int) -> NDArray[np.uint64]:
-        order = [*choices[number], *(block for block in blocks if block not in choices[number])]
-        found = [_restore(pairs, order) for pairs in _neighbours(_permute(hashes, order), choices[number], distance)]
+        moves = _moves([*choices[number], *(block for block in blocks if block not in choices[number])])
+        back = [(_shift(mask, bits), -bits) for mask, bits in moves]
+        found = [_permute(pairs, back) for pairs in _neighbours(_permute(hashes, moves), choices[number], distance)]
         pairs = np.concatenate(found) if found else np.empty((0, 2), np.uint64)
         difference = pairs[:, 0] ^ pairs[:, 1]
         is_new = np.ones(len(pairs), bool)
@@ -188,39 +190,31 @@ def _choose_blocks(num: int, distance: int) -> tuple[list[_Block], int]:
     return list(itertools.pairwise(bounds)), num_blocks - distance
 
 
-def _mask(block: _Block) -> int:
-    return (1 << block[1]) - (1 << block[0])
+_Moves = list[tuple[np.uint64, int]]
+"""Masks of blocks, and how many bits each is moved to the left."""
 
 
-def _permute(hashes: NDArray[np.uint64], order: Sequence[_Block]) -> NDArray[np.uint64]:
-    """Move blocks of bits: the first of the order becomes the highest."""
+def _moves(order: Sequence[_Block]) -> _Moves:
+    """Make the first block of an order the highest, and so on."""
+    widths = [high - low for low, high in order]
+    tops = HASH_BITS - np.cumsum([0, *widths])
+    return [(_mask(block), int(top) - block[1]) for block, top in zip(order, tops, strict=False)]
+
+
+def _mask(block: _Block) -> np.uint64:
+    return np.uint64((1 << block[1]) - (1 << block[0]))
+
+
+def _permute(hashes: NDArray[np.uint64], moves: _Moves) -> NDArray[np.uint64]:
     permuted = np.zeros_like(hashes)
-    moved = np.empty(min(_CHUNK, len(hashes)), np.uint64)
     for start in range(0, len(hashes), _CHUNK):
         chunk, target = hashes[start : start + _CHUNK], permuted[start : start + _CHUNK]
-        for block, top in _tops(order):
-            part = np.bitwise_and(chunk, np.uint64(_mask(block)), out=moved[: len(chunk)])
-            target |= _shift(part, top - block[1])
+        for mask, bits in moves:
+            target |= _shift(chunk & mask, bits)
     return permuted
 
 
-def _restore(pairs: NDArray[np.uint64], order: Sequence[_Block]) -> NDArray[np.uint64]:
-    """Undo `_permute`."""
-    restored = np.zeros_like(pairs)
-    for block, top in _tops(order):
-        restored |= _shift(pairs, block[1] - top) & np.uint64(_mask(block))
-    return restored
-
-
-def _tops(order: Sequence[_Block]) -> Iterator[tuple[_Block, int]]:
-    """Yield each block with the bit behind its highest one after the move."""
-    top = HASH_BITS
-    for block in order:
-        yield block, top
-        top -= block[1] - block[0]
-
-
-def _shift(values: NDArray[np.uint64], bits: int) -> NDArray[np.uint64]:
+def _shift(values: Any, bits: int) -> Any:
     return values << np.uint64(bits) if bits >= 0 else values >> np.uint64(-bits)
 
 

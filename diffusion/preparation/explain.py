@@ -1,4 +1,4 @@
-"""What the conditions of a selection cost."""
+"""What the conditions of a selection cost, and examples of what they reject."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from diffusion.preparation.config import PrepareConfig
-from diffusion.preparation.filters import load_conditions
-from diffusion.preparation.metadata import groups, open_tables
+from diffusion.preparation.filters import SCAN_REASON, Conditions, load_conditions
+from diffusion.preparation.metadata import MetadataDatabase, groups, literal, open_database
+from diffusion.preparation.records import Reason
 
 if TYPE_CHECKING:
     from diffusion.preparation.scan import Scan
@@ -33,19 +34,14 @@ class Cost:
 def explain(out: str, config: PrepareConfig, scan: "Scan") -> list[Cost]:
     """Count what each condition costs, over the images of all generations; duplicates come after them.
 
-    Args:
-        out: folder of the data set; nothing is written there.
-        config: the preparation.
-        scan: partitions and sources.
-
     Raises:
         ConfigurationError: a setting is wrong.
         DataError: a partition has not been scanned.
     """
-    with open_tables(out, scan, scratch=config.scratch) as tables:
-        parts = tables.parts()
-        conditions = load_conditions(tables, config, parts)
-        passed = f"({conditions.scan} = '')"
+    with open_database(out, scan, scratch=config.scratch) as database:
+        parts = database.parts()
+        conditions = load_conditions(database, config, parts)
+        passed = f"({SCAN_REASON} = '')"
         names = ["", *(rule.name for rule in conditions.rules)]
         rejects = [f"NOT {passed}", *(f"{passed} AND {rule.rejects}" for rule in conditions.rules)]
         counted = ", ".join(f"count(*) FILTER ({condition})" for condition in rejects)
@@ -54,9 +50,9 @@ def explain(out: str, config: PrepareConfig, scan: "Scan") -> list[Cost]:
         num_images = 0
         for some in groups(parts):
             query = (
-                f"SELECT {first} AS first, count(*), {counted} FROM {conditions.images(tables, some)} GROUP BY first"
+                f"SELECT {first} AS first, count(*), {counted} FROM {conditions.images(database, some)} GROUP BY first"
             )
-            for reason, num, *counts in tables.connection.execute(query).fetchall():
+            for reason, num, *counts in database.connection.execute(query).fetchall():
                 num_images += num
                 alone += counts
                 if reason != "":  # Null are those that the scan has rejected.
@@ -66,3 +62,60 @@ def explain(out: str, config: PrepareConfig, scan: "Scan") -> list[Cost]:
         Cost(condition=name, alone=int(count), first=in_turn[name], remaining=int(rest))
         for name, count, rest in zip(names, alone, remaining, strict=True)
     ]
+
+
+NUM_EXAMPLES = 12
+"""Rejected images of each reason that a selection describes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejection:
+    """A rejected image."""
+
+    key: str
+    part: int
+    row: int
+    width: int | None
+    height: int | None
+
+    detail: str
+    """Why, in a few words."""
+
+    of_part: int | None
+    """Part and row of the image that a duplicate is one of."""
+    of_row: int | None
+
+
+def describe_rejections(
+    database: MetadataDatabase, config: PrepareConfig, conditions: Conditions
+) -> dict[str, list[Rejection]]:
+    """Describe the first rejected images of each reason, in the order of parts and rows.
+
+    The database has a table `decided`: part, row_number, reason, of_part and of_row.
+    """
+    connection = database.connection
+    first = f"""{{'part': part, 'row_number': row_number, 'rejected_as': reason, 'of_part': of_part, 'of_row': of_row}},
+        part::BIGINT << 32 | row_number, {NUM_EXAMPLES}"""
+    connection.execute(f"""CREATE TABLE examples AS
+        SELECT unnest(arg_min({first}), recursive := true) FROM decided WHERE reason <> '' GROUP BY reason""")
+    listed = """SELECT list(DISTINCT part ORDER BY part), list(DISTINCT of_part ORDER BY of_part)
+        FILTER (of_part IS NOT NULL) FROM examples"""
+    [(parts, original_parts)] = connection.execute(listed).fetchall()
+    if not parts:
+        return {}
+    details = {rule.name: rule.detail for rule in conditions.rules} | {
+        Reason.DUPLICATE.value: "concat('of ', of_key)",
+        Reason.NEAR_DUPLICATE.value: "concat('of ', of_key)",
+        Reason.SMALL_BUCKET.value: f"concat(_bucket, ' would hold fewer than {config.buckets.min_samples} images')",
+    }
+    cases = " ".join(f"WHEN {literal(reason)} THEN {detail}" for reason, detail in details.items())
+    originals = database.metadata(original_parts or parts[:1])
+    query = f"""SELECT rejected_as, key, part, row_number AS "row", width, height, of_part, of_row,
+            coalesce(CASE rejected_as {cases} ELSE detail END, '') AS detail
+        FROM {conditions.images(database, parts)} JOIN examples USING (part, row_number)
+        LEFT JOIN (SELECT part AS of_part, row_number AS of_row, key AS of_key FROM {originals}) USING (of_part, of_row)
+        WHERE key <> '' ORDER BY rejected_as, part, row_number"""  # A key is blank after a takedown.
+    examples: dict[str, list[Rejection]] = {}
+    for row in connection.sql(query).to_arrow_table().to_pylist():
+        examples.setdefault(row.pop("rejected_as"), []).append(Rejection(**row))
+    return examples

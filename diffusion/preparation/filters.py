@@ -5,7 +5,6 @@ goes before it, so that a score that nobody computed is a line of its own in the
 """
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,12 +13,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from diffusion.errors import ConfigurationError
+from diffusion.config.fields import section_problems
+from diffusion.errors import ConfigurationError, raise_all
 from diffusion.preparation.buckets import build_buckets
 from diffusion.preparation.config import ConditionConfig, FiltersConfig, Missing, PrepareConfig
 from diffusion.preparation.metadata import (
     MEASURES,
-    Tables,
+    MetadataDatabase,
     add_table,
     fetch_arrays,
     identifier,
@@ -53,9 +53,9 @@ _DATES = {"current_date", "current_time", "current_timestamp", "localtime", "loc
 _BETWEEN_CAPTIONS = "\x01"
 
 
-_SCAN_REASON = f"""CASE WHEN reason IN ({", ".join(literal(reason.value) for reason in WITHOUT_CAPTION)})
+SCAN_REASON = f"""CASE WHEN reason IN ({", ".join(literal(reason.value) for reason in WITHOUT_CAPTION)})
     AND len(captions) > 0 THEN '' ELSE reason END"""
-"""Reason of the scan, but for images that a captioner has given captions."""
+"""SQL of the reason of the scan, which comes before the rules; none for images that a captioner has given captions."""
 
 
 @dataclass(frozen=True)
@@ -85,21 +85,18 @@ class Conditions:
     types: dict[str, str]
     """SQL type of the keys that `where` names."""
 
-    scan: str = _SCAN_REASON
-    """SQL of the reason of the scan, which comes before the rules."""
-
-    def images(self, tables: Tables, parts: Sequence[int]) -> str:
+    def images(self, database: MetadataDatabase, parts: Sequence[int]) -> str:
         """Write a query of the images of some parts that the rules can look at, with the column `_bucket`."""
-        return f"({tables.named_images(parts, self.types, self.keys)} LEFT JOIN sizes USING (width, height))"
+        return f"({database.images(parts, self.keys, self.types)} LEFT JOIN sizes USING (width, height))"
 
     @property
     def reason(self) -> str:
         """SQL of the first reason to reject an image, empty for none."""
         rules = " ".join(f"WHEN {rule.rejects} THEN {literal(rule.name)}" for rule in self.rules)
-        return f"CASE WHEN {self.scan} <> '' THEN {self.scan} {rules} ELSE '' END"
+        return f"CASE WHEN {SCAN_REASON} <> '' THEN {SCAN_REASON} {rules} ELSE '' END"
 
 
-def load_conditions(tables: Tables, config: PrepareConfig, parts: Sequence[int]) -> Conditions:
+def load_conditions(database: MetadataDatabase, config: PrepareConfig, parts: Sequence[int]) -> Conditions:
     """Write the conditions on the images of some parts, and make the table `sizes` with the bucket of each size.
 
     Raises:
@@ -108,59 +105,52 @@ def load_conditions(tables: Tables, config: PrepareConfig, parts: Sequence[int])
     keys: list[str] = []
 
     def column(name: str) -> str:
-        if name in MEASURES or name in tables.scores:
+        if name in MEASURES or name in database.scores:
             return identifier(name)
         if name not in keys:
             keys.append(name)
         return f"_keys[{keys.index(name) + 1}]"
 
     buckets = build_buckets(config.buckets)
-    sizes = f"SELECT DISTINCT width, height FROM {tables.metadata(parts)} WHERE width IS NOT NULL"
-    columns = fetch_arrays(tables.connection, sizes)
+    sizes = f"SELECT DISTINCT width, height FROM {database.metadata(parts)} WHERE width IS NOT NULL"
+    columns = fetch_arrays(database.connection, sizes)
     names = np.array([*buckets.names, None])[buckets.indices(columns["width"], columns["height"])]
-    add_table(tables.connection, "sizes", pa.table({**columns, "_bucket": pa.array(names, pa.string())}))
+    add_table(database.connection, "sizes", pa.table({**columns, "_bucket": pa.array(names, pa.string())}))
     too_small = Rule(Reason.TOO_SMALL.value, "_bucket IS NULL", "printf('%d x %d', width, height)")
     rules, types = [too_small, *build_rules(config.filters, column)], {}
     if config.where is not None:
-        types = _where_types(tables, config.where, parts)
+        types = _where_types(database, config.where, parts)
         rules.append(Rule(WHERE, f"(\n{config.where}\n) IS NOT TRUE", "''"))
     return Conditions(rules, keys, types)
 
 
 def build_rules(config: FiltersConfig, column: ColumnSql) -> list[Rule]:
-    """Make the rules that a configuration asks for, the cheap ones first.
-
-    Args:
-        config: the configuration.
-        column: SQL of `width`, `height`, a measure, a score or a key of the source's metadata.
-
-    Returns:
-        The rules, in the order in which they are to be applied; the first that rejects gives the reason. No two have
-        the same name.
+    """Make the rules that a configuration asks for, in the order in which they are applied: the cheap ones first.
 
     Raises:
         ConfigurationError: a limit is out of range or contradicts another.
     """
+    raise_all(ConfigurationError, list(section_problems(config, "filters")))
     rules = [*_size_rules(config), *_caption_rules(config, column), *_column_rules(config, column)]
     return _with_distinct_names(rules)
 
 
-def _where_types(tables: Tables, where: str, parts: Sequence[int]) -> dict[str, str]:
+def _where_types(database: MetadataDatabase, where: str, parts: Sequence[int]) -> dict[str, str]:
     """Find the SQL types of the keys of the sources' metadata that `where` names, and check it against the columns."""
     import duckdb
 
-    known = {*map(str.lower, tables.columns)}
+    known = {*map(str.lower, database.columns)}
     keys = [name for name in parse_where(where) if name.lower() not in known]
     if len({key.lower() for key in keys}) < len(keys):
         raise ConfigurationError(f"where: {where!r} names keys that differ in upper and lower case only; name one")
-    types = tables.key_types(keys, parts)
+    types = database.key_types(keys, parts)
     try:
-        images = tables.named_images(parts[:1], types)
-        tables.connection.execute(f"EXPLAIN SELECT 1 FROM {images} WHERE (\n{where}\n)").fetchall()
+        images = database.images(parts[:1], types=types)
+        database.connection.execute(f"EXPLAIN SELECT 1 FROM {images} WHERE (\n{where}\n)").fetchall()
     except duckdb.Error as error:
         message = str(error).partition("\n")[0]
         column = re.search(r'Referenced column "(.*)" not found', message)
-        raise ConfigurationError(f"where: {unknown_column(tables, column[1]) if column else message}") from error
+        raise ConfigurationError(f"where: {unknown_column(database, column[1]) if column else message}") from error
     return types
 
 
@@ -196,10 +186,8 @@ def parse_where(where: str) -> list[str]:
 def _size_rules(config: FiltersConfig) -> Iterator[Rule]:
     shortest, ratio = config.min_shorter_side, config.max_aspect_ratio
     if shortest is not None:
-        _check_range("filters.min_shorter_side", shortest, 1)
         yield _within("shorter_side", "least(width, height)", shortest, None, " px")
     if ratio is not None:
-        _check_range("filters.max_aspect_ratio", ratio, 1)
         yield _within("aspect_ratio", "greatest(width, height) / least(width, height)", None, ratio)
 
 
@@ -209,7 +197,7 @@ def _caption_rules(config: FiltersConfig, column: ColumnSql) -> Iterator[Rule]:
         low, high = getattr(config, f"min_caption_{unit}"), getattr(config, f"max_caption_{unit}")
         if low is None and high is None:
             continue
-        _check_limits(f"filters.min_caption_{unit}", low, f"filters.max_caption_{unit}", high, least=1)
+        _check_order(f"filters.min_caption_{unit}", low, f"filters.max_caption_{unit}", high)
         lengths = f"list_transform(captions, lambda caption: {length})"
         sides = [_within("", f"list_min({lengths})", low, None, f" {unit}")] if low is not None else []
         sides += [_within("", f"list_max({lengths})", None, high, f" {unit}")] if high is not None else []
@@ -265,7 +253,6 @@ def _allowed_rules(config: FiltersConfig, column: ColumnSql) -> Iterator[tuple[s
         text = f"lower(trim(CAST({column(name)} AS VARCHAR), {literal(_TRIMMED)}))"
         yield name, _one_of(rule, column(name), text, [str(value).strip().lower() for value in values])
     if config.min_aesthetic is not None:
-        _check_range("filters.min_aesthetic", config.min_aesthetic, -math.inf)
         name = config.aesthetic_column
         yield name, _number_within("aesthetic", name, column(name), config.min_aesthetic, None)
 
@@ -281,7 +268,7 @@ def _condition(index: int, condition: ConditionConfig, column: ColumnSql) -> tup
         values = [str(value).lower() if isinstance(value, bool) else str(value) for value in condition.one_of]
         text = f"regexp_replace(CAST({column(name)} AS VARCHAR), {literal(_WHOLE)}, {literal(_DIGITS)})"  # 1.0 is 1.
         return name, _one_of(f"condition_{name}", column(name), text, [re.sub(_WHOLE, _DIGITS, one) for one in values])
-    _check_limits(f"{key}.min", condition.min, f"{key}.max", condition.max)
+    _check_order(f"{key}.min", condition.min, f"{key}.max", condition.max)
     return name, _number_within(f"condition_{name}", name, column(name), condition.min, condition.max)
 
 
@@ -332,17 +319,6 @@ def _with_distinct_names(rules: Sequence[Rule]) -> list[Rule]:
     return result
 
 
-def _check_range(key: str, value: float, low: float) -> None:
-    if not (low <= value < math.inf):
-        limits = "finite" if low == -math.inf else f"finite, and at least {low:g}"
-        raise ConfigurationError(f"{key} is {value}; it must be {limits}")
-
-
-def _check_limits(
-    low_key: str, low: float | None, high_key: str, high: float | None, *, least: float = -math.inf
-) -> None:
-    for key, value in ((low_key, low), (high_key, high)):
-        if value is not None:
-            _check_range(key, value, least)
+def _check_order(low_key: str, low: float | None, high_key: str, high: float | None) -> None:
     if low is not None and high is not None and low > high:
         raise ConfigurationError(f"{low_key} is {low} and {high_key} is {high}: no image passes both")

@@ -7,7 +7,6 @@ the place of a stage (Spark's `mapInPandas`, for example), and any SQL engine ca
 
 import contextlib
 import hashlib
-import os
 import re
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -69,15 +68,12 @@ def removed_row(row: Mapping[str, Any], partition_file: str) -> dict[str, Any]:
 MEASURES = ("width", "height", "bytes", "format", "xxh128", "phash", "sharpness", "aspect_ratio")
 """Columns that filters know by these names; other names are those of scores, or keys of the source's metadata."""
 
-MEMORY_SHARE = 0.4
-"""Of the memory of the machine or container, for DuckDB by default; what does not fit goes to a temporary folder."""
-
-_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
-_PARTS_PER_QUERY = 64
+MEMORY = "40%"
+"""Of the machine or container, for DuckDB; what does not fit goes to a temporary folder."""
 
 
 @dataclass(frozen=True)
-class Tables:
+class MetadataDatabase:
     """The metadata of a data set within DuckDB.
 
     The connection has a table `parts`: part, source (its name) and generation.
@@ -88,7 +84,7 @@ class Tables:
     folder: Path
     """Of the parquet files, on this machine."""
 
-    scores: Mapping[str, frozenset[int]]
+    scores: Mapping[str, Collection[int]]
     """Parts that have scores, by folder below `scores`."""
 
     @property
@@ -101,8 +97,14 @@ class Tables:
         """Write a query of the metadata of some parts without scores."""
         return _read_parquet(self.folder / METADATA, parts)
 
-    def images(self, parts: Sequence[int], keys: Sequence[str] = ()) -> str:
-        """Write a query of the images of some parts, with a column `_keys`: a list with the texts of some keys."""
+    def images(self, parts: Sequence[int], keys: Sequence[str] = (), types: Mapping[str, str] | None = None) -> str:
+        """Write a query of the images of some parts.
+
+        Args:
+            parts: numbers of the parts.
+            keys: keys of the sources' metadata whose texts are the column `_keys`, a list.
+            types: keys of the sources' metadata that are columns, with their SQL types.
+        """
         joins, columns, captions = [], [], "m.captions"
         for name, scored in self.scores.items():
             alias = f"s{len(joins)}"
@@ -114,13 +116,18 @@ class Tables:
                 captions = f"coalesce({alias}.captions, m.captions)"
                 name = GENERATED_CAPTIONS
             columns.append(f"{alias}.{identifier(name)}")
-        if keys:
-            columns.append(f"json_extract_string(m.metadata, [{', '.join(map(_pointer, keys))}]) AS _keys")
-        return f"""(
+        types = types or {}
+        pointers = ", ".join(map(_pointer, [*keys, *types]))
+        columns.append(f"json_extract_string(m.metadata, [{pointers}]::VARCHAR[]) AS _keys")
+        typed = [
+            f"TRY_CAST(_keys[{number}] AS {kind}) AS {identifier(name)}"
+            for number, (name, kind) in enumerate(types.items(), start=len(keys) + 1)
+        ]
+        return f"""(SELECT {", ".join(["* EXCLUDE (_keys)" if not keys else "*", *typed])} FROM (
             SELECT m.* REPLACE ({captions} AS captions), parts.source, parts.generation,
-                round(m.width / m.height, 4) AS aspect_ratio {"".join(f", {column}" for column in columns)}
+                round(m.width / m.height, 4) AS aspect_ratio, {", ".join(columns)}
             FROM {self.metadata(parts)} m JOIN parts ON parts.part = m.part {" ".join(joins)}
-        )"""
+        ))"""
 
     def parts(self, generation: int | None = None) -> list[int]:
         """List the parts of all generations, or of one."""
@@ -144,16 +151,6 @@ class Tables:
                 types[key] = "VARCHAR" if not are_numbers else "BIGINT" if are_integers else "DOUBLE"
         return types
 
-    def named_images(self, parts: Sequence[int], types: Mapping[str, str], keys: Sequence[str] = ()) -> str:
-        """Write a query of the images with keys as columns of some types, beside `_keys` for the other keys."""
-        every = [*keys, *types]
-        columns = [
-            f", TRY_CAST(_keys[{len(keys) + i}] AS {kind}) AS {identifier(name)}"
-            for i, (name, kind) in enumerate(types.items(), start=1)
-        ]
-        exclude = "" if keys or not types else "EXCLUDE (_keys)"
-        return f"(SELECT * {exclude} {''.join(columns)} FROM {self.images(parts, every)})"
-
 
 @contextlib.contextmanager
 def open_metadata(
@@ -167,8 +164,8 @@ def open_metadata(
     The view `images` has a row for each image of all generations: the columns of `SCHEMA` (captions are those of the
     captioner, if there was one), `part` and `row_number` (of the metadata file, and of the row in it), `source` (its
     name), `generation`, `aspect_ratio` (width over height), a column of each scorer, and the keys of the sources'
-    metadata that were asked for (types: `Tables.key_types`). Files of `selection` have the same numbers as `part` and
-    `row`. No file outside the data set can be read.
+    metadata that were asked for (types: `MetadataDatabase.key_types`). Files of `selection` have the same numbers as
+    `part` and `row`. No file outside the data set can be read.
 
     Args:
         out: folder of the data set, path or s3://; from there the metadata are first copied to a temporary folder.
@@ -176,39 +173,22 @@ def open_metadata(
         columns: keys of the sources' metadata.
         scratch: folder for the temporary folder; None is the system's.
 
-    Yields:
-        The connection.
-
     Raises:
         ConfigurationError: no image has a key.
         DataError: a partition has not been scanned.
     """
-    with open_tables(out, scan, scratch=scratch) as tables:
-        parts = tables.parts()
-        types = tables.key_types(columns, parts)
+    with open_database(out, scan, scratch=scratch) as database:
+        parts = database.parts()
+        types = database.key_types(columns, parts)
         if unknown := [name for name in columns if name not in types]:
-            raise ConfigurationError(unknown_column(tables, unknown[0]))
-        tables.connection.execute(f"CREATE VIEW images AS FROM {tables.named_images(parts, types)}")
-        yield tables.connection
+            raise ConfigurationError(unknown_column(database, unknown[0]))
+        database.connection.execute(f"CREATE VIEW images AS FROM {database.images(parts, types=types)}")
+        yield database.connection
 
 
 @contextlib.contextmanager
-def open_tables(
-    out: str,
-    scan: "Scan",
-    *,
-    scratch: str | None = None,
-    memory_bytes: int | None = None,
-    only: Collection[int] | None = None,
-) -> Iterator[Tables]:
+def open_database(out: str, scan: "Scan", *, scratch: str | None = None) -> Iterator[MetadataDatabase]:
     """Open a database in a temporary folder, with a table of the parts of a data set.
-
-    Args:
-        out: folder of the data set.
-        scan: its partitions and sources.
-        scratch: folder for the temporary folder; None is the system's.
-        memory_bytes: limit of DuckDB; None is `MEMORY_SHARE` of the memory.
-        only: numbers of some parts; None is all.
 
     Raises:
         DataError: a partition has not been scanned.
@@ -216,45 +196,34 @@ def open_tables(
     """
     import duckdb
 
-    memory = memory_bytes or int(MEMORY_SHARE * _memory())
+    wanted = {part_name(one.number) for one in scan.partitions}
+    metadata, scored = (
+        [name for name in storage.list_files(storage.join(out, kind)) if name.rpartition("/")[2] in wanted]
+        for kind in (METADATA, SCORES)
+    )
+    if missing := wanted.difference(metadata):
+        raise DataError(f"{out}: {METADATA}/{min(missing)} does not exist; run the stage scan to its end first")
+    scores: dict[str, set[int]] = {}
+    for column, _, name in sorted(name.rpartition("/") for name in scored):
+        scores.setdefault(column, set()).add(int(Path(name).stem))
+    values = [{"part": one.number, "source": scan.sources[one.source].name, "generation": one.generation}
+              for one in scan.partitions]  # fmt: skip
+    schema = pa.schema({"part": pa.int32(), "source": pa.string(), "generation": pa.int32()})
     with tempfile.TemporaryDirectory(prefix="select-", dir=scratch) as temporary:
-        settings: dict[str, Any] = {"memory_limit": f"{memory}B", "temp_directory": f"{temporary}/spill"}
-        partitions = [one for one in scan.partitions if only is None or one.number in only]
-        wanted = {part_name(one.number) for one in partitions}
-        listed = {kind: storage.list_files(storage.join(out, kind)) for kind in (METADATA, SCORES)}
-        names = {kind: [name for name in files if name.rpartition("/")[2] in wanted] for kind, files in listed.items()}
-        if missing := wanted.difference(names[METADATA]):
-            raise DataError(f"{out}: {METADATA}/{min(missing)} does not exist; run the stage scan to its end first")
-        folder = local_copies(
-            out, [f"{kind}/{name}" for kind, files in names.items() for name in files], Path(temporary)
-        )
-        scores: dict[str, set[int]] = {}
-        for column, _, name in sorted(name.rpartition("/") for name in names[SCORES]):
-            scores.setdefault(column, set()).add(int(Path(name).stem))
+        names = [storage.join(METADATA, name) for name in metadata] + [storage.join(SCORES, name) for name in scored]
+        folder = local_copies(out, names, Path(temporary))
+        settings: dict[str, Any] = {"memory_limit": MEMORY, "temp_directory": f"{temporary}/spill"}
         with duckdb.connect(f"{temporary}/tables.duckdb", config=settings) as connection:
             allowed = [str(folder / kind) + "/" for kind in (METADATA, SCORES, SELECTION)]
             texts = ", ".join(map(literal, [*allowed, *map(as_pattern, allowed)]))
             connection.execute(f"SET allowed_directories = [{texts}]")
             connection.execute("SET enable_external_access = false")
-            values = [(one.number, scan.sources[one.source].name, one.generation) for one in partitions]
-            schema = pa.schema([("part", pa.int32()), ("source", pa.string()), ("generation", pa.int32())])
-            rows = [dict(zip(schema.names, row, strict=True)) for row in values]
-            add_table(connection, "parts", pa.Table.from_pylist(rows, schema=schema))
+            add_table(connection, "parts", pa.Table.from_pylist(values, schema=schema))
             try:
-                yield Tables(connection, folder, {name: frozenset(scored) for name, scored in scores.items()})
+                yield MetadataDatabase(connection, folder, scores)
             except (duckdb.OutOfMemoryException, duckdb.IOException) as error:
                 message = str(error).partition("\n")[0]
                 raise MachineError(f"DuckDB: {message}; free memory or disk, or name another disk (scratch)") from error
-
-
-def _memory() -> int:
-    """Bytes of memory of the machine, or of the container if that has less."""
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = _CONTAINER_LIMIT.read_text().strip()
-    except OSError:
-        return machine
-    return min(machine, int(limit)) if limit.isdigit() else machine
 
 
 def add_table(connection: "duckdb.DuckDBPyConnection", name: str, table: pa.Table) -> None:
@@ -269,17 +238,16 @@ def fetch_arrays(connection: "duckdb.DuckDBPyConnection", query: str) -> dict[st
     return connection.execute(query).fetchnumpy()  # pyright: ignore[reportReturnType]
 
 
-def groups(parts: Sequence[int]) -> Iterator[Sequence[int]]:
+def groups(parts: Sequence[int], size: int = 64) -> Iterator[Sequence[int]]:
     """Cut parts into groups: scores are joined group by group, so that the join fits into memory."""
-    for start in range(0, len(parts), _PARTS_PER_QUERY):
-        yield parts[start : start + _PARTS_PER_QUERY]
+    return (parts[start : start + size] for start in range(0, len(parts), size))
 
 
-def unknown_column(tables: Tables, name: str) -> str:
+def unknown_column(database: MetadataDatabase, name: str) -> str:
     """Write the message about a column that does not exist, with similar names."""
-    some = f"SELECT metadata FROM {tables.metadata(tables.parts()[:8])} LIMIT 10000"
-    keys = tables.connection.execute(f"SELECT DISTINCT unnest(json_keys(metadata)) FROM ({some})").fetchall()
-    known = [*tables.columns, *(key for (key,) in keys)]
+    some = f"SELECT metadata FROM {database.metadata(database.parts()[:8])} LIMIT 10000"
+    keys = database.connection.execute(f"SELECT DISTINCT unnest(json_keys(metadata)) FROM ({some})").fetchall()
+    known = [*database.columns, *(key for (key,) in keys)]
     similar = similar_names(name, known)
     return f"no column and no key of the metadata is named '{name}'" + (
         f"; did you mean {' or '.join(similar)}?" if similar else f"; there are {', '.join(sorted(set(known)))}"

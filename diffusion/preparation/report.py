@@ -24,7 +24,15 @@ from diffusion.config.fields import size_text
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
 from diffusion.errors import DataError, MachineError
 from diffusion.preparation.layout import CAPTIONS, LOCATION, SELECTION, local_copies
-from diffusion.preparation.metadata import Tables, add_table, as_pattern, identifier, literal, open_tables
+from diffusion.preparation.metadata import (
+    MetadataDatabase,
+    add_table,
+    as_pattern,
+    groups,
+    identifier,
+    literal,
+    open_database,
+)
 from diffusion.preparation.records import Location, Reason
 from diffusion.preparation.scan import Scan
 from diffusion.preparation.select import Selection, read_selection
@@ -88,12 +96,12 @@ def write_report(out: str, scan: Scan, *, title: str = "Prepared data", scratch:
     if not numbers:
         raise DataError(f"{storage.shown(out)}: nothing was selected; run the stage select first")
     selections = [read_selection(out, number) for number in numbers]
-    with open_tables(out, scan, scratch=scratch) as tables:
-        numbers, texts = _load(out, tables, selections)
-        report = _count(tables.connection)
-        report["histograms"] = _histograms(tables.connection, numbers)
-        report["values"] = {name: found for name in texts if (found := _values(tables.connection, name))}
-        shown, pairs = _find_examples(tables, selections)
+    with open_database(out, scan, scratch=scratch) as database:
+        numbers, texts = _load(out, database, selections)
+        report = _count(database.connection)
+        report["histograms"] = _histograms(database.connection, numbers)
+        report["values"] = {name: found for name in texts if (found := _values(database.connection, name))}
+        shown, pairs = _find_examples(database, selections)
     for name, order in (("kept", report["buckets"]), ("rejected", report["reasons"])):
         report[f"shown_{name}"] = {
             group: [{name: row[name] for name in ("key", "width", "height", "detail")} for row in shown[group]]
@@ -119,33 +127,29 @@ def write_report(out: str, scan: Scan, *, title: str = "Prepared data", scratch:
 # Numbers
 
 
-def _load(out: str, tables: Tables, selections: Sequence[Selection]) -> tuple[list[str], list[str]]:
+def _load(out: str, database: MetadataDatabase, selections: Sequence[Selection]) -> tuple[list[str], list[str]]:
     """Make the table `rows` of all images; return its columns of numbers and of texts."""
-    connection, parts = tables.connection, tables.parts()
-    for kind, columns in (("kept", "split, bucket"), ("rejected", "reason")):
-        names = [f"{SELECTION}/{one.generation}-{kind}.parquet" for one in selections]
-        folder = local_copies(out, names, tables.folder)
-        files = ", ".join(literal(as_pattern(str(folder / name))) for name in names)
-        connection.execute(
-            f'CREATE VIEW {kind} AS SELECT part, "row" AS row_number, {columns} FROM read_parquet([{files}])'
-        )
-    types = {name: kind for name, kind, *_ in connection.execute(f"DESCRIBE {tables.images(parts)}").fetchall()}
-    scores = [name for name in tables.scores if name != CAPTIONS]
+    connection, parts = database.connection, database.parts()
+    names = [f"{SELECTION}/{one.generation}-{kind}.parquet" for one in selections for kind in ("kept", "rejected")]
+    files = as_pattern(str(local_copies(out, names, database.folder) / SELECTION))
+    connection.execute(f"""CREATE VIEW decided AS
+        SELECT part, "row" AS row_number, '' AS reason, split || '/' || bucket AS place
+            FROM read_parquet({literal(f"{files}/*-kept.parquet")})
+        UNION ALL SELECT part, "row", reason, '' FROM read_parquet({literal(f"{files}/*-rejected.parquet")})""")
+    types = {name: kind for name, kind, *_ in connection.execute(f"DESCRIBE {database.images(parts)}").fetchall()}
+    scores = [name for name in database.scores if name != CAPTIONS]
     texts = ["format", *(name for name in scores if types[name] == "VARCHAR")]
     numbers = _NUMBERS | {name: identifier(name) for name in scores if name not in texts}
     finite = [f"if(isfinite(({sql})::DOUBLE), ({sql})::DOUBLE, NULL) AS {identifier(name)}"
               for name, sql in numbers.items()]  # fmt: skip
-    for start in range(0, len(parts), _PARTS_PER_QUERY):
-        some = parts[start : start + _PARTS_PER_QUERY]
+    for some in groups(parts, _PARTS_PER_QUERY):
         # A row that the selection does not know any more was removed.
-        connection.execute(f"""{"INSERT INTO rows" if start else "CREATE TABLE rows AS"}
+        connection.execute(f"""{"CREATE TABLE rows AS" if some[0] == parts[0] else "INSERT INTO rows"}
             SELECT images.part, images.row_number, key_hash, source, coalesce(bytes, 0) AS num_bytes,
-                CASE WHEN images.reason = {_REMOVED} THEN images.reason WHEN split IS NOT NULL THEN ''
-                    ELSE coalesce(rejected.reason, {_REMOVED}) END AS reason,
-                coalesce(split || '/' || bucket, '') AS place, {", ".join([*finite, *map(identifier, texts)])}
-            FROM {tables.images(some)} images
-            LEFT JOIN (FROM kept WHERE part IN {(*some, -1)}) kept USING (part, row_number)
-            LEFT JOIN (FROM rejected WHERE part IN {(*some, -1)}) rejected USING (part, row_number)""")
+                if(images.reason = {_REMOVED}, {_REMOVED}, coalesce(decided.reason, {_REMOVED})) AS reason,
+                coalesce(place, '') AS place, {", ".join([*finite, *map(identifier, texts)])}
+            FROM {database.images(some)} images
+            LEFT JOIN (FROM decided WHERE part IN {(*some, -1)}) decided USING (part, row_number)""")
     return sorted(numbers), sorted(texts)
 
 
@@ -217,10 +221,10 @@ def _values(connection: "duckdb.DuckDBPyConnection", name: str) -> dict[str, dic
 
 
 def _find_examples(
-    tables: Tables, selections: Sequence[Selection]
+    database: MetadataDatabase, selections: Sequence[Selection]
 ) -> tuple[dict[str, list[Row]], list[tuple[str, Row, Row]]]:
     """Find some images by bucket or reason, and pairs of duplicates among them with their reason."""
-    connection = tables.connection
+    connection = database.connection
     kept = connection.execute(f"""SELECT place, arg_min((part, row_number), key_hash, {NUM_SHOWN})
         FROM rows WHERE reason = '' GROUP BY ALL ORDER BY ALL""").fetchall()
     rejected = [(reason, one) for each in selections for reason, some in each.examples.items() for one in some]
@@ -231,13 +235,9 @@ def _find_examples(
     parts, numbers = zip(*sorted(wanted), strict=True)
     add_table(connection, "wanted", pa.table({"part": parts, "row_number": numbers}))
     columns = ("part", "row_number", "key", "width", "height", "detail", "xxh128", *LOCATION)
-    rows = (
-        connection.sql(f"""SELECT {", ".join(map(identifier, columns))} FROM {tables.metadata(sorted({*parts}))}
+    found = connection.sql(f"""SELECT {", ".join(map(identifier, columns))} FROM {database.metadata(sorted({*parts}))}
         SEMI JOIN wanted USING (part, row_number) WHERE reason <> {_REMOVED}""")
-        .to_arrow_table()
-        .to_pylist()
-    )
-    by_place = {(row["part"], row["row_number"]): row for row in rows}
+    by_place = {(row["part"], row["row_number"]): row for row in found.to_arrow_table().to_pylist()}
     shown = {place: [by_place[image] for image in images] for place, images in kept}
     pairs = []
     for reason, one in rejected:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 from numpy.typing import NDArray
@@ -31,7 +30,8 @@ from diffusion.errors import ConfigurationError, DataError
 from diffusion.files import atomic_path
 from diffusion.preparation.buckets import build_buckets
 from diffusion.preparation.config import DuplicatesConfig, PrepareConfig
-from diffusion.preparation.duplicates import find_crowded, find_duplicates
+from diffusion.preparation.duplicates import find_candidates, find_duplicates
+from diffusion.preparation.explain import Rejection, describe_rejections
 from diffusion.preparation.filters import Conditions, build_rules, load_conditions, parse_where
 from diffusion.preparation.layout import (
     CAPTIONS,
@@ -42,7 +42,15 @@ from diffusion.preparation.layout import (
     part_name,
     read_scores_record,
 )
-from diffusion.preparation.metadata import Tables, add_table, fetch_arrays, groups, identifier, literal, open_tables
+from diffusion.preparation.metadata import (
+    MetadataDatabase,
+    add_table,
+    fetch_arrays,
+    groups,
+    identifier,
+    literal,
+    open_database,
+)
 from diffusion.preparation.records import Reason
 
 if TYPE_CHECKING:
@@ -61,27 +69,6 @@ ROWS_PER_GROUP = 131_072
 SETTINGS = ("buckets", "validation_fraction", "seed", "shard_mb", "window_mb", "compression", "hashes", "filters",
             "where", "duplicates")  # fmt: skip
 """Keys of the configuration that determine a selection, or the shards that are written of it."""
-
-NUM_EXAMPLES = 12
-"""Rejected images of each reason that a selection describes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rejection:
-    """A rejected image."""
-
-    key: str
-    part: int
-    row: int
-    width: int | None
-    height: int | None
-
-    detail: str
-    """Why, in a few words."""
-
-    of_part: int | None
-    """Part and row of the image that a duplicate is one of."""
-    of_row: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,16 +157,13 @@ def check(config: PrepareConfig) -> None:
         parse_where(config.where)
 
 
-def select(
-    out: str, config: PrepareConfig, scan: "Scan", *, memory_bytes: int | None = None, progress: bool = False
-) -> Selection:
+def select(out: str, config: PrepareConfig, scan: "Scan", *, progress: bool = False) -> Selection:
     """Select the images of each generation, unless that was done with the same settings, metadata and scores.
 
     Args:
         out: folder of the data set.
         config: the preparation.
         scan: partitions and sources; all partitions have been scanned.
-        memory_bytes: limit of DuckDB; None is a share of the memory.
         progress: show a bar on stderr.
 
     Returns:
@@ -200,8 +184,8 @@ def select(
             if found.identity == identity:
                 earlier.append(found)
                 continue
-        with open_tables(out, scan, scratch=config.scratch, memory_bytes=memory_bytes) as tables:
-            earlier.append(_select(out, config, tables, earlier, identity, progress))
+        with open_database(out, scan, scratch=config.scratch) as database:
+            earlier.append(_select(out, config, database, earlier, identity, progress))
     return earlier[-1]
 
 
@@ -223,25 +207,9 @@ def read_selection(out: str, generation: int) -> Selection:
 
 
 def kept_rows(out: str, generation: int, task: int) -> pa.Table:
-    """Read the kept images of a write task; of the file only the row groups that hold some.
-
-    Args:
-        out: folder of the data set.
-        generation: of the task.
-        task: its number over all generations.
-
-    Returns:
-        task, window, part, row, split, bucket, order; by window, part and row.
-    """
+    """Read the kept images of a write task by window, part and row; of the file only the row groups that hold some."""
     with storage.open_file(_uri(out, f"{generation}-kept.parquet")) as file:
-        parquet = pq.ParquetFile(file)
-        groups = []
-        for number in range(parquet.num_row_groups):
-            tasks = parquet.metadata.row_group(number).column(0).statistics
-            if tasks.min <= task <= tasks.max:
-                groups.append(number)
-        table = parquet.read_row_groups(groups)
-    return table.filter(pc.equal(table["task"], task))  # pyright: ignore[reportAttributeAccessIssue]
+        return pq.read_table(file, filters=[("task", "=", task)])
 
 
 def _uri(out: str, name: str) -> str:
@@ -285,11 +253,16 @@ def _settings(config: PrepareConfig) -> dict[str, Any]:
 
 
 def _select(
-    out: str, config: PrepareConfig, tables: Tables, earlier: Sequence[Selection], identity: str, progress: bool
+    out: str,
+    config: PrepareConfig,
+    database: MetadataDatabase,
+    earlier: Sequence[Selection],
+    identity: str,
+    progress: bool,
 ) -> Selection:
-    generation, connection = len(earlier), tables.connection
-    conditions = load_conditions(tables, config, tables.parts(generation))
-    _load_images(out, config, tables, conditions, earlier, progress)
+    generation, connection = len(earlier), database.connection
+    conditions = load_conditions(database, config, database.parts(generation))
+    _load_images(out, config, database, conditions, earlier, progress)
     connection.execute("CREATE TABLE duplicates (part INT, row_number INT, of_part INT, of_row INT, same BOOLEAN)")
     if config.duplicates is not None and (config.duplicates.exact or config.duplicates.near):
         _find_duplicates(connection, config.duplicates)
@@ -299,7 +272,7 @@ def _select(
     first_task = sum(len(one.tasks) for one in earlier)
     uri = _uri(out, f"{generation}.json")
     storage.delete([uri])  # It must not name files that are not its own.
-    _write_files(out, tables, generation, tasks, first_task)
+    _write_files(out, database, generation, tasks, first_task)
     sources: dict[str, dict[str, int]] = {}
     counted = "SELECT source, reason, count(*) FROM decided JOIN parts USING (part) GROUP BY ALL ORDER BY ALL"
     for source, reason, count in connection.execute(counted).fetchall():
@@ -314,7 +287,7 @@ def _select(
         places=places,
         first_task=first_task,
         tasks=tasks,
-        examples=_describe_rejections(config, tables, conditions),
+        examples=describe_rejections(database, config, conditions),
     )
     storage.write_json(uri, dataclasses.asdict(selection))
     logger.info("kept %s of %s images", f"{selection.kept:,}", f"{selection.seen:,}")
@@ -331,7 +304,7 @@ _PLACE = f"concat({_SPLIT}, '/', bucket)"
 def _load_images(
     out: str,
     config: PrepareConfig,
-    tables: Tables,
+    database: MetadataDatabase,
     conditions: Conditions,
     earlier: Sequence[Selection],
     progress: bool,
@@ -339,8 +312,8 @@ def _load_images(
     """Make the table `images` of the images of a generation, and of the kept ones of earlier generations."""
     import duckdb
 
-    generation, connection = len(earlier), tables.connection
-    parts = tables.parts(generation)
+    generation, connection = len(earlier), database.connection
+    parts = database.parts(generation)
     limit = int(config.validation_fraction * 2**64)
 
     def order(key_hash: pa.Array) -> pa.Array:
@@ -355,8 +328,8 @@ def _load_images(
         ('0x' || xxh128[17:])::UBIGINT AS low, _order(key_hash) AS "order", _is_validation(key_hash) AS is_validation"""
 
     def insert(some: Sequence[int]) -> str:
-        return f"""SELECT {columns}, _bucket AS bucket, {conditions.reason} AS reason, false AS settled
-            FROM {conditions.images(tables, some)}"""
+        return f"""SELECT {columns}, _bucket AS bucket, {conditions.reason} AS reason, false AS kept_before
+            FROM {conditions.images(database, some)}"""
 
     connection.execute(f"CREATE TABLE images AS {insert(parts[:1])} LIMIT 0").fetchall()
     try:
@@ -369,9 +342,9 @@ def _load_images(
     for one in earlier:
         with storage.open_file(_uri(out, f"{one.generation}-kept.parquet")) as file:
             add_table(connection, "kept", pq.read_table(file, columns=["part", "row"]))
-        for some in groups(tables.parts(one.generation)):
+        for some in groups(database.parts(one.generation)):
             connection.execute(f"""INSERT INTO images
-                SELECT {columns}, NULL, '', true FROM {tables.metadata(some)}
+                SELECT {columns}, NULL, '', true FROM {database.metadata(some)}
                 SEMI JOIN (SELECT part, "row" AS row_number FROM kept) USING (part, row_number)
                 WHERE reason <> '{Reason.REMOVED.value}'""").fetchall()
 
@@ -379,16 +352,16 @@ def _load_images(
 def _find_duplicates(connection: "duckdb.DuckDBPyConnection", config: DuplicatesConfig) -> None:
     """Fill the table `duplicates`."""
     hashes = fetch_arrays(connection, "SELECT phash FROM images WHERE reason = ''")["phash"]
-    crowded = find_crowded(hashes, config.max_distance if config.near else None)
+    candidates = find_candidates(hashes, config.max_distance if config.near else None)
     del hashes
-    add_table(connection, "crowded", pa.table({"phash": crowded.values}))
-    query = """SELECT part, row_number, phash, high, low, width::BIGINT * height AS pixels, "order", settled
-        FROM images SEMI JOIN crowded USING (phash) WHERE reason = ''"""
+    add_table(connection, "candidates", pa.table({"phash": candidates.values}))
+    query = """SELECT part, row_number, phash, high, low, width::BIGINT * height AS pixels, "order", kept_before
+        FROM images SEMI JOIN candidates USING (phash) WHERE reason = ''"""
     rows = fetch_arrays(connection, query)
     exact = np.stack([rows["high"], rows["low"]], axis=1)
-    near = crowded if config.near else None
-    of = find_duplicates(rows["order"], exact, rows["phash"], rows["pixels"], rows["settled"], near)
-    dropped = np.flatnonzero((of != np.arange(len(of))) & ~rows["settled"])
+    near = candidates if config.near else None
+    of = find_duplicates(rows["order"], exact, rows["phash"], rows["pixels"], rows["kept_before"], near)
+    dropped = np.flatnonzero((of != np.arange(len(of))) & ~rows["kept_before"])
     kept = of[dropped]
     found = {
         "part": rows["part"][dropped],
@@ -405,7 +378,7 @@ def _move_small_buckets(
 ) -> None:
     """Make the table `moves`: where images go whose bucket would hold too few; a null bucket is nowhere."""
     buckets, least = build_buckets(config.buckets), config.buckets.min_samples or 0
-    kept = "FROM images ANTI JOIN duplicates USING (part, row_number) WHERE reason = '' AND NOT settled"
+    kept = "FROM images ANTI JOIN duplicates USING (part, row_number) WHERE reason = '' AND NOT kept_before"
     moves: dict[str, Any] = {"width": [], "height": [], "bucket": [], "target": []}
     if isinstance(buckets, SizeBuckets) and least:
         counted = f"SELECT bucket, count(*) FILTER (NOT is_validation) {kept} GROUP BY bucket"
@@ -442,7 +415,7 @@ def _decide(connection: "duckdb.DuckDBPyConnection") -> None:
                 ELSE '' END AS reason,
             coalesce(target, images.bucket) AS bucket
         FROM images LEFT JOIN duplicates USING (part, row_number) LEFT JOIN moves USING (width, height, bucket)
-        WHERE NOT settled""").fetchall()
+        WHERE NOT kept_before""").fetchall()
     connection.execute("DROP TABLE images")
 
 
@@ -463,62 +436,32 @@ def _cut_windows(connection: "duckdb.DuckDBPyConnection", config: PrepareConfig)
     return [windows[start : start + WINDOWS_PER_TASK] for start in range(0, len(windows), WINDOWS_PER_TASK)]
 
 
-def _describe_rejections(config: PrepareConfig, tables: Tables, conditions: Conditions) -> dict[str, list[Rejection]]:
-    """Read the first rejected images of each reason, and say in a few words why they were rejected."""
-    connection = tables.connection
-    first = f"""{{'part': part, 'row_number': row_number, 'rejected_as': reason, 'of_part': of_part, 'of_row': of_row}},
-        part::BIGINT << 32 | row_number, {NUM_EXAMPLES}"""
-    connection.execute(f"""CREATE TABLE examples AS
-        SELECT unnest(arg_min({first}), recursive := true) FROM decided WHERE reason <> '' GROUP BY reason""")
-    listed = """SELECT list(DISTINCT part ORDER BY part), list(DISTINCT of_part ORDER BY of_part)
-        FILTER (of_part IS NOT NULL) FROM examples"""
-    [(parts, original_parts)] = connection.execute(listed).fetchall()
-    if not parts:
-        return {}
-    details = {rule.name: rule.detail for rule in conditions.rules} | {
-        Reason.DUPLICATE.value: "concat('of ', of_key)",
-        Reason.NEAR_DUPLICATE.value: "concat('of ', of_key)",
-        Reason.SMALL_BUCKET.value: f"concat(_bucket, ' would hold fewer than {config.buckets.min_samples} images')",
-    }
-    cases = " ".join(f"WHEN {literal(reason)} THEN {detail}" for reason, detail in details.items())
-    originals = tables.metadata(original_parts or parts[:1])
-    query = f"""SELECT rejected_as, key, part, row_number AS "row", width, height, of_part, of_row,
-            coalesce(CASE rejected_as {cases} ELSE detail END, '') AS detail
-        FROM {conditions.images(tables, parts)} JOIN examples USING (part, row_number)
-        LEFT JOIN (SELECT part AS of_part, row_number AS of_row, key AS of_key FROM {originals}) USING (of_part, of_row)
-        WHERE key <> '' ORDER BY rejected_as, part, row_number"""  # A key is blank after a takedown.
-    examples: dict[str, list[Rejection]] = {}
-    for row in connection.sql(query).to_arrow_table().to_pylist():
-        examples.setdefault(row.pop("rejected_as"), []).append(Rejection(**row))
-    return examples
-
-
-def _write_files(out: str, tables: Tables, generation: int, tasks: list[list[list[int]]], first_task: int) -> None:
+def _write_files(
+    out: str, database: MetadataDatabase, generation: int, tasks: list[list[list[int]]], first_task: int
+) -> None:
     """Write the parquet files of kept and rejected images."""
-    connection = tables.connection
     placed = [
-        (first_task + task, window, part)
-        for task, windows in enumerate(tasks)
+        {"task": task, "window": window, "part": part}
+        for task, windows in enumerate(tasks, start=first_task)
         for window, parts in enumerate(windows)
         for part in parts
     ]
-    schema = pa.schema([("task", pa.int32()), ("window", pa.int32()), ("part", pa.int32())])
-    columns = np.array(placed, np.int32).reshape(-1, 3).T
-    add_table(connection, "placed", pa.table(list(columns), schema=schema))
+    schema = pa.schema({"task": pa.int32(), "window": pa.int32(), "part": pa.int32()})
+    add_table(database.connection, "placed", pa.Table.from_pylist(placed, schema=schema))
     kept = f"""SELECT task, "window", part, row_number AS "row", {_SPLIT} AS split, bucket, "order"
         FROM decided JOIN placed USING (part) WHERE reason = '' ORDER BY task, "window", part, row_number"""
-    _write_parquet(tables, kept, _uri(out, f"{generation}-kept.parquet"))
+    _write_parquet(database, kept, _uri(out, f"{generation}-kept.parquet"))
     rejected = """SELECT part, row_number AS "row", reason, of_part, of_row FROM decided
         WHERE reason <> '' ORDER BY part, row_number"""
-    _write_parquet(tables, rejected, _uri(out, f"{generation}-rejected.parquet"))
+    _write_parquet(database, rejected, _uri(out, f"{generation}-rejected.parquet"))
 
 
-def _write_parquet(tables: Tables, query: str, uri: str) -> None:
+def _write_parquet(database: MetadataDatabase, query: str, uri: str) -> None:
     """Write the result of an ordered query; its bytes do not depend on the number of threads."""
-    path = tables.folder / SELECTION / Path(uri).name
+    path = database.folder / SELECTION / Path(uri).name
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as partial:
         options = f"FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {ROWS_PER_GROUP}"
-        tables.connection.execute(f"COPY ({query}) TO {literal(str(partial))} ({options})").fetchall()
+        database.connection.execute(f"COPY ({query}) TO {literal(str(partial))} ({options})").fetchall()
     if storage.is_url(uri):
         storage.upload(path, uri)

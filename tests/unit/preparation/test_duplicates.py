@@ -1,15 +1,15 @@
 import numpy as np
 import pytest
 
-from diffusion.preparation.duplicates import find_crowded, find_duplicates
+from diffusion.preparation.duplicates import find_candidates, find_duplicates
 
 BITS = np.uint64(1) << np.arange(64, dtype=np.uint64)
 
 
-def one_by_one(order, exact, phash, pixels, max_distance, settled) -> list[int]:
+def one_by_one(order, exact, phash, pixels, max_distance, kept_before) -> list[int]:
     """The definition: in the order of preference, each image against those that were kept before it."""
     kept, of = [], [0] * len(order)
-    for i in sorted(range(len(order)), key=lambda i: (not settled[i], -int(pixels[i]), int(order[i]))):
+    for i in sorted(range(len(order)), key=lambda i: (not kept_before[i], -int(pixels[i]), int(order[i]))):
         near = [
             k for k in kept
             if exact[k] == exact[i]
@@ -21,19 +21,19 @@ def one_by_one(order, exact, phash, pixels, max_distance, settled) -> list[int]:
     return of
 
 
-def duplicates(order, exact, phash, pixels, max_distance, settled) -> list[int]:
+def duplicates(order, exact, phash, pixels, max_distance, kept_before) -> list[int]:
     """Both steps, as `select` takes them."""
-    crowded = find_crowded(phash.copy(), max_distance)
-    some = np.flatnonzero(np.isin(phash, crowded.values))
+    candidates = find_candidates(phash.copy(), max_distance)
+    some = np.flatnonzero(np.isin(phash, candidates.values))
     exact = exact if exact.ndim == 2 else exact[:, None]
-    near = None if max_distance is None else crowded
-    found = find_duplicates(order[some], exact[some], phash[some], pixels[some], settled[some], near)
+    near = None if max_distance is None else candidates
+    found = find_duplicates(order[some], exact[some], phash[some], pixels[some], kept_before[some], near)
     of = np.arange(len(phash))
     of[some] = some[found]
     return of.tolist()
 
 
-def find(phash, pixels=None, exact=None, max_distance=4, order=None, settled=None):
+def find(phash, pixels=None, exact=None, max_distance=4, order=None, kept_before=None):
     num = len(phash)
     return duplicates(
         np.arange(num, dtype=np.uint64) if order is None else np.array(order, np.uint64),
@@ -41,7 +41,7 @@ def find(phash, pixels=None, exact=None, max_distance=4, order=None, settled=Non
         np.array(phash, np.uint64),
         np.ones(num, np.int64) if pixels is None else np.array(pixels),
         max_distance,
-        np.zeros(num, bool) if settled is None else np.array(settled, bool),
+        np.zeros(num, bool) if kept_before is None else np.array(kept_before, bool),
     )
 
 
@@ -57,8 +57,8 @@ def test_equal_to_the_definition_on_crowded_hashes(max_distance):
         phash = phash[first[1]][first[2]]
         pixels = random.integers(1, 4, num)[first[1]][first[2]]
         order = random.permutation(num).astype(np.uint64)
-        settled = random.random(num) < 0.2
-        arguments = (order, content.astype(np.uint64), phash, pixels, max_distance, settled)
+        kept_before = random.random(num) < 0.2
+        arguments = (order, content.astype(np.uint64), phash, pixels, max_distance, kept_before)
         assert duplicates(*arguments) == one_by_one(*arguments)
 
 
@@ -70,12 +70,12 @@ def test_every_near_pair_is_found(num, distance):
         changed = random.choice(64, distance + i % 2, replace=False)
         phash[i + 1] = phash[i] ^ np.bitwise_or.reduce(BITS[changed])
     phash = phash[random.permutation(num)]
-    crowded = find_crowded(phash.copy(), distance)
-    assert len(crowded.pairs) == len(np.unique(np.sort(crowded.pairs), axis=0))
-    one, other = crowded.values[crowded.pairs].T
+    candidates = find_candidates(phash.copy(), distance)
+    assert len(candidates.pairs) == len(np.unique(np.sort(candidates.pairs), axis=0))
+    one, other = candidates.values[candidates.pairs].T
     assert (np.bitwise_count(one ^ other) <= distance).all()
-    assert 50 <= len(crowded.pairs) <= 100
-    assert np.isin(crowded.values, phash).all()
+    assert 50 <= len(candidates.pairs) <= 100
+    assert np.isin(candidates.values, phash).all()
 
 
 def test_the_largest_stays_then_the_first_in_the_order():
@@ -104,7 +104,7 @@ def test_a_duplicate_of_a_dropped_image_only_stays():
 
 def test_what_an_earlier_run_kept_stays_whatever_comes_later():
     assert find([0, 1], pixels=[1, 100]) == [1, 1]
-    assert find([0, 1], pixels=[1, 100], settled=[True, False]) == [0, 0]
+    assert find([0, 1], pixels=[1, 100], kept_before=[True, False]) == [0, 0]
 
 
 def test_the_order_of_the_arrays_does_not_matter():
@@ -114,10 +114,10 @@ def test_the_order_of_the_arrays_does_not_matter():
     phash ^= BITS[random.integers(0, 64, num)]
     order, exact = random.permutation(num).astype(np.uint64), random.integers(0, 2**64, num, dtype=np.uint64)
     pixels = random.integers(1, 5, num)
-    settled = np.zeros(num, bool)
-    of = np.array(duplicates(order, exact, phash, pixels, 4, settled))
+    kept_before = np.zeros(num, bool)
+    of = np.array(duplicates(order, exact, phash, pixels, 4, kept_before))
     mixed = random.permutation(num)
-    again = np.array(duplicates(order[mixed], exact[mixed], phash[mixed], pixels[mixed], 4, settled))
+    again = np.array(duplicates(order[mixed], exact[mixed], phash[mixed], pixels[mixed], 4, kept_before))
     assert (mixed[again] == of[mixed]).all()
     assert 1000 < (of != np.arange(num)).sum() < 2500
 
@@ -133,7 +133,7 @@ def test_the_number_of_comparisons_grows_about_linearly(monkeypatch):
     for num in (50_000, 200_000):
         compared[0] = 0
         random = np.random.default_rng(num)
-        assert not len(find_crowded(random.integers(0, 2**64, num, dtype=np.uint64), 4).values)
+        assert not len(find_candidates(random.integers(0, 2**64, num, dtype=np.uint64), 4).values)
         assert 0 < compared[0] < 100 * num
 
 

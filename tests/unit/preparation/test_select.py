@@ -2,13 +2,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 from diffusion.config.loading import from_dict
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.preparation import metadata
+from diffusion.preparation import explain as explain_module
 from diffusion.preparation import select as module
 from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.explain import explain
@@ -111,15 +112,6 @@ def test_long_integers_and_leading_zeros_are_exact(tmp_path):
     assert kept(tmp_path) == {(0, 1)}
     select(str(tmp_path), configuration(where="code = '1'"), ONE)
     assert kept(tmp_path) == {(0, 1)}
-
-
-def test_memory_is_that_of_the_container(tmp_path, monkeypatch):
-    limit = tmp_path / "memory.max"
-    monkeypatch.setattr(metadata, "_CONTAINER_LIMIT", limit)
-    machine = metadata._memory()
-    for text, expected in (("max\n", machine), ("100000000\n", 100_000_000)):
-        limit.write_text(text)
-        assert metadata._memory() == expected
 
 
 @pytest.mark.parametrize(
@@ -329,6 +321,19 @@ def test_row_groups_are_small(tmp_path, monkeypatch):
     assert [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] == [2048] * 5 + [1760]
 
 
+def test_files_do_not_depend_on_the_number_of_threads(tmp_path, monkeypatch):
+    connect, contents = duckdb.connect, []
+    monkeypatch.setattr(module, "ROWS_PER_GROUP", 2048)
+    parts = [[image(10_000 * i + j, width=300 + j % 90 * 9, height=300) for j in range(1500)] for i in range(8)]
+    for threads in (1, 2, 5):
+        with monkeypatch.context() as patch:
+            settings = {"threads": threads}
+            patch.setattr(duckdb, "connect", lambda *a, config=None: connect(*a, config=(config or {}) | settings))  # noqa: B023
+            run(tmp_path / f"{threads}", *parts, filters={"max_aspect_ratio": 3}, duplicates={}, window_mb=1)
+        contents.append({path.name: path.read_bytes() for path in (tmp_path / f"{threads}" / "selection").iterdir()})
+    assert contents[0] == contents[1] == contents[2]
+
+
 def test_nothing_is_done_twice_and_changes_are_noticed(tmp_path):
     write_part(tmp_path, 0, [image(i) for i in range(9)], quality=[float(i) for i in range(9)])
     file = tmp_path / "selection" / "0-kept.parquet"
@@ -392,7 +397,7 @@ def test_details_of_examples(tmp_path, monkeypatch):
         duplicates={},
     )
     write_part(tmp_path, 0, images)
-    monkeypatch.setattr(module, "NUM_EXAMPLES", 3)
+    monkeypatch.setattr(explain_module, "NUM_EXAMPLES", 3)
     shown = select(str(tmp_path), config, ONE).examples
     assert {reason: [(one.row, one.detail) for one in some] for reason, some in shown.items()} == {
         "condition_sharpness": [(6, "0.5 < 1")], "duplicate": [(9, "of s/20")],
