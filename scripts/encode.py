@@ -36,6 +36,7 @@ from diffusion.preparation.config import Engine, RayConfig
 
 if TYPE_CHECKING:
     from diffusion.preparation.encoding.models import EncodingModels
+    from diffusion.preparation.engine import Workers
 
 _GENERATED = (Architecture.tiny, Architecture.tiny_xl)
 """Families whose VAE and text encoder may be random."""
@@ -99,13 +100,17 @@ def load_models(config: ModelConfig, text_embeddings: bool) -> "EncodingModels":
     return EncodingModels.of(load_frozen_parts(config), text_embeddings=text_embeddings)
 
 
-def device_of(given: str | None, engine: Engine, by_workers: bool) -> str:
+def device_of(given: str | None, workers: "Workers", by_workers: bool) -> str:
     """Return the device of this process, or of the workers; of several ranks each has the GPU of its number."""
     import torch
 
-    device = given or ("cuda" if torch.cuda.is_available() else "cpu")
-    if engine is Engine.ray:  # Its nodes may have GPUs that this machine does not have.
+    from diffusion.preparation.engine import has_gpus
+
+    if workers.engine is Engine.ray:  # Its nodes may have GPUs that this machine does not have.
+        device = given or ("cuda" if has_gpus(workers) else "cpu")
+        logging.getLogger(__name__).info("the workers of the Ray cluster encode on: %s", device)
         return device
+    device = given or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and torch.cuda.is_available() and not by_workers:
         if local_world_size() > torch.cuda.device_count():
             raise MachineError(
@@ -130,9 +135,9 @@ def main() -> None:
     from diffusion.preparation.engine import Workers, available_cores
 
     num_local = number if by_workers and engine is Engine.processes else local_world_size()
-    device = device_of(options.device, engine, by_workers)
-    start_process_group()
     workers = Workers(engine=engine, number=number or available_cores(), ray=RayConfig(concurrency=number))
+    device = device_of(options.device, workers, by_workers)
+    start_process_group()
     load_here = partial(load_models, config, options.text_embeddings)
     manifests = encode(
         options.prepared,

@@ -25,7 +25,7 @@ from torch import nn
 from transformers import CLIPImageProcessor, CLIPVisionModelWithProjection
 
 from diffusion.errors import DataError
-from diffusion.preparation.model_folders import check_model_folder, choose_device, choose_dtype
+from diffusion.preparation.plugins import check_model_folder, choose_device, choose_dtype
 
 DIGITS = 3
 """Decimals of a score: more would show how a batch was cut, by the rounding of its sums."""

@@ -15,7 +15,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from diffusion.errors import ConfigurationError
-from diffusion.preparation.model_folders import check_model_folder, choose_device, choose_dtype
+from diffusion.preparation.plugins import check_model_folder, choose_device, choose_dtype
 
 
 class ImageToText:

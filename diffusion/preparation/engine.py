@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from queue import SimpleQueue
@@ -51,6 +51,10 @@ _RAY_RETRIES = 20
 """Attempts for a group of tasks whose actor died; while Ray finds out that a node is lost, several fail at once."""
 
 
+_NODE_GROUP = "ray.io/node-group"
+"""Label of the nodes that Ray's cluster launcher or KubeRay started: such a cluster may start more of them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workers:
     """Who does the tasks. It does not determine the data."""
@@ -63,7 +67,7 @@ class Workers:
     ray: RayConfig = field(default_factory=RayConfig)
 
     @classmethod
-    def of(cls, config: PrepareConfig) -> "Workers":
+    def from_config(cls, config: PrepareConfig) -> "Workers":
         """Workers of a preparation."""
         return cls(engine=config.engine, number=config.workers or available_cores(), ray=config.ray)
 
@@ -89,18 +93,16 @@ def run(
 ) -> Iterator[Result]:
     """Do tasks and yield their results as they come, in any order.
 
-    Args:
-        workers: who does them.
-        make: called once in each worker; returns the function that does a task. What it loads stays loaded. It is
-            pickled by cloudpickle, so a function of a notebook will do.
-        tasks: small values that can be pickled, like results. Processes take them as they need them.
-        num_gpus: GPUs of each worker, or the share of one. Processes are given the GPUs of this machine in turn, and
-            see no other; with 0 a process of several sees none.
+    `make` is called once in each worker and returns the function that does a task; what it loads stays loaded. It is
+    pickled by cloudpickle, so a function of a notebook will do. Tasks and results are small values that can be pickled;
+    processes take tasks as they need them. `num_gpus` are those of each worker, or the share of one. Processes are
+    given the GPUs of this machine in turn, and see no other; with 0 a process of several sees none.
 
     Raises:
         UserError: that of a task, as it is; other exceptions likewise, with their traceback as the cause.
         ConfigurationError: Ray is asked for and not installed.
-        MachineError: a worker died, memory ran out, or Ray cannot be used. What tasks have written stays.
+        MachineError: a worker died, memory ran out, or Ray cannot be used or lacks the resources. What tasks have
+            written stays.
     """
     if workers.engine is Engine.ray:
         return _run_by_ray(workers, make, tasks, num_gpus)
@@ -157,24 +159,24 @@ def _run_by_processes(
     pickled, waiting = cloudpickle.dumps(make), map(cloudpickle.dumps, tasks)
     gpus = visible_gpus() if num_gpus else []
     processes: dict[Connection, subprocess.Popen[bytes]] = {}
-    under_way: dict[Connection, int] = {}
+    in_flight: dict[Connection, int] = {}
     try:
         for index, task in enumerate(itertools.islice(waiting, number)):
             connection, process = _start_process(_gpus_of(index, num_gpus, gpus))
-            processes[connection], under_way[connection] = process, 1
+            processes[connection], in_flight[connection] = process, 1
             connection.send((sys.path, pickled))
             connection.send_bytes(task)
         for connection, task in zip(list(processes) * (_WAITING - 1), waiting, strict=False):
             connection.send_bytes(task)
-            under_way[connection] += 1
-        while any(under_way.values()):
-            for connection in wait([one for one, count in under_way.items() if count]):
+            in_flight[connection] += 1
+        while any(in_flight.values()):
+            for connection in wait([one for one, count in in_flight.items() if count]):
                 assert isinstance(connection, Connection)
                 answer = connection.recv_bytes()
-                under_way[connection] -= 1
+                in_flight[connection] -= 1
                 for task in itertools.islice(waiting, 1):
                     connection.send_bytes(task)
-                    under_way[connection] += 1
+                    in_flight[connection] += 1
                 yield _result(answer)
     except (EOFError, ConnectionError) as error:
         raise MachineError(_DIED) from error
@@ -250,6 +252,7 @@ def _run_by_ray(
         ray.remote(**resources)(_Actor)
     except (ValueError, TypeError) as error:
         raise ConfigurationError(f"ray.remote_args: {error}") from error
+    _check_room(ray, resources)
     number = workers.ray.concurrency
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Options without a parameter of their own, like the retries.
@@ -266,6 +269,32 @@ def _run_by_ray(
             yield from map(_result, block["answer"].to_pylist())
     except ray.exceptions.RayError as error:
         raise MachineError(f"{_DIED} (Ray: {type(error).__name__})") from error
+
+
+def _check_room(ray: Any, options: Mapping[str, Any]) -> None:
+    """Check that a node of the cluster has what an actor asks for; Ray would wait for one without end."""
+    asked = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], "memory": options.get("memory")}
+    asked = {name: amount for name, amount in {**asked, **(options.get("resources") or {})}.items() if amount}
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    if any(all(node["Resources"].get(name, 0) >= amount for name, amount in asked.items()) for node in nodes):
+        return
+    wanted = ", ".join(f"{amount:g} {name}" for name, amount in asked.items())
+    found = {name: max((node["Resources"].get(name, 0) for node in nodes), default=0) for name in asked}
+    message = (
+        f"no node of the Ray cluster has what each worker asks for: {wanted} (most on a node: "
+        f"{', '.join(f'{amount:g} {name}' for name, amount in found.items())})"
+    )
+    if any(_NODE_GROUP in node.get("Labels", {}) for node in nodes):
+        logger.warning("%s; waiting for the cluster to start one", message)
+        return
+    raise MachineError(f"{message}; lower num_gpus or ray.remote_args, or add nodes (`ray status`)")
+
+
+def has_gpus(workers: Workers) -> bool:
+    """Whether workers can have GPUs: those of this machine, or of the nodes that the Ray cluster has now."""
+    if workers.engine is Engine.ray:
+        return _connected(workers).cluster_resources().get("GPU", 0) > 0
+    return bool(visible_gpus())
 
 
 def _groups(num_tasks: int) -> Iterator[tuple[int, int]]:

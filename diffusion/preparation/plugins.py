@@ -8,22 +8,23 @@ import contextlib
 import math
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from PIL import Image
 
-from diffusion.errors import ConfigurationError, MachineError
+from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.plugins import import_plugin
 from diffusion.preparation.config import CaptionerConfig, CaptionMode, PrepareConfig, ScorerConfig
 from diffusion.preparation.layout import CAPTIONS, GENERATED_CAPTIONS, SCHEMA
 from diffusion.preparation.records import clean_text
 
+if TYPE_CHECKING:
+    import torch
+
 RESERVED = (*SCHEMA.names, CAPTIONS, GENERATED_CAPTIONS, "source", "split", "bucket", "part", "shorter_side",
             "aspect_ratio", "caption_length")  # fmt: skip
 """Columns that a scorer cannot write; case does not matter."""
-
-NO_GPU = ("", "-1", "NoDevFiles")
-"""Values of CUDA_VISIBLE_DEVICES of a process without a GPU."""
 
 Config = ScorerConfig | CaptionerConfig
 
@@ -85,18 +86,14 @@ def check_plugins(config: PrepareConfig) -> None:
 
 
 def load_plugin(plugin: Config, key: str) -> Any:
-    """Load a captioner or scorer in a worker.
-
-    Args:
-        plugin: its configuration.
-        key: of the configuration, for messages.
+    """Load a captioner or scorer in a worker; `key` is that of the configuration.
 
     Raises:
         ConfigurationError: it cannot be imported or called, or refuses its arguments.
         DataError: weights are not where they should be.
         MachineError: it is to have a GPU, and the worker has none.
     """
-    if plugin.num_gpus and not _sees_gpu():
+    if plugin.num_gpus and not sees_gpu():
         raise MachineError(
             f"{key}.num_gpus is {plugin.num_gpus:g}, but a worker has no GPU. Check the driver with nvidia-smi and the "
             "resources of the cluster with `ray status`, or set num_gpus to 0 to compute on the CPU"
@@ -108,10 +105,11 @@ def load_plugin(plugin: Config, key: str) -> Any:
     return loaded
 
 
-def _sees_gpu() -> bool:
+def sees_gpu() -> bool:
+    """Whether this process was given a GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return visible not in NO_GPU
+        return visible not in ("", "-1", "NoDevFiles")
     import torch
 
     return torch.cuda.is_available()
@@ -133,11 +131,7 @@ def _hidden_gpus() -> Iterator[None]:
 def call_plugin(
     plugin: Any, config: Config, images: Sequence[Image.Image | None], captions: Sequence[list[str]]
 ) -> list[Any]:
-    """Call a plug-in with a batch and check the number of results.
-
-    Raises:
-        ConfigurationError: there is not one result for each image.
-    """
+    """Call a plug-in with a batch; a ConfigurationError if it does not return one result for each image."""
     results = list(plugin(images, captions))
     if len(results) != len(captions):
         raise ConfigurationError(
@@ -147,19 +141,7 @@ def call_plugin(
 
 
 def merge_captions(text: Any, captions: Sequence[str], config: CaptionerConfig) -> tuple[list[str], list[int]]:
-    """Add a generated caption to those of an image.
-
-    Args:
-        text: result of the captioner.
-        captions: those of the source.
-        config: the captioner's configuration.
-
-    Returns:
-        All captions, and the indices of the generated ones among them.
-
-    Raises:
-        ConfigurationError: the result is no text.
-    """
+    """Add a generated caption to those of an image; return all, and the indices of the generated ones among them."""
     if text is not None and not isinstance(text, str):
         raise ConfigurationError(f"captioner.path={config.path} returned {text!r}; it must return texts")
     text = clean_text(text or "").strip()
@@ -180,3 +162,61 @@ def clean_score(value: Any) -> float | str | None:
     except (TypeError, ValueError):
         return clean_text(str(value))
     return number if math.isfinite(number) else None
+
+
+# What the plug-ins of this package have in common: models from local folders, never downloaded, never run as code.
+
+
+def check_model_folder(folder: str | Path, key: str, what: str, *more: str) -> Path:
+    """Check that a folder holds a model in the layout of transformers, with safetensors.
+
+    Args:
+        folder: the folder, which is returned.
+        key: argument of the plug-in, for messages.
+        what: what should be in it, for messages.
+        more: names of further files that are needed.
+
+    Raises:
+        DataError: a file is missing.
+    """
+    folder = Path(folder)
+    missing = [name for name in ("config.json", *more) if not (folder / name).is_file()]
+    if not any(folder.glob("*.safetensors")):
+        missing.append("model.safetensors")
+    if missing:
+        raise DataError(
+            f"{key}: {folder} has no {' and no '.join(missing)}; put {what} there as `save_pretrained` writes it "
+            "(weights as safetensors; nothing is downloaded)"
+        )
+    return folder
+
+
+def choose_device(device: str | None) -> "torch.device":
+    """Return the device of a name; None is the GPU that the worker was given, else the CPU.
+
+    Raises:
+        ConfigurationError: it is not the name of a device.
+        MachineError: the worker has no GPU, or not that one, or one that PyTorch cannot use.
+    """
+    import torch
+
+    try:
+        chosen = torch.device(device or ("cuda" if sees_gpu() else "cpu"))
+    except RuntimeError as error:
+        raise ConfigurationError(f"device: {device!r} is not a device; write cpu, cuda or cuda:1") from error
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise MachineError(
+            f"device: {chosen}: PyTorch finds {torch.cuda.device_count()} GPUs in this worker; correct the driver or "
+            "num_gpus, or give `device: cpu`"
+        )
+    return chosen
+
+
+def choose_dtype(precision: str) -> "torch.dtype":
+    """Return the type of the weights; a ConfigurationError if there is no such precision."""
+    import torch
+
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    if precision not in dtypes:
+        raise ConfigurationError(f"precision: {precision!r} is not one of {', '.join(dtypes)}")
+    return dtypes[precision]

@@ -72,7 +72,7 @@ def prepare(
     check_selection(config)
     settings = _settings(config)
     shard_format(settings).check()
-    workers, out = Workers.of(config), config.out
+    workers, out = Workers.from_config(config), config.out
     finished = None if overwrite else _read_manifest(out, settings)
     if removed is not None and finished is not None:
         take_down(out, read_keys(removed))

@@ -49,19 +49,14 @@ class Location:
 
     file: str
     """Path of the file below the source; empty where the source is the file."""
-
     version: str = ""
     """Changes with the content of the file: size and time, or what a store gives."""
-
     offset: int | None = None
     """First byte in the file (in the decompressed stream of a compressed one); None where an image is no such range."""
-
     length: int | None = None
     """Bytes from there."""
-
     row_group: int | None = None
     """Row group of a parquet file, batch of an Arrow file."""
-
     row: int | None = None
     """Row of the file, or sample of the shard, from 0."""
 
@@ -72,16 +67,12 @@ class Record:
 
     key: str
     """Unique over all sources: the name of the source, a slash, and the path in the source."""
-
     image: bytes
     """The image file as it came."""
-
     captions: list[str]
     """At least one; each non-empty, stripped, encodable as UTF-8. Empty within a `Rejected` only."""
-
     metadata: dict[str, Any]
     """Whatever else the source knew; fit for JSON."""
-
     location: Location
 
 
@@ -94,7 +85,6 @@ class Rejected:
     location: Location
     detail: str = ""
     """A few words for the person who looks at the examples."""
-
     record: Record | None = field(default=None, repr=False)
     """Where only the caption is missing (`WITHOUT_CAPTION`): the record without captions."""
 
@@ -117,22 +107,16 @@ class Partition:
 
     file: str = ""
     """The file below the source that it lies in; empty for a partition of a folder of images."""
-
     start: int = 0
     """First row of a table."""
-
     stop: int | None = None
     """Row after the last; None is the end of the file."""
-
     version: str = ""
     """Version of the file."""
-
     num_bytes: int = 0
     """Bytes to read, about."""
-
     num_records: int | None = None
     """Records and rejections; None if that is not known beforehand."""
-
     items: tuple[str, ...] = ()
     """Of a folder of images: what `Source.scan` needs of each file, as JSON. The driver does not keep them: it writes
     them to a file, from which the worker reads them back (`diffusion.preparation.scan`)."""
@@ -144,10 +128,8 @@ class Partitions:
 
     new: Iterable[Partition]
     """A stream: a source may have 100,000 of them, with 100 million images."""
-
     gone: Sequence[str] = ()
     """Files that were read before and do not exist any more."""
-
     changed: Sequence[Partition] = ()
     """Files that were read before and have another version now, as partitions to be read and compared."""
 
@@ -157,17 +139,9 @@ def make_record(
 ) -> Record | Rejected:
     """Check captions and make a record.
 
-    Args:
-        key: key of the record.
-        image: the image file.
-        captions: a text, a list of texts, or nothing; undecodable bytes as surrogates (`surrogateescape`). Blank
-            entries of a list are dropped.
-        metadata: anything; what JSON cannot hold becomes text or None.
-        location: where the image lies.
-
-    Returns:
-        The record; or the rejection if there is no caption, none that is not blank, or one is not valid UTF-8, or if
-        metadata are nested too deeply.
+    The captions are a text, a list of texts, or nothing; undecodable bytes are surrogates (`surrogateescape`). Blank
+    entries of a list are dropped. What JSON cannot hold of the metadata becomes text or None. Without a caption, with
+    one that is not valid UTF-8, and with metadata that are nested too deeply, the image is rejected.
     """
     listed = captions if isinstance(captions, list) else [captions]
     texts = [text for text in listed if isinstance(text, str)]
@@ -194,15 +168,8 @@ def record_of_files(
     """Make the record of an image with a .txt and a .json of the same name: members of a tar, or files of a folder.
 
     The caption is the .txt; without one, `caption` or `text` of the .json. All entries of a list `captions` in the
-    .json come with it. The other entries of the .json are metadata. A `status` other than `success` is a rejection.
-
-    Args:
-        key: key of the record.
-        image: the image file; None where there is none, as are the next two.
-        text: content of the .txt.
-        values: content of the .json.
-        location: where the image lies.
-        detail: of the rejection, where there is no image.
+    .json come with it. The other entries of the .json are metadata. A `status` other than `success` is a rejection, and
+    so is a missing image, with `detail`.
     """
     metadata: dict[str, Any] = {}
     if values is not None:

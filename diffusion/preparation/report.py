@@ -165,7 +165,7 @@ def _count(connection: "duckdb.DuckDBPyConnection") -> dict[str, Any]:
     }
 
 
-def _bucket_order(name: str) -> tuple[str, list[tuple[int, int | str]]]:
+def _bucket_order(name: str) -> Any:
     """Sort `train/256-512` before `train/1024-up`: numbers by their value."""
     split, _, bucket = name.partition("/")
     parts = bucket.replace("x", "-").split("-")

@@ -11,22 +11,20 @@ Images are read where they lie, and only if the plug-in looks at them. A worker 
 import functools
 import logging
 import math
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import xxhash
 from PIL import Image
-from tqdm import tqdm
 
 from diffusion import storage
 from diffusion.config.loading import to_dict
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.preparation.config import CaptionerConfig, CaptionMode, Engine, PrepareConfig
-from diffusion.preparation.engine import Workers, run, visible_gpus
+from diffusion.preparation.engine import Workers, progress_bar, run, visible_gpus
 from diffusion.preparation.layout import (
     CAPTIONS,
     GENERATED_CAPTIONS,
@@ -35,11 +33,13 @@ from diffusion.preparation.layout import (
     SCORES,
     SCORES_RECORD,
     part_name,
+    part_numbers,
     read_schema,
     read_scores_record,
     read_table,
     write_table,
 )
+from diffusion.preparation.output import clear_folders
 from diffusion.preparation.plugins import (
     Config,
     call_plugin,
@@ -55,10 +55,9 @@ from diffusion.preparation.sources import Source
 logger = logging.getLogger(__name__)
 
 BATCH_PIXELS = 2**26
-"""A batch ends early when it holds so many pixels, 200 MB: memory is bounded whatever the size of images."""
+"""A batch ends early when it holds this many pixels, 200 MB: memory is bounded whatever the size of images."""
 
 _COLUMNS = ("key", *LOCATION, "xxh128", "captions", "reason")
-_CAPTION_TYPES = {"captions": pa.list_(pa.string()), GENERATED_CAPTIONS: pa.list_(pa.int32())}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,26 +69,21 @@ class _Step:
     """In the configuration."""
     plugin: Config
     identity: dict[str, Any]
-    is_captioned: bool
-    """Whether `scores/captions` has the captions."""
+    """What determines the results, beside the images; as in `scores.json`."""
 
     @property
     def column(self) -> str:
         return CAPTIONS if isinstance(self.plugin, CaptionerConfig) else self.plugin.column
 
-    def uri(self, name: str) -> str:
-        return storage.join(self.out, SCORES, self.column, name)
+    @property
+    def folder(self) -> str:
+        return storage.join(self.out, SCORES, self.column)
+
+    def write(self, number: int, columns: dict[str, pa.Array]) -> None:
+        write_table(storage.join(self.folder, part_name(number)), pa.table(columns))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Task:
-    number: int
-    source: Source
-    partition: Partition
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Result:
+class _Result(NamedTuple):
     number: int
     num_rows: int
     kind: pa.DataType | None
@@ -97,13 +91,7 @@ class _Result:
 
 
 def score(config: PrepareConfig, scan: Scan, *, workers: Workers, progress: bool = False) -> None:
-    """Run the captioner and each scorer over the partitions that lack their results.
-
-    Args:
-        config: captioner and scorers.
-        scan: sources and partitions of the data set `config.out`.
-        workers: engine and number of workers.
-        progress: show a bar for each on stderr.
+    """Run the captioner and each scorer over the partitions of `config.out` that lack their results.
 
     Raises:
         ConfigurationError: a plug-in cannot be imported, or its results have the wrong number or type.
@@ -111,88 +99,78 @@ def score(config: PrepareConfig, scan: Scan, *, workers: Workers, progress: bool
         MachineError: a store fails, a worker dies, or one that is to have a GPU has none.
     """
     if config.captioner is None:
-        _forget_captions(config.out)
+        _remove_captions(config.out)
     captions: dict[str, Any] | None = None
     for key, plugin in named_plugins(config):
-        identity = _identity(plugin, captions)
-        step = _Step(out=config.out, key=key, plugin=plugin, identity=identity, is_captioned=captions is not None)
-        _complete(step, scan, workers, progress)
+        names = ("path", "arguments", "batch_size", *(["mode"] if isinstance(plugin, CaptionerConfig) else []))
+        values = to_dict(plugin)
+        identity = {**{name: values[name] for name in names}, "captions": captions}
+        _run_missing(_Step(out=config.out, key=key, plugin=plugin, identity=identity), scan, workers, progress)
         if isinstance(plugin, CaptionerConfig):
             captions = identity
 
 
-def _identity(plugin: Config, captions: dict[str, Any] | None) -> dict[str, Any]:
-    """What determines the results of a plug-in, beside the images."""
-    names = ("path", "arguments", "batch_size", *(["mode"] if isinstance(plugin, CaptionerConfig) else []))
-    values = to_dict(plugin)
-    return {**{name: values[name] for name in names}, "captions": captions}
-
-
-def _complete(step: _Step, scan: Scan, workers: Workers, progress: bool) -> None:
+def _run_missing(step: _Step, scan: Scan, workers: Workers, progress: bool) -> None:
     """Write the missing parts of a column."""
     finished = _finished_parts(step)
-    numbers = [one.number for one in scan.partitions if part_name(one.number) not in finished]
+    numbers = [one.number for one in scan.partitions if one.number not in finished]
     if not numbers:
         return
-    what = f"{step.column}: {step.plugin.path}"
-    where = f"{step.plugin.num_gpus:g} GPUs for each worker" if step.plugin.num_gpus else "on the CPU (num_gpus: 0)"
+    what, num_gpus = f"{step.column}: {step.plugin.path}", step.plugin.num_gpus
+    where = f"{num_gpus:g} GPUs for each worker" if num_gpus else "on the CPU (num_gpus: 0)"
     logger.info("%s, %d of %d partitions, %s", what, len(numbers), len(scan.partitions), where)
-    kind = _kind_of(step, min(finished)) if finished else None
+    kind = None
+    if finished:
+        kind = read_schema(storage.join(step.folder, part_name(min(finished)))).field(step.column).type
     untyped: dict[int, int] = {}
     is_settled = False
-    workers = _on_gpus(workers, step.plugin.num_gpus)
-    results = run(workers, functools.partial(_Worker, step), _tasks(scan, numbers), num_gpus=step.plugin.num_gpus)
-    for result in tqdm(results, desc=step.column, total=len(numbers), unit=" partitions", disable=not progress):
-        if result.kind is None:
-            untyped[result.number] = result.num_rows
-            continue
-        if kind not in (None, result.kind):
-            empty = {} if is_settled else _empty_parts(step, finished, result.kind)
-            if not empty:
-                raise ConfigurationError(
-                    f"{what} returned numbers and texts; let it return one of them, and remove {step.uri('')}"
-                )
-            storage.delete(step.uri(part_name(number)) for number in empty)  # They are written below.
-            untyped |= empty
-        kind, is_settled = result.kind, True
+    make, tasks = functools.partial(_Worker, step), map(scan.find, numbers)
+    with progress_bar(step.column, len(numbers), unit=" partitions", shown=progress) as bar:
+        for result in run(_on_gpus(workers, num_gpus), make, tasks, num_gpus=num_gpus):
+            bar.update()
+            if result.kind is None:
+                untyped[result.number] = result.num_rows
+                continue
+            if kind not in (None, result.kind):
+                empty = {} if is_settled else _empty_parts(step, finished, result.kind)
+                if not empty:
+                    raise ConfigurationError(
+                        f"{what} returned numbers and texts; let it return one of them, and remove {step.folder}"
+                    )
+                storage.delete(storage.join(step.folder, part_name(number)) for number in empty)
+                untyped |= empty
+            kind, is_settled = result.kind, True
     # DuckDB reads all files of a column with one type, so a part without any value gets that of the others.
     for number, num_rows in untyped.items():
-        _write(step, number, {step.column: pa.nulls(num_rows, kind or pa.float64())})
+        step.write(number, {step.column: pa.nulls(num_rows, kind or pa.float64())})
 
 
-def _finished_parts(step: _Step) -> set[str]:
-    """Names of the parts that are there; those of another identity are deleted."""
-    files, record = set(storage.list_files(step.uri(""))), read_scores_record(step.out)
-    parts = {name for name in files if re.fullmatch(r"\d+\.parquet", name)}
-    if record.get(step.column) == step.identity:
-        return parts
-    storage.delete(map(step.uri, sorted(files)))
-    storage.write_json(storage.join(step.out, SCORES_RECORD), {**record, step.column: step.identity})
-    return set()
+def _finished_parts(step: _Step) -> set[int]:
+    """Numbers of the parts that are there; those of another identity are deleted."""
+    record = read_scores_record(step.out)
+    if record.get(step.column) != step.identity:
+        clear_folders(step.out, f"{SCORES}/{step.column}")
+        storage.write_json(storage.join(step.out, SCORES_RECORD), {**record, step.column: step.identity})
+    return part_numbers(step.folder)
 
 
-def _forget_captions(out: str) -> None:
+def _remove_captions(out: str) -> None:
     """Remove what a former captioner wrote: the captions of `scores` take the place of those of the sources."""
     record = read_scores_record(out)
     if record.pop(CAPTIONS, None) is not None:
-        folder = storage.join(out, SCORES, CAPTIONS)
-        storage.delete(storage.join(folder, name) for name in storage.list_files(folder))
+        clear_folders(out, f"{SCORES}/{CAPTIONS}")
         storage.write_json(storage.join(out, SCORES_RECORD), record)
 
 
-def _kind_of(step: _Step, name: str) -> pa.DataType:
-    return read_schema(step.uri(name)).field(step.column).type
-
-
-def _empty_parts(step: _Step, names: Iterable[str], kind: pa.DataType) -> dict[int, int]:
+def _empty_parts(step: _Step, numbers: Iterable[int], kind: pa.DataType) -> dict[int, int]:
     """Return numbers and rows of the parts of another type, if none of them holds a value; otherwise nothing."""
     found: dict[int, int] = {}
-    for name in names:
-        column = read_table(step.uri(name), [step.column])[step.column]
+    for number in numbers:
+        column = read_table(storage.join(step.folder, part_name(number)), [step.column])[step.column]
         if column.type != kind:
             if column.null_count < len(column):
                 return {}
-            found[int(name[:-8])] = len(column)
+            found[number] = len(column)
     return found
 
 
@@ -205,85 +183,84 @@ def _on_gpus(workers: Workers, num_gpus: float) -> Workers:
     return replace(workers, number=max(1, min(workers.number, room)))
 
 
-def _tasks(scan: Scan, numbers: Iterable[int]) -> Iterator[_Task]:
-    for number in numbers:
-        source, partition = scan.find(number)
-        yield _Task(number=number, source=source, partition=partition)
-
-
 class _Worker:
     """Runs a plug-in over partitions."""
 
     def __init__(self, step: _Step) -> None:
-        self._step = step
+        self._step, self._config = step, step.plugin
         self._plugin = load_plugin(step.plugin, step.key)
         self._reads_images = getattr(self._plugin, "reads_images", True)
 
-    def __call__(self, task: _Task) -> _Result:
-        rows = _read(self._step.out, METADATA, task.number, _COLUMNS)
-        if self._step.is_captioned:
-            captioned = _read(self._step.out, f"{SCORES}/{CAPTIONS}", task.number, ["captions"])
-            for row, new in zip(rows, captioned, strict=True):
-                row["captions"] = new["captions"]
-        if isinstance(self._step.plugin, CaptionerConfig):
-            return self._caption(task, rows, self._step.plugin)
-        chosen = [i for i, row in enumerate(rows) if row["reason"] == "" or (_may_lack(row) and row["captions"])]
+    def __call__(self, task: tuple[Source, Partition]) -> _Result:
+        number = task[1].number
+        name = part_name(number)
+        rows = read_table(storage.join(self._step.out, METADATA, name), _COLUMNS).to_pylist()
+        if self._step.identity["captions"] is not None:
+            captioned = read_table(storage.join(self._step.out, SCORES, CAPTIONS, name), ["captions"])["captions"]
+            for row, captions in zip(rows, captioned.to_pylist(), strict=True):
+                row["captions"] = captions
+        columns = (self._captions if isinstance(self._config, CaptionerConfig) else self._scores)(task, rows)
+        if columns:
+            self._step.write(number, columns)
+        return _Result(number, len(rows), columns[self._step.column].type if columns else None)
+
+    def _scores(self, task: tuple[Source, Partition], rows: list[dict[str, Any]]) -> dict[str, pa.Array]:
+        """Return the column of a scorer; nothing if it is empty."""
+        chosen = [i for i, row in enumerate(rows) if _is_usable(row) and (row["reason"] == "" or row["captions"])]
         values: list[Any] = [None] * len(rows)
         for i, value in self._results(task, rows, chosen):
             values[i] = clean_score(value)
         kinds = {type(value) for value in values if value is not None}
         if len(kinds) > 1:
-            raise ConfigurationError(f"{self._step.plugin.path} returned numbers and texts; it must return one of them")
-        kind = None if not kinds else pa.string() if str in kinds else pa.float64()
-        if kind is not None:
-            _write(self._step, task.number, {self._step.column: pa.array(values, kind)})
-        return _Result(number=task.number, num_rows=len(rows), kind=kind)
+            raise ConfigurationError(f"{self._config.path} returned numbers and texts; it must return one of them")
+        return {self._step.column: pa.array(values, pa.string() if str in kinds else pa.float64())} if kinds else {}
 
-    def _caption(self, task: _Task, rows: list[dict[str, Any]], config: CaptionerConfig) -> _Result:
-        chosen = [
-            i
-            for i, row in enumerate(rows)
-            if (row["reason"] == "" or _may_lack(row))
-            and (config.mode is not CaptionMode.missing or not row["captions"])
-        ]
+    def _captions(self, task: tuple[Source, Partition], rows: list[dict[str, Any]]) -> dict[str, pa.Array]:
+        """Return the captions of all images, and the indices of the generated ones."""
+        assert isinstance(self._config, CaptionerConfig)
         captions: list[list[str]] = [row["captions"] or [] for row in rows]
         generated: list[list[int] | None] = [None] * len(rows)
+        every = self._config.mode is not CaptionMode.missing
+        chosen = [i for i, row in enumerate(rows) if _is_usable(row) and (every or not row["captions"])]
         for i, text in self._results(task, rows, chosen):
-            captions[i], indices = merge_captions(text, captions[i], config)
+            captions[i], indices = merge_captions(text, captions[i], self._config)
             generated[i] = indices or None
-        columns = {"captions": captions, GENERATED_CAPTIONS: generated}
-        arrays = {name: pa.array(values, _CAPTION_TYPES[name]) for name, values in columns.items()}
-        _write(self._step, task.number, arrays)
-        return _Result(number=task.number, num_rows=len(rows), kind=_CAPTION_TYPES["captions"])
+        return {
+            CAPTIONS: pa.array(captions, pa.list_(pa.string())),
+            GENERATED_CAPTIONS: pa.array(generated, pa.list_(pa.int32())),
+        }
 
-    def _results(self, task: _Task, rows: list[dict[str, Any]], chosen: Sequence[int]) -> Iterator[tuple[int, Any]]:
+    def _results(
+        self, task: tuple[Source, Partition], rows: list[dict[str, Any]], chosen: Sequence[int]
+    ) -> Iterator[tuple[int, Any]]:
         """Yield the plug-in's result for each of the chosen rows, with the number of the row."""
+        source, partition = task
         images: Iterable[bytes | None] = [None] * len(chosen)
         if self._reads_images and chosen:
             locations = [Location(**{name: rows[i][name] for name in LOCATION}) for i in chosen]
-            images = task.source.images(task.partition, locations)
+            images = source.images(partition, locations)
         decoded = (
             (i, None if content is None else _decode(rows[i], content))
             for i, content in zip(chosen, images, strict=True)
         )
-        for batch in _batches(decoded, self._step.plugin.batch_size):
+        for batch in _batches(decoded, self._config.batch_size):
             captions = [list(rows[i]["captions"] or []) for i, _ in batch]
-            results = call_plugin(self._plugin, self._step.plugin, [image for _, image in batch], captions)
+            results = call_plugin(self._plugin, self._config, [image for _, image in batch], captions)
             yield from zip([i for i, _ in batch], results, strict=True)
 
 
-def _may_lack(row: dict[str, Any]) -> bool:
-    """Whether an image is rejected only for its caption, and can be decoded."""
-    return row["reason"] in WITHOUT_CAPTION and row["xxh128"] is not None
+def _is_usable(row: dict[str, Any]) -> bool:
+    """Whether an image can be decoded; it may lack its captions."""
+    return row["reason"] == "" or (row["reason"] in WITHOUT_CAPTION and row["xxh128"] is not None)
 
 
 def _decode(row: dict[str, Any], content: bytes) -> Image.Image:
-    if xxhash.xxh3_128_hexdigest(content) == row["xxh128"]:
-        try:
-            return decode_rgb(content)
-        except UndecodableImageError as error:
-            raise DataError(f"{row['key']} cannot be decoded to its full size: {error}") from error
-    raise DataError(f"{row['key']} has changed since it was scanned; restore it, or choose another output folder")
+    if xxhash.xxh3_128_hexdigest(content) != row["xxh128"]:
+        raise DataError(f"{row['key']} has changed since it was scanned; restore it, or choose another output folder")
+    try:
+        return decode_rgb(content)
+    except UndecodableImageError as error:
+        raise DataError(f"{row['key']} cannot be decoded to its full size: {error}") from error
 
 
 def _batches(
@@ -299,11 +276,3 @@ def _batches(
             batch, num_pixels = [], 0
     if batch:
         yield batch
-
-
-def _read(out: str, folder: str, number: int, columns: Sequence[str]) -> list[dict[str, Any]]:
-    return read_table(storage.join(out, folder, part_name(number)), columns).to_pylist()
-
-
-def _write(step: _Step, number: int, columns: dict[str, pa.Array]) -> None:
-    write_table(step.uri(part_name(number)), pa.table(columns))

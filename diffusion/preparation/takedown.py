@@ -325,7 +325,7 @@ def _change_rows(uri: str, rows: Iterable[int], change: Callable[[dict[str, Any]
         write_table(uri, changed)
 
 
-def _erase_examples(dataset: str, rows: Mapping[int, list[int]]) -> None:
+def _erase_examples(dataset: str, rows: Mapping[int, Collection[int]]) -> None:
     """Drop the examples of rejections that name removed images."""
     removed = {(part, row) for part, of_part in rows.items() for row in of_part}
     for name in storage.list_files(storage.join(dataset, SELECTION)):
@@ -354,7 +354,7 @@ def _erase_task(dataset: str, task: int, rows: Mapping[int, Collection[int]]) ->
         of_shard = indices.get((split, bucket, _stem(old["raw_data"]["basename"])), [])
         one["entry"] = _erase_shard(storage.join(dataset, split, bucket), old, of_shard)
         count += one["entry"] is not old
-    keys = pc.if_else(pa.array(removed), "", table["key"])
+    keys = pc.if_else(pa.array(removed), "", table["key"])  # pyright: ignore[reportAttributeAccessIssue]
     table = table.set_column(0, table.schema.field(0), keys)
     write_table(uri, table.replace_schema_metadata({"entries": json.dumps(entries)}))
     return count

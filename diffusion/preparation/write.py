@@ -258,8 +258,9 @@ class _Pool:
         return start
 
     def get(self, sample: _Sample) -> bytes:
-        if self._file is None or isinstance(sample.stored, bytes):
+        if isinstance(sample.stored, bytes):
             return sample.stored
+        assert self._file is not None
         with self._errors():
             self._file.seek(sample.stored)
             return self._file.read(sample.size)

@@ -10,7 +10,7 @@ import pytest
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.preparation import engine
 from diffusion.preparation.config import Engine, RayConfig
-from diffusion.preparation.engine import Workers, run
+from diffusion.preparation.engine import Workers, has_gpus, run
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install -e '.[ray]'")
 
@@ -64,6 +64,30 @@ def test_node_that_is_killed_in_the_middle(cluster, tmp_path):
     assert set(gpus.values()) == {"0", "1"}
     (staying,) = {place for task, place, _, _ in results[-5:]}
     assert Counter(gpu for (place, _), gpu in gpus.items() if place == staying).keys() == {"0", "1"}
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "remote_args", "message"),
+    [
+        (3, {}, "1 CPU, 3 GPU .*2 CPU, 2 GPU"),
+        (0, {"num_cpus": 5}, "5 CPU .*2 CPU"),
+        (0, {"memory": 2**60}, "memory"),
+        (0, {"resources": {"disk": 1}}, r"1 disk \(most on a node: .*0 disk"),
+    ],
+)
+def test_what_the_cluster_lacks_is_one_message_at_once(cluster, num_gpus, remote_args, message):
+    began = time.monotonic()
+    with pytest.raises(MachineError, match=message):
+        list(run(workers_of(cluster, remote_args=remote_args), lambda: len, ["a"], num_gpus=num_gpus))
+    assert time.monotonic() - began < 20
+    assert has_gpus(workers_of(cluster))
+
+
+def test_a_cluster_that_can_grow_is_waited_for(monkeypatch, caplog):
+    node = {"Alive": True, "Resources": {"CPU": 2.0}, "Labels": {"ray.io/node-group": "small"}}
+    monkeypatch.setattr(ray, "nodes", lambda: [node])
+    engine._check_room(ray, {"num_cpus": 3, "num_gpus": 0})
+    assert "waiting for the cluster" in caplog.text
 
 
 def test_errors_come_as_themselves_and_the_cluster_is_used_again(cluster):

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -11,22 +11,9 @@ from typing import Any, ClassVar
 import pyarrow as pa
 
 from diffusion.errors import DataError
-from diffusion.preparation.records import Location, Partition, Reason, Record, Rejected
-from diffusion.preparation.sources.base import Source
-from diffusion.preparation.sources.columns import (
-    Batch,
-    find_columns,
-    first_line,
-    images_of_rows,
-    raise_if_not_damage,
-    scan_batch,
-)
-from diffusion.preparation.sources.reading import (
-    UnfitFileError,
-    file_of,
-    printable,
-    read_file,
-)
+from diffusion.preparation.records import Partition, Reason
+from diffusion.preparation.sources.reading import UnfitFileError, file_of, printable, read_file
+from diffusion.preparation.sources.tables import Batch, TableSource, first_line, raise_if_not_damage
 from diffusion.storage import is_url, shown
 
 logger = logging.getLogger(__name__)
@@ -38,7 +25,7 @@ _SCHEMA_BYTES = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArrowSource(Source):
+class ArrowSource(TableSource):
     """Arrow files, such as `Dataset.save_to_disk` writes; each is a partition.
 
     Where a `state.json` lists the files, only those are read; all splits of a saved DatasetDict are. Columns are as in
@@ -80,18 +67,9 @@ class ArrowSource(Source):
     def _check_columns(self, file: str) -> None:
         try:
             with self._opened(file, _SCHEMA_BYTES) as (opened, _):
-                find_columns(self.uri(file), opened.schema, self.image_column, self.caption_column)
+                self.find_columns(file, opened.schema)
         except UnfitFileError:
             return  # Its scan yields a rejection.
-
-    def _scan(self, partition: Partition) -> Iterator[Record | Rejected]:
-        for batch in self._batches(partition, None):
-            yield from scan_batch(self, partition, batch)
-
-    def _images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
-        with self._opened(partition.file) as (opened, _):
-            image = find_columns(partition.file, opened.schema, self.image_column, self.caption_column).image
-        yield from images_of_rows(self, partition.file, self._batches(partition, image), locations)
 
     @contextmanager
     def _opened(self, file: str, buffer_bytes: int | None = None) -> Iterator[tuple[Any, bool]]:
@@ -107,14 +85,15 @@ class ArrowSource(Source):
                 raise UnfitFileError(Reason.DAMAGED_FILE, f"not Arrow: {first_line(error)}") from error
             yield reader, is_random
 
-    def _batches(self, partition: Partition, column: str | None) -> Iterator[Batch]:
-        """Yield the batches of a file, or one column of them."""
+    def batches(self, partition: Partition, groups: Collection[int | None] | None = None) -> Iterator[Batch]:
+        """Yield the batches of a file, or their column of images."""
         start = 0
         with self._opened(partition.file) as (opened, is_random):
+            image = self.find_columns(partition.file, opened.schema).image
             for number in range(opened.num_record_batches) if is_random else count():
                 try:
                     batch = opened.get_batch(number) if is_random else opened.read_next_batch()
-                    batch = batch if column is None else batch.select([column])
+                    batch = batch if groups is None else batch.select([image])
                 except StopIteration:
                     return
                 except (pa.ArrowException, OSError) as error:

@@ -55,23 +55,16 @@ class Source:
 
     name: str
     """First part of the keys."""
-
     root: str
     """The folder or the file: an absolute path or a URL."""
-
     is_file: bool = False
     """Whether `root` is a file."""
-
     pattern: str | None = None
     """Pattern of the files below the folder; None for all of the kind."""
-
     image_column: str | None = None
     """Column of the images, None for the usual names; likewise below."""
-
     caption_column: str | None = None
-
     limits: LimitsConfig = field(default_factory=LimitsConfig)
-
     partition_size: int | None = None
     """Images of a partition; None for a function of their number."""
 

@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from diffusion.errors import DataError
@@ -26,12 +26,7 @@ class Line(NamedTuple):
 
 
 def read_lines(uri: str, root: str, limit: int) -> Iterator[Line]:
-    """Yield the lines of a table.
-
-    Args:
-        uri: the table.
-        root: folder of the source, which a link must not lead out of.
-        limit: most bytes of a line.
+    """Yield the lines of a table in the folder of a source; `limit` is the most bytes of one.
 
     Raises:
         DataError: it cannot be read, is damaged, lacks a column, has one twice, or a line is longer.
@@ -40,7 +35,7 @@ def read_lines(uri: str, root: str, limit: int) -> Iterator[Line]:
         with open_file(uri, root) as file:
             yield from (_jsonl if uri.endswith(".jsonl") else _csv)(_Text(file, uri, limit))
     except UnfitFileError as error:
-        raise DataError(f"{printable(shown(uri))} cannot be read: {error}; mend it or take it out") from error
+        raise DataError(f"{printable(shown(uri))} cannot be read: {error}; fix it or take it out") from error
 
 
 class _Text:
@@ -61,21 +56,6 @@ class _Text:
             yield line.decode("utf-8-sig" if self.number == 1 else "utf-8", errors="surrogateescape")
 
 
-def _split(line: dict[str, Any], text: _Text, columns: str) -> Line:
-    file_column = next((name for name in FILE_COLUMNS if isinstance(line.get(name), str) and line[name]), None)
-    if file_column is None:
-        raise text.error(f"no file name; one of the {columns} must be {' or '.join(FILE_COLUMNS)}; there is "
-                         f"{_listed(line)}")  # fmt: skip
-    caption_column = next((name for name in CAPTION_COLUMNS if name in line), None)
-    metadata = {name: line[name] for name in line if name not in (file_column, caption_column)}
-    captions = None if caption_column is None else line[caption_column]
-    return Line(line[file_column], captions if isinstance(captions, list) else [captions], metadata)
-
-
-def _listed(names: Any) -> str:
-    return ", ".join(map(ascii, names)) or "none"
-
-
 def _jsonl(text: _Text) -> Iterator[Line]:
     for line in text:
         if not line.strip():
@@ -89,30 +69,35 @@ def _jsonl(text: _Text) -> Iterator[Line]:
 
 def _csv(text: _Text) -> Iterator[Line]:
     csv.field_size_limit(max(csv.field_size_limit(), text.limit))
-    rows = csv.reader(text, strict=True)
-    start = 1
+    rows, start = csv.DictReader(text, strict=True), 1
     try:
-        columns = next(rows, [])
-        _check_columns(columns, text)
-        while True:
+        columns = list(rows.fieldnames or ())
+        for wanted in (FILE_COLUMNS, CAPTION_COLUMNS):
+            if not set(wanted) & set(columns):
+                raise text.error(f"no column {' or '.join(wanted)} in its first line; there is {_listed(columns)}", 1)
+        if twice := [name for name in dict.fromkeys(columns) if name and columns.count(name) > 1]:
+            raise text.error(f"several columns named {_listed(twice)}; rename them", 1)
+        start = rows.line_num + 1
+        for row in rows:
+            if more := row.pop(None, None):
+                raise text.error(f"{len(columns) + len(more)} values for {len(columns)} columns; put captions that "
+                                 "hold commas in quotes")  # fmt: skip
+            yield _split({name: value for name, value in row.items() if name}, text, "columns")
             start = rows.line_num + 1
-            row = next(rows, None)
-            if row is None:
-                return
-            if not row:
-                continue
-            if len(row) > len(columns):
-                raise text.error(f"{len(row)} values for {len(columns)} columns; put captions that hold commas in "
-                                 "quotes")  # fmt: skip
-            values = row + [None] * (len(columns) - len(row))
-            yield _split({name: value for name, value in zip(columns, values, strict=True) if name}, text, "columns")
     except csv.Error as error:
         raise text.error(f"{error}; is a quote not closed? It must be comma-separated", start) from error
 
 
-def _check_columns(columns: list[str], text: _Text) -> None:
-    for wanted in (FILE_COLUMNS, CAPTION_COLUMNS):
-        if not set(wanted) & set(columns):
-            raise text.error(f"no column {' or '.join(wanted)} in its first line; there is {_listed(columns)}", 1)
-    if twice := [name for name in dict.fromkeys(columns) if name and columns.count(name) > 1]:
-        raise text.error(f"several columns named {_listed(twice)}; rename them", 1)
+def _split(line: dict[str, Any], text: _Text, columns: str) -> Line:
+    file_column = next((name for name in FILE_COLUMNS if isinstance(line.get(name), str) and line[name]), None)
+    if file_column is None:
+        raise text.error(f"no file name; one of the {columns} must be {' or '.join(FILE_COLUMNS)}; there is "
+                         f"{_listed(line)}")  # fmt: skip
+    caption_column = next((name for name in CAPTION_COLUMNS if name in line), "")
+    captions = line.get(caption_column)
+    metadata = {name: line[name] for name in line if name not in (file_column, caption_column)}
+    return Line(line[file_column], captions if isinstance(captions, list) else [captions], metadata)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(ascii, names)) or "none"

@@ -55,9 +55,9 @@ def open_sources(
     Args:
         entries: each a path, a pattern with wildcards, a URL, `hf-dataset:NAME`, or one with columns of its own; in the
             order in which they are read.
-        image_column: column of the images of all sources that name none; None for the usual names.
+        image_column: column of the images of the sources that name none; None for the usual names.
         caption_column: column of the captions, likewise.
-        limits: limits of an image; None for the default ones.
+        limits: of an image.
         partition_size: images of a partition; None for a function of their number.
 
     Raises:
@@ -67,18 +67,18 @@ def open_sources(
     """
     sources: list[Any] = []
     for entry in entries:
-        path, own = _entry(entry)
+        given = _entry(entry)
         settings = {
-            "image_column": own.get("image_column") or image_column,
-            "caption_column": own.get("caption_column") or caption_column,
+            "image_column": given.image_column or image_column,
+            "caption_column": given.caption_column or caption_column,
             "limits": limits or LimitsConfig(),
             "partition_size": partition_size,
         }
         try:
-            source = _open(path, settings)
+            source = _open(given.path, settings)
             source.check()
         except PermissionError as error:
-            raise MachineError(f"{shown(path)}: access denied; give these credentials the right to list and read"
+            raise MachineError(f"{shown(given.path)}: access denied; give these credentials the right to list and read"
                                ) from error  # fmt: skip
         for other in sources:
             if _overlap(source, other):
@@ -98,17 +98,17 @@ def from_description(description: Mapping[str, Any]) -> Source:
     return _CLASSES[values.pop("kind")](**values | {"limits": LimitsConfig(**values["limits"])})
 
 
-def _entry(entry: "str | os.PathLike[str] | Mapping[str, Any] | SourceConfig") -> tuple[str, Mapping[str, Any]]:
-    """Return the path of an entry, and its columns."""
+def _entry(entry: "str | os.PathLike[str] | Mapping[str, Any] | SourceConfig") -> SourceConfig:
+    """Return path and columns of an entry."""
     if isinstance(entry, str | os.PathLike):
-        return os.fspath(entry), {}
-    values = vars(entry) if isinstance(entry, SourceConfig) else dict(entry)
-    known = [one.name for one in fields(SourceConfig)]
-    if unknown := [key for key in values if key not in known]:
-        raise DataError(f"sources: a source has no key {', '.join(map(ascii, unknown))}; it has {', '.join(known)}")
-    if not isinstance(values.get("path"), str):
-        raise DataError("sources: a source that is a mapping needs the key path")
-    return values["path"], values
+        return SourceConfig(path=os.fspath(entry))
+    if isinstance(entry, SourceConfig):
+        return entry
+    keys = [one.name for one in fields(SourceConfig)]
+    if not isinstance(entry.get("path"), str) or not set(entry) <= set(keys):
+        raise DataError(f"sources: a source that is no path has the key path and may have {' and '.join(keys[1:])}; "
+                        f"here are {', '.join(map(ascii, entry))}")  # fmt: skip
+    return SourceConfig(**entry)
 
 
 def _open(text: str, settings: dict[str, Any]) -> Source:
@@ -124,8 +124,6 @@ def _open(text: str, settings: dict[str, Any]) -> Source:
         if is_file:
             storage.stat(path)
     else:
-        if "\0" in text:
-            raise DataError(f"{printable(text)}: there is no such file or folder")
         path = os.path.abspath(text)  # noqa: PTH100 - `..` is resolved
         is_pattern = glob.has_magic(path) and not os.path.lexists(path)
         is_file = not is_pattern and _is_file(path, printable(text))
@@ -144,7 +142,7 @@ def _is_file(path: str, shown_path: str) -> bool:
     """Whether a path of this machine is that of a file; it may be a folder, too."""
     try:
         mode = os.stat(path).st_mode  # noqa: PTH116
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise DataError(f"{shown_path}: there is no such file or folder; a source is {KINDS}") from error
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise DataError(f"{shown_path} is a pipe, a socket or a device; a source is {KINDS}")

@@ -3,7 +3,7 @@
 import json
 import logging
 import posixpath
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -59,18 +59,17 @@ CREATE TABLE items AS
     SELECT i.file, i.size, i.captions, i.metadata, t.file AS text, j.file AS json,
         substr(md5(concat_ws(' ', i.version, t.version, j.version, i.captions::VARCHAR, i.metadata)), 1, 16) AS version,
         CASE WHEN i.problem <> '' THEN i.problem WHEN t.problem <> '' THEN '.txt: ' || t.problem
-            WHEN j.problem <> '' THEN '.json: ' || j.problem END AS unreadable,
-        NULL AS missing
+            WHEN j.problem <> '' THEN '.json: ' || j.problem END AS unreadable
     FROM images i
     LEFT JOIN beside t ON t.kind = 'text' AND t.stem = i.stem AND NOT coalesce(i.has_caption, FALSE)
     LEFT JOIN beside j ON j.kind = 'json' AND j.stem = i.stem AND i.captions IS NULL
     UNION ALL BY NAME
-    SELECT file, 0 AS size, '' AS version, 'the table names it, there is no such file' AS missing
+    SELECT file, 0 AS size, '' AS version, 'the table names it, there is no such file' AS missing_image
     FROM entries ANTI JOIN files USING (file)
     UNION ALL BY NAME
     SELECT file, 0 AS size, '' AS version,
         CASE extension WHEN '' THEN 'it has no extension' ELSE 'extension ' || extension || ' is not read' END
-            AS missing
+            AS missing_image
     FROM files SEMI JOIN beside USING (stem) ANTI JOIN images USING (stem)
     WHERE files.kind = 'other';
 """
@@ -79,7 +78,7 @@ CREATE TABLE items AS
 _NEW = "FROM items ANTI JOIN known ON items.file = known.file AND (known.version <> '' OR items.version = '')"
 _CHANGED = "FROM items JOIN known USING (file) WHERE known.version NOT IN ('', items.version)"
 _GONE = "FROM known ANTI JOIN items USING (file) WHERE known.version <> ''"
-_COLUMNS = "items.file, items.size, items.version, captions, metadata, text, json, unreadable, missing"
+_COLUMNS = "items.file, items.size, items.version, captions, metadata, text, json, unreadable, missing_image"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,8 +194,9 @@ class FolderSource(Source):
         image, caption, values = contents
         assert image is not None
         if "captions" in item:
-            captions = item["captions"] if caption is None else decode_text(caption)
-            return make_record(key, image, captions, item["metadata"], location)
+            captions = [one for line in item["captions"] for one in json.loads(line)]
+            captions = captions if caption is None else decode_text(caption)
+            return make_record(key, image, captions, json.loads(item["metadata"]), location)
         if caption is None and values is None:
             detail = "no .txt or .json of that name, no line in a table"
             return Rejected(key, Reason.MISSING_CAPTION, location, detail, Record(key, image, [], {}, location))
@@ -256,16 +256,5 @@ def _cut(result: Any, size: int) -> Iterator[Partition]:
         yield Partition(
             num_bytes=sum(item["size"] for item in items),
             num_records=len(items),
-            items=tuple(map(_item_of, items)),
+            items=tuple(map(json.dumps, items)),
         )
-
-
-def _item_of(row: Mapping[str, Any]) -> str:
-    """Write what a worker needs of an image."""
-    item = {name: row[name] for name in row if name not in ("size", "missing", "captions", "metadata")}
-    if "missing" in row:
-        item[Reason.MISSING_IMAGE.value] = row["missing"]
-    if "captions" in row:
-        item["captions"] = [caption for line in row["captions"] for caption in json.loads(line)]
-        item["metadata"] = json.loads(row["metadata"])
-    return json.dumps(item)

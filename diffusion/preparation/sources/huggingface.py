@@ -6,33 +6,25 @@ cache.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pyarrow as pa
 
 from diffusion.errors import DataError, MachineError
-from diffusion.preparation.records import Location, Partition, Partitions, Record, Rejected
-from diffusion.preparation.sources.base import Source, compare
-from diffusion.preparation.sources.columns import (
-    BATCH_ROWS,
-    Batch,
-    find_columns,
-    first_line,
-    images_of_rows,
-    scan_batch,
-)
+from diffusion.preparation.records import Partition, Partitions
+from diffusion.preparation.sources.base import compare
 from diffusion.preparation.sources.reading import printable
+from diffusion.preparation.sources.tables import BATCH_ROWS, Batch, TableSource, first_line
 
 PREFIX = "hf-dataset:"
 SPELLING = f"{PREFIX}NAME[@REVISION][:SPLIT[:CONFIGURATION]]"
 
 
 @dataclass(frozen=True, kw_only=True)
-class HuggingFaceSource(Source):
+class HuggingFaceSource(TableSource):
     """A split of a data set that `datasets` streams; each of its data files is a partition.
 
     The commit of the hub that the name stands for is found when the source is opened, so what is read does not change.
@@ -42,10 +34,8 @@ class HuggingFaceSource(Source):
 
     dataset: str
     """Name on the hub, or a folder of data files."""
-
     revision: str | None
     """Commit; None for a folder."""
-
     split: str
     configuration: str | None = None
 
@@ -59,26 +49,19 @@ class HuggingFaceSource(Source):
 
     def partitions(self, known: Sequence[str] = ()) -> Partitions:
         """Return a partition per data file."""
-        version = f"{self._builder.hash} {self._builder.config_id}"
-        files = [f"{number:05d}" for number in range(self._stream.num_shards)]
+        builder = self._builder()
+        version = f"{builder.hash} {builder.config_id}"
+        files = [f"{number:05d}" for number in range(builder.as_streaming_dataset(split=self.split).num_shards)]
         return compare([Partition(file=file, version=version) for file in files], known)
 
-    def _scan(self, partition: Partition) -> Iterator[Record | Rejected]:
-        for batch in self._batches(partition.file, None):
-            yield from scan_batch(self, partition, batch)
-
-    def _images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
-        yield from images_of_rows(self, partition.file, self._batches(partition.file, "image"), locations)
-
-    def _batches(self, file: str, wanted: str | None) -> Iterator[Batch]:
-        """Yield the rows of a data file, or their images only."""
-        stream, row = self._stream, 0
+    def batches(self, partition: Partition, groups: Collection[int | None] | None = None) -> Iterator[Batch]:
+        """Yield the rows of a data file, or their images."""
+        stream, row = self._builder().as_streaming_dataset(split=self.split).with_format("arrow"), 0
         try:
-            for table in stream.shard(stream.num_shards, int(file)).iter(batch_size=BATCH_ROWS):
+            for table in stream.shard(stream.num_shards, int(partition.file)).iter(batch_size=BATCH_ROWS):
                 for batch in table.combine_chunks().to_batches():
-                    if wanted is not None:
-                        columns = find_columns(self.path, batch.schema, self.image_column, self.caption_column)
-                        batch = batch.select([columns.image])
+                    if groups is not None:
+                        batch = batch.select([self.find_columns(partition.file, batch.schema).image])
                     yield Batch(row, None, batch)
                     row += batch.num_rows
         except (pa.ArrowException, OSError) as error:
@@ -86,18 +69,9 @@ class HuggingFaceSource(Source):
                 raise MachineError(f"{self.path}: {first_line(error)}; run the same command again") from error
             yield Batch(row, None, None, 1, f"{first_line(error)}; what came before was read")
 
-    @cached_property
     def _builder(self) -> Any:
         load = _load_builder if self.revision else _load_builder.__wrapped__  # A folder may have gained files.
         return load(self.dataset, self.configuration, self.revision)
-
-    @cached_property
-    def _stream(self) -> Any:
-        return self._builder.as_streaming_dataset(split=self.split).with_format("arrow")
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what was opened."""
-        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
 
 @functools.lru_cache
@@ -110,10 +84,6 @@ def _load_builder(dataset: str, configuration: str | None, revision: str | None)
 
 def open_huggingface(text: str, settings: dict[str, Any]) -> HuggingFaceSource:
     """Open what `hf-dataset:NAME[@REVISION][:SPLIT[:CONFIGURATION]]` names; the split is `train` if none is given.
-
-    Args:
-        text: the name.
-        settings: fields of `Source`.
 
     Raises:
         DataError: there is no such data set or split, it needs code to be run, or a column is missing.

@@ -29,7 +29,6 @@ from diffusion.preparation.records import (
     make_record,
 )
 from diffusion.preparation.sources.base import Source, compare, rejected
-from diffusion.preparation.sources.columns import CAPTION_COLUMNS, IMAGE_COLUMNS
 from diffusion.preparation.sources.reading import (
     UnfitFileError,
     file_of,
@@ -39,6 +38,7 @@ from diffusion.preparation.sources.reading import (
     read_file,
     stat_file,
 )
+from diffusion.preparation.sources.tables import CAPTION_COLUMNS, IMAGE_COLUMNS
 from diffusion.storage import join, shown
 
 _JSON_BYTES = 2**30
@@ -76,7 +76,7 @@ class MDSSource(Source):
         folders = [name_of(file).removesuffix(INDEX).rstrip("/") for file in self.files()]
         for shards in self.map(self._shards, folders):
             for shard in shards:
-                find_columns(self.path, shard, self.image_column, self.caption_column)
+                self._columns(shard)
 
     def takes(self, names: Sequence[str]) -> list[str]:
         """Choose the indexes of the MDS folders."""
@@ -101,6 +101,24 @@ class MDSSource(Source):
         if any(one["format"] != "mds" for one in shards):
             raise DataError(f"{where}: the format is not mds, but {shards[0]['format']!a}; convert it")
         return shards
+
+    def _columns(self, shard: dict[str, Any]) -> _Columns:
+        """Find the columns; a DataError if there is none, or not encoded as images or texts."""
+        encodings = dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
+        listed = printable(", ".join(f"{name} ({encoding})" for name, encoding in encodings.items()))
+        found = []
+        for what, given, usual, fit in (
+            ("image", self.image_column, IMAGE_COLUMNS, (*_AS_THEY_CAME, "pil")),
+            ("caption", self.caption_column, CAPTION_COLUMNS, ("str", "json")),
+        ):
+            name = next((name for name in ([given] if given else usual) if encodings.get(name) in fit), None)
+            if name is None:
+                raise DataError(
+                    f"{self.path} has no column {given or ' or '.join(usual)} encoded as {' or '.join(fit)}; it has "
+                    f"{listed}; name the {what} column with {what}_column"
+                )
+            found.append(name)
+        return _Columns(found[0], found[1], encodings)
 
     def partitions(self, known: Sequence[str] = ()) -> Partitions:
         """Return a partition per shard."""
@@ -129,7 +147,7 @@ class MDSSource(Source):
         folder = name_of(partition.file).rpartition("/")[0]
         shard = self._shard(partition)
         removed = self._removed_from(folder)
-        columns = find_columns(self.path, shard, self.image_column, self.caption_column)
+        columns = self._columns(shard)
         promised = range(min(shard["samples"], max(partition.num_bytes, 1)))
         for number, values in self._samples(partition, shard, promised):
             location = Location(file=partition.file, version=partition.version, row=number)
@@ -149,7 +167,7 @@ class MDSSource(Source):
 
     def _images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
         shard = self._shard(partition)
-        columns = find_columns(self.path, shard, self.image_column, self.caption_column)
+        columns = self._columns(shard)
         for number, values in self._samples(partition, shard, [location.row or 0 for location in locations]):
             if isinstance(values, UnfitFileError):
                 raise UnfitFileError(values.reason, f"sample {number}: {values}")
@@ -252,25 +270,6 @@ def mds_folders(names: Sequence[str]) -> list[str]:
     with_shard = {name.rpartition("/")[0] for name in names if ".mds" in name.rpartition("/")[2]}
     there = set(names) if with_shard else set()
     return sorted(folder for folder in with_shard if (f"{folder}/{INDEX}" if folder else INDEX) in there)
-
-
-def find_columns(path: str, shard: dict[str, Any], image: str | None, caption: str | None) -> _Columns:
-    """Find the columns of images and captions; a DataError if there is none, or not encoded as images or texts."""
-    encodings = dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
-    listed = printable(", ".join(f"{name} ({encoding})" for name, encoding in encodings.items()))
-    found = []
-    for what, given, usual, fit in (
-        ("image", image, IMAGE_COLUMNS, (*_AS_THEY_CAME, "pil")),
-        ("caption", caption, CAPTION_COLUMNS, ("str", "json")),
-    ):
-        name = next((name for name in ([given] if given else usual) if encodings.get(name) in fit), None)
-        if name is None:
-            raise DataError(
-                f"{path} has no column {given or ' or '.join(usual)} encoded as {' or '.join(fit)}; it has {listed}; "
-                f"name the {what} column with {what}_column"
-            )
-        found.append(name)
-    return _Columns(found[0], found[1], encodings)
 
 
 def _read_object(uri: str) -> dict[str, Any]:

@@ -1,30 +1,24 @@
 """Source: parquet files with an image, as bytes or as the path of a file, and its captions in each row."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
 from typing import BinaryIO, ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from diffusion import storage
-from diffusion.preparation.records import Location, Partition, Partitions, Reason, Record, Rejected
-from diffusion.preparation.sources.base import Source, compare, size_of_partitions
-from diffusion.preparation.sources.columns import (
+from diffusion.preparation.records import Partition, Partitions, Reason
+from diffusion.preparation.sources.base import compare, size_of_partitions
+from diffusion.preparation.sources.reading import Entry, UnfitFileError
+from diffusion.preparation.sources.tables import (
     BATCH_ROWS,
     Batch,
     Columns,
-    find_columns,
+    TableSource,
     first_line,
-    images_of_rows,
     raise_if_not_damage,
-    scan_batch,
-)
-from diffusion.preparation.sources.reading import (
-    Entry,
-    UnfitFileError,
 )
 from diffusion.storage import is_url
 
@@ -34,7 +28,7 @@ _WHOLE_GROUP = 32 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParquetSource(Source):
+class ParquetSource(TableSource):
     """One parquet file or several, streamed a few rows at a time, and cut between row groups.
 
     Texts in the image column, and `path` of an image struct without `bytes`, are paths relative to the folder of the
@@ -77,8 +71,7 @@ class ParquetSource(Source):
         """Return the number of rows of each row group; None if the file cannot be read."""
         try:
             with self._opened(file) as (opened, _):
-                groups = range(opened.metadata.num_row_groups)
-                return [opened.metadata.row_group(group).num_rows for group in groups]
+                return _num_rows(opened)
         except (UnfitFileError, pa.ArrowException):
             return None
 
@@ -98,24 +91,22 @@ class ParquetSource(Source):
             except (pa.ArrowException, OSError) as error:
                 raise_if_not_damage(error)
                 raise UnfitFileError(Reason.DAMAGED_FILE, f"not parquet: {first_line(error)}") from error
-            yield opened, find_columns(self.uri(file), schema, self.image_column, self.caption_column)
+            yield opened, self.find_columns(file, schema)
 
-    def _scan(self, partition: Partition) -> Iterator[Record | Rejected]:
+    def batches(self, partition: Partition, groups: Collection[int | None] | None = None) -> Iterator[Batch]:
+        """Yield the rows of a partition, or the images of some row groups; of others nothing is read."""
         with self._opened(partition.file) as (opened, columns):
-            names = [columns.image, columns.caption, *columns.metadata]
-            for group, start in _groups(opened, partition.start, partition.stop):
-                for batch in _batches(opened, group, start, names, partition.num_bytes):
-                    yield from scan_batch(self, partition, batch)
+            names = [columns.image] if groups is not None else [columns.image, columns.caption, *columns.metadata]
+            start = 0
+            for group, num_rows in enumerate(_num_rows(opened)):
+                is_of_partition = partition.start <= start and (partition.stop is None or start < partition.stop)
+                if is_of_partition and (groups is None or group in groups):
+                    yield from _batches(opened, group, start, names, partition.num_bytes)
+                start += num_rows
 
-    def _images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
-        """Yield the images of some rows; of other row groups and other columns nothing is read."""
-        with self._opened(partition.file) as (opened, columns):
-            starts = dict(_groups(opened, 0, None))
-            for group, some in groupby(locations, lambda location: location.row_group or 0):
-                if group not in starts:
-                    raise UnfitFileError(Reason.MISSING_IMAGE, f"there is no row group {group}")
-                batches = _batches(opened, group, starts[group], [columns.image], partition.num_bytes)
-                yield from images_of_rows(self, partition.file, batches, some)
+
+def _num_rows(opened: pq.ParquetFile) -> list[int]:
+    return [opened.metadata.row_group(group).num_rows for group in range(opened.metadata.num_row_groups)]
 
 
 def _remote(metadata: pq.FileMetaData, ahead_file: BinaryIO, exact_file: BinaryIO) -> pq.ParquetFile:
@@ -136,9 +127,9 @@ def _cut(file: str, entry: Entry, rows: list[int] | None, size: int) -> list[Par
     if rows is None:
         return [Partition(file=file, version=entry.version, num_bytes=entry.size)]
     ranges, start, stop = [], 0, 0
-    for number, num_rows in enumerate(rows):
+    for num_rows in rows:
         stop += num_rows
-        if stop > start and (stop - start >= size or number == len(rows) - 1):
+        if stop - start >= size:
             ranges.append((start, stop))
             start = stop
     if stop > start:
@@ -148,15 +139,6 @@ def _cut(file: str, entry: Entry, rows: list[int] | None, size: int) -> list[Par
                   num_bytes=entry.size * (stop - start) // sum(rows), num_records=stop - start)
         for start, stop in ranges
     ]  # fmt: skip
-
-
-def _groups(opened: pq.ParquetFile, start: int, stop: int | None) -> Iterator[tuple[int, int]]:
-    """Yield the row groups that lie between two rows, each with its first row."""
-    end = 0
-    for group in range(opened.metadata.num_row_groups):
-        begin, end = end, end + opened.metadata.row_group(group).num_rows
-        if begin >= start and (stop is None or begin < stop):
-            yield group, begin
 
 
 def _batches(opened: pq.ParquetFile, group: int, start: int, names: list[str], num_bytes: int) -> Iterator[Batch]:

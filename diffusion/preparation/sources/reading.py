@@ -18,10 +18,7 @@ from typing import BinaryIO, NamedTuple
 
 from diffusion import storage
 from diffusion.errors import DataError, MachineError
-from diffusion.preparation.records import (
-    Reason,
-    has_surrogates,
-)
+from diffusion.preparation.records import Reason, has_surrogates
 from diffusion.storage import is_url, shown
 
 logger = logging.getLogger(__name__)
@@ -45,11 +42,9 @@ class Entry(NamedTuple):
 
     name: str
     """Path below the folder, with forward slashes; bytes that are not UTF-8 as surrogates."""
-
     size: int
     version: str
     """Changes with the content."""
-
     problem: str = ""
     """Why it cannot be read; empty if it can."""
 
@@ -115,9 +110,9 @@ def _list_local(root: str) -> Iterator[Entry]:
                         folders.append((entry.path, f"{name}/"))
                     elif not entry.is_symlink():
                         yield _entry(name, entry.stat())
-                    elif not _is_folder(entry):
+                    elif not os.path.isdir(entry.path):  # noqa: PTH112 - false where it is denied
                         yield stat_file(entry.path, top, name)
-                    elif is_outside(entry.path, top):
+                    elif is_outside(entry.path, top):  # Inside the source, the folder itself is listed.
                         _warn_of_link(printable(entry.path))
         except OSError as error:
             where = printable(str(error.filename or folder))
@@ -127,14 +122,6 @@ def _list_local(root: str) -> Iterator[Entry]:
 @functools.lru_cache
 def _warn_of_link(path: str) -> None:
     logger.warning("%s leads out of the source's folder, and is not followed; name its target as a source", path)
-
-
-def _is_folder(entry: "os.DirEntry[str]") -> bool:
-    """Whether a link leads to a folder. It is not followed: inside the source, the folder itself is listed."""
-    try:
-        return entry.is_dir()
-    except OSError:
-        return False
 
 
 def _entry(name: str, status: os.stat_result) -> Entry:
@@ -164,11 +151,7 @@ def is_outside(path: str, top: str) -> bool:
 
 
 def read_file(uri: str, limit: int) -> bytes:
-    """Read a file that was found in a listing, whole.
-
-    Args:
-        uri: path or URL.
-        limit: most bytes.
+    """Read a file that was found in a listing, whole; `limit` is the most bytes.
 
     Raises:
         UnfitFileError: it does not exist, may not be read, is no regular file, or is larger.
@@ -182,43 +165,33 @@ def read_file(uri: str, limit: int) -> bytes:
 
 
 def _read_local(path: str, limit: int) -> bytes:
+    with _open_local(path, 0) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise UnfitFileError(Reason.TOO_LARGE, f"{size} bytes are more than {limit}")
+        return file.read(size + 1)
+
+
+def _open_local(path: str, buffer_bytes: int) -> BinaryIO:
+    """Open a regular file; a pipe is not waited for."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise UnfitFileError(Reason.UNREADABLE, _NO_FILE)
-        if status.st_size > limit:
-            raise UnfitFileError(Reason.TOO_LARGE, f"{status.st_size} bytes are more than {limit}")
-        data = os.read(descriptor, status.st_size + 1)
-        while len(data) < status.st_size and (more := os.read(descriptor, status.st_size - len(data))):
-            data += more
-        return data
-    finally:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
+        raise UnfitFileError(Reason.UNREADABLE, _NO_FILE)
+    return os.fdopen(descriptor, "rb", buffer_bytes)
 
 
 def open_file(uri: str, root: str | None = None, *, buffer_bytes: int | None = None) -> BinaryIO:
-    """Open a regular file for reading, in ranges of 8 MiB if it is remote.
+    """Open a regular file for reading, in ranges of 8 MiB (or `buffer_bytes`) if it is remote.
 
-    Args:
-        uri: path or URL.
-        root: local folder that a link must not lead out of; None where any place is right.
-        buffer_bytes: of a remote file, as of `storage.open_file`.
-
-    Raises:
-        UnfitFileError: as of `read_file`.
-        MachineError: the disk or the network fails.
+    A link must not lead out of the local folder `root`, if one is given. Errors are those of `read_file`.
     """
     with _unfit(uri):
         if is_url(uri):
             return storage.open_file(uri, buffer_bytes=buffer_bytes)
         if root is not None and is_outside(uri, os.path.realpath(root)):
             raise UnfitFileError(Reason.UNREADABLE, _LEADS_OUT)
-        file = os.fdopen(os.open(uri, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", _LOCAL_BUFFER)
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            file.close()
-            raise UnfitFileError(Reason.UNREADABLE, _NO_FILE)
-        return file
+        return _open_local(uri, _LOCAL_BUFFER)
 
 
 @contextmanager
@@ -236,13 +209,9 @@ def _unfit(uri: str) -> Iterator[None]:
 
 
 def read_below(root: str, folder: str, path: str, limit: int) -> bytes:
-    """Read the file that a row of a table names; errors as of `read_file`.
+    """Read the file that a row of a table names, as `read_file` does.
 
-    Args:
-        root: folder of the source, which the file must lie in.
-        folder: folder of the table, where the path begins.
-        path: as it stands in the row.
-        limit: most bytes.
+    The path begins in `folder`, that of the table; it must not lead out of `root`, the folder of the source.
     """
     path = path.removeprefix(root.rstrip("/") + "/")
     if is_url(path) or path.startswith("//"):
@@ -256,8 +225,3 @@ def read_below(root: str, folder: str, path: str, limit: int) -> bytes:
     if "\0" not in name and not is_url(uri) and is_outside(uri, os.path.realpath(root)):
         raise UnfitFileError(Reason.UNREADABLE, _LEADS_OUT)
     return read_file(uri, limit)
-
-
-def parent_of(uri: str) -> str:
-    """Return the folder of a file."""
-    return uri.rpartition("/")[0]

@@ -39,22 +39,16 @@ class _Sample:
 
     stem: str
     """Path and name, up to the first dot."""
-
     start: int
     """Byte of its first header."""
-
     contents: dict[str, bytes] = field(default_factory=dict)
     """The first image, as `image`, `txt` and `json`."""
-
     span: tuple[int, int] | None = None
     """Offset and length of the image."""
-
     problem: UnfitFileError | None = None
     """Why a member was not read."""
-
     more_images: list[str] = field(default_factory=list)
     """Extensions of the images after the first."""
-
     others: list[str] = field(default_factory=list)
     """Extensions of other members."""
 
@@ -175,7 +169,7 @@ class _Stream:
 
     def read(self, size: int) -> bytes:
         """Read a header."""
-        if size > _HEADER_BYTES:
+        if not 0 <= size <= _HEADER_BYTES:
             raise _HeaderError(f"an extended header of {size} bytes before byte {self.tell()}")
         with self._damage():
             return self._file.read(size)
@@ -222,7 +216,7 @@ def _headers(stream: _Stream) -> Iterator[tarfile.TarInfo]:
     while True:
         stream.seek(tar.offset)
         try:
-            yield tarfile.TarInfo.fromtarfile(tar)
+            member = tarfile.TarInfo.fromtarfile(tar)
         except tarfile.EOFHeaderError:  # pyright: ignore[reportAttributeAccessIssue]
             stream.check_end()
             return
@@ -230,6 +224,9 @@ def _headers(stream: _Stream) -> Iterator[tarfile.TarInfo]:
             raise _HeaderError(f"ends without an end mark at byte {stream.tell()}") from error
         except (tarfile.TarError, ValueError, IndexError, OverflowError) as error:
             raise _HeaderError(f"{error} at byte {tar.offset}") from error
+        if member.size < 0:
+            raise _HeaderError(f"a member of {member.size} bytes at byte {member.offset}")
+        yield member
 
 
 def _span(member: tarfile.TarInfo, stream: _Stream, spans: dict[str, tuple[int, int]]) -> tuple[int, int]:

@@ -7,7 +7,14 @@ from safetensors.torch import save_file
 from diffusion.config.loading import from_dict
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.preparation.config import CaptionerConfig, PrepareConfig, ScorerConfig
-from diffusion.preparation.plugins import call_plugin, check_plugins, clean_score, load_plugin, merge_captions
+from diffusion.preparation.plugins import (
+    call_plugin,
+    check_plugins,
+    choose_device,
+    clean_score,
+    load_plugin,
+    merge_captions,
+)
 
 HERE = "tests.unit.preparation.test_plugins"
 RED, GREEN, WHITE = (
@@ -260,8 +267,6 @@ def test_wrong_devices_and_precisions(clip, tmp_path):
 
 
 def test_the_default_device_is_the_gpu_that_the_worker_was_given(monkeypatch):
-    from diffusion.preparation.model_folders import choose_device
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -168,6 +168,7 @@ def test_captions_of_a_former_captioner_are_removed_and_those_of_other_tools_sta
     assert list((data.out / "scores").rglob("captions/*")) == []
     assert column(data, "redness") == [255, 0, 255, 0, 0, None, 255]
     other = data.out / "scores/captions" / part_name(0)
+    other.parent.mkdir()
     other.write_bytes(b"of another tool")
     run(data)
     assert other.exists()

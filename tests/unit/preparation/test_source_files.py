@@ -500,6 +500,17 @@ class TestWebDataset:
             tar.write_bytes(compress(content + header.tobuf(tarfile.GNU_FORMAT) + bytes(1000)))
             assert reasons(read(tar)) == [["x"], "damaged_file"]
 
+    @pytest.mark.timeout(60)
+    @pytest.mark.parametrize("compress", [bytes, gzip.compress], ids=["plain", "gzip"])
+    @pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.GNUTYPE_LONGNAME])
+    def test_a_negative_size_is_damage(self, tmp_path, compress, kind):
+        header = tarfile.TarInfo("1.png")
+        header.size, header.type = -512, kind
+        content = write_tar(tmp_path / "x.tar", [("0.png", IMAGE), ("0.txt", b"x")]).read_bytes().rstrip(b"\0")
+        content += bytes(-len(content) % 512)
+        (tmp_path / "x.tar").write_bytes(compress(content + header.tobuf(tarfile.GNU_FORMAT) + bytes(1024)))
+        assert reasons(read(tmp_path / "x.tar")) == [["x"], "damaged_file"]
+
     def test_links_in_a_tar(self, tmp_path):
         with tarfile.open(tmp_path / "x.tar", "w") as tar:
             for name, content in (("0.png", IMAGE), ("0.txt", b"one")):

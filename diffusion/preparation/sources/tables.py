@@ -1,0 +1,216 @@
+"""Sources that are tables: which columns hold images and captions, which become metadata, and records of rows."""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from diffusion.errors import DataError, MachineError
+from diffusion.preparation.records import Location, Partition, Reason, Record, Rejected, make_record, not_successful
+from diffusion.preparation.sources.base import MAX_CAPTIONS, Source, rejected
+from diffusion.preparation.sources.reading import UnfitFileError, printable, read_below
+from diffusion.storage import shown
+
+IMAGE_COLUMNS = ("image", "jpg", "png", "webp", "image_bytes", "image_path", "file_name", "path")
+CAPTION_COLUMNS = ("caption", "captions", "text")
+
+BATCH_ROWS = 32
+"""Rows that are decoded at once."""
+
+
+class Columns(NamedTuple):
+    """Names of columns of a table."""
+
+    image: str
+    caption: str
+    metadata: list[str]
+
+
+class Batch(NamedTuple):
+    """Rows of a table, or rows that are lost."""
+
+    start: int
+    """Number of the first row in the file."""
+    group: int | None
+    """Row group of a parquet file, batch of an Arrow file."""
+    rows: pa.RecordBatch | None
+    """The rows; None if they cannot be read."""
+    num_lost: int = 0
+    """Rows that cannot be read."""
+    detail: str = ""
+    """Why."""
+    reason: Reason = Reason.DAMAGED_FILE
+
+    @property
+    def stop(self) -> int:
+        """Number after that of the last row."""
+        return self.start + (self.num_lost if self.rows is None else self.rows.num_rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSource(Source):
+    """Tables with an image, as bytes or as the path of a file, and its captions in each row."""
+
+    def batches(self, partition: Partition, groups: Collection[int | None] | None = None) -> Iterator[Batch]:
+        """Yield the rows of a partition; where `groups` are given, the column of images of these groups, or of all."""
+        raise NotImplementedError
+
+    def find_columns(self, file: str, schema: pa.Schema) -> Columns:
+        """Find the columns of images, captions and metadata; a DataError if one is missing, unfit, or there twice."""
+        names, path = schema.names, printable(shown(self.uri(file)))
+        listed = printable(", ".join(names))
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise DataError(f"{path} has several columns {printable(twice)}; rename them, or take the file out")
+        found = []
+        for what, given, usual in (
+            ("image", self.image_column, IMAGE_COLUMNS),
+            ("caption", self.caption_column, CAPTION_COLUMNS),
+        ):
+            name = next((name for name in ([given] if given else usual) if name in names), None)
+            if name is None:
+                raise DataError(f"{path} has no column {given or ' or '.join(usual)}; it has {listed}; name the {what} "
+                                f"column with {what}_column")  # fmt: skip
+            found.append(name)
+        image_type, caption_type = schema.field(found[0]).type, schema.field(found[1]).type
+        if pa.types.is_struct(image_type):
+            index = next((at for at in map(image_type.get_field_index, ("bytes", "path")) if at >= 0), -1)
+            image_type = pa.null() if index < 0 else image_type.field(index).type
+        if not (_is_binary(image_type) or _is_text(image_type)):
+            raise DataError(
+                f"{path}: column {found[0]} is {schema.field(found[0]).type}; it must be bytes, a struct with them, or "
+                f"paths; name the image column with image_column; there is {listed}"
+            )
+        if not (_is_text(caption_type) or (_is_list(caption_type) and _is_text(caption_type.value_type))):
+            raise DataError(f"{path}: column {found[1]} is {caption_type}; it must be text or a list of texts; name "
+                            f"the caption column with caption_column; there is {listed}")  # fmt: skip
+        metadata = [field.name for field in schema if field.name not in found and _is_metadata(field.type)]
+        return Columns(found[0], found[1], metadata)
+
+    def _scan(self, partition: Partition) -> Iterator[Record | Rejected]:
+        prefix = self.prefix(partition.file)
+        for batch in self.batches(partition):
+            base = Location(file=partition.file, version=partition.version, row_group=batch.group)
+            if batch.rows is None:
+                for row in range(batch.start, batch.stop):
+                    yield Rejected(f"{prefix}#{row}", batch.reason, replace(base, row=row), batch.detail)
+                continue
+            columns = self.find_columns(partition.file, batch.rows.schema)
+            for at in range(batch.rows.num_rows):
+                row = batch.start + at
+                yield self._record(f"{prefix}#{row}", replace(base, row=row), batch.rows, at, columns)
+
+    def _record(
+        self, key: str, location: Location, batch: pa.RecordBatch, at: int, columns: Columns
+    ) -> Record | Rejected:
+        """Make the record of a row; the image's file is read where the row holds a path."""
+        size = sum(_bytes_of(batch.column(name)[at]) for name in columns.metadata)
+        if size > self.row_limit():
+            return Rejected(key, Reason.TOO_LARGE, location, f"{size} bytes are more than limits.max_metadata_kb")
+        metadata = {name: _value_of(batch.column(name)[at]) for name in columns.metadata}
+        status = metadata.get("status", "success")
+        if status not in ("success", None):
+            return not_successful(key, status, metadata, location)
+        caption = batch.column(columns.caption)[at]
+        if _bytes_of(caption) > self.text_limit() * (MAX_CAPTIONS if _is_list(caption.type) else 1):
+            detail = f"captions of {_bytes_of(caption)} bytes are more than limits.max_caption_characters"
+            return Rejected(key, Reason.TOO_LARGE, location, detail)
+        try:
+            image, path = self._image(location.file, batch.column(columns.image)[at])
+        except UnfitFileError as error:
+            return rejected(key, error, location)
+        if path:
+            metadata["image_path"] = path
+        return make_record(key, image, _value_of(caption), metadata, location)
+
+    def _images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
+        batches = self.batches(partition, {location.row_group for location in locations})
+        batch: Batch | None = Batch(0, None, None)
+        for location in locations:
+            row = location.row or 0
+            while batch is not None and row >= batch.stop:
+                batch = next(batches, None)
+            if batch is None or row < batch.start:
+                raise UnfitFileError(Reason.MISSING_IMAGE, f"there is no row {row}")
+            if batch.rows is None:
+                raise UnfitFileError(batch.reason, f"row {row}: {batch.detail}")
+            yield self._image(partition.file, batch.rows.column(0)[row - batch.start])[0]
+
+    def _image(self, file: str, scalar: Any) -> tuple[bytes, str]:
+        """Return the image of a row, and its path; an UnfitFileError if there is none, or it cannot be read."""
+        path = ""
+        if scalar.is_valid and pa.types.is_struct(scalar.type):
+            kind = scalar.type
+            path = _value_of(scalar["path"]) or "" if kind.get_field_index("path") >= 0 else ""
+            has_bytes = kind.get_field_index("bytes") >= 0 and (scalar["bytes"].is_valid or not path)
+            scalar = scalar["bytes" if has_bytes else "path"]
+        if not scalar.is_valid:
+            raise UnfitFileError(Reason.MISSING_IMAGE, "the image is null")
+        if _is_text(scalar.type):
+            path = _value_of(scalar)
+            folder = self.uri(file).rpartition("/")[0]
+            return read_below(folder if self.is_file else self.root, folder, path, self.image_limit()), path
+        if (size := _bytes_of(scalar)) > self.image_limit():
+            raise UnfitFileError(Reason.TOO_LARGE, f"{size} bytes are more than {self.image_limit()}")
+        return scalar.as_py(), path
+
+
+def _bytes_of(scalar: Any) -> int:
+    """Bytes of a text, of bytes, or of a list of texts; 0 for others."""
+    if not scalar.is_valid:
+        return 0
+    if pa.types.is_dictionary(scalar.type):
+        return _bytes_of(scalar.value)
+    if _is_list(scalar.type):
+        return scalar.values.nbytes
+    return scalar.as_buffer().size if _is_text(scalar.type) or _is_binary(scalar.type) else 0
+
+
+def _value_of(scalar: Any) -> Any:
+    """Return the Python value of an Arrow scalar; bytes of texts that are not UTF-8 become surrogates."""
+    if not scalar.is_valid:
+        return None
+    if pa.types.is_dictionary(scalar.type):
+        return _value_of(scalar.value)
+    if _is_list(scalar.type):
+        return [_value_of(entry) for entry in scalar.values]
+    if _is_text(scalar.type):
+        return scalar.as_buffer().to_pybytes().decode("utf-8", errors="surrogateescape")
+    try:
+        return scalar.as_py()
+    except ValueError:  # Times outside the range of Python's.
+        return str(scalar)
+
+
+def _is_binary(kind: pa.DataType) -> bool:
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
+
+
+def _is_metadata(kind: pa.DataType) -> bool:
+    """Whether a column becomes metadata: texts, lists of texts, numbers, truth values and times do."""
+    if _is_text(kind) or (_is_list(kind) and _is_text(kind.value_type)):
+        return True
+    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
+    return is_number or pa.types.is_boolean(kind) or pa.types.is_temporal(kind)
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def raise_if_not_damage(error: Exception) -> None:
+    """Raise an error of Arrow again if the disk, the network or the store made it."""
+    if isinstance(error, MachineError | DataError) or getattr(error, "errno", None) is not None:
+        raise error
