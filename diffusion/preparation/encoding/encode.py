@@ -31,7 +31,7 @@ from diffusion.preparation.encoding.plan import EncodingSettings, ShardTask, pla
 from diffusion.preparation.encoding.shards import EncodedShard, encode_shards
 from diffusion.preparation.engine import Workers, progress_bar, run
 from diffusion.preparation.output import claim
-from diffusion.preparation.takedown import read_marks
+from diffusion.preparation.removed import read_marks
 from diffusion.storage import is_url, join, shown
 
 logger = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from diffusion.datasets.mds import INDEX, delete_unnamed, read_shards, stored_fi
 from diffusion.errors import DataError
 from diffusion.files import PARTIAL
 from diffusion.preparation.layout import REMOVED_SAMPLES
+from diffusion.preparation.metadata import hash_key
 from diffusion.preparation.output import check_empty, clear_folders
-from diffusion.preparation.takedown import hash_key, read_removed
+from diffusion.preparation.removed import read_removed
 from diffusion.storage import MissingFileError, is_url, join, shown
 
 SHARDS = "shards.json"
@@ -92,6 +94,11 @@ class Output:
     removed: frozenset[str] = frozenset()
     """Hashes of the removed keys."""
 
+    @cached_property
+    def removed_identity(self) -> str:
+        """Identity of the removed keys; empty if there are none."""
+        return hash_key(" ".join(sorted(self.removed))) if self.removed else ""
+
     @property
     def num_samples(self) -> int:
         """Samples of all folders."""
@@ -108,7 +115,7 @@ class Output:
             return None
         size = self.manifest.size_of(name.partition("/")[2])
         record = join(self.uri, RECORDS, _record_name(name, number))
-        return Target(size=size, folder=join(self.uri, name), record=record, removed=_identity(self.removed))
+        return Target(size=size, folder=join(self.uri, name), record=record, removed=self.removed_identity)
 
     def open(self, prepared: str) -> None:
         """Look at what the claimed folder holds; say what is encoded there, if a shard is missing.
@@ -205,7 +212,7 @@ class Output:
 
     def _read_records(self) -> dict[str, list[ShardRecord | None]]:
         """Read the records of shards that are what the prepared data holds now; one that is not whole is none."""
-        folder, of_removed = join(self.uri, RECORDS), _identity(self.removed)
+        folder = join(self.uri, RECORDS)
         there = storage.list_files(folder)
 
         def read(shard: tuple[str, dict[str, Any]]) -> ShardRecord | None:
@@ -214,8 +221,8 @@ class Output:
                 record = ShardRecord(**storage.read_json(join(folder, name))) if name in there else None
             except (DataError, TypeError):
                 return None
-            is_same = record and record.source == shard_identity(entry) and record.removed == of_removed
-            return record if is_same else None
+            same = (shard_identity(entry), self.removed_identity)
+            return record if record and (record.source, record.removed) == same else None
 
         records: dict[str, list[ShardRecord | None]] = {}
         for name, entries in self.folders.items():
@@ -234,11 +241,6 @@ def _record_name(name: str, number: int) -> str:
     return f"{name.replace('/', '.')}.{number:06}.json"
 
 
-def _identity(removed: frozenset[str]) -> str:
-    """Return the identity of removed keys; an empty one if there are none."""
-    return hash_key(" ".join(sorted(removed))) if removed else ""
-
-
 def _read_known(uri: str, counts: dict[str, dict[str, int]]) -> dict[str, list[ShardRecord]]:
     """Read the shards of a finished data set, without those of a growth that was not finished."""
     file, known = join(uri, SHARDS), {}
@@ -250,13 +252,14 @@ def _read_known(uri: str, counts: dict[str, dict[str, int]]) -> dict[str, list[S
                 entries, shards = iter(read_shards(join(uri, name))), iter(recorded.get(name, ()))
                 known[name] = []
                 while count > 0:
-                    if (one := next(shards, None)) is None:
-                        raise DataError(f"{shown(file)} does not name all of {name}: encode it anew")
+                    one = next(shards)
                     of_shard = [*itertools.islice(entries, one["parts"])]
                     known[name].append(ShardRecord(source=one["source"], samples=one["samples"], entries=of_shard))
                     count -= one["samples"]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{shown(file)} is damaged ({error!r}): encode the data set anew") from error
+    except (StopIteration, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{shown(file)} does not name the shards of {shown(uri)} ({error!r}): delete the encoding, and start again"
+        ) from error
     return known
 
 

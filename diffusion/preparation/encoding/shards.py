@@ -41,7 +41,7 @@ from diffusion.launch import end_with_parent
 from diffusion.preparation.encoding.models import Encoded, Encoder, EncodingModels
 from diffusion.preparation.encoding.output import ShardRecord, Target, shard_identity
 from diffusion.preparation.encoding.plan import EncodingSettings, ShardTask
-from diffusion.preparation.takedown import hash_key
+from diffusion.preparation.metadata import hash_key
 from diffusion.storage import join, shown
 
 PREFETCH_FACTOR = 4
