@@ -161,7 +161,7 @@ def _count(connection: "duckdb.DuckDBPyConnection") -> dict[str, Any]:
         "rejected": rejected[counted].sum().to_dict(),
         "reasons": reasons.to_dict(),
         "sources": {name: rows.groupby("reason").images.sum().to_dict() for name, rows in frame.groupby("source")},
-        "buckets": {place: buckets[place] for place in sorted(buckets, key=_bucket_order)},
+        "buckets": {place: buckets[place] for place in sorted(map(str, buckets), key=_bucket_order)},
     }
 
 
