@@ -11,7 +11,8 @@ included. The same command continues after an interruption. Later scans reject t
 from pathlib import Path
 
 from diffusion.launch import CommandParser, run_command
-from diffusion.preparation.takedown import read_keys, take_down
+from diffusion.preparation.removed import read_keys
+from diffusion.preparation.takedown import take_down
 
 
 def main() -> None:

@@ -16,11 +16,12 @@ from diffusion.preparation.engine import Workers
 from diffusion.preparation.explain import explain
 from diffusion.preparation.output import claim, clear_result
 from diffusion.preparation.plugins import check_plugins
+from diffusion.preparation.removed import add_removed, read_keys
 from diffusion.preparation.scan import Scan, changed_settings, scan_sources
 from diffusion.preparation.score import score
 from diffusion.preparation.select import check as check_selection
 from diffusion.preparation.select import select
-from diffusion.preparation.takedown import add_removed, read_keys, reject_scanned, take_down
+from diffusion.preparation.takedown import reject_scanned, take_down
 from diffusion.preparation.write import shard_format, write
 from diffusion.reports.tables import text_table
 

@@ -45,7 +45,6 @@ from diffusion.preparation.layout import (
     LISTINGS,
     METADATA,
     POSITIONS,
-    REMOVED,
     REMOVED_SAMPLES,
     SCORES,
     SELECTION,
@@ -55,17 +54,15 @@ from diffusion.preparation.layout import (
     read_table,
     write_table,
 )
-from diffusion.preparation.metadata import hash_key, removed_row
+from diffusion.preparation.metadata import removed_row
 from diffusion.preparation.output import claim, clear_folders, clear_result
 from diffusion.preparation.records import Reason
+from diffusion.preparation.removed import add_removed, read_marks
 from diffusion.preparation.scan import REREAD, Scan
 from diffusion.preparation.select import read_selection
 from diffusion.preparation.write import discard_generations, write_indexes
 
 logger = logging.getLogger(__name__)
-
-_KEYS = "withdrawn.txt"
-"""The keys themselves, one per line, in data sets of version 1."""
 
 _REPORTS = ("report.html", "report.json")
 _OF_VERSION_1 = ("facts/", "refused/", "partitions.json")
@@ -95,51 +92,6 @@ class _Sample(NamedTuple):
     """In the folder."""
 
 
-def read_keys(path: Path) -> set[str]:
-    """Read a file of keys, one per line; blank lines are skipped.
-
-    A line is a key as it is, spaces and all. One that is a JSON string, `"..."`, stands for the text in it: so keys are
-    written that hold a line break or begin with a quotation mark.
-
-    Raises:
-        DataError: it cannot be read, or is not UTF-8.
-    """
-    try:
-        lines = path.read_bytes().decode().split("\n")
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}; give a file with one key per line") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8: {error}; give a file with one key per line") from error
-    return {_parse_line(line.rstrip("\r")) for line in lines if line.strip()}
-
-
-def _parse_line(line: str) -> str:
-    try:
-        return str(json.loads(line)) if line.startswith('"') else line
-    except ValueError:
-        return line
-
-
-def read_removed(dataset: str) -> frozenset[str]:
-    """Read the hashes of the removed keys of a data set (path or s3://); none if nothing was removed."""
-    hashes: set[str] = set()
-    if storage.exists(storage.join(dataset, REMOVED)):
-        hashes.update(storage.read_json(storage.join(dataset, REMOVED)))
-    if storage.exists(storage.join(dataset, _KEYS)):
-        lines = storage.read(storage.join(dataset, _KEYS)).decode().split("\n")
-        hashes.update(hash_key(_parse_line(line)) for line in lines if line)
-    return frozenset(hashes)
-
-
-def add_removed(dataset: str, keys: Iterable[str]) -> None:
-    """Add keys to those that later scans reject."""
-    known = read_removed(dataset)
-    hashes = known.union(map(hash_key, keys))
-    if hashes and (hashes != known or not storage.exists(storage.join(dataset, REMOVED))):
-        storage.write_json(storage.join(dataset, REMOVED), sorted(hashes))
-    storage.delete([storage.join(dataset, _KEYS)])
-
-
 def reject_scanned(dataset: str, keys: Collection[str]) -> None:
     """Reject images of an unfinished data set, or of one that is replaced, and erase what is known of them.
 
@@ -149,12 +101,6 @@ def reject_scanned(dataset: str, keys: Collection[str]) -> None:
     if rows:
         clear_result(dataset)
         _reject_rows(dataset, rows, erase=True)
-
-
-def read_marks(dataset: str) -> dict[str, list[int]]:
-    """Read the indices of the removed samples by `<split>/<bucket>`; empty if nothing was removed."""
-    uri = storage.join(dataset, REMOVED_SAMPLES)
-    return storage.read_json(uri) if storage.exists(uri) else {}
 
 
 def take_down(dataset: str, keys: Iterable[str], *, erase: bool = False) -> Takedown:
@@ -366,7 +312,7 @@ def _write_report(dataset: str) -> None:
     try:
         write_report(dataset, Scan.read(dataset))
     except UserError as error:
-        logger.warning("the report was deleted and cannot be written anew: %s", error)
+        logger.warning("the report was deleted and cannot be written again: %s", error)
 
 
 def _without(rejected: Mapping[str, RejectedEntry], keys: Collection[str]) -> dict[str, RejectedEntry]:

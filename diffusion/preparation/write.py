@@ -9,7 +9,7 @@ indexes, and the manifest last.
 A shard is one write, whole or absent. Its name (`shard.TASK.NUMBER.mds`) and bytes are a function of the selection, so
 that a task that was interrupted, or runs twice, writes the same files again.
 
-Memory of a worker: a window and as much of its last partition (or their place in a file of `scratch`), as much that is
+Memory of a worker: a window and as much of its last partition (or positions in a file of `scratch`), as much that is
 carried over, and a shard; of a larger partition, each `window_mb` are taken like a window. Memory of the driver: an
 object per partition and the index entry of each shard.
 """

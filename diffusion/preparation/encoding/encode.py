@@ -24,16 +24,15 @@ from diffusion.preparation.encoding.models import EncodingModels, Load
 from diffusion.preparation.encoding.output import (
     MAX_DAMAGED,
     MAX_DAMAGED_FRACTION,
-    OutputState,
+    Output,
     max_damaged,
-    open_output,
 )
 from diffusion.preparation.encoding.plan import EncodingSettings, ShardTask, plan_outputs
 from diffusion.preparation.encoding.shards import EncodedShard, encode_shards
 from diffusion.preparation.engine import Workers, progress_bar, run
 from diffusion.preparation.output import claim
-from diffusion.preparation.takedown import read_marks
-from diffusion.storage import is_url, shown
+from diffusion.preparation.removed import read_marks
+from diffusion.storage import is_url, join, shown
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +107,8 @@ def encode(
         else:
             assert load is not None, "workers load their networks"
             _encode_by_workers(plan, workers, load, progress, device=device, num_workers=num_workers)
-        on_first_rank(lambda: _finish(prepared, plan.states))
-    return [state.output.manifest for state in plan.states]
+        on_first_rank(lambda: _finish(prepared, plan.outputs))
+    return [output.manifest for output in plan.outputs]
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ class _Plan:
 
     name: str
     """Tells this encoding from every other one of the process group."""
-    states: list[OutputState]
+    outputs: list[Output]
     tasks: list[ShardTask]
     """Prepared shards that are missing."""
     settings: EncodingSettings
@@ -133,29 +132,26 @@ def _plan(
     claims: ExitStack,
 ) -> _Plan:
     """Claim the folders, and look at what is there."""
-    states = []
-    for output in plan_outputs(prepared, out, resolutions, models, settings):
+    outputs = plan_outputs(prepared, out, resolutions, models, settings)
+    for output in outputs:
         claims.enter_context(claim(output.uri))
-        states.append(open_output(prepared, output))
-        states[-1].begin()
-    removed = frozenset().union(*(state.removed for state in states))
-    return _Plan(uuid.uuid4().hex, states, _missing_shards(prepared, states), replace(settings, removed=removed))
+        output.open(prepared)
+    removed = frozenset().union(*(output.removed for output in outputs))
+    return _Plan(uuid.uuid4().hex, outputs, _missing_shards(prepared, outputs), replace(settings, removed=removed))
 
 
-def _missing_shards(prepared: str, states: Sequence[OutputState]) -> list[ShardTask]:
+def _missing_shards(prepared: str, outputs: Sequence[Output]) -> list[ShardTask]:
     """List the prepared shards that some data set lacks."""
     removed, tasks = read_marks(prepared), []
-    folders = {name: folder for state in states for name, folder in state.output.folders.items()}
-    for name, folder in sorted(folders.items()):
-        first, indices = 0, removed.get(name, [])
-        for number, entry in enumerate(folder.shards):
+    folders = {name: entries for output in outputs for name, entries in output.folders.items()}
+    for name, entries in sorted(folders.items()):
+        folder, first, indices = join(prepared, name), 0, removed.get(name, [])
+        for number, entry in enumerate(entries):
             stop = first + entry["samples"]
-            if targets := tuple(filter(None, (state.target(name, number) for state in states))):
+            if targets := tuple(filter(None, (output.target(name, number) for output in outputs))):
                 inside = indices[bisect_left(indices, first) : bisect_left(indices, stop)]
                 of_shard = frozenset(index - first for index in inside)
-                tasks.append(
-                    ShardTask(number=number, folder=folder.uri, entry=entry, removed=of_shard, targets=targets)
-                )
+                tasks.append(ShardTask(number=number, folder=folder, entry=entry, removed=of_shard, targets=targets))
             first = stop
     return tasks
 
@@ -225,8 +221,8 @@ def _progress(plan: _Plan, counters: _Counters, *, shown: bool) -> Iterator[Call
     Yields:
         A function that counts a shard, and raises a DataError if too many images are damaged.
     """
-    before = max(state.num_damaged for state in plan.states)
-    num_samples = max(state.output.num_samples for state in plan.states)
+    before = max(output.num_damaged for output in plan.outputs)
+    num_samples = max(output.num_samples for output in plan.outputs)
     total = sum(task.num_samples for task in plan.tasks)
     with progress_bar("encoding", total, shown=shown) as bar:
 
@@ -245,10 +241,10 @@ def _progress(plan: _Plan, counters: _Counters, *, shown: bool) -> Iterator[Call
         yield count
 
 
-def _finish(prepared: str, states: Sequence[OutputState]) -> None:
+def _finish(prepared: str, outputs: Sequence[Output]) -> None:
     removed = read_marks(prepared)
-    for state in states:
-        state.finish(removed)
+    for output in outputs:
+        output.finish(removed)
 
 
 def _absolute(uri: str | Path) -> str:

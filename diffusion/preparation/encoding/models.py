@@ -90,7 +90,7 @@ class Encoded(NamedTuple):
 class Encoder:
     """Networks on their device.
 
-    A forward pass is started without waiting for it, and its results are copied to pinned memory behind it: whoever
+    A forward pass is started without waiting for it, and its results are copied to pinned memory after it: whoever
     reads them calls `Encoded.wait`.
     """
 

@@ -5,21 +5,26 @@ indexes are made of the records, the manifest is written, and the records are de
 finished data set was made from: prepared data that has grown is encoded from there.
 """
 
+import hashlib
 import itertools
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from diffusion import storage
+from diffusion.config.data import ImageSize
 from diffusion.datasets.encoded import DAMAGED, EncodedManifest
 from diffusion.datasets.manifest import MANIFEST, WORK
 from diffusion.datasets.mds import INDEX, delete_unnamed, read_shards, stored_file, write_index
 from diffusion.errors import DataError
 from diffusion.files import PARTIAL
-from diffusion.preparation.encoding.plan import Output, Target, shard_identity
 from diffusion.preparation.layout import REMOVED_SAMPLES
+from diffusion.preparation.metadata import hash_key
 from diffusion.preparation.output import check_empty, clear_folders
-from diffusion.preparation.takedown import hash_key, read_removed
+from diffusion.preparation.removed import read_removed
 from diffusion.storage import MissingFileError, is_url, join, shown
 
 SHARDS = "shards.json"
@@ -59,35 +64,82 @@ class ShardRecord:
     """Identity of the removed keys: a shard that was encoded before a takedown is encoded again."""
 
 
-@dataclass(frozen=True)
-class OutputState:
-    """One encoded data set, and what was found of it."""
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Where an encoded shard goes."""
 
-    output: Output
-    known: dict[str, list[ShardRecord]]
+    size: ImageSize
+    """Size of its images."""
+    folder: str
+    """URI of the MDS folder."""
+    record: str
+    """URI of the file that is written when the shard is there."""
+    removed: str
+    """Identity of the removed keys of the data set."""
+
+
+@dataclass(kw_only=True)
+class Output:
+    """One encoded data set, and what is there of it."""
+
+    uri: str
+    manifest: EncodedManifest
+    """The manifest of the finished data set."""
+    folders: dict[str, list[dict[str, Any]]]
+    """Index entries of the prepared shards that it is made of, by `<split>/<bucket>`."""
+    known: dict[str, list[ShardRecord]] = field(default_factory=dict)
     """Shards of the finished data set, by `<split>/<bucket>`."""
-    records: dict[str, list[ShardRecord | None]]
+    records: dict[str, list[ShardRecord | None]] = field(default_factory=dict)
     """Of each prepared shard, the known ones first; None where it is not encoded."""
-    removed: frozenset[str]
+    removed: frozenset[str] = frozenset()
     """Hashes of the removed keys."""
+
+    @cached_property
+    def removed_identity(self) -> str:
+        """Identity of the removed keys; empty if there are none."""
+        return hash_key(" ".join(sorted(self.removed))) if self.removed else ""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of all folders."""
+        return sum(sum(buckets.values()) for buckets in self.manifest.counts.values())
 
     @property
     def num_damaged(self) -> int:
         """Images of the unfinished encoding that cannot be decoded."""
         return sum(len(record.damaged) for records in self.records.values() for record in filter(None, records))
 
-    def begin(self) -> None:
-        """Write what is encoded, if a shard is missing."""
-        if any(None in records for records in self.records.values()):
-            _write_if_changed(join(self.output.uri, SETTINGS), self.output.manifest.to_json())
-
     def target(self, name: str, number: int) -> Target | None:
         """Return where a prepared shard goes; None if it is encoded already, or not meant for this data set."""
         if name not in self.records or self.records[name][number]:
             return None
-        size, uri = self.output.manifest.size_of(name.partition("/")[2]), self.output.uri
-        record = join(uri, RECORDS, _record_name(name, number))
-        return Target(size=size, folder=join(uri, name), record=record, removed=_identity(self.removed))
+        size = self.manifest.size_of(name.partition("/")[2])
+        record = join(self.uri, RECORDS, _record_name(name, number))
+        return Target(size=size, folder=join(self.uri, name), record=record, removed=self.removed_identity)
+
+    def open(self, prepared: str) -> None:
+        """Look at what the claimed folder holds; say what is encoded there, if a shard is missing.
+
+        Raises:
+            DataError: It is another encoding, or of other data.
+        """
+        finished, begun = _read_json(join(self.uri, MANIFEST)), _read_json(join(self.uri, SETTINGS))
+        self.removed = read_removed(self.uri)
+        if not finished and not begun:
+            check_empty(self.uri, _ALLOWED)
+        else:
+            self._check_same_encoding(finished or begun)
+        if finished:
+            self.known = _read_known(self.uri, finished["counts"])
+            self._check_same_data(prepared)
+        if not is_url(self.uri):
+            self._adopt_partial_folders()
+        self.records = self._read_records()
+        if self.num_damaged > max_damaged(self.num_samples):  # The damaged ones are encoded again.
+            for records in self.records.values():
+                records[:] = [record if record and not record.damaged else None for record in records]
+        if any(None in records for records in self.records.values()):
+            _write_if_changed(join(self.uri, SETTINGS), self.manifest.to_json())
 
     def finish(self, removed: dict[str, list[int]]) -> None:
         """Write the indexes, the indices of removed and damaged samples, and the manifest last.
@@ -99,9 +151,9 @@ class OutputState:
             DataError: A shard is missing.
             MachineError: The folder cannot be written to.
         """
-        uri, shards, named = self.output.uri, {}, {}
+        uri, shards, named = self.uri, {}, {}
         damaged, hidden = _read_json(join(uri, DAMAGED)), _read_json(join(uri, REMOVED_SAMPLES))
-        for name, listed in _read_records(self.output, self.known, self.removed).items():
+        for name, listed in self._read_records().items():
             records = [record for record in listed if record]
             if len(records) < len(listed):
                 raise DataError(f"{shown(join(uri, name))}: a shard is missing; run the command again")
@@ -109,7 +161,7 @@ class OutputState:
             for first, record in zip(firsts, records, strict=False):
                 damaged.setdefault(name, []).extend(first + i for i in record.damaged)
                 hidden.setdefault(name, []).extend(first + i for i in record.withdrawn)
-            num_samples = self.output.folders[name].num_samples
+            num_samples = sum(record.samples for record in records)
             hidden.setdefault(name, []).extend(i for i in removed.get(name, []) if i < num_samples)
             entries = [entry for record in records for entry in record.entries]
             named[name] = {INDEX, *(stored_file(entry)["basename"] for entry in entries)}
@@ -122,40 +174,62 @@ class OutputState:
             content = {name: sorted(set(found)) for name, found in sorted(indices.items()) if found}
             _write_if_changed(join(uri, file), content)
         _write_if_changed(join(uri, SHARDS), shards)
-        _write_if_changed(join(uri, MANIFEST), self.output.manifest.to_json())
+        _write_if_changed(join(uri, MANIFEST), self.manifest.to_json())
         delete_unnamed(uri, named)
         clear_folders(uri, WORK)
 
+    def _check_same_encoding(self, found: dict[str, Any]) -> None:
+        there, here = EncodedManifest.from_json(found, shown(self.uri)).to_json(), self.manifest.to_json()
+        differences = sorted(key for key in here if key not in CHANGING and here[key] != there[key])
+        if differences:
+            raise DataError(
+                f"{shown(self.uri)} holds another encoding ({', '.join(differences)} differ): choose another folder, "
+                "or delete this one"
+            )
 
-def open_output(prepared: str, output: Output) -> OutputState:
-    """Look at what a claimed folder holds of a data set.
+    def _check_same_data(self, prepared: str) -> None:
+        """Reject prepared data that is not what the data set was made from; removed samples are no difference."""
+        for name, shards in self.known.items():
+            there = self.folders.get(name, [])
+            same = len(there) >= len(shards) and all(
+                shard.source == shard_identity(entry) or (shard.samples == entry["samples"] and _is_rewritten(entry))
+                for shard, entry in zip(shards, there, strict=False)
+            )
+            if not same:
+                raise DataError(
+                    f"{shown(self.uri)} was encoded from other data than {shown(prepared)}/{name} holds now: choose "
+                    "another folder, or delete this one"
+                )
 
-    Raises:
-        DataError: It is another encoding, or of other data.
-    """
-    uri = output.uri
-    finished = _read_json(join(uri, MANIFEST))
-    found = finished or _read_json(join(uri, SETTINGS))
-    removed = read_removed(uri)
-    if not found:
-        check_empty(uri, _ALLOWED)
-        return OutputState(output, {}, _read_records(output, {}, removed), removed)
-    there, here = EncodedManifest.from_json(found, shown(uri)).to_json(), output.manifest.to_json()
-    differences = sorted(key for key in here if key not in CHANGING and here[key] != there[key])
-    if differences:
-        raise DataError(
-            f"{shown(uri)} holds another encoding ({', '.join(differences)} differ): choose another folder, or delete "
-            "this one"
-        )
-    known = _read_known(uri, there["counts"]) if finished else {}
-    _check_same(prepared, output, known)
-    if not is_url(uri):
-        _adopt_partial_folders(output)
-    state = OutputState(output, known, _read_records(output, known, removed), removed)
-    if state.num_damaged > max_damaged(output.num_samples):  # The damaged ones are encoded again.
-        for records in state.records.values():
-            records[:] = [record if record and not record.damaged else None for record in records]
-    return state
+    def _adopt_partial_folders(self) -> None:
+        """Rename the folders of an encoding that was begun before 0.3: they were named `BUCKET.partial` until the
+        end.
+        """
+        for name in self.folders:
+            partial = Path(self.uri, name + PARTIAL)
+            if partial.is_dir():
+                partial.rename(Path(self.uri, name))
+
+    def _read_records(self) -> dict[str, list[ShardRecord | None]]:
+        """Read the records of shards that are what the prepared data holds now; one that is not whole is none."""
+        folder = join(self.uri, RECORDS)
+        there = storage.list_files(folder)
+
+        def read(shard: tuple[str, dict[str, Any]]) -> ShardRecord | None:
+            name, entry = shard
+            try:
+                record = ShardRecord(**storage.read_json(join(folder, name))) if name in there else None
+            except (DataError, TypeError):
+                return None
+            same = (shard_identity(entry), self.removed_identity)
+            return record if record and (record.source, record.removed) == same else None
+
+        records: dict[str, list[ShardRecord | None]] = {}
+        for name, entries in self.folders.items():
+            shards = [(_record_name(name, number), entry) for number, entry in enumerate(entries)]
+            known = self.known.get(name, [])
+            records[name] = [*known, *storage.concurrent_map(read, shards[len(known) :])]
+        return records
 
 
 def max_damaged(num_samples: int) -> float:
@@ -165,35 +239,6 @@ def max_damaged(num_samples: int) -> float:
 
 def _record_name(name: str, number: int) -> str:
     return f"{name.replace('/', '.')}.{number:06}.json"
-
-
-def _identity(removed: frozenset[str]) -> str:
-    """Return the identity of removed keys; an empty one if there are none."""
-    return hash_key(" ".join(sorted(removed))) if removed else ""
-
-
-def _read_records(
-    output: Output, known: dict[str, list[ShardRecord]], removed: frozenset[str]
-) -> dict[str, list[ShardRecord | None]]:
-    """Read the records of shards that are what the prepared data holds now; one that is not whole is none."""
-    folder, of_removed = join(output.uri, RECORDS), _identity(removed)
-    there = storage.list_files(folder)
-
-    def read(shard: tuple[str, dict[str, Any]]) -> ShardRecord | None:
-        name, entry = shard
-        try:
-            record = ShardRecord(**storage.read_json(join(folder, name))) if name in there else None
-        except (DataError, TypeError):
-            return None
-        is_same = record and record.source == shard_identity(entry) and record.removed == of_removed
-        return record if is_same else None
-
-    records: dict[str, list[ShardRecord | None]] = {}
-    for name, prepared in output.folders.items():
-        shards = [(_record_name(name, number), entry) for number, entry in enumerate(prepared.shards)]
-        finished = known.get(name, [])
-        records[name] = [*finished, *storage.concurrent_map(read, shards[len(finished) :])]
-    return records
 
 
 def _read_known(uri: str, counts: dict[str, dict[str, int]]) -> dict[str, list[ShardRecord]]:
@@ -207,43 +252,26 @@ def _read_known(uri: str, counts: dict[str, dict[str, int]]) -> dict[str, list[S
                 entries, shards = iter(read_shards(join(uri, name))), iter(recorded.get(name, ()))
                 known[name] = []
                 while count > 0:
-                    if (one := next(shards, None)) is None:
-                        raise DataError(f"{shown(file)} does not name all of {name}: encode it anew")
+                    one = next(shards)
                     of_shard = [*itertools.islice(entries, one["parts"])]
                     known[name].append(ShardRecord(source=one["source"], samples=one["samples"], entries=of_shard))
                     count -= one["samples"]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{shown(file)} is damaged ({error!r}): encode the data set anew") from error
+    except (StopIteration, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{shown(file)} does not name the shards of {shown(uri)} ({error!r}): delete the encoding, and start again"
+        ) from error
     return known
 
 
-def _check_same(prepared: str, output: Output, known: dict[str, list[ShardRecord]]) -> None:
-    """Reject prepared data that is not what a finished data set was made from; removed samples are no difference."""
-    for name, shards in known.items():
-        folder = output.folders.get(name)
-        there = folder.shards if folder else []
-        same = len(there) >= len(shards) and all(
-            shard.source == shard_identity(entry) or (shard.samples == entry["samples"] and _is_rewritten(entry))
-            for shard, entry in zip(shards, there, strict=False)
-        )
-        if not same:
-            raise DataError(
-                f"{shown(output.uri)} was encoded from other data than {shown(prepared)}/{name} holds now: choose "
-                "another folder, or delete this one"
-            )
+def shard_identity(entry: Mapping[str, Any]) -> str:
+    """Return a hash of a shard's size, samples and hashes: equal for equal content."""
+    content = [entry["samples"], entry["raw_data"]["bytes"], entry["raw_data"]["hashes"]]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _is_rewritten(entry: dict[str, Any]) -> bool:
     """Return whether samples of a shard were removed: it has a name such as `shard.00003.r1.mds`."""
     return ".r" in entry["raw_data"]["basename"]
-
-
-def _adopt_partial_folders(output: Output) -> None:
-    """Rename the folders of an encoding that was begun before 0.3: they were named `BUCKET.partial` until the end."""
-    for name in output.folders:
-        partial = Path(output.uri, name + PARTIAL)
-        if partial.is_dir():
-            partial.rename(Path(output.uri, name))
 
 
 def _write_index(folder: str, entries: list[dict[str, Any]]) -> None:

@@ -1,9 +1,8 @@
-"""What is encoded: the prepared data, and the data sets that are made of it."""
+"""What is encoded: the data sets that are made of prepared data, and the shards that are missing."""
 
 import hashlib
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from diffusion.datasets.mds import read_index, read_shards
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.preparation.encoding.models import EncodingModels
+from diffusion.preparation.encoding.output import Output, Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,52 +32,6 @@ class EncodingSettings:
     """Size above which a shard is cut into several."""
     removed: frozenset[str] = frozenset()
     """Hashes of the keys of removed images."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreparedFolder:
-    """One prepared MDS folder."""
-
-    split: str
-    bucket: str
-    uri: str
-    shards: list[dict[str, Any]]
-    """Entries of its shards in the index."""
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of all shards."""
-        return sum(entry["samples"] for entry in self.shards)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Output:
-    """One encoded data set."""
-
-    uri: str
-    manifest: EncodedManifest
-    """The manifest of the finished data set."""
-    folders: dict[str, PreparedFolder]
-    """What it is made of, by `<split>/<bucket>`."""
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of all folders."""
-        return sum(folder.num_samples for folder in self.folders.values())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """Where an encoded shard goes."""
-
-    size: ImageSize
-    """Size of its images."""
-    folder: str
-    """URI of the MDS folder."""
-    record: str
-    """URI of the file that is written when the shard is there."""
-    removed: str
-    """Identity of the removed keys of the data set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,22 +59,16 @@ class ShardTask:
         return list(dict.fromkeys(target.size for target in self.targets))
 
 
-def shard_identity(entry: Mapping[str, Any]) -> str:
-    """Return a hash of a shard's size, samples and hashes: equal for equal content."""
-    content = [entry["samples"], entry["raw_data"]["bytes"], entry["raw_data"]["hashes"]]
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _read_prepared(prepared: str) -> list[PreparedFolder]:
-    """Read the indexes of prepared data, and compare them with the manifest."""
-    folders = []
+def _read_prepared(prepared: str) -> dict[str, list[dict[str, Any]]]:
+    """Read the indexes of prepared data, and compare them with the manifest: shards by `<split>/<bucket>`."""
+    folders = {}
     for split, buckets in PreparedManifest.read(prepared).splits.items():
         for bucket, entry in buckets.items():
             uri = storage.join(prepared, split, bucket)
             if read_index(uri).sha256 != entry.sha256:
                 where = storage.shown(storage.join(prepared, MANIFEST))
                 raise DataError(f"{storage.shown(uri)} is not what {where} says: copy or prepare the data set again")
-            folders.append(PreparedFolder(split=split, bucket=bucket, uri=uri, shards=read_shards(uri)))
+            folders[f"{split}/{bucket}"] = read_shards(uri)
     return folders
 
 
@@ -141,29 +89,27 @@ def plan_outputs(
         models.latent_shape(ImageSize(resolution, resolution))
     folders = _read_prepared(prepared)
     source = hashlib.sha256(storage.read(storage.join(prepared, MANIFEST))).hexdigest()
-    squares = [folder.bucket for folder in folders if not named_size(folder.bucket)]
+    names = sorted({name.split("/")[1] for name in folders})
+    squares = [name for name in names if not named_size(name)]
     if squares and not resolutions:
         raise ConfigurationError(f"--resolution is missing: the images of {squares[0]} are cut to squares of it")
     outputs = []
     for resolution in resolutions or [None]:
-        chosen = [
-            folder
-            for folder in folders
-            if named_size(folder.bucket) or (resolution is not None and lowest_side(folder.bucket) >= resolution)
-        ]
+        chosen = {name for name in names if named_size(name) or (resolution and lowest_side(name) >= resolution)}
         if not chosen:
-            names = sorted({folder.bucket for folder in folders})
             raise DataError(
                 f"{storage.shown(prepared)} has no bucket of images whose shorter side is {resolution} or more (there "
                 f"are: {', '.join(names) or 'none'}): lower --resolution, or prepare larger images"
             )
-        sizes = {folder.bucket: list(size) for folder in chosen if (size := named_size(folder.bucket))}
+        sizes = {name: list(size) for name in sorted(chosen) if (size := named_size(name))}
         for size in sizes.values():
             models.latent_shape(ImageSize(*size))
         side = resolution or round(math.sqrt(max(height * width for height, width in sizes.values())))
         counts: dict[str, dict[str, int]] = {}
-        for folder in chosen:
-            counts.setdefault(folder.split, {})[folder.bucket] = folder.num_samples
+        shards = {name: listed for name, listed in folders.items() if name.split("/")[1] in chosen}
+        for name, listed in shards.items():
+            split, bucket = name.split("/")
+            counts.setdefault(split, {})[bucket] = sum(entry["samples"] for entry in listed)
         manifest = EncodedManifest(
             vae=models.vae_identity,
             tokenizer=models.tokenizer_identity,
@@ -179,5 +125,5 @@ def plan_outputs(
             sizes=sizes,
         )
         uri = storage.join(out, str(resolution)) if len(resolutions) > 1 else out
-        outputs.append(Output(uri=uri, manifest=manifest, folders={f"{one.split}/{one.bucket}": one for one in chosen}))
+        outputs.append(Output(uri=uri, manifest=manifest, folders=shards))
     return outputs

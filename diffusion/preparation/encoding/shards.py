@@ -39,9 +39,9 @@ from diffusion.datasets.transforms import ImageTransform, Placement
 from diffusion.errors import DataError
 from diffusion.launch import end_with_parent
 from diffusion.preparation.encoding.models import Encoded, Encoder, EncodingModels
-from diffusion.preparation.encoding.output import ShardRecord
-from diffusion.preparation.encoding.plan import EncodingSettings, ShardTask, Target, shard_identity
-from diffusion.preparation.takedown import hash_key
+from diffusion.preparation.encoding.output import ShardRecord, Target, shard_identity
+from diffusion.preparation.encoding.plan import EncodingSettings, ShardTask
+from diffusion.preparation.metadata import hash_key
 from diffusion.storage import join, shown
 
 PREFETCH_FACTOR = 4

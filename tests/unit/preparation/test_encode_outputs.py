@@ -29,7 +29,7 @@ from diffusion.errors import ConfigurationError, DataError
 from diffusion.files import write_json
 from diffusion.preparation.encoding.encode import encode
 from diffusion.preparation.encoding.models import EncodingModels
-from diffusion.preparation.encoding.output import OutputState
+from diffusion.preparation.encoding.output import Output
 from diffusion.preparation.takedown import take_down
 from tests.tools.written_data import (
     PREPARED,
@@ -240,7 +240,7 @@ def test_removed_samples_keep_their_position_and_are_marked(tmp_path: Path) -> N
 def run_without_end(prepared: Path, out: Path) -> None:
     """Encode all shards, as a run that is killed before it writes the indexes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OutputState, "finish", lambda self, removed: None)
+        patch.setattr(Output, "finish", lambda self, removed: None)
         run(prepared, out)
 
 

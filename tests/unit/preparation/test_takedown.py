@@ -11,8 +11,9 @@ from diffusion.datasets.manifest import PreparedManifest
 from diffusion.datasets.mds import read_index
 from diffusion.errors import DataError
 from diffusion.files import write_json
-from diffusion.preparation.metadata import removed_row
-from diffusion.preparation.takedown import add_removed, hash_key, read_keys, read_removed, take_down
+from diffusion.preparation.metadata import hash_key, removed_row
+from diffusion.preparation.removed import add_removed, read_keys, read_removed
+from diffusion.preparation.takedown import take_down
 from tests.tools.image_files import tree
 from tests.tools.selected_data import make_images, select_images
 from tests.tools.written_data import write_encoded, write_prepared
