@@ -357,4 +357,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from benchmarks import preparation  # Ray pickles the classes of `__main__` by value, which takes 2 GB.
+
+    preparation.main()

@@ -138,13 +138,13 @@ def scan_sources(config: PrepareConfig, *, workers: Workers, progress: bool = Fa
                 "choose another folder, or replace it with --overwrite"
             )
         _run_missing(config.out, scan, workers, progress)
-        scan = _add_partitions(config.out, replace(scan, sources=sources), workers)
+        scan = _add_partitions(config, replace(scan, sources=sources), workers)
     except OutdatedError:
         if not overwrite:
             raise
         listed = [source.partitions() for source in sources]  # Their mistakes are found before anything is removed.
         clear(config.out)
-        scan = _add_partitions(config.out, Scan(sources, [], settings), workers, listed)
+        scan = _add_partitions(config, Scan(sources, [], settings), workers, listed)
     _run_missing(config.out, scan, workers, progress)
     clear_folders(config.out, LISTINGS)
     return scan
@@ -211,20 +211,20 @@ def _run_missing(out: str, scan: Scan, workers: Workers, progress: bool) -> None
 # Growth
 
 
-def _add_partitions(out: str, scan: Scan, workers: Workers, listed: Sequence[Partitions] = ()) -> Scan:
+def _add_partitions(config: PrepareConfig, scan: Scan, workers: Workers, listed: Sequence[Partitions] = ()) -> Scan:
     """Add what the sources hold beyond the scanned partitions; nothing of those may be gone or changed.
 
     `listed` is what they hold where that is known and nothing was scanned.
     """
-    last = max((one.generation for one in scan.partitions), default=0)
+    out, last = config.out, max((one.generation for one in scan.partitions), default=0)
     generation = last + storage.exists(storage.join(out, SELECTION, f"{last}.json"))
     parts = list(scan.partitions)
     without_rows = {(one.source, one.file, one.version) for one in parts if one.version}
     for index, source in enumerate(scan.sources):
         names = [part_name(one.number) for one in scan.partitions if one.source == index]
-        with _local_copies(storage.join(out, METADATA), names) as known:
+        with _local_copies(storage.join(out, METADATA), names, config.scratch) as known:
             found = listed[index] if listed else source.partitions(known)
-            _check_unchanged(out, source, found, known, scan.settings["limits"], workers)
+            _check_unchanged(config, source, found, known, scan.settings["limits"], workers)
             for partition in found.new:
                 if (index, partition.file, partition.version) in without_rows:
                     continue
@@ -240,11 +240,11 @@ def _add_partitions(out: str, scan: Scan, workers: Workers, listed: Sequence[Par
 
 
 @contextmanager
-def _local_copies(folder: str, names: Sequence[str]) -> Iterator[list[str]]:
-    """Paths of files on this machine, as patterns of DuckDB; copies are removed with the block."""
-    with tempfile.TemporaryDirectory(prefix="metadata-") as scratch:
-        copies = local_copies(folder, names, Path(scratch))
-        yield [as_pattern(str(copies / name)) for name in names]
+def _local_copies(folder: str, names: Sequence[str], scratch: str | None) -> Iterator[list[str]]:
+    """Patterns, for DuckDB, of files on this machine; copies are gone after the block."""
+    with tempfile.TemporaryDirectory(prefix="metadata-", dir=scratch) as temporary:
+        local = local_copies(folder, names, Path(temporary))
+        yield [as_pattern(str(local / name)) for name in names]
 
 
 _CHANGED = """
@@ -258,10 +258,15 @@ ORDER BY key LIMIT 1
 
 
 def _check_unchanged(
-    out: str, source: Source, found: Partitions, known: Sequence[str], limits: dict[str, Any], workers: Workers
+    config: PrepareConfig,
+    source: Source,
+    found: Partitions,
+    known: Sequence[str],
+    limits: dict[str, Any],
+    workers: Workers,
 ) -> None:
     """Read files that look changed again, and compare their images with what is known of them."""
-    name = printable(source.name)
+    out, name = config.out, printable(source.name)
     remedy = f"undo that, or prepare all of {storage.shown(out)} again with --overwrite"
     if found.gone:
         raise OutdatedError(f"source {name}: {found.gone[0]!a} is gone; {remedy}")
@@ -276,7 +281,7 @@ def _check_unchanged(
         for _ in run(workers, functools.partial(Scanner, out, limits), tasks):
             pass
         names = [part_name(partition.number) for partition in changed]
-        with _local_copies(storage.join(out, REREAD), names) as new, duckdb.connect() as database:
+        with _local_copies(storage.join(out, REREAD), names, config.scratch) as new, duckdb.connect() as database:
             different = database.execute(_CHANGED, [new, list(known)]).fetchone()
     finally:
         clear_folders(out, REREAD)
