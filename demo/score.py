@@ -76,7 +76,7 @@ def main() -> None:
     parser = CommandParser(description=__doc__)
     parser.add_argument("demo", type=Path, help="folder of the demo, with autoencoder/, phase1/ and phase2/")
     parser.add_argument("--guidance-scale", type=float, default=2.0)
-    parser.add_argument("--steps", type=int, default=25, help="DDIM steps")
+    parser.add_argument("--steps", type=int, default=25, help="steps of the sampler")
     parser.add_argument("--seeds", type=int, default=4, help="images of each prompt")
     parser.add_argument("--weights", choices=["raw", "ema"], default="ema")
     options = parser.parse_args()
@@ -99,7 +99,7 @@ def main() -> None:
         scores=scores,
         grid=grid,
         pairs=pairs,
-        settings=f"{weights}, {options.steps} DDIM steps, guidance {options.guidance_scale:g}. "
+        settings=f"{weights}, {options.steps} steps, guidance {options.guidance_scale:g}. "
         f"The grid shows {min(SEEDS_SHOWN, options.seeds)} of {options.seeds} seeds.",
     )
     for name, one in scores.items():

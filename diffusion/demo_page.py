@@ -83,7 +83,7 @@ def build_page(models: Mapping[str, LatentDiffusion], title: str) -> gr.Blocks:
         negative_prompt = gr.Textbox(label="Negative prompt (none: the empty caption)", elem_id="negative-prompt")
         with gr.Row():
             seed = gr.Number(0, label="Seed (none: random); image i gets seed + i", precision=0, elem_id="seed")
-            num_steps = gr.Slider(1, 200, 50, step=1, label="DDIM steps", elem_id="steps")
+            num_steps = gr.Slider(1, 200, 50, step=1, label="Steps", elem_id="steps")
             guidance_scale = gr.Slider(1, 20, 3, step=0.1, label="Guidance scale (1: none)", elem_id="guidance")
         with gr.Row():
             bounds: dict[str, Any] = {"minimum": 1, "maximum": MAX_STRETCH * resolution, "precision": 0}

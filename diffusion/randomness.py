@@ -129,15 +129,6 @@ def uniform(seed: int, purpose: Purpose, step: Tensor, sample: Tensor, num: int 
     return random_words(seed, purpose, step, sample, num).double() * 2.0**-32
 
 
-def randint(seed: int, purpose: Purpose, step: Tensor, sample: Tensor, high: int) -> Tensor:
-    """Draw one integer per sample.
-
-    Returns:
-        int64 [B], uniform over 0 <= value < high (bias below high / 2^32).
-    """
-    return (random_words(seed, purpose, step, sample, 1)[:, 0] * high) >> 32
-
-
 def permutation(seed: int, purpose: Purpose, step: Tensor, num: int) -> Tensor:
     """Draw an order of 0 ... num - 1 for one step.
 

@@ -33,7 +33,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--images-per-prompt", type=int, default=1)
     parser.add_argument("--seed", type=int, help="image i gets seed + i; default: random")
-    parser.add_argument("--steps", type=int, default=50, help="DDIM steps")
+    parser.add_argument("--steps", type=int, default=50, help="steps of the sampler")
+    parser.add_argument("--sampler", help="euler or heun, for rectified flow; default: ddim, or euler")
     parser.add_argument("--guidance-scale", type=float, default=3.0)
     parser.add_argument("--height", type=int, help="pixels; default: as trained")
     parser.add_argument("--width", type=int, help="pixels; default: as trained")
@@ -141,6 +142,7 @@ def main() -> None:
             height=arguments.height,
             width=arguments.width,
             num_inference_steps=arguments.steps,
+            sampler=arguments.sampler,
             guidance_scale=arguments.guidance_scale,
             seed=seeds,
             num_images_per_prompt=arguments.images_per_prompt,

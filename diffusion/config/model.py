@@ -28,6 +28,15 @@ class PredictionType(str, Enum):
     epsilon = "epsilon"
     v_prediction = "v_prediction"
     sample = "sample"
+    flow = "flow"
+
+
+class Sampler(str, Enum):
+    """Solver of the sampling equation."""
+
+    ddim = "ddim"
+    euler = "euler"
+    heun = "heun"
 
 
 class Posterior(str, Enum):
@@ -89,11 +98,29 @@ class ModelConfig:
 
 
 @dataclass(kw_only=True)
+class FlowConfig:
+    """Rectified flow (Liu et al. 2022): density of the timesteps (Esser et al. 2024, section 3.1)."""
+
+    logit_mean: float = 0.0
+    """Mean of the logit of the noise rate; positive: more noise."""
+
+    logit_std: float = bounded(1.0, above=0)
+    """Standard deviation of the logit of the noise rate."""
+
+    shift: float = bounded(1.0, above=0)
+    """Factor of the ratio of noise to signal, in training and sampling: larger images need more noise (sqrt of the
+    ratio of their areas, Esser et al. 2024, section 5.3.2)."""
+
+
+@dataclass(kw_only=True)
 class ObjectiveConfig:
     """The training objective."""
 
     prediction_type: PredictionType = PredictionType.epsilon
-    """Target of the U-Net (v_prediction: Salimans and Ho 2022, section 2.4)."""
+    """Target of the network (v_prediction: Salimans and Ho 2022, section 2.4; flow: noise less latents)."""
+
+    flow: FlowConfig = field(default_factory=FlowConfig)
+    """Without effect for other prediction types."""
 
     zero_terminal_snr: bool = False
     """Rescale the noise schedule to zero signal at the last step (Lin et al. 2023); not with epsilon."""
@@ -115,6 +142,11 @@ class ObjectiveConfig:
 
     def problems(self, key: str) -> Iterator[str]:
         """Describe wrong relations."""
+        if self.zero_terminal_snr and self.prediction_type is PredictionType.flow:
+            yield (
+                f"{key}.zero_terminal_snr is true with {key}.prediction_type flow, whose last step is always pure "
+                f"noise. Remove {key}.zero_terminal_snr."
+            )
         if self.zero_terminal_snr and self.prediction_type is PredictionType.epsilon:
             yield (
                 f"{key}.zero_terminal_snr is true with {key}.prediction_type epsilon: the last step is pure noise, "

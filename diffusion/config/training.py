@@ -272,7 +272,7 @@ class SamplesConfig:
     """Scale of the classifier-free guidance (Ho and Salimans 2022)."""
 
     num_inference_steps: int = bounded(50, min=1, max=NUM_TIMESTEPS)
-    """DDIM steps."""
+    """Steps of the sampler: DDIM, or Euler for rectified flow."""
 
     seed: int = bounded(0, min=0, max=MAX_SEED)
     """Seed of the initial latents of the first prompt; the following prompts have the following seeds."""

@@ -7,6 +7,7 @@ from enum import Enum
 from omegaconf import MISSING
 
 from diffusion.config.fields import bounded
+from diffusion.config.model import Sampler
 from diffusion.config.training import Device, Plugin, WandbConfig
 
 
@@ -110,7 +111,10 @@ class SamplingConfig:
     """Sampling of images."""
 
     num_inference_steps: int = 50
-    """DDIM steps."""
+    """Steps of the sampler."""
+
+    sampler: Sampler | None = None
+    """Null: ddim, or euler for rectified flow."""
 
     seed: int = 0
     """Seed of the initial latents, which depend on (seed, prompt, image of the prompt)."""

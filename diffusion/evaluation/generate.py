@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 
 from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.layout import batch_of
+from diffusion.config.model import Sampler
 from diffusion.distributed import barrier, is_first_rank, on_first_rank, rank, world_size
 from diffusion.ema.posthoc import AVERAGE_SUFFIX
 from diffusion.errors import ConfigurationError, MachineError
@@ -31,7 +32,7 @@ from diffusion.loading import load_model
 from diffusion.models.conditioning import DualTextEncoder
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.pretrained import PIPELINE_INDEX, is_pipeline, module_identity
-from diffusion.models.sampling import inference_scheduler
+from diffusion.models.sampling import choose_sampler, inference_scheduler, training_scheduler
 from diffusion.randomness import Purpose, normal
 
 GENERATION = "generation.json"
@@ -53,15 +54,21 @@ class Generator(ABC):
     num_channels: int
     """Channels of the latents."""
 
-    scheduler: Any
-    """The sampler: a scheduler of diffusers."""
+    noise_scheduler: Any
+    """Noise schedule of training, as a scheduler of diffusers."""
 
     device: torch.device
 
-    @property
-    def sampler(self) -> str:
-        """Name of the sampler: `ddim` of a DDIMScheduler."""
-        return type(self.scheduler).__name__.removesuffix("Scheduler").lower()
+    def sampler(self, sampling: SamplingConfig) -> Sampler:
+        """Sampler of a configuration.
+
+        Raises:
+            ConfigurationError: it does not fit the noise schedule.
+        """
+        try:
+            return choose_sampler(self.noise_scheduler, sampling.sampler)
+        except ValueError as error:
+            raise ConfigurationError(f"sampling: {error}") from error
 
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
         """Channels, height and width of the latents of an image, whose size is in pixels.
@@ -107,7 +114,7 @@ class CheckpointGenerator(Generator):
 
     def __init__(self, model: LatentDiffusion, device: torch.device) -> None:
         self.vae_identity = module_identity(model.vae)
-        self.scheduler = inference_scheduler(model.noise_scheduler)
+        self.noise_scheduler = model.noise_scheduler
         self.identity = _joined(module_identity(model.unet), self.vae_identity, module_identity(model.text_encoder))
         self.model, self.device, self.resolution = model.to(device).eval(), device, model.resolution
         self.vae_factor, self.num_channels = model.vae_factor, model.unet.config["in_channels"]
@@ -122,6 +129,7 @@ class CheckpointGenerator(Generator):
             height=latents.shape[2] * self.vae_factor,
             width=latents.shape[3] * self.vae_factor,
             num_inference_steps=sampling.num_inference_steps,
+            sampler=sampling.sampler,
             guidance_scale=guidance_scale,
             latents=latents,
             batch_size=len(prompts),
@@ -132,7 +140,7 @@ class CheckpointGenerator(Generator):
 
 
 class PipelineGenerator(Generator):
-    """Generator from a text-to-image pipeline of diffusers, with the DDIM sampler of this package.
+    """Generator from a text-to-image pipeline of diffusers, with the samplers of this package.
 
     Args:
         folder: Stable Diffusion or SDXL in the diffusers layout.
@@ -143,11 +151,8 @@ class PipelineGenerator(Generator):
     """
 
     def __init__(self, folder: Path, device: torch.device) -> None:
-        from diffusers.schedulers.scheduling_ddim import DDIMScheduler
-
         pipeline = _load_pipeline(folder)
-        self.scheduler = inference_scheduler(DDIMScheduler.from_config(pipeline.scheduler.config))
-        pipeline.scheduler = self.scheduler
+        self.noise_scheduler = training_scheduler(pipeline.scheduler.config)
         pipeline.set_progress_bar_config(disable=True)
         text_encoder = pipeline.text_encoder
         if hasattr(pipeline, "text_encoder_2"):
@@ -162,6 +167,7 @@ class PipelineGenerator(Generator):
         self, prompts: Sequence[str], latents: Tensor, sampling: SamplingConfig, guidance_scale: float
     ) -> list[Image.Image]:
         """Generate one image for each prompt."""
+        self.pipeline.scheduler = inference_scheduler(self.noise_scheduler, sampling.sampler)
         return self.pipeline(
             list(prompts),
             negative_prompt=[sampling.negative_prompt] * len(prompts),
@@ -259,7 +265,7 @@ class Task:
             "prompts": prompts_identity(self.prompts),
             "images_per_prompt": self.sampling.images_per_prompt,
             "guidance_scale": self.guidance_scale,
-            "sampler": generator.sampler,
+            "sampler": generator.sampler(self.sampling).value,
             "num_inference_steps": self.sampling.num_inference_steps,
             "seed": self.sampling.seed,
             "height": height,

@@ -31,6 +31,9 @@ NOISE_SCHEDULE = {
 }
 """DDPMScheduler of all architectures, without the prediction type."""
 
+FLOW_PREDICTION = "flow_prediction"
+"""Prediction type of rectified flow in the configuration of a sampler of diffusers."""
+
 CLIP_VOCABULARY = 49_408
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, PredictionType
+from diffusion.config.model import Architecture, FlowConfig, ModelConfig, ObjectiveConfig, PredictionType
 from diffusion.errors import ConfigurationError
 from diffusion.models.architectures import ARCHITECTURES, NOISE_SCHEDULE, ArchitectureSpec, build_unet, with_seed
 from diffusion.models.conditioning import text_width
@@ -96,8 +96,8 @@ def load_family(
         unet: the same of the U-Net's weights; None: random weights from the seed.
         vae: folder of a VAE that replaces the VAE of `pretrained`.
         resolution: default size of generated images, in pixels; by default that of the family.
-        prediction_type: "epsilon", "v_prediction" or "sample"; by default as stored in the folder of `unet`, else that
-            of the family.
+        prediction_type: "epsilon", "v_prediction", "sample" or "flow"; by default as stored in the folder of `unet`,
+            else that of the family.
         zero_terminal_snr: rescale the noise schedule (Lin et al. 2023); not with epsilon. By default as stored in the
             folder of `unet`, else False.
         local_files_only: read the local cache instead of the hub.
@@ -192,5 +192,7 @@ def _objective(spec: ArchitectureSpec, folder: Path | None, requested: dict[str,
             "prediction_type and zero_terminal_snr"
         )
     return ObjectiveConfig(
-        prediction_type=PredictionType(found["prediction_type"]), zero_terminal_snr=found["rescale_betas_zero_snr"]
+        prediction_type=PredictionType(found["prediction_type"]),
+        zero_terminal_snr=found["rescale_betas_zero_snr"],
+        flow=FlowConfig(shift=found.get("shift", 1.0)),
     )

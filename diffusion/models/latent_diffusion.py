@@ -2,7 +2,7 @@
 
 The loss of a batch, read `LatentDiffusion.forward` and `loss`: latents x_0 from the VAE, noise and timesteps t from
 addressed random numbers, x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) noise, the U-Net's prediction from x_t, t and the
-captions, and its mean squared error against noise, x_0 or v.
+captions, and its mean squared error against noise, x_0, v or noise - x_0.
 
 Shape letters: B batch, C channels, H W height and width of the latent, L tokens, D width of the text encoding.
 """
@@ -16,13 +16,12 @@ import torch.nn.functional as F
 from composer.models import ComposerModel
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
-from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 from PIL import Image
 from torch import Tensor
 from torchmetrics import Metric
 from transformers import CLIPTokenizer
 
-from diffusion.config.model import ObjectiveConfig, Posterior
+from diffusion.config.model import ObjectiveConfig, Posterior, Sampler
 from diffusion.datasets.batch import BatchKey, Entry
 from diffusion.datasets.transforms import Placement
 from diffusion.models.conditioning import Conditioner, Conditioning, TextEncoder
@@ -33,15 +32,17 @@ from diffusion.models.objectives import (
     EVALUATION,
     TARGETS,
     TRAINING,
-    NoiseProcess,
     Purposes,
+    add_noise,
     draw_noise,
-    draw_stratified_timesteps,
-    draw_timesteps,
+    draw_quantiles,
+    draw_stratified_quantiles,
     min_snr_weight,
+    noise_process,
 )
 from diffusion.models.pretrained import FrozenParts, upcast
 from diffusion.models.sampling import (
+    NoiseScheduler,
     expand_prompts,
     image_seeds,
     image_size,
@@ -70,7 +71,7 @@ class Prediction(NamedTuple):
     """float32 [B], weight of each sample's squared error; None is 1."""
 
     timesteps: Tensor
-    """int64 [B]."""
+    """[B], int64, or float32 in rectified flow."""
 
 
 class Draws(NamedTuple):
@@ -86,7 +87,7 @@ class Draws(NamedTuple):
     """float32 [B, C, H, W]."""
 
     timesteps: Tensor
-    """int64 [B]."""
+    """[B], int64, or float32 in rectified flow."""
 
     token_ids: Tensor
     """int64 [B, L], after captions were dropped."""
@@ -130,7 +131,7 @@ class LatentDiffusion(ComposerModel):
         *,
         unet: UNet2DConditionModel,
         frozen: FrozenParts,
-        noise_scheduler: DDPMScheduler,
+        noise_scheduler: NoiseScheduler,
         objective: ObjectiveConfig,
         resolution: int,
         seed: int = 17,
@@ -144,7 +145,7 @@ class LatentDiffusion(ComposerModel):
         self.tokenizer: CLIPTokenizer = frozen.tokenizer
         self.latent_scaling = frozen.latent_scaling
         self.noise_scheduler = noise_scheduler
-        self.noise_process = NoiseProcess(noise_scheduler.alphas_cumprod)
+        self.noise_process = noise_process(objective, noise_scheduler)
         self.objective = objective
         self.resolution = resolution
         self.seed = seed
@@ -200,7 +201,7 @@ class LatentDiffusion(ComposerModel):
             content = batch[BatchKey.IMAGE if BatchKey.IMAGE in batch else BatchKey.LATENT_MEAN]
             self.observer(Draws(sample, step, noise, timesteps, token_ids, content, conditioning.placement))
         rates = self.noise_process.signal_and_noise_rate(timesteps)  # sqrt(abar_t), sqrt(1 - abar_t)
-        noised = self.noise_process.add_noise(latents, noise, rates)  # x_t
+        noised = add_noise(latents, noise, rates)  # x_t
         prediction = self._denoise(noised, timesteps, conditioning)
         target = TARGETS[objective.prediction_type]
         gamma = objective.min_snr_gamma
@@ -255,11 +256,13 @@ class LatentDiffusion(ComposerModel):
         return self.conditioner.drop(batch[BatchKey.TOKEN_IDS], is_dropped)
 
     def _timesteps(self, batch: Batch, purposes: Purposes) -> Tensor:
-        """Timesteps of a batch, int64 [B]: uniform, or spread over the global batch."""
-        num, step, sample = self.noise_process.num_timesteps, batch[BatchKey.STEP], batch[BatchKey.SAMPLE]
+        """Timesteps [B] of a batch: independent, or spread over the global batch."""
+        step, sample = batch[BatchKey.STEP], batch[BatchKey.SAMPLE]
         if self.objective.stratified_timesteps and purposes is TRAINING and self.num_slots:
-            return draw_stratified_timesteps(self.seed, step, sample, batch[BatchKey.SLOT], self.num_slots, num)
-        return draw_timesteps(purposes, self.seed, step, sample, num)
+            quantiles = draw_stratified_quantiles(self.seed, step, sample, batch[BatchKey.SLOT], self.num_slots)
+        else:
+            quantiles = draw_quantiles(purposes, self.seed, step, sample)
+        return self.noise_process.timesteps(quantiles)
 
     def eval_forward(self, batch: Batch, outputs: Prediction | None = None) -> Prediction:
         """Predict with noise and timesteps that are fixed per sample, without dropped captions."""
@@ -271,7 +274,7 @@ class LatentDiffusion(ComposerModel):
     def set_validation_data(self, streams: Sequence[str], samples: Tensor) -> None:
         """Configure the validation metrics by stream and by timestep, without ranges that no sample of [N] draws."""
         num = self.noise_process.num_timesteps
-        drawn = draw_timesteps(EVALUATION, self.seed, torch.zeros_like(samples), samples, num)
+        drawn = self._timesteps({BatchKey.SAMPLE: samples, BatchKey.STEP: torch.zeros_like(samples)}, EVALUATION)
         occupied = [bool(((drawn >= part.start) & (drawn < part.stop)).any()) for part in timestep_bins(num)]
         self.validation_streams = list(streams)
         self.validation_bins = [part for part, taken in zip(timestep_bins(num), occupied, strict=True) if taken]
@@ -306,6 +309,7 @@ class LatentDiffusion(ComposerModel):
         original_size: tuple[int, int] | None = None,
         crop: tuple[int, int] = (0, 0),
         num_inference_steps: int = 50,
+        sampler: Sampler | str | None = None,
         guidance_scale: float = 3.0,
         seed: int | Sequence[int] | None = None,
         num_images_per_prompt: int = 1,
@@ -323,7 +327,8 @@ class LatentDiffusion(ComposerModel):
             width: as height.
             original_size: height and width that SDXL is given as the size of the original; the image's by default.
             crop: rows and columns that SDXL is given as cropped at the top and left.
-            num_inference_steps: DDIM steps, at most the timesteps of the noise schedule.
+            num_inference_steps: at most the timesteps of the noise schedule. A step of Heun takes two evaluations.
+            sampler: "ddim"; with rectified flow "euler" or "heun"; the first that fits by default.
             guidance_scale: classifier-free guidance; 1 is none.
             seed: image i gets seed + i; or one seed per image; None draws them at random.
             num_images_per_prompt: number of adjacent images of a prompt.
@@ -350,7 +355,7 @@ class LatentDiffusion(ComposerModel):
         seeds = image_seeds(seed, len(texts))
         noise = self._initial_noise(latents, seeds, size)
 
-        scheduler = inference_scheduler(self.noise_scheduler)
+        scheduler = inference_scheduler(self.noise_scheduler, sampler)
         was_training = self.unet.training
         self.unet.eval()
         try:

@@ -2,20 +2,31 @@
 
 Shape letters: B batch, C channels, H W height and width of the latent, T timesteps. With the cumulative product of the
 noise schedule abar_t, a noised latent is x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) noise (Ho et al. 2020, equation 4).
+Rectified flow has the rates 1 - t / T and t / T of a continuous timestep instead (Liu et al. 2022).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from diffusion.config.model import ObjectiveConfig, PredictionType
-from diffusion.randomness import Purpose, normal, permutation, randint, random_words
+from diffusion.config.model import NUM_TIMESTEPS, FlowConfig, ObjectiveConfig, PredictionType
+from diffusion.randomness import Purpose, normal, permutation, random_words
 
 Rates = tuple[Tensor, Tensor]
-"""sqrt(abar_t) and sqrt(1 - abar_t), each float32 [B, 1, 1, 1]."""
+"""Factors of the latents and of the noise, each float32 [B, 1, 1, 1]."""
+
+
+class Quantiles(NamedTuple):
+    """Quantiles (position + u) / (num_slots * 2^32) of timesteps, for u in [0, 1)."""
+
+    position: Tensor
+    """int64 [B], 0 <= position < num_slots * 2^32."""
+
+    num_slots: int
+    """1, or samples of the global batch."""
 
 
 @dataclass
@@ -44,11 +55,46 @@ class NoiseProcess:
         signal, noise = self._tables[device][timesteps].view(-1, 2, 1, 1, 1).unbind(1)
         return signal, noise
 
-    @staticmethod
-    def add_noise(latents: Tensor, noise: Tensor, rates: Rates) -> Tensor:
-        """x_t (Ho et al. 2020, equation 4): float [B, C, H, W] for latents and noise of that shape."""
-        signal_rate, noise_rate = rates
-        return signal_rate * latents + noise_rate * noise
+    def timesteps(self, quantiles: Quantiles) -> Tensor:
+        """Uniform timesteps, int64 [B], 0 <= t < T; T is at most 2^10."""
+        position, num_slots = quantiles
+        scaled = position * self.num_timesteps
+        return (scaled if num_slots == 1 else scaled // num_slots) >> 32
+
+
+@dataclass(frozen=True)
+class RectifiedFlow:
+    """Straight lines between latents and noise, x_t = (1 - t / T) x_0 + t / T noise (Liu et al. 2022)."""
+
+    config: FlowConfig
+
+    num_timesteps: int = NUM_TIMESTEPS
+    """T."""
+
+    def signal_and_noise_rate(self, timesteps: Tensor) -> Rates:
+        """1 - t / T and t / T of timesteps float32 [B]."""
+        noise = (timesteps / self.num_timesteps).view(-1, 1, 1, 1)
+        return 1.0 - noise, noise
+
+    def timesteps(self, quantiles: Quantiles) -> Tensor:
+        """Timesteps float32 [B], 0 < t < T: logit-normal, then shifted (Esser et al. 2024, equations 19 and 23)."""
+        quantile = (quantiles.position.double() + 0.5) / (quantiles.num_slots * 2.0**32)
+        rate = torch.sigmoid(self.config.logit_mean + self.config.logit_std * torch.special.ndtri(quantile))
+        shift = self.config.shift
+        return (self.num_timesteps * shift * rate / (1.0 + (shift - 1.0) * rate)).float()
+
+
+def noise_process(objective: ObjectiveConfig, noise_scheduler: Any) -> NoiseProcess | RectifiedFlow:
+    """Choose the process by the prediction type; `noise_scheduler` holds abar_t of DDPM."""
+    if objective.prediction_type is PredictionType.flow:
+        return RectifiedFlow(objective.flow)
+    return NoiseProcess(noise_scheduler.alphas_cumprod)
+
+
+def add_noise(latents: Tensor, noise: Tensor, rates: Rates) -> Tensor:
+    """x_t, float [B, C, H, W] for latents and noise of that shape."""
+    signal_rate, noise_rate = rates
+    return signal_rate * latents + noise_rate * noise
 
 
 # What the network predicts
@@ -71,6 +117,8 @@ TARGETS = {
     PredictionType.v_prediction: Target(
         lambda latents, noise, rates: rates[0] * noise - rates[1] * latents, lambda snr: snr + 1.0
     ),
+    # x_0 = x_t - (t / T) (noise - x_0), and SNR = (T / t - 1)^2.
+    PredictionType.flow: Target(lambda latents, noise, rates: noise - latents, lambda snr: (snr.sqrt() + 1.0) ** 2),
 }
 """All of what differs between prediction types in training."""
 
@@ -117,19 +165,17 @@ def draw_noise(
     return noise
 
 
-def draw_timesteps(purposes: Purposes, seed: int, step: Tensor, sample: Tensor, num_timesteps: int) -> Tensor:
-    """Draw one timestep per sample: int64 [B], uniform over 0 <= t < num_timesteps."""
-    return randint(seed, purposes.timestep, step, sample, num_timesteps)
+def draw_quantiles(purposes: Purposes, seed: int, step: Tensor, sample: Tensor) -> Quantiles:
+    """Draw the quantile of each sample's timestep, for steps and samples int64 [B]."""
+    return Quantiles(random_words(seed, purposes.timestep, step, sample, 1)[:, 0], 1)
 
 
-def draw_stratified_timesteps(
-    seed: int, step: Tensor, sample: Tensor, slot: Tensor, num_slots: int, num_timesteps: int
-) -> Tensor:
-    """Draw one timestep per sample, spread evenly over the global batch.
+def draw_stratified_quantiles(seed: int, step: Tensor, sample: Tensor, slot: Tensor, num_slots: int) -> Quantiles:
+    """Draw quantiles of timesteps that are spread evenly over the global batch.
 
-    The timesteps are divided into as many strata as the global batch has slots. Each slot draws from one stratum; the
+    The quantiles are divided into as many strata as the global batch has slots. Each slot draws from one stratum; the
     order of strata is drawn anew in each step (Kingma et al., "Variational diffusion models", 2021, use one random
-    offset instead). Each timestep by itself is uniform; their mean over a global batch varies less.
+    offset instead). Each timestep by itself has the same distribution; their mean over a global batch varies less.
 
     Args:
         seed: seed of the run.
@@ -137,11 +183,7 @@ def draw_stratified_timesteps(
         sample: int64 [B], addresses of the samples.
         slot: int64 [B], positions of the samples in the global batch.
         num_slots: samples of the global batch, at most 2^20.
-        num_timesteps: T, at most 2^10.
-
-    Returns:
-        int64 [B], 0 <= t < num_timesteps.
     """
     stratum = permutation(seed, Purpose.TIMESTEP_STRATUM, step[:1], num_slots)[slot]
-    within = random_words(seed, Purpose.TIMESTEP, step, sample, 1)[:, 0]
-    return (((stratum << 32) + within) * num_timesteps // num_slots) >> 32
+    within = draw_quantiles(TRAINING, seed, step, sample).position
+    return Quantiles((stratum << 32) + within, num_slots)

@@ -27,10 +27,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer, PreTrainedModel
 
-from diffusion.config.model import ModelConfig
+from diffusion.config.model import ModelConfig, PredictionType
 from diffusion.errors import ConfigurationError, DataError, error_context
 from diffusion.models.architectures import (
     ARCHITECTURES,
+    FLOW_PREDICTION,
     ArchitectureSpec,
     build_text_encoder,
     build_vae,
@@ -290,6 +291,8 @@ def unet_folder(source: str, *, local_files_only: bool) -> Path:
 def read_noise_schedule(folder: Path) -> dict[str, Any] | None:
     """Noise schedule and prediction type of a folder's U-Net, in diffusers' names; None without `SCHEDULER_CONFIG`.
 
+    Of rectified flow: prediction type and shift.
+
     Raises:
         DataError: the file cannot be read.
     """
@@ -297,6 +300,8 @@ def read_noise_schedule(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     stored, arguments = _read_config(path), signature(DDIMScheduler).parameters
+    if stored.get("prediction_type") == FLOW_PREDICTION:
+        return {"prediction_type": PredictionType.flow.value, "shift": stored["flow_shift"]}
     return {key: stored.get(key, arguments[key].default) for key in _SCHEDULE_KEYS}
 
 
@@ -372,7 +377,7 @@ def _identity(num_channels: int) -> nn.Conv2d:
     return convolution.requires_grad_(False)
 
 
-def write_pipeline(folder: Path, *, unet: UNet2DConditionModel, frozen: FrozenParts, scheduler: DDIMScheduler) -> None:
+def write_pipeline(folder: Path, *, unet: UNet2DConditionModel, frozen: FrozenParts, scheduler: Any) -> None:
     """Write all parts of a pipeline to an empty folder, which the caller renames when it is complete.
 
     Raises:
@@ -392,9 +397,7 @@ def write_pipeline(folder: Path, *, unet: UNet2DConditionModel, frozen: FrozenPa
             backend.model.save(str(folder / name))  # transformers 5 writes tokenizer.json only, which 4 does not read.
 
 
-def build_pipeline(
-    *, unet: UNet2DConditionModel, vae: AutoencoderKL, frozen: FrozenParts, scheduler: DDIMScheduler
-) -> Any:
+def build_pipeline(*, unet: UNet2DConditionModel, vae: AutoencoderKL, frozen: FrozenParts, scheduler: Any) -> Any:
     """Assemble a pipeline; with two text encoders, that of SDXL."""
     from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
     from diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl import StableDiffusionXLPipeline

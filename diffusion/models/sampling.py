@@ -1,4 +1,4 @@
-"""Sampling: noise schedule, DDIM with classifier-free guidance, initial noise, and checks of arguments.
+"""Sampling: noise schedule, samplers with classifier-free guidance, initial noise, and checks of arguments.
 
 Shape letters: B images, C channels, H W height and width of the latent.
 """
@@ -6,34 +6,55 @@ Shape letters: B images, C channels, H W height and width of the latent.
 import math
 import operator
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
+from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from diffusers.schedulers.scheduling_flow_match_heun_discrete import FlowMatchHeunDiscreteScheduler
 from PIL import Image
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from diffusion.config.model import ObjectiveConfig
+from diffusion.config.model import NUM_TIMESTEPS, ObjectiveConfig, PredictionType, Sampler
 from diffusion.errors import ConfigurationError, raise_all
-from diffusion.models.architectures import NOISE_SCHEDULE
+from diffusion.models.architectures import FLOW_PREDICTION, NOISE_SCHEDULE
 from diffusion.models.conditioning import Conditioning
 from diffusion.randomness import NUM_SEEDS, Purpose, normal
 
 Denoiser = Callable[[Tensor, Tensor, Conditioning], Tensor]
 """(latents [B, C, H, W], timestep [], conditioning of B images) -> prediction [B, C, H, W]."""
 
+NoiseScheduler = DDPMScheduler | FlowMatchEulerDiscreteScheduler
+"""Noise schedule of training, as diffusers describes it."""
 
-def build_noise_scheduler(objective: ObjectiveConfig) -> DDPMScheduler:
+
+class HeunScheduler(FlowMatchHeunDiscreteScheduler):
+    """Heun's method, with what the pipelines of Stable Diffusion ask of a scheduler."""
+
+    init_noise_sigma = 1.0
+
+    def scale_model_input(self, sample: Tensor, timestep: Tensor) -> Tensor:
+        """Return the input of the network as it is."""
+        return sample
+
+
+InferenceScheduler = DDIMScheduler | DPMSolverMultistepScheduler | HeunScheduler
+
+
+def build_noise_scheduler(objective: ObjectiveConfig) -> NoiseScheduler:
     """Build the noise scheduler that training and sampling share.
 
     Raises:
         ConfigurationError: the objective contradicts itself.
     """
     raise_all(ConfigurationError, list(objective.problems("objective")))
+    if objective.prediction_type is PredictionType.flow:
+        return FlowMatchEulerDiscreteScheduler(NUM_TIMESTEPS, shift=objective.flow.shift)
     return DDPMScheduler(
         **NOISE_SCHEDULE,
         prediction_type=objective.prediction_type.value,
@@ -41,15 +62,54 @@ def build_noise_scheduler(objective: ObjectiveConfig) -> DDPMScheduler:
     )
 
 
-def inference_scheduler(noise_scheduler: Any) -> DDIMScheduler:
-    """DDIM (Song et al. 2021) over the noise schedule of training.
+def training_scheduler(config: Mapping[str, Any]) -> NoiseScheduler:
+    """Noise schedule of training from a sampler's configuration in a pipeline's folder."""
+    if config.get("prediction_type") == FLOW_PREDICTION:
+        return FlowMatchEulerDiscreteScheduler(config["num_train_timesteps"], shift=config["flow_shift"])
+    return DDPMScheduler.from_config(config)  # pyright: ignore[reportReturnType, reportArgumentType]
 
-    With zero-terminal SNR the first sampling step is the last timestep of training (Lin et al. 2023, section 3.3):
-    "trailing" steps. Otherwise "leading" steps with an offset of 1, as published with Stable Diffusion 2.
+
+def choose_sampler(noise_scheduler: NoiseScheduler, sampler: Sampler | str | None) -> Sampler:
+    """Check a sampler's name; None is the first one that fits the noise schedule.
+
+    Raises:
+        ValueError: it does not fit, or is unknown.
     """
-    zero_terminal = bool(noise_scheduler.config.rescale_betas_zero_snr)
+    is_flow = isinstance(noise_scheduler, FlowMatchEulerDiscreteScheduler)
+    fitting = {one.value: one for one in ([Sampler.euler, Sampler.heun] if is_flow else [Sampler.ddim])}
+    name = next(iter(fitting)) if sampler is None else getattr(sampler, "value", sampler)
+    if name not in fitting:
+        raise ValueError(f"sampler {name!r}: this model takes {' or '.join(fitting)}")
+    return fitting[name]
+
+
+def inference_scheduler(noise_scheduler: Any, sampler: Sampler | str | None = None) -> InferenceScheduler:
+    """Sampler over the noise schedule of training.
+
+    DDIM (Song et al. 2021): with zero-terminal SNR the first sampling step is the last timestep of training (Lin et al.
+    2023, section 3.3): "trailing" steps. Otherwise "leading" steps with an offset of 1, as published with Stable
+    Diffusion 2.
+
+    Rectified flow: Euler's method (as DPM-Solver++ of order 1, which all pipelines of diffusers take), or Heun's with
+    two evaluations a step.
+
+    Raises:
+        ValueError: the sampler does not fit the noise schedule.
+    """
+    config, sampler = noise_scheduler.config, choose_sampler(noise_scheduler, sampler)
+    if sampler is Sampler.heun:
+        return HeunScheduler(config.num_train_timesteps, shift=config.shift)
+    if sampler is Sampler.euler:
+        return DPMSolverMultistepScheduler(
+            config.num_train_timesteps,
+            prediction_type=FLOW_PREDICTION,
+            use_flow_sigmas=True,
+            flow_shift=config.shift,
+            solver_order=1,
+        )
+    zero_terminal = bool(config.rescale_betas_zero_snr)
     return DDIMScheduler.from_config(  # pyright: ignore[reportReturnType]
-        noise_scheduler.config,
+        config,
         clip_sample=False,
         set_alpha_to_one=False,
         steps_offset=0 if zero_terminal else 1,
@@ -60,7 +120,7 @@ def inference_scheduler(noise_scheduler: Any) -> DDIMScheduler:
 @torch.no_grad()
 def sample_latents(
     denoiser: Denoiser,
-    scheduler: DDIMScheduler,
+    scheduler: InferenceScheduler,
     latents: Tensor,
     conditioning: Conditioning,
     unconditional: Conditioning,
@@ -69,11 +129,11 @@ def sample_latents(
     guidance_scale: float,
     progress: bool = False,
 ) -> Tensor:
-    """Run DDIM with classifier-free guidance (Ho and Salimans 2022, equation 6, where w + 1 is the guidance scale).
+    """Sample with classifier-free guidance (Ho and Salimans 2022, equation 6, where w + 1 is the guidance scale).
 
     Args:
         denoiser: the network.
-        scheduler: DDIM; its steps are set here.
+        scheduler: the sampler; its steps are set here.
         latents: float32 [B, C, H, W], pure noise.
         conditioning: conditioning by the prompts.
         unconditional: conditioning by the empty caption or by negative prompts.
@@ -85,12 +145,11 @@ def sample_latents(
         float32 [B, C, H, W].
     """
     scheduler.set_timesteps(num_inference_steps, device=latents.device)
-    # Leading steps with an offset would exceed the schedule if all timesteps are steps.
-    last = scheduler.config["num_train_timesteps"] - 1
-    timesteps = scheduler.timesteps - (scheduler.timesteps[0] - last).clamp(min=0)
+    timesteps = scheduler.timesteps
+    if isinstance(scheduler, DDIMScheduler):  # Leading steps with an offset would exceed the schedule of T steps.
+        timesteps = timesteps - (timesteps[0] - (scheduler.config["num_train_timesteps"] - 1)).clamp(min=0)
     guided = guidance_scale != 1.0
     context = unconditional.concatenate(conditioning) if guided else conditioning
-    latents = latents * scheduler.init_noise_sigma
     for timestep in tqdm(timesteps, desc="sampling", disable=not progress, leave=False):
         model_input = torch.cat([latents, latents]) if guided else latents
         prediction = denoiser(model_input, timestep, context).float()

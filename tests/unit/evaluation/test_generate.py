@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion.config.model import Architecture
+from diffusion.config.model import Architecture, FlowConfig, PredictionType, Sampler
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.config import (
     SamplingConfig,
@@ -31,16 +31,17 @@ CPU = torch.device("cpu")
 
 
 CASES = {
-    "zero-terminal": (Architecture.tiny, True),
-    "not-zero-terminal": (Architecture.tiny, False),
-    "xl": (Architecture.tiny_xl, False),
+    "zero-terminal": (Architecture.tiny, {"zero_terminal_snr": True}),
+    "not-zero-terminal": (Architecture.tiny, {}),
+    "flow": (Architecture.tiny, {"prediction_type": PredictionType.flow, "flow": FlowConfig(shift=2.0)}),
+    "xl": (Architecture.tiny_xl, {}),
 }
 
 
 @pytest.fixture(scope="module", params=CASES.values(), ids=list(CASES))
 def model(request: pytest.FixtureRequest) -> LatentDiffusion:
-    architecture, is_zero_terminal = request.param
-    return build(architecture, zero_terminal_snr=is_zero_terminal)
+    architecture, objective = request.param
+    return build(architecture, **objective)
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +49,9 @@ def folder(model: LatentDiffusion, tmp_path_factory: pytest.TempPathFactory) -> 
     return write(model, tmp_path_factory.mktemp("exported") / "pipeline")
 
 
-def generated(generator: Generator, folder: Path, scale: float) -> np.ndarray:
+def generated(generator: Generator, folder: Path, scale: float, sampler: Sampler | None) -> np.ndarray:
     prompts = [Prompt(text=text) for text in ("a red circle", "a blue star on a white background", "")]
-    sampling = SamplingConfig(num_inference_steps=3, seed=5, images_per_prompt=2)
+    sampling = SamplingConfig(num_inference_steps=3, seed=5, images_per_prompt=2, sampler=sampler)
     task = Task(prompts=prompts, sampling=sampling, guidance_scale=scale, batch_size=4)
     images = image_files(generate_images(generator, task, folder / f"cfg{scale:g}", "test"))
     return np.stack([np.asarray(images[i]).astype(int) for i in range(len(images))])
@@ -62,9 +63,10 @@ def test_its_images_are_those_of_the_model(model: LatentDiffusion, folder: Path,
     pipeline, checkpoint = load_generator(subject, CPU), CheckpointGenerator(model, CPU)
     assert isinstance(pipeline, PipelineGenerator)
     assert (pipeline.resolution, pipeline.identity) == (32, checkpoint.identity)
-    for scale in (1.0, 3.0):
+    heun = Sampler.heun if model.objective.prediction_type is PredictionType.flow else None
+    for scale, sampler in ((1.0, None), (3.0, heun)):
         images = {
-            name: generated(generator, tmp_path / name, scale)
+            name: generated(generator, tmp_path / name, scale, sampler)
             for name, generator in (("pipeline", pipeline), ("checkpoint", checkpoint))
         }
         assert images["pipeline"].shape == (6, 32, 32, 3)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from diffusion.models.objectives import draw_stratified_timesteps
-from diffusion.randomness import NUM_SEEDS, Purpose, bernoulli, normal, randint, random_words
+from diffusion.models.objectives import draw_stratified_quantiles
+from diffusion.randomness import NUM_SEEDS, Purpose, bernoulli, normal, random_words
 from tests.tools.training_runs import ROOT
 from tests.tools.triton_aot import ARCHITECTURES, Launch, launches
 
@@ -47,10 +47,9 @@ def test_a_draw_on_a_gpu_is_a_launch_or_two_more(num_samples):
     words = launches(random_words, 17, Purpose.NOISE, *address, 5)
     assert len(noise) == len(words) == 1
     assert all(isinstance(launch, Launch) for launch in noise + words)
-    assert len(launches(randint, 17, Purpose.TIMESTEP, *address, 1000)) <= 3
     assert len(launches(bernoulli, 17, Purpose.CAPTION_DROP, *address, 0.1)) <= 2
     slots = torch.arange(num_samples)
-    assert len(launches(draw_stratified_timesteps, 17, *address, slots, 128, 1000)) <= 12
+    assert len(launches(draw_stratified_quantiles, 17, *address, slots, 128)) <= 12
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

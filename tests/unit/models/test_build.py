@@ -14,8 +14,10 @@ import torch
 import transformers.utils.hub
 from safetensors.torch import load_file, save_file
 
+from diffusion.config.model import Architecture, FlowConfig, ModelConfig, ObjectiveConfig, PredictionType
 from diffusion.errors import ConfigurationError
 from diffusion.models import LatentDiffusion, tiny
+from diffusion.models.build import build_model
 from diffusion.models.pretrained import SCHEDULER_CONFIG, FrozenParts, write_pipeline
 from diffusion.models.sampling import inference_scheduler
 
@@ -108,6 +110,16 @@ def test_a_unet_keeps_the_prediction_type_of_its_folder(kind, folder, epsilon):
     assert torch.equal(found, expected)
 
 
+def test_rectified_flow_is_taken_from_the_folder(tmp_path):
+    objective = ObjectiveConfig(prediction_type=PredictionType.flow, flow=FlowConfig(shift=3.0))
+    model = build_model(ModelConfig(architecture=Architecture.tiny), objective, resolution=32, seed=17)
+    path = str(write(model, tmp_path / "pipe"))
+    loaded = tiny(path, unet=path)
+    assert (loaded.objective.prediction_type, loaded.objective.flow.shift) == (PredictionType.flow, 3.0)
+    with pytest.raises(ConfigurationError, match="prediction_type"):
+        tiny(path, unet=path, prediction_type="epsilon")
+
+
 def test_a_zero_terminal_schedule_is_taken_from_the_folder(tmp_path):
     path = str(write(tiny(zero_terminal_snr=True), tmp_path / "pipe"))
     loaded = tiny(path, unet=path)
@@ -131,7 +143,6 @@ def test_another_prediction_type_than_the_folder_s_is_rejected(folder):
     [
         ({"beta_end": 0.02}, "beta_end"),
         ({"trained_betas": [0.1]}, "trained_betas"),
-        ({"prediction_type": "flow_prediction"}, "flow_prediction"),
     ],
 )
 def test_another_noise_schedule_than_the_family_s_is_rejected(entries, message, changed):

@@ -10,9 +10,11 @@ from diffusion.models.objectives import (
     TARGETS,
     TRAINING,
     NoiseProcess,
+    Quantiles,
+    add_noise,
     draw_noise,
-    draw_stratified_timesteps,
-    draw_timesteps,
+    draw_quantiles,
+    draw_stratified_quantiles,
     min_snr_weight,
 )
 from diffusion.models.sampling import build_noise_scheduler, inference_scheduler
@@ -32,11 +34,15 @@ def process(zero: bool = False) -> tuple[NoiseProcess, DDPMScheduler]:
     return NoiseProcess(scheduler.alphas_cumprod), scheduler
 
 
+def uniform_timesteps(quantiles: Quantiles) -> Tensor:
+    return process()[0].timesteps(quantiles)
+
+
 def test_noised_latents_and_velocities_are_those_of_diffusers(example):
     latents, noise, timesteps = example
     ours, theirs = process()
     rates = ours.signal_and_noise_rate(timesteps)
-    noised = ours.add_noise(latents, noise, rates)
+    noised = add_noise(latents, noise, rates)
     torch.testing.assert_close(noised, theirs.add_noise(latents, noise, timesteps), rtol=1e-5, atol=1e-6)
     velocity = theirs.get_velocity(latents, noise, timesteps)
     target = TARGETS[PredictionType.v_prediction].compute(latents, noise, rates)
@@ -47,7 +53,7 @@ def test_targets_give_back_the_latents(example):
     latents, noise, timesteps = example
     ours, _ = process()
     signal_rate, noise_rate = rates = ours.signal_and_noise_rate(timesteps)
-    noised = ours.add_noise(latents, noise, rates)
+    noised = add_noise(latents, noise, rates)
     velocity = TARGETS[PredictionType.v_prediction].compute(latents, noise, rates)
     torch.testing.assert_close(signal_rate * noised - noise_rate * velocity, latents, rtol=1e-4, atol=1e-5)
     assert TARGETS[PredictionType.epsilon].compute(latents, noise, rates) is noise
@@ -97,14 +103,22 @@ def test_offset_noise_shifts_each_channel_as_a_whole_and_not_in_evaluation():
 
 def test_timesteps_of_evaluation_are_others_than_those_of_training():
     step, sample = torch.zeros(64, dtype=torch.int64), torch.arange(64)
-    training = draw_timesteps(TRAINING, 1, step, sample, 1000)
-    assert (training != draw_timesteps(EVALUATION, 1, step, sample, 1000)).sum() > 55
-    assert (training != draw_timesteps(TRAINING, 1, step + 1, sample, 1000)).sum() > 55
+    training = uniform_timesteps(draw_quantiles(TRAINING, 1, step, sample))
+    assert (training != uniform_timesteps(draw_quantiles(EVALUATION, 1, step, sample))).sum() > 55
+    assert (training != uniform_timesteps(draw_quantiles(TRAINING, 1, step + 1, sample))).sum() > 55
 
 
-def stratified(step: int, num: int, num_timesteps: int = 1000) -> Tensor:
+def test_timesteps_are_uniform():
+    num = 40_000
+    drawn = uniform_timesteps(draw_quantiles(TRAINING, 5, torch.zeros(num, dtype=torch.int64), torch.arange(num)))
+    assert drawn.min() >= 0
+    counts = torch.bincount(drawn // 50, minlength=20).double()
+    assert ((counts - num / 20) ** 2 / (num / 20)).sum() < 44, "chi-squared with 19 degrees of freedom, p = 0.001"
+
+
+def stratified(step: int, num: int) -> Tensor:
     steps, samples = torch.full((num,), step), torch.arange(num) * 977 + 5
-    return draw_stratified_timesteps(3, steps, samples, torch.arange(num), num, num_timesteps)
+    return uniform_timesteps(draw_stratified_quantiles(3, steps, samples, torch.arange(num), num))
 
 
 @pytest.mark.parametrize("num", [1, 7, 250, 1000, 2048])
@@ -132,7 +146,7 @@ def test_a_stratified_timestep_does_not_depend_on_the_microbatch():
     whole = stratified(4, 32)
     steps, samples, slots = torch.full((32,), 4), torch.arange(32) * 977 + 5, torch.arange(32)
     parts = [
-        draw_stratified_timesteps(3, steps[part], samples[part], slots[part], 32, 1000)
+        uniform_timesteps(draw_stratified_quantiles(3, steps[part], samples[part], slots[part], 32))
         for part in (slice(24, 32), slice(0, 24))
     ]
     assert torch.equal(torch.cat([parts[1], parts[0]]), whole)

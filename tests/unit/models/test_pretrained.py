@@ -5,7 +5,7 @@ import torch
 from diffusers import DiffusionPipeline
 from transformers import CLIPTokenizer
 
-from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, PredictionType
+from diffusion.config.model import Architecture, FlowConfig, ModelConfig, ObjectiveConfig, PredictionType
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.models import LatentDiffusion, build_model
 from diffusion.models.architectures import TINY, build_vae
@@ -48,9 +48,10 @@ PER_CHANNEL = LatentScaling((0.3, -1.2, 0.1, 2.0), (0.5, 1.7, 0.9, 3.0))
         (Architecture.tiny, LatentScaling((0.0,), (1 / 0.18215,)), {}),
         (Architecture.tiny, PER_CHANNEL, {"zero_terminal_snr": True}),
         (Architecture.tiny, PER_CHANNEL, {"prediction_type": PredictionType.epsilon}),
+        (Architecture.tiny, PER_CHANNEL, {"prediction_type": PredictionType.flow, "flow": FlowConfig(shift=3.0)}),
         (Architecture.tiny_xl, PER_CHANNEL, {}),
     ],
-    ids=["factor", "zero terminal SNR", "epsilon", "xl"],
+    ids=["factor", "zero terminal SNR", "epsilon", "flow", "xl"],
 )
 def test_a_pipeline_gives_the_images_of_generate(architecture, scaling, objective, tmp_path):
     model = build(architecture, scaling, **objective)
