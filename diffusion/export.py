@@ -19,7 +19,7 @@ from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.evaluation.protocol import Result, table
 from diffusion.files import atomic_path
 from diffusion.loading import Trained, read_trained
-from diffusion.models.architectures import ARCHITECTURES, build_unet
+from diffusion.models.architectures import ARCHITECTURES, build_network
 from diffusion.models.lora import has_lora, write_lora
 from diffusion.models.pretrained import load_frozen_parts, write_pipeline
 from diffusion.models.sampling import build_noise_scheduler, inference_scheduler
@@ -76,14 +76,14 @@ def export(
         with atomic_path(out) as partial:
             if out.suffix == ".safetensors":
                 metadata = _metadata(trained, weights, licences)
-                save_file({name: tensor.contiguous() for name, tensor in trained.unet.items()}, partial, metadata)
+                save_file({name: tensor.contiguous() for name, tensor in trained.network().items()}, partial, metadata)
                 return
             partial.mkdir(parents=True)
             card = model_card(trained, weights, is_lora=lora_only, licences=licences, prepared=prepared)
             (partial / "README.md").write_text(card, encoding="utf-8")
             if lora_only:
                 assert config.model.lora is not None
-                write_lora(partial, trained.weights, config.model.lora)
+                write_lora(partial, trained.network(with_lora=True), config.model.lora)
             else:
                 _write_pipeline(partial, trained)
     except OSError as error:
@@ -94,12 +94,14 @@ def _write_pipeline(folder: Path, trained: Trained) -> None:
     """Write the diffusers layout; the default size of images is that of training."""
     config = trained.config
     with torch.device("meta"):
-        unet = build_unet(config.model)
-    unet.load_state_dict(trained.unet, assign=True)
-    unet.register_to_config(sample_size=config.data.resolution // ARCHITECTURES[config.model.architecture].vae_factor)
+        network = build_network(config.model)
+    network.load_state_dict(trained.network(), assign=True)
+    spec = ARCHITECTURES[config.model.architecture]
+    if spec.component == "unet":
+        network.register_to_config(sample_size=config.data.resolution // spec.vae_factor)
     write_pipeline(
         folder,
-        unet=unet,
+        network=network,
         frozen=load_frozen_parts(config.model),
         scheduler=inference_scheduler(build_noise_scheduler(config.objective)),
     )

@@ -5,20 +5,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from torch import Tensor
 
 from diffusion.checkpointing.find import resolve_checkpoint
-from diffusion.checkpointing.read import read_record, read_unet
+from diffusion.checkpointing.read import read_record, read_weights
 from diffusion.config.loading import from_dict, load
 from diffusion.config.model import InitFromConfig
 from diffusion.config.schema import Config
 from diffusion.ema.posthoc import AVERAGE_SUFFIX
-from diffusion.errors import ConfigurationError, DataError
-from diffusion.models.build import build_model, load_unet
+from diffusion.errors import ConfigurationError
+from diffusion.models.architectures import ARCHITECTURES
+from diffusion.models.build import build_model, load_weights
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.lora import has_lora, merged
-from diffusion.models.pretrained import is_pipeline, read_pipeline_unet, read_safetensors
+from diffusion.models.pretrained import is_pipeline, read_pipeline_network, read_safetensors
 
 log = logging.getLogger(__name__)
 
@@ -33,12 +33,18 @@ class Trained:
     config: Config
 
     weights: dict[str, Tensor]
-    """Weights of the U-Net as stored, with LoRA's matrices if it was trained with LoRA."""
+    """Weights by their names in the model, with LoRA's matrices if it was trained with LoRA."""
 
     @property
-    def unet(self) -> dict[str, Tensor]:
-        """Weights of the U-Net with LoRA merged."""
+    def merged(self) -> dict[str, Tensor]:
+        """Weights with LoRA merged."""
         return _without_lora(self.weights, self.config)
+
+    def network(self, *, with_lora: bool = False) -> dict[str, Tensor]:
+        """Weights by their names in the network, with LoRA merged or as it is."""
+        prefix = f"{ARCHITECTURES[self.config.model.architecture].component}."
+        weights = self.weights if with_lora else self.merged
+        return {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
 
 
 def load_config_of(checkpoint: Path) -> Config:
@@ -68,16 +74,13 @@ def read_trained(path: str | Path, *, weights: str = "raw") -> Trained:
         file = Path(path).expanduser()
         config_file = _config_beside(file)
         config = load(Config, config_file)
-        stored = read_safetensors(file)
-        average = {name.removeprefix("unet."): tensor for name, tensor in stored.items() if name.startswith("unet.")}
-        if not average:
-            raise DataError(f"{file} holds no U-Net")
+        average = read_safetensors(file)
         if config.model.lora is not None:
             # The average has LoRA's matrices only; the other weights never change.
-            average = read_unet(resolve_checkpoint(str(config_file.parent)), "raw") | average
+            average = read_weights(resolve_checkpoint(str(config_file.parent)), "raw") | average
         return Trained(path=file, config=config, weights=average)
     checkpoint = resolve_checkpoint(str(path))
-    return Trained(path=checkpoint, config=load_config_of(checkpoint), weights=read_unet(checkpoint, weights))
+    return Trained(path=checkpoint, config=load_config_of(checkpoint), weights=read_weights(checkpoint, weights))
 
 
 def load_model(path: str | Path, *, weights: str = "raw") -> LatentDiffusion:
@@ -93,25 +96,25 @@ def load_model(path: str | Path, *, weights: str = "raw") -> LatentDiffusion:
     log.info("loading %s weights of %s", weights, trained.path)
     config = trained.config
     model = build_model(config.model, config.objective, resolution=config.data.resolution, seed=config.seed)
-    load_unet(model, trained.unet, str(trained.path))
+    load_weights(model, trained.merged, str(trained.path))
     return model.eval()
 
 
-def read_initial(config: InitFromConfig, unet: UNet2DConditionModel) -> dict[str, Tensor]:
-    """Read the initial weights of a U-Net.
+def read_initial(config: InitFromConfig, model: LatentDiffusion) -> dict[str, Tensor]:
+    """Read the initial weights of a model.
 
     Args:
         config: their path; the checksums of a checkpoint were verified on this node.
-        unet: the network that they are for.
+        model: the model that they are for.
 
     Raises:
         ConfigurationError: there are none, or they are of another network.
         DataError: they are damaged.
     """
     if is_pipeline(config.checkpoint):
-        return read_pipeline_unet(Path(config.checkpoint).expanduser(), unet)
+        return read_pipeline_network(Path(config.checkpoint).expanduser(), model)
     checkpoint = resolve_checkpoint(config.checkpoint)
-    stored = read_unet(checkpoint, config.weights, is_checked=True)
+    stored = read_weights(checkpoint, config.weights, is_checked=True)
     return _without_lora(stored, load_config_of(checkpoint))
 
 

@@ -60,7 +60,7 @@ from diffusion.loading import read_initial
 from diffusion.models import fast
 from diffusion.models.architectures import ARCHITECTURES, build_vae, with_seed
 from diffusion.models.autoencoder import AutoencoderTraining, initialise_logvar
-from diffusion.models.build import build_model, load_unet
+from diffusion.models.build import build_model, load_weights
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.lora import add_lora
 from diffusion.models.pretrained import is_pipeline
@@ -226,14 +226,14 @@ def build_training_model(config: Config, device: Device, *, is_new: bool = True)
         return with_seed(config.seed, lambda: _build_autoencoder(config))
     model = build_model(config.model, config.objective, resolution=config.data.resolution, seed=config.seed)
     model.num_slots = config.data.global_batch_size
-    fast.apply(model.unet, config.performance, device)
+    fast.apply(model.network, config.performance, device)
     if config.trainer.activation_checkpointing:
-        model.unet.enable_gradient_checkpointing()
+        model.network.enable_gradient_checkpointing()
     if is_new and config.init_from is not None:
         with error_context("init_from.checkpoint"):
-            load_unet(model, read_initial(config.init_from, model.unet), config.init_from.checkpoint)
+            load_weights(model, read_initial(config.init_from, model), config.init_from.checkpoint)
     if config.model.lora is not None:
-        add_lora(model.unet, config.model.lora, config.seed)
+        add_lora(model.network, config.model.lora, config.seed)
     return model
 
 

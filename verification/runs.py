@@ -14,7 +14,7 @@ import torch
 from demo.shapes import write_data_set
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.find import resolve_checkpoint
-from diffusion.checkpointing.read import read_unet
+from diffusion.checkpointing.read import read_weights
 from diffusion.config.model import Architecture, ModelConfig, Weights
 from diffusion.models import load_frozen_parts
 from diffusion.preparation.config import BucketsConfig, PrepareConfig
@@ -220,7 +220,7 @@ def compare(outcome: Outcome, reference: Outcome) -> Comparison:
 
 
 def _largest_difference(run: Path, reference: Path, weights: Weights) -> float:
-    found, expected = (read_unet(resolve_checkpoint(str(folder)), weights) for folder in (run, reference))
+    found, expected = (read_weights(resolve_checkpoint(str(folder)), weights) for folder in (run, reference))
     assert expected.keys() == found.keys()
     tiny = torch.finfo(torch.float32).tiny
     return max(

@@ -98,6 +98,6 @@ class SampleGrids(Callback):
         )
         assert isinstance(images, torch.Tensor)
         if world_size > 1:
-            device = next(self.model.unet.parameters()).device
+            device = next(self.model.network.parameters()).device
             images = torch.cat([part.cpu() for part in dist.all_gather(images.contiguous().to(device))])
         return images[: len(prompts)]

@@ -412,14 +412,14 @@ def read_position(checkpoint: Path) -> tuple[int, dict[str, str | int | None]]:
     return steps, json.loads(order)
 
 
-# The U-Net's weights
+# The weights of the model
 
 _MODEL = "state.model."
 _AVERAGES = "state.callbacks.LateStartEMA."
 
 
-def read_unet(checkpoint: Path, weights: str, *, is_checked: bool = False) -> dict[str, Tensor]:
-    """Read the U-Net's weights of a checkpoint, in one process, after a comparison with its checksums.
+def read_weights(checkpoint: Path, weights: str, *, is_checked: bool = False) -> dict[str, Tensor]:
+    """Read the weights of a model from a checkpoint, in one process, after a comparison with its checksums.
 
     An average holds the trained weights; frozen ones are those of the model.
 
@@ -429,7 +429,7 @@ def read_unet(checkpoint: Path, weights: str, *, is_checked: bool = False) -> di
         is_checked: the checksums have been compared on this node.
 
     Returns:
-        Weights on the CPU by the U-Net's own parameter names.
+        Weights on the CPU by their names in the model, such as `unet.conv_in.weight`.
 
     Raises:
         DataError: the checkpoint is damaged, or holds no such average.
@@ -437,17 +437,17 @@ def read_unet(checkpoint: Path, weights: str, *, is_checked: bool = False) -> di
     if not is_checked:
         check_bytes(checkpoint)
     state = StoredState(checkpoint)
-    model = f"{_MODEL}module.unet." if state.keys(f"{_MODEL}module.") else f"{_MODEL}unet."
+    model = f"{_MODEL}module." if state.keys(f"{_MODEL}module.") else _MODEL
     if weights == Weights.raw:
         if not state.keys(model):
-            raise DataError(f"checkpoint {checkpoint} holds no U-Net")
+            raise DataError(f"checkpoint {checkpoint} holds no model")
         return state.read_below(model)
     labels = str(state.read_below(f"{_AVERAGES}labels").get("", "")).split()
     if weights != Weights.ema and weights not in labels:
         there = f"holds {', '.join(labels)}" if labels else "holds no averages (they had not started)"
         raise DataError(f"checkpoint {checkpoint} {there}, but not the average {weights}: choose another one")
     is_first = weights == Weights.ema or weights == labels[0]
-    average = state.read_below(_AVERAGES + ("averages.unet." if is_first else f"others.{weights}.unet."))
+    average = state.read_below(_AVERAGES + ("averages." if is_first else f"others.{weights}."))
     if not average:
         raise DataError(f"checkpoint {checkpoint} holds no average of the weights (it had not started)")
     frozen = [key for key in state.keys(model) if key.removeprefix(model) not in average]

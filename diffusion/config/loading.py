@@ -43,6 +43,7 @@ OVERRIDES = "overrides"
 RENAMED = {  # until 0.3
     "data.download_retry": "data.download_attempts",
     "trainer.init_timeout": "trainer.compile_timeout",
+    "model.unet": "model.network",
     "operations.supervision.check_patience": "operations.supervision.check_timeout",
     "operations.supervision.data_patience": "operations.supervision.data_timeout",
     "operations.supervision.pause_patience": "operations.supervision.pause_timeout",

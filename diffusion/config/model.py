@@ -18,8 +18,12 @@ class Architecture(str, Enum):
 
     stable_diffusion_2 = "stable_diffusion_2"
     stable_diffusion_xl = "stable_diffusion_xl"
+    transformer_s = "transformer_s"
+    transformer_m = "transformer_m"
+    transformer_l = "transformer_l"
     tiny = "tiny"
     tiny_xl = "tiny_xl"
+    tiny_transformer = "tiny_transformer"
 
 
 class PredictionType(str, Enum):
@@ -72,7 +76,7 @@ class ModelConfig:
     """Architecture and pretrained weights."""
 
     architecture: Architecture = Architecture.stable_diffusion_2
-    """Family of U-Net, VAE, text encoder, tokenizer and noise schedule."""
+    """Family of network, VAE, text encoder, tokenizer and noise schedule."""
 
     pretrained: str | None = location(None)
     """Folder in the diffusers layout, or hub name, of the VAE and the text encoder. Null: random weights from
@@ -88,10 +92,11 @@ class ModelConfig:
     """Seed of randomly initialised frozen parts (`pretrained: null`)."""
 
     low_precision_norms: bool = True
-    """GroupNorm and LayerNorm of the U-Net in the autocast precision instead of fp32."""
+    """GroupNorm and LayerNorm of the network in the autocast precision instead of fp32."""
 
-    unet: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of diffusers' UNet2DConditionModel that replace those of the architecture."""
+    network: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of diffusers' UNet2DConditionModel or PRXTransformer2DModel that replace those of the
+    architecture."""
 
     lora: LoraConfig | None = None
     """Train LoRA matrices on top of `init_from`; null: train all weights."""

@@ -115,9 +115,9 @@ class CheckpointGenerator(Generator):
     def __init__(self, model: LatentDiffusion, device: torch.device) -> None:
         self.vae_identity = module_identity(model.vae)
         self.noise_scheduler = model.noise_scheduler
-        self.identity = _joined(module_identity(model.unet), self.vae_identity, module_identity(model.text_encoder))
+        self.identity = _joined(module_identity(model.network), self.vae_identity, module_identity(model.text_encoder))
         self.model, self.device, self.resolution = model.to(device).eval(), device, model.resolution
-        self.vae_factor, self.num_channels = model.vae_factor, model.unet.config["in_channels"]
+        self.vae_factor, self.num_channels = model.vae_factor, model.network.config["in_channels"]
 
     def generate(
         self, prompts: Sequence[str], latents: Tensor, sampling: SamplingConfig, guidance_scale: float
@@ -143,7 +143,7 @@ class PipelineGenerator(Generator):
     """Generator from a text-to-image pipeline of diffusers, with the samplers of this package.
 
     Args:
-        folder: Stable Diffusion or SDXL in the diffusers layout.
+        folder: Stable Diffusion, SDXL or PRX in the diffusers layout.
         device: device of the pipeline.
 
     Raises:
@@ -158,32 +158,47 @@ class PipelineGenerator(Generator):
         if hasattr(pipeline, "text_encoder_2"):
             text_encoder = DualTextEncoder(text_encoder, pipeline.text_encoder_2)
             pipeline.watermark = None
-        self.identity = _joined(*(module_identity(part) for part in (pipeline.unet, pipeline.vae, text_encoder)))
+        self.is_prx = hasattr(pipeline, "transformer")
+        network = pipeline.transformer if self.is_prx else pipeline.unet
+        self.identity = _joined(*(module_identity(part) for part in (network, pipeline.vae, text_encoder)))
         self.pipeline, self.device = pipeline.to(device), device
-        self.vae_factor, self.num_channels = pipeline.vae_scale_factor, pipeline.unet.config.in_channels
-        self.resolution = pipeline.unet.config.sample_size * self.vae_factor
+        self.vae_factor, self.num_channels = pipeline.vae_scale_factor, network.config.in_channels
+        if self.is_prx:
+            self.resolution = pipeline.get_default_resolution()
+        else:
+            self.resolution = network.config.sample_size * self.vae_factor
 
     def generate(
         self, prompts: Sequence[str], latents: Tensor, sampling: SamplingConfig, guidance_scale: float
     ) -> list[Image.Image]:
         """Generate one image for each prompt."""
         self.pipeline.scheduler = inference_scheduler(self.noise_scheduler, sampling.sampler)
-        return self.pipeline(
-            list(prompts),
-            negative_prompt=[sampling.negative_prompt] * len(prompts),
-            height=latents.shape[2] * self.vae_factor,
-            width=latents.shape[3] * self.vae_factor,
-            num_inference_steps=sampling.num_inference_steps,
-            guidance_scale=guidance_scale,
-            latents=latents.to(self.pipeline.unet.dtype),
-        ).images
+        options: dict[str, Any] = {
+            "height": latents.shape[2] * self.vae_factor,
+            "width": latents.shape[3] * self.vae_factor,
+            "num_inference_steps": sampling.num_inference_steps,
+            "guidance_scale": guidance_scale,
+        }
+        latents = latents.to(self.pipeline.vae.dtype)
+        if self.is_prx:  # With guidance it takes one prompt at a time.
+            options |= {"use_resolution_binning": False, "skip_text_cleaning": True}
+            negative = sampling.negative_prompt
+            images = [
+                self.pipeline(prompt, negative, latents=latents[i : i + 1], **options).images
+                for i, prompt in enumerate(prompts)
+            ]
+            return [image for [image] in images]
+        negatives = [sampling.negative_prompt] * len(prompts)
+        return self.pipeline(list(prompts), negative_prompt=negatives, latents=latents, **options).images
 
 
 def _load_pipeline(folder: Path) -> Any:
+    from diffusers.pipelines.prx.pipeline_prx import PRXPipeline
     from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
     from diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl import StableDiffusionXLPipeline
 
-    kinds: dict[str, Any] = {kind.__name__: kind for kind in (StableDiffusionPipeline, StableDiffusionXLPipeline)}
+    classes = (StableDiffusionPipeline, StableDiffusionXLPipeline, PRXPipeline)
+    kinds: dict[str, Any] = {kind.__name__: kind for kind in classes}
     try:
         kind = kinds[json.loads((folder / PIPELINE_INDEX).read_text(encoding="utf-8"))["_class_name"]]
         return kind.from_pretrained(folder, use_safetensors=True, local_files_only=True)

@@ -111,8 +111,8 @@ def measure_caption_use(
         Losses with `true` captions, and with the `shuffled` ones of other samples, one of each per seed.
     """
     own = list(batches)
-    training_seed, was_training = model.seed, model.unet.training
-    model.unet.eval()
+    training_seed, was_training = model.seed, model.network.training
+    model.network.eval()
     try:
         losses: dict[str, list[float]] = {"true": [], "shuffled": []}
         for name, captioned in (("true", own), ("shuffled", with_shifted_captions(own))):
@@ -121,7 +121,7 @@ def measure_caption_use(
                 losses[name].append(_mean_loss(model, captioned))
     finally:
         model.seed = training_seed
-        model.unet.train(was_training)
+        model.network.train(was_training)
     return losses
 
 
@@ -137,7 +137,7 @@ def with_shifted_captions(batches: Sequence[Batch]) -> list[Batch]:
 
 
 def _mean_loss(model: LatentDiffusion, batches: Sequence[Batch]) -> float:
-    device = next(model.unet.parameters()).device
+    device = next(model.network.parameters()).device
     total = torch.zeros((), dtype=torch.float64)
     for batch in batches:
         outputs = model.eval_forward({key: value.to(device) for key, value in batch.items()})

@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 from diffusion.config.model import NUM_TIMESTEPS, Architecture, ModelConfig, PredictionType
 from diffusion.errors import ConfigurationError, raise_all, similar_names
 from diffusion.models.conditioning import DualTextEncoder, TextEncoder
+from diffusion.models.networks import NETWORKS, Network, take_whole_timesteps
 
 Built = TypeVar("Built")
 
@@ -41,8 +41,8 @@ CLIP_VOCABULARY = 49_408
 class ArchitectureSpec:
     """Keyword arguments of the parts of a latent diffusion model."""
 
-    unet: dict[str, Any]
-    """UNet2DConditionModel."""
+    network: dict[str, Any]
+    """UNet2DConditionModel, or PRXTransformer2DModel."""
 
     vae: dict[str, Any]
     """AutoencoderKL."""
@@ -52,6 +52,12 @@ class ArchitectureSpec:
 
     text_encoder_2: dict[str, Any] | None = None
     """CLIPTextConfig of SDXL's second text encoder, which has a projection."""
+
+    component: str = "unet"
+    """Kind of network: key of `NETWORKS`."""
+
+    sample_size: int = 64
+    """Usual side of the latents."""
 
     prediction_type: PredictionType = PredictionType.epsilon
     """Usual prediction target."""
@@ -64,7 +70,13 @@ class ArchitectureSpec:
     @property
     def resolution(self) -> int:
         """Usual side of images, in pixels."""
-        return self.unet["sample_size"] * self.vae_factor
+        return self.sample_size * self.vae_factor
+
+    @property
+    def text_width(self) -> int:
+        """Width of the text encoding (D)."""
+        second = self.text_encoder_2 or {"hidden_size": 0}
+        return self.text_encoder["hidden_size"] + second["hidden_size"]
 
     @property
     def max_tokens(self) -> int:
@@ -89,7 +101,7 @@ def _clip(width: int, *, num_layers: int, num_heads: int, projection: int, activ
 
 
 STABLE_DIFFUSION_2 = ArchitectureSpec(
-    unet={
+    network={
         "sample_size": 64,
         "in_channels": 4,
         "out_channels": 4,
@@ -114,7 +126,8 @@ STABLE_DIFFUSION_2 = ArchitectureSpec(
 )
 
 STABLE_DIFFUSION_XL = ArchitectureSpec(
-    unet={
+    sample_size=128,
+    network={
         "sample_size": 128,
         "in_channels": 4,
         "out_channels": 4,
@@ -136,7 +149,8 @@ STABLE_DIFFUSION_XL = ArchitectureSpec(
 )
 
 TINY = ArchitectureSpec(
-    unet={
+    sample_size=8,
+    network={
         "sample_size": 8,
         "in_channels": 4,
         "out_channels": 4,
@@ -173,8 +187,9 @@ TINY = ArchitectureSpec(
 )
 
 TINY_XL = ArchitectureSpec(
-    unet={
-        **TINY.unet,
+    sample_size=8,
+    network={
+        **TINY.network,
         "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
         "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
         "transformer_layers_per_block": (1, 2),
@@ -188,7 +203,51 @@ TINY_XL = ArchitectureSpec(
     prediction_type=PredictionType.v_prediction,
 )
 
+TINY_TRANSFORMER = ArchitectureSpec(
+    component="transformer",
+    sample_size=8,
+    network={
+        "in_channels": 4,
+        "patch_size": 1,
+        "context_in_dim": 64,
+        "hidden_size": 192,
+        "mlp_ratio": 3.5,
+        "num_heads": 6,
+        "depth": 6,
+        "axes_dim": (16, 16),
+    },
+    vae=TINY.vae,
+    text_encoder=TINY.text_encoder,
+    prediction_type=PredictionType.flow,
+)
+
+
+def _transformer(hidden_size: int, depth: int) -> ArchitectureSpec:
+    """A transformer over the latents of Stable Diffusion 2, with its text encoder; heads are 64 wide."""
+    return ArchitectureSpec(
+        component="transformer",
+        sample_size=64,
+        network={
+            "in_channels": 4,
+            "patch_size": 2,
+            "context_in_dim": 1024,
+            "hidden_size": hidden_size,
+            "mlp_ratio": 3.5,
+            "num_heads": hidden_size // 64,
+            "depth": depth,
+            "axes_dim": (32, 32),
+        },
+        vae=STABLE_DIFFUSION_2.vae,
+        text_encoder=STABLE_DIFFUSION_2.text_encoder,
+        prediction_type=PredictionType.flow,
+    )
+
+
 ARCHITECTURES = {
+    Architecture.transformer_s: _transformer(576, 10),
+    Architecture.transformer_m: _transformer(1024, 14),
+    Architecture.transformer_l: _transformer(1792, 16),
+    Architecture.tiny_transformer: TINY_TRANSFORMER,
     Architecture.stable_diffusion_2: STABLE_DIFFUSION_2,
     Architecture.stable_diffusion_xl: STABLE_DIFFUSION_XL,
     Architecture.tiny: TINY,
@@ -206,13 +265,16 @@ def with_seed(seed: int, build: Callable[[], Built]) -> Built:
         return build()
 
 
-def build_unet(config: ModelConfig) -> UNet2DConditionModel:
-    """Build the U-Net with random weights from torch's generator.
+def build_network(config: ModelConfig) -> Network:
+    """Build the network with random weights from torch's generator.
 
     Raises:
-        ConfigurationError: `model.unet` holds an unknown argument or an invalid value.
+        ConfigurationError: `model.network` holds an unknown argument or an invalid value.
     """
-    return _build(UNet2DConditionModel, ARCHITECTURES[config.architecture].unet, config.unet, "model.unet")
+    spec = ARCHITECTURES[config.architecture]
+    network = _build(NETWORKS[spec.component], spec.network, config.network, "model.network")
+    take_whole_timesteps(network)
+    return network
 
 
 def build_vae(spec: ArchitectureSpec, changes: dict[str, Any] | None = None) -> AutoencoderKL:
@@ -233,10 +295,10 @@ def build_text_encoder(spec: ArchitectureSpec) -> TextEncoder:
 
 
 def count_parameters(config: ModelConfig) -> dict[str, int]:
-    """Count the parameters of `unet`, `vae` and `text_encoder` on the meta device."""
+    """Count the parameters of `network`, `vae` and `text_encoder` on the meta device."""
     spec = ARCHITECTURES[config.architecture]
     with torch.device("meta"):
-        parts = {"unet": build_unet(config), "vae": build_vae(spec), "text_encoder": build_text_encoder(spec)}
+        parts = {"network": build_network(config), "vae": build_vae(spec), "text_encoder": build_text_encoder(spec)}
     return {name: sum(parameter.numel() for parameter in part.parameters()) for name, part in parts.items()}
 
 

@@ -10,15 +10,16 @@ from torch import Tensor
 
 from diffusion.config.model import Architecture, FlowConfig, ModelConfig, ObjectiveConfig, PredictionType
 from diffusion.errors import ConfigurationError
-from diffusion.models.architectures import ARCHITECTURES, NOISE_SCHEDULE, ArchitectureSpec, build_unet, with_seed
+from diffusion.models.architectures import ARCHITECTURES, NOISE_SCHEDULE, ArchitectureSpec, build_network, with_seed
 from diffusion.models.conditioning import text_width
 from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.networks import text_width_of
 from diffusion.models.pretrained import (
     SCHEDULER_CONFIG,
     load_frozen_parts,
+    network_folder,
     read_noise_schedule,
-    read_pipeline_unet,
-    unet_folder,
+    read_pipeline_network,
 )
 from diffusion.models.sampling import build_noise_scheduler, whole_number
 from diffusion.randomness import NUM_SEEDS
@@ -27,27 +28,27 @@ log = logging.getLogger(__name__)
 
 
 def build_model(config: ModelConfig, objective: ObjectiveConfig, *, resolution: int, seed: int) -> LatentDiffusion:
-    """Build the model for training: a random U-Net from the seed, frozen parts as configured.
+    """Build the model for training: a random network from the seed, frozen parts as configured.
 
     Raises:
-        ConfigurationError: frozen weights are missing, or do not fit the U-Net.
+        ConfigurationError: frozen weights are missing, or do not fit the network.
     """
-    unet = with_seed(seed, lambda: build_unet(config))
+    network = with_seed(seed, lambda: build_network(config))
     frozen = load_frozen_parts(config)
     width = text_width(frozen.text_encoder)
-    if unet.config["cross_attention_dim"] != width:
+    if text_width_of(network) != width:
         raise ConfigurationError(
-            f"model.pretrained={config.pretrained}: its text encoder is {width} wide, the U-Net of "
-            f"{config.architecture.value} expects {unet.config['cross_attention_dim']}"
+            f"model.pretrained={config.pretrained}: its text encoder is {width} wide, the network of "
+            f"{config.architecture.value} expects {text_width_of(network)}"
         )
     channels = frozen.vae.config["latent_channels"]
-    if unet.config["in_channels"] != channels:
+    if network.config["in_channels"] != channels:
         raise ConfigurationError(
-            f"model.vae={config.vae or config.pretrained}: its latents have {channels} channels, the U-Net expects "
-            f"{unet.config['in_channels']}"
+            f"model.vae={config.vae or config.pretrained}: its latents have {channels} channels, the network "
+            f"expects {network.config['in_channels']}"
         )
     return LatentDiffusion(
-        unet=unet,
+        network=network,
         frozen=frozen,
         noise_scheduler=build_noise_scheduler(objective),
         objective=objective,
@@ -57,30 +58,30 @@ def build_model(config: ModelConfig, objective: ObjectiveConfig, *, resolution: 
     )
 
 
-def load_unet(model: LatentDiffusion, weights: dict[str, Tensor], source: str) -> None:
-    """Load weights, which messages call `source`, into a model's U-Net.
+def load_weights(model: LatentDiffusion, weights: dict[str, Tensor], source: str) -> None:
+    """Load weights, which messages call `source`, into a model.
 
     Raises:
-        ConfigurationError: names or shapes differ from those of the U-Net.
+        ConfigurationError: names or shapes differ from those of the model.
     """
-    expected = model.unet.state_dict()
+    expected = model.state_dict()
     missing, unexpected = expected.keys() - weights.keys(), weights.keys() - expected.keys()
     shapes = [name for name in expected.keys() & weights.keys() if expected[name].shape != weights[name].shape]
     if missing or unexpected or shapes:
         example = next(iter(sorted(shapes)), None)
         detail = f", such as {example}: {tuple(weights[example].shape)} stored" if example else ""
         raise ConfigurationError(
-            f"{source} does not fit the U-Net of this configuration: {len(missing)} weights missing, {len(unexpected)} "
+            f"{source} does not fit the model of this configuration: {len(missing)} weights missing, {len(unexpected)} "
             f"unknown, {len(shapes)} of another shape{detail}. Use the `model` section of its training run"
         )
-    model.unet.load_state_dict(weights)
+    model.load_state_dict(weights)
 
 
 def load_family(
     architecture: Architecture,
     pretrained: str | Path | None = None,
     *,
-    unet: str | Path | None = None,
+    network: str | Path | None = None,
     vae: str | Path | None = None,
     resolution: int | None = None,
     prediction_type: str | None = None,
@@ -91,15 +92,15 @@ def load_family(
     """Build a model for a notebook.
 
     Args:
-        architecture: given already in `stable_diffusion_2`, `stable_diffusion_xl`, `tiny` and `tiny_xl`.
+        architecture: given already in `stable_diffusion_2`, `tiny` ...
         pretrained: diffusers-layout folder or hub name of the VAE's and text encoder's weights; None: random weights.
-        unet: the same of the U-Net's weights; None: random weights from the seed.
+        network: the same of the weights of U-Net or transformer; None: random weights from the seed.
         vae: folder of a VAE that replaces the VAE of `pretrained`.
         resolution: default size of generated images, in pixels; by default that of the family.
-        prediction_type: "epsilon", "v_prediction", "sample" or "flow"; by default as stored in the folder of `unet`,
+        prediction_type: "epsilon", "v_prediction", "sample" or "flow"; by default as stored in the folder of `network`,
             else that of the family.
         zero_terminal_snr: rescale the noise schedule (Lin et al. 2023); not with epsilon. By default as stored in the
-            folder of `unet`, else False.
+            folder of `network`, else False.
         local_files_only: read the local cache instead of the hub.
         seed: seed of random weights and of the random numbers of training.
 
@@ -108,7 +109,7 @@ def load_family(
 
     Raises:
         ConfigurationError: weights are missing or do not fit, or an option is invalid.
-        DataError: the U-Net's weights are damaged.
+        DataError: the weights are damaged.
     """
     spec = ARCHITECTURES[architecture]
     try:
@@ -118,7 +119,9 @@ def load_family(
         raise ConfigurationError(str(error)) from error
     if resolution % spec.vae_factor:
         raise ConfigurationError(f"resolution {resolution}: give a multiple of {spec.vae_factor}, the VAE's factor")
-    folder = None if unet is None else unet_folder(str(unet), local_files_only=local_files_only)
+    folder = (
+        None if network is None else network_folder(str(network), spec.component, local_files_only=local_files_only)
+    )
     requested = {"prediction_type": prediction_type, "rescale_betas_zero_snr": zero_terminal_snr}
     requested = {key: value for key, value in requested.items() if value is not None}
     config = ModelConfig(
@@ -129,9 +132,11 @@ def load_family(
     )
     model = build_model(config, _objective(spec, folder, requested), resolution=resolution, seed=seed)
     if folder is not None:
-        load_unet(model, read_pipeline_unet(folder, model.unet), f"{folder}/unet")
+        load_weights(model, read_pipeline_network(folder, model), f"{folder}/{model.component}")
     elif pretrained or vae:
-        log.warning("the U-Net has random weights, the other parts those of %s: give unet=FOLDER", pretrained or vae)
+        log.warning(
+            "the network has random weights, the other parts those of %s: give network=FOLDER", pretrained or vae
+        )
     return model.eval()
 
 
@@ -156,6 +161,22 @@ tiny = _family(
     "Small model with the structure of `stable_diffusion_2`, for two CPU cores; v-prediction by default.",
 )
 
+transformer_s = _family(
+    Architecture.transformer_s, "Transformer over the latents of Stable Diffusion 2: NUM_S parameters; rectified flow."
+)
+
+transformer_m = _family(
+    Architecture.transformer_m, "Transformer over the latents of Stable Diffusion 2: NUM_M parameters; rectified flow."
+)
+
+transformer_l = _family(
+    Architecture.transformer_l, "Transformer over the latents of Stable Diffusion 2: NUM_L parameters; rectified flow."
+)
+
+tiny_transformer = _family(
+    Architecture.tiny_transformer, "Small transformer with VAE and text encoder of `tiny`; rectified flow by default."
+)
+
 tiny_xl = _family(
     Architecture.tiny_xl,
     "Small model with the structure of `stable_diffusion_xl`, for two CPU cores; v-prediction by default.",
@@ -163,7 +184,7 @@ tiny_xl = _family(
 
 
 def _objective(spec: ArchitectureSpec, folder: Path | None, requested: dict[str, Any]) -> ObjectiveConfig:
-    """Prediction type and noise schedule of a U-Net: from the options, the folder of its weights, or the defaults.
+    """Prediction type and noise schedule of a network: from the options, the folder of its weights, or the defaults.
 
     Raises:
         ConfigurationError: the prediction type is unknown, or the folder contradicts the options.
@@ -171,7 +192,7 @@ def _objective(spec: ArchitectureSpec, folder: Path | None, requested: dict[str,
     stored = read_noise_schedule(folder) if folder is not None else {}
     if stored is None and "prediction_type" not in requested:
         log.warning(
-            "%s has no %s: the prediction type of its U-Net is assumed to be %s",
+            "%s has no %s: the prediction type of its network is assumed to be %s",
             folder,
             SCHEDULER_CONFIG,
             spec.prediction_type.value,
@@ -188,7 +209,7 @@ def _objective(spec: ArchitectureSpec, folder: Path | None, requested: dict[str,
     ]
     if differing:
         raise ConfigurationError(
-            f"{folder}/{SCHEDULER_CONFIG}: {'; '.join(differing)}. Use the family of its U-Net without "
+            f"{folder}/{SCHEDULER_CONFIG}: {'; '.join(differing)}. Use the family of its network without "
             "prediction_type and zero_terminal_snr"
         )
     return ObjectiveConfig(

@@ -1,4 +1,4 @@
-"""Conditioning of the U-Net: encoded captions, dropped captions and, in SDXL, image sizes and crops.
+"""Conditioning of the network: encoded captions, dropped captions and, in SDXL, image sizes and crops.
 
 Shape letters: B batch, L tokens, D width of the text encoding, P width of the pooled text.
 """
@@ -65,7 +65,7 @@ def text_width(text_encoder: TextEncoder) -> int:
 
 
 class Conditioning(NamedTuple):
-    """Inputs of the U-Net besides noised latents and timesteps."""
+    """Inputs of the network besides noised latents and timesteps."""
 
     text: Tensor
     """[B, L, D]."""
@@ -76,6 +76,9 @@ class Conditioning(NamedTuple):
     placement: Tensor | None = None
     """int64 [B, 6], see `Placement`. Autocast and FSDP would round floating-point sizes: bfloat16 has no 1025."""
 
+    mask: Tensor | None = None
+    """bool [B, L], whether a token is no padding; None in a U-Net, which attends to the padding, too."""
+
     def unet_arguments(self) -> dict[str, Any]:
         """Keyword arguments of the U-Net besides the text."""
         if self.pooled is None:
@@ -84,7 +87,8 @@ class Conditioning(NamedTuple):
 
     def to(self, dtype: torch.dtype) -> "Conditioning":
         """Cast the encoded text."""
-        return Conditioning(self.text.to(dtype), None if self.pooled is None else self.pooled.to(dtype), self.placement)
+        pooled = None if self.pooled is None else self.pooled.to(dtype)
+        return self._replace(text=self.text.to(dtype), pooled=pooled)
 
     def concatenate(self, other: "Conditioning") -> "Conditioning":
         """Append another batch."""
@@ -100,15 +104,19 @@ class Conditioner:
     Args:
         text_encoder: maps token ids int64 [B, L] to hidden states [B, L, D] and pooled text [B, P].
         empty_token_ids: int64 [L], the empty caption.
-        is_extended: whether the U-Net takes pooled text, sizes and crops (SDXL).
+        is_extended: whether the network takes pooled text, sizes and crops (SDXL).
+        is_masked: whether the network is told which tokens are padding.
     """
 
-    def __init__(self, text_encoder: TextEncoder, empty_token_ids: Tensor, *, is_extended: bool) -> None:
+    def __init__(
+        self, text_encoder: TextEncoder, empty_token_ids: Tensor, *, is_extended: bool, is_masked: bool
+    ) -> None:
         self._text_encoder = text_encoder
         self._empty_token_ids = {empty_token_ids.device: empty_token_ids}
         self._empty_text: dict[tuple[torch.device, torch.dtype | None], TextEncoding] = {}
         self._dtype: torch.dtype | None = None
-        self._is_extended = is_extended
+        self._is_extended, self._is_masked = is_extended, is_masked
+        self._end = int(empty_token_ids[1])  # Of the start, the end and the padding.
 
     def lower_precision(self, dtype: torch.dtype) -> None:
         """Encode under autocast of this dtype from now on, with weights cast once instead of in each call.
@@ -154,7 +162,7 @@ class Conditioner:
         """
         text = self._stored_text(batch, token_ids) if BatchKey.TEXT_EMBEDDING in batch else self.encode_text(token_ids)
         if not self._is_extended:
-            return Conditioning(text.hidden)
+            return Conditioning(text.hidden, mask=self._mask(token_ids))
         if BatchKey.PLACEMENT not in batch:
             raise ValueError("the data has no sizes and crops, which SDXL needs: encode it again")
         return Conditioning(text.hidden, text.pooled, batch[BatchKey.PLACEMENT])
@@ -163,9 +171,16 @@ class Conditioner:
         """Conditioning of prompts int64 [B, L]."""
         text = self.encode_text(token_ids)
         if not self._is_extended:
-            return Conditioning(text.hidden)
+            return Conditioning(text.hidden, mask=self._mask(token_ids))
         numbers = torch.tensor(placement, dtype=torch.int64, device=token_ids.device)
         return Conditioning(text.hidden, text.pooled, numbers.expand(len(token_ids), -1))
+
+    def _mask(self, token_ids: Tensor) -> Tensor | None:
+        """Whether a token [B, L] comes before the padding: up to the first end token."""
+        if not self._is_masked:
+            return None
+        is_end = token_ids == self._end
+        return is_end.cumsum(dim=1) - is_end.long() == 0
 
     def _stored_text(self, batch: dict[str, Tensor], token_ids: Tensor) -> TextEncoding:
         """Stored encoding of captions, replaced by that of the empty caption where captions were dropped."""

@@ -1,4 +1,4 @@
-"""Floating-point operations of the U-Net, from its configuration alone.
+"""Floating-point operations of the network, from its configuration alone.
 
 The numbers equal those of torch's FlopCounterMode on the meta device, which takes 1 second (Stable Diffusion 2) to 3
 seconds (SDXL) for each image size; buckets have dozens of sizes.
@@ -11,7 +11,7 @@ timesteps.
 import math
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from diffusion.datasets.batch import BatchKey, Entry
 
@@ -21,9 +21,9 @@ BLOCKS = CROSS_BLOCKS | {"DownBlock2D", "UpBlock2D"}
 
 
 def batch_flops(
-    unet: Mapping[str, Any], batch: Mapping[str, Entry], *, vae_factor: int, has_fixed_weights: bool = False
+    network: Mapping[str, Any], batch: Mapping[str, Entry], *, vae_factor: int, has_fixed_weights: bool = False
 ) -> float:
-    """Operations of the U-Net, forward and backward, for the samples of a batch, which may be groups of several shapes.
+    """Operations of the network, forward and backward, for a batch, which may be groups of several shapes.
 
     Returns:
         The sum; NaN for unknown block types.
@@ -36,18 +36,28 @@ def batch_flops(
         counts[group.shape[-2] // factor, group.shape[-1] // factor] += len(group)
     total = 0.0
     for (height, width), count in counts.items():
-        flops = count_unet_flops(unet, height=height, width=width, num_tokens=num_tokens)
+        flops = count_flops(network, height=height, width=width, num_tokens=num_tokens)
         if flops is None:
             return math.nan
         total += count * (flops.adapting if has_fixed_weights else flops.training)
     return total
 
 
-def count_unet_flops(unet: Mapping[str, Any], *, height: int, width: int, num_tokens: int) -> "UNetFlops | None":
-    """Count the operations of a UNet2DConditionModel, from its configuration with all defaults, for one image.
+class Flops(NamedTuple):
+    """Operations for one image."""
+
+    forward: int
+    training: int
+    """Forward and backward pass, without recomputation."""
+    adapting: int
+    """The same with frozen weights, as under LoRA, whose small matrices are not counted."""
+
+
+def count_flops(network: Mapping[str, Any], *, height: int, width: int, num_tokens: int) -> Flops | None:
+    """Count the operations of a network for one image.
 
     Args:
-        unet: `unet.config`.
+        network: configuration of a UNet2DConditionModel or PRXTransformer2DModel, with all defaults.
         height: height of the latent.
         width: width of the latent.
         num_tokens: tokens of the caption.
@@ -55,21 +65,58 @@ def count_unet_flops(unet: Mapping[str, Any], *, height: int, width: int, num_to
     Returns:
         The operations; None for unknown block types.
     """
-    types = {*unet["down_block_types"], *unet["up_block_types"], unet["mid_block_type"]}
-    return UNetFlops(unet, height, width, num_tokens) if types <= BLOCKS else None
+    if "patch_size" in network:
+        counter = _TransformerFlops(network, height, width, num_tokens)
+    elif {*network["down_block_types"], *network["up_block_types"], network["mid_block_type"]} <= BLOCKS:
+        counter = _UNetFlops(network, height, width, num_tokens)
+    else:
+        return None
+    return Flops(counter.forward, counter.training, counter.adapting)
 
 
-class UNetFlops:
-    """Operations for one image, counted in the order of the forward pass.
+class _Counter:
+    """Sums of operations, in the order of the forward pass."""
 
-    Attributes:
-        forward: operations of the forward pass.
-        training: operations of forward and backward pass, without recomputation.
-        adapting: the same with frozen weights, as under LoRA, whose small matrices are not counted.
-    """
-
-    def __init__(self, unet: Mapping[str, Any], height: int, width: int, num_tokens: int) -> None:
+    def __init__(self) -> None:
         self.forward = self.training = self.adapting = 0
+
+    def _add(self, forward: int, *, has_input_gradient: bool = True, has_weights: bool = True) -> None:
+        training = forward * (3 if has_input_gradient else 2)
+        self.forward += forward
+        self.training += training
+        self.adapting += training - forward if has_weights else training
+
+    def _linear(self, rows: int, before: int, after: int, has_input_gradient: bool = True) -> None:
+        self._add(2 * rows * before * after, has_input_gradient=has_input_gradient)
+
+    def _attention(self, queries: int, keys: int, width: int) -> None:
+        """Scores and weighted sum of all heads, with the sum of their widths."""
+        self._add(4 * queries * keys * width, has_weights=False)
+
+
+class _TransformerFlops(_Counter):
+    def __init__(self, network: Mapping[str, Any], height: int, width: int, num_tokens: int) -> None:
+        super().__init__()
+        hidden, patch = network["hidden_size"], network["patch_size"]
+        positions, values = height * width // patch**2, network["in_channels"] * patch**2
+        inner = int(hidden * network["mlp_ratio"])
+        self._linear(num_tokens, network["context_in_dim"], hidden, has_input_gradient=False)
+        self._linear(positions, values, hidden, has_input_gradient=False)
+        self._linear(1, 256, hidden, has_input_gradient=False)
+        self._linear(1, hidden, hidden)
+        for _ in range(network["depth"]):
+            self._linear(1, hidden, 6 * hidden)
+            self._linear(positions, hidden, 4 * hidden)
+            self._linear(num_tokens, hidden, 2 * hidden)
+            self._attention(positions, positions + num_tokens, hidden)
+            self._linear(positions, hidden, 3 * inner)
+        self._linear(1, hidden, 2 * hidden)
+        self._linear(positions, hidden, values)
+
+
+class _UNetFlops(_Counter):
+    def __init__(self, unet: Mapping[str, Any], height: int, width: int, num_tokens: int) -> None:
+        super().__init__()
         self._unet, self._num_tokens = unet, num_tokens
         channels = unet["block_out_channels"]
         self._time_width = unet["time_embedding_dim"] or 4 * channels[0]
@@ -98,22 +145,9 @@ class UNetFlops:
                 self._conv(math.prod(sizes[i - 1]), before, before)
         self._conv(height * width, before, unet["out_channels"])
 
-    def _add(self, forward: int, *, has_input_gradient: bool = True, has_weights: bool = True) -> None:
-        training = forward * (3 if has_input_gradient else 2)
-        self.forward += forward
-        self.training += training
-        self.adapting += training - forward if has_weights else training
-
-    def _linear(self, rows: int, before: int, after: int, has_input_gradient: bool = True) -> None:
-        self._add(2 * rows * before * after, has_input_gradient=has_input_gradient)
-
     def _conv(self, area: int, before: int, after: int, has_input_gradient: bool = True) -> None:
         """A convolution of 3 x 3; one of 1 x 1 counts as a linear layer."""
         self._linear(area, 9 * before, after, has_input_gradient)
-
-    def _attention(self, queries: int, keys: int, width: int) -> None:
-        """Scores and weighted sum of all heads, with the sum of their widths."""
-        self._add(4 * queries * keys * width, has_weights=False)
 
     def _embeddings(self, channels: int) -> None:
         """Embeddings of the timestep and, in SDXL, of sizes and pooled text: one position each."""

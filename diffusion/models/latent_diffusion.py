@@ -1,7 +1,7 @@
 """The model that Composer trains: from a batch to the loss, and from prompts to images.
 
 The loss of a batch, read `LatentDiffusion.forward` and `loss`: latents x_0 from the VAE, noise and timesteps t from
-addressed random numbers, x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) noise, the U-Net's prediction from x_t, t and the
+addressed random numbers, x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) noise, the network's prediction from x_t, t and the
 captions, and its mean squared error against noise, x_0, v or noise - x_0.
 
 Shape letters: B batch, C channels, H W height and width of the latent, L tokens, D width of the text encoding.
@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from composer.models import ComposerModel
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from PIL import Image
 from torch import Tensor
 from torchmetrics import Metric
@@ -28,6 +27,7 @@ from diffusion.models.conditioning import Conditioner, Conditioning, TextEncoder
 from diffusion.models.fast.norms import autocast_dtype, use_low_precision_norms
 from diffusion.models.flops import batch_flops
 from diffusion.models.metrics import ValidationMean, timestep_bins, validation_means
+from diffusion.models.networks import Network, component_name, patch_size_of, predict
 from diffusion.models.objectives import (
     EVALUATION,
     TARGETS,
@@ -62,7 +62,7 @@ class Prediction(NamedTuple):
     """Result of a forward pass."""
 
     prediction: Tensor
-    """float [B, C, H, W], output of the U-Net."""
+    """float [B, C, H, W], output of the network."""
 
     target: Tensor
     """float32 [B, C, H, W], target of the prediction."""
@@ -102,17 +102,18 @@ class Draws(NamedTuple):
 class LatentDiffusion(ComposerModel):
     """A latent diffusion model (Rombach et al. 2022).
 
-    The U-Net is the only child module. The frozen parts are outside of the module tree and so in no optimizer,
-    checkpoint or FSDP unit. They stay in eval mode and move with the model.
+    The network is the only child module, under its name in pipelines of diffusers (`unet`, `transformer`). The frozen
+    parts are outside of the module tree and so in no optimizer, checkpoint or FSDP unit. They stay in eval mode and
+    move with the model.
 
     Args:
-        unet: the trained network.
+        network: the trained network.
         frozen: VAE, text encoder, tokenizer and latent scaling.
         noise_scheduler: noise schedule and prediction type.
         objective: training objective, with the scheduler's prediction type.
         resolution: side of the training images in pixels, and default size of generated images.
         seed: seed of noise, timesteps, posterior and dropped captions, 0 <= seed < 2^32.
-        low_precision_norms: run the U-Net's GroupNorm and LayerNorm in the autocast precision.
+        low_precision_norms: run the network's GroupNorm and LayerNorm in the autocast precision.
 
     Attributes:
         observer: called with the draws of each forward pass of training, unless None.
@@ -124,12 +125,10 @@ class LatentDiffusion(ComposerModel):
             timesteps are independent.
     """
 
-    unet: UNet2DConditionModel
-
     def __init__(
         self,
         *,
-        unet: UNet2DConditionModel,
+        network: Network,
         frozen: FrozenParts,
         noise_scheduler: NoiseScheduler,
         objective: ObjectiveConfig,
@@ -139,8 +138,9 @@ class LatentDiffusion(ComposerModel):
     ) -> None:
         super().__init__()
         if low_precision_norms:
-            use_low_precision_norms(unet)
-        self.unet = unet
+            use_low_precision_norms(network)
+        self.component = component_name(network)
+        self.add_module(self.component, network)
         self._frozen = {"vae": frozen.vae, "text_encoder": frozen.text_encoder}
         self.tokenizer: CLIPTokenizer = frozen.tokenizer
         self.latent_scaling = frozen.latent_scaling
@@ -155,8 +155,17 @@ class LatentDiffusion(ComposerModel):
         self.validation_bins: Sequence[range] = ()
         self.num_slots = 0
         empty_token_ids = torch.from_numpy(tokenize(self.tokenizer, [""])).long()[0]
-        is_extended = unet.config["addition_embed_type"] == "text_time"
-        self.conditioner = Conditioner(frozen.text_encoder, empty_token_ids, is_extended=is_extended)
+        self.conditioner = Conditioner(
+            frozen.text_encoder,
+            empty_token_ids,
+            is_extended=network.config.get("addition_embed_type") == "text_time",
+            is_masked=self.component == "transformer",
+        )
+
+    @property
+    def network(self) -> Network:
+        """The trained network, a U-Net or a transformer."""
+        return self.get_submodule(self.component)  # pyright: ignore[reportReturnType]
 
     @property
     def vae(self) -> AutoencoderKL:
@@ -172,6 +181,11 @@ class LatentDiffusion(ComposerModel):
     def vae_factor(self) -> int:
         """Pixels per latent position along one side."""
         return 2 ** (len(self.vae.config.block_out_channels) - 1)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def side_factor(self) -> int:
+        """Both sides of an image in pixels are multiples of it."""
+        return self.vae_factor * patch_size_of(self.network)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LatentDiffusion":
         """Move or cast the frozen parts with the rest (`to`, `cuda`, `half`)."""
@@ -209,11 +223,11 @@ class LatentDiffusion(ComposerModel):
         return Prediction(prediction, target.compute(latents, noise, rates), weight, timesteps)
 
     def _denoise(self, noised: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
-        """Prediction of the U-Net, float [B, C, H, W]; in the precision of its weights unless there is autocast."""
+        """Prediction of the network, float [B, C, H, W]; in the precision of its weights unless there is autocast."""
         if autocast_dtype(noised) is None:
-            dtype = next(self.unet.parameters()).dtype
+            dtype = next(self.network.parameters()).dtype
             noised, conditioning = noised.to(dtype), conditioning.to(dtype)
-        return self.unet(noised, timesteps, conditioning.text, **conditioning.unet_arguments(), return_dict=False)[0]
+        return predict(self.network, noised, timesteps, conditioning)
 
     def loss(self, outputs: Prediction, batch: Batch) -> Tensor:
         """Mean squared error of the microbatch, weighted by sample: float32 []."""
@@ -289,14 +303,14 @@ class LatentDiffusion(ComposerModel):
         metric.add(squared_error(outputs), batch, outputs.timesteps)
 
     def batch_flops(self, batch: Mapping[str, Entry]) -> float:
-        """Floating-point operations of the U-Net for a batch, forward and backward; NaN if unknown."""
+        """Floating-point operations of the network for a batch, forward and backward; NaN if unknown."""
         has_fixed = self._has_fixed_weights
-        return batch_flops(self.unet.config, batch, vae_factor=self.vae_factor, has_fixed_weights=has_fixed)
+        return batch_flops(self.network.config, batch, vae_factor=self.vae_factor, has_fixed_weights=has_fixed)
 
     @cached_property
     def _has_fixed_weights(self) -> bool:
-        """Whether weights of the U-Net are frozen, as under LoRA; cached, because each step needs it."""
-        return not all(parameter.requires_grad for parameter in self.unet.parameters())
+        """Whether weights of the network are frozen, as under LoRA; cached, because each step needs it."""
+        return not all(parameter.requires_grad for parameter in self.network.parameters())
 
     @torch.no_grad()
     def generate(
@@ -347,7 +361,7 @@ class LatentDiffusion(ComposerModel):
             raise ValueError(f"output {output!r}: choose 'pil' or 'tensor'")
         num_images_per_prompt = whole_number("num_images_per_prompt", num_images_per_prompt, least=1)
         texts, negatives = expand_prompts(prompts, negative_prompts, num_images_per_prompt)
-        size = image_size(height, width, default=self.resolution, factor=self.vae_factor)
+        size = image_size(height, width, default=self.resolution, factor=self.side_factor)
         placement = Placement(*(original_size or size), *crop, *size)
         most_steps = self.noise_process.num_timesteps
         num_inference_steps = whole_number("num_inference_steps", num_inference_steps, least=1, most=most_steps)
@@ -356,8 +370,8 @@ class LatentDiffusion(ComposerModel):
         noise = self._initial_noise(latents, seeds, size)
 
         scheduler = inference_scheduler(self.noise_scheduler, sampler)
-        was_training = self.unet.training
-        self.unet.eval()
+        was_training = self.network.training
+        self.network.eval()
         try:
             images = [torch.empty(0, 3, *size)]
             for start in range(0, len(texts), batch_size):
@@ -374,14 +388,14 @@ class LatentDiffusion(ComposerModel):
                 )
                 images.append(self.decode(sampled).cpu())
         finally:
-            self.unet.train(was_training)
+            self.network.train(was_training)
         result = torch.cat(images)
         return to_pil(result) if output == "pil" else result
 
     def _initial_noise(self, latents: Tensor | None, seeds: Sequence[int], size: tuple[int, int]) -> Tensor:
         """Initial noise of images of a size in pixels, given or from their seeds: float32 [B, C, H, W]."""
-        device = next(self.unet.parameters()).device
-        shape = (self.unet.config["in_channels"], size[0] // self.vae_factor, size[1] // self.vae_factor)
+        device = next(self.network.parameters()).device
+        shape = (self.network.config["in_channels"], size[0] // self.vae_factor, size[1] // self.vae_factor)
         if latents is None:
             return initial_latents(seeds, shape, device)
         if (found := tuple(latents.shape)) != (expected := (len(seeds), *shape)):
@@ -389,12 +403,12 @@ class LatentDiffusion(ComposerModel):
         return latents.to(device, torch.float32)
 
     def _encode_prompts(self, prompts: Sequence[str], placement: Placement) -> Conditioning:
-        token_ids = torch.from_numpy(tokenize(self.tokenizer, prompts)).long().to(self.unet.device)
-        return self.conditioner.encode_prompts(token_ids, placement).to(self.unet.dtype)
+        token_ids = torch.from_numpy(tokenize(self.tokenizer, prompts)).long().to(self.network.device)
+        return self.conditioner.encode_prompts(token_ids, placement).to(self.network.dtype)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Decode the U-Net's latents [B, C, H, W] to images: float32 [B, 3, height, width] in [0, 1]."""
+        """Decode the network's latents [B, C, H, W] to images: float32 [B, 3, height, width] in [0, 1]."""
         unscaled = self.latent_scaling.denormalise(latents)
         with upcast(self.vae) as vae:
             decoded = vae.decode(unscaled.to(vae.dtype), return_dict=False)[0]  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""LoRA (Hu et al. 2021): the U-Net uses W + alpha / rank * B A, where W is frozen and the thin matrices are trained.
+"""LoRA (Hu et al. 2021): the network uses W + alpha / rank * B A, where W is frozen and the thin matrices are trained.
 
 The layers are peft's, whose files diffusers loads. Checkpoints hold W, A and B under the names `X.base_layer.weight`,
 `X.lora_A.default.weight` and `X.lora_B.default.weight`.
@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from torch import Tensor, nn
 
 from diffusion.config.model import LoraConfig
@@ -21,28 +20,29 @@ _A, _B = f".lora_A.{_ADAPTER}.weight", f".lora_B.{_ADAPTER}.weight"
 _BASE = ".base_layer."
 
 
-def add_lora(unet: nn.Module, config: LoraConfig, seed: int) -> None:
-    """Freeze a U-Net and add trainable matrices to the configured layers, in place.
+def add_lora(network: nn.Module, config: LoraConfig, seed: int) -> None:
+    """Freeze a network and add trainable matrices to the configured layers, in place.
 
-    A is random from the seed. B starts at zero, so the output of the U-Net is unchanged at first.
+    A is random from the seed. B starts at zero, so the output of the network is unchanged at first.
 
     Raises:
         MachineError: peft is not installed.
-        ConfigurationError: the U-Net has no layer of a target's name.
+        ConfigurationError: the network has no layer of a target's name.
     """
     if find_spec("peft") is None:
         raise MachineError("model.lora needs the package peft: pip install -e '.[lora]'")
-    assert isinstance(unet, UNet2DConditionModel)
     adapter = _peft_config(config)
     for target in config.targets:
-        if not any(name == target or name.endswith(f".{target}") for name, _ in unet.named_modules()):
+        if not any(name == target or name.endswith(f".{target}") for name, _ in network.named_modules()):
             raise ConfigurationError(
-                f"model.lora.targets: no layer of the U-Net is called '{target}'. Give names such as to_q, proj_in or "
-                "ff.net.2"
+                f"model.lora.targets: no layer of the network is called '{target}'. Give names such as to_q, proj_in "
+                "or ff.net.2"
             )
-    unet.requires_grad_(False)
+    from peft import inject_adapter_in_model
+
+    network.requires_grad_(False)
     try:
-        with_seed(seed, lambda: unet.add_adapter(adapter, adapter_name=_ADAPTER))
+        with_seed(seed, lambda: inject_adapter_in_model(adapter, network, adapter_name=_ADAPTER))
     except ValueError as error:
         raise ConfigurationError(f"model.lora.targets={config.targets}: {error}") from error
 
@@ -54,12 +54,12 @@ def _peft_config(config: LoraConfig) -> Any:
 
 
 def has_lora(weights: Mapping[str, Tensor]) -> bool:
-    """Whether a U-Net's weights include matrices of LoRA."""
+    """Whether weights include matrices of LoRA."""
     return any(name.endswith(_A) for name in weights)
 
 
 def merged(weights: Mapping[str, Tensor], config: LoraConfig) -> dict[str, Tensor]:
-    """Weights of the equivalent U-Net without LoRA: W + alpha / rank * B A."""
+    """Weights of the equivalent network without LoRA: W + alpha / rank * B A."""
     plain = {name.replace(_BASE, "."): tensor for name, tensor in weights.items() if not name.endswith((_A, _B))}
     for layer in [name.removesuffix(_A) for name in weights if name.endswith(_A)]:
         weight = plain[f"{layer}.weight"]

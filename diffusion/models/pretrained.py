@@ -1,8 +1,7 @@
 """Pretrained weights: loaded from a folder in the diffusers layout or from the hub, written as such a folder, hashed.
 
-The layout is what `StableDiffusionPipeline.from_pretrained` loads, with safetensors only:
-model_index.json, README.md, scheduler/, tokenizer/, text_encoder/, vae/, unet/, and for SDXL tokenizer_2/ and
-text_encoder_2/.
+The layout is what `DiffusionPipeline.from_pretrained` loads, with safetensors only: model_index.json, README.md,
+scheduler/, tokenizer/, text_encoder/, vae/, unet/ or transformer/, and for SDXL tokenizer_2/ and text_encoder_2/.
 """
 
 import copy
@@ -19,7 +18,7 @@ from typing import Any, TypeVar
 import requests
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from diffusers.models.transformers.transformer_prx import PRXTransformer2DModel
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from huggingface_hub import constants, snapshot_download
 from safetensors import SafetensorError
@@ -38,6 +37,7 @@ from diffusion.models.architectures import (
     with_seed,
 )
 from diffusion.models.conditioning import DualTextEncoder, TextEncoder
+from diffusion.models.networks import NETWORKS, Network, component_name
 from diffusion.models.tokenizers import build_tokenizer
 
 Loaded = TypeVar("Loaded")
@@ -54,7 +54,7 @@ _SCHEDULE_KEYS = (
 
 _WEIGHTS = "diffusion_pytorch_model"
 _NOT_THE_NETWORK = ("sample_size", "_")
-"""Prefixes of keys of a U-Net's configuration that do not change its results."""
+"""Prefixes of keys of a network's configuration that do not change its results."""
 
 
 # VAE, text encoder and tokenizer
@@ -232,7 +232,7 @@ def load_pretrained(
     return module
 
 
-# The U-Net of a folder
+# The network of a folder
 
 
 def is_pipeline(path: str | Path) -> bool:
@@ -240,21 +240,25 @@ def is_pipeline(path: str | Path) -> bool:
     return (Path(path).expanduser() / PIPELINE_INDEX).is_file()
 
 
-def read_pipeline_unet(folder: Path, unet: UNet2DConditionModel) -> dict[str, Tensor]:
-    """Read the weights of a folder's U-Net, whose stored configuration is compared with that of `unet`.
+def read_pipeline_network(folder: Path, model: nn.Module) -> dict[str, Tensor]:
+    """Read the network's weights of a folder, whose stored configuration is compared with that of the model's.
+
+    Returns:
+        The weights by their names in the model, such as `unet.conv_in.weight`.
 
     Raises:
-        ConfigurationError: there is no U-Net in safetensors, or its configuration differs.
+        ConfigurationError: there is no such network in safetensors, or its configuration differs.
         DataError: a file is damaged.
     """
-    part = folder / "unet"
+    [(component, network)] = model.named_children()
+    part = folder / component
     files = sorted(part.glob(f"{_WEIGHTS}*.safetensors"))
     # Weights of another precision may lie beside them: diffusion_pytorch_model.fp16.safetensors.
     files = [file for file in files if file.name.removesuffix(".safetensors").count(".") == 0]
     if not files or not (part / "config.json").is_file():
         raise ConfigurationError(f"{part} holds no config.json and {_WEIGHTS}.safetensors: give a pipeline's folder")
-    _check_config(part / "config.json", unet)
-    return {name: tensor for file in files for name, tensor in read_safetensors(file).items()}
+    _check_config(part / "config.json", network)
+    return {f"{component}.{name}": tensor for file in files for name, tensor in read_safetensors(file).items()}
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -269,27 +273,28 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         raise DataError(f"{path} is not a file of weights, or damaged: {error}") from error
 
 
-def unet_folder(source: str, *, local_files_only: bool) -> Path:
-    """Folder with a U-Net and its noise schedule, downloaded from the hub if `source` is a hub name.
+def network_folder(source: str, component: str, *, local_files_only: bool) -> Path:
+    """Folder with a network and its noise schedule, downloaded from the hub if `source` is a hub name.
 
     Raises:
-        ConfigurationError: the U-Net is missing.
+        ConfigurationError: the network is missing.
     """
     if (folder := _local_folder(source)) is not None:
         return folder
-    wanted = ["unet/config.json", f"unet/{_WEIGHTS}.safetensors", f"unet/{_WEIGHTS}-*.safetensors", SCHEDULER_CONFIG]
+    files = ("config.json", f"{_WEIGHTS}.safetensors", f"{_WEIGHTS}-*.safetensors")
+    wanted = [*(f"{component}/{file}" for file in files), SCHEDULER_CONFIG]
     try:
         return Path(snapshot_download(source, allow_patterns=wanted, local_files_only=local_files_only))
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ConfigurationError(
-            f"{source}/unet could not be loaded: {reason} Give a folder in the diffusers layout with safetensors, or a "
-            "hub name that this machine can reach"
+            f"{source}/{component} could not be loaded: {reason} Give a folder in the diffusers layout with "
+            "safetensors, or a hub name that this machine can reach"
         ) from error
 
 
 def read_noise_schedule(folder: Path) -> dict[str, Any] | None:
-    """Noise schedule and prediction type of a folder's U-Net, in diffusers' names; None without `SCHEDULER_CONFIG`.
+    """Noise schedule and prediction type of a folder's network, in diffusers' names; None without `SCHEDULER_CONFIG`.
 
     Of rectified flow: prediction type and shift.
 
@@ -312,19 +317,20 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise DataError(f"{path} cannot be read: {error}") from error
 
 
-def _check_config(path: Path, unet: UNet2DConditionModel) -> None:
-    """Reject a U-Net whose configuration changes the results of the same weights."""
+def _check_config(path: Path, network: Any) -> None:
+    """Reject a network whose configuration changes the results of the same weights."""
     stored = _read_config(path)
     with torch.device("meta"):
-        there: Any = UNet2DConditionModel(**{k: v for k, v in stored.items() if not k.startswith("_")}).config
+        kind = NETWORKS[component_name(network)]
+        there: Any = kind(**{k: v for k, v in stored.items() if not k.startswith("_")}).config
     differing = [
         f"{key} is {there[key]} there and {value} here"
-        for key, value in unet.config.items()
+        for key, value in network.config.items()
         if not key.startswith(_NOT_THE_NETWORK) and _plain(there[key]) != _plain(value)
     ]
     if differing:
         raise ConfigurationError(
-            f"{path}: {'; '.join(differing)}. Set model.architecture and model.unet to what the weights were trained as"
+            f"{path}: {'; '.join(differing)}. Set model.architecture and model.network as the weights were trained"
         )
 
 
@@ -377,7 +383,9 @@ def _identity(num_channels: int) -> nn.Conv2d:
     return convolution.requires_grad_(False)
 
 
-def write_pipeline(folder: Path, *, unet: UNet2DConditionModel, frozen: FrozenParts, scheduler: Any) -> None:
+def write_pipeline(
+    folder: Path, *, network: Network, frozen: FrozenParts, scheduler: Any, resolution: int | None = None
+) -> None:
     """Write all parts of a pipeline to an empty folder, which the caller renames when it is complete.
 
     Raises:
@@ -385,7 +393,12 @@ def write_pipeline(folder: Path, *, unet: UNet2DConditionModel, frozen: FrozenPa
     """
     is_factor = frozen.latent_scaling == LatentScaling((0.0,), (1.0 / frozen.vae.config["scaling_factor"],))
     vae = frozen.vae if is_factor else fold_scaling(frozen.vae, frozen.latent_scaling)
-    pipeline = build_pipeline(unet=unet, vae=vae, frozen=frozen, scheduler=scheduler)
+    if component_name(network) == "transformer" and vae.config["shift_factor"] is None:
+        vae = copy.deepcopy(vae)
+        vae.register_to_config(shift_factor=0.0)  # The pipeline adds it.
+    pipeline = build_pipeline(network=network, vae=vae, frozen=frozen, scheduler=scheduler)
+    if component_name(network) == "transformer" and resolution is not None:
+        pipeline.register_to_config(default_sample_size=resolution)
     pipeline.save_config(folder)
     for name, part in pipeline.components.items():
         if isinstance(part, PreTrainedModel):
@@ -397,12 +410,15 @@ def write_pipeline(folder: Path, *, unet: UNet2DConditionModel, frozen: FrozenPa
             backend.model.save(str(folder / name))  # transformers 5 writes tokenizer.json only, which 4 does not read.
 
 
-def build_pipeline(*, unet: UNet2DConditionModel, vae: AutoencoderKL, frozen: FrozenParts, scheduler: Any) -> Any:
-    """Assemble a pipeline; with two text encoders, that of SDXL."""
+def build_pipeline(*, network: Network, vae: AutoencoderKL, frozen: FrozenParts, scheduler: Any) -> Any:
+    """Assemble a pipeline: of PRX with a transformer, of SDXL with two text encoders."""
+    from diffusers.pipelines.prx.pipeline_prx import PRXPipeline
     from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
     from diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl import StableDiffusionXLPipeline
 
-    parts: dict[str, Any] = {"vae": vae, "unet": unet, "scheduler": scheduler}
+    parts: dict[str, Any] = {"vae": vae, component_name(network): network, "scheduler": scheduler}
+    if isinstance(network, PRXTransformer2DModel):
+        return PRXPipeline(**parts, tokenizer=frozen.tokenizer, text_encoder=frozen.text_encoder)  # pyright: ignore
     if not isinstance(frozen.text_encoder, DualTextEncoder):
         return StableDiffusionPipeline(
             **parts,

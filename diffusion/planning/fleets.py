@@ -211,7 +211,7 @@ def rate_for(fleet: Fleet, config: Config) -> float:
             "second, and plan it with run.py --dry-run plan.images_per_second=..."
         )
     side, model = config.data.resolution, config.model
-    is_same = model.architecture is fleet.architecture and not model.unet and model.lora is None
+    is_same = model.architecture is fleet.architecture and not model.network and model.lora is None
     if is_same and side in fleet.images_per_second:
         return fleet.images_per_second[side]
     nearest = min(fleet.images_per_second, key=lambda one: abs(one - side))
@@ -220,8 +220,8 @@ def rate_for(fleet: Fleet, config: Config) -> float:
     asked = training_flops(config, ImageSize(side, side))
     if known is None or asked is None:
         raise ConfigurationError(
-            f"fleet {fleet.name} has no images_per_second at {side} px, and model.unet has blocks whose operations are "
-            "not known: measure it with `python -m benchmarks step`"
+            f"fleet {fleet.name} has no images_per_second at {side} px, and model.network has blocks whose operations "
+            "are not known: measure it with `python -m benchmarks step`"
         )
     return fleet.images_per_second[nearest] * known / asked
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import yaml
-from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from diffusers.models.transformers.transformer_prx import PRXAttention, apply_rope
 from torch import Tensor, nn
 
 from diffusion.config.data import ImageSize, image_sizes, microbatch_size
@@ -20,10 +20,11 @@ from diffusion.config.loading import from_dict, to_yaml
 from diffusion.config.model import Compilation, ModelConfig
 from diffusion.config.schema import Config, Task
 from diffusion.config.training import NumberFormat, Parallelism, Precision
-from diffusion.models.architectures import ARCHITECTURES, build_unet, build_vae, count_parameters
+from diffusion.models.architectures import ARCHITECTURES, build_network, build_vae, count_parameters
 from diffusion.models.autoencoder import PatchDiscriminator, build_perceptual
 from diffusion.models.fast.compilation import find_blocks
 from diffusion.models.lora import add_lora
+from diffusion.models.networks import Network, text_width_of
 
 WEIGHT_BYTES = GRADIENT_BYTES = EMA_BYTES = 4
 """Master weights, gradients and their averages are fp32."""
@@ -195,10 +196,10 @@ def parameter_counts(config: Config) -> ParameterCounts:
 
     Raises:
         MachineError: LoRA is configured, and peft is not installed.
-        ConfigurationError: LoRA is to be put beside a layer that is not in the U-Net.
+        ConfigurationError: LoRA is to be put beside a layer that is not in the network.
     """
     if config.task is Task.diffusion:
-        return _unet_counts(to_yaml(config.model))
+        return _network_counts(to_yaml(config.model))
     settings = config.autoencoder
     with torch.device("meta"):
         trained = _num_trained(build_vae(ARCHITECTURES[config.model.architecture], settings.vae).parameters())
@@ -209,7 +210,7 @@ def parameter_counts(config: Config) -> ParameterCounts:
 
 
 def activation_bytes(config: Config, size: ImageSize) -> int | None:
-    """Bytes that the U-Net keeps for the backward pass of one image; None where that is not known."""
+    """Bytes that the network keeps for the backward pass of one image; None where that is not known."""
     if config.task is not Task.diffusion or config.trainer.activation_checkpointing:
         return None
     dtype = torch.float32 if config.trainer.precision is Precision.fp32 else torch.bfloat16
@@ -223,37 +224,39 @@ def largest_unit(config: Config) -> int:
     return _largest_unit(to_yaml(config.model))
 
 
-def meta_unet(config: ModelConfig) -> UNet2DConditionModel:
-    """Build the U-Net as it is trained, with LoRA's matrices where they are configured, on the meta device."""
+def meta_network(config: ModelConfig) -> Network:
+    """Build the network as it is trained, with LoRA's matrices where they are configured, on the meta device."""
     with torch.device("meta"):
-        unet = build_unet(config)
+        network = build_network(config)
         if config.lora is not None:
-            add_lora(unet, config.lora, seed=0)
-    return unet
+            add_lora(network, config.lora, seed=0)
+    return network
 
 
-def meta_inputs(config: ModelConfig, unet: Any, size: ImageSize, dtype: torch.dtype) -> dict[str, Any]:
-    """Arguments of a U-Net for one image of a size in pixels, on the meta device.
+def meta_inputs(config: ModelConfig, network: Network, size: ImageSize, dtype: torch.dtype) -> dict[str, Any]:
+    """Arguments of a network for one image of a size in pixels, on the meta device.
 
     Args:
         config: section `model` of the configuration.
-        unet: configuration of the U-Net; SDXL's also takes pooled text and sizes.
+        network: the network; SDXL's also takes pooled text and sizes.
         size: height and width in pixels.
         dtype: dtype of latents and text.
     """
-    spec = ARCHITECTURES[config.architecture]
+    spec, settings = ARCHITECTURES[config.architecture], network.config
     height, width = (side // spec.vae_factor for side in size)
     with torch.device("meta"):
+        latents = torch.empty(1, settings["in_channels"], height, width, dtype=dtype)
         inputs: dict[str, Any] = {
-            "sample": torch.empty(1, unet["in_channels"], height, width, dtype=dtype),
             "timestep": torch.empty(1, dtype=torch.int64),
-            "encoder_hidden_states": torch.empty(1, spec.max_tokens, unet["cross_attention_dim"], dtype=dtype),
+            "encoder_hidden_states": torch.empty(1, spec.max_tokens, text_width_of(network), dtype=dtype),
         }
-        if unet["addition_embed_type"] == "text_time":
-            pooled = unet["projection_class_embeddings_input_dim"] - 6 * unet["addition_time_embed_dim"]
+        if spec.component == "transformer":
+            return {**inputs, "hidden_states": latents}
+        if settings["addition_embed_type"] == "text_time":
+            pooled = settings["projection_class_embeddings_input_dim"] - 6 * settings["addition_time_embed_dim"]
             added = {"text_embeds": torch.empty(1, pooled, dtype=dtype), "time_ids": torch.empty(1, 6, dtype=dtype)}
             inputs["added_cond_kwargs"] = added
-    return inputs
+    return {**inputs, "sample": latents}
 
 
 def parse_model(text: str) -> ModelConfig:
@@ -262,18 +265,18 @@ def parse_model(text: str) -> ModelConfig:
 
 
 @functools.cache
-def _unet_counts(model: str) -> ParameterCounts:
+def _network_counts(model: str) -> ParameterCounts:
     config = parse_model(model)
-    unet, counts = meta_unet(config), count_parameters(config)
-    trained = _num_trained(unet.parameters())
-    fixed = sum(p.numel() for p in unet.parameters()) - trained
+    network, counts = meta_network(config), count_parameters(config)
+    trained = _num_trained(network.parameters())
+    fixed = sum(p.numel() for p in network.parameters()) - trained
     return ParameterCounts(trained, fixed, counts["vae"] + counts["text_encoder"])
 
 
 @functools.cache
 def _largest_unit(model: str) -> int:
     """Of the blocks, and of the rest together."""
-    network = meta_unet(parse_model(model))
+    network = meta_network(parse_model(model))
     sizes = [_num_trained(block.parameters()) for block in find_blocks(network)]
     return max(*sizes, _num_trained(network.parameters()) - sum(sizes))
 
@@ -289,10 +292,10 @@ def _activation_bytes(model: str, size: ImageSize, dtype: torch.dtype) -> int:
     Attention counts as by a flash kernel, which keeps its inputs and output and no scores.
     """
     config = parse_model(model)
-    unet: Any = meta_unet(config)
-    nn.Module.to(unet, dtype)
-    unet.set_attn_processor(FlashAttentionShapes())
-    weights = {parameter.untyped_storage()._cdata for parameter in unet.parameters()}
+    network: Any = meta_network(config)
+    nn.Module.to(network, dtype)
+    network.set_attn_processor(FlashAttentionShapes())
+    weights = {parameter.untyped_storage()._cdata for parameter in network.parameters()}
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -302,7 +305,7 @@ def _activation_bytes(model: str, size: ImageSize, dtype: torch.dtype) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = unet(**meta_inputs(config, unet.config, size, dtype))
+        output = network(**meta_inputs(config, network, size, dtype))
     # The graph of the output keeps the storages, and their numbers, in use.
     assert output.sample.is_meta
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
@@ -330,6 +333,18 @@ class FlashAttentionShapes:
         self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, **_: Any
     ) -> Tensor:
         """Attend: [B, positions, C], the same shape."""
+        if isinstance(attn, PRXAttention):
+            return self._attend_to_both(attn, hidden_states, encoder_hidden_states, **_)
         context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         attended: Any = _Kept.apply(attn.to_q(hidden_states), attn.to_k(context), attn.to_v(context))
         return attn.to_out[1](attn.to_out[0](attended))
+
+    @staticmethod
+    def _attend_to_both(attn: Any, image: Tensor, text: Any, image_rotary_emb: Any, **_: Any) -> Tensor:
+        """Attention of a transformer's block, to image and text."""
+        query, key, value = attn.img_qkv_proj(image).unflatten(-1, (3, attn.heads, -1)).permute(2, 0, 3, 1, 4)
+        text_key, text_value = attn.txt_kv_proj(text).unflatten(-1, (2, attn.heads, -1)).permute(2, 0, 3, 1, 4)
+        query = apply_rope(attn.norm_q(query), image_rotary_emb)
+        key = torch.cat([attn.norm_added_k(text_key), apply_rope(attn.norm_k(key), image_rotary_emb)], dim=2)
+        attended: Any = _Kept.apply(query, key, torch.cat([text_value, value], dim=2))
+        return attn.to_out[1](attn.to_out[0](attended.transpose(1, 2).flatten(2)))

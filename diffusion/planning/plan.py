@@ -18,7 +18,7 @@ from diffusion.config.data import ImageSize
 from diffusion.config.loading import to_yaml
 from diffusion.config.schema import Config, Task
 from diffusion.models.architectures import ARCHITECTURES
-from diffusion.models.flops import count_unet_flops
+from diffusion.models.flops import count_flops
 from diffusion.planning.memory import (
     CUDA_BYTES,
     USABLE_MEMORY,
@@ -27,7 +27,7 @@ from diffusion.planning.memory import (
     StateMemory,
     largest_size,
     meta_inputs,
-    meta_unet,
+    meta_network,
     parameter_counts,
     parse_model,
     plan_memory,
@@ -69,7 +69,7 @@ class Plan:
     """Trained parameters."""
 
     training_flops: float | None
-    """Operations of the U-Net for one image, forward and backward."""
+    """Operations of the network for one image, forward and backward."""
 
     num_samples: int | None
     """Samples of the data set."""
@@ -127,20 +127,20 @@ def plan_run(config: Config, *, world_size: int = 1, counts: ParameterCounts | N
 
 
 def training_flops(config: Config, size: ImageSize) -> int | None:
-    """Operations of the U-Net for one image of a size in pixels, forward and backward; None where not known."""
+    """Operations of the network for one image of a size in pixels, forward and backward; None where not known."""
     return _training_flops(to_yaml(config.model), size) if config.task is Task.diffusion else None
 
 
 @functools.cache
 def _training_flops(model: str, size: ImageSize) -> int | None:
     config = parse_model(model)
-    unet, spec = meta_unet(config), ARCHITECTURES[config.architecture]
+    network, spec = meta_network(config), ARCHITECTURES[config.architecture]
     if config.lora is not None:
         with FlopCounterMode(display=False) as counter:
-            unet(**meta_inputs(config, unet.config, size, torch.float32)).sample.sum().backward()
+            network(**meta_inputs(config, network, size, torch.float32)).sample.sum().backward()
         return counter.get_total_flops()
     height, width = (side // spec.vae_factor for side in size)
-    flops = count_unet_flops(unet.config, height=height, width=width, num_tokens=spec.max_tokens)
+    flops = count_flops(network.config, height=height, width=width, num_tokens=spec.max_tokens)
     return flops.training if flops is not None else None
 
 

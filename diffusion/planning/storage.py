@@ -253,7 +253,7 @@ def _encoded_bytes(config: Config, size: ImageSize) -> int:
     moments = 2 if config.objective.posterior is Posterior.sample else 1
     numbers = moments * (size.height * size.width // spec.vae_factor**2) * spec.vae["latent_channels"]
     if config.data.text_embeddings:
-        numbers += spec.max_tokens * {**spec.unet, **config.model.unet}["cross_attention_dim"]
+        numbers += spec.max_tokens * spec.text_width
     return numbers * FORMAT_BYTES[NumberFormat.fp16]
 
 

@@ -43,7 +43,7 @@ def finished(server, tmp_path_factory) -> dict[str, Path]:
             OTHER_OBJECTIVE,
             "objective.prediction_type (was v_prediction, is epsilon); objective.offset_noise (was 0.0, is 0.3)",
         ),
-        (["model.unet.block_out_channels=[8]"], "model.unet (was {"),
+        (["model.network.block_out_channels=[8]"], "model.network (was {"),
     ],
 )
 def test_another_model_or_objective_is_refused(server, finished, overrides, message):

@@ -20,7 +20,7 @@ from diffusion.checkpointing.read import StoredState
 from diffusion.checkpointing.save import HostCopy
 from diffusion.config.loading import load_config
 from diffusion.datasets.loader import train_loader
-from diffusion.models.architectures import build_unet
+from diffusion.models.architectures import build_network
 from tests.tools.s3_server import s3_process, s3_server
 from tests.tools.written_data import tokenize, write_encoded
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 __all__ = ["s3_process", "s3_server"]
 
 UNET = (
-    "model.unet={block_out_channels: [160, 320], norm_num_groups: 32, attention_head_dim: [2, 4], "
+    "model.network={block_out_channels: [160, 320], norm_num_groups: 32, attention_head_dim: [2, 4], "
     "down_block_types: [CrossAttnDownBlock2D, CrossAttnDownBlock2D], "
     "up_block_types: [CrossAttnUpBlock2D, CrossAttnUpBlock2D]}"
 )
@@ -57,7 +57,7 @@ def test_bytes_of_a_checkpoint_before_and_after_the_start_of_the_average(server,
     ]
     server.train(num_ranks, [("tests/tools/toy.yaml", overrides)])
     with torch.device("meta"):
-        unet = build_unet(load_config("tests/tools/toy.yaml", [UNET]).model)
+        unet = build_network(load_config("tests/tools/toy.yaml", [UNET]).model)
     num_parameters = sum(parameter.numel() for parameter in unet.parameters())
     sizes = [sum(file.stat().st_size for file in path.iterdir()) for path in list_checkpoints(run / "checkpoints")]
     before, after = sizes[0], sizes[-1]

@@ -21,7 +21,7 @@ from diffusion.checkpointing.find import (
     resolve_checkpoint,
 )
 from diffusion.checkpointing.layout import CHECKSUMS, batch_of, list_checkpoints
-from diffusion.checkpointing.read import UnsafeCheckpointError, read_checksums, read_index, read_unet
+from diffusion.checkpointing.read import UnsafeCheckpointError, read_checksums, read_index, read_weights
 from diffusion.config.model import Weights
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.loading import load_model
@@ -141,8 +141,8 @@ def test_a_flipped_bit_is_noticed_before_anything_is_loaded(trained, tmp_path):
     whole = tmp_path / "whole"
     shutil.copytree(checkpoint, whole)
     (whole / CHECKSUMS).unlink()
-    read_unet(whole, Weights.raw)  # Nothing else would notice.
-    for read in (lambda: read_unet(checkpoint, Weights.raw), lambda: load_model(checkpoint)):
+    read_weights(whole, Weights.raw)  # Nothing else would notice.
+    for read in (lambda: read_weights(checkpoint, Weights.raw), lambda: load_model(checkpoint)):
         with pytest.raises(DataError, match=r"__0_0\.distcp does not have its checksum"):
             read()
 
@@ -237,8 +237,8 @@ def test_a_malicious_checkpoint_is_refused_and_runs_nothing(server, trained, tmp
     for read in (
         lambda: load_model(newest),
         lambda: load_model(run),
-        lambda: read_unet(newest, Weights.raw),
-        lambda: read_unet(newest, Weights.ema),
+        lambda: read_weights(newest, Weights.raw),
+        lambda: read_weights(newest, Weights.ema),
     ):
         try:
             read()

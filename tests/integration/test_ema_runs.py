@@ -13,7 +13,7 @@ from torch import Tensor
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.find import find_checkpoints, resolve_checkpoint
 from diffusion.checkpointing.layout import batch_of
-from diffusion.checkpointing.read import read_unet
+from diffusion.checkpointing.read import read_weights
 from diffusion.config.model import Weights
 from diffusion.ema.averaging import Exponential, PowerFunction, Profile
 from diffusion.ema.posthoc import STORED, list_averages, read_combination, reconstruct
@@ -117,7 +117,7 @@ def float64_average(folder: Path, profile: Profile, end: int = END) -> dict[str,
 @pytest.mark.parametrize("name", ["none", "ddp-2", "fsdp-1", "fsdp-2"])
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.label)
 def test_averages_are_the_float64_averages_of_the_recorded_weights(runs, name, profile):
-    found = read_unet(newest(runs[name]), profile.label)
+    found = read_weights(newest(runs[name]), profile.label)
     assert {tensor.dtype for tensor in found.values()} == {torch.float32}
     assert difference(found, float64_average(runs[name], profile)) < 1e-6
     weights = torch.load(runs[name] / "weights" / f"step-{END:03d}.pt")
@@ -129,23 +129,26 @@ def test_averages_are_the_float64_averages_of_the_recorded_weights(runs, name, p
 def test_the_weights_are_stored_beside_their_averages(runs, name):
     """Not the average, which was evaluated just before."""
     weights = torch.load(runs[name] / "weights" / f"step-{END:03d}.pt")
-    raw = read_unet(newest(runs[name]), Weights.raw)
+    raw = read_weights(newest(runs[name]), Weights.raw)
     assert difference(raw, {key: weights[f"unet.{key}"] for key in raw}) == 0
 
 
 @pytest.mark.world_size(2)
 def test_the_first_average_is_the_one_called_ema(runs):
     for name in ("none", "fsdp-2"):
-        assert difference(read_unet(newest(runs[name]), Weights.ema), read_unet(newest(runs[name]), "decay-0.9")) == 0
+        assert (
+            difference(read_weights(newest(runs[name]), Weights.ema), read_weights(newest(runs[name]), "decay-0.9"))
+            == 0
+        )
         with pytest.raises(DataError, match=r"decay-0.9, decay-0.5, width-0.1, width-0.2, .* width-0.3"):
-            read_unet(newest(runs[name]), "width-0.3")
+            read_weights(newest(runs[name]), "width-0.3")
 
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(("name", "num_ranks"), [("none", 1), ("ddp-2", 2), ("fsdp-1", 1), ("fsdp-2", 2)])
 def test_bytes_before_and_after_the_start(runs, name, num_ranks):
     """Nothing before; then 4 bytes per average and per element of the shard that the rank holds."""
-    num_weights = sum(tensor.numel() for tensor in read_unet(newest(runs[name]), Weights.raw).values())
+    num_weights = sum(tensor.numel() for tensor in read_weights(newest(runs[name]), Weights.raw).values())
     elements = []
     for rank in range(num_ranks):
         rows = [json.loads(line) for line in (runs[name] / "record" / f"rank-{rank}.jsonl").open()]
@@ -168,9 +171,9 @@ def test_nothing_is_stored_before_the_start(runs):
         before = find_checkpoints(runs[name] / "checkpoints")[0]
         assert batch_of(before) < START
         with pytest.raises(DataError, match="holds no averages"):
-            read_unet(before, "decay-0.9")
+            read_weights(before, "decay-0.9")
         with pytest.raises(DataError, match="it had not started"):
-            read_unet(before, Weights.ema)
+            read_weights(before, Weights.ema)
         assert snapshot_steps(runs[name]) == [4, 6, 8]
 
 
@@ -201,8 +204,8 @@ def test_the_average_is_evaluated_and_the_weights_are_trained(runs, server, shap
 def test_the_start_can_be_given_as_a_fraction_and_in_samples(runs):
     for name in ("none-dur", "none-sp"):
         for profile in PROFILES:
-            expected = read_unet(newest(runs["none"]), profile.label)
-            assert difference(read_unet(newest(runs[name]), profile.label), expected) == 0
+            expected = read_weights(newest(runs["none"]), profile.label)
+            assert difference(read_weights(newest(runs[name]), profile.label), expected) == 0
 
 
 @pytest.mark.world_size(2)
@@ -217,8 +220,8 @@ def test_a_killed_run_leaves_the_same_files(runs):
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.label)
 def test_averages_continue_at_another_number_of_ranks(runs, profile):
-    expected = read_unet(newest(runs["fsdp-2"]), profile.label)
-    assert difference(read_unet(newest(runs["resized"]), profile.label), expected) < 1e-5
+    expected = read_weights(newest(runs["fsdp-2"]), profile.label)
+    assert difference(read_weights(newest(runs["resized"]), profile.label), expected) < 1e-5
 
 
 @pytest.mark.world_size(2)
@@ -272,6 +275,6 @@ def test_a_width_that_was_not_tracked_generates(runs, tmp_path):
     tracked, _ = reconstruct(copy, 0.2, step=6)
     assert difference(load_model(tracked).unet.state_dict(), float64_average(copy, PowerFunction(0.2), 6)) < 1e-6
     loaded = load_model(runs["none"], weights="width-0.2").unet.state_dict()
-    assert difference(loaded, read_unet(newest(runs["none"]), "width-0.2")) == 0
+    assert difference(loaded, read_weights(newest(runs["none"]), "width-0.2")) == 0
     with pytest.raises(ConfigurationError, match=r"step 5: .*4, 6, 8"):
         reconstruct(copy, 0.2, step=5)

@@ -16,7 +16,7 @@ from torch import Tensor
 import diffusion.export
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.find import find_checkpoints, resolve_checkpoint
-from diffusion.checkpointing.read import StoredState, read_unet
+from diffusion.checkpointing.read import StoredState, read_weights
 from diffusion.config.loading import load_config
 from diffusion.config.model import Weights
 from diffusion.errors import ConfigurationError, MachineError
@@ -118,7 +118,7 @@ def test_an_exported_run_gives_the_images_of_generate(runs, folder, latents, tmp
     assert (our_images(runs["base"], latents) - expected).abs().max() > 1e-3, "the average is something else"
     export(str(runs["base-ddp"]), tmp_path / "from a file", weights="ema")
     found = UNet2DConditionModel.from_pretrained(tmp_path / "from a file" / "unet").state_dict()
-    assert difference(found, read_unet(newest(runs["base-ddp"]), Weights.ema)) == 0
+    assert difference(found, read_weights(newest(runs["base-ddp"]), Weights.ema)) == 0
     assert {path.suffix for path in folder.rglob("*") if path.is_file()} == {".json", ".txt", ".safetensors", ".md"}
 
 
@@ -128,12 +128,12 @@ def test_from_checkpoint_to_pipeline_to_checkpoint_nothing_changes(runs, folder,
     run = tmp_path / "run"
     start = [f"init_from.checkpoint={tmp_path / 'saved'}", f"model.pretrained={tmp_path / 'saved'}"]
     server.train(1, [(TOY, [f"output_folder={run}", *start, *STILL])])
-    assert difference(read_unet(newest(run), "raw"), read_unet(newest(runs["base"]), "ema")) == 0
+    assert difference(read_weights(newest(run), "raw"), read_weights(newest(runs["base"]), "ema")) == 0
     model = load_model(run)
     for part in ("vae", "text_encoder"):
         assert difference(getattr(model, part).state_dict(), getattr(pipeline, part).state_dict()) == 0
 
-    other = [f"output_folder={tmp_path / 'other'}", *start, "model.unet.norm_num_groups=8"]
+    other = [f"output_folder={tmp_path / 'other'}", *start, "model.network.norm_num_groups=8"]
     job = server.run(1, [(TOY, other)])
     assert job.codes == [2]
     assert "norm_num_groups is 4 there and 8 here" in job.output and "Traceback" not in job.output
@@ -143,7 +143,7 @@ def test_one_file_has_the_weights_and_says_what_they_are(runs, folder, tmp_path)
     file = tmp_path / "model.safetensors"
     export(str(runs["base"]), file, weights="ema", licences=Licences(model="mit", data="CC0"))
     unet = UNet2DConditionModel.from_single_file(str(file), config=str(folder / "unet"), local_files_only=True)
-    assert difference(unet.state_dict(), read_unet(newest(runs["base"]), Weights.ema)) == 0
+    assert difference(unet.state_dict(), read_weights(newest(runs["base"]), Weights.ema)) == 0
     with safe_open(file, framework="pt") as opened:
         metadata = opened.metadata()
     assert (metadata["title"], metadata["checkpoint"], metadata["license"]) == ("toy", "ep0-ba4", "mit")
@@ -191,8 +191,8 @@ def test_lora_does_not_depend_on_ranks_parallelism_or_interruptions(runs):
     for name in ("lora-fsdp-2", "lora-ddp-2"):
         assert losses(runs[name]) == pytest.approx(expected, rel=1e-5)
         for weights in Weights:
-            found = read_unet(newest(runs[name]), weights)
-            assert difference(found, read_unet(newest(runs["lora-fsdp-1"]), weights)) < 1e-5
+            found = read_weights(newest(runs[name]), weights)
+            assert difference(found, read_weights(newest(runs["lora-fsdp-1"]), weights)) < 1e-5
 
 
 @pytest.mark.world_size(2)
@@ -201,14 +201,14 @@ def test_the_weights_that_lora_is_put_on_stay_as_they_are(runs, name):
     def hashed(tensors: dict[str, Tensor]) -> dict[str, str]:
         return {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in tensors.items()}
 
-    base = hashed(read_unet(newest(runs["base"]), "ema"))
-    first, last = (read_unet(path, "raw") for path in find_checkpoints(runs[name] / "checkpoints")[-2:])
-    for weights in (first, last, read_unet(newest(runs[name]), "ema")):
+    base = hashed(read_weights(newest(runs["base"]), "ema"))
+    first, last = (read_weights(path, "raw") for path in find_checkpoints(runs[name] / "checkpoints")[-2:])
+    for weights in (first, last, read_weights(newest(runs[name]), "ema")):
         kept = {key.replace(".base_layer", ""): tensor for key, tensor in weights.items() if not is_lora(key)}
         assert hashed(kept) == base
     moved = {key for key in first if not torch.equal(first[key], last[key])}
     assert moved == {key for key in first if is_lora(key)}
-    average = read_unet(newest(runs[name]), "ema")
+    average = read_weights(newest(runs[name]), "ema")
     assert all(not torch.equal(average[key], last[key]) for key in moved)
 
 
@@ -216,7 +216,7 @@ def test_a_checkpoint_of_lora_holds_moments_of_lora_only(runs):
     checkpoint = newest(runs["lora-fsdp-1"])
     state = StoredState(checkpoint).read_below("")
     moments = {re.sub(r".*\.unet\.(.*)\.exp_avg$", r"\1", key) for key in state if key.endswith(".exp_avg")}
-    assert moments == {name for name in read_unet(checkpoint, "raw") if is_lora(name)}
+    assert moments == {name for name in read_weights(checkpoint, "raw") if is_lora(name)}
 
 
 @pytest.mark.parametrize("name", ["base", "base-ddp", "lora-fsdp-1", "lora-ddp-2"])
@@ -252,11 +252,11 @@ def test_lora_gives_the_same_images_in_diffusers(runs, folder, latents, tmp_path
 def test_a_run_starts_from_a_run_with_lora(runs, server, tmp_path):
     run = tmp_path / "run"
     server.train(1, [(TOY, [f"output_folder={run}", f"init_from.checkpoint={runs['lora-fsdp-1']}", *STILL])])
-    assert difference(read_unet(newest(run), "raw"), load_model(runs["lora-fsdp-1"]).unet.state_dict()) == 0
+    assert difference(read_weights(newest(run), "raw"), load_model(runs["lora-fsdp-1"]).unet.state_dict()) == 0
 
 
 def test_weights_of_other_shapes_are_refused(runs, server, tmp_path):
-    start = [f"init_from.checkpoint={runs['base']}", "model.unet.block_out_channels=[32]"]
+    start = [f"init_from.checkpoint={runs['base']}", "model.network.block_out_channels=[32]"]
     job = server.run(1, [(TOY, [f"output_folder={tmp_path / 'run'}", *start])])
     assert job.codes == [2]
     assert "init_from.checkpoint: " in job.output

@@ -70,12 +70,12 @@ MISTAKES = {
         ],
     ),
     "unknown argument of the U-Net": (
-        ["model.unet.block_out_chanels=[16,32]"],
-        ["Unknown key model.unet.block_out_chanels (no arg", "did you mean model.unet.block_out_channels?"],
+        ["model.network.block_out_chanels=[16,32]"],
+        ["Unknown key model.network.block_out_chanels (no arg", "did you mean model.network.block_out_channels?"],
     ),
     "argument that does not fit the U-Net": (
-        ["model.unet.norm_num_groups=5"],
-        ["model.unet is {{'norm_num_groups': 5}}", "UNet2DConditionModel"],
+        ["model.network.norm_num_groups=5"],
+        ["model.network is {{'norm_num_groups': 5}}", "UNet2DConditionModel"],
     ),
     "plug-in that is not there": (
         ["plugins.callbacks=[{path: nope.B}]"],

@@ -6,7 +6,7 @@ import torch
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.find import resolve_checkpoint
-from diffusion.checkpointing.read import read_record, read_unet
+from diffusion.checkpointing.read import read_record, read_weights
 from diffusion.config.model import Weights
 from diffusion.loading import load_model
 
@@ -92,8 +92,8 @@ def test_sample_grids_come_at_intervals_in_every_unit(server, tmp_path):
 def test_losses_and_weights_do_not_depend_on_ranks_microbatches_or_interruptions(runs, name):
     assert losses(runs[name]) == pytest.approx(losses(runs["fsdp-1"]), rel=1e-5)
     for weights in Weights:
-        expected = read_unet(resolve_checkpoint(str(runs["fsdp-1"])), weights)
-        found = read_unet(resolve_checkpoint(str(runs[name])), weights)
+        expected = read_weights(resolve_checkpoint(str(runs["fsdp-1"])), weights)
+        found = read_weights(resolve_checkpoint(str(runs[name])), weights)
         assert largest_difference(expected, found) < 1e-5
 
 
@@ -137,8 +137,8 @@ def test_phase_2_starts_from_phase_1(server, runs, tmp_path):
         "init_from.weights=ema",
     ]
     output = server.train(1, [(TOY, options)]).output
-    expected = read_unet(resolve_checkpoint(str(runs["fsdp-1"])), Weights.ema)
-    assert largest_difference(read_unet(resolve_checkpoint(str(run)), Weights.raw), expected) == 0.0
+    expected = read_weights(resolve_checkpoint(str(runs["fsdp-1"])), Weights.ema)
+    assert largest_difference(read_weights(resolve_checkpoint(str(run)), Weights.raw), expected) == 0.0
     assert "Traceback" not in output
     config = (run / "config.yaml").read_text()
     assert json.dumps(str(runs["fsdp-1"])).strip('"') in config

@@ -40,7 +40,7 @@ LONG, NUM_LONG = "yamls/tiny/phase3.yaml", 8
 """A recipe that is trained for more than two steps, so that all its buckets come."""
 
 
-SMALL_XL_UNET = "model.unet={block_out_channels: [16, 32], norm_num_groups: 4, attention_head_dim: [2, 2]}"
+SMALL_XL_UNET = "model.network={block_out_channels: [16, 32], norm_num_groups: 4, attention_head_dim: [2, 2]}"
 
 
 def before(yaml: str) -> str | None:

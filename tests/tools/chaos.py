@@ -68,7 +68,7 @@ OUTAGE = 5.0
 """Seconds for which the store stays out of order."""
 
 SETTINGS = (
-    "model.unet={block_out_channels: [16, 32], norm_num_groups: 4, attention_head_dim: [2, 2]}",
+    "model.network={block_out_channels: [16, 32], norm_num_groups: 4, attention_head_dim: [2, 2]}",
     "data.resolution=32",
     "data.global_batch_size=16",
     "data.validate_hash=xxh64",

@@ -22,7 +22,7 @@ LIMIT = 900.0
 """Seconds after which a job that should have ended is a failure."""
 
 SMALL_UNET = (
-    "model.unet={block_out_channels: [16], down_block_types: [DownBlock2D], up_block_types: [UpBlock2D], "
+    "model.network={block_out_channels: [16], down_block_types: [DownBlock2D], up_block_types: [UpBlock2D], "
     "attention_head_dim: [2], norm_num_groups: 4}"
 )
 """The U-Net of toy.yaml as an override. It has attention to the caption between down and up."""

@@ -1,6 +1,7 @@
-"""Faster U-Net: the same parameters, names and results up to rounding."""
+"""Faster networks: the same parameters, names and results up to rounding."""
 
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from torch import nn
 
 from diffusion.config.model import AttentionBackend, Compilation, PerformanceConfig
 from diffusion.config.training import Device
@@ -17,8 +18,8 @@ def resolve_compilation(compilation: Compilation, device: Device) -> Compilation
     return Compilation.blocks if device is Device.gpu else Compilation.none
 
 
-def apply(unet: UNet2DConditionModel, config: PerformanceConfig, device: Device) -> None:
-    """Change a U-Net in place, before it is sharded or has adapters: classes of modules only, no parameter.
+def apply(network: nn.Module, config: PerformanceConfig, device: Device) -> None:
+    """Change a network in place, before it is sharded or has adapters: classes of modules only, no parameter.
 
     Raises:
         ConfigurationError: the device does not support CUDA graphs or the kernel of the attention.
@@ -29,18 +30,18 @@ def apply(unet: UNet2DConditionModel, config: PerformanceConfig, device: Device)
         raise ConfigurationError(
             f"performance.attention={config.attention.value} is for GPUs, and this run is on a CPU: set it to auto"
         )
-    if config.channels_last:
-        keep_channels_last(unet, is_fused=config.fused_norms)
+    if config.channels_last and isinstance(network, UNet2DConditionModel):
+        keep_channels_last(network, is_fused=config.fused_norms)
     is_auto = config.attention is AttentionBackend.auto and device is Device.gpu
     set_attention(
-        unet, config.attention, is_fused=config.fused_projections, prefers_cudnn=is_auto and is_faster_with_cudnn()
+        network, config.attention, is_fused=config.fused_projections, prefers_cudnn=is_auto and is_faster_with_cudnn()
     )
     if config.cuda_graphs:
-        mark_steps(unet)
+        mark_steps(network)
     compilation = resolve_compilation(config.compilation, device)
     if compilation is Compilation.unet:
-        compile_modules([unet], cuda_graphs=config.cuda_graphs)
+        compile_modules([network], cuda_graphs=config.cuda_graphs)
         return
-    unet.fsdp_wrap_fn = set(find_blocks(unet)).__contains__  # pyright: ignore[reportArgumentType]
+    network.fsdp_wrap_fn = set(find_blocks(network)).__contains__  # pyright: ignore[reportArgumentType]
     if compilation is Compilation.blocks:
-        compile_blocks(unet, cuda_graphs=config.cuda_graphs)
+        compile_blocks(network, cuda_graphs=config.cuda_graphs)

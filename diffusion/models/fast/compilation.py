@@ -1,4 +1,4 @@
-"""`torch.compile` of the U-Net or of its blocks, in training only.
+"""`torch.compile` of the network or of its blocks, in training only.
 
 Sampling and evaluation have other shapes and run uncompiled. The forward function is compiled instead of the module's
 call, so that its hooks (FSDP2's) stay outside of the graph, which must not break. The classes of existing modules are
@@ -12,6 +12,7 @@ import torch
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from diffusers.models.transformers.transformer_prx import PRXBlock
 from torch import nn
 
 from diffusion.models.fast.norms import FusedGroupNorm
@@ -33,7 +34,7 @@ def find_blocks(network: nn.Module) -> list[nn.Module]:
         if isinstance(module, Transformer2DModel) and len(module.transformer_blocks) == 1
     ]
     inside = {block for transformer in shallow for block in transformer.transformer_blocks}
-    kinds = ResnetBlock2D | BasicTransformerBlock
+    kinds = ResnetBlock2D | BasicTransformerBlock | PRXBlock
     return [module for module in network.modules() if isinstance(module, kinds) and module not in inside] + shallow
 
 
@@ -49,7 +50,9 @@ def compile_blocks(network: nn.Module, *, cuda_graphs: bool = False) -> None:
 def _compiled(kind: type[nn.Module], cuda_graphs: bool) -> type[nn.Module]:
     """Subclass with a forward pass that is compiled in training; it keeps the name, which diffusers stores."""
     plain: Any = kind.forward
-    options: dict[str, Any] = {} if issubclass(kind, Transformer2DModel | BasicTransformerBlock) else dict(RECOMPUTE)
+    options: dict[str, Any] = (
+        {} if issubclass(kind, Transformer2DModel | BasicTransformerBlock | PRXBlock) else dict(RECOMPUTE)
+    )
     if cuda_graphs:
         options["triton.cudagraphs"] = True  # As `mode="reduce-overhead"`, which cannot be combined with options.
     compiled = torch.compile(plain, fullgraph=True, dynamic=False, options=options or None)

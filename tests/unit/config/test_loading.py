@@ -49,15 +49,15 @@ def failure(path: Path, *overrides: str) -> str:
 
 def test_gives_dataclasses_with_defaults_overrides_and_interpolations(write):
     overrides = ["data.streams.0.proportion=0.5", "data.streams[1].proportion=1", "seed=3", "group=null"]
-    overrides += ["objective.prediction_type=v_prediction", "model.unet.block_out_channels=[32, 64]"]
-    overrides += ["algorithms.ema.start=0.5dur", "optimizer.betas.1=0.95", "model.unet.block_out_channels.0=48"]
+    overrides += ["objective.prediction_type=v_prediction", "model.network.block_out_channels=[32, 64]"]
+    overrides += ["algorithms.ema.start=0.5dur", "optimizer.betas.1=0.95", "model.network.block_out_channels.0=48"]
     config = load_config(write(COMPLETE), overrides)
     assert config.optimizer == OptimizerConfig(lr=2e-4, betas=[0.9, 0.95])
     assert [stream.proportion for stream in config.data.streams] == [0.5, 1.0]
     assert config.output_folder == "runs/first"
     assert config.objective.prediction_type is PredictionType.v_prediction
     assert config.data.representation is Representation.images
-    assert config.model.unet == {"block_out_channels": [48, 64]}
+    assert config.model.network == {"block_out_channels": [48, 64]}
     assert config.algorithms.ema == EMAConfig(start="0.5dur")
     assert (config.seed, config.group, config.data.num_canonical_nodes) == (3, None, 128)
 
@@ -78,9 +78,9 @@ def test_what_only_looks_like_a_date_or_an_octal_number_is_text(write):
 
 def test_numbers(write):
     texts = ["0", "-7", "+1_000", "0x1f", "1e3", "1.", ".5", "-.5e-2", "1_0.5", ".inf", "010", "1:30", "0o7", "1e"]
-    config = load_config(write(COMPLETE), [f"model.unet.values=[{', '.join(texts)}]"])
+    config = load_config(write(COMPLETE), [f"model.network.values=[{', '.join(texts)}]"])
     expected = [0, -7, 1000, 31, 1000.0, 1.0, 0.5, -0.005, 10.5, float("inf"), "010", "1:30", "0o7", "1e"]
-    assert config.model.unet["values"] == expected
+    assert config.model.network["values"] == expected
     assert load_config(write(to_yaml(config), "resolved.yaml")) == config
 
 
@@ -142,7 +142,7 @@ def test_extends_in_a_circle_or_nowhere(write):
         ("model: null", ["model is null ({file}, line 14)", "a group of keys (architecture, pretrained"]),
         ("model: 3", ["model is '3' ({file}, line 14)", "a group of keys"]),
         ("model: [a]", ["model is a list ({file}, line 14)", "a group of keys"]),
-        ("model: {unet: [a]}", ["model.unet is a list ({file}, line 14)", "a group of keys"]),
+        ("model: {unet: [a]}", ["model.network is a list ({file}, line 14)", "a group of keys"]),
         ("group: {a: 1}", ["group is a group of keys ({file}, line 14)", "text"]),
         ("seed: []", ["seed is a list ({file}, line 14)", "an integer"]),
         ("samples: {prompts: a cat}", ["samples.prompts is 'a cat' ({file}, line 14)", "a list"]),

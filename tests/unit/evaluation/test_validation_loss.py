@@ -16,7 +16,7 @@ def trained():
     """A model that has learned eight latents by their captions."""
     config = ModelConfig(
         architecture=Architecture.tiny,
-        unet={"block_out_channels": [16, 32], "norm_num_groups": 4, "attention_head_dim": [2, 2]},
+        network={"block_out_channels": [16, 32], "norm_num_groups": 4, "attention_head_dim": [2, 2]},
     )
     objective = ObjectiveConfig(prediction_type=PredictionType.v_prediction)
     model = build_model(config, objective, resolution=32, seed=17)
@@ -93,7 +93,7 @@ def test_captions_that_are_stored_as_embeddings_are_exchanged_too():
 
 @pytest.fixture(scope="module")
 def small_model():
-    config = ModelConfig(architecture=Architecture.tiny, unet={"block_out_channels": [16, 32], "norm_num_groups": 4})
+    config = ModelConfig(architecture=Architecture.tiny, network={"block_out_channels": [16, 32], "norm_num_groups": 4})
     objective = ObjectiveConfig(prediction_type=PredictionType.v_prediction)
     return build_model(config, objective, resolution=32, seed=17).eval()
 

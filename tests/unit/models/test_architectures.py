@@ -8,7 +8,7 @@ from diffusers import UNet2DConditionModel
 from diffusion.config.model import Architecture, ModelConfig
 from diffusion.errors import ConfigurationError
 from diffusion.models import count_parameters
-from diffusion.models.architectures import ARCHITECTURES, STABLE_DIFFUSION_2, TINY, build_unet, build_vae
+from diffusion.models.architectures import ARCHITECTURES, STABLE_DIFFUSION_2, TINY, build_network, build_vae
 
 
 def test_stable_diffusion_2_has_exactly_the_published_parameters():
@@ -22,7 +22,7 @@ def test_stable_diffusion_xl_has_exactly_the_published_parameters():
 
 
 def test_changes_in_the_configuration_reach_the_unet():
-    config = ModelConfig(architecture=Architecture.tiny, unet={"block_out_channels": [16, 32], "norm_num_groups": 4})
+    config = ModelConfig(architecture=Architecture.tiny, network={"block_out_channels": [16, 32], "norm_num_groups": 4})
     assert count_parameters(config)["unet"] < count_parameters(ModelConfig(architecture=Architecture.tiny))["unet"] / 5
 
 
@@ -31,7 +31,7 @@ def test_changes_in_the_configuration_reach_the_unet():
     [
         (
             {"block_out_chanels": [16, 32], "foo": 1},
-            ["model.unet.block_out_chanels", "model.unet.block_out_channels?", "model.unet.foo"],
+            ["model.network.block_out_chanels", "model.network.block_out_channels?", "model.unet.foo"],
         ),
         ({"block_out_channels": None}, ["model.unet", "{'block_out_channels': None}"]),
         ({"block_out_channels": [16]}, ["model.unet", "{'block_out_channels': [16]}"]),
@@ -42,7 +42,7 @@ def test_changes_in_the_configuration_reach_the_unet():
 )
 def test_errors_in_changes_name_their_keys(changes, named):
     with pytest.raises(ConfigurationError) as caught, torch.device("meta"):
-        build_unet(ModelConfig(architecture=Architecture.tiny, unet=changes))
+        build_network(ModelConfig(architecture=Architecture.tiny, network=changes))
     assert all(name in str(caught.value) for name in named)
 
 

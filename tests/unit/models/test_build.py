@@ -39,7 +39,7 @@ def write(model: LatentDiffusion, folder: Path) -> Path:
         latent_scaling=model.latent_scaling,
     )
     scheduler = inference_scheduler(model.noise_scheduler)
-    write_pipeline(folder, unet=model.unet, frozen=frozen, scheduler=scheduler)
+    write_pipeline(folder, network=model.unet, frozen=frozen, scheduler=scheduler)
     return folder
 
 
@@ -101,7 +101,7 @@ def are_equal(one: LatentDiffusion, other: LatentDiffusion) -> bool:
 
 @pytest.mark.parametrize("kind", [Path, str])
 def test_a_unet_keeps_the_prediction_type_of_its_folder(kind, folder, epsilon):
-    loaded = tiny(kind(folder), unet=kind(folder), vae=kind(folder / "vae"))
+    loaded = tiny(kind(folder), network=kind(folder), vae=kind(folder / "vae"))
     assert are_equal(loaded, epsilon)
     assert loaded.objective.prediction_type == loaded.noise_scheduler.config["prediction_type"] == "epsilon"
     options = {"num_inference_steps": 2, "seed": 0, "output": "tensor", "progress": False}
@@ -114,28 +114,28 @@ def test_rectified_flow_is_taken_from_the_folder(tmp_path):
     objective = ObjectiveConfig(prediction_type=PredictionType.flow, flow=FlowConfig(shift=3.0))
     model = build_model(ModelConfig(architecture=Architecture.tiny), objective, resolution=32, seed=17)
     path = str(write(model, tmp_path / "pipe"))
-    loaded = tiny(path, unet=path)
+    loaded = tiny(path, network=path)
     assert (loaded.objective.prediction_type, loaded.objective.flow.shift) == (PredictionType.flow, 3.0)
     with pytest.raises(ConfigurationError, match="prediction_type"):
-        tiny(path, unet=path, prediction_type="epsilon")
+        tiny(path, network=path, prediction_type="epsilon")
 
 
 def test_a_zero_terminal_schedule_is_taken_from_the_folder(tmp_path):
     path = str(write(tiny(zero_terminal_snr=True), tmp_path / "pipe"))
-    loaded = tiny(path, unet=path)
+    loaded = tiny(path, network=path)
     assert loaded.objective.zero_terminal_snr
     assert loaded.noise_scheduler.alphas_cumprod[-1] == 0
     with pytest.raises(ConfigurationError, match="rescale_betas_zero_snr"):
-        tiny(path, unet=path, zero_terminal_snr=False)
+        tiny(path, network=path, zero_terminal_snr=False)
 
 
 def test_another_prediction_type_than_the_folder_s_is_rejected(folder):
-    assert tiny(str(folder), unet=str(folder), prediction_type="epsilon").objective.prediction_type == "epsilon"
+    assert tiny(str(folder), network=str(folder), prediction_type="epsilon").objective.prediction_type == "epsilon"
     with pytest.raises(
         ConfigurationError,
         match=r"scheduler_config\.json: prediction_type",
     ):
-        tiny(str(folder), unet=str(folder), prediction_type="v_prediction")
+        tiny(str(folder), network=str(folder), prediction_type="v_prediction")
 
 
 @pytest.mark.parametrize(
@@ -148,18 +148,18 @@ def test_another_prediction_type_than_the_folder_s_is_rejected(folder):
 def test_another_noise_schedule_than_the_family_s_is_rejected(entries, message, changed):
     change(changed / SCHEDULER_CONFIG, **entries)
     with pytest.raises(ConfigurationError, match=message):
-        tiny(str(changed), unet=str(changed))
+        tiny(str(changed), network=str(changed))
 
 
 def test_other_attention_heads_of_equal_shapes_are_rejected(changed):
     change(changed / "unet" / "config.json", attention_head_dim=[4, 4])
     with pytest.raises(ConfigurationError, match="attention_head_dim"):
-        tiny(str(changed), unet=str(changed))
+        tiny(str(changed), network=str(changed))
 
 
 def test_none_in_released_configurations_is_false(changed, epsilon):
     change(changed / "unet" / "config.json", upcast_attention=None, cross_attention_norm=None)
-    assert are_equal(tiny(str(changed), unet=str(changed)), epsilon)
+    assert are_equal(tiny(str(changed), network=str(changed)), epsilon)
 
 
 def test_a_text_encoder_that_lacks_weights_is_rejected(changed):
@@ -174,13 +174,13 @@ def test_a_text_encoder_that_lacks_weights_is_rejected(changed):
 def test_weights_of_another_size_are_rejected(changed):
     change(changed / "unet" / "config.json", block_out_channels=[32, 128])
     with pytest.raises(ConfigurationError, match="block_out_channels"):
-        tiny(str(changed), unet=str(changed))
+        tiny(str(changed), network=str(changed))
 
 
 def test_a_random_unet_beside_pretrained_parts_is_reported(folder, caplog):
     with caplog.at_level(logging.WARNING):
         tiny()
-        tiny(str(folder), unet=str(folder))
+        tiny(str(folder), network=str(folder))
         assert not caplog.messages
         tiny(str(folder))
     [message] = caplog.messages
@@ -191,25 +191,27 @@ def test_a_random_unet_beside_pretrained_parts_is_reported(folder, caplog):
 def test_a_missing_prediction_type_is_reported(changed, caplog):
     (changed / SCHEDULER_CONFIG).unlink()
     with caplog.at_level(logging.WARNING):
-        assert tiny(str(changed), unet=str(changed)).objective.prediction_type == "v_prediction"
-        tiny(str(changed), unet=str(changed), prediction_type="epsilon")
+        assert tiny(str(changed), network=str(changed)).objective.prediction_type == "v_prediction"
+        tiny(str(changed), network=str(changed), prediction_type="epsilon")
     [message] = caplog.messages
     assert SCHEDULER_CONFIG in message
     assert message.endswith("v_prediction")
 
 
 def test_a_hub_name_is_served_from_the_cache(cache, epsilon):
-    loaded = tiny(HUB_NAME, unet=HUB_NAME)
+    loaded = tiny(HUB_NAME, network=HUB_NAME)
     assert are_equal(loaded, epsilon)
     assert loaded.objective.prediction_type == "epsilon"
     with pytest.raises(ConfigurationError, match="someone/other/unet"):
-        tiny(unet="someone/other")
+        tiny(network="someone/other")
 
 
 def test_with_local_files_only_the_hub_is_not_asked(cache, requests, epsilon):
-    assert are_equal(tiny(HUB_NAME, unet=HUB_NAME, local_files_only=True), epsilon)
+    assert are_equal(tiny(HUB_NAME, network=HUB_NAME, local_files_only=True), epsilon)
     assert requests == []
-    assert torch.equal(tiny(unet=HUB_NAME).unet.conv_in.weight, epsilon.unet.conv_in.weight), "what was fetched before"
+    assert torch.equal(tiny(network=HUB_NAME).unet.conv_in.weight, epsilon.unet.conv_in.weight), (
+        "what was fetched before"
+    )
     assert requests, "without it the hub is asked"
 
 

@@ -8,17 +8,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion.config.model import Architecture, LoraConfig, ModelConfig
 from diffusion.datasets.batch import BatchKey
-from diffusion.models.architectures import build_unet
+from diffusion.models.architectures import build_network
 from diffusion.models.build import tiny
-from diffusion.models.flops import batch_flops, count_unet_flops
+from diffusion.models.flops import batch_flops, count_flops
 from diffusion.models.lora import add_lora
 
 SMALL = {"block_out_channels": [16, 32], "norm_num_groups": 4}
 
 
-def meta_unet(config):
+def meta_network(config):
     with torch.device("meta"):
-        return build_unet(config)
+        return build_network(config)
 
 
 def counted(unet, height, width, num_tokens):
@@ -59,16 +59,16 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_as_torch_counts(case):
     architecture, changed, (height, width), num_tokens = case
-    unet = meta_unet(ModelConfig(architecture=architecture, unet=changed))
-    flops = count_unet_flops(unet.config, height=height, width=width, num_tokens=num_tokens)
+    unet = meta_network(ModelConfig(architecture=architecture, network=changed))
+    flops = count_flops(unet.config, height=height, width=width, num_tokens=num_tokens)
     assert flops is not None
     assert (flops.forward, flops.training) == counted(unet, height, width, num_tokens)
 
 
 def test_under_lora_weights_have_no_gradients():
     """Torch counts the matrices, and no gradients before the first of them: less than 3 % of Stable Diffusion 2's."""
-    unet = meta_unet(ModelConfig())
-    flops = count_unet_flops(unet.config, height=32, width=32, num_tokens=77)
+    unet = meta_network(ModelConfig())
+    flops = count_flops(unet.config, height=32, width=32, num_tokens=77)
     assert flops is not None
     with torch.device("meta"):
         add_lora(unet, LoraConfig(), seed=0)
@@ -77,21 +77,21 @@ def test_under_lora_weights_have_no_gradients():
 
 
 def test_figures_of_sd2():
-    config = meta_unet(ModelConfig()).config
-    small, large = (count_unet_flops(config, height=side, width=side, num_tokens=77) for side in (32, 64))
+    config = meta_network(ModelConfig()).config
+    small, large = (count_flops(config, height=side, width=side, num_tokens=77) for side in (32, 64))
     assert small is not None and large is not None
     assert (round(small.forward / 1e9, 1), round(small.training / 1e9, 1)) == (181.1, 539.3)
     assert (round(large.forward / 1e9, 1), round(large.training / 1e9, 1)) == (804.3, 2408.7)
-    config = meta_unet(ModelConfig(architecture=Architecture.stable_diffusion_xl)).config
-    largest = count_unet_flops(config, height=128, width=128, num_tokens=77)
+    config = meta_network(ModelConfig(architecture=Architecture.stable_diffusion_xl)).config
+    largest = count_flops(config, height=128, width=128, num_tokens=77)
     assert largest is not None
     assert round(largest.forward / 1e9) == 6761
 
 
 def test_an_unknown_block_is_not_counted():
-    config = {**meta_unet(ModelConfig(architecture=Architecture.tiny)).config}
+    config = {**meta_network(ModelConfig(architecture=Architecture.tiny)).config}
     config["down_block_types"] = ("AttnDownBlock2D", "DownBlock2D")
-    assert count_unet_flops(config, height=8, width=8, num_tokens=24) is None
+    assert count_flops(config, height=8, width=8, num_tokens=24) is None
     batch = {BatchKey.LATENT_MEAN: torch.empty(2, 4, 8, 8), BatchKey.TOKEN_IDS: torch.zeros(2, 24)}
     assert math.isnan(batch_flops(config, batch, vae_factor=4))
 
@@ -101,9 +101,7 @@ def test_a_batch_of_groups_of_several_shapes_and_one_of_images():
     ids = torch.zeros(6, 24)
 
     def of(*shapes):
-        counts = [
-            count_unet_flops(model.unet.config, height=height, width=width, num_tokens=24) for height, width in shapes
-        ]
+        counts = [count_flops(model.unet.config, height=height, width=width, num_tokens=24) for height, width in shapes]
         return sum(count.training for count in counts if count is not None)
 
     latents = [torch.empty(2, 4, 8, 8), torch.empty(2, 4, 6, 10), torch.empty(2, 4, 8, 8)]

@@ -21,7 +21,7 @@ SMALL = {"block_out_channels": [16, 32], "norm_num_groups": 4}
 
 def small_model(**objective) -> LatentDiffusion:
     settings = {"prediction_type": PredictionType.v_prediction, **objective}
-    config = ModelConfig(architecture=Architecture.tiny, unet=SMALL)
+    config = ModelConfig(architecture=Architecture.tiny, network=SMALL)
     return build_model(config, ObjectiveConfig(**settings), resolution=32, seed=17)
 
 
@@ -205,7 +205,7 @@ def test_latent_scaling_by_scalar_or_channel_inverts():
 
 @pytest.mark.parametrize("low_precision_norms", [True, False])
 def test_autocast_on_the_cpu_reaches_the_norms(low_precision_norms, monkeypatch):
-    config = ModelConfig(architecture=Architecture.tiny, unet=SMALL, low_precision_norms=low_precision_norms)
+    config = ModelConfig(architecture=Architecture.tiny, network=SMALL, low_precision_norms=low_precision_norms)
     model, batch = build_model(config, ObjectiveConfig(), resolution=32, seed=17), image_batch()
     norms = [module for module in model.unet.modules() if isinstance(module, torch.nn.GroupNorm | torch.nn.LayerNorm)]
     full = model.loss(model(batch), batch).item()

@@ -6,14 +6,14 @@ from diffusion.config.checks import check
 from diffusion.config.loading import load_config
 from diffusion.config.model import Architecture, LoraConfig, ModelConfig
 from diffusion.errors import ConfigurationError
-from diffusion.models.architectures import build_unet
+from diffusion.models.architectures import build_network
 from diffusion.models.lora import add_lora, has_lora, merged, write_lora
 
 
 def small_unet() -> UNet2DConditionModel:
     torch.manual_seed(0)
-    return build_unet(
-        ModelConfig(architecture=Architecture.tiny, unet={"block_out_channels": [16, 32], "norm_num_groups": 4})
+    return build_network(
+        ModelConfig(architecture=Architecture.tiny, network={"block_out_channels": [16, 32], "norm_num_groups": 4})
     ).eval()
 
 

@@ -9,7 +9,7 @@ from diffusion.config.model import Architecture, FlowConfig, ModelConfig, Object
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.models import LatentDiffusion, build_model
 from diffusion.models.architectures import TINY, build_vae
-from diffusion.models.pretrained import FrozenParts, LatentScaling, fold_scaling, read_pipeline_unet, write_pipeline
+from diffusion.models.pretrained import FrozenParts, LatentScaling, fold_scaling, read_pipeline_network, write_pipeline
 from diffusion.models.sampling import image_seeds, inference_scheduler, initial_latents
 from diffusion.models.tokenizers import build_clip_tokenizer, clip_merges, tokenize
 
@@ -18,7 +18,7 @@ PROMPTS = ["a red circle", "Blue star, 42!"]
 
 def build(architecture: Architecture, scaling: LatentScaling | None = None, **objective) -> LatentDiffusion:
     unet = {"block_out_channels": [16, 32], "norm_num_groups": 4, "sample_size": 8}
-    config = ModelConfig(architecture=architecture, unet=unet, frozen_seed=3)
+    config = ModelConfig(architecture=architecture, network=unet, frozen_seed=3)
     settings = {"prediction_type": PredictionType.v_prediction, **objective}
     model = build_model(config, ObjectiveConfig(**settings), resolution=32, seed=17).eval()
     if scaling is not None:
@@ -35,7 +35,7 @@ def write(model: LatentDiffusion, folder: Path) -> Path:
         latent_scaling=model.latent_scaling,
     )
     scheduler = inference_scheduler(model.noise_scheduler)
-    write_pipeline(folder, unet=model.unet, frozen=frozen, scheduler=scheduler)
+    write_pipeline(folder, network=model.unet, frozen=frozen, scheduler=scheduler)
     return folder
 
 
@@ -105,7 +105,7 @@ def test_a_unet_in_several_files_equals_that_in_one(tmp_path):
     unet = build(Architecture.tiny).unet
     unet.save_pretrained(tmp_path / "unet", max_shard_size=200_000)
     assert len(list((tmp_path / "unet").glob("*.safetensors"))) > 3
-    found, tensors = read_pipeline_unet(tmp_path, unet), unet.state_dict()
+    found, tensors = read_pipeline_network(tmp_path, unet), unet.state_dict()
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
@@ -113,17 +113,17 @@ def test_a_unet_in_several_files_equals_that_in_one(tmp_path):
 def test_weights_of_another_network_with_the_same_shapes_are_rejected(tmp_path):
     model = build(Architecture.tiny)
     write(model, tmp_path / "folder")
-    other = ModelConfig(architecture=Architecture.tiny, unet={"block_out_channels": [16, 32], "norm_num_groups": 8})
+    other = ModelConfig(architecture=Architecture.tiny, network={"block_out_channels": [16, 32], "norm_num_groups": 8})
     unet = build_model(other, ObjectiveConfig(), resolution=32, seed=1).unet
     with pytest.raises(ConfigurationError, match=r"unet/config\.json: norm_num_groups"):
-        read_pipeline_unet(tmp_path / "folder", unet)
+        read_pipeline_network(tmp_path / "folder", unet)
 
 
 def test_missing_or_damaged_files_are_named(tmp_path):
     unet = build(Architecture.tiny).unet
     with pytest.raises(ConfigurationError, match=r"unet .*config\.json"):
-        read_pipeline_unet(tmp_path, unet)
+        read_pipeline_network(tmp_path, unet)
     unet.save_config(tmp_path / "unet")
     (tmp_path / "unet" / "diffusion_pytorch_model.safetensors").write_bytes(b"\x80\x04nonsense")
     with pytest.raises(DataError, match=r"diffusion_pytorch_model\.safetensors"):
-        read_pipeline_unet(tmp_path, unet)
+        read_pipeline_network(tmp_path, unet)

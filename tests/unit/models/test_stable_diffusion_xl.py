@@ -31,7 +31,7 @@ def pipeline(model) -> StableDiffusionXLPipeline:
         text_encoder_2=model.text_encoder.text_encoder_2,
         tokenizer=first,
         tokenizer_2=build_tokenizer(Architecture.tiny_xl),
-        unet=model.unet,
+        network=model.unet,
         scheduler=inference_scheduler(model.noise_scheduler),
         add_watermarker=False,
     )
@@ -52,7 +52,7 @@ def batch_of(num: int = 6) -> dict:
 
 
 def small_model(**objective) -> LatentDiffusion:
-    config = ModelConfig(architecture=Architecture.tiny_xl, unet=SMALL)
+    config = ModelConfig(architecture=Architecture.tiny_xl, network=SMALL)
     return build_model(config, ObjectiveConfig(**objective), resolution=32, seed=17)
 
 

@@ -72,7 +72,7 @@ def test_other_resolutions_and_networks_go_by_operations():
     assert rate_for(fleet, small) == pytest.approx(1_100 * 539_310_899_200 / 606_404_608)
     unknown: dict[str, Any] = {"down_block_types": ["AttnDownBlock2D", "CrossAttnDownBlock2D"]}
     with pytest.raises(ConfigurationError, match="operations are not known"):
-        rate_for(fleet, replace(first, model=ModelConfig(architecture=Architecture.tiny, unet=unknown)))
+        rate_for(fleet, replace(first, model=ModelConfig(architecture=Architecture.tiny, network=unknown)))
 
 
 def test_storage_egress_and_failures_add_to_it(budgets):

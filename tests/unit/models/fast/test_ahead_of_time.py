@@ -11,7 +11,7 @@ from torch import nn
 from diffusion.config.model import Architecture, Compilation, ModelConfig, PerformanceConfig
 from diffusion.config.training import Device
 from diffusion.models import fast
-from diffusion.models.architectures import build_unet
+from diffusion.models.architectures import build_network
 from diffusion.models.fast.compilation import find_blocks
 from diffusion.models.fast.norms import use_low_precision_norms
 from tests.tools.inductor_aot import Graph, lowering_for_gpu
@@ -23,7 +23,7 @@ BATCH, EDGE = 4, 32
 def unet(architecture: Architecture, compilation: Compilation = Compilation.auto) -> Any:
     """A U-Net as it is trained on a GPU, without weights."""
     with torch.device("meta"):
-        unet = build_unet(ModelConfig(architecture=architecture))
+        unet = build_network(ModelConfig(architecture=architecture))
     use_low_precision_norms(unet)
     fast.apply(unet, PerformanceConfig(compilation=compilation), Device.gpu)
     return unet

@@ -1,0 +1,60 @@
+"""The trained network: a U-Net or a transformer of diffusers, behind one interface.
+
+The transformer is PRX's: one stream of image tokens with rotary positions, so that it has no size of its own, and
+captions as further keys and values.
+"""
+
+from typing import Any
+
+import torch
+from diffusers.models.transformers.transformer_prx import PRXTransformer2DModel
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from torch import Tensor, nn
+
+from diffusion.config.model import NUM_TIMESTEPS
+from diffusion.models.conditioning import Conditioning
+
+Network = UNet2DConditionModel | PRXTransformer2DModel
+
+NETWORKS: dict[str, type[Network]] = {"unet": UNet2DConditionModel, "transformer": PRXTransformer2DModel}
+"""Classes by the names that the networks have in models, checkpoints and pipelines of diffusers."""
+
+
+def component_name(network: nn.Module) -> str:
+    """`unet` or `transformer`."""
+    return next(name for name, kind in NETWORKS.items() if isinstance(network, kind))
+
+
+def text_width_of(network: Network) -> int:
+    """Width of the text encoding that a network takes."""
+    return network.config["cross_attention_dim" if isinstance(network, UNet2DConditionModel) else "context_in_dim"]
+
+
+def patch_size_of(network: Network) -> int:
+    """Latent positions per token along one side; 1 in a U-Net."""
+    return network.config.get("patch_size", 1)
+
+
+def predict(network: Network, noised: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
+    """Prediction for noised latents [B, C, H, W] at timesteps [B] or [], with the same shape as the latents.
+
+    The network is given whole timesteps: autocast and FSDP would round others to 8 bits.
+    """
+    timesteps = timesteps.round().long() if timesteps.is_floating_point() else timesteps
+    if isinstance(network, UNet2DConditionModel):
+        return network(noised, timesteps, conditioning.text, **conditioning.unet_arguments(), return_dict=False)[0]
+    timesteps = timesteps.expand(len(noised))
+    return network(noised, timesteps, conditioning.text, attention_mask=conditioning.mask, return_dict=False)[0]
+
+
+def take_whole_timesteps(network: Network) -> None:
+    """Let a transformer take timesteps in int64 instead of noise rates; a U-Net does."""
+
+    def scale(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if len(arguments) > 1 and not arguments[1].is_floating_point():
+            rates = arguments[1].to(torch.float32) / NUM_TIMESTEPS
+            arguments = (arguments[0], rates, *arguments[2:])
+        return arguments, named
+
+    if isinstance(network, PRXTransformer2DModel):
+        network.register_forward_pre_hook(scale, with_kwargs=True)
