@@ -106,11 +106,11 @@ def _check_content(out: str, kind: str) -> None:
 
 
 def check_empty(out: str, allowed: Collection[str]) -> None:
-    """Reject a folder that holds anything but hidden files and what is allowed."""
+    """Reject a folder that holds anything but hidden files, empty folders and what is allowed."""
     if storage.is_url(out):
         names = {name.partition("/")[0] for name in storage.list_files(out)}
     else:
-        names = {path.name for path in Path(out).iterdir()}
+        names = {path.name for path in Path(out).iterdir() if not path.is_dir() or any(path.iterdir())}
     if unexpected := sorted(name for name in names if not name.startswith(".") and name not in allowed):
         shown = ", ".join(map(ascii, unexpected[:3]))
         raise DataError(f"{storage.shown(out)} holds other files ({shown}); choose an empty folder")

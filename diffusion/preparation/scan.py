@@ -56,8 +56,6 @@ from diffusion.preparation.sources.reading import printable
 logger = logging.getLogger(__name__)
 
 _VERSION = 2
-
-
 _FIELDS = tuple(one.name for one in fields(Partition) if one.name != "items")
 
 
@@ -248,7 +246,8 @@ def _local_copies(folder: str, names: Sequence[str], scratch: str | None) -> Ite
 
 
 _CHANGED = """
-WITH new AS (FROM read_parquet(?)), old AS (FROM read_parquet(?) SEMI JOIN (SELECT DISTINCT file FROM new) USING (file))
+WITH new AS (FROM read_parquet(?, hive_partitioning = false)),
+old AS (FROM read_parquet(?, hive_partitioning = false) SEMI JOIN (SELECT DISTINCT file FROM new) USING (file))
 SELECT key FROM (SELECT * FROM new WHERE reason <> 'removed') new
 FULL JOIN (SELECT * FROM old WHERE reason <> 'removed' AND version <> '') old USING (key)
 WHERE new.reason IS NULL OR old.reason IS NULL OR row(new.xxh128, new.captions, new.metadata, new.reason)

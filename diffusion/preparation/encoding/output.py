@@ -256,6 +256,8 @@ def _read_known(uri: str, counts: dict[str, dict[str, int]]) -> dict[str, list[S
                     of_shard = [*itertools.islice(entries, one["parts"])]
                     known[name].append(ShardRecord(source=one["source"], samples=one["samples"], entries=of_shard))
                     count -= one["samples"]
+    except MissingFileError as error:
+        raise DataError(f"{shown(uri)} is not whole ({error}): copy it again, or delete it") from error
     except (StopIteration, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{shown(file)} does not name the shards of {shown(uri)} ({error!r}): delete the encoding, and start again"
