@@ -22,17 +22,19 @@ from diffusion.preparation.layout import (
     METADATA,
     POSITIONS,
     REMOVED,
+    REMOVED_KEYS,
     REMOVED_SAMPLES,
+    REPORT_NUMBERS,
+    REPORT_PAGE,
+    REREAD,
     SCORES,
     SCORES_RECORD,
     SELECTION,
     SPLITS,
+    WRITER,
 )
 
 logger = logging.getLogger(__name__)
-
-WRITER = "writer.json"
-"""File of a data set that says who writes to it, where the file system has no locks."""
 
 _RENEWAL_SECONDS = 30.0
 _STALE_SECONDS = 180.0
@@ -42,13 +44,10 @@ _SETTLING_SECONDS = 2.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 """EBADF: NFS locks only what can be opened for writing, which a folder cannot."""
 
-_FILES = (REMOVED_SAMPLES, "report.html", "report.json", "partitions.json")
+_FILES = (REMOVED_SAMPLES, REPORT_PAGE, REPORT_NUMBERS, "partitions.json")
 _FOLDERS_OF_VERSION_1 = ("facts", "refused")
 
-REREAD = "reread"
-"""Folder of a data set while files that look changed are compared with what is known of them."""
-
-_ALLOWED = (WRITER, LISTINGS, REMOVED, REREAD, "withdrawn.txt", "lost+found")
+_ALLOWED = (WRITER, LISTINGS, REMOVED, REREAD, REMOVED_KEYS, "lost+found")
 """What may be there before the first scan has begun."""
 
 

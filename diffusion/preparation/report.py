@@ -23,7 +23,7 @@ from diffusion import storage
 from diffusion.config.fields import size_text
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
 from diffusion.errors import DataError, MachineError
-from diffusion.preparation.layout import CAPTIONS, LOCATION, SELECTION, local_copies
+from diffusion.preparation.layout import CAPTIONS, LOCATION, REPORT_NUMBERS, REPORT_PAGE, SELECTION, local_copies
 from diffusion.preparation.metadata import (
     MetadataDatabase,
     add_table,
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PAGE, NUMBERS = "report.html", "report.json"
 
 NUM_SHOWN = 12
 """Images of each bucket and of each reason on the page."""
@@ -118,9 +117,9 @@ def write_report(out: str, scan: Scan, *, title: str = "Prepared data", scratch:
         "histograms": _histograms_figure(report["histograms"]) if report["histograms"] else None,
         "thumbnails": _read_thumbnails(scan, rows),
     }
-    storage.write_json(storage.join(out, NUMBERS), report)
-    storage.write(storage.join(out, PAGE), render_page(TEMPLATES / "preparation.html", values).encode())
-    logger.info("wrote %s and %s", storage.join(out, PAGE), NUMBERS)
+    storage.write_json(storage.join(out, REPORT_NUMBERS), report)
+    storage.write(storage.join(out, REPORT_PAGE), render_page(TEMPLATES / "preparation.html", values).encode())
+    logger.info("wrote %s and %s", storage.join(out, REPORT_PAGE), REPORT_NUMBERS)
     return report
 
 

@@ -30,6 +30,7 @@ from diffusion.preparation.layout import (
     LISTINGS,
     METADATA,
     REMOVED,
+    REREAD,
     SCHEMA,
     SELECTION,
     local_copies,
@@ -40,7 +41,7 @@ from diffusion.preparation.layout import (
 )
 from diffusion.preparation.measures import REDUCED_SIDE, file_format, jpeg_scans, perceptual_hash, sharpness
 from diffusion.preparation.metadata import as_pattern, hash_key, removed_row
-from diffusion.preparation.output import REREAD, clear, clear_folders
+from diffusion.preparation.output import clear, clear_folders
 from diffusion.preparation.records import (
     WITHOUT_CAPTION,
     OutdatedError,

@@ -46,6 +46,9 @@ from diffusion.preparation.layout import (
     METADATA,
     POSITIONS,
     REMOVED_SAMPLES,
+    REPORT_NUMBERS,
+    REPORT_PAGE,
+    REREAD,
     SCORES,
     SELECTION,
     SPLITS,
@@ -59,14 +62,13 @@ from diffusion.preparation.metadata import hash_key, removed_row
 from diffusion.preparation.output import claim, clear_folders, clear_result
 from diffusion.preparation.records import Reason
 from diffusion.preparation.removed import add_removed, read_marks, read_removed
-from diffusion.preparation.scan import REREAD, Scan
+from diffusion.preparation.scan import Scan
 from diffusion.preparation.select import read_selection
 from diffusion.preparation.sources.folder import key_of_item
 from diffusion.preparation.write import discard_generations, write_indexes
 
 logger = logging.getLogger(__name__)
 
-_REPORTS = ("report.html", "report.json")
 _OF_VERSION_1 = ("facts/", "refused/", "partitions.json")
 
 
@@ -186,8 +188,8 @@ def _take_down_prepared(dataset: str, asked: set[str], erase: bool) -> tuple[lis
     manifest.write(dataset)
     clear_folders(dataset, REREAD)  # Of a comparison that was killed.
     _erase_listings(dataset)
-    has_report = storage.exists(storage.join(dataset, _REPORTS[0]))
-    storage.delete(storage.join(dataset, name) for name in _REPORTS)
+    has_report = storage.exists(storage.join(dataset, REPORT_PAGE))
+    storage.delete(storage.join(dataset, name) for name in (REPORT_PAGE, REPORT_NUMBERS))
     count = sum(_erase_task(dataset, task, rows) for task in parts)
     write_indexes(dataset, num_tasks)
     _update_splits(dataset, manifest)
@@ -376,7 +378,7 @@ def _take_down_shards(dataset: str, asked: set[str], erase: bool) -> tuple[list[
         manifest = PreparedManifest.read(dataset)
         rejected = {reason: replace(entry, examples=[]) for reason, entry in manifest.rejected.items()}
         _update_splits(dataset, replace(manifest, rejected=rejected))
-        old_files = [name for name in names if name in _REPORTS or name.startswith(_OF_VERSION_1)]
+        old_files = [name for name in names if name in (REPORT_PAGE, REPORT_NUMBERS) or name.startswith(_OF_VERSION_1)]
         storage.delete(storage.join(dataset, name) for name in old_files)
     delete_unnamed(dataset, named)
     return samples, count
