@@ -177,9 +177,10 @@ def _write_heartbeat(uri: str, token: str) -> None:
 
 def _other_writer(uri: str, token: str) -> str | None:
     """Say who else writes; None if nobody does."""
-    if not storage.exists(uri):
-        return None
-    writer = storage.read_json(uri)
+    try:
+        writer = storage.read_json(uri)
+    except DataError:
+        return None  # There is none, or one that is being written in a store without atomic writes.
     try:
         age = time.time() - writer["time"]
         if writer["token"] == token or age > _STALE_SECONDS or _is_dead(writer["host"], writer["pid"]):
