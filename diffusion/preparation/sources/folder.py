@@ -113,7 +113,7 @@ class FolderSource(Source):
             self._report_overruled(database)
             database.execute("CREATE TABLE known (file VARCHAR, version VARCHAR)")
             if known:
-                seen = "SELECT file, max(version) FROM read_parquet(?) GROUP BY file"
+                seen = "SELECT file, max(version) FROM read_parquet(?, hive_partitioning = false) GROUP BY file"
                 database.execute(f"INSERT INTO known {seen}", [list(known)])
             database.execute("DELETE FROM items WHERE '~' || md5(file) IN (SELECT file FROM known)")  # Taken down.
             gone = database.execute(f"SELECT file {_GONE} ORDER BY file LIMIT {_NAMED_GONE}").fetchall()
