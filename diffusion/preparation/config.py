@@ -1,7 +1,9 @@
 """Configuration of `prepare`: from sources to prepared data."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING
@@ -316,3 +318,8 @@ class PrepareConfig:
 
     duplicates: DuplicatesConfig | None = None
     """Null: duplicates are kept."""
+
+    def problems(self, key: str) -> Iterator[str]:
+        """Describe what is wrong on this machine."""
+        if self.scratch is not None and not Path(self.scratch).is_dir():
+            yield f"scratch is {self.scratch}, but there is no such folder. Make it, or choose another one."

@@ -50,7 +50,6 @@ _RAY_BLOCKS = 5_000
 _RAY_RETRIES = 20
 """Attempts for a group of tasks whose actor died; while Ray finds out that a node is lost, several fail at once."""
 
-
 _NODE_GROUP = "ray.io/node-group"
 """Label of the nodes that Ray's cluster launcher or KubeRay started: such a cluster may start more of them."""
 

@@ -94,28 +94,29 @@ def describe_rejections(
     The database has a table `decided`: part, row_number, reason, of_part and of_row.
     """
     connection = database.connection
-    first = f"""{{'part': part, 'row_number': row_number, 'rejected_as': reason, 'of_part': of_part, 'of_row': of_row}},
+    first = f"""{{'part': part, 'row_number': row_number, '_reason': reason, '_of_part': of_part, '_of_row': of_row}},
         part::BIGINT << 32 | row_number, {NUM_EXAMPLES}"""
     connection.execute(f"""CREATE TABLE examples AS
         SELECT unnest(arg_min({first}), recursive := true) FROM decided WHERE reason <> '' GROUP BY reason""")
-    listed = """SELECT list(DISTINCT part ORDER BY part), list(DISTINCT of_part ORDER BY of_part)
-        FILTER (of_part IS NOT NULL) FROM examples"""
+    listed = """SELECT list(DISTINCT part ORDER BY part), list(DISTINCT _of_part ORDER BY _of_part)
+        FILTER (_of_part IS NOT NULL) FROM examples"""
     [(parts, original_parts)] = connection.execute(listed).fetchall()
     if not parts:
         return {}
     details = {rule.name: rule.detail for rule in conditions.rules} | {
-        Reason.DUPLICATE.value: "concat('of ', of_key)",
-        Reason.NEAR_DUPLICATE.value: "concat('of ', of_key)",
+        Reason.DUPLICATE.value: "concat('of ', _of_key)",
+        Reason.NEAR_DUPLICATE.value: "concat('of ', _of_key)",
         Reason.SMALL_BUCKET.value: f"concat(_bucket, ' would hold fewer than {config.buckets.min_samples} images')",
     }
     cases = " ".join(f"WHEN {literal(reason)} THEN {detail}" for reason, detail in details.items())
     originals = database.metadata(original_parts or parts[:1])
-    query = f"""SELECT rejected_as, key, part, row_number AS "row", width, height, of_part, of_row,
-            coalesce(CASE rejected_as {cases} ELSE detail END, '') AS detail
+    query = f"""SELECT _reason, key, part, row_number AS "row", width, height,
+            _of_part AS of_part, _of_row AS of_row, coalesce(CASE _reason {cases} ELSE detail END, '') AS detail
         FROM {conditions.images(database, parts)} JOIN examples USING (part, row_number)
-        LEFT JOIN (SELECT part AS of_part, row_number AS of_row, key AS of_key FROM {originals}) USING (of_part, of_row)
-        WHERE key <> '' ORDER BY rejected_as, part, row_number"""  # A key is blank after a takedown.
+        LEFT JOIN (SELECT part AS _of_part, row_number AS _of_row, key AS _of_key FROM {originals})
+            USING (_of_part, _of_row)
+        WHERE key <> '' ORDER BY _reason, part, row_number"""  # A key is blank after a takedown.
     examples: dict[str, list[Rejection]] = {}
     for row in connection.sql(query).to_arrow_table().to_pylist():
-        examples.setdefault(row.pop("rejected_as"), []).append(Rejection(**row))
+        examples.setdefault(row.pop("_reason"), []).append(Rejection(**row))
     return examples

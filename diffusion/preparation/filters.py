@@ -52,7 +52,6 @@ _DATES = {"current_date", "current_time", "current_timestamp", "localtime", "loc
 
 _BETWEEN_CAPTIONS = "\x01"
 
-
 SCAN_REASON = f"""CASE WHEN reason IN ({", ".join(literal(reason.value) for reason in WITHOUT_CAPTION)})
     AND len(captions) > 0 THEN '' ELSE reason END"""
 """SQL of the reason of the scan, which comes before the rules; none for images that a captioner has given captions."""

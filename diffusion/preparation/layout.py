@@ -26,6 +26,17 @@ REMOVED = "removed.json"
 REMOVED_SAMPLES = "withdrawn.json"
 """File of a data set: for each `<split>/<bucket>` the indices of removed samples, ascending."""
 
+REMOVED_KEYS = "withdrawn.txt"
+"""File of a data set of version 1: the keys of removed images, one per line."""
+
+REPORT_PAGE, REPORT_NUMBERS = "report.html", "report.json"
+
+WRITER = "writer.json"
+"""File of a data set: who writes to it, where the file system has no locks."""
+
+REREAD = "reread"
+"""Folder of a data set while files that look changed are compared with what is known of them."""
+
 CAPTIONS = "captions"
 """Folder below `scores` with the captions that a captioner wrote."""
 
@@ -59,6 +70,11 @@ SCHEMA = pa.schema(
     }
 )
 """Columns of `metadata/NUMBER.parquet`. The row's number in the file and the file's number identify an image."""
+
+
+RESERVED = (*SCHEMA.names, CAPTIONS, GENERATED_CAPTIONS, "source", "generation", "split", "bucket", "part",
+            "row_number", "shorter_side", "aspect_ratio", "caption_length")  # fmt: skip
+"""Names that a column below `scores` cannot have; case does not matter."""
 
 
 def part_name(number: int) -> str:

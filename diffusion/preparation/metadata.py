@@ -24,6 +24,7 @@ from diffusion.preparation.layout import (
     CAPTIONS,
     GENERATED_CAPTIONS,
     METADATA,
+    RESERVED,
     SCHEMA,
     SCORES,
     SELECTION,
@@ -206,6 +207,8 @@ def open_database(out: str, scan: "Scan", *, scratch: str | None = None) -> Iter
     scores: dict[str, set[int]] = {}
     for column, _, name in sorted(name.rpartition("/") for name in scored):
         scores.setdefault(column, set()).add(int(Path(name).stem))
+    if reserved := sorted(name for name in scores if name != CAPTIONS and name.lower() in RESERVED):
+        raise DataError(f"{out}: {SCORES}/{reserved[0]} has the name of another column; rename it")
     values = [{"part": one.number, "source": scan.sources[one.source].name, "generation": one.generation}
               for one in scan.partitions]  # fmt: skip
     schema = pa.schema({"part": pa.int32(), "source": pa.string(), "generation": pa.int32()})
@@ -275,7 +278,8 @@ def _read_parquet(folder: Path, parts: Sequence[int]) -> str:
     return f"""(
         SELECT * EXCLUDE (filename, file_row_number), parse_filename(filename, true)::INTEGER AS part,
             file_row_number::INTEGER AS row_number
-        FROM read_parquet([{paths}], filename = true, file_row_number = true)
+        FROM read_parquet([{paths}], filename = true, file_row_number = true,
+            hive_partitioning = false)
     )"""
 
 

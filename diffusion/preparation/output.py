@@ -22,17 +22,19 @@ from diffusion.preparation.layout import (
     METADATA,
     POSITIONS,
     REMOVED,
+    REMOVED_KEYS,
     REMOVED_SAMPLES,
+    REPORT_NUMBERS,
+    REPORT_PAGE,
+    REREAD,
     SCORES,
     SCORES_RECORD,
     SELECTION,
     SPLITS,
+    WRITER,
 )
 
 logger = logging.getLogger(__name__)
-
-WRITER = "writer.json"
-"""File of a data set that says who writes to it, where the file system has no locks."""
 
 _RENEWAL_SECONDS = 30.0
 _STALE_SECONDS = 180.0
@@ -42,13 +44,10 @@ _SETTLING_SECONDS = 2.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 """EBADF: NFS locks only what can be opened for writing, which a folder cannot."""
 
-_FILES = (REMOVED_SAMPLES, "report.html", "report.json", "partitions.json")
+_FILES = (REMOVED_SAMPLES, REPORT_PAGE, REPORT_NUMBERS, "partitions.json")
 _FOLDERS_OF_VERSION_1 = ("facts", "refused")
 
-REREAD = "reread"
-"""Folder of a data set while files that look changed are compared with what is known of them."""
-
-_ALLOWED = (WRITER, LISTINGS, REMOVED, REREAD, "withdrawn.txt", "lost+found")
+_ALLOWED = (WRITER, LISTINGS, REMOVED, REREAD, REMOVED_KEYS, "lost+found")
 """What may be there before the first scan has begun."""
 
 
@@ -106,11 +105,11 @@ def _check_content(out: str, kind: str) -> None:
 
 
 def check_empty(out: str, allowed: Collection[str]) -> None:
-    """Reject a folder that holds anything but hidden files and what is allowed."""
+    """Reject a folder that holds anything but hidden files, empty folders and what is allowed."""
     if storage.is_url(out):
         names = {name.partition("/")[0] for name in storage.list_files(out)}
     else:
-        names = {path.name for path in Path(out).iterdir()}
+        names = {path.name for path in Path(out).iterdir() if not path.is_dir() or any(path.iterdir())}
     if unexpected := sorted(name for name in names if not name.startswith(".") and name not in allowed):
         shown = ", ".join(map(ascii, unexpected[:3]))
         raise DataError(f"{storage.shown(out)} holds other files ({shown}); choose an empty folder")
@@ -178,9 +177,10 @@ def _write_heartbeat(uri: str, token: str) -> None:
 
 def _other_writer(uri: str, token: str) -> str | None:
     """Say who else writes; None if nobody does."""
-    if not storage.exists(uri):
-        return None
-    writer = storage.read_json(uri)
+    try:
+        writer = storage.read_json(uri)
+    except DataError:
+        return None  # There is none, or one that is being written in a store without atomic writes.
     try:
         age = time.time() - writer["time"]
         if writer["token"] == token or age > _STALE_SECONDS or _is_dead(writer["host"], writer["pid"]):

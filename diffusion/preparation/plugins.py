@@ -16,15 +16,11 @@ from PIL import Image
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.plugins import import_plugin
 from diffusion.preparation.config import CaptionerConfig, CaptionMode, PrepareConfig, ScorerConfig
-from diffusion.preparation.layout import CAPTIONS, GENERATED_CAPTIONS, SCHEMA
+from diffusion.preparation.layout import RESERVED
 from diffusion.preparation.records import clean_text
 
 if TYPE_CHECKING:
     import torch
-
-RESERVED = (*SCHEMA.names, CAPTIONS, GENERATED_CAPTIONS, "source", "split", "bucket", "part", "shorter_side",
-            "aspect_ratio", "caption_length")  # fmt: skip
-"""Columns that a scorer cannot write; case does not matter."""
 
 Config = ScorerConfig | CaptionerConfig
 
@@ -63,8 +59,8 @@ def check_plugins(config: PrepareConfig) -> None:
     for key, plugin in named_plugins(config):
         if isinstance(plugin, ScorerConfig):
             name = plugin.column.lower()
-            if not name.isidentifier() or name in seen:
-                reason = seen.get(name, "it must consist of letters, digits and underscores")
+            if not name.isidentifier() or name.startswith("_") or name in seen:
+                reason = seen.get(name, "it must consist of letters, digits and underscores, and begin with a letter")
                 raise ConfigurationError(f"{key}.column={plugin.column}: {reason}. Choose another name")
             seen[name] = f"{key} has it, too"
         import_plugin(plugin, key)

@@ -14,6 +14,7 @@ from diffusion.errors import DataError
 from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.engine import Workers
 from diffusion.preparation.explain import explain
+from diffusion.preparation.layout import REPORT_PAGE
 from diffusion.preparation.output import claim, clear_result
 from diffusion.preparation.plugins import check_plugins
 from diffusion.preparation.removed import add_removed, read_keys
@@ -99,7 +100,7 @@ def prepare(
         manifest = write(out, scan, settings, workers, scratch=config.scratch, progress=progress)
         if manifest == finished:
             logger.info("%s is finished, and its sources hold no more (--overwrite replaces it)", storage.shown(out))
-        if report and (manifest != finished or not storage.exists(storage.join(out, "report.html"))):
+        if report and (manifest != finished or not storage.exists(storage.join(out, REPORT_PAGE))):
             from diffusion.preparation.report import write_report  # Plotting takes a second to import.
 
             write_report(out, scan, scratch=config.scratch)

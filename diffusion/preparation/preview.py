@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from tempfile import TemporaryDirectory
 
+from diffusion.config.fields import check_sections
 from diffusion.config.loading import to_dict
 from diffusion.errors import DataError
 from diffusion.preparation.config import PrepareConfig
@@ -30,6 +31,7 @@ def preview(config: PrepareConfig, number: int) -> Selection:
         DataError: a source is missing or unknown, or has no images.
         MachineError: a source cannot be read.
     """
+    check_sections(config)
     check_plugins(config)
     sources = open_sources(
         config.sources, config.image_column, config.caption_column, config.limits, config.partition_size

@@ -6,11 +6,8 @@ from pathlib import Path
 
 from diffusion import storage
 from diffusion.errors import DataError
-from diffusion.preparation.layout import REMOVED, REMOVED_SAMPLES
+from diffusion.preparation.layout import REMOVED, REMOVED_KEYS, REMOVED_SAMPLES
 from diffusion.preparation.metadata import hash_key
-
-_KEYS = "withdrawn.txt"
-"""The keys themselves, one per line, in data sets of version 1."""
 
 
 def read_keys(path: Path) -> set[str]:
@@ -43,8 +40,8 @@ def read_removed(dataset: str) -> frozenset[str]:
     hashes: set[str] = set()
     if storage.exists(storage.join(dataset, REMOVED)):
         hashes.update(storage.read_json(storage.join(dataset, REMOVED)))
-    if storage.exists(storage.join(dataset, _KEYS)):
-        lines = storage.read(storage.join(dataset, _KEYS)).decode().split("\n")
+    if storage.exists(storage.join(dataset, REMOVED_KEYS)):
+        lines = storage.read(storage.join(dataset, REMOVED_KEYS)).decode().split("\n")
         hashes.update(hash_key(_parse_line(line)) for line in lines if line)
     return frozenset(hashes)
 
@@ -55,7 +52,7 @@ def add_removed(dataset: str, keys: Iterable[str]) -> None:
     hashes = known.union(map(hash_key, keys))
     if hashes and (hashes != known or not storage.exists(storage.join(dataset, REMOVED))):
         storage.write_json(storage.join(dataset, REMOVED), sorted(hashes))
-    storage.delete([storage.join(dataset, _KEYS)])
+    storage.delete([storage.join(dataset, REMOVED_KEYS)])
 
 
 def read_marks(dataset: str) -> dict[str, list[int]]:

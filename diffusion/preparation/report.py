@@ -23,7 +23,7 @@ from diffusion import storage
 from diffusion.config.fields import size_text
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
 from diffusion.errors import DataError, MachineError
-from diffusion.preparation.layout import CAPTIONS, LOCATION, SELECTION, local_copies
+from diffusion.preparation.layout import CAPTIONS, LOCATION, REPORT_NUMBERS, REPORT_PAGE, SELECTION, local_copies
 from diffusion.preparation.metadata import (
     MetadataDatabase,
     add_table,
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PAGE, NUMBERS = "report.html", "report.json"
 
 NUM_SHOWN = 12
 """Images of each bucket and of each reason on the page."""
@@ -118,9 +117,9 @@ def write_report(out: str, scan: Scan, *, title: str = "Prepared data", scratch:
         "histograms": _histograms_figure(report["histograms"]) if report["histograms"] else None,
         "thumbnails": _read_thumbnails(scan, rows),
     }
-    storage.write_json(storage.join(out, NUMBERS), report)
-    storage.write(storage.join(out, PAGE), render_page(TEMPLATES / "preparation.html", values).encode())
-    logger.info("wrote %s and %s", storage.join(out, PAGE), NUMBERS)
+    storage.write_json(storage.join(out, REPORT_NUMBERS), report)
+    storage.write(storage.join(out, REPORT_PAGE), render_page(TEMPLATES / "preparation.html", values).encode())
+    logger.info("wrote %s and %s", storage.join(out, REPORT_PAGE), REPORT_NUMBERS)
     return report
 
 
@@ -129,13 +128,15 @@ def write_report(out: str, scan: Scan, *, title: str = "Prepared data", scratch:
 
 def _load(out: str, database: MetadataDatabase, selections: Sequence[Selection]) -> tuple[list[str], list[str]]:
     """Make the table `rows` of all images; return its columns of numbers and of texts."""
-    connection, parts = database.connection, database.parts()
+    connection = database.connection
+    parts = sorted(part for one in selections for part in database.parts(one.generation))
     names = [f"{SELECTION}/{one.generation}-{kind}.parquet" for one in selections for kind in ("kept", "rejected")]
-    files = as_pattern(str(local_copies(out, names, database.folder) / SELECTION))
+    folder = local_copies(out, names, database.folder)
+    kept, rejected = (", ".join(literal(as_pattern(str(folder / name))) for name in names[i::2]) for i in (0, 1))
     connection.execute(f"""CREATE VIEW decided AS
         SELECT part, "row" AS row_number, '' AS reason, split || '/' || bucket AS place
-            FROM read_parquet({literal(f"{files}/*-kept.parquet")})
-        UNION ALL SELECT part, "row", reason, '' FROM read_parquet({literal(f"{files}/*-rejected.parquet")})""")
+            FROM read_parquet([{kept}], hive_partitioning = false)
+        UNION ALL SELECT part, "row", reason, '' FROM read_parquet([{rejected}], hive_partitioning = false)""")
     types = {name: kind for name, kind, *_ in connection.execute(f"DESCRIBE {database.images(parts)}").fetchall()}
     scores = [name for name in database.scores if name != CAPTIONS]
     texts = ["format", *(name for name in scores if types[name] == "VARCHAR")]

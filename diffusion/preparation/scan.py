@@ -30,6 +30,7 @@ from diffusion.preparation.layout import (
     LISTINGS,
     METADATA,
     REMOVED,
+    REREAD,
     SCHEMA,
     SELECTION,
     local_copies,
@@ -40,7 +41,7 @@ from diffusion.preparation.layout import (
 )
 from diffusion.preparation.measures import REDUCED_SIDE, file_format, jpeg_scans, perceptual_hash, sharpness
 from diffusion.preparation.metadata import as_pattern, hash_key, removed_row
-from diffusion.preparation.output import REREAD, clear, clear_folders
+from diffusion.preparation.output import clear, clear_folders
 from diffusion.preparation.records import (
     WITHOUT_CAPTION,
     OutdatedError,
@@ -56,8 +57,6 @@ from diffusion.preparation.sources.reading import printable
 logger = logging.getLogger(__name__)
 
 _VERSION = 2
-
-
 _FIELDS = tuple(one.name for one in fields(Partition) if one.name != "items")
 
 
@@ -248,7 +247,8 @@ def _local_copies(folder: str, names: Sequence[str], scratch: str | None) -> Ite
 
 
 _CHANGED = """
-WITH new AS (FROM read_parquet(?)), old AS (FROM read_parquet(?) SEMI JOIN (SELECT DISTINCT file FROM new) USING (file))
+WITH new AS (FROM read_parquet(?, hive_partitioning = false)),
+old AS (FROM read_parquet(?, hive_partitioning = false) SEMI JOIN (SELECT DISTINCT file FROM new) USING (file))
 SELECT key FROM (SELECT * FROM new WHERE reason <> 'removed') new
 FULL JOIN (SELECT * FROM old WHERE reason <> 'removed' AND version <> '') old USING (key)
 WHERE new.reason IS NULL OR old.reason IS NULL OR row(new.xxh128, new.captions, new.metadata, new.reason)

@@ -26,7 +26,7 @@ from diffusion import storage
 from diffusion.config.data import named_size
 from diffusion.config.loading import to_dict
 from diffusion.datasets.buckets import SizeBuckets
-from diffusion.errors import ConfigurationError, DataError
+from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.files import atomic_path
 from diffusion.preparation.buckets import build_buckets
 from diffusion.preparation.config import DuplicatesConfig, PrepareConfig
@@ -35,6 +35,7 @@ from diffusion.preparation.explain import Rejection, describe_rejections
 from diffusion.preparation.filters import Conditions, build_rules, load_conditions, parse_where
 from diffusion.preparation.layout import (
     CAPTIONS,
+    METADATA,
     SCORES,
     SELECTION,
     TRAIN,
@@ -233,13 +234,18 @@ def _identity(out: str, config: PrepareConfig, scan: "Scan", earlier: Sequence[S
     files = [(one.file, one.version, one.start, one.stop) for one in parts]
     places = [(one.number, scan.sources[one.source].name, one.generation) for one in parts]
     names = {part_name(one.number) for one in parts}
-    listed: dict[str, list[str]] = {}
-    for name in sorted(storage.list_files(storage.join(out, SCORES))):
+    listed: dict[str, dict[str, storage.StoredFile]] = {}
+    for name, file in sorted(storage.list_files(storage.join(out, SCORES)).items()):
         if Path(name).name in names:
-            listed.setdefault(Path(name).parent.name, []).append(name)
+            listed.setdefault(Path(name).parent.name, {})[name] = file
     record = read_scores_record(out)
     digests = {column: xxhash.xxh3_128_hexdigest(json.dumps(record[column], sort_keys=True)) for column in record}
-    scores = {column: (len(files), digests.get(column, "")) for column, files in listed.items()}
+    scores: dict[str, Any] = {}
+    for column, of_column in listed.items():
+        if column in digests:
+            scores[column] = len(of_column), digests[column]
+        else:  # Of another tool.
+            scores[column] = [(name, file.size, file.version) for name, file in of_column.items()]
     made_of = [_settings(config), [one.identity for one in earlier], scan.settings, places, files, scores]
     return xxhash.xxh3_128_hexdigest(json.dumps(made_of, sort_keys=True))
 
@@ -336,7 +342,8 @@ def _load_images(
         for some in tqdm([*groups(parts)], desc="select", mininterval=1.0, disable=not progress):
             connection.execute(f"INSERT INTO images {insert(some)}").fetchall()
     except (duckdb.ConversionException, duckdb.OutOfRangeException, duckdb.InvalidInputException) as error:
-        raise ConfigurationError(f"where: {str(error).splitlines()[0]}") from error
+        what = "where" if config.where else METADATA
+        raise ConfigurationError(f"{what}: {str(error).splitlines()[0]}") from error
     if config.duplicates is None:
         return
     for one in earlier:
@@ -459,9 +466,12 @@ def _write_files(
 def _write_parquet(database: MetadataDatabase, query: str, uri: str) -> None:
     """Write the result of an ordered query; its bytes do not depend on the number of threads."""
     path = database.folder / SELECTION / Path(uri).name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_path(path) as partial:
-        options = f"FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {ROWS_PER_GROUP}"
-        database.connection.execute(f"COPY ({query}) TO {literal(str(partial))} ({options})").fetchall()
+    options = f"FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {ROWS_PER_GROUP}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(path) as partial:
+            database.connection.execute(f"COPY ({query}) TO {literal(str(partial))} ({options})").fetchall()
+    except OSError as error:
+        raise MachineError(f"cannot write {path}: {error.strerror or error}; free space there") from error
     if storage.is_url(uri):
         storage.upload(path, uri)

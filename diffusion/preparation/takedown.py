@@ -46,25 +46,29 @@ from diffusion.preparation.layout import (
     METADATA,
     POSITIONS,
     REMOVED_SAMPLES,
+    REPORT_NUMBERS,
+    REPORT_PAGE,
+    REREAD,
     SCORES,
     SELECTION,
     SPLITS,
     part_name,
+    part_numbers,
     positions_name,
     read_table,
     write_table,
 )
-from diffusion.preparation.metadata import removed_row
+from diffusion.preparation.metadata import hash_key, removed_row
 from diffusion.preparation.output import claim, clear_folders, clear_result
 from diffusion.preparation.records import Reason
-from diffusion.preparation.removed import add_removed, read_marks
-from diffusion.preparation.scan import REREAD, Scan
+from diffusion.preparation.removed import add_removed, read_marks, read_removed
+from diffusion.preparation.scan import Scan
 from diffusion.preparation.select import read_selection
+from diffusion.preparation.sources.folder import key_of_item
 from diffusion.preparation.write import discard_generations, write_indexes
 
 logger = logging.getLogger(__name__)
 
-_REPORTS = ("report.html", "report.json")
 _OF_VERSION_1 = ("facts/", "refused/", "partitions.json")
 
 
@@ -183,8 +187,9 @@ def _take_down_prepared(dataset: str, asked: set[str], erase: bool) -> tuple[lis
     manifest = replace(manifest, rejected=_without(manifest.rejected, keys))
     manifest.write(dataset)
     clear_folders(dataset, REREAD)  # Of a comparison that was killed.
-    has_report = storage.exists(storage.join(dataset, _REPORTS[0]))
-    storage.delete(storage.join(dataset, name) for name in _REPORTS)
+    _erase_listings(dataset)
+    has_report = storage.exists(storage.join(dataset, REPORT_PAGE))
+    storage.delete(storage.join(dataset, name) for name in (REPORT_PAGE, REPORT_NUMBERS))
     count = sum(_erase_task(dataset, task, rows) for task in parts)
     write_indexes(dataset, num_tasks)
     _update_splits(dataset, manifest)
@@ -253,11 +258,23 @@ def _reject_rows(dataset: str, rows: Mapping[int, Collection[int]], *, erase: bo
         for column in columns:
             if f"{column}/{part_name(part)}" in scores:
                 _change_rows(storage.join(dataset, SCORES, column, part_name(part)), rows[part], dict.fromkeys)
-        storage.delete([storage.join(dataset, LISTINGS, part_name(part))])
         _change_rows(uri, rows[part], lambda row: removed_row(row, files[part]))
 
     for _ in storage.concurrent_map(reject, rows):
         pass
+
+
+def _erase_listings(dataset: str) -> None:
+    """Drop all removed images from the listings of a growth that is not scanned yet."""
+    removed = read_removed(dataset)
+    scan = storage.read_json(storage.join(dataset, SCAN))
+    names = {one["number"]: scan["sources"][one["source"]]["name"] for one in scan["partitions"]}
+    for number in part_numbers(storage.join(dataset, LISTINGS)):
+        uri = storage.join(dataset, LISTINGS, part_name(number))
+        items = read_table(uri)["item"].to_pylist()
+        kept = [item for item in items if hash_key(key_of_item(names[number], item)) not in removed]
+        if len(kept) < len(items):
+            write_table(uri, pa.table({"item": pa.array(kept, pa.string())}))
 
 
 def _change_rows(uri: str, rows: Iterable[int], change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -361,7 +378,7 @@ def _take_down_shards(dataset: str, asked: set[str], erase: bool) -> tuple[list[
         manifest = PreparedManifest.read(dataset)
         rejected = {reason: replace(entry, examples=[]) for reason, entry in manifest.rejected.items()}
         _update_splits(dataset, replace(manifest, rejected=rejected))
-        old_files = [name for name in names if name in _REPORTS or name.startswith(_OF_VERSION_1)]
+        old_files = [name for name in names if name in (REPORT_PAGE, REPORT_NUMBERS) or name.startswith(_OF_VERSION_1)]
         storage.delete(storage.join(dataset, name) for name in old_files)
     delete_unnamed(dataset, named)
     return samples, count

@@ -153,7 +153,7 @@ def write(
     _begin(out, selections, finished)
     if finished is not None and len(finished.generations) == len(selections):
         return finished
-    done = sorted(part_numbers(storage.join(out, POSITIONS)))
+    done = part_numbers(storage.join(out, POSITIONS))
     tasks = (
         WriteTask(
             number=number,
@@ -166,7 +166,7 @@ def write(
         if number not in done
     )
     total = sum(selection.kept for selection in selections)
-    written = sum(one["entry"]["samples"] for entries in _read_entries(out, done) for one in entries)
+    written = sum(one["entry"]["samples"] for entries in _read_entries(out, sorted(done)) for one in entries)
     with progress_bar("writing", total, initial=written, shown=progress) as bar:
         for num_samples in run(workers, functools.partial(_Writer, out, dict(settings), scratch), tasks):
             bar.update(num_samples)
@@ -208,6 +208,7 @@ def _begin(out: str, selections: Sequence[Selection], finished: PreparedManifest
         )
     if known[same:]:
         logger.info("%s: what was written from another selection is removed", storage.shown(out))
+    if known[same:] or not known:  # Without identities it is unknown what positions belong to.
         discard_generations(out, same, sum(len(selection.tasks) for selection in selections[:same]))
     if known != wanted:
         storage.write_json(uri, wanted)

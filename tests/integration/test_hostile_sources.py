@@ -336,6 +336,16 @@ def test_control_characters_of_names_do_not_reach_the_terminal(tmp_path):
         assert not CONTROL.search(bars), bars
 
 
+def test_an_out_folder_below_one_that_looks_like_a_column(tmp_path):
+    write_folder(tmp_path / "images", 4)
+    write_tar(tmp_path / "x.tar", sample("0", noise(40, 40, 9), b"x"))
+    sources, out = [tmp_path / "images", tmp_path / "x.tar"], tmp_path / "version=3" / "out"
+    first = prepare(sources, out, edges=[16])
+    before = tree(out)
+    assert prepare(sources, out, edges=[16]) == first
+    assert tree(out) == before
+
+
 def test_samples_of_damaged_files_are_all_counted(tmp_path):
     """Ten row groups, one damaged; six MDS shards, all damaged at one sample; a tar that is cut."""
     path = tmp_path / "x.parquet"

@@ -14,7 +14,8 @@ import pytest
 from diffusion import storage
 from diffusion.errors import DataError, MachineError
 from diffusion.preparation import output
-from diffusion.preparation.output import WRITER, claim
+from diffusion.preparation.layout import WRITER
+from diffusion.preparation.output import claim
 from tests.tools.s3_server import s3_process, s3_server
 
 __all__ = ["s3_process", "s3_server"]

@@ -142,6 +142,7 @@ class TestS3:
         monkeypatch.setattr(URLLib3Session, "send", counted)
         most = -(-size // (8 * 2**20)) + 1
         source = open_source("s3://tests/counted/tars/0.tar")
+        assert requests == {"HEAD": 1}
         (partition,) = partitions(source)
         requests.clear()
         items = list(source.scan(partition))

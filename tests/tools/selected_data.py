@@ -53,7 +53,7 @@ class NumberedSource:
     kind: str = "folder"
 
     def description(self) -> dict[str, Any]:
-        return {"kind": self.kind, "path": self.path}
+        return {"kind": self.kind, "name": self.name, "path": self.path}
 
     def images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
         for location in locations:

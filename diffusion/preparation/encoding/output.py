@@ -21,7 +21,7 @@ from diffusion.datasets.manifest import MANIFEST, WORK
 from diffusion.datasets.mds import INDEX, delete_unnamed, read_shards, stored_file, write_index
 from diffusion.errors import DataError
 from diffusion.files import PARTIAL
-from diffusion.preparation.layout import REMOVED_SAMPLES
+from diffusion.preparation.layout import REMOVED, REMOVED_KEYS, REMOVED_SAMPLES, WRITER
 from diffusion.preparation.metadata import hash_key
 from diffusion.preparation.output import check_empty, clear_folders
 from diffusion.preparation.removed import read_removed
@@ -39,7 +39,7 @@ RECORDS = f"{WORK}/shards"
 CHANGING = frozenset({"source", "counts", "sizes"})
 """Entries of a manifest that change when the prepared data grows."""
 
-_ALLOWED = ("lost+found", "removed.json", "withdrawn.txt", "writer.json", WORK)
+_ALLOWED = (REMOVED, REMOVED_KEYS, WRITER, WORK, "lost+found")
 """What a folder may hold before anything is encoded."""
 
 MAX_DAMAGED = 10
@@ -58,7 +58,7 @@ class ShardRecord:
     damaged: list[int] = field(default_factory=list)
     """Indices, in the prepared shard, of images that cannot be decoded. Of a finished data set, `damaged.json` has
     them."""
-    withdrawn: list[int] = field(default_factory=list)
+    removed_samples: list[int] = field(default_factory=list)
     """Likewise, of samples that were removed."""
     removed: str = ""
     """Identity of the removed keys: a shard that was encoded before a takedown is encoded again."""
@@ -152,7 +152,7 @@ class Output:
             MachineError: The folder cannot be written to.
         """
         uri, shards, named = self.uri, {}, {}
-        damaged, hidden = _read_json(join(uri, DAMAGED)), _read_json(join(uri, REMOVED_SAMPLES))
+        damaged, removed_samples = _read_json(join(uri, DAMAGED)), _read_json(join(uri, REMOVED_SAMPLES))
         for name, listed in self._read_records().items():
             records = [record for record in listed if record]
             if len(records) < len(listed):
@@ -160,9 +160,9 @@ class Output:
             firsts = itertools.accumulate((record.samples for record in records), initial=0)
             for first, record in zip(firsts, records, strict=False):
                 damaged.setdefault(name, []).extend(first + i for i in record.damaged)
-                hidden.setdefault(name, []).extend(first + i for i in record.withdrawn)
+                removed_samples.setdefault(name, []).extend(first + i for i in record.removed_samples)
             num_samples = sum(record.samples for record in records)
-            hidden.setdefault(name, []).extend(i for i in removed.get(name, []) if i < num_samples)
+            removed_samples.setdefault(name, []).extend(i for i in removed.get(name, []) if i < num_samples)
             entries = [entry for record in records for entry in record.entries]
             named[name] = {INDEX, *(stored_file(entry)["basename"] for entry in entries)}
             if len(records) > len(self.known.get(name, ())):
@@ -170,7 +170,7 @@ class Output:
             shards[name] = [
                 {"source": record.source, "samples": record.samples, "parts": len(record.entries)} for record in records
             ]
-        for file, indices in ((DAMAGED, damaged), (REMOVED_SAMPLES, hidden)):
+        for file, indices in ((DAMAGED, damaged), (REMOVED_SAMPLES, removed_samples)):
             content = {name: sorted(set(found)) for name, found in sorted(indices.items()) if found}
             _write_if_changed(join(uri, file), content)
         _write_if_changed(join(uri, SHARDS), shards)
@@ -256,6 +256,8 @@ def _read_known(uri: str, counts: dict[str, dict[str, int]]) -> dict[str, list[S
                     of_shard = [*itertools.islice(entries, one["parts"])]
                     known[name].append(ShardRecord(source=one["source"], samples=one["samples"], entries=of_shard))
                     count -= one["samples"]
+    except MissingFileError as error:
+        raise DataError(f"{shown(uri)} is not whole ({error}): copy it again, or delete it") from error
     except (StopIteration, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{shown(file)} does not name the shards of {shown(uri)} ({error!r}): delete the encoding, and start again"

@@ -238,7 +238,7 @@ class _Assembler:
             samples=shard.num_samples,
             entries=entries,
             damaged=sorted(shard.damaged),
-            withdrawn=shard.removed,
+            removed_samples=shard.removed,
             removed=target.removed,
         )
         storage.write_json(target.record, vars(record))

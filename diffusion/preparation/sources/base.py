@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, BinaryIO, ClassVar, TypeVar
+from typing import Any, BinaryIO, ClassVar
 
 from diffusion import storage
 from diffusion.errors import DataError, MachineError
@@ -30,17 +30,13 @@ from diffusion.preparation.sources.reading import (
     printable,
     stat_file,
 )
-from diffusion.storage import shown
+from diffusion.storage import Item, T, shown
 
 MAX_CAPTIONS = 1_000
 """Most captions of an image."""
 
 FEW, MANY, PARTITIONS = 16, 1_024, 64
 """Fewest and most images of a partition, and the number of partitions in between."""
-
-
-Item = TypeVar("Item")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +224,7 @@ def compare(found: Sequence[Partition], known: Sequence[str]) -> Partitions:
         import duckdb
 
         with duckdb.connect() as database:
-            query = "SELECT file, max(version) FROM read_parquet(?) GROUP BY file ORDER BY file"
+            query = "SELECT file, max(version) FROM read_parquet(?, hive_partitioning = false) GROUP BY file"
             versions = dict(database.execute(query, [list(known)]).fetchall())
     return Partitions(
         new=[partition for partition in found if partition.file not in versions],

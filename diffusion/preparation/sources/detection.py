@@ -121,7 +121,7 @@ def _open(text: str, settings: dict[str, Any]) -> Source:
         is_web = path.startswith(("http://", "https://"))
         is_pattern = not is_web and glob.has_magic(path.partition("://")[2])
         is_file = not is_pattern and _kind_of_file(path) is not None and (is_web or storage.exists(path))
-        if is_file:
+        if is_file and is_web:
             storage.stat(path)
     else:
         path = os.path.abspath(text)  # noqa: PTH100 - `..` is resolved

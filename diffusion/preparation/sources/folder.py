@@ -113,7 +113,7 @@ class FolderSource(Source):
             self._report_overruled(database)
             database.execute("CREATE TABLE known (file VARCHAR, version VARCHAR)")
             if known:
-                seen = "SELECT file, max(version) FROM read_parquet(?) GROUP BY file"
+                seen = "SELECT file, max(version) FROM read_parquet(?, hive_partitioning = false) GROUP BY file"
                 database.execute(f"INSERT INTO known {seen}", [list(known)])
             database.execute("DELETE FROM items WHERE '~' || md5(file) IN (SELECT file FROM known)")  # Taken down.
             gone = database.execute(f"SELECT file {_GONE} ORDER BY file LIMIT {_NAMED_GONE}").fetchall()
@@ -159,9 +159,7 @@ class FolderSource(Source):
         yield from self.map(self._record, partition.items)
 
     def _record(self, text: str) -> Record | Rejected:
-        item = json.loads(text)
-        name = name_of(item["file"])
-        key = f"{self.name}/{key_of(name)}"
+        item, key = json.loads(text), key_of_item(self.name, text)
         location = Location(file=item["file"], version=item["version"])
         for problem in (Reason.UNREADABLE, Reason.MISSING_IMAGE):
             if problem.value in item:
@@ -209,6 +207,11 @@ def _database_errors(path: str) -> Iterator[None]:
         what = str(error).partition("\n")[0]
         raise MachineError(f"{path}: its files cannot be sorted in a temporary folder ({what}); set TMPDIR to a folder "
                            "of a larger disk") from error  # fmt: skip
+
+
+def key_of_item(source: str, item: str) -> str:
+    """Key of the image of an item of a partition."""
+    return f"{source}/{key_of(name_of(json.loads(item)['file']))}"
 
 
 def is_image_name(name: str) -> bool:

@@ -56,7 +56,7 @@ class HuggingFaceSource(TableSource):
 
     def batches(self, partition: Partition, groups: Collection[int | None] | None = None) -> Iterator[Batch]:
         """Yield the rows of a data file, or their images."""
-        stream, row = self._builder().as_streaming_dataset(split=self.split).with_format("arrow"), 0
+        stream, row = self._builder(partition.version).as_streaming_dataset(split=self.split).with_format("arrow"), 0
         try:
             for table in stream.shard(stream.num_shards, int(partition.file)).iter(batch_size=BATCH_ROWS):
                 for batch in table.combine_chunks().to_batches():
@@ -69,14 +69,15 @@ class HuggingFaceSource(TableSource):
                 raise MachineError(f"{self.path}: {first_line(error)}; run the same command again") from error
             yield Batch(row, None, None, 1, f"{first_line(error)}; what came before was read")
 
-    def _builder(self) -> Any:
-        load = _load_builder if self.revision else _load_builder.__wrapped__  # A folder may have gained files.
-        return load(self.dataset, self.configuration, self.revision)
+    def _builder(self, version: str = "") -> Any:
+        version = self.revision or version
+        load = _load_builder if version else _load_builder.__wrapped__  # A folder may have gained files.
+        return load(self.dataset, self.configuration, self.revision, version)
 
 
 @functools.lru_cache
-def _load_builder(dataset: str, configuration: str | None, revision: str | None) -> Any:
-    """Make the builder of a data set once in a process: it lists all files of the repository."""
+def _load_builder(dataset: str, configuration: str | None, revision: str | None, version: str) -> Any:
+    """Make the builder of a version of a data set once in a process: it lists all files."""
     from datasets import load_dataset_builder
 
     return load_dataset_builder(dataset, configuration, revision=revision)

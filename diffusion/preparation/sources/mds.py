@@ -75,7 +75,7 @@ class MDSSource(Source):
         """Check the indexes and columns; a DataError if they are not there."""
         folders = [name_of(file).removesuffix(INDEX).rstrip("/") for file in self.files()]
         for shards in self.map(self._shards, folders):
-            for shard in shards:
+            for shard in shards.values():
                 self._columns(shard)
 
     def takes(self, names: Sequence[str]) -> list[str]:
@@ -84,23 +84,10 @@ class MDSSource(Source):
             names = [name for name in names if name.partition("/")[0] in SPLITS]
         return [f"{folder}/{INDEX}" if folder else INDEX for folder in mds_folders(names)]
 
-    def _shards(self, folder: str) -> list[dict[str, Any]]:
-        """Return what the index of an MDS folder says of its shards; a DataError if there is none, or a damaged one."""
+    def _shards(self, folder: str) -> Mapping[str, dict[str, Any]]:
+        """Return what `_shards_of` does of the index of an MDS folder."""
         uri = join(self.uri(file_of(folder)), INDEX)
-        where = printable(shown(uri))
-        try:
-            shards = list(_read_object(uri)["shards"])
-            for one in shards:
-                _ = [stored_file(one)[name] for name in ("basename", "bytes")]
-                _ = [one[name] for name in ("format", "column_names", "column_encodings", "column_sizes")]
-                _ = range(one["samples"])
-        except (KeyError, TypeError) as error:
-            raise DataError(f"{where} is missing or not the index of an MDS folder; write the folder again") from error
-        if any("/" in stored_file(one)["basename"] for one in shards):
-            raise DataError(f"{where} names shards in other folders; write the folder again")
-        if any(one["format"] != "mds" for one in shards):
-            raise DataError(f"{where}: the format is not mds, but {shards[0]['format']!a}; convert it")
-        return shards
+        return _shards_of(uri, _version_of(uri))
 
     def _columns(self, shard: dict[str, Any]) -> _Columns:
         """Find the columns; a DataError if there is none, or not encoded as images or texts."""
@@ -127,21 +114,20 @@ class MDSSource(Source):
         shards = zip(folders, self.map(self._shards, folders), strict=True)
         return compare([one for folder, listed in shards for one in self._cut(folder, listed, versions)], known)
 
-    def _cut(self, folder: str, shards: Sequence[dict[str, Any]], versions: Mapping[str, str]) -> Iterator[Partition]:
+    def _cut(self, folder: str, shards: Mapping[str, Any], versions: Mapping[str, str]) -> Iterator[Partition]:
         """Make the partitions of an MDS folder. `start` is the number of the first sample in the folder."""
         removed = self._removed_from(folder)
         stop = 0
-        for shard in shards:
+        for basename, shard in shards.items():
             start, stop = stop, stop + shard["samples"]
             if start == stop:
                 continue
-            stored = stored_file(shard)
-            name = f"{folder}/{stored['basename']}".lstrip("/")
+            name = f"{folder}/{basename}".lstrip("/")
             gone = sorted(number for number in removed if start <= number < stop)
             state = json.dumps([shard, gone, versions.get(name)], sort_keys=True).encode()
             version = hashlib.blake2b(state, digest_size=16).hexdigest()
             yield Partition(file=file_of(name), start=start, stop=stop, version=version,
-                            num_bytes=stored["bytes"], num_records=shard["samples"])  # fmt: skip
+                            num_bytes=stored_file(shard)["bytes"], num_records=shard["samples"])  # fmt: skip
 
     def _scan(self, partition: Partition) -> Iterator[Record | Rejected]:
         folder = name_of(partition.file).rpartition("/")[0]
@@ -176,12 +162,11 @@ class MDSSource(Source):
     def _shard(self, partition: Partition) -> dict[str, Any]:
         """Return what the index says of the shard of a partition."""
         folder, _, basename = name_of(partition.file).rpartition("/")
-        for shard in self._shards(folder):
-            if stored_file(shard)["basename"] == basename:
-                return shard
-        raise OutdatedError(
-            f"{self.path}: the index names {printable(basename)} no more; restore it, or prepare again with --overwrite"
-        )
+        shard = self._shards(folder).get(basename)
+        if shard is None:
+            raise OutdatedError(f"{self.path}: the index names {printable(basename)} no more; restore it, or prepare "
+                                "again with --overwrite")  # fmt: skip
+        return shard
 
     def _samples(
         self, partition: Partition, shard: dict[str, Any], numbers: Sequence[int]
@@ -274,19 +259,48 @@ def mds_folders(names: Sequence[str]) -> list[str]:
 
 def _read_object(uri: str) -> dict[str, Any]:
     """Return a JSON file's object, which is not to be changed; an empty one if there is none or it is damaged."""
+    return _parsed(uri, _version_of(uri))
+
+
+def _version_of(uri: str) -> str:
+    """Return the version of a file; an empty one if there is none."""
     try:
-        return _parsed(uri, stat_file(uri).version)
+        return stat_file(uri).version
     except FileNotFoundError:
-        return {}
+        return ""
 
 
 @functools.lru_cache(maxsize=16)
 def _parsed(uri: str, version: str) -> dict[str, Any]:
+    if not version:
+        return {}
     try:
         value = json.loads(read_file(uri, _JSON_BYTES))
     except (ValueError, RecursionError, UnfitFileError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+@functools.lru_cache(maxsize=16)
+def _shards_of(uri: str, version: str) -> Mapping[str, dict[str, Any]]:
+    """Return the entries of an index by the names of their shards; a DataError if there is none, or a damaged one."""
+    where = printable(shown(uri))
+    try:
+        shards = list(_parsed(uri, version)["shards"])
+        named = {stored_file(one)["basename"]: one for one in shards}
+        for one in shards:
+            _ = stored_file(one)["bytes"]
+            _ = [one[name] for name in ("format", "column_names", "column_encodings", "column_sizes")]
+            _ = range(one["samples"])
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{where} is missing or not the index of an MDS folder; write the folder again") from error
+    if any("/" in name for name in named):
+        raise DataError(f"{where} names shards in other folders; write the folder again")
+    if len(named) < len(shards):
+        raise DataError(f"{where} names a shard twice; write the folder again")
+    if any(one["format"] != "mds" for one in shards):
+        raise DataError(f"{where}: the format is not mds, but {shards[0]['format']!a}; convert it")
+    return named
 
 
 def _offsets(file: BinaryIO, shard: dict[str, Any]) -> tuple[list[int], int]:

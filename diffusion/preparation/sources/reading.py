@@ -165,20 +165,20 @@ def read_file(uri: str, limit: int) -> bytes:
 
 
 def _read_local(path: str, limit: int) -> bytes:
-    with _open_local(path, 0) as file:
+    with _open_local(path) as file:  # Buffered: it reads on after a short read, whose error would be lost.
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise UnfitFileError(Reason.TOO_LARGE, f"{size} bytes are more than {limit}")
         return file.read(size + 1)
 
 
-def _open_local(path: str, buffer_bytes: int) -> BinaryIO:
+def _open_local(path: str) -> BinaryIO:
     """Open a regular file; a pipe is not waited for."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise UnfitFileError(Reason.UNREADABLE, _NO_FILE)
-    return os.fdopen(descriptor, "rb", buffer_bytes)
+    return os.fdopen(descriptor, "rb", _LOCAL_BUFFER)
 
 
 def open_file(uri: str, root: str | None = None, *, buffer_bytes: int | None = None) -> BinaryIO:
@@ -191,7 +191,7 @@ def open_file(uri: str, root: str | None = None, *, buffer_bytes: int | None = N
             return storage.open_file(uri, buffer_bytes=buffer_bytes)
         if root is not None and is_outside(uri, os.path.realpath(root)):
             raise UnfitFileError(Reason.UNREADABLE, _LEADS_OUT)
-        return _open_local(uri, _LOCAL_BUFFER)
+        return _open_local(uri)
 
 
 @contextmanager

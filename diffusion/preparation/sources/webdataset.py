@@ -130,8 +130,8 @@ class WebDatasetSource(Source):
         spans: dict[str, tuple[int, int]],
     ) -> None:
         """Read a member into its sample if it is of use there."""
-        kind = "image" if f".{extension}" in EXTENSIONS else extension
-        if kind not in ("image", "txt", "json"):
+        kind = extension if extension in ("txt", "json") else "image" if f".{extension}" in EXTENSIONS else ""
+        if not kind:
             sample.others.append(extension)
             return
         if kind == "image" and sample.span is not None:
@@ -217,6 +217,8 @@ def _headers(stream: _Stream) -> Iterator[tarfile.TarInfo]:
             raise _HeaderError(f"ends without an end mark at byte {stream.tell()}") from error
         except (tarfile.TarError, ValueError, IndexError, OverflowError) as error:
             raise _HeaderError(f"{error} at byte {tar.offset}") from error
+        except RecursionError as error:
+            raise _HeaderError(f"too many extended headers at byte {tar.offset}") from error
         if member.size < 0:
             raise _HeaderError(f"a member of {member.size} bytes at byte {member.offset}")
         yield member

@@ -10,8 +10,10 @@ from diffusion import storage
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.errors import DataError
 from diffusion.preparation.config import DuplicatesConfig
+from diffusion.preparation.takedown import take_down
 from tests.tools.image_files import noise, sample, tree, write_folder, write_tar
 from tests.tools.preparing import prepare
+from tests.unit.preparation.test_takedown import contents
 
 OPTIONS = {"edges": [16, 34], "shard_bytes": 8000, "window_bytes": 20_000, "partition_size": 6,
            "validation_fraction": 0.2}  # fmt: skip
@@ -99,6 +101,27 @@ def test_stopped_while_growing(tmp_path, monkeypatch, moment):
     assert PreparedManifest.read(tmp_path / "out").kept == 30, "until the end it is what it was"
     prepare([source], tmp_path / "out", **OPTIONS)
     assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
+
+
+def test_a_takedown_reaches_the_listing_of_a_growth(tmp_path, monkeypatch):
+    source, out = tmp_path / "set", tmp_path / "out"
+    write_folder(source, 6)
+    prepare([source], out, **OPTIONS)
+    write_folder(source, 6, start=100)
+
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("diffusion.preparation.scan.run", stop)
+        prepare([source], out, **OPTIONS)
+    assert any(b"0102" in content for _, content in contents(out / "listings"))
+    take_down(str(out), ["set/0102.png"], erase=True)
+    assert not any(b"0102" in content for _, content in contents(out))
+    manifest = prepare([source], out, **OPTIONS)
+    assert (manifest.kept, manifest.seen, manifest.rejected["removed"].count) == (11, 12, 1)
+    (source / "0102.png").unlink()
+    assert prepare([source], out, **OPTIONS).kept == 11
 
 
 def stop_at_second():

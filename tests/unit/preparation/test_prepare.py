@@ -425,6 +425,44 @@ def test_no_position_outlives_its_shard(tmp_path, monkeypatch):
     assert list((tmp_path / "out" / "train").rglob("*.mds"))
 
 
+def test_positions_of_an_unknown_selection_are_not_taken_for_finished(tmp_path):
+    """What a store leaves of a data set that it deleted in part."""
+    write_folder(tmp_path / "set", 6)
+    out = tmp_path / "out"
+    prepare([tmp_path / "set"], out, edges=[16])
+    (out / "manifest.json").unlink()
+    (out / "positions" / "_identities.json").unlink()
+    for path in (out / "selection").iterdir():
+        path.unlink()
+    where = "key like '%0000.png'"
+    assert prepare([tmp_path / "set"], out, edges=[16], where=where).kept == 1
+    assert [len(samples) for samples in read_all(out).values()] == [1]
+
+
+def test_a_column_of_another_tool(tmp_path):
+    """Its values determine the selection, its name must be its own, and so is any folder's name in the path."""
+    write_folder(tmp_path / "set", 4)
+    out = tmp_path / "version=3" / "source=x" / "out"
+    options = {"edges": [16], "stages": ("scan", "score", "select", "write"), "duplicates": DuplicatesConfig()}
+    prepare([tmp_path / "set"], out, **options)
+    part = out / "scores" / "mine" / "000000.parquet"
+    for values, kept in (([1, 1, 9, 9], 2), ([9, 9, 9, 1], 1)):
+        part.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table({"mine": values}), part)
+        chosen = prepare([tmp_path / "set"], out, where="mine < 5 and source = 'set'", overwrite=True, **options)
+        assert chosen.kept == kept
+    part.parent.rename(out / "scores" / "row_number")
+    with pytest.raises(DataError, match="row_number"):
+        prepare([tmp_path / "set"], out, overwrite=True, **options)
+
+
+@pytest.mark.parametrize("stages", [STAGES, ("scan",)])
+def test_a_scratch_folder_that_does_not_exist(tmp_path, stages):
+    write_folder(tmp_path / "set", 4)
+    with pytest.raises(ConfigurationError, match="scratch"):
+        prepare([tmp_path / "set"], tmp_path / "out", scratch=str(tmp_path / "none"), stages=stages)
+
+
 # The command
 
 

@@ -1,5 +1,6 @@
 import csv
 import datetime
+import errno
 import gzip
 import io
 import json
@@ -450,6 +451,12 @@ class TestWebDataset:
             assert reasons(read(tar)) == [["x"]]
         assert read(write_tar(tmp_path / "empty.tar", [])) == []
 
+    def test_a_member_named_image_is_no_image(self, tmp_path):
+        tar = write_tar(tmp_path / "x.tar", [*sample("0", IMAGE, b"x"), ("0.image", b"no image")])
+        (item,) = read(tar)
+        assert isinstance(item, Record)
+        assert item.image == IMAGE
+
     def test_a_second_image_of_a_sample_is_counted(self, tmp_path):
         tar = write_tar(tmp_path / "x.tar", [("0.jpg", IMAGE), ("0.png", IMAGE), ("0.txt", b"one"), ("1.jpg", IMAGE)])
         items = read(tar)
@@ -510,6 +517,16 @@ class TestWebDataset:
         content += bytes(-len(content) % 512)
         (tmp_path / "x.tar").write_bytes(compress(content + header.tobuf(tarfile.GNU_FORMAT) + bytes(1024)))
         assert reasons(read(tmp_path / "x.tar")) == [["x"], "damaged_file"]
+
+    def test_thousands_of_chained_headers_are_damage(self, tmp_path):
+        header = tarfile.TarInfo("name")
+        header.size, header.type = 5, tarfile.GNUTYPE_LONGNAME
+        content = write_tar(tmp_path / "x.tar", sample("0", IMAGE, b"x")).read_bytes().rstrip(b"\0")
+        chain = 3000 * (header.tobuf(tarfile.GNU_FORMAT) + b"1.png".ljust(512, b"\0"))
+        (tmp_path / "x.tar").write_bytes(content + bytes(-len(content) % 512) + chain + bytes(1024))
+        items = read(tmp_path / "x.tar")
+        assert reasons(items) == [["x"], "damaged_file"]
+        assert "too many extended headers" in details(items)[0]
 
     def test_links_in_a_tar(self, tmp_path):
         with tarfile.open(tmp_path / "x.tar", "w") as tar:
@@ -797,6 +814,40 @@ def test_a_file_that_is_gone_since_the_listing_is_no_rejection(tmp_path, layout)
     root.rename(tmp_path / "elsewhere")
     with pytest.raises(DataError, match="0000.png" if layout == "images" else layout):
         list(source.scan(partition))
+
+
+class FailingDisk(io.FileIO):
+    """A file whose first read(2) yields a part, and whose second fails."""
+
+    read = io.RawIOBase.read
+
+    def readinto(self, buffer):
+        if self.tell():
+            raise OSError(errno.EIO, "Input/output error")
+        return super().readinto(memoryview(buffer)[:10])
+
+
+def test_a_disk_that_fails_after_a_part_of_a_file(tmp_path, monkeypatch):
+    (tmp_path / "a.png").write_bytes(IMAGE)
+
+    def open_failing(descriptor, _, size):
+        return io.BufferedReader(FailingDisk(descriptor), size) if size else FailingDisk(descriptor)
+
+    monkeypatch.setattr(os, "fdopen", open_failing)
+    with pytest.raises(MachineError, match=r"a\.png: Input/output error"):
+        read_file(str(tmp_path / "a.png"), 2**20)
+
+
+@pytest.mark.parametrize("write", [lambda folder: write_tar(folder / "0.tar", sample("0", IMAGE, b"x")),
+                                   lambda folder: write_folder(folder, 1)], ids=["tar", "folder"])  # fmt: skip
+def test_known_files_below_a_folder_that_looks_like_a_column(tmp_path, write):
+    for name in ("set", "version=3"):
+        (tmp_path / name).mkdir()
+    write(tmp_path / "set")
+    source = open_source(tmp_path / "set")
+    known = write_known(tmp_path / "version=3" / "known.parquet", scan(source))
+    found = source.partitions(known)
+    assert (list(found.new), list(found.gone), list(found.changed)) == ([], [], [])
 
 
 def test_denied_access_to_a_store_is_no_rejection(monkeypatch):

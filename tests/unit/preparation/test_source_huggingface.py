@@ -140,6 +140,21 @@ class TestStreaming:
             assert len(list(pickle.loads(pickle.dumps(source)).scan(partition))) == NUM
         assert len(made) == 1
 
+    def test_the_files_of_a_folder_are_listed_again_when_it_has_grown(self, dataset, tmp_path, monkeypatch):
+        (tmp_path / "set").mkdir()
+        dataset.to_parquet(tmp_path / "set" / "train-0.parquet")
+        source = open_source(f"hf-dataset:{tmp_path / 'set'}")
+        load, made = datasets.load_dataset_builder, []
+        monkeypatch.setattr(datasets, "load_dataset_builder", lambda *all, **by: made.append(1) or load(*all, **by))
+        for number in (1, 2):
+            dataset.to_parquet(tmp_path / "set" / f"train-{number}.parquet")
+            made.clear()
+            found = partitions(source)
+            for one in found:
+                assert len(list(pickle.loads(pickle.dumps(source)).scan(one))) == NUM
+            assert len(found) == number + 1
+            assert len(made) == 2, "the listing, and one for all partitions"
+
     def test_webdataset_in_streaming(self, tmp_path):
         (tmp_path / "set").mkdir()
         write_tar(tmp_path / "set" / "train-0.tar", [("0.png", noise(4, 4)), ("0.txt", b"one")])

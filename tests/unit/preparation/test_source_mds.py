@@ -9,10 +9,11 @@ from PIL import Image
 from streaming import MDSWriter
 from streaming.base.format.mds.encodings import mds_encode
 
+from diffusion.datasets.mds import stored_file
 from diffusion.errors import DataError
 from diffusion.preparation.config import LimitsConfig
 from diffusion.preparation.records import Reason, Record, Rejected
-from diffusion.preparation.sources import open_sources
+from diffusion.preparation.sources import mds, open_sources
 from tests.tools.image_files import noise
 from tests.tools.sources import details, open_source, partitions, read, reasons, write_known
 
@@ -190,6 +191,27 @@ class TestOthers:
         items = read(folder)
         assert reasons(items) == ["damaged_file"] * num + [["x"]] * (6 - num)
         assert "zstd" in details(items)[0]
+
+    def test_an_index_is_looked_through_once(self, tmp_path, monkeypatch):
+        columns, samples = {"image": "bytes", "caption": "str"}, [{"image": noise(12, 12), "caption": "x"}] * 60
+        source = open_source(write_mds(tmp_path / "set", columns, samples))
+        cut, calls = partitions(source), []
+        monkeypatch.setattr(mds, "stored_file", lambda entry: calls.append(1) or stored_file(entry))
+        assert sum(len(list(source.scan(one))) for one in cut) == 60
+        assert len(cut) > 10
+        assert len(calls) <= 2 * len(cut), "not every entry for each shard"
+
+    def test_an_index_that_changes_in_a_process(self, tmp_path):
+        columns, samples = {"image": "bytes", "caption": "str"}, [{"image": noise(12, 12), "caption": "x"}] * 6
+        source = open_source(write_mds(tmp_path / "set", columns, samples))
+        (first, *_) = partitions(source)
+        index = json.loads((tmp_path / "set" / "index.json").read_text())
+        (tmp_path / "set" / "index.json").write_text(json.dumps(index | {"shards": index["shards"][1:]}))
+        with pytest.raises(DataError, match=r"names shard\.00000\.mds no more"):
+            list(source.scan(first))
+        (tmp_path / "set" / "index.json").write_text(json.dumps(index | {"shards": index["shards"][:1] * 2}))
+        with pytest.raises(DataError, match="names a shard twice"):
+            partitions(source)
 
     def test_growth(self, tmp_path):
         columns, samples = {"image": "bytes", "caption": "str"}, [{"image": noise(12, 12), "caption": "x"}] * 6

@@ -42,7 +42,10 @@ def data(tmp_path):
         (tmp_path / "out" / name).write_text(f"{key} caption of {TAKEN}")
     (tmp_path / "out" / "listings").mkdir()
     part = next(part for part, numbers in enumerate(data.images) if TAKEN in numbers)
-    pq.write_table(pa.table({"item": [f"{TAKEN:04}.png"]}), tmp_path / "out" / "listings" / f"{part:06}.parquet")
+    pq.write_table(
+        pa.table({"item": [json.dumps({"file": f"{TAKEN:04}.png"})]}),
+        tmp_path / "out" / "listings" / f"{part:06}.parquet",
+    )
     return data
 
 
