@@ -112,7 +112,7 @@ def read_initial(config: InitFromConfig, model: LatentDiffusion) -> dict[str, Te
         DataError: they are damaged.
     """
     if is_pipeline(config.checkpoint):
-        return read_pipeline_network(Path(config.checkpoint).expanduser(), model)
+        return read_pipeline_network(Path(config.checkpoint).expanduser(), model.network)
     checkpoint = resolve_checkpoint(config.checkpoint)
     stored = read_weights(checkpoint, config.weights, is_checked=True)
     return _without_lora(stored, load_config_of(checkpoint))

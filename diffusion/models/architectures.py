@@ -245,7 +245,7 @@ def _transformer(hidden_size: int, depth: int) -> ArchitectureSpec:
 
 ARCHITECTURES = {
     Architecture.transformer_s: _transformer(576, 10),
-    Architecture.transformer_m: _transformer(1024, 14),
+    Architecture.transformer_m: _transformer(1024, 12),
     Architecture.transformer_l: _transformer(1792, 16),
     Architecture.tiny_transformer: TINY_TRANSFORMER,
     Architecture.stable_diffusion_2: STABLE_DIFFUSION_2,

@@ -132,7 +132,7 @@ def load_family(
     )
     model = build_model(config, _objective(spec, folder, requested), resolution=resolution, seed=seed)
     if folder is not None:
-        load_weights(model, read_pipeline_network(folder, model), f"{folder}/{model.component}")
+        load_weights(model, read_pipeline_network(folder, model.network), f"{folder}/{model.component}")
     elif pretrained or vae:
         log.warning(
             "the network has random weights, the other parts those of %s: give network=FOLDER", pretrained or vae
@@ -162,15 +162,18 @@ tiny = _family(
 )
 
 transformer_s = _family(
-    Architecture.transformer_s, "Transformer over the latents of Stable Diffusion 2: NUM_S parameters; rectified flow."
+    Architecture.transformer_s,
+    "Transformer over Stable Diffusion 2's latents: 76,440,592 parameters; rectified flow.",
 )
 
 transformer_m = _family(
-    Architecture.transformer_m, "Transformer over the latents of Stable Diffusion 2: NUM_M parameters; rectified flow."
+    Architecture.transformer_m,
+    "Transformer over Stable Diffusion 2's latents: 287,686,928 parameters; rectified flow.",
 )
 
 transformer_l = _family(
-    Architecture.transformer_l, "Transformer over the latents of Stable Diffusion 2: NUM_L parameters; rectified flow."
+    Architecture.transformer_l,
+    "Transformer over Stable Diffusion 2's latents: 1,168,225,808 parameters; rectified flow.",
 )
 
 tiny_transformer = _family(

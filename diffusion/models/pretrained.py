@@ -240,8 +240,8 @@ def is_pipeline(path: str | Path) -> bool:
     return (Path(path).expanduser() / PIPELINE_INDEX).is_file()
 
 
-def read_pipeline_network(folder: Path, model: nn.Module) -> dict[str, Tensor]:
-    """Read the network's weights of a folder, whose stored configuration is compared with that of the model's.
+def read_pipeline_network(folder: Path, network: Network) -> dict[str, Tensor]:
+    """Read the network of a folder, whose stored configuration is compared with that of `network`.
 
     Returns:
         The weights by their names in the model, such as `unet.conv_in.weight`.
@@ -250,7 +250,7 @@ def read_pipeline_network(folder: Path, model: nn.Module) -> dict[str, Tensor]:
         ConfigurationError: there is no such network in safetensors, or its configuration differs.
         DataError: a file is damaged.
     """
-    [(component, network)] = model.named_children()
+    component = component_name(network)
     part = folder / component
     files = sorted(part.glob(f"{_WEIGHTS}*.safetensors"))
     # Weights of another precision may lie beside them: diffusion_pytorch_model.fp16.safetensors.

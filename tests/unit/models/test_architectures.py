@@ -12,18 +12,28 @@ from diffusion.models.architectures import ARCHITECTURES, STABLE_DIFFUSION_2, TI
 
 
 def test_stable_diffusion_2_has_exactly_the_published_parameters():
-    assert count_parameters(ModelConfig()) == {"unet": 865_910_724, "vae": 83_653_863, "text_encoder": 340_387_840}
+    assert count_parameters(ModelConfig()) == {"network": 865_910_724, "vae": 83_653_863, "text_encoder": 340_387_840}
 
 
 def test_stable_diffusion_xl_has_exactly_the_published_parameters():
     counts = count_parameters(ModelConfig(architecture=Architecture.stable_diffusion_xl))
     first, second = 123_060_480, 694_659_840
-    assert counts == {"unet": 2_567_463_684, "vae": 83_653_863, "text_encoder": first + second}
+    assert counts == {"network": 2_567_463_684, "vae": 83_653_863, "text_encoder": first + second}
 
 
 def test_changes_in_the_configuration_reach_the_unet():
     config = ModelConfig(architecture=Architecture.tiny, network={"block_out_channels": [16, 32], "norm_num_groups": 4})
-    assert count_parameters(config)["unet"] < count_parameters(ModelConfig(architecture=Architecture.tiny))["unet"] / 5
+    whole = count_parameters(ModelConfig(architecture=Architecture.tiny))["network"]
+    assert count_parameters(config)["network"] < whole / 5
+
+
+@pytest.mark.parametrize(
+    ("architecture", "millions"),
+    [(Architecture.transformer_s, 80), (Architecture.transformer_m, 300), (Architecture.transformer_l, 1000)],
+)
+def test_transformers_in_three_sizes(architecture, millions):
+    counts = count_parameters(ModelConfig(architecture=architecture))
+    assert counts["network"] == pytest.approx(millions * 1e6, rel=0.2)
 
 
 @pytest.mark.parametrize(
@@ -31,13 +41,13 @@ def test_changes_in_the_configuration_reach_the_unet():
     [
         (
             {"block_out_chanels": [16, 32], "foo": 1},
-            ["model.network.block_out_chanels", "model.network.block_out_channels?", "model.unet.foo"],
+            ["model.network.block_out_chanels", "model.network.block_out_channels?", "model.network.foo"],
         ),
-        ({"block_out_channels": None}, ["model.unet", "{'block_out_channels': None}"]),
-        ({"block_out_channels": [16]}, ["model.unet", "{'block_out_channels': [16]}"]),
-        ({"norm_num_groups": 5}, ["model.unet", "{'norm_num_groups': 5}"]),
-        ({"norm_num_groups": 0}, ["model.unet", "{'norm_num_groups': 0}"]),
-        ({"down_block_types": ["Absent", "DownBlock2D"]}, ["model.unet", "Absent"]),
+        ({"block_out_channels": None}, ["model.network", "{'block_out_channels': None}"]),
+        ({"block_out_channels": [16]}, ["model.network", "{'block_out_channels': [16]}"]),
+        ({"norm_num_groups": 5}, ["model.network", "{'norm_num_groups': 5}"]),
+        ({"norm_num_groups": 0}, ["model.network", "{'norm_num_groups': 0}"]),
+        ({"down_block_types": ["Absent", "DownBlock2D"]}, ["model.network", "Absent"]),
     ],
 )
 def test_errors_in_changes_name_their_keys(changes, named):
@@ -56,13 +66,13 @@ def test_changes_of_the_vae_are_checked():
         assert build_vae(spec, {"scaling_factor": 1, "latents_mean": [0, 0, 0, 0.5]}).config["scaling_factor"] == 1
 
 
-def test_text_encoders_and_unets_fit_one_another():
+def test_text_encoders_and_networks_fit_one_another():
     for spec in ARCHITECTURES.values():
-        encoders = [encoder for encoder in (spec.text_encoder, spec.text_encoder_2) if encoder]
-        assert spec.unet["cross_attention_dim"] == sum(encoder["hidden_size"] for encoder in encoders)
+        width = spec.network["cross_attention_dim" if spec.component == "unet" else "context_in_dim"]
+        assert width == spec.text_width
         if spec.text_encoder_2 is not None:
-            width = spec.text_encoder_2["projection_dim"] + 6 * spec.unet["addition_time_embed_dim"]
-            assert spec.unet["projection_class_embeddings_input_dim"] == width
+            width = spec.text_encoder_2["projection_dim"] + 6 * spec.network["addition_time_embed_dim"]
+            assert spec.network["projection_class_embeddings_input_dim"] == width
         assert spec.text_encoder["max_position_embeddings"] == spec.max_tokens
     assert STABLE_DIFFUSION_2.vae_factor == 8
 
@@ -77,4 +87,4 @@ def test_importing_starts_no_gpu_and_no_process_group():
 
 
 def test_unet_is_diffusers_own_class():
-    assert UNet2DConditionModel(**{**TINY.unet, "block_out_channels": (16, 32), "norm_num_groups": 4}) is not None
+    assert UNet2DConditionModel(**{**TINY.network, "block_out_channels": (16, 32), "norm_num_groups": 4}) is not None

@@ -185,7 +185,7 @@ def test_a_random_unet_beside_pretrained_parts_is_reported(folder, caplog):
         tiny(str(folder))
     [message] = caplog.messages
     assert str(folder) in message
-    assert "unet=" in message
+    assert "network=" in message
 
 
 def test_a_missing_prediction_type_is_reported(changed, caplog):
@@ -239,7 +239,7 @@ def test_the_cache_suffices_without_the_hub(cache, requests, epsilon):
         ({"resolution": -32}, "resolution -32"),
         ({"seed": -1}, "seed -1"),
         ({"seed": 2**32}, "seed 4294967296"),
-        ({"unet": "./nowhere"}, r"\./nowhere"),
+        ({"network": "./nowhere"}, r"\./nowhere"),
         ({"pretrained": Path("/no/where")}, "/no/where"),
     ],
 )

@@ -12,6 +12,7 @@ from diffusion.models.architectures import build_network
 from diffusion.models.build import tiny
 from diffusion.models.flops import batch_flops, count_flops
 from diffusion.models.lora import add_lora
+from diffusion.models.networks import text_width_of
 
 SMALL = {"block_out_channels": [16, 32], "norm_num_groups": 4}
 
@@ -21,20 +22,21 @@ def meta_network(config):
         return build_network(config)
 
 
-def counted(unet, height, width, num_tokens):
+def counted(network, height, width, num_tokens):
     """Forward, and forward + backward, by torch's counter."""
-    config = unet.config
+    config = network.config
     with torch.device("meta"):
         latents = torch.empty(1, config["in_channels"], height, width)
-        text = torch.empty(1, num_tokens, config["cross_attention_dim"])
+        text = torch.empty(1, num_tokens, text_width_of(network))
         added = None
-        if config["addition_embed_type"] == "text_time":
+        if config.get("addition_embed_type") == "text_time":
             width_of_ids = 6 * config["addition_time_embed_dim"]
             pooled = config["projection_class_embeddings_input_dim"] - width_of_ids
             added = {"text_embeds": torch.empty(1, pooled), "time_ids": torch.empty(1, 6)}
         timesteps = torch.zeros(1, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
-        predicted = unet(latents, timesteps, text, added_cond_kwargs=added, return_dict=False)[0]
+        options = {"added_cond_kwargs": added} if added else {}
+        predicted = network(latents, timesteps, text, **options, return_dict=False)[0]
         forward = counter.get_total_flops()
         predicted.sum().backward()
     return forward, counter.get_total_flops()
@@ -52,6 +54,8 @@ CASES = {
         (8, 16),
         24,
     ),
+    "transformer": (Architecture.transformer_s, {}, (32, 48), 77),
+    "tiny transformer": (Architecture.tiny_transformer, {"depth": 2, "mlp_ratio": 2.5}, (8, 6), 24),
     "sdxl bucket": (Architecture.stable_diffusion_xl, {}, (24, 36), 77),
 }
 

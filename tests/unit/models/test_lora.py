@@ -97,6 +97,6 @@ def test_an_impossible_configuration_is_rejected():
 
 
 def test_a_layer_that_is_not_there_is_named():
-    for targets, message in ((["to_q", "to_x"], "no layer of the U-Net is called 'to_x'"), (["norm1"], "norm1")):
+    for targets, message in ((["to_q", "to_x"], "no layer of the network is called 'to_x'"), (["norm1"], "norm1")):
         with pytest.raises(ConfigurationError, match=message):
             add_lora(small_unet(), LoraConfig(targets=targets), seed=0)

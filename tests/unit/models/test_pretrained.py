@@ -106,8 +106,8 @@ def test_a_unet_in_several_files_equals_that_in_one(tmp_path):
     unet.save_pretrained(tmp_path / "unet", max_shard_size=200_000)
     assert len(list((tmp_path / "unet").glob("*.safetensors"))) > 3
     found, tensors = read_pipeline_network(tmp_path, unet), unet.state_dict()
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert found.keys() == {f"unet.{name}" for name in tensors}
+    assert all(torch.equal(found[f"unet.{name}"], tensor) for name, tensor in tensors.items())
 
 
 def test_weights_of_another_network_with_the_same_shapes_are_rejected(tmp_path):

@@ -60,7 +60,7 @@ def test_operations_of_lora_are_those_that_torch_counts(model):
     assert 0.6 < few / every < 0.8, "no gradients of most weights"
     fleet = Fleet(name="measured", num_gpus=1, images_per_second={32: 100.0}, architecture=toy().model.architecture)
     whole, lora = toy(), toy(*LORA)
-    whole.model.unet = lora.model.unet = {}
+    whole.model.network = lora.model.network = {}
     assert rate_for(fleet, whole) == 100.0
     assert 120 < rate_for(fleet, lora) < 170
 

@@ -1,0 +1,109 @@
+"""The transformer: timesteps, padding, sizes, and the pipeline of diffusers with the same images."""
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from torch import Tensor
+
+from diffusion.config.model import Architecture, FlowConfig, ModelConfig, ObjectiveConfig, PredictionType
+from diffusion.datasets.batch import BatchKey
+from diffusion.models import build_model
+from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.networks import predict
+from diffusion.models.pretrained import FrozenParts, write_pipeline
+from diffusion.models.sampling import image_seeds, inference_scheduler, initial_latents
+from diffusion.models.tokenizers import tokenize
+
+SMALL = {"hidden_size": 64, "num_heads": 4, "depth": 2, "axes_dim": (8, 8)}
+
+
+@pytest.fixture(scope="module")
+def model() -> LatentDiffusion:
+    config = ModelConfig(architecture=Architecture.tiny_transformer, network=SMALL, frozen_seed=3)
+    objective = ObjectiveConfig(prediction_type=PredictionType.flow, flow=FlowConfig(shift=2.0))
+    model = build_model(config, objective, resolution=32, seed=17).eval()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.network.parameters():  # The modulations are zero at first, and so is the influence of t.
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def token_ids(model: LatentDiffusion, *captions: str) -> Tensor:
+    return torch.from_numpy(tokenize(model.tokenizer, list(captions))).long()
+
+
+def batch(model: LatentDiffusion, num: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    captions = ["a red circle", "a blue star on a white background", "", "a green square"]
+    return {
+        BatchKey.LATENT_MEAN: torch.randn(num, 4, 8, 8, generator=generator),
+        BatchKey.LATENT_LOGVAR: torch.full((num, 4, 8, 8), -4.0),
+        BatchKey.TOKEN_IDS: token_ids(model, *(captions[i % 4] for i in range(num))),
+        BatchKey.SAMPLE: torch.arange(num),
+    }
+
+
+def test_the_loss_does_not_depend_on_the_microbatch(model):
+    whole = batch(model, 6)
+    with torch.no_grad():
+        expected = model.forward(whole).prediction
+        parts = [model.forward({key: value[part] for key, value in whole.items()}) for part in (slice(4), slice(4, 6))]
+    torch.testing.assert_close(torch.cat([part.prediction for part in parts]), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_whole_timesteps_are_noise_rates(model):
+    conditioning = model.conditioner.encode_batch(batch(model, 2), token_ids(model, "a red circle", "a star"))
+    noised = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        found = predict(model.network, noised, torch.tensor([250, 999]), conditioning)
+        rates = torch.tensor([0.25, 0.999])
+        expected = model.network(noised, rates, conditioning.text, attention_mask=conditioning.mask).sample
+        other = predict(model.network, noised, torch.tensor([251, 998]), conditioning)
+    torch.testing.assert_close(found, expected)
+    assert (found - other).abs().max() > 1e-4
+
+
+def test_padding_has_no_influence(model):
+    ids = token_ids(model, "a red circle", "a blue star on a white background")
+    conditioning = model.conditioner.encode_batch({}, ids)
+    assert conditioning.mask is not None
+    num_words = conditioning.mask.sum(dim=1)
+    ends = (ids == ids[0, num_words[0] - 1]).int().argmax(dim=1)
+    assert torch.equal(num_words, ends + 1), "up to the end token"
+    changed = torch.where(conditioning.mask[..., None], conditioning.text, torch.randn_like(conditioning.text))
+    noised, timesteps = torch.randn(2, 4, 8, 8), torch.tensor([300, 600])
+    with torch.no_grad():
+        found = predict(model.network, noised, timesteps, conditioning._replace(text=changed))
+        expected = predict(model.network, noised, timesteps, conditioning)
+    torch.testing.assert_close(found, expected)
+
+
+def test_images_of_any_size(model):
+    options = {"num_inference_steps": 2, "output": "tensor", "progress": False, "seed": 3}
+    images = model.generate("a star", height=24, width=40, **options)
+    assert isinstance(images, Tensor)
+    assert images.shape == (1, 3, 24, 40)
+
+
+def test_the_pipeline_of_diffusers_gives_the_images_of_generate(model, tmp_path):
+    frozen = FrozenParts(
+        vae=model.vae, text_encoder=model.text_encoder, tokenizer=model.tokenizer, latent_scaling=model.latent_scaling
+    )
+    scheduler = inference_scheduler(model.noise_scheduler)
+    write_pipeline(tmp_path, network=model.network, frozen=frozen, scheduler=scheduler, resolution=32)
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path, local_files_only=True)
+    pipeline.set_progress_bar_config(disable=True)
+    assert pipeline.get_default_resolution() == 32
+    latents = initial_latents(image_seeds(5, 1), (4, 8, 8), torch.device("cpu"))
+    options = {"num_inference_steps": 4, "latents": latents}
+    for scale, negative in ((1.0, ""), (3.0, ""), (3.0, "a green square")):
+        expected = model.generate(
+            "a red circle", negative, output="tensor", progress=False, guidance_scale=scale, **options
+        )
+        found = pipeline(
+            "a red circle", negative, guidance_scale=scale, output_type="pt", use_resolution_binning=False,
+            skip_text_cleaning=True, **options,
+        ).images  # fmt: skip
+        assert isinstance(expected, Tensor)
+        assert expected.std() > 0.01
+        assert (found - expected).abs().max() < 1e-4
