@@ -4,12 +4,13 @@ No GPU is needed. The output appears under its name when it is complete.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from huggingface_hub import ModelCardData
 from safetensors.torch import save_file
+from transformers import CLIPTextModel
 
 from diffusion.checkpointing.layout import batch_of
 from diffusion.config.schema import Config, Task
@@ -23,6 +24,7 @@ from diffusion.models.architectures import ARCHITECTURES, build_network
 from diffusion.models.lora import has_lora, write_lora
 from diffusion.models.pretrained import load_frozen_parts, write_pipeline
 from diffusion.models.sampling import build_noise_scheduler, inference_scheduler
+from diffusion.models.text_adapter import TextAdapter, with_adapter
 from diffusion.reports.run import find_results
 
 
@@ -66,6 +68,7 @@ def export(
         raise ConfigurationError(f"{out} exists: remove it, or choose another path")
     trained = read_trained(path, weights=weights)
     config = trained.config
+    component = ARCHITECTURES[config.model.architecture].component
     if config.task is not Task.diffusion:
         raise ConfigurationError(f"{path} is a run of {config.task.value}, whose result is exported already: RUN/vae")
     if lora_only and not has_lora(trained.weights):
@@ -76,14 +79,15 @@ def export(
         with atomic_path(out) as partial:
             if out.suffix == ".safetensors":
                 metadata = _metadata(trained, weights, licences)
-                save_file({name: tensor.contiguous() for name, tensor in trained.network().items()}, partial, metadata)
+                weights_of = {name: tensor.contiguous() for name, tensor in trained.part(component).items()}
+                save_file(weights_of, partial, metadata)
                 return
             partial.mkdir(parents=True)
             card = model_card(trained, weights, is_lora=lora_only, licences=licences, prepared=prepared)
             (partial / "README.md").write_text(card, encoding="utf-8")
             if lora_only:
                 assert config.model.lora is not None
-                write_lora(partial, trained.network(with_lora=True), config.model.lora)
+                write_lora(partial, trained.part(component, with_lora=True), config.model.lora)
             else:
                 _write_pipeline(partial, trained)
     except OSError as error:
@@ -95,14 +99,21 @@ def _write_pipeline(folder: Path, trained: Trained) -> None:
     config = trained.config
     with torch.device("meta"):
         network = build_network(config.model)
-    network.load_state_dict(trained.network(), assign=True)
     spec = ARCHITECTURES[config.model.architecture]
+    network.load_state_dict(trained.part(spec.component), assign=True)
     if spec.component == "unet":
         network.register_to_config(sample_size=config.data.resolution // spec.vae_factor)
+    frozen = load_frozen_parts(config.model)
+    if config.model.text_adapter is not None:
+        assert isinstance(frozen.text_encoder, CLIPTextModel)
+        adapter = TextAdapter(frozen.text_encoder, config.model.text_adapter.layers)
+        adapter.load_state_dict(trained.part("text_adapter"))
+        frozen = replace(frozen, text_encoder=with_adapter(frozen.text_encoder, adapter))
     write_pipeline(
         folder,
         network=network,
-        frozen=load_frozen_parts(config.model),
+        frozen=frozen,
+        resolution=config.data.resolution,
         scheduler=inference_scheduler(build_noise_scheduler(config.objective)),
     )
 

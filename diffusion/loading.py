@@ -14,7 +14,6 @@ from diffusion.config.model import InitFromConfig
 from diffusion.config.schema import Config
 from diffusion.ema.posthoc import AVERAGE_SUFFIX
 from diffusion.errors import ConfigurationError
-from diffusion.models.architectures import ARCHITECTURES
 from diffusion.models.build import build_model, load_weights
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.lora import has_lora, merged
@@ -40,11 +39,11 @@ class Trained:
         """Weights with LoRA merged."""
         return _without_lora(self.weights, self.config)
 
-    def network(self, *, with_lora: bool = False) -> dict[str, Tensor]:
-        """Weights by their names in the network, with LoRA merged or as it is."""
-        prefix = f"{ARCHITECTURES[self.config.model.architecture].component}."
+    def part(self, name: str, *, with_lora: bool = False) -> dict[str, Tensor]:
+        """Weights of a part of the model by their names in it, with LoRA merged or as it is."""
+        prefix = f"{name}."
         weights = self.weights if with_lora else self.merged
-        return {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+        return {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
 
 
 def load_config_of(checkpoint: Path) -> Config:

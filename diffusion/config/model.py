@@ -72,6 +72,14 @@ class LoraConfig:
 
 
 @dataclass(kw_only=True)
+class TextAdapterConfig:
+    """Trained layers between the frozen text encoder and the network."""
+
+    layers: int = bounded(2, min=1)
+    """Layers like those of the text encoder; at first they change nothing."""
+
+
+@dataclass(kw_only=True)
 class ModelConfig:
     """Architecture and pretrained weights."""
 
@@ -97,6 +105,9 @@ class ModelConfig:
     network: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of diffusers' UNet2DConditionModel or PRXTransformer2DModel that replace those of the
     architecture."""
+
+    text_adapter: TextAdapterConfig | None = None
+    """Train layers behind the text encoder, too; null: none. Not with stored embeddings or SDXL's two encoders."""
 
     lora: LoraConfig | None = None
     """Train LoRA matrices on top of `init_from`; null: train all weights."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from diffusion.config.model import Architecture, FlowConfig, ModelConfig, ObjectiveConfig, PredictionType
 from diffusion.errors import ConfigurationError
 from diffusion.models.architectures import ARCHITECTURES, NOISE_SCHEDULE, ArchitectureSpec, build_network, with_seed
-from diffusion.models.conditioning import text_width
+from diffusion.models.conditioning import DualTextEncoder, text_width
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.networks import text_width_of
 from diffusion.models.pretrained import (
@@ -22,9 +22,13 @@ from diffusion.models.pretrained import (
     read_pipeline_network,
 )
 from diffusion.models.sampling import build_noise_scheduler, whole_number
+from diffusion.models.text_adapter import TextAdapter
 from diffusion.randomness import NUM_SEEDS
 
 log = logging.getLogger(__name__)
+
+ADAPTER = "text_adapter."
+"""How the names of a text adapter's weights begin."""
 
 
 def build_model(config: ModelConfig, objective: ObjectiveConfig, *, resolution: int, seed: int) -> LatentDiffusion:
@@ -47,8 +51,15 @@ def build_model(config: ModelConfig, objective: ObjectiveConfig, *, resolution: 
             f"model.vae={config.vae or config.pretrained}: its latents have {channels} channels, the network "
             f"expects {network.config['in_channels']}"
         )
+    adapter = None
+    if config.text_adapter is not None:
+        text_encoder, num_layers = frozen.text_encoder, config.text_adapter.layers
+        if isinstance(text_encoder, DualTextEncoder):
+            raise ConfigurationError("model.text_adapter continues one text encoder, and SDXL has two. Remove the key")
+        adapter = with_seed(seed, lambda: TextAdapter(text_encoder, num_layers))
     return LatentDiffusion(
         network=network,
+        text_adapter=adapter,
         frozen=frozen,
         noise_scheduler=build_noise_scheduler(objective),
         objective=objective,
@@ -59,12 +70,14 @@ def build_model(config: ModelConfig, objective: ObjectiveConfig, *, resolution: 
 
 
 def load_weights(model: LatentDiffusion, weights: dict[str, Tensor], source: str) -> None:
-    """Load weights, which messages call `source`, into a model.
+    """Load weights, which messages call `source`, into a model; without those of a text adapter it stays as it is.
 
     Raises:
         ConfigurationError: names or shapes differ from those of the model.
     """
     expected = model.state_dict()
+    if not any(name.startswith(ADAPTER) for name in weights):
+        weights = weights | {name: value for name, value in expected.items() if name.startswith(ADAPTER)}
     missing, unexpected = expected.keys() - weights.keys(), weights.keys() - expected.keys()
     shapes = [name for name in expected.keys() & weights.keys() if expected[name].shape != weights[name].shape]
     if missing or unexpected or shapes:

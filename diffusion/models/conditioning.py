@@ -106,16 +106,23 @@ class Conditioner:
         empty_token_ids: int64 [L], the empty caption.
         is_extended: whether the network takes pooled text, sizes and crops (SDXL).
         is_masked: whether the network is told which tokens are padding.
+        is_adapted: whether an adapter follows, which takes hidden states before the final norm.
     """
 
     def __init__(
-        self, text_encoder: TextEncoder, empty_token_ids: Tensor, *, is_extended: bool, is_masked: bool
+        self,
+        text_encoder: TextEncoder,
+        empty_token_ids: Tensor,
+        *,
+        is_extended: bool,
+        is_masked: bool,
+        is_adapted: bool,
     ) -> None:
         self._text_encoder = text_encoder
         self._empty_token_ids = {empty_token_ids.device: empty_token_ids}
         self._empty_text: dict[tuple[torch.device, torch.dtype | None], TextEncoding] = {}
         self._dtype: torch.dtype | None = None
-        self._is_extended, self._is_masked = is_extended, is_masked
+        self._is_extended, self._is_masked, self._is_adapted = is_extended, is_masked, is_adapted
         self._end = int(empty_token_ids[1])  # Of the start, the end and the padding.
 
     def lower_precision(self, dtype: torch.dtype) -> None:
@@ -132,6 +139,9 @@ class Conditioner:
     def encode_text(self, token_ids: Tensor) -> TextEncoding:
         """Encode captions: int64 [B, L]."""
         with nullcontext() if self._dtype is None else torch.autocast(token_ids.device.type, self._dtype):
+            if self._is_adapted:
+                encoded: Any = self._text_encoder(token_ids, output_hidden_states=True)
+                return TextEncoding(encoded.hidden_states[-1], encoded.pooler_output)
             hidden, pooled = self._text_encoder(token_ids)[:2]
         return TextEncoding(hidden, pooled)
 

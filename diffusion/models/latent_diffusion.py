@@ -52,6 +52,7 @@ from diffusion.models.sampling import (
     to_pil,
     whole_number,
 )
+from diffusion.models.text_adapter import TextAdapter
 from diffusion.models.tokenizers import tokenize
 from diffusion.randomness import Purpose, bernoulli, normal
 
@@ -102,12 +103,14 @@ class Draws(NamedTuple):
 class LatentDiffusion(ComposerModel):
     """A latent diffusion model (Rombach et al. 2022).
 
-    The network is the only child module, under its name in pipelines of diffusers (`unet`, `transformer`). The frozen
+    Its child modules are trained: the network, under its name in pipelines of diffusers (`unet`, `transformer`), and
+    the text adapter, if there is one. The frozen
     parts are outside of the module tree and so in no optimizer, checkpoint or FSDP unit. They stay in eval mode and
     move with the model.
 
     Args:
         network: the trained network.
+        text_adapter: trained layers behind the text encoder.
         frozen: VAE, text encoder, tokenizer and latent scaling.
         noise_scheduler: noise schedule and prediction type.
         objective: training objective, with the scheduler's prediction type.
@@ -129,6 +132,7 @@ class LatentDiffusion(ComposerModel):
         self,
         *,
         network: Network,
+        text_adapter: TextAdapter | None = None,
         frozen: FrozenParts,
         noise_scheduler: NoiseScheduler,
         objective: ObjectiveConfig,
@@ -141,6 +145,7 @@ class LatentDiffusion(ComposerModel):
             use_low_precision_norms(network)
         self.component = component_name(network)
         self.add_module(self.component, network)
+        self.text_adapter = text_adapter
         self._frozen = {"vae": frozen.vae, "text_encoder": frozen.text_encoder}
         self.tokenizer: CLIPTokenizer = frozen.tokenizer
         self.latent_scaling = frozen.latent_scaling
@@ -160,6 +165,7 @@ class LatentDiffusion(ComposerModel):
             empty_token_ids,
             is_extended=network.config.get("addition_embed_type") == "text_time",
             is_masked=self.component == "transformer",
+            is_adapted=text_adapter is not None,
         )
 
     @property
@@ -210,7 +216,7 @@ class LatentDiffusion(ComposerModel):
         shape = (latents.shape[1], latents.shape[2], latents.shape[3])
         noise = draw_noise(objective, purposes, self.seed, step, sample, shape)
         timesteps = self._timesteps(batch, purposes)
-        conditioning = self.conditioner.encode_batch(batch, token_ids)
+        conditioning = self._adapt(self.conditioner.encode_batch(batch, token_ids))
         if self.observer is not None and purposes is TRAINING:
             content = batch[BatchKey.IMAGE if BatchKey.IMAGE in batch else BatchKey.LATENT_MEAN]
             self.observer(Draws(sample, step, noise, timesteps, token_ids, content, conditioning.placement))
@@ -228,6 +234,12 @@ class LatentDiffusion(ComposerModel):
             dtype = next(self.network.parameters()).dtype
             noised, conditioning = noised.to(dtype), conditioning.to(dtype)
         return predict(self.network, noised, timesteps, conditioning)
+
+    def _adapt(self, conditioning: Conditioning) -> Conditioning:
+        """Continue the text encoding by the adapter."""
+        if self.text_adapter is None:
+            return conditioning
+        return conditioning._replace(text=self.text_adapter(conditioning.text))
 
     def loss(self, outputs: Prediction, batch: Batch) -> Tensor:
         """Mean squared error of the microbatch, weighted by sample: float32 []."""
@@ -404,7 +416,7 @@ class LatentDiffusion(ComposerModel):
 
     def _encode_prompts(self, prompts: Sequence[str], placement: Placement) -> Conditioning:
         token_ids = torch.from_numpy(tokenize(self.tokenizer, prompts)).long().to(self.network.device)
-        return self.conditioner.encode_prompts(token_ids, placement).to(self.network.dtype)
+        return self._adapt(self.conditioner.encode_prompts(token_ids, placement)).to(self.network.dtype)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
