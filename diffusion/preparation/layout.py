@@ -71,7 +71,6 @@ SCHEMA = pa.schema(
 )
 """Columns of `metadata/NUMBER.parquet`. The row's number in the file and the file's number identify an image."""
 
-
 RESERVED = (*SCHEMA.names, CAPTIONS, GENERATED_CAPTIONS, "source", "generation", "split", "bucket", "part",
             "row_number", "shorter_side", "aspect_ratio", "caption_length")  # fmt: skip
 """Names that a column below `scores` cannot have; case does not matter."""

@@ -10,7 +10,7 @@ result of a generation is `selection/GENERATION.json` and two parquet files besi
 import dataclasses
 import json
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -234,20 +234,25 @@ def _identity(out: str, config: PrepareConfig, scan: "Scan", earlier: Sequence[S
     files = [(one.file, one.version, one.start, one.stop) for one in parts]
     places = [(one.number, scan.sources[one.source].name, one.generation) for one in parts]
     names = {part_name(one.number) for one in parts}
-    listed: dict[str, dict[str, storage.StoredFile]] = {}
-    for name, file in sorted(storage.list_files(storage.join(out, SCORES)).items()):
+    listed: dict[str, list[str]] = {}
+    for name in sorted(storage.list_files(storage.join(out, SCORES))):
         if Path(name).name in names:
-            listed.setdefault(Path(name).parent.name, {})[name] = file
+            listed.setdefault(Path(name).parent.name, []).append(name)
     record = read_scores_record(out)
     digests = {column: xxhash.xxh3_128_hexdigest(json.dumps(record[column], sort_keys=True)) for column in record}
-    scores: dict[str, Any] = {}
-    for column, of_column in listed.items():
-        if column in digests:
-            scores[column] = len(of_column), digests[column]
-        else:  # Of another tool.
-            scores[column] = [(name, file.size, file.version) for name, file in of_column.items()]
+    for column in listed.keys() - digests.keys():  # Of another tool.
+        digests[column] = _digest(storage.join(out, SCORES, name) for name in listed[column])
+    scores = {column: (len(files), digests[column]) for column, files in listed.items()}
     made_of = [_settings(config), [one.identity for one in earlier], scan.settings, places, files, scores]
     return xxhash.xxh3_128_hexdigest(json.dumps(made_of, sort_keys=True))
+
+
+def _digest(uris: Iterable[str]) -> str:
+    """Hash the contents of files."""
+    digest = xxhash.xxh3_128()
+    for content in storage.concurrent_map(storage.read, uris):
+        digest.update(content)
+    return digest.hexdigest()
 
 
 def _settings(config: PrepareConfig) -> dict[str, Any]:

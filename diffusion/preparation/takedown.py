@@ -105,6 +105,7 @@ def reject_scanned(dataset: str, keys: Collection[str]) -> None:
     if rows:
         clear_result(dataset)
         _reject_rows(dataset, rows, erase=True)
+        _erase_listings(dataset)
 
 
 def take_down(dataset: str, keys: Iterable[str], *, erase: bool = False) -> Takedown:
