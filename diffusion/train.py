@@ -63,7 +63,7 @@ from diffusion.models.autoencoder import AutoencoderTraining, initialise_logvar
 from diffusion.models.build import build_model, load_weights
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.lora import add_lora
-from diffusion.models.pretrained import is_pipeline
+from diffusion.models.pretrained import is_pipeline, read_vae
 from diffusion.models.tokenizers import caption_tokenizer
 from diffusion.operations.checks.data import check_caches, check_identity, check_streams, read_stream_files
 from diffusion.operations.checks.gpu import computes_bf16
@@ -202,8 +202,10 @@ def check_initial_weights(config: Config) -> None:
     Raises:
         UserError: there is none, or it is damaged.
     """
-    if config.init_from is None or is_pipeline(config.init_from.checkpoint) or dist.get_local_rank() != 0:
+    if config.init_from is None or dist.get_local_rank() != 0:
         return
+    if config.task is Task.autoencoder or is_pipeline(config.init_from.checkpoint):
+        return  # Folders without checksums.
     with error_context("init_from.checkpoint"):
         check_checkpoint(resolve_checkpoint(config.init_from.checkpoint))
 
@@ -223,7 +225,7 @@ def build_training_model(config: Config, device: Device, *, is_new: bool = True)
         ConfigurationError: weights are not where the configuration says, or the combination is impossible.
     """
     if config.task == Task.autoencoder:
-        return with_seed(config.seed, lambda: _build_autoencoder(config))
+        return with_seed(config.seed, lambda: _build_autoencoder(config, is_new))
     model = build_model(config.model, config.objective, resolution=config.data.resolution, seed=config.seed)
     model.num_slots = config.data.global_batch_size
     fast.apply(model.network, config.performance, device)
@@ -237,10 +239,13 @@ def build_training_model(config: Config, device: Device, *, is_new: bool = True)
     return model
 
 
-def _build_autoencoder(config: Config) -> AutoencoderTraining:
+def _build_autoencoder(config: Config, is_new: bool) -> AutoencoderTraining:
     settings = config.autoencoder
     vae = build_vae(ARCHITECTURES[config.model.architecture], settings.vae)
     initialise_logvar(vae, settings.initial_logvar)
+    if is_new and config.init_from is not None:
+        with error_context("init_from.checkpoint"):
+            vae.load_state_dict(read_vae(config.init_from.checkpoint, vae))
     start = parse_time(settings.adversarial_start, "autoencoder.adversarial_start").in_batches(
         num_batches=num_batches(config), global_batch_size=config.data.global_batch_size
     )
