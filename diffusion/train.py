@@ -48,7 +48,7 @@ from diffusion.config.fields import parse_time
 from diffusion.config.model import Posterior
 from diffusion.config.schema import Config, Task
 from diffusion.config.secrets import to_public_yaml
-from diffusion.config.training import Decay, Device, Parallelism, Precision
+from diffusion.config.training import Decay, Device, OptimizerName, Parallelism, Precision
 from diffusion.datasets.batch import num_samples, split_batch
 from diffusion.datasets.dataset import TrainingDataset
 from diffusion.datasets.loader import train_loader, validation_dataset, validation_loader
@@ -71,6 +71,7 @@ from diffusion.operations.checks.machine import check_machines
 from diffusion.operations.costs import BudgetSpentError
 from diffusion.operations.heartbeats import heartbeat_folder
 from diffusion.operations.lease import leased
+from diffusion.optimizers import build_muon
 from diffusion.plugins import IndexedDataset, build_plugin, build_plugins, check_plugins
 from diffusion.sharding import correct_gradient_average, fsdp_config
 from diffusion.trainer import HostTrainer
@@ -388,14 +389,20 @@ def build_trainer(
 
 def _build_optimizer(config: Config, model: ComposerModel) -> torch.optim.AdamW:
     optimizer = config.optimizer
+    settings: dict[str, Any] = {
+        "lr": optimizer.lr,
+        "betas": (optimizer.betas[0], optimizer.betas[1]),
+        "eps": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
+        "fused": True,
+    }
+    if optimizer.name is OptimizerName.muon:
+        return build_muon(model, momentum=optimizer.momentum, **settings)
     if isinstance(model, AutoencoderTraining):
         parameters = model.parameter_groups()
     else:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    betas = (optimizer.betas[0], optimizer.betas[1])
-    return torch.optim.AdamW(
-        parameters, lr=optimizer.lr, betas=betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay, fused=True
-    )
+    return torch.optim.AdamW(parameters, **settings)
 
 
 def _build_scheduler(config: Config) -> ComposerScheduler:
