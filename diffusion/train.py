@@ -63,7 +63,7 @@ from diffusion.models.autoencoder import AutoencoderTraining, initialise_logvar
 from diffusion.models.build import build_model, load_weights
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.lora import add_lora
-from diffusion.models.pretrained import is_pipeline
+from diffusion.models.pretrained import is_pipeline, is_single_file
 from diffusion.models.tokenizers import build_tokenizer, tokenize
 from diffusion.operations.checks.data import check_caches, check_identity, check_streams, read_stream_files
 from diffusion.operations.checks.gpu import computes_bf16
@@ -202,7 +202,9 @@ def check_initial_weights(config: Config) -> None:
     Raises:
         UserError: there is none, or it is damaged.
     """
-    if config.init_from is None or is_pipeline(config.init_from.checkpoint) or dist.get_local_rank() != 0:
+    if config.init_from is None or dist.get_local_rank() != 0:
+        return
+    if is_pipeline(config.init_from.checkpoint) or is_single_file(config.init_from.checkpoint):
         return
     with error_context("init_from.checkpoint"):
         check_checkpoint(resolve_checkpoint(config.init_from.checkpoint))
