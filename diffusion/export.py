@@ -28,7 +28,7 @@ from diffusion.evaluation.protocol import Result, table
 from diffusion.files import atomic_path
 from diffusion.loading import Trained, read_trained
 from diffusion.models.architectures import ARCHITECTURES, build_network
-from diffusion.models.ldm_layout import single_file
+from diffusion.models.ldm_layout import single_file, unet_names
 from diffusion.models.lora import has_lora, kohya_layout, write_lora
 from diffusion.models.networks import Network
 from diffusion.models.pretrained import (
@@ -139,7 +139,11 @@ def _single_file(trained: Trained, layout: Layout) -> dict[str, Tensor]:
     spec = ARCHITECTURES[config.model.architecture]
     if layout is Layout.kohya:
         assert config.model.lora is not None
-        return kohya_layout(trained.part(spec.component, with_lora=True), config.model.lora)
+        with torch.device("meta"):
+            network = build_network(config.model)
+        assert isinstance(network, UNet2DConditionModel)
+        names = unet_names(network) if spec.text_encoder_2 is not None else {}
+        return kohya_layout(trained.part(spec.component, with_lora=True), config.model.lora, names)
     if layout is Layout.diffusers:
         return {name: tensor.contiguous() for name, tensor in trained.part(spec.component).items()}
     network, frozen = _parts(trained)

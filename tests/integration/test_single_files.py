@@ -51,6 +51,19 @@ def runs(server, tmp_path_factory) -> dict[str, Path]:
     return places
 
 
+@pytest.fixture
+def export_script(monkeypatch):
+    """Run scripts/export.py with arguments; its exit code."""
+
+    def run(*arguments: str | Path) -> int:
+        monkeypatch.setattr(sys, "argv", ["export.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path("scripts/export.py", run_name="__main__")
+        return ended.value.code
+
+    return run
+
+
 def images(pipeline: StableDiffusionPipeline) -> Tensor:
     pipeline.set_progress_bar_config(disable=True)
     return pipeline(PROMPTS, latents=LATENTS, output_type="pt", **OPTIONS).images
@@ -86,11 +99,11 @@ def test_a_run_starts_from_the_file(runs, server, tmp_path):
     assert "init_from.checkpoint: " in job.output and "pickle" in job.output and "Traceback" not in job.output
 
 
-def test_lora_in_kohya_s_layout_gives_the_same_images(runs, tmp_path):
+def test_lora_in_kohya_s_layout_gives_the_same_images(runs, export_script, tmp_path):
     expected = our_images(runs["lora"])
     pipeline = StableDiffusionPipeline.from_pretrained(runs["folder"])
     assert (images(pipeline) - expected).abs().max() > 1e-2, "LoRA has changed something"
-    export(str(runs["lora"]), tmp_path / "lora.safetensors", layout=Layout.kohya)
+    assert export_script(runs["lora"], tmp_path / "lora.safetensors", "--layout", "kohya") == 0
     pipeline.load_lora_weights(tmp_path, weight_name="lora.safetensors")
     assert (images(pipeline) - expected).abs().max() < 1e-4
 
@@ -117,19 +130,6 @@ def test_what_a_layout_is_not_for_is_refused(runs, tmp_path, monkeypatch):
 
 
 # Uploads
-
-
-@pytest.fixture
-def export_script(monkeypatch):
-    """Run scripts/export.py with arguments; its exit code."""
-
-    def run(*arguments: str | Path) -> int:
-        monkeypatch.setattr(sys, "argv", ["export.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path("scripts/export.py", run_name="__main__")
-        return ended.value.code
-
-    return run
 
 
 def test_an_upload_holds_the_bytes_of_the_export(runs, hub, export_script, monkeypatch, tmp_path, capfd):

@@ -1,10 +1,11 @@
 """The original layout: its names, and what diffusers reads of such a file."""
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
-from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
+from diffusers import DDIMScheduler, StableDiffusionPipeline, StableDiffusionXLPipeline
 from diffusers.loaders.single_file_utils import (
     convert_ldm_unet_checkpoint,
     convert_ldm_vae_checkpoint,
@@ -13,17 +14,19 @@ from diffusers.loaders.single_file_utils import (
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from diffusion.config.model import Architecture, ModelConfig
+from diffusion.config.model import Architecture, LoraConfig, ModelConfig
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.models import tiny
 from diffusion.models.architectures import ARCHITECTURES, build_network, build_text_encoder, build_vae, with_seed
 from diffusion.models.build import tiny_transformer
 from diffusion.models.conditioning import DualTextEncoder
-from diffusion.models.ldm_layout import read_single_file, single_file
+from diffusion.models.ldm_layout import read_single_file, single_file, unet_names
+from diffusion.models.lora import add_lora, kohya_layout, merged
 from diffusion.models.pretrained import (
     SCHEDULER_KEY,
     FrozenParts,
     LatentScaling,
+    build_pipeline,
     freeze,
     released_state_dict,
     write_pipeline,
@@ -133,6 +136,27 @@ def test_diffusers_reads_the_same_model_from_file_and_folder(architecture, activ
     state = network.state_dict()
     assert weights.keys() == {f"unet.{name}" for name in state}
     assert all(torch.equal(weights[f"unet.{name}"], tensor) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize("architecture", [Architecture.tiny, Architecture.tiny_xl])
+def test_diffusers_adds_lora_in_kohya_s_layout(architecture, tmp_path):
+    network, frozen = build(architecture, "gelu")
+    names = unet_names(network) if architecture is Architecture.tiny_xl else {}
+    lora = LoraConfig(rank=2, alpha=6.0, targets=["to_q", "to_out.0", "ff.net.0.proj"])
+    pipeline = build_pipeline(network=network, vae=frozen.vae, frozen=frozen, scheduler=DDIMScheduler())
+    with_lora = copy.deepcopy(network)
+    add_lora(with_lora, lora, seed=0)
+    for parameter in with_lora.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
+    weights = with_lora.state_dict()
+    save_file(kohya_layout(weights, lora, names), tmp_path / "lora.safetensors")
+    pipeline.load_lora_weights(tmp_path, weight_name="lora.safetensors")
+    pipeline.fuse_lora()
+    pipeline.unload_lora_weights()
+    expected, found = merged(weights, lora), pipeline.unet.state_dict()
+    assert found.keys() == expected.keys()
+    assert max((found[name] - expected[name]).abs().max() for name in expected) < 1e-6
 
 
 @pytest.fixture(scope="module")
