@@ -63,7 +63,7 @@ from diffusion.models.autoencoder import AutoencoderTraining, initialise_logvar
 from diffusion.models.build import build_model, load_weights
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.lora import add_lora
-from diffusion.models.pretrained import is_pipeline, read_vae
+from diffusion.models.pretrained import is_pipeline, is_single_file, read_vae
 from diffusion.models.tokenizers import caption_tokenizer
 from diffusion.operations.checks.data import check_caches, check_identity, check_streams, read_stream_files
 from diffusion.operations.checks.gpu import computes_bf16
@@ -205,8 +205,9 @@ def check_initial_weights(config: Config) -> None:
     """
     if config.init_from is None or dist.get_local_rank() != 0:
         return
-    if config.task is Task.autoencoder or is_pipeline(config.init_from.checkpoint):
-        return  # Folders without checksums.
+    source = config.init_from.checkpoint
+    if config.task is Task.autoencoder or is_pipeline(source) or is_single_file(source):
+        return  # Without checksums.
     with error_context("init_from.checkpoint"):
         check_checkpoint(resolve_checkpoint(config.init_from.checkpoint))
 
