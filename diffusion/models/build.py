@@ -51,7 +51,7 @@ def build_model(config: ModelConfig, objective: ObjectiveConfig, *, resolution: 
     if network.config["in_channels"] != channels:
         raise ConfigurationError(
             f"model.vae={config.vae or config.pretrained}: its latents have {channels} channels, the network "
-            f"expects {network.config['in_channels']}"
+            f"expects {network.config['in_channels']}. Set model.network.in_channels={channels} to train such a network"
         )
     adapter = None
     if config.text_adapter is not None:

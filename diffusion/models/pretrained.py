@@ -7,7 +7,7 @@ scheduler/, tokenizer/, text_encoder/, vae/, unet/ or transformer/, and for SDXL
 import copy
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,12 +15,14 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import requests
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.transformers.transformer_prx import PRXTransformer2DModel
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from huggingface_hub import constants, snapshot_download
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -34,11 +36,12 @@ from diffusion.models.architectures import (
     ArchitectureSpec,
     build_text_encoder,
     build_vae,
+    latent_channels,
     with_seed,
 )
 from diffusion.models.conditioning import DualTextEncoder, TextEncoder
-from diffusion.models.networks import NETWORKS, Network, component_name
-from diffusion.models.tokenizers import build_tokenizer
+from diffusion.models.networks import Network, component_name
+from diffusion.models.tokenizers import build_tokenizer, tokenize
 
 Loaded = TypeVar("Loaded")
 
@@ -56,7 +59,7 @@ _SCHEDULE_KEYS = (
 )
 
 _WEIGHTS = "diffusion_pytorch_model"
-_NOT_THE_NETWORK = ("sample_size", "_")
+_NOT_THE_NETWORK = ("sample_size", "scaling_factor", "shift_factor", "latents_", "force_upcast", "_")
 """Prefixes of keys of a network's configuration that do not change its results."""
 
 
@@ -119,6 +122,13 @@ class FrozenParts:
     tokenizer: CLIPTokenizer
     latent_scaling: LatentScaling
 
+    num_chunks: int = 1
+    """Chunks of a caption that the text encoder is given one by one (`model.text_encoder.chunks`)."""
+
+    def tokenize(self, captions: Sequence[str]) -> NDArray[np.int32]:
+        """Encode K captions: int32 [K, L]."""
+        return tokenize(self.tokenizer, captions, self.num_chunks)
+
 
 def freeze(module: nn.Module) -> nn.Module:
     """Put a module into eval mode without gradients, in place."""
@@ -158,7 +168,8 @@ def load_frozen_parts(config: ModelConfig) -> FrozenParts:
         with error_context("model.pretrained"):
             vae = load_pretrained(AutoencoderKL, source, "vae", **options)
     else:
-        vae = with_seed(config.frozen_seed + 1, lambda: build_vae(spec))
+        channels = {"latent_channels": latent_channels(config)}
+        vae = with_seed(config.frozen_seed + 1, lambda: build_vae(spec, channels))
     freeze(vae)
     freeze(text_encoder)
     return FrozenParts(
@@ -166,6 +177,7 @@ def load_frozen_parts(config: ModelConfig) -> FrozenParts:
         text_encoder=text_encoder,
         tokenizer=build_tokenizer(config.architecture),
         latent_scaling=LatentScaling.from_vae(vae.config),
+        num_chunks=config.text_encoder.chunks,
     )
 
 
@@ -270,8 +282,28 @@ def read_pipeline_network(folder: Path, network: Network) -> dict[str, Tensor]:
     files = [file for file in files if file.name.removesuffix(".safetensors").count(".") == 0]
     if not files or not (part / "config.json").is_file():
         raise ConfigurationError(f"{part} holds no config.json and {_WEIGHTS}.safetensors: give a pipeline's folder")
-    _check_config(part / "config.json", network)
+    path = part / "config.json"
+    with torch.device("meta"):
+        there: Any = type(network)(**{k: v for k, v in _read_config(path).items() if not k.startswith("_")})
+    _check_config(there, network, f"{path}", "model.network")
     return {f"{component}.{name}": tensor for file in files for name, tensor in read_safetensors(file).items()}
+
+
+def read_vae(source: str, vae: AutoencoderKL) -> dict[str, Tensor]:
+    """Read a VAE, whose stored configuration is compared with that of `vae`.
+
+    Args:
+        source: folder of the VAE, or one that holds `vae/`: a run's or a pipeline's.
+        vae: the VAE that the weights are for.
+
+    Raises:
+        ConfigurationError: there is no such VAE in safetensors, or its configuration differs.
+    """
+    subfolder = "vae" if (Path(source).expanduser() / "vae").is_dir() else None
+    # Not the file itself: diffusers renames the attention of older VAEs.
+    stored = load_pretrained(AutoencoderKL, source, subfolder, local_files_only=True, use_safetensors=True)
+    _check_config(stored, vae, source, "autoencoder.vae")
+    return stored.state_dict()
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -352,20 +384,16 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise DataError(f"{path} cannot be read: {error}") from error
 
 
-def _check_config(path: Path, network: Any) -> None:
-    """Reject a network whose configuration changes the results of the same weights."""
-    stored = _read_config(path)
-    with torch.device("meta"):
-        kind = NETWORKS[component_name(network)]
-        there: Any = kind(**{k: v for k, v in stored.items() if not k.startswith("_")}).config
+def _check_config(there: Any, here: Any, source: str, key: str) -> None:
+    """Reject a module whose configuration changes the results of the same weights."""
     differing = [
-        f"{key} is {there[key]} there and {value} here"
-        for key, value in network.config.items()
-        if not key.startswith(_NOT_THE_NETWORK) and _plain(there[key]) != _plain(value)
+        f"{name} is {there.config[name]} there and {value} here"
+        for name, value in here.config.items()
+        if not name.startswith(_NOT_THE_NETWORK) and _plain(there.config[name]) != _plain(value)
     ]
     if differing:
         raise ConfigurationError(
-            f"{path}: {'; '.join(differing)}. Set model.architecture and model.network as the weights were trained"
+            f"{source}: {'; '.join(differing)}. Set model.architecture and {key} as the weights were trained"
         )
 
 
@@ -524,11 +552,11 @@ def module_identity(module: nn.Module) -> str:
     return digest.hexdigest()[:16]
 
 
-def tokenizer_identity(tokenizer: Any) -> str:
-    """Hash of a tokenizer's vocabulary, special tokens and length, 16 hexadecimal digits."""
+def tokenizer_identity(tokenizer: Any, num_chunks: int = 1) -> str:
+    """Hash of a tokenizer's vocabulary, special tokens and length of all chunks, 16 hexadecimal digits."""
     content = {
         "vocabulary": sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1]),
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
-        "length": tokenizer.model_max_length,
+        "length": tokenizer.model_max_length * num_chunks,
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
