@@ -14,7 +14,7 @@ from diffusion.config.fields import CHECK, Location, parse_time, section_problem
 from diffusion.config.loading import missing_keys
 from diffusion.config.model import Compilation
 from diffusion.config.schema import Config, Task
-from diffusion.config.training import Device, OptimizerName, Parallelism, Precision
+from diffusion.config.training import Decay, Device, OptimizerName, Parallelism, Precision
 from diffusion.errors import ConfigurationError, MachineError, raise_all
 
 LEAST_JUDGED_SIDE = 24
@@ -120,6 +120,12 @@ def _times(config: Config) -> Iterator[str]:
         yield (
             f"schedule.warmup is '{config.schedule.warmup}', longer than the run ({duration}). Shorten it, as in "
             "schedule.warmup=0.1dur."
+        )
+    cooldown = parse_time(config.schedule.cooldown, "schedule.cooldown").in_batches(**sizes)
+    if config.schedule.decay is Decay.wsd and (warmup or 0) + (cooldown or 0) > sizes["num_batches"]:
+        yield (
+            f"schedule.warmup '{config.schedule.warmup}' and schedule.cooldown '{config.schedule.cooldown}' are longer "
+            f"than the run ({duration}). Shorten one."
         )
     ema = config.algorithms.ema
     start = parse_time(ema.start, "algorithms.ema.start").in_batches(**sizes) if ema is not None else None
