@@ -88,6 +88,11 @@ def _tasks(config: Config) -> Iterator[str]:
             "validation.streams is null, but with plugins.train_dataset no training stream has a name. Set "
             "validation.streams=[{name: 256-512}], or validation=null."
         )
+    if config.model.token_routing is not None and not config.model.architecture.is_transformer:
+        yield (
+            f"model.token_routing is set with model.architecture {config.model.architecture.value}, a U-Net, whose "
+            "blocks take whole images. Set model.architecture=transformer_m, or model.token_routing=null."
+        )
     if config.operations.max_dollars is not None and config.plan.price_per_gpu_hour is None:
         yield "operations.max_dollars is set without plan.price_per_gpu_hour. Set it, or operations.max_gpu_hours."
     if config.task is not Task.autoencoder:
