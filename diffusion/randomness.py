@@ -48,6 +48,7 @@ class Purpose(IntEnum):
     INITIAL_LATENTS = 12
     TIMESTEP_STRATUM = 13
     TOKEN_ROUTING = 16
+    EQUIVARIANCE = 18
 
 
 def sample_address(stream: Any, index: Any, occurrence: Any = 0) -> Any:
