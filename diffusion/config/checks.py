@@ -93,6 +93,11 @@ def _tasks(config: Config) -> Iterator[str]:
             "validation.streams is null, but with plugins.train_dataset no training stream has a name. Set "
             "validation.streams=[{name: 256-512}], or validation=null."
         )
+    if config.model.token_routing is not None and not config.model.architecture.is_transformer:
+        yield (
+            f"model.token_routing is set with model.architecture {config.model.architecture.value}, a U-Net, whose "
+            "blocks take whole images. Set model.architecture=transformer_m, or model.token_routing=null."
+        )
     if config.optimizer.name is OptimizerName.muon and config.trainer.precision is Precision.amp_fp16:
         yield (
             "optimizer.name is muon with trainer.precision amp_fp16, whose scaled gradients only AdamW takes. Set "
