@@ -21,10 +21,12 @@ from diffusion.evaluation.protocol import Result, table
 from diffusion.files import atomic_path
 from diffusion.loading import Trained, read_trained
 from diffusion.models.architectures import ARCHITECTURES, build_network
+from diffusion.models.conditioning import DualTextEncoder
 from diffusion.models.lora import has_lora, write_lora
 from diffusion.models.pretrained import load_frozen_parts, write_pipeline
+from diffusion.models.prompt_encoder import has_own_encoding, write_prompt_encoder
 from diffusion.models.sampling import build_noise_scheduler, inference_scheduler
-from diffusion.models.text_adapter import TextAdapter, with_adapter
+from diffusion.models.text_adapter import TextAdapter, build_text_adapter, with_adapter
 from diffusion.reports.run import find_results
 
 
@@ -104,10 +106,15 @@ def _write_pipeline(folder: Path, trained: Trained) -> None:
     if spec.component == "unet":
         network.register_to_config(sample_size=config.data.resolution // spec.vae_factor)
     frozen = load_frozen_parts(config.model)
+    adapter = None
     if config.model.text_adapter is not None:
-        assert isinstance(frozen.text_encoder, CLIPTextModel)
-        adapter = TextAdapter(frozen.text_encoder, config.model.text_adapter.layers)
+        assert not isinstance(frozen.text_encoder, DualTextEncoder)
+        adapter = build_text_adapter(config.model.text_adapter, frozen.text_encoder)
         adapter.load_state_dict(trained.part("text_adapter"))
+    if has_own_encoding(config.model):
+        write_prompt_encoder(folder, config.model, adapter, is_masked=spec.component == "transformer")
+    elif isinstance(adapter, TextAdapter):
+        assert isinstance(frozen.text_encoder, CLIPTextModel)
         frozen = replace(frozen, text_encoder=with_adapter(frozen.text_encoder, adapter))
     write_pipeline(
         folder,
@@ -153,7 +160,7 @@ def model_card(trained: Trained, weights: str, *, is_lora: bool, licences: Licen
     sections = [
         f"---\n{header.to_yaml()}\n---\n\n# {config.run_name}\n",
         _origin(trained, weights),
-        USE_OF_LORA if is_lora else USE,
+        USE_OF_LORA if is_lora else USE_OF_OWN_ENCODING if has_own_encoding(config.model) else USE,
         f"## Licences\n\n- model: {licences.model}\n- data: {licences.data}\n",
         _data(config, prepared),
         _evaluations(trained.path, weights),
@@ -172,6 +179,19 @@ image = pipeline("a prompt", guidance_scale=3.0).images[0]
 
 Where the run's VAE had a mean and standard deviation for each channel of its latents, they are folded into
 the `quant_conv` and `post_quant_conv` of this VAE, since the pipeline would ignore them.
+"""
+
+USE_OF_OWN_ENCODING = """## Use
+
+```python
+from diffusers import DiffusionPipeline
+from diffusion.models.prompt_encoder import PromptEncoder
+pipeline = DiffusionPipeline.from_pretrained("FOLDER")
+encode = PromptEncoder("FOLDER")
+image = pipeline(**encode("a prompt"), guidance_scale=3.0).images[0]
+```
+
+The encoding of prompts is that of `text_adapter/config.json`, and not the pipeline's own, which cuts long prompts.
 """
 
 USE_OF_LORA = """## Use

@@ -88,6 +88,11 @@ def _tasks(config: Config) -> Iterator[str]:
             "validation.streams is null, but with plugins.train_dataset no training stream has a name. Set "
             "validation.streams=[{name: 256-512}], or validation=null."
         )
+    if config.data.text_embeddings and config.model.text_adapter is not None and config.model.text_encoder.path is None:
+        yield (
+            "data.text_embeddings is true with model.text_adapter, which continues CLIP before its final norm, and "
+            "what is stored comes after it. Set data.text_embeddings=false."
+        )
     if config.operations.max_dollars is not None and config.plan.price_per_gpu_hour is None:
         yield "operations.max_dollars is set without plan.price_per_gpu_hour. Set it, or operations.max_gpu_hours."
     if config.task is not Task.autoencoder:
