@@ -135,7 +135,7 @@ class ModelConfig:
 
     network: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of diffusers' UNet2DConditionModel or PRXTransformer2DModel that replace those of the
-    architecture."""
+    architecture. `{in_channels: 16}` for a VAE of 16 channels: a U-Net's `out_channels` follow."""
 
     text_encoder: TextEncoderConfig = field(default_factory=TextEncoderConfig)
     """Encoder of captions."""
@@ -219,6 +219,21 @@ class ObjectiveConfig:
 
 
 @dataclass(kw_only=True)
+class EquivarianceConfig:
+    """Latents that turn and shrink with their images (EQ-VAE; Kouzelis et al. 2025, section 3.3)."""
+
+    probability: float = bounded(0.5, min=0, max=1)
+    """Share of the steps in which the latent is transformed, decoded, and compared with the transformed image. 0: the
+    equivariance is only measured in validation."""
+
+    min_scale: float = bounded(0.25, above=0, max=1)
+    """Both are shrunk by a random factor between this and 1; 1: not shrunk."""
+
+    rotations: bool = True
+    """Both are turned by 90, 180 or 270 degrees."""
+
+
+@dataclass(kw_only=True)
 class AutoencoderConfig:
     """Training of the VAE itself (`task: autoencoder`)."""
 
@@ -247,6 +262,9 @@ class AutoencoderConfig:
     discriminator_lr: float | None = bounded(None, above=0)
     """Learning rate of the discriminator, with the same schedule; null: `optimizer.lr`."""
 
+    equivariance: EquivarianceConfig | None = None
+    """Regularise the latents towards equivariance; null: do not."""
+
     initial_logvar: float = bounded(-5.0, min=-30, max=20)
     """Initial log-variance of the posterior: small, so that noise does not hide the first latents."""
 
@@ -260,10 +278,11 @@ class InitFromConfig:
 
     checkpoint: str = location(MISSING)
     """Checkpoint (file or folder); or the `checkpoints` folder of a run, for its newest complete checkpoint; or a
-    folder in the diffusers layout, for its U-Net."""
+    folder in the diffusers layout, or a `.safetensors` file in the original layout of Stable Diffusion, for its
+    network. With `task: autoencoder`: folder of a VAE, or that holds `vae/`."""
 
     weights: Weights = Weights.raw
-    """Training weights or their exponential moving average; without effect for a diffusers folder."""
+    """Training weights or their exponential moving average; without effect for a diffusers folder or a file."""
 
 
 class AttentionBackend(str, Enum):

@@ -12,14 +12,13 @@ from typing import Any, TypeVar
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 from diffusion.config.model import NUM_TIMESTEPS, Architecture, ModelConfig, PredictionType
 from diffusion.errors import ConfigurationError, raise_all, similar_names
 from diffusion.models.conditioning import DualTextEncoder, TextEncoder
 from diffusion.models.networks import NETWORKS, TEXT_WIDTHS, Network, take_whole_timesteps
-from diffusion.models.text_encoders import hidden_width, read_language_model
+from diffusion.models.text_encoders import LanguageModel, hidden_width, read_language_model
 
 Built = TypeVar("Built")
 
@@ -280,13 +279,19 @@ def with_seed(seed: int, build: Callable[[], Built]) -> Built:
         return build()
 
 
+def latent_channels(config: ModelConfig) -> int:
+    """Channels of the latents (C) that the network takes."""
+    return config.network.get("in_channels", ARCHITECTURES[config.architecture].network["in_channels"])
+
+
 def build_network(config: ModelConfig) -> Network:
     """Build the network with random weights from torch's generator.
 
     Raises:
         ConfigurationError: `model.network` holds an unknown argument or an invalid value.
     """
-    spec, arguments = ARCHITECTURES[config.architecture], {}
+    spec = ARCHITECTURES[config.architecture]
+    arguments: dict[str, Any] = {"out_channels": latent_channels(config)} if spec.component == "unet" else {}
     if config.text_encoder.path is not None:
         arguments[TEXT_WIDTHS[spec.component]] = text_shape(config)[1]
     network = _build(NETWORKS[spec.component], spec.network | arguments, config.network, "model.network")
@@ -311,20 +316,21 @@ def build_text_encoder(spec: ArchitectureSpec) -> TextEncoder:
     return DualTextEncoder(first, CLIPTextModelWithProjection(CLIPTextConfig(**spec.text_encoder_2)))
 
 
-def build_frozen_text_encoder(config: ModelConfig) -> nn.Module:
+def build_frozen_text_encoder(config: ModelConfig) -> TextEncoder:
     """Build the text encoder with random weights, a language model by the configuration in its folder."""
     if config.text_encoder.path is None:
         return build_text_encoder(ARCHITECTURES[config.architecture])
     kind, language = read_language_model(config.text_encoder.path)
-    return kind(language)
+    return LanguageModel(kind(language), pad_token_id=0)
 
 
 def count_parameters(config: ModelConfig) -> dict[str, int]:
     """Count the parameters of `network`, `vae` and `text_encoder` on the meta device."""
     spec = ARCHITECTURES[config.architecture]
     with torch.device("meta"):
+        vae = build_vae(spec, {"latent_channels": latent_channels(config)})
         text_encoder = build_frozen_text_encoder(config)
-        parts = {"network": build_network(config), "vae": build_vae(spec), "text_encoder": text_encoder}
+        parts = {"network": build_network(config), "vae": vae, "text_encoder": text_encoder}
     return {name: sum(parameter.numel() for parameter in part.parameters()) for name, part in parts.items()}
 
 

@@ -76,7 +76,7 @@ class TextAdapter(nn.Module):
         options = {**shape, "activation": config.hidden_act, "eps": config.layer_norm_eps}
         self.layers = nn.ModuleList(_Layer(config.hidden_size, **options) for _ in range(num_layers))
         norm = final_norm(text_encoder)
-        self.final_layer_norm = nn.LayerNorm(norm.normalized_shape, norm.eps)
+        self.final_layer_norm = nn.LayerNorm(norm.weight.shape, norm.eps)
         self.final_layer_norm.load_state_dict(norm.state_dict())
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -119,16 +119,22 @@ class LanguageAdapter(nn.Module):
 Adapter = TextAdapter | LanguageAdapter
 
 
-def build_text_adapter(config: TextAdapterConfig, text_encoder: CLIPTextModel | LanguageModel) -> Adapter:
-    """Build the adapter of a text encoder."""
+def build_text_adapter(config: TextAdapterConfig, text_encoder: nn.Module) -> Adapter:
+    """Build the adapter of a text encoder, which is not SDXL's two."""
     if isinstance(text_encoder, LanguageModel):
         return LanguageAdapter(text_encoder.width, config.width or text_encoder.width, config.layers)
+    assert isinstance(text_encoder, CLIPTextModel)
     return TextAdapter(text_encoder, config.layers)
 
 
 def final_norm(text_encoder: CLIPTextModel) -> nn.LayerNorm:
-    """Final norm of a CLIP text encoder; transformers 5 has no `text_model` around it."""
-    return getattr(text_encoder, "text_model", text_encoder).final_layer_norm
+    """Final norm of a CLIP text encoder."""
+    return _inside(text_encoder).final_layer_norm
+
+
+def _inside(text_encoder: CLIPTextModel) -> Any:
+    """The transformer of a CLIP text encoder; transformers 5 has no `text_model` around it."""
+    return getattr(text_encoder, "text_model", text_encoder)
 
 
 @torch.no_grad()
@@ -137,7 +143,7 @@ def with_adapter(text_encoder: CLIPTextModel, adapter: TextAdapter) -> CLIPTextM
     num_frozen, config = text_encoder.config.num_hidden_layers, text_encoder.config.to_dict()
     config["num_hidden_layers"] = num_frozen + len(adapter.layers)
     merged = CLIPTextModel(type(text_encoder.config)(**config))
-    inside = getattr(merged, "text_model", merged)
+    inside = _inside(merged)
     merged.load_state_dict(text_encoder.state_dict(), strict=False)
     for layer, trained in zip(inside.encoder.layers[num_frozen:], adapter.layers, strict=True):
         layer.load_state_dict(trained.state_dict())

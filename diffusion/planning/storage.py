@@ -20,7 +20,7 @@ from diffusion.datasets.mds import read_shards
 from diffusion.datasets.sample_order import GlobalOrder, StreamShape, draws_per_stream
 from diffusion.datasets.streams import StreamLocation, locate_streams
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.models.architectures import ARCHITECTURES, text_shape
+from diffusion.models.architectures import ARCHITECTURES, latent_channels, text_shape
 from diffusion.planning.memory import (
     ADAM_BYTES,
     FORMAT_BYTES,
@@ -251,7 +251,7 @@ def _encoded_bytes(config: Config, size: ImageSize) -> int:
     """Moments of an image's latent, and a caption's encoding where that is stored."""
     spec = ARCHITECTURES[config.model.architecture]
     moments = 2 if config.objective.posterior is Posterior.sample else 1
-    numbers = moments * (size.height * size.width // spec.vae_factor**2) * spec.vae["latent_channels"]
+    numbers = moments * (size.height * size.width // spec.vae_factor**2) * latent_channels(config.model)
     if config.data.text_embeddings:
         numbers += math.prod(text_shape(config.model))
     return numbers * FORMAT_BYTES[NumberFormat.fp16]

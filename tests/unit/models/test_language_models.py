@@ -13,6 +13,7 @@ from transformers import AutoModel, Qwen3Model, T5EncoderModel
 from diffusion.config.checks import check
 from diffusion.config.loading import load_config
 from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, TextAdapterConfig, TextEncoderConfig
+from diffusion.config.schema import Config
 from diffusion.datasets.batch import BatchKey
 from diffusion.errors import ConfigurationError
 from diffusion.models import build_model, count_parameters
@@ -24,6 +25,7 @@ from diffusion.models.prompt_encoder import PromptEncoder, write_prompt_encoder
 from diffusion.models.sampling import image_seeds, inference_scheduler, initial_latents
 from diffusion.models.text_adapter import LanguageAdapter
 from diffusion.models.tokenizers import caption_tokenizer, load_tokenizer
+from diffusion.planning.memory import parameter_counts
 from tests.tools.language_models import WIDTHS, WORDS, write_language_model
 
 LONG = " ".join(WORDS[i % len(WORDS)] for i in range(85))
@@ -103,6 +105,7 @@ def test_an_adapter_has_any_width_and_is_trained(folders, architecture):
     adapter = model.text_adapter
     assert isinstance(adapter, LanguageAdapter)
     assert text_width_of(model.network) == 80
+    assert parameter_counts(Config(model=config)).trained == sum(p.numel() for p in model.parameters())
     entries = batch(model, LONG, "a red circle")
     model.loss(model.forward(entries), entries).backward()
     gradients = [parameter.grad for parameter in adapter.parameters()]
