@@ -30,7 +30,7 @@ from diffusion.loading import Trained, read_trained
 from diffusion.models.architectures import ARCHITECTURES, build_network
 from diffusion.models.ldm_layout import single_file, unet_names
 from diffusion.models.lora import has_lora, kohya_layout, write_lora
-from diffusion.models.networks import Network
+from diffusion.models.networks import Network, component_name
 from diffusion.models.pretrained import (
     SCHEDULER_KEY,
     FrozenParts,
@@ -40,8 +40,9 @@ from diffusion.models.pretrained import (
     load_frozen_parts,
     write_pipeline,
 )
+from diffusion.models.prompt_encoder import has_own_encoding, write_prompt_encoder
 from diffusion.models.sampling import build_noise_scheduler, inference_scheduler
-from diffusion.models.text_adapter import TextAdapter, with_adapter
+from diffusion.models.text_adapter import Adapter, TextAdapter, build_text_adapter, with_adapter
 from diffusion.reports.run import find_results
 
 
@@ -109,8 +110,13 @@ def export(
     component = ARCHITECTURES[config.model.architecture].component
     if config.task is not Task.diffusion:
         raise ConfigurationError(f"{path} is a run of {config.task.value}, whose result is exported already: RUN/vae")
-    if layout is not Layout.diffusers and (component != "unet" or config.model.text_adapter is not None):
-        part = "a text adapter" if component == "unet" else "a transformer"
+    unnamed = {
+        "a transformer": component != "unet",
+        "a text adapter": config.model.text_adapter is not None,
+        "a language model": config.model.text_encoder.path is not None,
+    }
+    if layout is not Layout.diffusers and any(unnamed.values()):
+        part = next(part for part, is_here in unnamed.items() if is_here)
         raise ConfigurationError(f"{path} has {part}, for which {layout.value} has no names: use the diffusers layout")
     if (lora_only or layout is Layout.kohya) and not has_lora(trained.weights):
         raise ConfigurationError(f"{path} was trained without model.lora: export it as a whole")
@@ -165,17 +171,28 @@ def _parts(trained: Trained) -> tuple[Network, FrozenParts]:
     if spec.component == "unet":
         network.register_to_config(sample_size=config.data.resolution // spec.vae_factor)
     frozen = load_frozen_parts(config.model)
-    if config.model.text_adapter is not None:
-        assert isinstance(frozen.text_encoder, CLIPTextModel)
-        adapter = TextAdapter(frozen.text_encoder, config.model.text_adapter.layers)
-        adapter.load_state_dict(trained.part("text_adapter"))
-        frozen = replace(frozen, text_encoder=with_adapter(frozen.text_encoder, adapter))
     return network, frozen
+
+
+def _adapter(trained: Trained, frozen: FrozenParts) -> Adapter | None:
+    options = trained.config.model.text_adapter
+    if options is None:
+        return None
+    adapter = build_text_adapter(options, frozen.text_encoder)
+    adapter.load_state_dict(trained.part("text_adapter"))
+    return adapter
 
 
 def _write_pipeline(folder: Path, trained: Trained) -> None:
     config = trained.config
     network, frozen = _parts(trained)
+    adapter = _adapter(trained, frozen)
+    if has_own_encoding(config.model):
+        is_masked = component_name(network) == "transformer"
+        write_prompt_encoder(folder, config.model, adapter, is_masked=is_masked)
+    elif isinstance(adapter, TextAdapter):
+        assert isinstance(frozen.text_encoder, CLIPTextModel)
+        frozen = replace(frozen, text_encoder=with_adapter(frozen.text_encoder, adapter))
     write_pipeline(
         folder,
         network=network,
@@ -222,7 +239,7 @@ def model_card(trained: Trained, weights: str, *, is_lora: bool, licences: Licen
     sections = [
         f"---\n{header.to_yaml()}\n---\n\n# {config.run_name}\n",
         _origin(trained, weights),
-        USE_OF_LORA if is_lora else USE,
+        USE_OF_LORA if is_lora else USE_OF_OWN_ENCODING if has_own_encoding(config.model) else USE,
         f"## Licences\n\n- model: {licences.model}\n- data: {licences.data}\n",
         _data(config, prepared),
         _evaluations(trained.path, weights),
@@ -244,6 +261,19 @@ image = pipeline("a prompt", guidance_scale=3.0).images[0]
 
 Where the run's VAE had a mean and standard deviation for each channel of its latents, they are folded into
 the `quant_conv` and `post_quant_conv` of this VAE, since the pipeline would ignore them.
+"""
+
+USE_OF_OWN_ENCODING = """## Use
+
+```python
+from diffusers import DiffusionPipeline
+from diffusion.models.prompt_encoder import PromptEncoder
+pipeline = DiffusionPipeline.from_pretrained("FOLDER")
+encode = PromptEncoder("FOLDER")
+image = pipeline(**encode("a prompt"), guidance_scale=3.0).images[0]
+```
+
+The encoding of prompts is that of `text_adapter/config.json`, and not the pipeline's own, which cuts long prompts.
 """
 
 USE_OF_LORA = """## Use

@@ -30,7 +30,7 @@ from diffusion.distributed import (
     start_process_group,
     world_size,
 )
-from diffusion.errors import ConfigurationError, MachineError
+from diffusion.errors import ConfigurationError, MachineError, raise_all
 from diffusion.launch import CommandParser, choose_device, positive, run_command
 from diffusion.preparation.config import Engine, RayConfig
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from diffusion.preparation.encoding.models import EncodingModels
     from diffusion.preparation.engine import Workers
 
-_GENERATED = (Architecture.tiny, Architecture.tiny_xl)
+_GENERATED = (Architecture.tiny, Architecture.tiny_xl, Architecture.tiny_transformer)
 """Families whose VAE and text encoder may be random."""
 
 
@@ -54,6 +54,9 @@ def parse() -> CommandParser:
     model.add_argument("--architecture", choices=[architecture.value for architecture in Architecture])
     model.add_argument("--pretrained", help="folder in the diffusers layout, or hub name; overrides --config")
     model.add_argument("--vae", help="folder of a VAE instead of that of --pretrained; overrides --config")
+    model.add_argument("--text-encoder", metavar="FOLDER", help="folder of a language model instead of CLIP")
+    model.add_argument("--max-tokens", type=positive, help="tokens of a caption for it; overrides --config")
+    model.add_argument("--chunks", type=positive, help="chunks of CLIP's length in a caption; overrides --config")
     model.add_argument("--local-files-only", action="store_true", help="never ask the hub")
     parser.add_argument("--mean-only", action="store_true", help="store no log-variance (objective.posterior: mean)")
     parser.add_argument("--text-embeddings", action="store_true", help="also store the text encoder's output: 2 L D "
@@ -85,7 +88,12 @@ def model_config(options: argparse.Namespace) -> ModelConfig:
     config.pretrained, config.vae = options.pretrained or config.pretrained, options.vae or config.vae
     if "pretrained" in missing_keys(config):
         raise ConfigurationError(f"{options.config}: model.pretrained is missing: add --pretrained FOLDER")
-    if config.architecture not in _GENERATED and not config.pretrained and (options.text_embeddings or not config.vae):
+    text = config.text_encoder
+    text.path, text.chunks = options.text_encoder or text.path, options.chunks or text.chunks
+    text.max_tokens = options.max_tokens or text.max_tokens
+    raise_all(ConfigurationError, list(text.problems("model.text_encoder")))
+    needs_clip = options.text_embeddings and text.path is None
+    if config.architecture not in _GENERATED and not config.pretrained and (needs_clip or not config.vae):
         parts = "--pretrained FOLDER" if options.text_embeddings else "--pretrained FOLDER, or --vae FOLDER"
         raise ConfigurationError(f"{config.architecture.value} would encode with random weights: add {parts}")
     config.local_files_only = config.local_files_only or options.local_files_only

@@ -98,6 +98,11 @@ def _tasks(config: Config) -> Iterator[str]:
             f"model.token_routing is set with model.architecture {config.model.architecture.value}, a U-Net, whose "
             "blocks take whole images. Set model.architecture=transformer_m, or model.token_routing=null."
         )
+    if config.data.text_embeddings and config.model.text_adapter is not None and config.model.text_encoder.path is None:
+        yield (
+            "data.text_embeddings is true with model.text_adapter, which continues CLIP before its final norm, and "
+            "what is stored comes after it. Set data.text_embeddings=false."
+        )
     if config.optimizer.name is OptimizerName.muon and config.trainer.precision is Precision.amp_fp16:
         yield (
             "optimizer.name is muon with trainer.precision amp_fp16, whose scaled gradients only AdamW takes. Set "

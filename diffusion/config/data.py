@@ -172,6 +172,11 @@ class DataConfig:
     """Read the text encoder's output from the data instead of computing it; only with `representation: latents` that
     were encoded with `--text-embeddings` (158 kB per caption of SD2)."""
 
+    caption_weights: list[float] | None = bounded(None, min=0)
+    """Relative frequencies of an image's first, second ... caption, one of which is drawn in each epoch: `[1, 4]` takes
+    the second of two (a captioner's, with `captioner.mode: beside` and one caption of the source) four times of five.
+    Captions behind the last weight are not taken. Null: all alike."""
+
     resolution: int = bounded(MISSING, min=1)
     """Side of the square images, in pixels; streams may have a `resolution` of their own."""
 
@@ -232,6 +237,11 @@ class DataConfig:
 
     def problems(self, key: str) -> Iterator[str]:
         """Describe wrong relations."""
+        if self.caption_weights is not None and not any(self.caption_weights[:1]):
+            yield (
+                f"{key}.caption_weights is {self.caption_weights}, but the first caption, which may be the only one, "
+                "needs a weight above 0. Set one, such as 0.01, or null."
+            )
         streams = self.streams if isinstance(self.streams, list) else []
         if isinstance(self.streams, list):
             yield from _stream_problems(streams, self.remote, f"{key}.streams")

@@ -32,6 +32,10 @@ class Architecture(str, Enum):
         return "transformer" in self.value
 
 
+EXTENDED = (Architecture.stable_diffusion_xl, Architecture.tiny_xl)
+"""Architectures with SDXL's two text encoders."""
+
+
 class PredictionType(str, Enum):
     """Prediction target of the U-Net."""
 
@@ -79,11 +83,26 @@ class LoraConfig:
 
 @dataclass(kw_only=True)
 class TextEncoderConfig:
-    """Encoder of captions: CLIP's as published, or CLIP's in chunks for longer captions."""
+    """Encoder of captions: CLIP's as published, CLIP's in chunks for longer captions, or a language model's."""
 
     chunks: int = bounded(1, min=1)
     """Chunks of CLIP's length (77 tokens, 75 of them a caption's). Each is encoded by itself, with a start and an end
     of its own, and their encodings are concatenated. Words beyond the last chunk are cut off."""
+
+    path: str | None = location(None)
+    """Local folder of a language model (T5, T5Gemma, Qwen3 ...: layout of transformers, safetensors, tokenizer) whose
+    last hidden states replace CLIP's. The network's width of the text follows it. Null: CLIP."""
+
+    max_tokens: int = bounded(256, min=1)
+    """Tokens of a caption for a language model; without effect for CLIP."""
+
+    def problems(self, key: str) -> Iterator[str]:
+        """Describe wrong relations."""
+        if self.path is not None and self.chunks > 1:
+            yield (
+                f"{key}.chunks is {self.chunks} with {key}.path, and a language model reads long captions as they are. "
+                f"Remove {key}.chunks, and set {key}.max_tokens."
+            )
 
 
 @dataclass(kw_only=True)
@@ -92,6 +111,9 @@ class TextAdapterConfig:
 
     layers: int = bounded(2, min=1)
     """Layers like those of the text encoder; at first they change nothing."""
+
+    width: int | None = bounded(None, min=1)
+    """Width of the text for the network, after a language model; null: that of the language model."""
 
 
 @dataclass(kw_only=True)
@@ -157,13 +179,27 @@ class ModelConfig:
     """Encoder of captions."""
 
     text_adapter: TextAdapterConfig | None = None
-    """Train layers behind the text encoder, too; null: none. Not with stored embeddings or SDXL's two encoders."""
+    """Train layers behind the text encoder, too; null: none. Not with SDXL, or with CLIP's stored embeddings."""
 
     token_routing: TokenRoutingConfig | None = None
     """Let image tokens skip blocks in training; null: none. Transformers only."""
 
     lora: LoraConfig | None = None
     """Train LoRA matrices on top of `init_from`; null: train all weights."""
+
+    def problems(self, key: str) -> Iterator[str]:
+        """Describe wrong relations."""
+        text = self.text_encoder
+        if self.architecture in EXTENDED and (text.path is not None or text.chunks > 1):
+            yield (
+                f"{key}.text_encoder is set with {key}.architecture {self.architecture.value}, which takes the vectors "
+                f"of its own two encoders. Remove {key}.text_encoder, or choose another architecture."
+            )
+        if self.text_adapter is not None and self.text_adapter.width is not None and text.path is None:
+            yield (
+                f"{key}.text_adapter.width is {self.text_adapter.width}, but CLIP's adapter has CLIP's width. Remove "
+                f"it, or set {key}.text_encoder.path."
+            )
 
 
 @dataclass(kw_only=True)

@@ -66,6 +66,7 @@ class TextImageDataset(Dataset):
         seed: of crops, flips and choices of captions.
         with_logvar: whether the log-variance of latents is wanted.
         choose_caption: draw one of a sample's captions in each epoch; otherwise the first is taken.
+        caption_weights: relative frequencies of the first captions, others are not drawn; None: all alike.
         with_text_embeddings: whether the text encoder's stored output is wanted; only with latents.
         hash_kind: hash that shards are compared with; None is one that the index gives.
         cache_limit: bytes that the caches may take on this machine; None is no limit.
@@ -86,6 +87,7 @@ class TextImageDataset(Dataset):
         seed: int,
         with_logvar: bool,
         choose_caption: bool,
+        caption_weights: Sequence[float] | None = None,
         with_text_embeddings: bool = False,
         hash_kind: str | None = None,
         cache_limit: int | None = None,
@@ -94,7 +96,7 @@ class TextImageDataset(Dataset):
     ) -> None:
         assert (tokenize is None) == (representation == Representation.latents)
         self.representation, self.transforms, self.tokenize = representation, list(transforms), tokenize
-        self.seed, self.choose_caption = seed, choose_caption
+        self.seed, self.choose_caption, self.caption_weights = seed, choose_caption, caption_weights
         self.with_logvar, self.with_text_embeddings = with_logvar, with_text_embeddings
         self.bad_images, self.meter = BadImages(num_ranks), TierMeter()
         self._required = ["latent_mean", "token_ids"] if tokenize is None else ["image", "captions"]
@@ -178,7 +180,11 @@ class TextImageDataset(Dataset):
     def _caption(self, num_captions: int, epoch: int, address: int) -> int:
         if num_captions == 1 or not self.choose_caption:
             return 0
-        return (random_word(self.seed, Purpose.CAPTION_CHOICE, epoch, address) * num_captions) >> 32
+        word = random_word(self.seed, Purpose.CAPTION_CHOICE, epoch, address)
+        if self.caption_weights is None:
+            return (word * num_captions) >> 32
+        ends = list(accumulate(self.caption_weights[:num_captions]))
+        return bisect_right(ends, word / 2**32 * ends[-1])
 
     def _read_decodable(self, stream: int, index: int, epoch: int) -> tuple[dict[str, Any], Image.Image]:
         """Read a sample; in place of an undecodable one, the next decodable one of its stream."""

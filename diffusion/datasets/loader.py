@@ -109,6 +109,7 @@ def train_loader(
         with_logvar=with_logvar,
         with_text_embeddings=config.text_embeddings,
         choose_caption=True,
+        caption_weights=config.caption_weights,
         hash_kind=config.validate_hash,
         cache_limit=None if config.cache_limit is None else parse_size(config.cache_limit, "data.cache_limit"),
     )

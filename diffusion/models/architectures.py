@@ -17,7 +17,8 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 from diffusion.config.model import NUM_TIMESTEPS, Architecture, ModelConfig, PredictionType
 from diffusion.errors import ConfigurationError, raise_all, similar_names
 from diffusion.models.conditioning import DualTextEncoder, TextEncoder
-from diffusion.models.networks import NETWORKS, Network, take_whole_timesteps
+from diffusion.models.networks import NETWORKS, TEXT_WIDTHS, Network, take_whole_timesteps
+from diffusion.models.text_encoders import LanguageModel, hidden_width, read_language_model
 
 Built = TypeVar("Built")
 
@@ -256,9 +257,16 @@ ARCHITECTURES = {
 
 
 def text_shape(config: ModelConfig) -> tuple[int, int]:
-    """Tokens of a caption (L) and width of their encoding (D)."""
-    spec = ARCHITECTURES[config.architecture]
-    return spec.max_tokens * config.text_encoder.chunks, spec.text_width
+    """Tokens of a caption (L) and width of their encoding for the network (D).
+
+    Raises:
+        ConfigurationError: the folder of a language model holds none.
+    """
+    spec, text = ARCHITECTURES[config.architecture], config.text_encoder
+    if text.path is None:
+        return spec.max_tokens * text.chunks, spec.text_width
+    width = config.text_adapter.width if config.text_adapter is not None else None
+    return text.max_tokens, width or hidden_width(read_language_model(text.path)[1])
 
 
 # Networks with random weights
@@ -283,8 +291,10 @@ def build_network(config: ModelConfig) -> Network:
         ConfigurationError: `model.network` holds an unknown argument or an invalid value.
     """
     spec = ARCHITECTURES[config.architecture]
-    outputs = {"out_channels": latent_channels(config)} if spec.component == "unet" else {}
-    network = _build(NETWORKS[spec.component], spec.network | outputs, config.network, "model.network")
+    arguments: dict[str, Any] = {"out_channels": latent_channels(config)} if spec.component == "unet" else {}
+    if config.text_encoder.path is not None:
+        arguments[TEXT_WIDTHS[spec.component]] = text_shape(config)[1]
+    network = _build(NETWORKS[spec.component], spec.network | arguments, config.network, "model.network")
     take_whole_timesteps(network)
     return network
 
@@ -306,12 +316,21 @@ def build_text_encoder(spec: ArchitectureSpec) -> TextEncoder:
     return DualTextEncoder(first, CLIPTextModelWithProjection(CLIPTextConfig(**spec.text_encoder_2)))
 
 
+def build_frozen_text_encoder(config: ModelConfig) -> TextEncoder:
+    """Build the text encoder with random weights, a language model by the configuration in its folder."""
+    if config.text_encoder.path is None:
+        return build_text_encoder(ARCHITECTURES[config.architecture])
+    kind, language = read_language_model(config.text_encoder.path)
+    return LanguageModel(kind(language), pad_token_id=0)
+
+
 def count_parameters(config: ModelConfig) -> dict[str, int]:
     """Count the parameters of `network`, `vae` and `text_encoder` on the meta device."""
     spec = ARCHITECTURES[config.architecture]
     with torch.device("meta"):
         vae = build_vae(spec, {"latent_channels": latent_channels(config)})
-        parts = {"network": build_network(config), "vae": vae, "text_encoder": build_text_encoder(spec)}
+        text_encoder = build_frozen_text_encoder(config)
+        parts = {"network": build_network(config), "vae": vae, "text_encoder": text_encoder}
     return {name: sum(parameter.numel() for parameter in part.parameters()) for name, part in parts.items()}
 
 

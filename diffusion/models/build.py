@@ -24,7 +24,7 @@ from diffusion.models.pretrained import (
     read_pipeline_network,
 )
 from diffusion.models.sampling import build_noise_scheduler, whole_number
-from diffusion.models.text_adapter import TextAdapter
+from diffusion.models.text_adapter import build_text_adapter
 from diffusion.randomness import NUM_SEEDS
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def build_model(config: ModelConfig, objective: ObjectiveConfig, *, resolution: 
     """
     network = with_seed(seed, lambda: build_network(config))
     frozen = load_frozen_parts(config)
-    width = text_width(frozen.text_encoder)
+    width = (config.text_adapter and config.text_adapter.width) or text_width(frozen.text_encoder)
     if text_width_of(network) != width:
         raise ConfigurationError(
             f"model.pretrained={config.pretrained}: its text encoder is {width} wide, the network of "
@@ -55,10 +55,10 @@ def build_model(config: ModelConfig, objective: ObjectiveConfig, *, resolution: 
         )
     adapter = None
     if config.text_adapter is not None:
-        text_encoder, num_layers = frozen.text_encoder, config.text_adapter.layers
+        text_encoder, options = frozen.text_encoder, config.text_adapter
         if isinstance(text_encoder, DualTextEncoder):
             raise ConfigurationError("model.text_adapter continues one text encoder, and SDXL has two. Remove the key")
-        adapter = with_seed(seed, lambda: TextAdapter(text_encoder, num_layers))
+        adapter = with_seed(seed, lambda: build_text_adapter(options, text_encoder))
     return LatentDiffusion(
         network=network,
         text_adapter=adapter,

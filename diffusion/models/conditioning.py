@@ -13,6 +13,7 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection
 from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.transforms import Placement
 from diffusion.models.fast.norms import autocast_dtype
+from diffusion.models.text_encoders import LanguageModel
 
 
 class TextEncoding(NamedTuple):
@@ -54,14 +55,14 @@ class DualTextEncoder(nn.Module):
         return torch.cat([first.hidden_states[-2], second.hidden_states[-2]], dim=-1), second.text_embeds
 
 
-TextEncoder = CLIPTextModel | DualTextEncoder
+TextEncoder = CLIPTextModel | DualTextEncoder | LanguageModel
 
 
 def text_width(text_encoder: TextEncoder) -> int:
     """Width D of a text encoder's output."""
     if isinstance(text_encoder, DualTextEncoder):
         return text_encoder.text_encoder.config.hidden_size + text_encoder.text_encoder_2.config.hidden_size
-    return text_encoder.config.hidden_size
+    return text_encoder.width if isinstance(text_encoder, LanguageModel) else text_encoder.config.hidden_size
 
 
 class Conditioning(NamedTuple):
@@ -77,7 +78,8 @@ class Conditioning(NamedTuple):
     """int64 [B, 6], see `Placement`. Autocast and FSDP would round floating-point sizes: bfloat16 has no 1025."""
 
     mask: Tensor | None = None
-    """bool [B, L], whether a token is no padding; None in a U-Net, which attends to the padding, too."""
+    """bool [B, L], whether a token is no padding. A U-Net attends to the padding, too: None for it, except with a
+    language model, whose adapter needs it."""
 
     def unet_arguments(self) -> dict[str, Any]:
         """Keyword arguments of the U-Net besides the text."""
@@ -118,7 +120,7 @@ def encode_tokens(
         hidden, pooled = encoded.hidden_states[-1], encoded.pooler_output
     else:
         hidden, pooled = text_encoder(chunks)[:2]
-    return TextEncoding(hidden.reshape(*token_ids.shape, -1), pooled[::num_chunks])
+    return TextEncoding(hidden.reshape(*token_ids.shape, hidden.shape[-1]), pooled[::num_chunks])
 
 
 class Conditioner:
@@ -149,7 +151,6 @@ class Conditioner:
         self._dtype: torch.dtype | None = None
         self._num_chunks = num_chunks
         self._is_extended, self._is_masked, self._is_adapted = is_extended, is_masked, is_adapted
-        self._end = int(empty_token_ids[1])  # Of the start, the end and the padding.
 
     def lower_precision(self, dtype: torch.dtype) -> None:
         """Encode under autocast of this dtype from now on, with weights cast once instead of in each call.
@@ -209,10 +210,13 @@ class Conditioner:
 
     def _mask(self, token_ids: Tensor) -> Tensor | None:
         """Whether a token [B, L] is no padding: up to the first end of each chunk; later chunks may be empty."""
+        if isinstance(self._text_encoder, LanguageModel):
+            return self._text_encoder.mask(token_ids)
         if not self._is_masked:
             return None
         chunks = token_ids.unflatten(1, (self._num_chunks, -1))
-        is_end = chunks == self._end
+        end = self._empty_ids(token_ids.device)[1]  # Of the start, the end and the padding.
+        is_end = chunks == end
         is_used = is_end.cumsum(dim=2) - is_end.long() == 0
         is_used[:, 1:] &= ~is_end[:, 1:, 1:2]
         return is_used.flatten(1)

@@ -18,7 +18,6 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from PIL import Image
 from torch import Tensor
 from torchmetrics import Metric
-from transformers import CLIPTokenizer
 
 from diffusion.config.model import ObjectiveConfig, Posterior, Sampler, TokenRoutingConfig
 from diffusion.datasets.batch import BatchKey, Entry
@@ -52,7 +51,7 @@ from diffusion.models.sampling import (
     to_pil,
     whole_number,
 )
-from diffusion.models.text_adapter import TextAdapter
+from diffusion.models.text_adapter import Adapter, TextAdapter
 from diffusion.models.token_routing import TokenRouter
 from diffusion.randomness import Purpose, bernoulli, normal
 
@@ -133,7 +132,7 @@ class LatentDiffusion(ComposerModel):
         self,
         *,
         network: Network,
-        text_adapter: TextAdapter | None = None,
+        text_adapter: Adapter | None = None,
         frozen: FrozenParts,
         noise_scheduler: NoiseScheduler,
         objective: ObjectiveConfig,
@@ -151,7 +150,7 @@ class LatentDiffusion(ComposerModel):
         self.token_routing = token_routing
         self._router = None if token_routing is None else TokenRouter(network, token_routing)
         self._frozen = {"vae": frozen.vae, "text_encoder": frozen.text_encoder}
-        self.tokenizer: CLIPTokenizer = frozen.tokenizer
+        self.tokenizer = frozen.tokenizer
         self.latent_scaling = frozen.latent_scaling
         self.noise_scheduler = noise_scheduler
         self.noise_process = noise_process(objective, noise_scheduler)
@@ -171,7 +170,7 @@ class LatentDiffusion(ComposerModel):
             num_chunks=frozen.num_chunks,
             is_extended=network.config.get("addition_embed_type") == "text_time",
             is_masked=self.component == "transformer",
-            is_adapted=text_adapter is not None,
+            is_adapted=isinstance(text_adapter, TextAdapter),
         )
 
     @property
@@ -248,7 +247,9 @@ class LatentDiffusion(ComposerModel):
         """Continue the text encoding by the adapter."""
         if self.text_adapter is None:
             return conditioning
-        return conditioning._replace(text=self.text_adapter(conditioning.text))
+        if autocast_dtype(conditioning.text) is None:
+            conditioning = conditioning.to(next(self.text_adapter.parameters()).dtype)
+        return conditioning._replace(text=self.text_adapter(conditioning.text, conditioning.mask))
 
     def loss(self, outputs: Prediction, batch: Batch) -> Tensor:
         """Mean squared error of the microbatch, weighted by sample: float32 []."""

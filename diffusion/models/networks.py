@@ -25,9 +25,13 @@ def component_name(network: nn.Module) -> str:
     return next(name for name, kind in NETWORKS.items() if isinstance(network, kind))
 
 
+TEXT_WIDTHS = {"unet": "cross_attention_dim", "transformer": "context_in_dim"}
+"""Keyword argument of the width of the text encoding."""
+
+
 def text_width_of(network: Network) -> int:
     """Width of the text encoding that a network takes."""
-    return network.config["cross_attention_dim" if isinstance(network, UNet2DConditionModel) else "context_in_dim"]
+    return network.config[TEXT_WIDTHS[component_name(network)]]
 
 
 def patch_size_of(network: Network) -> int:

@@ -41,7 +41,8 @@ from diffusion.models.architectures import (
 )
 from diffusion.models.conditioning import DualTextEncoder, TextEncoder
 from diffusion.models.networks import Network, component_name
-from diffusion.models.tokenizers import build_tokenizer, tokenize
+from diffusion.models.text_encoders import LanguageModel, read_language_model
+from diffusion.models.tokenizers import load_tokenizer, tokenize
 
 Loaded = TypeVar("Loaded")
 
@@ -119,7 +120,9 @@ class FrozenParts:
 
     vae: AutoencoderKL
     text_encoder: TextEncoder
-    tokenizer: CLIPTokenizer
+    tokenizer: Any
+    """CLIPTokenizer, or a language model's."""
+
     latent_scaling: LatentScaling
 
     num_chunks: int = 1
@@ -156,8 +159,11 @@ def load_frozen_parts(config: ModelConfig) -> FrozenParts:
     """
     spec = ARCHITECTURES[config.architecture]
     source, options = config.pretrained, {"local_files_only": config.local_files_only, "use_safetensors": True}
+    tokenizer = load_tokenizer(config)
     with error_context("model.pretrained"):
-        if source:
+        if config.text_encoder.path is not None:
+            text_encoder = load_language_model(config.text_encoder.path, tokenizer.pad_token_id)
+        elif source:
             text_encoder = _load_text_encoder(spec, source, **options)
         else:
             text_encoder = with_seed(config.frozen_seed, lambda: build_text_encoder(spec))
@@ -175,7 +181,7 @@ def load_frozen_parts(config: ModelConfig) -> FrozenParts:
     return FrozenParts(
         vae=vae,
         text_encoder=text_encoder,
-        tokenizer=build_tokenizer(config.architecture),
+        tokenizer=tokenizer,
         latent_scaling=LatentScaling.from_vae(vae.config),
         num_chunks=config.text_encoder.chunks,
     )
@@ -186,6 +192,20 @@ def _load_text_encoder(spec: ArchitectureSpec, source: str, **options: Any) -> T
     if spec.text_encoder_2 is None:
         return first
     return DualTextEncoder(first, load_pretrained(CLIPTextModelWithProjection, source, "text_encoder_2", **options))
+
+
+def load_language_model(folder: str, pad_token_id: int) -> LanguageModel:
+    """Load a language model as a text encoder, in float32.
+
+    Its attention is the one with a mask for all shapes: others look at the mask, and the host waits for the device.
+
+    Raises:
+        ConfigurationError: there is none in safetensors.
+    """
+    kind, config = read_language_model(folder)
+    options: dict[str, Any] = {"config": config, "dtype": torch.float32, "attn_implementation": "eager"}
+    model = load_pretrained(kind, folder, None, local_files_only=True, use_safetensors=True, **options)
+    return LanguageModel(model, pad_token_id)
 
 
 def _local_folder(source: str) -> Path | None:
@@ -495,13 +515,16 @@ def build_pipeline(*, network: Network, vae: AutoencoderKL, frozen: FrozenParts,
     from diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl import StableDiffusionXLPipeline
 
     parts: dict[str, Any] = {"vae": vae, component_name(network): network, "scheduler": scheduler}
+    text_encoder: Any = frozen.text_encoder
+    if isinstance(text_encoder, LanguageModel):
+        text_encoder = text_encoder.text_encoder
     if isinstance(network, PRXTransformer2DModel):
-        return PRXPipeline(**parts, tokenizer=frozen.tokenizer, text_encoder=frozen.text_encoder)  # pyright: ignore
+        return PRXPipeline(**parts, tokenizer=frozen.tokenizer, text_encoder=text_encoder)
     if not isinstance(frozen.text_encoder, DualTextEncoder):
         return StableDiffusionPipeline(
             **parts,
             tokenizer=frozen.tokenizer,
-            text_encoder=frozen.text_encoder,
+            text_encoder=text_encoder,
             safety_checker=None,  # pyright: ignore[reportArgumentType]
             feature_extractor=None,  # pyright: ignore[reportArgumentType]
             requires_safety_checker=False,

@@ -1,7 +1,10 @@
 """Trained layers between the frozen text encoder and the network.
 
 They continue a CLIP text encoder: same layers, causal attention, and the encoder's final norm behind them. So an export
-holds a CLIP text encoder of more layers, which every pipeline of diffusers loads.
+holds a CLIP text encoder of more layers, which every pipeline of diffusers loads. With CLIP in chunks they run over the
+whole sequence, so that they bind words of different chunks; no CLIP text encoder does, and an export takes
+`models.prompt_encoder`. The same holds behind a language model, which has layers of its own: any width, attention in
+both directions.
 
 Shape letters: B batch, L tokens, D width of the text encoding.
 """
@@ -14,6 +17,9 @@ from torch import Tensor, nn
 from transformers import CLIPTextModel
 from transformers.activations import ACT2FN
 
+from diffusion.config.model import TextAdapterConfig
+from diffusion.models.text_encoders import LanguageModel
+
 
 class _Attention(nn.Module):
     def __init__(self, width: int, num_heads: int) -> None:
@@ -21,10 +27,11 @@ class _Attention(nn.Module):
         self.num_heads = num_heads
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention to the tokens of a mask [B, 1, 1, L]; None: to the tokens before."""
         heads = (layer(x).unflatten(-1, (self.num_heads, -1)) for layer in (self.q_proj, self.k_proj, self.v_proj))
         query, key, value = (x.transpose(1, 2) for x in heads)
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
         return self.out_proj(attended.transpose(1, 2).flatten(2))
 
 
@@ -38,15 +45,17 @@ class _MLP(nn.Module):
 
 
 class _Layer(nn.Module):
-    def __init__(self, config: Any) -> None:
+    def __init__(self, width: int, *, num_heads: int, inner: int, activation: str, eps: float) -> None:
         super().__init__()
-        width, eps = config.hidden_size, config.layer_norm_eps
         self.layer_norm1, self.layer_norm2 = nn.LayerNorm(width, eps), nn.LayerNorm(width, eps)
-        self.self_attn = _Attention(width, config.num_attention_heads)
-        self.mlp = _MLP(width, config.intermediate_size, config.hidden_act)
+        self.self_attn = _Attention(width, num_heads)
+        self.mlp = _MLP(width, inner, activation)
+        for last in (self.self_attn.out_proj, self.mlp.fc2):  # The identity at first.
+            nn.init.zeros_(last.weight)
+            nn.init.zeros_(last.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.self_attn(self.layer_norm1(x))
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self.self_attn(self.layer_norm1(x), mask)
         return x + self.mlp(self.layer_norm2(x))
 
 
@@ -62,21 +71,60 @@ class TextAdapter(nn.Module):
 
     def __init__(self, text_encoder: CLIPTextModel, num_layers: int) -> None:
         super().__init__()
-        layers = [_Layer(text_encoder.config) for _ in range(num_layers)]
-        for layer in layers:
-            for last in (layer.self_attn.out_proj, layer.mlp.fc2):
-                nn.init.zeros_(last.weight)
-                nn.init.zeros_(last.bias)
-        self.layers = nn.ModuleList(layers)
+        config = text_encoder.config
+        shape = {"num_heads": config.num_attention_heads, "inner": config.intermediate_size}
+        options = {**shape, "activation": config.hidden_act, "eps": config.layer_norm_eps}
+        self.layers = nn.ModuleList(_Layer(config.hidden_size, **options) for _ in range(num_layers))
         norm = final_norm(text_encoder)
         self.final_layer_norm = nn.LayerNorm(norm.weight.shape, norm.eps)
         self.final_layer_norm.load_state_dict(norm.state_dict())
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Continue the hidden states of the last layer, before the final norm: [B, L, D] each."""
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Continue the hidden states of the last layer, before the final norm: [B, L, D] each.
+
+        The mask is not used: no word attends to the padding behind it.
+        """
         for layer in self.layers:
             hidden = layer(hidden)
         return self.final_layer_norm(hidden)
+
+
+class LanguageAdapter(nn.Module):
+    """A norm, a linear layer and layers of a transformer behind a language model.
+
+    At first its output is the normalised linear layer's.
+
+    Args:
+        text_width: width of the language model's hidden states.
+        width: D of the output; heads are 64 wide where that divides it.
+        num_layers: number of layers.
+    """
+
+    def __init__(self, text_width: int, width: int, num_layers: int) -> None:
+        super().__init__()
+        self.norm, self.projection = nn.LayerNorm(text_width), nn.Linear(text_width, width)
+        num_heads = 1 if width % 64 else width // 64
+        options: dict[str, Any] = {"num_heads": num_heads, "inner": 4 * width, "activation": "gelu", "eps": 1e-5}
+        self.layers = nn.ModuleList(_Layer(width, **options) for _ in range(num_layers))
+        self.final_layer_norm = nn.LayerNorm(width)
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        """Map hidden states [B, L, W] to [B, L, D], zeros at the padding, which bool [B, L] excludes."""
+        x = self.projection(self.norm(hidden))
+        for layer in self.layers:
+            x = layer(x, mask[:, None, None])
+        return self.final_layer_norm(x) * mask[..., None]
+
+
+Adapter = TextAdapter | LanguageAdapter
+
+
+def build_text_adapter(config: TextAdapterConfig, text_encoder: nn.Module) -> Adapter:
+    """Build the adapter of a text encoder, which is not SDXL's two."""
+    if isinstance(text_encoder, LanguageModel):
+        return LanguageAdapter(text_encoder.width, config.width or text_encoder.width, config.layers)
+    assert isinstance(text_encoder, CLIPTextModel)
+    return TextAdapter(text_encoder, config.layers)
 
 
 def final_norm(text_encoder: CLIPTextModel) -> nn.LayerNorm:

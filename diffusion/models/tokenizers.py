@@ -24,6 +24,7 @@ from diffusion.config.model import Architecture, ModelConfig
 from diffusion.datasets.dataset import Tokenize
 from diffusion.errors import MachineError
 from diffusion.models.architectures import ARCHITECTURES, CLIP_VOCABULARY
+from diffusion.models.text_encoders import load_language_tokenizer
 
 END_OF_WORD = "</w>"
 START, END, PAD = "<|startoftext|>", "<|endoftext|>", "!"
@@ -93,9 +94,13 @@ def repair(caption: str) -> str:
 def tokenize(tokenizer: Any, captions: Sequence[str], num_chunks: int = 1) -> NDArray[np.int32]:
     """Encode K captions, padded and truncated to chunks of the tokenizer's length: int32 [K, L].
 
-    Each chunk has a start and an end of its own. A short caption leaves the last ones empty.
+    Each chunk has a start and an end of its own. A short caption leaves the last ones empty. A language model's
+    tokenizer has one chunk, with the special tokens that the model was trained with.
     """
     length = tokenizer.model_max_length
+    if not isinstance(tokenizer, CLIPTokenizer):
+        options = {"padding": "max_length", "truncation": True, "max_length": length, "return_tensors": "np"}
+        return tokenizer(list(captions), **options)["input_ids"].astype(np.int32)
     content = length - 2
     encoded = tokenizer(
         [repair(caption) for caption in captions],
@@ -111,6 +116,18 @@ def tokenize(tokenizer: Any, captions: Sequence[str], num_chunks: int = 1) -> ND
     return ids.reshape(len(captions), -1)
 
 
+def load_tokenizer(config: ModelConfig) -> Any:
+    """CLIP's tokenizer, or that of a language model.
+
+    Raises:
+        ConfigurationError: the language model has none.
+    """
+    text = config.text_encoder
+    if text.path is not None:
+        return load_language_tokenizer(text.path, text.max_tokens)
+    return build_tokenizer(config.architecture)
+
+
 def caption_tokenizer(config: ModelConfig) -> Tokenize:
-    """Build what encodes the captions of a model."""
-    return partial(tokenize, build_tokenizer(config.architecture), num_chunks=config.text_encoder.chunks)
+    """Build what encodes the captions of a model; errors as in `load_tokenizer`."""
+    return partial(tokenize, load_tokenizer(config), num_chunks=config.text_encoder.chunks)

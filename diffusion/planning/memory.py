@@ -20,11 +20,19 @@ from diffusion.config.loading import from_dict, to_yaml
 from diffusion.config.model import Compilation, ModelConfig
 from diffusion.config.schema import Config, Task
 from diffusion.config.training import NumberFormat, Parallelism, Precision
-from diffusion.models.architectures import ARCHITECTURES, build_network, build_vae, count_parameters, text_shape
+from diffusion.models.architectures import (
+    ARCHITECTURES,
+    build_frozen_text_encoder,
+    build_network,
+    build_vae,
+    count_parameters,
+    text_shape,
+)
 from diffusion.models.autoencoder import PatchDiscriminator, build_perceptual
 from diffusion.models.fast.compilation import find_blocks
 from diffusion.models.lora import add_lora
 from diffusion.models.networks import Network, patch_size_of, text_width_of
+from diffusion.models.text_adapter import build_text_adapter
 from diffusion.models.token_routing import TokenRouter
 
 WEIGHT_BYTES = GRADIENT_BYTES = EMA_BYTES = 4
@@ -281,6 +289,10 @@ def _network_counts(model: str) -> ParameterCounts:
     network, counts = meta_network(config), count_parameters(config)
     trained = _num_trained(network.parameters())
     fixed = sum(p.numel() for p in network.parameters()) - trained
+    if config.text_adapter is not None:
+        with torch.device("meta"):
+            adapter = build_text_adapter(config.text_adapter, build_frozen_text_encoder(config))
+        trained += _num_trained(adapter.parameters())
     return ParameterCounts(trained, fixed, counts["vae"] + counts["text_encoder"])
 
 

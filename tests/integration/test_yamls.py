@@ -14,11 +14,12 @@ from diffusion.cli import train_command
 from diffusion.config.checks import is_location
 from diffusion.config.data import Mixing, Representation
 from diffusion.config.loading import load_config
-from diffusion.config.model import Architecture, InitFromConfig, Posterior, Weights
+from diffusion.config.model import Architecture, InitFromConfig, Posterior, TextEncoderConfig, Weights
 from diffusion.config.training import Precision
 from diffusion.models.autoencoder import to_pixels
 from diffusion.models.pretrained import load_pretrained
 from diffusion.planning.plan import plan_run
+from tests.tools.language_models import write_language_model
 from tests.tools.toys import write_vgg
 from tests.tools.training_runs import ROOT, SMALL_TRANSFORMER, SMALL_UNET
 from verification.callbacks import step_hashes
@@ -38,6 +39,7 @@ ASPECTS = ("72x56", "64x56", "64x64", "56x64", "56x72")
 SDXL = "yamls/tiny/sdxl.yaml"
 LONG, NUM_LONG = "yamls/tiny/phase3.yaml", 8
 """A recipe that is trained for more than two steps, so that all its buckets come."""
+LANGUAGE = "yamls/tiny/language_model.yaml"
 
 
 SMALL = {
@@ -119,6 +121,11 @@ def overrides(yaml: str, shapes: Path, aspects: Path, output: Path, first: Path 
         low = config.init_from is None
         resolution = 32 if low else 64
         data, streams = shapes / f"latents-{resolution}", "[{name: 32-64}, {name: 64-up}]" if low else "[{name: 64-up}]"
+    if config.model.text_encoder != TextEncoderConfig():  # The latents hold token ids of one chunk.
+        data = shapes / "prepared"
+        own = ["data.representation=images"]
+    if yaml == LANGUAGE:
+        own.append(f"model.text_encoder.path={shapes / 't5'}")
     num = NUM_LONG if yaml == LONG else 2
     name = config.model.architecture.value
     architecture = "tiny_xl" if "xl" in name else "tiny_transformer" if "transformer" in name else "tiny"
@@ -152,6 +159,7 @@ def runs(server, shapes, aspects, tmp_path_factory) -> dict[tuple[int, str], Pat
     """Run folders by number of processes and YAML."""
     root = tmp_path_factory.mktemp("yamls")
     write_vgg(shapes / "vgg.pth")
+    write_language_model(shapes / "t5", "t5")
     folders = {(num, yaml): root / f"{num}-{yaml.replace('/', '-')}" for num in (1, 2) for yaml in YAMLS}
     for num in (1, 2):
         plan = []
@@ -206,9 +214,10 @@ def test_all_aspect_ratios_are_trained(runs):
 
 
 @pytest.mark.parametrize("yaml", YAMLS)
-def test_a_dry_run_plans_it(yaml):
+def test_a_dry_run_plans_it(yaml, tmp_path):
     said: list[str] = []
-    train_command([yaml, "--dry-run"], say=said.append)
+    own = [f"model.text_encoder.path={write_language_model(tmp_path, 'qwen3')}"] if yaml == LANGUAGE else []
+    train_command([yaml, *own, "--dry-run"], say=said.append)
     config = load_config(yaml, may_miss=is_location)
     assert f"Plan of {config.run_name}\n" in said[-1]
     assert "<- chosen" in said[-1]

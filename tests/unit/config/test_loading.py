@@ -126,7 +126,7 @@ def test_extends_in_a_circle_or_nowhere(write):
         ("batch_size: 1", ["data.global_batch_size", "validation.device_batch_size"]),
         ("Extends: a.yaml", ["Extends ({file}, line 14)", "extends?"]),
         ("OPTIMIZER: {LR: 1}", ["OPTIMIZER ({file}, line 14)", "optimizer?"]),
-        ("max_durations: 1", ["max_durations ({file}, line 14)", "trainer.max_duration?"]),
+        ("max_durations: 1", ["max_durations ({file}, line 14)", "did you mean trainer.max_duration"]),
         ("schedule.warmup: 1ba", ["schedule.warmup ({file}, line 14)", "`warmup:`", "`schedule:`"]),
         ("data: {streams: [{name: a}, {nme: b}]}", ["data.streams.1.nme ({file}, line 14)", "data.streams.1.name?"]),
         ("plugins:\n  callbacks:\n    - path: a.B\n    - arguments: 3", ["plugins.callbacks.1.arguments", "line 17"]),

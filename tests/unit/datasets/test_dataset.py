@@ -96,6 +96,35 @@ def test_the_caption_is_drawn_by_epoch_and_sample_alike_for_images_and_latents(t
     assert chosen[:60] != chosen[60:]
 
 
+def chosen_captions(dataset: TrainingDataset, num_samples: int, num_epochs: int) -> list[int]:
+    """Numbers of the captions that are drawn, which end their texts."""
+    texts: list[str] = []
+
+    def note(captions: list[str]) -> np.ndarray:
+        texts.extend(captions)
+        return tokenize(captions)
+
+    dataset.tokenize = note
+    for epoch in range(num_epochs):
+        for i in range(num_samples):
+            dataset.read(0, i, epoch=epoch)
+    return [int(text.split()[-1]) for text in texts]
+
+
+def test_captions_are_drawn_by_their_weights(tmp_path: Path) -> None:
+    root = write_prepared(tmp_path / "several", {"b": 60}, num_captions=3)
+    drawn = {}
+    for weights in ((1, 1, 1), (1, 0, 4), (1, 3), (0.5, 0.5, 0.5)):
+        drawn[weights] = chosen_captions(open_data(root, "b", caption_weights=weights), 60, 10)
+        for k, weight in enumerate((*weights, 0)[:3]):
+            share = weight / sum(weights)
+            spread = 4 * (share * (1 - share) / 600) ** 0.5
+            assert abs(drawn[weights].count(k) / 600 - share) <= spread
+    assert drawn[1, 1, 1] == drawn[0.5, 0.5, 0.5] == chosen_captions(open_data(root, "b"), 60, 10)
+    root = write_prepared(tmp_path / "one", {"b": 16})
+    assert chosen_captions(open_data(root, "b", caption_weights=(1, 4)), 16, 1) == [0] * 16
+
+
 def test_crop_and_flip_are_addressed_by_epoch_and_sample(tmp_path: Path) -> None:
     root = write_prepared(tmp_path, {"b": 10})
     dataset = open_data(root, "b", crop=Crop.random, horizontal_flip=0.5)

@@ -31,7 +31,7 @@ def pipeline(model) -> StableDiffusionXLPipeline:
         text_encoder_2=model.text_encoder.text_encoder_2,
         tokenizer=first,
         tokenizer_2=build_tokenizer(Architecture.tiny_xl),
-        network=model.unet,
+        unet=model.unet,
         scheduler=inference_scheduler(model.noise_scheduler),
         add_watermarker=False,
     )

@@ -1,0 +1,117 @@
+"""Prompts as arguments of diffusers' pipelines, where their own encoding is not that of the training.
+
+A pipeline encodes one chunk of CLIP's length, and knows no adapter over several chunks or behind a language model. An
+export with either holds the folder `text_adapter/` beside `text_encoder/` and `tokenizer/`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import CLIPTextModel, CLIPTokenizer
+
+from diffusion.config.model import ModelConfig, TextAdapterConfig
+from diffusion.datasets.transforms import Placement
+from diffusion.files import read_json, write_json
+from diffusion.models.conditioning import Conditioner
+from diffusion.models.pretrained import load_language_model, load_pretrained, read_safetensors
+from diffusion.models.sampling import expand_prompts
+from diffusion.models.text_adapter import Adapter, build_text_adapter
+from diffusion.models.text_encoders import load_language_tokenizer
+from diffusion.models.tokenizers import tokenize
+
+FOLDER, CONFIG, WEIGHTS = "text_adapter", "config.json", "model.safetensors"
+
+
+def has_own_encoding(config: ModelConfig) -> bool:
+    """Whether a pipeline's own encoding of prompts is not that of the model."""
+    return config.text_encoder.chunks > 1 or config.text_encoder.path is not None
+
+
+def write_prompt_encoder(folder: Path, config: ModelConfig, adapter: Adapter | None, *, is_masked: bool) -> None:
+    """Write `text_adapter/` of an exported model.
+
+    Args:
+        folder: the export.
+        config: section `model` of the configuration.
+        adapter: the trained adapter, if there is one.
+        is_masked: whether the network takes a mask of the padding.
+    """
+    text, options = config.text_encoder, config.text_adapter
+    settings = {
+        "is_language_model": text.path is not None,
+        "chunks": text.chunks,
+        "max_tokens": text.max_tokens,
+        "is_masked": is_masked,
+        "adapter": None if options is None else asdict(options),
+    }
+    (folder / FOLDER).mkdir()
+    write_json(folder / FOLDER / CONFIG, settings)
+    if adapter is not None:
+        save_file(adapter.state_dict(), folder / FOLDER / WEIGHTS)
+
+
+class PromptEncoder:
+    """Encodes prompts for the pipeline of an exported model."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Load the text encoder, tokenizer and adapter of an export, on the CPU.
+
+        Raises:
+            ConfigurationError: a part is missing.
+            DataError: a file is damaged.
+        """
+        path = Path(folder).expanduser()
+        settings = read_json(path / FOLDER / CONFIG)
+        self._num_chunks, self._is_masked = settings["chunks"], settings["is_masked"]
+        if settings["is_language_model"]:
+            self._tokenizer = load_language_tokenizer(str(path / "tokenizer"), settings["max_tokens"])
+            encoder = load_language_model(str(path / "text_encoder"), self._tokenizer.pad_token_id)
+        else:
+            self._tokenizer = load_pretrained(CLIPTokenizer, str(path), "tokenizer", local_files_only=True)
+            options = {"local_files_only": True, "use_safetensors": True}
+            encoder = load_pretrained(CLIPTextModel, str(path), "text_encoder", **options)
+        self._adapter = None
+        if settings["adapter"] is not None:
+            self._adapter = build_text_adapter(TextAdapterConfig(**settings["adapter"]), encoder)
+            self._adapter.load_state_dict(read_safetensors(path / FOLDER / WEIGHTS))
+        self._conditioner = Conditioner(
+            encoder.eval(),
+            self._tokenize([""])[0],
+            num_chunks=self._num_chunks,
+            is_extended=False,
+            is_masked=self._is_masked,
+            is_adapted=self._adapter is not None and not settings["is_language_model"],
+        )
+
+    def _tokenize(self, prompts: Sequence[str]) -> Tensor:
+        return torch.from_numpy(tokenize(self._tokenizer, prompts, self._num_chunks)).long()
+
+    @torch.no_grad()
+    def _encode(self, prompts: Sequence[str]) -> dict[str, Tensor]:
+        conditioning = self._conditioner.encode_prompts(self._tokenize(prompts), Placement(0, 0, 0, 0, 0, 0))
+        text = conditioning.text
+        arguments = {"embeds": text if self._adapter is None else self._adapter(text, conditioning.mask)}
+        if self._is_masked:
+            assert conditioning.mask is not None
+            arguments["attention_mask"] = conditioning.mask
+        return arguments
+
+    def __call__(
+        self, prompts: str | Sequence[str], negative_prompts: str | Sequence[str] | None = None
+    ) -> dict[str, Tensor]:
+        """Encode prompts.
+
+        Args:
+            prompts: one, or P of them.
+            negative_prompts: one for all or one per prompt; None is the empty caption, as in training.
+
+        Returns:
+            Keyword arguments of the pipeline.
+        """
+        texts, negatives = expand_prompts(prompts, negative_prompts, 1)
+        positive = {f"prompt_{name}": value for name, value in self._encode(texts).items()}
+        return positive | {f"negative_prompt_{name}": value for name, value in self._encode(negatives).items()}

@@ -1,0 +1,95 @@
+"""Language models as text encoders, from a local folder in the layout of transformers.
+
+Shape letters: B batch, L tokens, D width of the text encoding.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING, MODEL_MAPPING
+
+from diffusion.errors import ConfigurationError
+
+
+class LanguageModel(nn.Module):
+    """A language model's last hidden states, zeros at the padding.
+
+    A U-Net attends to the zeros; a transformer is given the mask, too.
+
+    Args:
+        text_encoder: the encoder of T5 or T5Gemma, or a decoder without its head, such as Qwen3's.
+        pad_token_id: id of the padding.
+    """
+
+    def __init__(self, text_encoder: Any, pad_token_id: int) -> None:
+        super().__init__()
+        self.text_encoder, self.pad_token_id = text_encoder, pad_token_id
+
+    @property
+    def width(self) -> int:
+        """D."""
+        return hidden_width(self.text_encoder.config)
+
+    def mask(self, token_ids: Tensor) -> Tensor:
+        """Whether a token [B, L] is no padding. The first never is: some tokenizers give the empty caption no token."""
+        mask = token_ids != self.pad_token_id
+        mask[:, 0] = True
+        return mask
+
+    def forward(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Encode captions int64 [B, L].
+
+        Returns:
+            Hidden states [B, L, D], and [B, 0]: there is no vector for the whole caption.
+        """
+        mask = self.mask(token_ids)
+        hidden = self.text_encoder(input_ids=token_ids, attention_mask=mask).last_hidden_state
+        return hidden * mask[..., None], hidden[:, 0, :0]
+
+
+def read_language_model(folder: str) -> tuple[type[Any], Any]:
+    """Class and configuration of the language model in a folder; of an encoder-decoder, those of its encoder.
+
+    No code of the folder is run.
+
+    Raises:
+        ConfigurationError: there is none that transformers knows.
+    """
+    path = Path(folder).expanduser()
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        kind = MODEL_FOR_TEXT_ENCODING_MAPPING.get(type(config), None) or MODEL_MAPPING[type(config)]
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigurationError(
+            f"model.text_encoder.path={folder} is no folder of a language model that transformers knows: give one with "
+            "config.json, model.safetensors and tokenizer.json"
+        ) from error
+    config.is_encoder_decoder = False  # T5Gemma's encoder asks for it.
+    return kind, config
+
+
+def hidden_width(config: Any) -> int:
+    """Width of a language model's hidden states."""
+    return getattr(config, "encoder", config).hidden_size
+
+
+def load_language_tokenizer(folder: str, max_tokens: int) -> Any:
+    """Load the tokenizer in the folder of a language model; it pads at the end.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    path = Path(folder).expanduser()
+    options = {"local_files_only": True, "trust_remote_code": False, "padding_side": "right"}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, model_max_length=max_tokens, **options)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:  # TypeError: files are missing.
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigurationError(
+            f"model.text_encoder.path={folder} has no tokenizer that transformers loads ({reason}): add tokenizer.json"
+        ) from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer

@@ -1,0 +1,191 @@
+"""Language models as text encoders: masks, widths, adapters, and exports that diffusers loads."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from torch import Tensor
+from transformers import AutoModel, Qwen3Model, T5EncoderModel
+
+from diffusion.config.checks import check
+from diffusion.config.loading import load_config
+from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, TextAdapterConfig, TextEncoderConfig
+from diffusion.config.schema import Config
+from diffusion.datasets.batch import BatchKey
+from diffusion.errors import ConfigurationError
+from diffusion.models import build_model, count_parameters
+from diffusion.models.architectures import text_shape
+from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.networks import text_width_of
+from diffusion.models.pretrained import FrozenParts, module_identity, tokenizer_identity, write_pipeline
+from diffusion.models.prompt_encoder import PromptEncoder, write_prompt_encoder
+from diffusion.models.sampling import image_seeds, inference_scheduler, initial_latents
+from diffusion.models.text_adapter import LanguageAdapter
+from diffusion.models.tokenizers import caption_tokenizer, load_tokenizer
+from diffusion.planning.memory import parameter_counts
+from tests.tools.language_models import WIDTHS, WORDS, write_language_model
+
+LONG = " ".join(WORDS[i % len(WORDS)] for i in range(85))
+NETWORKS = {
+    Architecture.tiny: {"block_out_channels": [16, 32], "norm_num_groups": 4},
+    Architecture.tiny_transformer: {"hidden_size": 64, "num_heads": 4, "depth": 2, "axes_dim": (8, 8)},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("language")
+    return {kind: str(write_language_model(root / kind, kind)) for kind in WIDTHS}
+
+
+def config_of(folder: str, architecture: Architecture, adapter: TextAdapterConfig | None = None) -> ModelConfig:
+    text = TextEncoderConfig(path=folder, max_tokens=96)
+    return ModelConfig(
+        architecture=architecture, network=NETWORKS[architecture], text_encoder=text, text_adapter=adapter
+    )
+
+
+def build(config: ModelConfig) -> LatentDiffusion:
+    model = build_model(config, ObjectiveConfig(caption_dropout=0), resolution=32, seed=17)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def batch(model: LatentDiffusion, *captions: str) -> dict[str, Tensor]:
+    latents = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(1)).expand(len(captions), -1, -1, -1)
+    return {
+        BatchKey.LATENT_MEAN: latents,
+        BatchKey.LATENT_LOGVAR: torch.full_like(latents, -4.0),
+        BatchKey.TOKEN_IDS: torch.from_numpy(model.tokenize(captions)).long(),
+        BatchKey.SAMPLE: torch.zeros(len(captions), dtype=torch.int64),
+    }
+
+
+@pytest.mark.parametrize(("kind", "class_"), [("t5", T5EncoderModel), ("qwen3", Qwen3Model)])
+def test_captions_are_encoded_as_by_transformers(folders, kind, class_):
+    model = build(config_of(folders[kind], Architecture.tiny_transformer))
+    ids = batch(model, LONG, "a Red circle", "")[BatchKey.TOKEN_IDS]
+    assert ids.shape == (3, 96)
+    conditioning = model.conditioner.encode_batch({}, ids)
+    assert conditioning.mask is not None
+    ends = kind != "qwen3"
+    assert conditioning.mask.sum(dim=1).tolist() == [85 + ends, 3 + ends, 1]
+    assert torch.equal(conditioning.text, conditioning.text * conditioning.mask[..., None])
+    reference = class_.from_pretrained(folders[kind])
+    for row, num in enumerate(conditioning.mask.sum(dim=1).tolist()):
+        with torch.no_grad():
+            alone = reference(input_ids=ids[row : row + 1, :num]).last_hidden_state[0]
+        torch.testing.assert_close(conditioning.text[row, :num], alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", list(NETWORKS))
+@pytest.mark.parametrize("kind", list(WIDTHS))
+def test_the_network_follows_the_width_and_reads_beyond_77_tokens(folders, kind, architecture):
+    config = config_of(folders[kind], architecture)
+    model = build(config)
+    assert text_width_of(model.network) == WIDTHS[kind] == text_shape(config)[1]
+    assert count_parameters(config)["text_encoder"] == sum(p.numel() for p in model.text_encoder.parameters())
+    entries = batch(model, LONG + " red", LONG + " blue", "a star")
+    with torch.no_grad():
+        whole = model.forward(entries).prediction
+        parts = [model.forward({key: value[i : i + 1] for key, value in entries.items()}).prediction for i in range(3)]
+    assert (whole[0] - whole[1]).abs().max() > 1e-4
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", list(NETWORKS))
+def test_an_adapter_has_any_width_and_is_trained(folders, architecture):
+    config = config_of(folders["qwen3"], architecture, TextAdapterConfig(layers=2, width=80))
+    model = build(config)
+    adapter = model.text_adapter
+    assert isinstance(adapter, LanguageAdapter)
+    assert text_width_of(model.network) == 80
+    assert parameter_counts(Config(model=config)).trained == sum(p.numel() for p in model.parameters())
+    entries = batch(model, LONG, "a red circle")
+    model.loss(model.forward(entries), entries).backward()
+    gradients = [parameter.grad for parameter in adapter.parameters()]
+    assert all(gradient is not None and gradient.abs().max() > 0 for gradient in gradients)
+    hidden = torch.randn(2, 6, 64)
+    mask = torch.arange(6) < torch.tensor([[6], [4]])
+    with torch.no_grad():
+        expected = adapter(hidden[1:, :4], mask[1:, :4])
+        found = adapter(hidden, mask)[1:]
+    torch.testing.assert_close(found[:, :4], expected)
+    assert not found[:, 4:].any(), "zeros at the padding"
+    stored = model.conditioner.encode_text(entries[BatchKey.TOKEN_IDS])
+    embedded = {BatchKey.TEXT_EMBEDDING: stored.hidden.half(), BatchKey.POOLED_TEXT_EMBEDDING: stored.pooled.half()}
+    with torch.no_grad():
+        expected, found = model.forward(entries).prediction, model.forward(entries | embedded).prediction
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
+
+
+def adapters() -> list[TextAdapterConfig | None]:
+    return [None, TextAdapterConfig(layers=1)]
+
+
+@pytest.mark.parametrize("architecture", list(NETWORKS))
+@pytest.mark.parametrize("adapter", adapters())
+@pytest.mark.parametrize("kind", ["t5", "qwen3", "chunks"])
+def test_an_export_gives_the_images_of_generate(folders, tmp_path, kind, adapter, architecture):
+    if kind == "chunks":
+        config = ModelConfig(architecture=architecture, network=NETWORKS[architecture], text_adapter=adapter)
+        config.text_encoder.chunks = 4
+    else:
+        config = config_of(folders[kind], architecture, adapter)
+    model = build(config).eval()
+    frozen = FrozenParts(
+        vae=model.vae, text_encoder=model.text_encoder, tokenizer=model.tokenizer, latent_scaling=model.latent_scaling
+    )
+    scheduler = inference_scheduler(model.noise_scheduler)
+    write_pipeline(tmp_path, network=model.network, frozen=frozen, scheduler=scheduler, resolution=32)
+    is_masked = architecture is Architecture.tiny_transformer
+    write_prompt_encoder(tmp_path, config, model.text_adapter, is_masked=is_masked)
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path, local_files_only=True)
+    pipeline.set_progress_bar_config(disable=True)
+    latents = initial_latents(image_seeds(5, 1), (4, 8, 8), torch.device("cpu"))
+    shared: dict[str, Any] = {"num_inference_steps": 2, "latents": latents, "guidance_scale": 3.0}
+    own: dict[str, Any] = {"use_resolution_binning": False} if is_masked else {"height": 32, "width": 32}
+    expected = model.generate(LONG, "a star", height=32, width=32, output="tensor", progress=False, **shared)
+    found = pipeline(**PromptEncoder(tmp_path)(LONG, "a star"), output_type="pt", **shared, **own).images
+    assert isinstance(expected, Tensor)
+    assert expected.std() > 0.01
+    assert (found - expected).abs().max() < 1e-4
+
+
+def test_identities_differ(folders):
+    models = [build(config_of(folders[kind], Architecture.tiny)) for kind in ("t5", "qwen3")]
+    assert len({module_identity(model.text_encoder) for model in models}) == 2
+    shorter = config_of(folders["t5"], Architecture.tiny)
+    shorter.text_encoder.max_tokens = 32
+    assert caption_tokenizer(shorter)([LONG]).shape == (1, 32)
+    longer = config_of(folders["t5"], Architecture.tiny)
+    assert len({tokenizer_identity(load_tokenizer(config)) for config in (shorter, longer)}) == 2
+
+
+def test_a_folder_that_is_no_language_model(folders, tmp_path):
+    with pytest.raises(ConfigurationError, match=r"model\.text_encoder\.path="):
+        build(config_of(str(tmp_path), Architecture.tiny))
+    AutoModel.from_pretrained(folders["qwen3"]).save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match="no tokenizer"):
+        build(config_of(str(tmp_path), Architecture.tiny))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "unknown", "auto_map": {"AutoConfig": "code.C"}}))
+    with pytest.raises(ConfigurationError, match=r"model\.text_encoder\.path="):
+        build(config_of(str(tmp_path), Architecture.tiny))
+
+
+def test_combinations_that_are_not_possible():
+    tiny = "yamls/tiny/phase1.yaml"
+    needed = ["data.local=data", "validation.local=data"]
+    for overrides, key in (
+        (["model.text_encoder.path=folder", "model.text_encoder.chunks=2"], r"model\.text_encoder\.chunks is 2"),
+        (["model.text_adapter.width=64"], r"model\.text_adapter\.width is 64"),
+        (["model.architecture=tiny_xl", "model.text_encoder.chunks=2"], r"model\.text_encoder is set"),
+    ):
+        with pytest.raises(ConfigurationError, match=key):
+            check(load_config(tiny, [*needed, *overrides]), world_size=1)
+    assert load_config(Path("yamls/tiny/long_captions.yaml"), needed).model.text_encoder.chunks == 4
