@@ -59,7 +59,7 @@ class Weights(str, Enum):
 
 @dataclass(kw_only=True)
 class LoraConfig:
-    """Low-rank adaptation (Hu et al. 2021): trains low-rank matrices beside frozen weights of the U-Net."""
+    """Low-rank adaptation (Hu et al. 2021): trains low-rank matrices beside frozen weights of the network."""
 
     rank: int = bounded(16, min=1)
     """Rank of the matrices."""
@@ -68,7 +68,8 @@ class LoraConfig:
     """The output of the matrices is multiplied by alpha / rank."""
 
     targets: list[str] = field(default_factory=lambda: ["to_q", "to_k", "to_v", "to_out.0"])
-    """Adapted layers of the U-Net, by the ends of their names; by default those of attention."""
+    """Adapted layers of the network, by the ends of their names; by default those of a U-Net's attention. Those of a
+    transformer's are img_qkv_proj, txt_kv_proj and to_out.0."""
 
 
 @dataclass(kw_only=True)
@@ -107,7 +108,8 @@ class ModelConfig:
     architecture."""
 
     text_adapter: TextAdapterConfig | None = None
-    """Train layers behind the text encoder, too; null: none. Not with stored embeddings or SDXL's two encoders."""
+    """Train layers behind the text encoder, too; null: none. Not with stored embeddings or SDXL's two encoders; with
+    `lora` they stay as they are."""
 
     lora: LoraConfig | None = None
     """Train LoRA matrices on top of `init_from`; null: train all weights."""

@@ -315,9 +315,14 @@ class LatentDiffusion(ComposerModel):
         metric.add(squared_error(outputs), batch, outputs.timesteps)
 
     def batch_flops(self, batch: Mapping[str, Entry]) -> float:
-        """Floating-point operations of the network for a batch, forward and backward; NaN if unknown."""
-        has_fixed = self._has_fixed_weights
-        return batch_flops(self.network.config, batch, vae_factor=self.vae_factor, has_fixed_weights=has_fixed)
+        """Floating-point operations of network and text adapter for a batch, forward and backward; NaN if unknown."""
+        return batch_flops(
+            self.network.config,
+            batch,
+            vae_factor=self.vae_factor,
+            has_fixed_weights=self._has_fixed_weights,
+            adapter=None if self.text_adapter is None else self.text_adapter.shape,
+        )
 
     @cached_property
     def _has_fixed_weights(self) -> bool:

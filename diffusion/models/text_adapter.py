@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from transformers import CLIPTextModel
 from transformers.activations import ACT2FN
 
+from diffusion.models.flops import AdapterShape
+
 
 class _Attention(nn.Module):
     def __init__(self, width: int, num_heads: int) -> None:
@@ -68,7 +70,10 @@ class TextAdapter(nn.Module):
                 nn.init.zeros_(last.weight)
                 nn.init.zeros_(last.bias)
         self.layers = nn.ModuleList(layers)
-        norm = final_norm(text_encoder)
+        config, norm = text_encoder.config, final_norm(text_encoder)
+        self.shape = AdapterShape(
+            num_layers, config.hidden_size, config.intermediate_size, config.max_position_embeddings
+        )
         self.final_layer_norm = nn.LayerNorm(norm.weight.shape, norm.eps)
         self.final_layer_norm.load_state_dict(norm.state_dict())
 

@@ -26,6 +26,7 @@ from diffusion.planning.memory import (
     ParameterCounts,
     StateMemory,
     largest_size,
+    meta_adapter,
     meta_inputs,
     meta_network,
     parameter_counts,
@@ -69,7 +70,7 @@ class Plan:
     """Trained parameters."""
 
     training_flops: float | None
-    """Operations of the network for one image, forward and backward."""
+    """Operations of network and text adapter for one image, forward and backward."""
 
     num_samples: int | None
     """Samples of the data set."""
@@ -127,20 +128,21 @@ def plan_run(config: Config, *, world_size: int = 1, counts: ParameterCounts | N
 
 
 def training_flops(config: Config, size: ImageSize) -> int | None:
-    """Operations of the network for one image of a size in pixels, forward and backward; None where not known."""
+    """Operations of what is trained for one image of a size in pixels, forward and backward; None where not known."""
     return _training_flops(to_yaml(config.model), size) if config.task is Task.diffusion else None
 
 
 @functools.cache
 def _training_flops(model: str, size: ImageSize) -> int | None:
     config = parse_model(model)
-    network, spec = meta_network(config), ARCHITECTURES[config.architecture]
+    network, adapter, spec = meta_network(config), meta_adapter(config), ARCHITECTURES[config.architecture]
     if config.lora is not None:
         with FlopCounterMode(display=False) as counter:
-            network(**meta_inputs(config, network, size, torch.float32)).sample.sum().backward()
+            network(**meta_inputs(config, network, size, torch.float32, adapter)).sample.sum().backward()
         return counter.get_total_flops()
     height, width = (side // spec.vae_factor for side in size)
-    flops = count_flops(network.config, height=height, width=width, num_tokens=spec.max_tokens)
+    shape = None if adapter is None else adapter.shape
+    flops = count_flops(network.config, height=height, width=width, num_tokens=spec.max_tokens, adapter=shape)
     return flops.training if flops is not None else None
 
 
