@@ -46,6 +46,7 @@ class Purpose(IntEnum):
     EVALUATION_POSTERIOR = 11
     INITIAL_LATENTS = 12
     TIMESTEP_STRATUM = 13
+    EQUIVARIANCE = 18
 
 
 def sample_address(stream: Any, index: Any, occurrence: Any = 0) -> Any:

@@ -48,7 +48,7 @@ from diffusion.config.fields import parse_time
 from diffusion.config.model import Posterior
 from diffusion.config.schema import Config, Task
 from diffusion.config.secrets import to_public_yaml
-from diffusion.config.training import Decay, Device, Parallelism, Precision
+from diffusion.config.training import Decay, Device, OptimizerName, Parallelism, Precision
 from diffusion.datasets.batch import num_samples, split_batch
 from diffusion.datasets.dataset import TrainingDataset
 from diffusion.datasets.loader import train_loader, validation_dataset, validation_loader
@@ -63,14 +63,15 @@ from diffusion.models.autoencoder import AutoencoderTraining, initialise_logvar
 from diffusion.models.build import build_model, load_weights
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.lora import add_lora
-from diffusion.models.pretrained import is_pipeline
-from diffusion.models.tokenizers import build_tokenizer, tokenize
+from diffusion.models.pretrained import is_pipeline, is_single_file, read_vae
+from diffusion.models.tokenizers import caption_tokenizer
 from diffusion.operations.checks.data import check_caches, check_identity, check_streams, read_stream_files
 from diffusion.operations.checks.gpu import computes_bf16
 from diffusion.operations.checks.machine import check_machines
 from diffusion.operations.costs import BudgetSpentError
 from diffusion.operations.heartbeats import heartbeat_folder
 from diffusion.operations.lease import leased
+from diffusion.optimizers import build_muon
 from diffusion.plugins import IndexedDataset, build_plugin, build_plugins, check_plugins
 from diffusion.sharding import correct_gradient_average, fsdp_config
 from diffusion.trainer import HostTrainer
@@ -202,8 +203,11 @@ def check_initial_weights(config: Config) -> None:
     Raises:
         UserError: there is none, or it is damaged.
     """
-    if config.init_from is None or is_pipeline(config.init_from.checkpoint) or dist.get_local_rank() != 0:
+    if config.init_from is None or dist.get_local_rank() != 0:
         return
+    source = config.init_from.checkpoint
+    if config.task is Task.autoencoder or is_pipeline(source) or is_single_file(source):
+        return  # Without checksums.
     with error_context("init_from.checkpoint"):
         check_checkpoint(resolve_checkpoint(config.init_from.checkpoint))
 
@@ -223,7 +227,7 @@ def build_training_model(config: Config, device: Device, *, is_new: bool = True)
         ConfigurationError: weights are not where the configuration says, or the combination is impossible.
     """
     if config.task == Task.autoencoder:
-        return with_seed(config.seed, lambda: _build_autoencoder(config))
+        return with_seed(config.seed, lambda: _build_autoencoder(config, is_new))
     model = build_model(config.model, config.objective, resolution=config.data.resolution, seed=config.seed)
     model.num_slots = config.data.global_batch_size
     fast.apply(model.network, config.performance, device)
@@ -239,10 +243,13 @@ def build_training_model(config: Config, device: Device, *, is_new: bool = True)
     return model
 
 
-def _build_autoencoder(config: Config) -> AutoencoderTraining:
+def _build_autoencoder(config: Config, is_new: bool) -> AutoencoderTraining:
     settings = config.autoencoder
     vae = build_vae(ARCHITECTURES[config.model.architecture], settings.vae)
     initialise_logvar(vae, settings.initial_logvar)
+    if is_new and config.init_from is not None:
+        with error_context("init_from.checkpoint"):
+            vae.load_state_dict(read_vae(config.init_from.checkpoint, vae))
     start = parse_time(settings.adversarial_start, "autoencoder.adversarial_start").in_batches(
         num_batches=num_batches(config), global_batch_size=config.data.global_batch_size
     )
@@ -282,7 +289,7 @@ def build_train_data(config: Config, files: Files | None = None) -> DataSpec:
     loader = train_loader(
         config.data,
         seed=config.seed,
-        tokenize=partial(tokenize, build_tokenizer(config.model.architecture)),
+        tokenize=caption_tokenizer(config.model),
         rank_batch_size=rank_batch_size,
         with_logvar=config.objective.posterior == Posterior.sample,
         files=files,
@@ -315,7 +322,7 @@ def build_evaluator(config: Config, model: ComposerModel, files: Files | None = 
     dataset = validation_dataset(
         config.validation,
         config.data,
-        tokenize=partial(tokenize, build_tokenizer(config.model.architecture)),
+        tokenize=caption_tokenizer(config.model),
         with_logvar=config.objective.posterior == Posterior.sample,
         files=files,
     )
@@ -385,14 +392,20 @@ def build_trainer(
 
 def _build_optimizer(config: Config, model: ComposerModel) -> torch.optim.AdamW:
     optimizer = config.optimizer
+    settings: dict[str, Any] = {
+        "lr": optimizer.lr,
+        "betas": (optimizer.betas[0], optimizer.betas[1]),
+        "eps": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
+        "fused": True,
+    }
+    if optimizer.name is OptimizerName.muon:
+        return build_muon(model, momentum=optimizer.momentum, **settings)
     if isinstance(model, AutoencoderTraining):
         parameters = model.parameter_groups()
     else:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    betas = (optimizer.betas[0], optimizer.betas[1])
-    return torch.optim.AdamW(
-        parameters, lr=optimizer.lr, betas=betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay, fused=True
-    )
+    return torch.optim.AdamW(parameters, **settings)
 
 
 def _build_scheduler(config: Config) -> ComposerScheduler:

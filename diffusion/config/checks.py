@@ -4,6 +4,7 @@ They take less than a second and need no GPU. Limits of single keys and relation
 (`diffusion.config.fields`). A location that is still missing (`???`, in a dry run) is not checked.
 """
 
+import math
 import posixpath
 from collections.abc import Iterator
 
@@ -13,8 +14,11 @@ from diffusion.config.fields import CHECK, Location, parse_time, section_problem
 from diffusion.config.loading import missing_keys
 from diffusion.config.model import Compilation
 from diffusion.config.schema import Config, Task
-from diffusion.config.training import Device, Parallelism, Precision
+from diffusion.config.training import Device, OptimizerName, Parallelism, Precision
 from diffusion.errors import ConfigurationError, MachineError, raise_all
+
+LEAST_JUDGED_SIDE = 24
+"""Side in pixels of the smallest images that the VAE's discriminator takes; LPIPS takes 16."""
 
 
 def is_location(key: str) -> bool:
@@ -58,6 +62,7 @@ def check(config: Config, *, world_size: int, vae_factor: int | None = None) -> 
     problems += [*_folders(config), *_tasks(config)]
     if sections_are_right:
         problems += [*_times(config), *_latent_sizes(config, vae_factor), *_ranks(config, world_size)]
+        problems += _transformed_sizes(config)
     if not problems and config.performance.cuda_graphs:
         problems += _cuda_graphs(config, world_size)
     raise_all(ConfigurationError, problems)
@@ -93,17 +98,23 @@ def _tasks(config: Config) -> Iterator[str]:
             "validation.streams is null, but with plugins.train_dataset no training stream has a name. Set "
             "validation.streams=[{name: 256-512}], or validation=null."
         )
+    if config.optimizer.name is OptimizerName.muon and config.trainer.precision is Precision.amp_fp16:
+        yield (
+            "optimizer.name is muon with trainer.precision amp_fp16, whose scaled gradients only AdamW takes. Set "
+            "optimizer.name=adamw, or trainer.precision=amp_bf16."
+        )
     if config.operations.max_dollars is not None and config.plan.price_per_gpu_hour is None:
         yield "operations.max_dollars is set without plan.price_per_gpu_hour. Set it, or operations.max_gpu_hours."
     if config.task is not Task.autoencoder:
         return
-    for key, value in (("init_from", config.init_from), ("model.lora", config.model.lora)):
-        if value is not None:
-            yield f"{key} is set with task autoencoder, which trains the whole VAE from random weights. Remove {key}."
+    if config.model.lora is not None:
+        yield "model.lora is set with task autoencoder, which trains the whole VAE. Remove model.lora."
     if config.trainer.parallelism is not Parallelism.ddp:
         yield "task is autoencoder, and the VAE is not sharded. Set trainer.parallelism=ddp."
     if config.data.representation is Representation.latents:
         yield "task is autoencoder, and the VAE is trained on images. Set data.representation=images."
+    if config.optimizer.name is not OptimizerName.adamw:
+        yield "task is autoencoder, which is trained by AdamW. Set optimizer.name=adamw."
 
 
 def _times(config: Config) -> Iterator[str]:
@@ -140,6 +151,22 @@ def _latent_sizes(config: Config, vae_factor: int | None) -> Iterator[str]:
                 f"{key} is {' x '.join(map(str, sides))}, but must be a multiple of {vae_factor}, the factor by which "
                 f"the VAE shrinks an image. Use {near}."
             )
+
+
+def _transformed_sizes(config: Config) -> Iterator[str]:
+    """Discriminator and LPIPS have strides that small images do not survive."""
+    settings, streams = config.autoencoder, config.data.streams
+    is_judged = settings.adversarial_weight > 0 or settings.perceptual_weight > 0
+    if config.task is not Task.autoencoder or settings.equivariance is None or not is_judged:
+        return
+    sizes = image_sizes(streams if isinstance(streams, list) else [], config.data.resolution)
+    side = min([min(size) for size in sizes] or [config.data.resolution])
+    if side * settings.equivariance.min_scale < LEAST_JUDGED_SIDE:
+        yield (
+            f"autoencoder.equivariance.min_scale is {settings.equivariance.min_scale}: images of {side} pixels would "
+            f"shrink below {LEAST_JUDGED_SIDE}, too small for the discriminator and the perceptual distance. Set it to "
+            f"{min(1.0, math.ceil(100 * LEAST_JUDGED_SIDE / side) / 100)}, or both of their weights to 0."
+        )
 
 
 def _ranks(config: Config, world_size: int) -> Iterator[str]:

@@ -73,6 +73,15 @@ class LoraConfig:
 
 
 @dataclass(kw_only=True)
+class TextEncoderConfig:
+    """Encoder of captions: CLIP's as published, or CLIP's in chunks for longer captions."""
+
+    chunks: int = bounded(1, min=1)
+    """Chunks of CLIP's length (77 tokens, 75 of them a caption's). Each is encoded by itself, with a start and an end
+    of its own, and their encodings are concatenated. Words beyond the last chunk are cut off."""
+
+
+@dataclass(kw_only=True)
 class TextAdapterConfig:
     """Trained layers between the frozen text encoder and the network."""
 
@@ -105,7 +114,10 @@ class ModelConfig:
 
     network: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of diffusers' UNet2DConditionModel or PRXTransformer2DModel that replace those of the
-    architecture."""
+    architecture. `{in_channels: 16}` for a VAE of 16 channels: a U-Net's `out_channels` follow."""
+
+    text_encoder: TextEncoderConfig = field(default_factory=TextEncoderConfig)
+    """Encoder of captions."""
 
     text_adapter: TextAdapterConfig | None = None
     """Train layers behind the text encoder, too; null: none. Not with stored embeddings or SDXL's two encoders; with
@@ -173,6 +185,21 @@ class ObjectiveConfig:
 
 
 @dataclass(kw_only=True)
+class EquivarianceConfig:
+    """Latents that turn and shrink with their images (EQ-VAE; Kouzelis et al. 2025, section 3.3)."""
+
+    probability: float = bounded(0.5, min=0, max=1)
+    """Share of the steps in which the latent is transformed, decoded, and compared with the transformed image. 0: the
+    equivariance is only measured in validation."""
+
+    min_scale: float = bounded(0.25, above=0, max=1)
+    """Both are shrunk by a random factor between this and 1; 1: not shrunk."""
+
+    rotations: bool = True
+    """Both are turned by 90, 180 or 270 degrees."""
+
+
+@dataclass(kw_only=True)
 class AutoencoderConfig:
     """Training of the VAE itself (`task: autoencoder`)."""
 
@@ -201,6 +228,9 @@ class AutoencoderConfig:
     discriminator_lr: float | None = bounded(None, above=0)
     """Learning rate of the discriminator, with the same schedule; null: `optimizer.lr`."""
 
+    equivariance: EquivarianceConfig | None = None
+    """Regularise the latents towards equivariance; null: do not."""
+
     initial_logvar: float = bounded(-5.0, min=-30, max=20)
     """Initial log-variance of the posterior: small, so that noise does not hide the first latents."""
 
@@ -214,10 +244,11 @@ class InitFromConfig:
 
     checkpoint: str = location(MISSING)
     """Checkpoint (file or folder); or the `checkpoints` folder of a run, for its newest complete checkpoint; or a
-    folder in the diffusers layout, for its U-Net."""
+    folder in the diffusers layout, or a `.safetensors` file in the original layout of Stable Diffusion, for its
+    network. With `task: autoencoder`: folder of a VAE, or that holds `vae/`."""
 
     weights: Weights = Weights.raw
-    """Training weights or their exponential moving average; without effect for a diffusers folder."""
+    """Training weights or their exponential moving average; without effect for a diffusers folder or a file."""
 
 
 class AttentionBackend(str, Enum):

@@ -80,7 +80,7 @@ class ArchitectureSpec:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of a caption (L)."""
+        """Tokens of a chunk of a caption."""
         return self.text_encoder["max_position_embeddings"]
 
 
@@ -255,6 +255,12 @@ ARCHITECTURES = {
 }
 
 
+def text_shape(config: ModelConfig) -> tuple[int, int]:
+    """Tokens of a caption (L) and width of their encoding (D)."""
+    spec = ARCHITECTURES[config.architecture]
+    return spec.max_tokens * config.text_encoder.chunks, spec.text_width
+
+
 # Networks with random weights
 
 
@@ -265,6 +271,11 @@ def with_seed(seed: int, build: Callable[[], Built]) -> Built:
         return build()
 
 
+def latent_channels(config: ModelConfig) -> int:
+    """Channels of the latents (C) that the network takes."""
+    return config.network.get("in_channels", ARCHITECTURES[config.architecture].network["in_channels"])
+
+
 def build_network(config: ModelConfig) -> Network:
     """Build the network with random weights from torch's generator.
 
@@ -272,7 +283,8 @@ def build_network(config: ModelConfig) -> Network:
         ConfigurationError: `model.network` holds an unknown argument or an invalid value.
     """
     spec = ARCHITECTURES[config.architecture]
-    network = _build(NETWORKS[spec.component], spec.network, config.network, "model.network")
+    outputs = {"out_channels": latent_channels(config)} if spec.component == "unet" else {}
+    network = _build(NETWORKS[spec.component], spec.network | outputs, config.network, "model.network")
     take_whole_timesteps(network)
     return network
 
@@ -298,7 +310,8 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
     """Count the parameters of `network`, `vae` and `text_encoder` on the meta device."""
     spec = ARCHITECTURES[config.architecture]
     with torch.device("meta"):
-        parts = {"network": build_network(config), "vae": build_vae(spec), "text_encoder": build_text_encoder(spec)}
+        vae = build_vae(spec, {"latent_channels": latent_channels(config)})
+        parts = {"network": build_network(config), "vae": vae, "text_encoder": build_text_encoder(spec)}
     return {name: sum(parameter.numel() for parameter in part.parameters()) for name, part in parts.items()}
 
 

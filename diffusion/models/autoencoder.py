@@ -24,6 +24,7 @@ from torchmetrics.functional.image.lpips import _LPIPS
 from diffusion.config.model import AutoencoderConfig
 from diffusion.datasets.batch import BatchKey
 from diffusion.errors import ConfigurationError
+from diffusion.models.equivariance import VALIDATED, Transformation, draw_transformation, transform
 from diffusion.models.metrics import ValidationMean, validation_means
 from diffusion.models.pretrained import freeze
 from diffusion.randomness import Purpose, normal
@@ -111,7 +112,7 @@ class Reconstruction(NamedTuple):
     """Result of a forward pass."""
 
     pixels: Tensor
-    """float32 [B, 3, 8H, 8W] in [-1, 1], input of the encoder."""
+    """float32 [B, 3, 8H, 8W] in [-1, 1], input of the encoder; transformed in a step for equivariance."""
 
     decoded: Tensor
     """float32 [B, 3, 8H, 8W], output of the decoder."""
@@ -121,6 +122,13 @@ class Reconstruction(NamedTuple):
 
     adversarial: AdversarialLosses | None = None
     """Losses of both sides; None without a discriminator and in validation."""
+
+    equivariance: Tensor | None = None
+    """float32 [B], PSNR in dB of decoded transformed latents against transformed images; only in validation."""
+
+
+class EquivarianceMean(ValidationMean):
+    """Mean of `Reconstruction.equivariance`."""
 
 
 def to_pixels(images: Tensor) -> Tensor:
@@ -174,7 +182,7 @@ class AutoencoderTraining(ComposerModel):
             groups.append({"params": list(self.discriminator.parameters()), "weight_decay": 0.0, **own_lr})
         return groups
 
-    def _reconstruct(self, batch: Batch, draw: bool) -> Reconstruction:
+    def _reconstruct(self, batch: Batch, *, draw: bool, transformation: Transformation | None = None) -> Reconstruction:
         pixels = to_pixels(batch[BatchKey.IMAGE])
         posterior = self.vae.encode(pixels).latent_dist  # pyright: ignore[reportAttributeAccessIssue]
         latents = posterior.mean
@@ -183,12 +191,18 @@ class AutoencoderTraining(ComposerModel):
             shape = tuple(latents.shape[1:])
             noise = normal(self.seed, Purpose.POSTERIOR, step, batch[BatchKey.SAMPLE], shape)
             latents = latents + posterior.std * noise
+        if transformation is not None:
+            pixels = transform(pixels, transformation, cell=pixels.shape[-1] // latents.shape[-1])
+            latents = transform(latents, transformation)
         decoded = self.vae.decode(latents, return_dict=False)[0]
         return Reconstruction(pixels, decoded.float(), posterior.kl().float())
 
     def forward(self, batch: Batch) -> Reconstruction:
         """Encode, sample the posterior, decode and discriminate; DDP needs the discriminator in `forward`."""
-        result = self._reconstruct(batch, draw=True)
+        transformation = None
+        if self.config.equivariance is not None:
+            transformation = draw_transformation(self.config.equivariance, self.seed, int(batch[BatchKey.STEP][0]))
+        result = self._reconstruct(batch, draw=True, transformation=transformation)
         if self.discriminator is None:
             return result
         if batch[BatchKey.STEP][0] < self.adversarial_start:
@@ -197,7 +211,7 @@ class AutoencoderTraining(ComposerModel):
 
     def loss(self, outputs: Reconstruction, batch: Batch) -> dict[str, Tensor]:
         """Weighted terms of the loss, averaged over the microbatch, float32 [] each; Composer adds them."""
-        error, num_values = outputs.decoded - outputs.pixels, outputs.pixels[0].numel()
+        error, num_values = outputs.decoded - outputs.pixels, batch[BatchKey.IMAGE][0].numel()
         terms = {
             "l1": self.config.l1_weight * error.abs().mean(),
             "kl": self.config.kl_weight * outputs.kl.mean() / num_values,
@@ -214,24 +228,38 @@ class AutoencoderTraining(ComposerModel):
 
     def eval_forward(self, batch: Batch, outputs: Reconstruction | None = None) -> Reconstruction:
         """Reconstruct from the posterior's mean."""
-        return outputs if outputs is not None else self._reconstruct(batch, draw=False)
+        if outputs is not None:
+            return outputs
+        result = self._reconstruct(batch, draw=False)
+        if self.config.equivariance is None:
+            return result
+        transformed = self._reconstruct(batch, draw=False, transformation=VALIDATED)
+        return result._replace(equivariance=psnr(transformed.decoded, transformed.pixels))
 
     def get_metrics(self, is_train: bool = False) -> dict[str, Metric]:
-        """Mean of the images' peak signal-to-noise ratios, in dB."""
-        return {} if is_train else validation_means("psnr")
+        """Means of the images' peak signal-to-noise ratios, in dB."""
+        if is_train:
+            return {}
+        own = {} if self.config.equivariance is None else {"equivariance_psnr": EquivarianceMean()}
+        return {**validation_means("psnr"), **own}
 
     def update_metric(self, batch: Any, outputs: Reconstruction, metric: Metric) -> None:
         """Add the images of an evaluation batch."""
         assert isinstance(metric, ValidationMean)
-        metric.add(psnr(outputs.decoded, outputs.pixels), batch)
+        if isinstance(metric, EquivarianceMean):
+            assert outputs.equivariance is not None
+            metric.add(outputs.equivariance, batch)
+        else:
+            metric.add(psnr(outputs.decoded, outputs.pixels), batch)
 
 
 def initialise_logvar(vae: AutoencoderKL, logvar: float) -> None:
     """Initialise the posterior of a new VAE with nearly constant log-variance, in place."""
     num_channels = vae.config["latent_channels"]
+    last: Any = vae.quant_conv or vae.encoder.conv_out
     with torch.no_grad():
-        vae.quant_conv.weight[num_channels:].mul_(0.1)  # pyright: ignore[reportOptionalMemberAccess]
-        vae.quant_conv.bias[num_channels:].fill_(logvar)  # pyright: ignore
+        last.weight[num_channels:].mul_(0.1)
+        last.bias[num_channels:].fill_(logvar)
 
 
 def psnr(decoded: Tensor, pixels: Tensor) -> Tensor:
@@ -267,5 +295,5 @@ def latent_statistics(
 
 def save_autoencoder(vae: AutoencoderKL, mean: list[float], std: list[float], folder: Path) -> None:
     """Write a VAE with its latent statistics, in the diffusers layout with safetensors."""
-    vae.register_to_config(latents_mean=mean, latents_std=std, scaling_factor=1.0)
+    vae.register_to_config(latents_mean=mean, latents_std=std, scaling_factor=1.0, shift_factor=None)
     vae.save_pretrained(folder, safe_serialization=True)

@@ -7,7 +7,7 @@ scheduler/, tokenizer/, text_encoder/, vae/, unet/ or transformer/, and for SDXL
 import copy
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,13 +15,15 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import requests
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.transformers.transformer_prx import PRXTransformer2DModel
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from huggingface_hub import constants, snapshot_download
-from safetensors import SafetensorError
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer, PreTrainedModel
@@ -34,11 +36,12 @@ from diffusion.models.architectures import (
     ArchitectureSpec,
     build_text_encoder,
     build_vae,
+    latent_channels,
     with_seed,
 )
 from diffusion.models.conditioning import DualTextEncoder, TextEncoder
-from diffusion.models.networks import NETWORKS, Network, component_name
-from diffusion.models.tokenizers import build_tokenizer
+from diffusion.models.networks import Network, component_name
+from diffusion.models.tokenizers import build_tokenizer, tokenize
 
 Loaded = TypeVar("Loaded")
 
@@ -47,13 +50,16 @@ HUB_TIMEOUT = 10.0
 
 PIPELINE_INDEX = "model_index.json"
 SCHEDULER_CONFIG = "scheduler/scheduler_config.json"
+SCHEDULER_KEY = "scheduler"
+"""Key of the same in the header of one file."""
+
 _SCHEDULE_KEYS = (
     *("prediction_type", "rescale_betas_zero_snr", "trained_betas"),
     *("num_train_timesteps", "beta_schedule", "beta_start", "beta_end"),
 )
 
 _WEIGHTS = "diffusion_pytorch_model"
-_NOT_THE_NETWORK = ("sample_size", "_")
+_NOT_THE_NETWORK = ("sample_size", "scaling_factor", "shift_factor", "latents_", "force_upcast", "_")
 """Prefixes of keys of a network's configuration that do not change its results."""
 
 
@@ -81,6 +87,11 @@ class LatentScaling:
         mean = getattr(config, "latents_mean", None) or (getattr(config, "shift_factor", None) or 0.0,)
         std = getattr(config, "latents_std", None) or (1.0,)
         return cls(tuple(float(m) for m in mean), tuple(float(s) / factor for s in std))
+
+    @classmethod
+    def of_factor(cls, factor: float) -> "LatentScaling":
+        """Multiplication by a factor."""
+        return cls((0.0,), (1.0 / factor,))
 
     def normalise(self, latents: Tensor) -> Tensor:
         """Latents of the VAE [B, C, H, W] -> latents of the U-Net."""
@@ -110,6 +121,13 @@ class FrozenParts:
     text_encoder: TextEncoder
     tokenizer: CLIPTokenizer
     latent_scaling: LatentScaling
+
+    num_chunks: int = 1
+    """Chunks of a caption that the text encoder is given one by one (`model.text_encoder.chunks`)."""
+
+    def tokenize(self, captions: Sequence[str]) -> NDArray[np.int32]:
+        """Encode K captions: int32 [K, L]."""
+        return tokenize(self.tokenizer, captions, self.num_chunks)
 
 
 def freeze(module: nn.Module) -> nn.Module:
@@ -150,7 +168,8 @@ def load_frozen_parts(config: ModelConfig) -> FrozenParts:
         with error_context("model.pretrained"):
             vae = load_pretrained(AutoencoderKL, source, "vae", **options)
     else:
-        vae = with_seed(config.frozen_seed + 1, lambda: build_vae(spec))
+        channels = {"latent_channels": latent_channels(config)}
+        vae = with_seed(config.frozen_seed + 1, lambda: build_vae(spec, channels))
     freeze(vae)
     freeze(text_encoder)
     return FrozenParts(
@@ -158,6 +177,7 @@ def load_frozen_parts(config: ModelConfig) -> FrozenParts:
         text_encoder=text_encoder,
         tokenizer=build_tokenizer(config.architecture),
         latent_scaling=LatentScaling.from_vae(vae.config),
+        num_chunks=config.text_encoder.chunks,
     )
 
 
@@ -178,7 +198,7 @@ def _local_folder(source: str) -> Path | None:
     return None
 
 
-def _hub_unavailable_reason() -> str | None:
+def hub_unavailable_reason() -> str | None:
     """Reason why the hub is not available, or None.
 
     One attempt is made, because huggingface_hub repeats its own for more than a minute per file.
@@ -204,7 +224,7 @@ def load_pretrained(
     """
     where = f"{source}/{subfolder}" if subfolder else source
     folder = _local_folder(source)
-    unavailable = None if folder is not None or local_files_only else _hub_unavailable_reason()
+    unavailable = None if folder is not None or local_files_only else hub_unavailable_reason()
     if issubclass(kind, nn.Module):
         options["output_loading_info"] = True
     try:
@@ -240,6 +260,11 @@ def is_pipeline(path: str | Path) -> bool:
     return (Path(path).expanduser() / PIPELINE_INDEX).is_file()
 
 
+def is_single_file(path: str | Path) -> bool:
+    """Whether a path is one file with the weights of a model."""
+    return Path(path).suffix in (".safetensors", ".ckpt")
+
+
 def read_pipeline_network(folder: Path, network: Network) -> dict[str, Tensor]:
     """Read the network of a folder, whose stored configuration is compared with that of `network`.
 
@@ -257,8 +282,28 @@ def read_pipeline_network(folder: Path, network: Network) -> dict[str, Tensor]:
     files = [file for file in files if file.name.removesuffix(".safetensors").count(".") == 0]
     if not files or not (part / "config.json").is_file():
         raise ConfigurationError(f"{part} holds no config.json and {_WEIGHTS}.safetensors: give a pipeline's folder")
-    _check_config(part / "config.json", network)
+    path = part / "config.json"
+    with torch.device("meta"):
+        there: Any = type(network)(**{k: v for k, v in _read_config(path).items() if not k.startswith("_")})
+    _check_config(there, network, f"{path}", "model.network")
     return {f"{component}.{name}": tensor for file in files for name, tensor in read_safetensors(file).items()}
+
+
+def read_vae(source: str, vae: AutoencoderKL) -> dict[str, Tensor]:
+    """Read a VAE, whose stored configuration is compared with that of `vae`.
+
+    Args:
+        source: folder of the VAE, or one that holds `vae/`: a run's or a pipeline's.
+        vae: the VAE that the weights are for.
+
+    Raises:
+        ConfigurationError: there is no such VAE in safetensors, or its configuration differs.
+    """
+    subfolder = "vae" if (Path(source).expanduser() / "vae").is_dir() else None
+    # Not the file itself: diffusers renames the attention of older VAEs.
+    stored = load_pretrained(AutoencoderKL, source, subfolder, local_files_only=True, use_safetensors=True)
+    _check_config(stored, vae, source, "autoencoder.vae")
+    return stored.state_dict()
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -269,6 +314,23 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     """
     try:
         return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"{path} is not a file of weights, or damaged: {error}") from error
+
+
+@contextmanager
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """Open a file of weights.
+
+    Raises:
+        ConfigurationError: it is a pickle.
+        DataError: it is missing or damaged.
+    """
+    if path.suffix == ".ckpt":
+        raise ConfigurationError(f"{path} is a pickle, which may run code: convert it to safetensors")
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
     except (SafetensorError, OSError) as error:
         raise DataError(f"{path} is not a file of weights, or damaged: {error}") from error
 
@@ -293,18 +355,23 @@ def network_folder(source: str, component: str, *, local_files_only: bool) -> Pa
         ) from error
 
 
-def read_noise_schedule(folder: Path) -> dict[str, Any] | None:
-    """Noise schedule and prediction type of a folder's network, in diffusers' names; None without `SCHEDULER_CONFIG`.
+def read_noise_schedule(source: Path) -> dict[str, Any] | None:
+    """Noise schedule and prediction type of a folder's or file's network, in diffusers' names; None if it has none.
 
-    Of rectified flow: prediction type and shift.
+    Of rectified flow: prediction type and shift. Of the files in the LDM layout, those exported here have a schedule.
 
     Raises:
         DataError: the file cannot be read.
     """
-    path = folder / SCHEDULER_CONFIG
-    if not path.is_file():
+    if is_single_file(source):
+        with open_safetensors(source) as file:
+            stored = json.loads((file.metadata() or {}).get(SCHEDULER_KEY, "null"))
+    else:
+        path = source / SCHEDULER_CONFIG
+        stored = _read_config(path) if path.is_file() else None
+    if stored is None:
         return None
-    stored, arguments = _read_config(path), signature(DDIMScheduler).parameters
+    arguments = signature(DDIMScheduler).parameters
     if stored.get("prediction_type") == FLOW_PREDICTION:
         return {"prediction_type": PredictionType.flow.value, "shift": stored["flow_shift"]}
     return {key: stored.get(key, arguments[key].default) for key in _SCHEDULE_KEYS}
@@ -317,20 +384,16 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise DataError(f"{path} cannot be read: {error}") from error
 
 
-def _check_config(path: Path, network: Any) -> None:
-    """Reject a network whose configuration changes the results of the same weights."""
-    stored = _read_config(path)
-    with torch.device("meta"):
-        kind = NETWORKS[component_name(network)]
-        there: Any = kind(**{k: v for k, v in stored.items() if not k.startswith("_")}).config
+def _check_config(there: Any, here: Any, source: str, key: str) -> None:
+    """Reject a module whose configuration changes the results of the same weights."""
     differing = [
-        f"{key} is {there[key]} there and {value} here"
-        for key, value in network.config.items()
-        if not key.startswith(_NOT_THE_NETWORK) and _plain(there[key]) != _plain(value)
+        f"{name} is {there.config[name]} there and {value} here"
+        for name, value in here.config.items()
+        if not name.startswith(_NOT_THE_NETWORK) and _plain(there.config[name]) != _plain(value)
     ]
     if differing:
         raise ConfigurationError(
-            f"{path}: {'; '.join(differing)}. Set model.architecture and model.network as the weights were trained"
+            f"{source}: {'; '.join(differing)}. Set model.architecture and {key} as the weights were trained"
         )
 
 
@@ -343,15 +406,16 @@ def _plain(value: Any) -> Any:
 # Writing
 
 
-def fold_scaling(vae: AutoencoderKL, scaling: LatentScaling) -> AutoencoderKL:
+def fold_scaling(vae: AutoencoderKL, scaling: LatentScaling, factor: float = 1.0) -> AutoencoderKL:
     """Copy a VAE, with the normalisation of latents moved into its 1x1 convolutions.
 
     StableDiffusionPipeline supports a scalar factor only and would ignore means and standard deviations per channel.
-    The latents of the copy are those of the U-Net; its scaling factor is 1.
+    The latents of the copy times `factor`, its scaling factor, are those of the U-Net.
     """
     vae = copy.deepcopy(vae)
     num_channels = vae.config["latent_channels"]
     mean, std = (torch.tensor(values).expand(num_channels) for values in (scaling.mean, scaling.std))
+    std = std * factor
     quant_conv = vae.quant_conv or _identity(2 * num_channels)
     post_quant_conv = vae.post_quant_conv or _identity(num_channels)
     with torch.no_grad():
@@ -364,7 +428,7 @@ def fold_scaling(vae: AutoencoderKL, scaling: LatentScaling) -> AutoencoderKL:
         post_quant_conv.weight *= std.view(1, -1, 1, 1)
     vae.quant_conv, vae.post_quant_conv = quant_conv, post_quant_conv
     vae.register_to_config(
-        scaling_factor=1.0,
+        scaling_factor=factor,
         shift_factor=None,
         latents_mean=None,
         latents_std=None,
@@ -384,15 +448,29 @@ def _identity(num_channels: int) -> nn.Conv2d:
 
 
 def write_pipeline(
-    folder: Path, *, network: Network, frozen: FrozenParts, scheduler: Any, resolution: int | None = None
+    folder: Path,
+    *,
+    network: Network,
+    frozen: FrozenParts,
+    scheduler: Any,
+    resolution: int | None = None,
+    scaling_factor: float = 1.0,
 ) -> None:
     """Write all parts of a pipeline to an empty folder, which the caller renames when it is complete.
+
+    Args:
+        folder: to be written.
+        network: the trained part.
+        frozen: the other parts.
+        scheduler: of generation.
+        resolution: default size of a transformer's images.
+        scaling_factor: of a VAE whose latents are normalised per channel, which is folded into its weights.
 
     Raises:
         OSError: a file cannot be written.
     """
-    is_factor = frozen.latent_scaling == LatentScaling((0.0,), (1.0 / frozen.vae.config["scaling_factor"],))
-    vae = frozen.vae if is_factor else fold_scaling(frozen.vae, frozen.latent_scaling)
+    is_factor = frozen.latent_scaling == LatentScaling.of_factor(frozen.vae.config["scaling_factor"])
+    vae = frozen.vae if is_factor else fold_scaling(frozen.vae, frozen.latent_scaling, scaling_factor)
     if component_name(network) == "transformer" and vae.config["shift_factor"] is None:
         vae = copy.deepcopy(vae)
         vae.register_to_config(shift_factor=0.0)  # The pipeline adds it.
@@ -474,11 +552,11 @@ def module_identity(module: nn.Module) -> str:
     return digest.hexdigest()[:16]
 
 
-def tokenizer_identity(tokenizer: Any) -> str:
-    """Hash of a tokenizer's vocabulary, special tokens and length, 16 hexadecimal digits."""
+def tokenizer_identity(tokenizer: Any, num_chunks: int = 1) -> str:
+    """Hash of a tokenizer's vocabulary, special tokens and length of all chunks, 16 hexadecimal digits."""
     content = {
         "vocabulary": sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1]),
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
-        "length": tokenizer.model_max_length,
+        "length": tokenizer.model_max_length * num_chunks,
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

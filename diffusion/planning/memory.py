@@ -26,6 +26,7 @@ from diffusion.models.architectures import (
     build_text_encoder,
     build_vae,
     count_parameters,
+    text_shape,
 )
 from diffusion.models.autoencoder import PatchDiscriminator, build_perceptual
 from diffusion.models.fast.compilation import find_blocks
@@ -267,7 +268,7 @@ def meta_inputs(
         latents = torch.empty(1, settings["in_channels"], height, width, dtype=dtype)
         inputs: dict[str, Any] = {
             "timestep": torch.empty(1, dtype=torch.int64),
-            "encoder_hidden_states": torch.empty(1, spec.max_tokens, text_width_of(network), dtype=dtype),
+            "encoder_hidden_states": torch.empty(1, text_shape(config)[0], text_width_of(network), dtype=dtype),
         }
         if adapter is not None:
             inputs["encoder_hidden_states"] = adapter(inputs["encoder_hidden_states"])

@@ -17,7 +17,7 @@ from diffusion.config.checks import num_batches
 from diffusion.config.data import ImageSize
 from diffusion.config.loading import to_yaml
 from diffusion.config.schema import Config, Task
-from diffusion.models.architectures import ARCHITECTURES
+from diffusion.models.architectures import ARCHITECTURES, text_shape
 from diffusion.models.flops import count_flops
 from diffusion.planning.memory import (
     CUDA_BYTES,
@@ -142,7 +142,7 @@ def _training_flops(model: str, size: ImageSize) -> int | None:
         return counter.get_total_flops()
     height, width = (side // spec.vae_factor for side in size)
     shape = None if adapter is None else adapter.shape
-    flops = count_flops(network.config, height=height, width=width, num_tokens=spec.max_tokens, adapter=shape)
+    flops = count_flops(network.config, height=height, width=width, num_tokens=text_shape(config)[0], adapter=shape)
     return flops.training if flops is not None else None
 
 

@@ -8,7 +8,13 @@ from diffusion.config.model import AutoencoderConfig
 from diffusion.datasets.batch import BatchKey
 from diffusion.errors import ConfigurationError
 from diffusion.models.architectures import ARCHITECTURES, Architecture, build_vae, with_seed
-from diffusion.models.autoencoder import AutoencoderTraining, PatchDiscriminator, adversarial_losses, load_perceptual
+from diffusion.models.autoencoder import (
+    AutoencoderTraining,
+    PatchDiscriminator,
+    adversarial_losses,
+    initialise_logvar,
+    load_perceptual,
+)
 from tests.tools.toys import write_vgg
 
 KEY = "autoencoder.vgg_weights"
@@ -88,6 +94,17 @@ def test_absolute_and_squared_errors_are_weighted():
     assert terms["l1"].item() == pytest.approx(0.5 * error.abs().mean().item(), rel=1e-5)
     assert terms["l2"].item() == pytest.approx(3.0 * error.pow(2).mean().item(), rel=1e-5)
     assert set(AutoencoderTraining(vae, AutoencoderConfig(), seed=0).loss(outputs, batch)) == {"l1", "kl"}
+
+
+@pytest.mark.parametrize("has_convolutions", [True, False])
+def test_a_new_posterior_has_nearly_the_initial_variance(has_convolutions):
+    changes = {"latent_channels": 16, "use_quant_conv": has_convolutions, "use_post_quant_conv": has_convolutions}
+    vae = with_seed(0, lambda: build_vae(ARCHITECTURES[Architecture.tiny], changes))
+    initialise_logvar(vae, -5.0)
+    with torch.no_grad():
+        posterior = vae.encode(random_pixels(2, 3, 32, 32)).latent_dist  # pyright: ignore[reportAttributeAccessIssue]
+    assert posterior.mean.shape == (2, 16, 8, 8)
+    assert (posterior.logvar + 5).abs().max() < 0.5 < posterior.mean.abs().max()
 
 
 def test_the_optimizer_has_a_group_for_each_side(model):

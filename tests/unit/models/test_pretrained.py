@@ -8,8 +8,15 @@ from transformers import CLIPTokenizer
 from diffusion.config.model import Architecture, FlowConfig, ModelConfig, ObjectiveConfig, PredictionType
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.models import LatentDiffusion, build_model
-from diffusion.models.architectures import TINY, build_vae
-from diffusion.models.pretrained import FrozenParts, LatentScaling, fold_scaling, read_pipeline_network, write_pipeline
+from diffusion.models.architectures import TINY, build_vae, count_parameters, with_seed
+from diffusion.models.pretrained import (
+    FrozenParts,
+    LatentScaling,
+    fold_scaling,
+    read_pipeline_network,
+    read_vae,
+    write_pipeline,
+)
 from diffusion.models.sampling import image_seeds, inference_scheduler, initial_latents
 from diffusion.models.tokenizers import build_clip_tokenizer, clip_merges, tokenize
 
@@ -35,7 +42,7 @@ def write(model: LatentDiffusion, folder: Path) -> Path:
         latent_scaling=model.latent_scaling,
     )
     scheduler = inference_scheduler(model.noise_scheduler)
-    write_pipeline(folder, network=model.unet, frozen=frozen, scheduler=scheduler)
+    write_pipeline(folder, network=model.network, frozen=frozen, scheduler=scheduler)
     return folder
 
 
@@ -73,23 +80,70 @@ def test_a_pipeline_gives_the_images_of_generate(architecture, scaling, objectiv
     assert (model.generate(PROMPTS, output="tensor", progress=False, **options) - expected).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("has_convolutions", [True, False])
-def test_a_folded_vae_has_the_latents_of_the_unet(has_convolutions):
+@pytest.mark.parametrize(("has_convolutions", "factor"), [(True, 1.0), (False, 0.18215)])
+def test_a_folded_vae_has_the_latents_of_the_unet(has_convolutions, factor):
     torch.manual_seed(0)
     changes = {"use_quant_conv": has_convolutions, "use_post_quant_conv": has_convolutions}
     vae = build_vae(TINY, changes).eval()
     before = {name: tensor.clone() for name, tensor in vae.state_dict().items()}
     images, latents = torch.rand(2, 3, 16, 16) * 2 - 1, torch.randn(2, 4, 4, 4)
     with torch.no_grad():
-        folded = fold_scaling(vae, PER_CHANNEL)
+        folded = fold_scaling(vae, PER_CHANNEL, factor)
         found, expected = folded.encode(images).latent_dist, vae.encode(images).latent_dist
-        assert (found.mean - PER_CHANNEL.normalise(expected.mean)).abs().max() < 1e-5
+        assert (factor * found.mean - PER_CHANNEL.normalise(expected.mean)).abs().max() < 1e-5
         std = torch.tensor(PER_CHANNEL.std).view(1, -1, 1, 1)
-        assert (found.std - expected.std / std).abs().max() < 1e-5
+        assert (factor * found.std - expected.std / std).abs().max() < 1e-5
         decoded = vae.decode(PER_CHANNEL.denormalise(latents), return_dict=False)[0]
-        assert (folded.decode(latents, return_dict=False)[0] - decoded).abs().max() < 1e-5
-    assert LatentScaling.from_vae(folded.config) == LatentScaling((0.0,), (1.0,))
+        assert (folded.decode(latents / factor, return_dict=False)[0] - decoded).abs().max() < 1e-5
+    assert LatentScaling.from_vae(folded.config) == LatentScaling.of_factor(factor)
     assert all(torch.equal(before[name], tensor) for name, tensor in vae.state_dict().items())
+
+
+FLUX_LAYOUT = {"latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False}
+
+
+def save_vae(folder: Path, **changes) -> Path:
+    """A VAE of 16 channels with random weights and FLUX.1's scaling, in a folder of diffusers."""
+    scaling = {"scaling_factor": 0.3611, "shift_factor": 0.1159}
+    with_seed(5, lambda: build_vae(TINY, FLUX_LAYOUT | scaling | changes)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("architecture", [Architecture.tiny, Architecture.tiny_xl, Architecture.tiny_transformer])
+def test_a_pipeline_with_a_vae_of_16_channels_gives_the_images_of_generate(architecture, tmp_path):
+    vae = str(save_vae(tmp_path / "vae"))
+    with pytest.raises(ConfigurationError, match=r"16 channels.*Set model\.network\.in_channels=16"):
+        build_model(ModelConfig(architecture=architecture, vae=vae), ObjectiveConfig(), resolution=32, seed=17)
+    config = ModelConfig(architecture=architecture, vae=vae, network={"in_channels": 16}, frozen_seed=3)
+    objective = ObjectiveConfig(prediction_type=PredictionType.flow)
+    model = build_model(config, objective, resolution=32, seed=17).eval()
+    assert model.latent_scaling == LatentScaling((0.1159,), (1 / 0.3611,))
+    assert count_parameters(config)["network"] == sum(p.numel() for p in model.network.parameters())
+    pipeline = DiffusionPipeline.from_pretrained(write(model, tmp_path / "folder"), local_files_only=True)
+    pipeline.set_progress_bar_config(disable=True)
+    is_transformer = architecture is Architecture.tiny_transformer
+    options = {"use_resolution_binning": False, "skip_text_cleaning": True} if is_transformer else {}
+    latents = initial_latents(image_seeds(5, 1), (16, 8, 8), torch.device("cpu"))
+    settings = {"num_inference_steps": 4, "guidance_scale": 3.0, "latents": latents}
+    expected = model.generate(PROMPTS[:1], output="tensor", progress=False, **settings)
+    assert expected.std() > 0.01, "there is something to see"
+    found = pipeline(PROMPTS[:1], output_type="pt", **options, **settings).images
+    assert (found - expected).abs().max() < 1e-4
+
+
+def test_a_vae_is_read_from_its_folder_and_from_one_that_holds_it(tmp_path):
+    save_vae(tmp_path / "run" / "vae")
+    vae = with_seed(1, lambda: build_vae(TINY, FLUX_LAYOUT))
+    expected = with_seed(5, lambda: build_vae(TINY, FLUX_LAYOUT)).state_dict()
+    for folder in (tmp_path / "run", tmp_path / "run" / "vae"):
+        found = read_vae(str(folder), vae)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    other = build_vae(TINY, FLUX_LAYOUT | {"norm_num_groups": 4})
+    with pytest.raises(ConfigurationError, match=r"norm_num_groups is 2 there and 4 here.*autoencoder\.vae"):
+        read_vae(str(tmp_path / "run"), other)
+    with pytest.raises(ConfigurationError, match="AutoencoderKL could not be loaded"):
+        read_vae(str(tmp_path), vae)
 
 
 def test_clip_s_tokenizer_is_loaded_as_it_was(tmp_path):
