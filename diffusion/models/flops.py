@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from diffusion.config.model import TokenRoutingConfig
 from diffusion.datasets.batch import BatchKey, Entry
 
 MID_BLOCK = "UNetMidBlock2DCrossAttn"
@@ -38,6 +39,7 @@ def batch_flops(
     vae_factor: int,
     has_fixed_weights: bool = False,
     adapter: AdapterShape | None = None,
+    routing: TokenRoutingConfig | None = None,
 ) -> float:
     """Operations of network and text adapter, forward and backward, for a batch, or for groups of several shapes.
 
@@ -52,7 +54,9 @@ def batch_flops(
         counts[group.shape[-2] // factor, group.shape[-1] // factor] += len(group)
     total = 0.0
     for (height, width), count in counts.items():
-        flops = count_flops(network, height=height, width=width, num_tokens=num_tokens, adapter=adapter)
+        flops = count_flops(
+            network, height=height, width=width, num_tokens=num_tokens, adapter=adapter, routing=routing
+        )
         if flops is None:
             return math.nan
         total += count * (flops.adapting if has_fixed_weights else flops.training)
@@ -63,6 +67,7 @@ class Flops(NamedTuple):
     """Operations for one image."""
 
     forward: int
+    """With all tokens."""
     training: int
     """Forward and backward pass, without recomputation."""
     adapting: int
@@ -70,7 +75,13 @@ class Flops(NamedTuple):
 
 
 def count_flops(
-    network: Mapping[str, Any], *, height: int, width: int, num_tokens: int, adapter: AdapterShape | None = None
+    network: Mapping[str, Any],
+    *,
+    height: int,
+    width: int,
+    num_tokens: int,
+    adapter: AdapterShape | None = None,
+    routing: TokenRoutingConfig | None = None,
 ) -> Flops | None:
     """Count the operations of a network, and of the text adapter before it, for one image.
 
@@ -80,20 +91,20 @@ def count_flops(
         width: width of the latent.
         num_tokens: tokens of the caption.
         adapter: the text adapter.
+        routing: image tokens that skip blocks in training.
 
     Returns:
         The operations; None for unknown block types.
     """
     if "patch_size" in network:
-        counter = _TransformerFlops(network, height, width, num_tokens, adapter is not None)
+        counter = _TransformerFlops(network, height, width, num_tokens, adapter is not None, routing)
     elif {*network["down_block_types"], *network["up_block_types"], network["mid_block_type"]} <= BLOCKS:
         counter = _UNetFlops(network, height, width, num_tokens, adapter is not None)
     else:
         return None
+    whole = counter if routing is None else _TransformerFlops(network, height, width, num_tokens, adapter is not None)
     before = _Counter() if adapter is None else _AdapterFlops(adapter, num_tokens)
-    return Flops(
-        counter.forward + before.forward, counter.training + before.training, counter.adapting + before.forward
-    )
+    return Flops(whole.forward + before.forward, counter.training + before.training, counter.adapting + before.forward)
 
 
 class _Counter:
@@ -135,7 +146,13 @@ class _AdapterFlops(_Counter):
 
 class _TransformerFlops(_Counter):
     def __init__(
-        self, network: Mapping[str, Any], height: int, width: int, num_tokens: int, is_text_trained: bool
+        self,
+        network: Mapping[str, Any],
+        height: int,
+        width: int,
+        num_tokens: int,
+        is_text_trained: bool,
+        routing: TokenRoutingConfig | None = None,
     ) -> None:
         super().__init__(num_tokens, is_text_trained)
         hidden, patch = network["hidden_size"], network["patch_size"]
@@ -145,12 +162,15 @@ class _TransformerFlops(_Counter):
         self._linear(positions, values, hidden, has_input_gradient=False)
         self._linear(1, 256, hidden, has_input_gradient=False)
         self._linear(1, hidden, hidden)
-        for _ in range(network["depth"]):
+        depth = network["depth"]
+        routed = range(0) if routing is None else routing.blocks(depth)
+        for number in range(depth):
+            kept = positions if routing is None or number not in routed else routing.num_kept(positions)
             self._linear(1, hidden, 6 * hidden)
-            self._linear(positions, hidden, 4 * hidden)
+            self._linear(kept, hidden, 4 * hidden)
             self._linear(num_tokens, hidden, 2 * hidden)
-            self._attention(positions, positions + num_tokens, hidden)
-            self._linear(positions, hidden, 3 * inner)
+            self._attention(kept, kept + num_tokens, hidden)
+            self._linear(kept, hidden, 3 * inner)
         self._linear(1, hidden, 2 * hidden)
         self._linear(positions, hidden, values)
 

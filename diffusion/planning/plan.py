@@ -27,7 +27,7 @@ from diffusion.planning.memory import (
     StateMemory,
     largest_size,
     meta_adapter,
-    meta_inputs,
+    meta_forward,
     meta_network,
     parameter_counts,
     parse_model,
@@ -138,11 +138,17 @@ def _training_flops(model: str, size: ImageSize) -> int | None:
     network, adapter, spec = meta_network(config), meta_adapter(config), ARCHITECTURES[config.architecture]
     if config.lora is not None:
         with FlopCounterMode(display=False) as counter:
-            network(**meta_inputs(config, network, size, torch.float32, adapter)).sample.sum().backward()
+            meta_forward(config, network, size, torch.float32, adapter).sum().backward()
         return counter.get_total_flops()
     height, width = (side // spec.vae_factor for side in size)
-    shape = None if adapter is None else adapter.shape
-    flops = count_flops(network.config, height=height, width=width, num_tokens=text_shape(config)[0], adapter=shape)
+    flops = count_flops(
+        network.config,
+        height=height,
+        width=width,
+        num_tokens=text_shape(config)[0],
+        adapter=None if adapter is None else adapter.shape,
+        routing=config.token_routing,
+    )
     return flops.training if flops is not None else None
 
 

@@ -137,4 +137,4 @@ def set_attention(module: nn.Module, backend: AttentionBackend, *, is_fused: boo
         if isinstance(layer, Attention) and _is_plain(layer):
             layer.processor = processor  # pyright: ignore[reportAttributeAccessIssue]
         elif isinstance(layer, PRXAttention):
-            layer.processor = joint
+            layer.processor = joint  # pyright: ignore[reportAttributeAccessIssue]
