@@ -86,10 +86,10 @@ def export(
     Args:
         path: a checkpoint, a run folder, its `checkpoints` folder (for the newest complete one), or a file of averaged
             weights.
-        out: a new folder; or, with the ending `.safetensors`, one file with the U-Net and its metadata.
+        out: a new folder; or, with the ending `.safetensors`, one file with the network and its metadata.
         weights: "raw" for the training weights, "ema" for their average, or the label of one of several averages.
         layout: names and files of the weights.
-        lora_only: LoRA's matrices alone; otherwise they are merged into the U-Net.
+        lora_only: LoRA's matrices alone, of a U-Net; otherwise they are merged into the network.
         licences: for the model card.
         prepared: prepared data whose sources the card lists; None: that of `data.local`, if it is prepared data.
         repository: name on the hub, for the model card.
@@ -120,6 +120,8 @@ def export(
         raise ConfigurationError(f"{path} has {part}, for which {layout.value} has no names: use the diffusers layout")
     if (lora_only or layout is Layout.kohya) and not has_lora(trained.weights):
         raise ConfigurationError(f"{path} was trained without model.lora: export it as a whole")
+    if lora_only and component == "transformer":
+        raise ConfigurationError(f"{path} is a transformer, for which diffusers loads no LoRA: export it as a whole")
     licences = licences or Licences()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -238,6 +238,8 @@ def build_training_model(config: Config, device: Device, *, is_new: bool = True)
             load_weights(model, read_initial(config.init_from, model), config.init_from.checkpoint)
     if config.model.lora is not None:
         add_lora(model.network, config.model.lora, config.seed)
+        if model.text_adapter is not None:
+            model.text_adapter.requires_grad_(False)
     return model
 
 

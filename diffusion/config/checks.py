@@ -87,6 +87,11 @@ def _folders(config: Config) -> Iterator[str]:
 def _tasks(config: Config) -> Iterator[str]:
     if config.model.lora is not None and config.init_from is None:
         yield "model.lora adapts trained weights. Set init_from.checkpoint, or model.lora=null."
+    if config.model.text_adapter is not None and config.data.text_embeddings:
+        yield (
+            "model.text_adapter continues the text encoder before its final norm, and data.text_embeddings were stored "
+            "behind it. Set data.text_embeddings=false."
+        )
     has_names = isinstance(config.data.streams, list) or config.plugins.train_dataset is None
     if config.validation is not None and config.validation.streams is None and not has_names:
         yield (

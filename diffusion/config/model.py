@@ -69,7 +69,7 @@ class Weights(str, Enum):
 
 @dataclass(kw_only=True)
 class LoraConfig:
-    """Low-rank adaptation (Hu et al. 2021): trains low-rank matrices beside frozen weights of the U-Net."""
+    """Low-rank adaptation (Hu et al. 2021): trains low-rank matrices beside frozen weights of the network."""
 
     rank: int = bounded(16, min=1)
     """Rank of the matrices."""
@@ -78,7 +78,8 @@ class LoraConfig:
     """The output of the matrices is multiplied by alpha / rank."""
 
     targets: list[str] = field(default_factory=lambda: ["to_q", "to_k", "to_v", "to_out.0"])
-    """Adapted layers of the U-Net, by the ends of their names; by default those of attention."""
+    """Adapted layers of the network, by the ends of their names; by default those of a U-Net's attention. Those of a
+    transformer's are img_qkv_proj, txt_kv_proj and to_out.0."""
 
 
 @dataclass(kw_only=True)
@@ -179,7 +180,8 @@ class ModelConfig:
     """Encoder of captions."""
 
     text_adapter: TextAdapterConfig | None = None
-    """Train layers behind the text encoder, too; null: none. Not with SDXL, or with CLIP's stored embeddings."""
+    """Train layers behind the text encoder, too; null: none. Not with SDXL, or with CLIP's stored embeddings; with `lora`
+    they stay as they are."""
 
     token_routing: TokenRoutingConfig | None = None
     """Let image tokens skip blocks in training; null: none. Transformers only."""

@@ -21,15 +21,29 @@ CROSS_BLOCKS = {"CrossAttnDownBlock2D", "CrossAttnUpBlock2D", MID_BLOCK}
 BLOCKS = CROSS_BLOCKS | {"DownBlock2D", "UpBlock2D"}
 
 
+class AdapterShape(NamedTuple):
+    """Sizes of a text adapter."""
+
+    num_layers: int
+    width: int
+    inner: int
+    """Width within an MLP."""
+    text_width: int
+    """Width of the text encoder."""
+    has_projection: bool = False
+    """A linear layer comes first."""
+
+
 def batch_flops(
     network: Mapping[str, Any],
     batch: Mapping[str, Entry],
     *,
     vae_factor: int,
-    routing: TokenRoutingConfig | None = None,
     has_fixed_weights: bool = False,
+    adapter: AdapterShape | None = None,
+    routing: TokenRoutingConfig | None = None,
 ) -> float:
-    """Operations of the network, forward and backward, for a batch, which may be groups of several shapes.
+    """Operations of network and text adapter, forward and backward, for a batch, or for groups of several shapes.
 
     Returns:
         The sum; NaN for unknown block types.
@@ -42,7 +56,9 @@ def batch_flops(
         counts[group.shape[-2] // factor, group.shape[-1] // factor] += len(group)
     total = 0.0
     for (height, width), count in counts.items():
-        flops = count_flops(network, height=height, width=width, num_tokens=num_tokens, routing=routing)
+        flops = count_flops(
+            network, height=height, width=width, num_tokens=num_tokens, adapter=adapter, routing=routing
+        )
         if flops is None:
             return math.nan
         total += count * (flops.adapting if has_fixed_weights else flops.training)
@@ -66,34 +82,38 @@ def count_flops(
     height: int,
     width: int,
     num_tokens: int,
+    adapter: AdapterShape | None = None,
     routing: TokenRoutingConfig | None = None,
 ) -> Flops | None:
-    """Count the operations of a network for one image.
+    """Count the operations of a network, and of the text adapter before it, for one image.
 
     Args:
         network: configuration of a UNet2DConditionModel or PRXTransformer2DModel, with all defaults.
         height: height of the latent.
         width: width of the latent.
         num_tokens: tokens of the caption.
+        adapter: the text adapter.
         routing: image tokens that skip blocks in training.
 
     Returns:
         The operations; None for unknown block types.
     """
     if "patch_size" in network:
-        whole = _TransformerFlops(network, height, width, num_tokens)
-        counter = _TransformerFlops(network, height, width, num_tokens, routing)
-        return Flops(whole.forward, counter.training, counter.adapting)
-    if {*network["down_block_types"], *network["up_block_types"], network["mid_block_type"]} <= BLOCKS:
-        counter = _UNetFlops(network, height, width, num_tokens)
-        return Flops(counter.forward, counter.training, counter.adapting)
-    return None
+        counter = _TransformerFlops(network, height, width, num_tokens, adapter is not None, routing)
+    elif {*network["down_block_types"], *network["up_block_types"], network["mid_block_type"]} <= BLOCKS:
+        counter = _UNetFlops(network, height, width, num_tokens, adapter is not None)
+    else:
+        return None
+    whole = counter if routing is None else _TransformerFlops(network, height, width, num_tokens, adapter is not None)
+    before = _Counter() if adapter is None else _AdapterFlops(adapter, num_tokens)
+    return Flops(whole.forward + before.forward, counter.training + before.training, counter.adapting + before.forward)
 
 
 class _Counter:
     """Sums of operations, in the order of the forward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_tokens: int = 0, is_text_trained: bool = False) -> None:
+        self._num_tokens, self._is_text_trained = num_tokens, is_text_trained
         self.forward = self.training = self.adapting = 0
 
     def _add(self, forward: int, *, has_input_gradient: bool = True, has_weights: bool = True) -> None:
@@ -105,9 +125,27 @@ class _Counter:
     def _linear(self, rows: int, before: int, after: int, has_input_gradient: bool = True) -> None:
         self._add(2 * rows * before * after, has_input_gradient=has_input_gradient)
 
+    def _text_linear(self, before: int, after: int) -> None:
+        """A layer of the encoded text, which needs gradients only if there is a text adapter to train."""
+        flops = 2 * self._num_tokens * before * after
+        self.forward += flops
+        self.training += flops * (3 if self._is_text_trained else 2)
+        self.adapting += flops
+
     def _attention(self, queries: int, keys: int, width: int) -> None:
         """Scores and weighted sum of all heads, with the sum of their widths."""
         self._add(4 * queries * keys * width, has_weights=False)
+
+
+class _AdapterFlops(_Counter):
+    def __init__(self, adapter: AdapterShape, num_tokens: int) -> None:
+        super().__init__()
+        if adapter.has_projection:
+            self._linear(num_tokens, adapter.text_width, adapter.width)
+        for _ in range(adapter.num_layers):
+            self._linear(num_tokens, adapter.width, 4 * adapter.width)
+            self._attention(num_tokens, num_tokens, adapter.width)
+            self._linear(num_tokens, adapter.width, 2 * adapter.inner)
 
 
 class _TransformerFlops(_Counter):
@@ -117,13 +155,14 @@ class _TransformerFlops(_Counter):
         height: int,
         width: int,
         num_tokens: int,
+        is_text_trained: bool,
         routing: TokenRoutingConfig | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(num_tokens, is_text_trained)
         hidden, patch = network["hidden_size"], network["patch_size"]
         positions, values = height * width // patch**2, network["in_channels"] * patch**2
         inner = int(hidden * network["mlp_ratio"])
-        self._linear(num_tokens, network["context_in_dim"], hidden, has_input_gradient=False)
+        self._text_linear(network["context_in_dim"], hidden)
         self._linear(positions, values, hidden, has_input_gradient=False)
         self._linear(1, 256, hidden, has_input_gradient=False)
         self._linear(1, hidden, hidden)
@@ -141,9 +180,11 @@ class _TransformerFlops(_Counter):
 
 
 class _UNetFlops(_Counter):
-    def __init__(self, unet: Mapping[str, Any], height: int, width: int, num_tokens: int) -> None:
-        super().__init__()
-        self._unet, self._num_tokens = unet, num_tokens
+    def __init__(
+        self, unet: Mapping[str, Any], height: int, width: int, num_tokens: int, is_text_trained: bool
+    ) -> None:
+        super().__init__(num_tokens, is_text_trained)
+        self._unet = unet
         channels = unet["block_out_channels"]
         self._time_width = unet["time_embedding_dim"] or 4 * channels[0]
         num_layers = _per_block(unet["layers_per_block"], len(channels))
@@ -205,7 +246,7 @@ class _UNetFlops(_Counter):
             self._linear(area, width, 4 * width)  # Self-attention: queries, keys, values, output.
             self._attention(area, area, width)
             self._linear(area, width, 2 * width)  # Cross-attention: queries, output.
-            self._linear(self._num_tokens, text_width, 2 * width, has_input_gradient=False)
+            self._text_linear(text_width, 2 * width)
             self._attention(area, self._num_tokens, width)
             self._linear(area, width, 12 * width)  # A gated layer of width 4 c, and back.
         self._linear(area, width, width)

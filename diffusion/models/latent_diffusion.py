@@ -325,13 +325,14 @@ class LatentDiffusion(ComposerModel):
         metric.add(squared_error(outputs), batch, outputs.timesteps)
 
     def batch_flops(self, batch: Mapping[str, Entry]) -> float:
-        """Floating-point operations of the network for a batch, forward and backward; NaN if unknown."""
+        """Floating-point operations of network and text adapter for a batch, forward and backward; NaN if unknown."""
         return batch_flops(
             self.network.config,
             batch,
             vae_factor=self.vae_factor,
-            routing=self.token_routing,
             has_fixed_weights=self._has_fixed_weights,
+            adapter=None if self.text_adapter is None else self.text_adapter.shape,
+            routing=self.token_routing,
         )
 
     @cached_property

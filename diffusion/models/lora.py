@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from diffusion.config.model import LoraConfig
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.models.architectures import with_seed
+from diffusion.models.networks import component_name
 
 _ADAPTER = "default"
 _A, _B = f".lora_A.{_ADAPTER}.weight", f".lora_B.{_ADAPTER}.weight"
@@ -35,9 +36,10 @@ def add_lora(network: nn.Module, config: LoraConfig, seed: int) -> None:
     adapter = _peft_config(config)
     for target in config.targets:
         if not any(name == target or name.endswith(f".{target}") for name, _ in network.named_modules()):
+            is_transformer = component_name(network) == "transformer"
+            names = "img_qkv_proj, txt_kv_proj or to_out.0" if is_transformer else "to_q, proj_in or ff.net.2"
             raise ConfigurationError(
-                f"model.lora.targets: no layer of the network is called '{target}'. Give names such as to_q, proj_in "
-                "or ff.net.2"
+                f"model.lora.targets: no layer of the network is called '{target}'. Give names such as {names}"
             )
     from peft import inject_adapter_in_model
 

@@ -18,6 +18,7 @@ from transformers import CLIPTextModel
 from transformers.activations import ACT2FN
 
 from diffusion.config.model import TextAdapterConfig
+from diffusion.models.flops import AdapterShape
 from diffusion.models.text_encoders import LanguageModel
 
 
@@ -76,6 +77,7 @@ class TextAdapter(nn.Module):
         options = {**shape, "activation": config.hidden_act, "eps": config.layer_norm_eps}
         self.layers = nn.ModuleList(_Layer(config.hidden_size, **options) for _ in range(num_layers))
         norm = final_norm(text_encoder)
+        self.shape = AdapterShape(num_layers, config.hidden_size, config.intermediate_size, config.hidden_size)
         self.final_layer_norm = nn.LayerNorm(norm.weight.shape, norm.eps)
         self.final_layer_norm.load_state_dict(norm.state_dict())
 
@@ -107,6 +109,7 @@ class LanguageAdapter(nn.Module):
         options: dict[str, Any] = {"num_heads": num_heads, "inner": 4 * width, "activation": "gelu", "eps": 1e-5}
         self.layers = nn.ModuleList(_Layer(width, **options) for _ in range(num_layers))
         self.final_layer_norm = nn.LayerNorm(width)
+        self.shape = AdapterShape(num_layers, width, 4 * width, text_width, has_projection=True)
 
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
         """Map hidden states [B, L, W] to [B, L, D], zeros at the padding, which bool [B, L] excludes."""

@@ -32,7 +32,7 @@ from diffusion.models.autoencoder import PatchDiscriminator, build_perceptual
 from diffusion.models.fast.compilation import find_blocks
 from diffusion.models.lora import add_lora
 from diffusion.models.networks import Network, patch_size_of, text_width_of
-from diffusion.models.text_adapter import build_text_adapter
+from diffusion.models.text_adapter import Adapter, build_text_adapter
 from diffusion.models.token_routing import TokenRouter
 
 WEIGHT_BYTES = GRADIENT_BYTES = EMA_BYTES = 4
@@ -242,7 +242,18 @@ def meta_network(config: ModelConfig) -> Network:
     return network
 
 
-def meta_inputs(config: ModelConfig, network: Network, size: ImageSize, dtype: torch.dtype) -> dict[str, Any]:
+def meta_adapter(config: ModelConfig) -> Adapter | None:
+    """Build the text adapter as it is trained, on the meta device; None where none is configured."""
+    if config.text_adapter is None:
+        return None
+    with torch.device("meta"):
+        adapter = build_text_adapter(config.text_adapter, build_frozen_text_encoder(config))
+    return adapter.requires_grad_(config.lora is None)
+
+
+def meta_inputs(
+    config: ModelConfig, network: Network, size: ImageSize, dtype: torch.dtype, adapter: Adapter | None = None
+) -> dict[str, Any]:
     """Arguments of a network for one image of a size in pixels, on the meta device.
 
     Args:
@@ -250,6 +261,7 @@ def meta_inputs(config: ModelConfig, network: Network, size: ImageSize, dtype: t
         network: the network; SDXL's also takes pooled text and sizes.
         size: height and width in pixels.
         dtype: dtype of latents and text.
+        adapter: computes the text, if given.
     """
     spec, settings = ARCHITECTURES[config.architecture], network.config
     height, width = (side // spec.vae_factor for side in size)
@@ -259,6 +271,9 @@ def meta_inputs(config: ModelConfig, network: Network, size: ImageSize, dtype: t
             "timestep": torch.empty(1, dtype=torch.int64),
             "encoder_hidden_states": torch.empty(1, text_shape(config)[0], text_width_of(network), dtype=dtype),
         }
+        if adapter is not None:
+            encoded = torch.empty(1, text_shape(config)[0], adapter.shape.text_width, dtype=dtype)
+            inputs["encoder_hidden_states"] = adapter(encoded, torch.ones(encoded.shape[:2], dtype=torch.bool))
         if spec.component == "transformer":
             return {**inputs, "hidden_states": latents}
         if settings["addition_embed_type"] == "text_time":
@@ -268,9 +283,11 @@ def meta_inputs(config: ModelConfig, network: Network, size: ImageSize, dtype: t
     return {**inputs, "sample": latents}
 
 
-def meta_forward(config: ModelConfig, network: Network, size: ImageSize, dtype: torch.dtype) -> Tensor:
-    """Prediction of a network in training for one image of a size in pixels, on the meta device."""
-    inputs = meta_inputs(config, network, size, dtype)
+def meta_forward(
+    config: ModelConfig, network: Network, size: ImageSize, dtype: torch.dtype, adapter: Adapter | None = None
+) -> Tensor:
+    """Prediction in training, with the text adapter if given, for one image of a size in pixels; on the meta device."""
+    inputs = meta_inputs(config, network, size, dtype, adapter)
     if config.token_routing is not None:
         address = torch.empty(1, dtype=torch.int64, device="meta")
         num_tokens = inputs["hidden_states"][0, 0].numel() // patch_size_of(network) ** 2
@@ -286,22 +303,26 @@ def parse_model(text: str) -> ModelConfig:
 @functools.cache
 def _network_counts(model: str) -> ParameterCounts:
     config = parse_model(model)
-    network, counts = meta_network(config), count_parameters(config)
-    trained = _num_trained(network.parameters())
-    fixed = sum(p.numel() for p in network.parameters()) - trained
-    if config.text_adapter is not None:
-        with torch.device("meta"):
-            adapter = build_text_adapter(config.text_adapter, build_frozen_text_encoder(config))
-        trained += _num_trained(adapter.parameters())
+    parts, counts = _meta_parts(config), count_parameters(config)
+    trained = _num_trained(parts.parameters())
+    fixed = sum(p.numel() for p in parts.parameters()) - trained
     return ParameterCounts(trained, fixed, counts["vae"] + counts["text_encoder"])
+
+
+def _meta_parts(config: ModelConfig) -> nn.ModuleList:
+    """The network and, where one is configured, the text adapter."""
+    adapter = meta_adapter(config)
+    return nn.ModuleList([meta_network(config)] if adapter is None else [meta_network(config), adapter])
 
 
 @functools.cache
 def _largest_unit(model: str) -> int:
-    """Of the blocks, and of the rest together."""
-    network = meta_network(parse_model(model))
+    """Of the blocks, of the rest of the network together, and of the text adapter."""
+    config = parse_model(model)
+    network, *adapter = _meta_parts(config)
     sizes = [_num_trained(block.parameters()) for block in find_blocks(network)]
-    return max(*sizes, _num_trained(network.parameters()) - sum(sizes))
+    rest = _num_trained(network.parameters()) - sum(sizes)
+    return max(*sizes, rest, *(_num_trained(part.parameters()) for part in adapter))
 
 
 def _num_trained(parameters: Iterable[nn.Parameter]) -> int:
@@ -315,10 +336,10 @@ def _activation_bytes(model: str, size: ImageSize, dtype: torch.dtype) -> int:
     Attention counts as by a flash kernel, which keeps its inputs and output and no scores.
     """
     config = parse_model(model)
-    network: Any = meta_network(config)
-    nn.Module.to(network, dtype)
+    parts: Any = _meta_parts(config).to(dtype)
+    network, *adapter = parts
     network.set_attn_processor(FlashAttentionShapes())
-    weights = {parameter.untyped_storage()._cdata for parameter in network.parameters()}
+    weights = {parameter.untyped_storage()._cdata for parameter in parts.parameters()}
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -328,7 +349,7 @@ def _activation_bytes(model: str, size: ImageSize, dtype: torch.dtype) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = meta_forward(config, network, size, dtype)
+        output = meta_forward(config, network, size, dtype, *adapter)
     # The graph of the output keeps the storages, and their numbers, in use.
     assert output.is_meta
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())

@@ -26,6 +26,7 @@ from diffusion.planning.memory import (
     ParameterCounts,
     StateMemory,
     largest_size,
+    meta_adapter,
     meta_forward,
     meta_network,
     parameter_counts,
@@ -69,7 +70,7 @@ class Plan:
     """Trained parameters."""
 
     training_flops: float | None
-    """Operations of the network for one image, forward and backward."""
+    """Operations of network and text adapter for one image, forward and backward."""
 
     num_samples: int | None
     """Samples of the data set."""
@@ -127,21 +128,26 @@ def plan_run(config: Config, *, world_size: int = 1, counts: ParameterCounts | N
 
 
 def training_flops(config: Config, size: ImageSize) -> int | None:
-    """Operations of the network for one image of a size in pixels, forward and backward; None where not known."""
+    """Operations of what is trained for one image of a size in pixels, forward and backward; None where not known."""
     return _training_flops(to_yaml(config.model), size) if config.task is Task.diffusion else None
 
 
 @functools.cache
 def _training_flops(model: str, size: ImageSize) -> int | None:
     config = parse_model(model)
-    network, spec = meta_network(config), ARCHITECTURES[config.architecture]
+    network, adapter, spec = meta_network(config), meta_adapter(config), ARCHITECTURES[config.architecture]
     if config.lora is not None:
         with FlopCounterMode(display=False) as counter:
-            meta_forward(config, network, size, torch.float32).sum().backward()
+            meta_forward(config, network, size, torch.float32, adapter).sum().backward()
         return counter.get_total_flops()
     height, width = (side // spec.vae_factor for side in size)
     flops = count_flops(
-        network.config, height=height, width=width, num_tokens=text_shape(config)[0], routing=config.token_routing
+        network.config,
+        height=height,
+        width=width,
+        num_tokens=text_shape(config)[0],
+        adapter=None if adapter is None else adapter.shape,
+        routing=config.token_routing,
     )
     return flops.training if flops is not None else None
 

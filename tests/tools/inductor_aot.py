@@ -23,6 +23,7 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import detect_fake_mode
 from torch._inductor import codecache, compile_fx, config
 from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.fx_passes import reinplace
 from torch._inductor.graph import GraphLowering
 from torch._inductor.ir import IRNode
 from torch._inductor.runtime import triton_helpers
@@ -84,6 +85,7 @@ def lowering_for_gpu(arch: int = 90) -> Iterator[list[Graph]]:
     """
     graphs: list[Graph] = []
     codegen_and_compile = compile_fx._InProcessFxCompile.codegen_and_compile
+    graph_call_function = reinplace.graph_call_function
 
     def lower(self: Any, gm: torch.fx.GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         mode = detect_fake_mode(inputs)
@@ -95,6 +97,14 @@ def lowering_for_gpu(arch: int = 90) -> Iterator[list[Graph]]:
             moved = tree_map_only(Tensor, lambda x: _empty(x.shape, x.stride(), x.dtype, "cuda"), list(inputs))
         return codegen_and_compile(self, gm, moved, *args, **kwargs)
 
+    def call_in_graph(graph: torch.fx.Graph, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """A scatter has the shape of its input; to find that, torch would copy tensors of the GPU."""
+        if function is not reinplace._generalized_scatter:
+            return graph_call_function(graph, function, *args, **kwargs)
+        node = graph.call_function(function, args, kwargs)
+        node.meta["val"] = args[0].meta["val"]
+        return node
+
     def generate(self: GraphLowering) -> Any:
         code: Any = self.codegen()[0]
         graphs.append(Graph(is_backward=self.is_backward, source=getattr(code, "value", code)))
@@ -105,6 +115,7 @@ def lowering_for_gpu(arch: int = 90) -> Iterator[list[Graph]]:
         _gpu(arch),
         mock.patch.object(compile_fx._InProcessFxCompile, "codegen_and_compile", lower),
         mock.patch.object(GraphLowering, "compile_to_module", generate),
+        mock.patch.object(reinplace, "graph_call_function", call_in_graph),
         mock.patch.object(TensorVariable, "method_attr_is_cuda", lambda *_: ConstantVariable.create(True)),
         config.patch(fx_graph_cache=False, compile_threads=1),
     ):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+from diffusers.models.transformers.transformer_prx import PRXAttention, PRXAttnProcessor2_0
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -79,6 +80,27 @@ class AttentionProcessor(AttnProcessor2_0):
             return F.scaled_dot_product_attention(query, key, value)
 
 
+class JointAttentionProcessor(PRXAttnProcessor2_0):
+    """Attention of a transformer's blocks to image and text, whose padding is masked.
+
+    One is set in all blocks: they share a compiled graph, which one processor for each block would not allow.
+
+    Args:
+        backend: kernel of the attention.
+    """
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        super().__init__()
+        self.backend = _BACKENDS.get(backend)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Attend from the image [B, N, C] to itself and to the text [B, L, C]; returns [B, N, C]."""
+        if self.backend is None:
+            return super().__call__(*args, **kwargs)
+        with sdpa_kernel(self.backend):
+            return super().__call__(*args, **kwargs)
+
+
 def is_faster_with_cudnn() -> bool:
     """Whether cuDNN's kernel is preferred on this GPU."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() in _CUDNN_CAPABILITIES
@@ -105,8 +127,14 @@ def _is_plain(attention: Attention) -> bool:
 
 
 def set_attention(module: nn.Module, backend: AttentionBackend, *, is_fused: bool, prefers_cudnn: bool = False) -> None:
-    """Set this processor in the plain attention layers below a module."""
+    """Set these processors in the plain attention layers below a module.
+
+    The layers of a transformer have fused projections of their own, and torch chooses their kernel for `auto`.
+    """
     processor = AttentionProcessor(backend, is_fused=is_fused, prefers_cudnn=prefers_cudnn)
+    joint = JointAttentionProcessor(backend)
     for layer in module.modules():
         if isinstance(layer, Attention) and _is_plain(layer):
             layer.processor = processor  # pyright: ignore[reportAttributeAccessIssue]
+        elif isinstance(layer, PRXAttention):
+            layer.processor = joint  # pyright: ignore[reportAttributeAccessIssue]

@@ -12,7 +12,7 @@ import torch
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
-from diffusers.models.transformers.transformer_prx import PRXBlock
+from diffusers.models.transformers.transformer_prx import PRXBlock, PRXTransformer2DModel
 from torch import nn
 
 from diffusion.models.fast.norms import FusedGroupNorm
@@ -50,9 +50,8 @@ def compile_blocks(network: nn.Module, *, cuda_graphs: bool = False) -> None:
 def _compiled(kind: type[nn.Module], cuda_graphs: bool) -> type[nn.Module]:
     """Subclass with a forward pass that is compiled in training; it keeps the name, which diffusers stores."""
     plain: Any = kind.forward
-    options: dict[str, Any] = (
-        {} if issubclass(kind, Transformer2DModel | BasicTransformerBlock | PRXBlock) else dict(RECOMPUTE)
-    )
+    is_transformer = issubclass(kind, Transformer2DModel | BasicTransformerBlock | PRXBlock | PRXTransformer2DModel)
+    options: dict[str, Any] = {} if is_transformer else dict(RECOMPUTE)
     if cuda_graphs:
         options["triton.cudagraphs"] = True  # As `mode="reduce-overhead"`, which cannot be combined with options.
     compiled = torch.compile(plain, fullgraph=True, dynamic=False, options=options or None)

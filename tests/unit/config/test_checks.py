@@ -191,6 +191,11 @@ def test_legal_combinations(configuration, overrides):
         ),
         (["data.text_embeddings=true"], 1, ["data.text_embeddings is true", "data.representation=latents"]),
         (
+            ["data.text_embeddings=true", "data.representation=latents", "model.text_adapter={layers: 1}"],
+            1,
+            ["model.text_adapter continues"],
+        ),
+        (
             ["data.representation=latents", "task=autoencoder"],
             1,
             ["data.representation=images", "trainer.parallelism=ddp"],

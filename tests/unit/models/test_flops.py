@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from diffusion.config.model import Architecture, LoraConfig, ModelConfig
+from diffusion.config.model import Architecture, LoraConfig, ModelConfig, TextAdapterConfig
 from diffusion.datasets.batch import BatchKey
 from diffusion.models.architectures import build_network
 from diffusion.models.build import tiny
 from diffusion.models.flops import batch_flops, count_flops
 from diffusion.models.lora import add_lora
 from diffusion.models.networks import text_width_of
+from diffusion.planning.memory import meta_adapter
 
 SMALL = {"block_out_channels": [16, 32], "norm_num_groups": 4}
 
@@ -22,7 +23,7 @@ def meta_network(config):
         return build_network(config)
 
 
-def counted(network, height, width, num_tokens):
+def counted(network, height, width, num_tokens, adapter=None):
     """Forward, and forward + backward, by torch's counter."""
     config = network.config
     with torch.device("meta"):
@@ -36,6 +37,7 @@ def counted(network, height, width, num_tokens):
         timesteps = torch.zeros(1, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
         options = {"added_cond_kwargs": added} if added else {}
+        text = text if adapter is None else adapter(text)
         predicted = network(latents, timesteps, text, **options, return_dict=False)[0]
         forward = counter.get_total_flops()
         predicted.sum().backward()
@@ -67,6 +69,17 @@ def test_as_torch_counts(case):
     flops = count_flops(unet.config, height=height, width=width, num_tokens=num_tokens)
     assert flops is not None
     assert (flops.forward, flops.training) == counted(unet, height, width, num_tokens)
+
+
+@pytest.mark.parametrize("architecture", [Architecture.tiny, Architecture.transformer_s])
+def test_the_adapter_and_the_gradients_of_its_text_are_counted(architecture):
+    config = ModelConfig(architecture=architecture, text_adapter=TextAdapterConfig(layers=2))
+    network, adapter = meta_network(config), meta_adapter(config)
+    assert adapter is not None
+    num_tokens = 24
+    flops = count_flops(network.config, height=16, width=16, num_tokens=num_tokens, adapter=adapter.shape)
+    assert flops is not None
+    assert (flops.forward, flops.training) == counted(network, 16, 16, num_tokens, adapter)
 
 
 def test_under_lora_weights_have_no_gradients():

@@ -73,6 +73,24 @@ def test_gradients_of_matrices_are_reduced_and_less_is_kept(model):
     assert few < 1.2 * every
 
 
+def test_a_text_adapter_is_trained_and_under_lora_it_is_fixed():
+    adapter = ["model.text_adapter={layers: 2}"]
+    config = toy(*adapter)
+    built = build_model(config.model, config.objective, resolution=32, seed=17)
+    plain, counts = parameter_counts(toy()), parameter_counts(config)
+    size = num_parameters(built.text_adapter)
+    assert counts == plain._replace(trained=num_parameters(built))
+    assert counts.trained - plain.trained == size
+    assert largest_unit(config) == max(largest_unit(toy()), size)
+    assert parameter_counts(toy(*adapter, *LORA)).fixed == parameter_counts(toy(*LORA)).fixed + size
+    pairs = [(training_flops(toy(*adapter, *few), SIZE), training_flops(toy(*few), SIZE)) for few in ([], LORA)]
+    more, under_lora = (one - other for one, other in pairs if one is not None and other is not None)
+    assert more > 3 * under_lora > 0, "forward only"
+    grown = [activation_bytes(toy(*given), SIZE) for given in ([], adapter)]
+    assert grown[0] is not None and grown[1] is not None
+    assert 0 < grown[1] - grown[0] < grown[0]
+
+
 @pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])
 def test_memory_and_checkpoints_of_lora(parallelism):
     counts = parameter_counts(toy(*LORA))

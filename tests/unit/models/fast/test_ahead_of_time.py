@@ -1,4 +1,4 @@
-"""What Inductor makes of the U-Net's blocks with the shipped options can be compiled for GPUs."""
+"""What Inductor makes of the networks' blocks with the shipped options can be compiled for GPUs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -72,6 +72,33 @@ def check(graphs: list[Graph], *, architectures: Sequence[int] = ARCHITECTURES, 
 def test_blocks_compile_in_bf16():
     for module, inputs in blocks(Architecture.stable_diffusion_2):
         check(lower(module, inputs, torch.bfloat16))
+
+
+def transformer_block() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A block of the small transformer at 256 px, with its inputs."""
+    with torch.device("meta"):
+        network: Any = build_network(ModelConfig(architecture=Architecture.transformer_s))
+    use_low_precision_norms(network)
+    fast.apply(network, PerformanceConfig(), Device.gpu)
+    block, width = network.blocks[0], network.config["hidden_size"]
+    assert find_blocks(network)[0] is block
+    head = width // network.config["num_heads"]
+    return block, {
+        "hidden_states": torch.empty(BATCH, EDGE**2 // 4, width, dtype=torch.bfloat16, requires_grad=True),
+        "encoder_hidden_states": torch.empty(BATCH, 77, width, dtype=torch.bfloat16, requires_grad=True),
+        "temb": torch.empty(BATCH, width, dtype=torch.bfloat16, requires_grad=True),
+        "image_rotary_emb": torch.empty(BATCH, 1, EDGE**2 // 4, head // 2, 2, 2),
+        "attention_mask": torch.ones(BATCH, 77, dtype=torch.bool),
+    }
+
+
+def test_a_block_of_a_transformer_compiles_in_bf16():
+    block, inputs = transformer_block()
+    block.to_empty(device="cpu").train()
+    with lowering_for_gpu() as graphs, torch.autocast("cpu", torch.bfloat16):
+        output = block(**inputs)
+        output.backward(torch.empty_like(output))
+    check(graphs)
 
 
 @pytest.mark.slow
