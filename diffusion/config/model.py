@@ -180,8 +180,8 @@ class ModelConfig:
     """Encoder of captions."""
 
     text_adapter: TextAdapterConfig | None = None
-    """Train layers behind the text encoder, too; null: none. Not with SDXL, or with CLIP's stored embeddings; with `lora`
-    they stay as they are."""
+    """Train layers behind the text encoder, too; null: none. Not with SDXL, or with CLIP's stored embeddings; with
+    `lora` they stay as they are."""
 
     token_routing: TokenRoutingConfig | None = None
     """Let image tokens skip blocks in training; null: none. Transformers only."""
