@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.runs import PlainLoop, run_config, train_deterministically
 from benchmarks.steps import seconds_of
 from diffusion.ema.averaging import full_tensor
+from diffusion.models.networks import text_width_of
 from diffusion.operations.checks.nodes import time_runs
 from diffusion.randomness import Purpose, normal
 
@@ -44,18 +45,18 @@ def measure_precision(
 
 
 def _passes(device: torch.device, dtype: torch.dtype, **run: Any) -> tuple[Tensor, Tensor]:
-    """Output and gradient of all weights of a U-Net, float64 on the CPU; autocast but for float64."""
+    """Output and gradient of all weights of a network, float64 on the CPU; autocast but for float64."""
     loop = PlainLoop(run_config(**run), device)
-    unet, generator = loop.model.unet.to(dtype), torch.Generator().manual_seed(0)
+    network, generator = loop.model.network.to(dtype), torch.Generator().manual_seed(0)
     means = loop.samples["latent_mean"][: run["batch_size"]]
     target = torch.randn(means.shape, generator=generator)
-    size = (len(means), loop.samples["token_ids"].shape[-1], unet.config["cross_attention_dim"])
+    size = (len(means), loop.samples["token_ids"].shape[-1], text_width_of(network))
     text = torch.randn(size, generator=generator)
     timesteps = torch.randint(1000, (len(means),), generator=generator).to(device)
     with loop.autocast if dtype != torch.float64 else torch.autocast(device.type, enabled=False):
-        output = unet(means.to(dtype), timesteps, text.to(device, dtype), return_dict=False)[0]
+        output = network(means.to(dtype), timesteps, text.to(device, dtype), return_dict=False)[0]
     F.mse_loss(output.to(dtype), target.to(device, dtype)).backward()
-    gradient = torch.cat([parameter.grad.flatten().double().cpu() for parameter in unet.parameters()])
+    gradient = torch.cat([parameter.grad.flatten().double().cpu() for parameter in network.parameters()])
     return output.detach().double().cpu(), gradient
 
 

@@ -120,7 +120,7 @@ class PlainLoop:
         self.model: Any = build_on_device(config, kind).to(device).train()
         prepare_frozen(config, self.model, kind)
         torch.backends.cudnn.benchmark = config.performance.cudnn_benchmark
-        settings, parameters = config.optimizer, self.model.unet.parameters()
+        settings, parameters = config.optimizer, self.model.parameters()
         self.optimizer = torch.optim.AdamW(parameters, lr=settings.lr, weight_decay=settings.weight_decay, fused=True)
         self.autocast = torch.autocast(
             device.type, torch.bfloat16, enabled=config.trainer.precision is not Precision.fp32

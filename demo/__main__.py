@@ -6,19 +6,14 @@ with an error if too few generated images are right.
 
 import argparse
 import json
-import os
-import shlex
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+from demo.steps import COMPOSER, Steps
 from diffusion.errors import UserError
 from diffusion.launch import CommandParser, run_command
 
-ROOT = Path(__file__).resolve().parent.parent
-BIN = Path(sys.executable).parent
-COMPOSER = [str(BIN / "composer"), "-n", "1"]
 GUIDANCE_SCALE, NUM_INFERENCE_STEPS = 2.0, 25
 NUM_IMAGES = 6000
 LEAST_RIGHT = {"colour": 0.9, "shape": 0.7}
@@ -41,37 +36,12 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-class Demo:
-    """Runs commands one after the other and remembers how long they took."""
+class Demo(Steps):
+    """The steps of the demo."""
 
     def __init__(self, out: Path, quick: bool) -> None:
-        self.out = out
+        super().__init__(out)
         self.quick = quick
-        self.log = out / "steps.json"
-        self.done: dict[str, dict] = json.loads(self.log.read_text()) if self.log.is_file() else {}
-
-    def run(self, name: str, command: list[str]) -> None:
-        """Run a command from the repository's root, unless it was done.
-
-        Raises:
-            UserError: it fails, or another command has done this step here.
-        """
-        shown = shlex.join(Path(word).name if word.startswith(str(BIN)) else word for word in command)
-        if name in self.done:
-            if self.done[name]["command"] != shown:
-                raise UserError(
-                    f"{self.out}: step '{name}' was done by another command ({self.done[name]['command']}): remove the "
-                    "folder, or give another one with --out"
-                )
-            print(f"[{name}] done before", flush=True)
-            return
-        print(f"\n[{name}] {shown}", flush=True)
-        start = time.monotonic()
-        environment = {**os.environ, "TQDM_MININTERVAL": "2"}
-        if code := subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode:
-            raise UserError(f"step '{name}' ended with exit code {code}; mend what it says and run the demo again")
-        self.done[name] = {"command": shown, "seconds": time.monotonic() - start}
-        self.log.write_text(json.dumps(self.done, indent=2))
 
     def train(self, name: str, overrides: list[str]) -> None:
         """Train one of yamls/tiny."""

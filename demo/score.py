@@ -18,19 +18,19 @@ from diffusion.launch import CommandParser, run_command
 from diffusion.models.latent_diffusion import LatentDiffusion
 
 Rates = Mapping[str, float]
-"""Number of images, and shares of them (0 to 1) with the right colour, shape and, of two objects, relation."""
+"""Number of images, and shares of them (0 to 1) with the right colour, shape, number of objects, and, where the scenes
+have them, relation and positions."""
 
 
 def rates(images: Sequence[Image.Image], asked: Sequence[Scene]) -> Rates:
-    """Shares of images that show the colours, shapes and relations of their scenes."""
+    """Shares of images that agree with their scenes."""
     scores = [score(image, scene) for image, scene in zip(images, asked, strict=True)]
-    related = [one.relation for one in scores if one.relation is not None]
-    return {
-        "number": len(scores),
-        "colour": sum(one.colour for one in scores) / len(scores),
-        "shape": sum(one.shape for one in scores) / len(scores),
-        **({"relation": sum(related) / len(related)} if related else {}),
-    }
+    found: dict[str, float] = {"number": len(scores)}
+    for name in ("colour", "shape", "count", "relation", "position"):
+        values = [value for one in scores if (value := getattr(one, name)) is not None]
+        if values:
+            found[name] = sum(values) / len(values)
+    return found
 
 
 def oracle_rates(num: int, size: int) -> tuple[Rates, Rates]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from diffusion.evaluation.shapes import Scene, caption, draw, scenes
+from diffusion.evaluation.shapes import SHARES, Scene, caption, content, draw, scenes, task
 from diffusion.files import atomic_path
 from diffusion.launch import CommandParser, run_command
 
@@ -23,7 +23,13 @@ FORMATS = {"png": "PNG", "jpg": "JPEG", "webp": "WEBP"}
 
 
 def write_data_set(
-    folder: Path | str, num_images: int = 6000, seed: int = 17, *, split: str = "train", shard_size: int = 500
+    folder: Path | str,
+    num_images: int = 6000,
+    seed: int = 17,
+    *,
+    split: str = "train",
+    shares: tuple[float, float, float] = SHARES,
+    shard_size: int = 500,
 ) -> dict[str, int]:
     """Write the data set in three layouts, a third of the images each; the same arguments write the same bytes.
 
@@ -31,13 +37,15 @@ def write_data_set(
     - `folder/webdataset`: tar files as img2dataset writes them: NAME.png or NAME.jpg, NAME.txt and NAME.json.
     - `folder/parquet`: files with the columns `image` (struct of `bytes` and `path`) and `caption`.
 
-    Half of the PNGs of scenes with a white background are transparent: only on white do they agree with their captions.
+    None shows a scene of the task (`task`). Half of the PNGs of scenes with a white background are transparent: only on
+    white do they agree with their captions.
 
     Args:
         folder: where to write; must not hold a data set.
         num_images: images in all three layouts together.
         seed: of scenes, resolutions and formats.
         split: `train`, or another name for independent scenes, such as `validation`.
+        shares: of scenes with one object, two objects and a group.
         shard_size: images per subfolder, tar file and parquet file.
 
     Returns:
@@ -46,8 +54,9 @@ def write_data_set(
     folder = Path(folder)
     layouts = {"images": _write_images, "webdataset": _write_tars, "parquet": _write_parquet}
     rng = random.Random(f"files {split} {seed}")
+    without = {content(scene) for scene in task()}
     drawn: dict[str, list[_Image]] = {layout: [] for layout in layouts}
-    for index, scene in enumerate(scenes(num_images, seed, split=split)):
+    for index, scene in enumerate(scenes(num_images, seed, split=split, shares=shares, without=without)):
         layout = tuple(layouts)[index % len(layouts)]
         suffixes = ("png", "jpg") if layout == "webdataset" else tuple(FORMATS)
         drawn[layout].append(_image(scene, f"{split}-{index:06d}", rng.choice(suffixes), rng))
@@ -130,9 +139,17 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder; replaced if it exists")
     parser.add_argument("--num-images", type=int, default=6000)
     parser.add_argument("--seed", type=int, default=17)
+    parser.add_argument(
+        "--shares",
+        type=float,
+        nargs=3,
+        default=SHARES,
+        metavar="SHARE",
+        help="of scenes with one object, two objects and a group of three or four",
+    )
     arguments = parser.parse_args()
     with atomic_path(arguments.out) as partial:
-        counts = write_data_set(partial, arguments.num_images, arguments.seed)
+        counts = write_data_set(partial, arguments.num_images, arguments.seed, shares=tuple(arguments.shares))
         shutil.rmtree(arguments.out, ignore_errors=True)
     print(f"{arguments.out}: " + ", ".join(f"{count} in {layout}" for layout, count in counts.items()))
 

@@ -64,7 +64,7 @@ from diffusion.models.build import build_model, load_weights
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.lora import add_lora
 from diffusion.models.pretrained import is_pipeline, read_vae
-from diffusion.models.tokenizers import build_tokenizer, tokenize
+from diffusion.models.tokenizers import caption_tokenizer
 from diffusion.operations.checks.data import check_caches, check_identity, check_streams, read_stream_files
 from diffusion.operations.checks.gpu import computes_bf16
 from diffusion.operations.checks.machine import check_machines
@@ -285,7 +285,7 @@ def build_train_data(config: Config, files: Files | None = None) -> DataSpec:
     loader = train_loader(
         config.data,
         seed=config.seed,
-        tokenize=partial(tokenize, build_tokenizer(config.model.architecture)),
+        tokenize=caption_tokenizer(config.model),
         rank_batch_size=rank_batch_size,
         with_logvar=config.objective.posterior == Posterior.sample,
         files=files,
@@ -318,7 +318,7 @@ def build_evaluator(config: Config, model: ComposerModel, files: Files | None = 
     dataset = validation_dataset(
         config.validation,
         config.data,
-        tokenize=partial(tokenize, build_tokenizer(config.model.architecture)),
+        tokenize=caption_tokenizer(config.model),
         with_logvar=config.objective.posterior == Posterior.sample,
         files=files,
     )

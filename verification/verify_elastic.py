@@ -14,10 +14,10 @@ from diffusion.launch import CommandParser, run_command
 ROOT = Path(__file__).resolve().parent.parent
 RESOLUTION = 32
 STREAMS = {"one": "[{name: 64-up}]", "several": "[{name: 32-64}, {name: 64-up}]"}
+SMALL_UNET = "{block_out_channels: [16, 32], norm_num_groups: 4, attention_head_dim: [2, 2]}"
+SMALL_TRANSFORMER = "{hidden_size: 64, num_heads: 4, depth: 4, axes_dim: [8, 8]}"
 SETTINGS = (
-    "model.architecture=tiny",
     "model.pretrained=null",
-    "model.network={block_out_channels: [16, 32], norm_num_groups: 4, attention_head_dim: [2, 2]}",
     "data.remote=null",
     f"data.resolution={RESOLUTION}",
     "data.global_batch_size=16",
@@ -50,6 +50,8 @@ def parse_arguments() -> argparse.Namespace:
 def main(launcher: Callable[[int], list[str]] | None = None) -> None:
     """Make data, run, compare; ranks are started with Composer's launcher or another one (`runs.Launcher`)."""
     arguments = parse_arguments()
+    from diffusion.config.checks import is_location
+    from diffusion.config.loading import load_config
     from verification.runs import Recipe, compare, composer, format_table, make_data, run
     from verification.ways import covering_set, product, short_set
 
@@ -57,9 +59,15 @@ def main(launcher: Callable[[int], list[str]] | None = None) -> None:
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     data = make_data(out / "data", RESOLUTION)
+    architecture = load_config(arguments.yaml, may_miss=is_location).model.architecture.value
+    is_transformer = "transformer" in architecture
+    model = (
+        f"model.architecture={'tiny_transformer' if is_transformer else 'tiny'}",
+        f"model.network={SMALL_TRANSFORMER if is_transformer else SMALL_UNET}",
+    )
     recipe = Recipe(
         yaml=arguments.yaml.resolve(),
-        overrides=(f"seed={arguments.seed + 17}", f"model.vae={data / 'vae'}", *SETTINGS, *arguments.overrides),
+        overrides=(f"seed={arguments.seed + 17}", f"model.vae={data / 'vae'}", *model, *SETTINGS, *arguments.overrides),
         num_steps=arguments.steps,
         root=out,
         seed=arguments.seed,

@@ -72,6 +72,15 @@ class LoraConfig:
 
 
 @dataclass(kw_only=True)
+class TextEncoderConfig:
+    """Encoder of captions: CLIP's as published, or CLIP's in chunks for longer captions."""
+
+    chunks: int = bounded(1, min=1)
+    """Chunks of CLIP's length (77 tokens, 75 of them a caption's). Each is encoded by itself, with a start and an end
+    of its own, and their encodings are concatenated. Words beyond the last chunk are cut off."""
+
+
+@dataclass(kw_only=True)
 class TextAdapterConfig:
     """Trained layers between the frozen text encoder and the network."""
 
@@ -105,6 +114,9 @@ class ModelConfig:
     network: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of diffusers' UNet2DConditionModel or PRXTransformer2DModel that replace those of the
     architecture. `{in_channels: 16}` for a VAE of 16 channels: a U-Net's `out_channels` follow."""
+
+    text_encoder: TextEncoderConfig = field(default_factory=TextEncoderConfig)
+    """Encoder of captions."""
 
     text_adapter: TextAdapterConfig | None = None
     """Train layers behind the text encoder, too; null: none. Not with stored embeddings or SDXL's two encoders."""

@@ -17,7 +17,18 @@ from PIL import Image
 from scipy import ndimage
 
 from diffusion.evaluation.object_checks import Check, Detection, Wanted
-from diffusion.evaluation.shapes import COLOURS, SHAPES, Scene, Thing, caption, draw, prompts
+from diffusion.evaluation.shapes import (
+    COLOURS,
+    POSITIONS,
+    SHAPES,
+    TRIANGLE_OFFSET,
+    Scene,
+    Thing,
+    caption,
+    corner,
+    draw,
+    prompts,
+)
 
 SIDE = 64
 """Pixels of the shorter side to which every image is scaled."""
@@ -36,6 +47,9 @@ MAX_ASPECT = 1.6
 STANDARD_SIDE = 24
 STANDARD_SPAN = 2.2
 """Half the side of the window of the standard outline, in standard deviations of the object's area."""
+
+MIDDLE = (0.45, 0.55)
+"""Range of the centre of an object in the middle column or row."""
 
 ANY_SHAPE = "shape"
 """Label of an object whose outline agrees with no shape."""
@@ -162,7 +176,7 @@ def _standard_outlines() -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """Whether an image shows the scene of its caption."""
+    """Agreement of an image with the scene of its caption."""
 
     colour: bool
     """Every object has its colour."""
@@ -170,26 +184,61 @@ class Score:
     shape: bool
     """Every object has its shape."""
 
-    relation: bool | None
-    """Colours, shapes and relation are right; None for a scene of one object."""
+    count: bool
+    """The image has as many objects as the scene."""
+
+    relation: bool | None = None
+    """Colours, shapes and relation are right; None unless the scene has two objects."""
+
+    position: float | None = None
+    """Share of the objects with their position, colour and shape; None if the caption has no positions."""
 
 
 def score(image: Image.Image, scene: Scene) -> Score:
-    """Compare the largest objects of an image with a scene, in the order that gives the most matches."""
-    found = ShapesOracle().find(image)[: len(scene.things)]
+    """Compare an image with a scene.
+
+    One object and two are compared with the largest in the image, in the order that gives the most matches; the objects
+    of a group with the largest in their corners.
+    """
+    found = ShapesOracle().find(image)
+    if len(scene.things) > 2:
+        return _score_group(found, scene)
+    has_count = len(found) == len(scene.things)
+    is_positioned = scene.position is not None
     if len(found) < len(scene.things):
-        return Score(colour=False, shape=False, relation=None if scene.relation is None else False)
+        missed = None if scene.relation is None else False
+        return Score(colour=False, shape=False, count=False, relation=missed, position=0.0 if is_positioned else None)
 
     def compared(objects: Sequence[Detection]) -> Score:
         colour = all(one.colour == thing.colour for one, thing in zip(objects, scene.things, strict=True))
         shape = all(one.label == thing.shape for one, thing in zip(objects, scene.things, strict=True))
-        if scene.relation is None:
-            return Score(colour=colour, shape=shape, relation=None)
-        relation = colour and shape and _relation(objects[0], objects[1]) == scene.relation
-        return Score(colour=colour, shape=shape, relation=relation)
+        relation = position = None
+        if scene.relation is not None:
+            relation = colour and shape and _relation(objects[0], objects[1]) == scene.relation
+        if scene.position is not None:
+            position = float(colour and shape and _thirds(objects[0], scene.things[0]) == POSITIONS[scene.position])
+        return Score(colour=colour, shape=shape, count=has_count, relation=relation, position=position)
 
-    scores = map(compared, itertools.permutations(found))
+    scores = map(compared, itertools.permutations(found[: len(scene.things)]))
     return max(scores, key=lambda one: (bool(one.relation), one.colour + one.shape))
+
+
+def _score_group(found: Sequence[Detection], scene: Scene) -> Score:
+    """Compare a group with the largest object in each corner."""
+    largest = {corner(one.x, one.y): one for one in reversed(found)}
+    pairs = [(thing, largest.get(corner(thing.x, thing.y))) for thing in scene.things]
+    colours = [one is not None and one.colour == thing.colour for thing, one in pairs]
+    shapes = [one is not None and one.label == thing.shape for thing, one in pairs]
+    right = sum(colour and shape for colour, shape in zip(colours, shapes, strict=True))
+    return Score(colour=all(colours), shape=all(shapes), count=len(found) == len(pairs), position=right / len(pairs))
+
+
+def _thirds(one: Detection, thing: Thing) -> tuple[int, int]:
+    """Column and row of an object that is detected where a thing was asked for."""
+    # The centroid of a triangle is below the centre of its bounding box.
+    y = one.y - (TRIANGLE_OFFSET * thing.radius if thing.shape == "triangle" else 0.0)
+    column, row = (0 if centre < MIDDLE[0] else 2 if centre > MIDDLE[1] else 1 for centre in (one.x, y))
+    return column, row
 
 
 def _relation(first: Detection, second: Detection) -> str:

@@ -1,13 +1,15 @@
 """Scenes of coloured shapes with captions, drawn from a seed: the demo's data, and prompts of compositional checks.
 
-A scene is one object, or two objects with a relation. All coordinates are fractions of the image's centred square, so
-that a centre crop to a square loses no object. An object without a size word in its caption is of medium size.
+A scene is one object, two objects with a relation, or a group: three or four objects in the corners, with a caption of
+some hundred tokens. All coordinates are fractions of the image's centred square, so that a centre crop to a square
+loses no object. A single object without a size word in its caption is of medium size.
 """
 
 import dataclasses
+import functools
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from PIL import Image, ImageDraw
 
@@ -41,11 +43,19 @@ PHRASINGS = (
     "an image of {things} on a {background} background",
     "{things}, {background} background",
 )
-RELATION_SHARE = 0.2
-"""Share of the scenes that have two objects."""
+CORNERS = tuple(name for name, thirds in POSITIONS.items() if 1 not in thirds)
+GROUP_SIZES = {"small": (0.115, 0.13), "large": (0.165, 0.185)}
+"""Radius of an object of a group."""
+NUMBERS = {3: "three", 4: "four"}
+GROUP = "an image of {number} objects on a plain {background} background, and nothing else is in this image. {things}"
+MEMBER = "{position} corner there is a {size} {shape}, and the colour of this {shape} is {colour}."
+SHARES = (0.8, 0.2, 0.0)
+"""Shares of the scenes with one object, two objects and a group."""
 CENTER = "in the center"
 OFF_CENTER_SHARE = 0.35
 """Share of the small and medium single objects that lie elsewhere; their captions say so."""
+TRIANGLE_OFFSET = 1.25 / 4
+"""Distance from the centre of a triangle's bounding box, which is its position, to its centroid, in radii."""
 SUPERSAMPLING = 4
 MARGIN = 0.03
 """Least distance from an object to the border."""
@@ -75,22 +85,28 @@ class Scene:
     """What an image shows and how its caption says it."""
 
     things: tuple[Thing, ...]
-    """One object, or two."""
+    """One to four objects, in the order of the caption."""
 
     background: str
     relation: str | None = None
-    """Position of the first object relative to the second, one of RELATIONS; None for one object."""
+    """Position of the first object relative to the second, one of RELATIONS; only for two objects."""
 
     position: str | None = None
     """Key of POSITIONS, if the caption has the position of the one object."""
 
     phrasing: int = 0
-    """Index into PHRASINGS."""
+    """Index into PHRASINGS; groups have one phrasing."""
 
 
 def caption(scene: Scene) -> str:
     """Caption of a scene, such as "a large blue star in the top left on a gray background"."""
     first = scene.things[0]
+    if len(scene.things) > 2:
+        members = (
+            MEMBER.format(position=corner(thing.x, thing.y), size=thing.size, shape=thing.shape, colour=thing.colour)
+            for thing in scene.things
+        )
+        return GROUP.format(number=NUMBERS[len(scene.things)], background=scene.background, things=" ".join(members))
     if scene.relation is not None:
         second = scene.things[1]
         things = f"a {first.colour} {first.shape} {scene.relation} a {second.colour} {second.shape}"
@@ -99,6 +115,11 @@ def caption(scene: Scene) -> str:
         position = "" if scene.position is None else f" {scene.position}"
         things = f"a {size}{first.colour} {first.shape}{position}"
     return PHRASINGS[scene.phrasing].format(things=things, background=scene.background)
+
+
+def corner(x: float, y: float) -> str:
+    """Corner, one of CORNERS, of a point."""
+    return next(name for name in CORNERS if POSITIONS[name] == (2 * (x > 0.5), 2 * (y > 0.5)))
 
 
 def outline(thing: Thing) -> list[tuple[float, float]]:
@@ -111,7 +132,7 @@ def outline(thing: Thing) -> list[tuple[float, float]]:
         return [(x - half, y - half), (x + half, y - half), (x + half, y + half), (x - half, y + half)]
     if thing.shape == "triangle":
         arm = 1.25 * radius
-        y += arm / 4  # the bounding box, not the centroid, is centred on y
+        y += TRIANGLE_OFFSET * radius
         return [(x + arm * math.sin(turn), y - arm * math.cos(turn)) for turn in (0, 2 * math.pi / 3, -2 * math.pi / 3)]
     arms = [1.25 * radius if corner % 2 == 0 else 0.55 * radius for corner in range(10)]
     turns = [math.pi * corner / 5 for corner in range(10)]
@@ -144,10 +165,39 @@ def draw(scene: Scene, size: int | tuple[int, int], *, transparent: bool = False
     return image.reduce(SUPERSAMPLING)
 
 
-def scenes(num: int, seed: int = 17, *, split: str = "train") -> list[Scene]:
-    """Draw random scenes; the same arguments give the same ones, and splits are independent of each other."""
+def scenes(
+    num: int,
+    seed: int = 17,
+    *,
+    split: str = "train",
+    shares: tuple[float, float, float] = SHARES,
+    without: Collection[str] = (),
+) -> list[Scene]:
+    """Draw random scenes; the same arguments give the same ones, and splits are independent of each other.
+
+    Args:
+        num: number of scenes.
+        seed: of the scenes.
+        split: name of the data set.
+        shares: of scenes with one object, two objects and a group.
+        without: contents (`content`) of scenes that are not drawn.
+    """
     rng = random.Random(f"{split} {seed}")
-    return [_two_things(rng) if rng.random() < RELATION_SHARE else _one_thing(rng) for _ in range(num)]
+    drawn: list[Scene] = []
+    while len(drawn) < num:
+        kind = rng.random()
+        if kind < shares[1]:
+            scene = _two_things(rng)
+        else:
+            scene = _group(rng) if kind < shares[1] + shares[2] else _one_thing(rng)
+        if content(scene) not in without:
+            drawn.append(scene)
+    return drawn
+
+
+def content(scene: Scene) -> str:
+    """Caption of a scene in the first phrasing."""
+    return caption(dataclasses.replace(scene, phrasing=0))
 
 
 def prompts() -> tuple[list[Scene], list[Scene]]:
@@ -173,6 +223,17 @@ def prompts() -> tuple[list[Scene], list[Scene]]:
             things = _placed((dataclasses.replace(first, shape=shape), second), relation)
             double.append(Scene(things=things, background="gray", relation=relation))
     return single, double
+
+
+@functools.cache
+def task() -> tuple[Scene, ...]:
+    """Scenes of the task `shapes`: 128 with one object, 192 with two, and 192 groups.
+
+    `demo.shapes` draws none of them, with any phrasing.
+    """
+    drawn = {content(scene): scene for scene in scenes(2000, split="task", shares=(0.3, 0.35, 0.35))}
+    kinds = [[scene for scene in drawn.values() if min(len(scene.things), 3) == num] for num in (1, 2, 3)]
+    return (*kinds[0][:128], *kinds[1][:192], *kinds[2][:192])
 
 
 def _one_thing(rng: random.Random) -> Scene:
@@ -202,6 +263,18 @@ def _two_things(rng: random.Random) -> Scene:
     relation, background = rng.choice(RELATIONS), rng.choice(tuple(BACKGROUNDS))
     things = _placed(things, relation, along, across)
     return Scene(things=things, background=background, relation=relation, phrasing=_phrasing(rng))
+
+
+def _group(rng: random.Random) -> Scene:
+    """Draw a scene with three or four objects of different colours in the corners."""
+    corners = rng.sample(CORNERS, rng.choice(tuple(NUMBERS)))
+    things = []
+    for position, colour in zip(corners, rng.sample(tuple(COLOURS), len(corners)), strict=True):
+        size = rng.choice(tuple(GROUP_SIZES))
+        x, y = (0.26 + 0.24 * third + rng.uniform(-0.01, 0.01) for third in POSITIONS[position])
+        radius = rng.uniform(*GROUP_SIZES[size])
+        things.append(Thing(colour=colour, shape=rng.choice(SHAPES), size=size, x=x, y=y, radius=radius))
+    return Scene(things=tuple(things), background=rng.choice(tuple(BACKGROUNDS)))
 
 
 def _placed(

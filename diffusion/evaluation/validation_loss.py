@@ -17,7 +17,6 @@ from diffusion.evaluation.generate import CheckpointGenerator, EvaluatedModel, G
 from diffusion.evaluation.protocol import VERSION, Number
 from diffusion.loading import load_config_of
 from diffusion.models.latent_diffusion import Batch, LatentDiffusion, squared_error
-from diffusion.models.tokenizers import tokenize
 
 NAME = "validation_loss"
 
@@ -89,7 +88,7 @@ def open_validation_data(config: Config, model: LatentDiffusion) -> ValidationDa
     return validation_dataset(
         config.validation,
         config.data,
-        tokenize=lambda captions: tokenize(model.tokenizer, captions),
+        tokenize=model.tokenize,
         with_logvar=config.objective.posterior == Posterior.sample,
     )
 

@@ -80,7 +80,7 @@ class ArchitectureSpec:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of a caption (L)."""
+        """Tokens of a chunk of a caption."""
         return self.text_encoder["max_position_embeddings"]
 
 
@@ -253,6 +253,12 @@ ARCHITECTURES = {
     Architecture.tiny: TINY,
     Architecture.tiny_xl: TINY_XL,
 }
+
+
+def text_shape(config: ModelConfig) -> tuple[int, int]:
+    """Tokens of a caption (L) and width of their encoding (D)."""
+    spec = ARCHITECTURES[config.architecture]
+    return spec.max_tokens * config.text_encoder.chunks, spec.text_width
 
 
 # Networks with random weights

@@ -98,12 +98,36 @@ class Conditioning(NamedTuple):
         return Conditioning(*joined)  # pyright: ignore[reportArgumentType]
 
 
+def encode_tokens(
+    text_encoder: nn.Module, token_ids: Tensor, num_chunks: int = 1, *, before_norm: bool = False
+) -> TextEncoding:
+    """Encode captions, each chunk by itself.
+
+    Args:
+        text_encoder: maps token ids to hidden states and pooled text.
+        token_ids: int64 [B, L].
+        num_chunks: chunks of a caption, which divide L.
+        before_norm: return the hidden states of a CLIPTextModel before its final norm.
+
+    Returns:
+        The hidden states of the chunks in their order, and the pooled text of the first.
+    """
+    chunks = token_ids.reshape(len(token_ids) * num_chunks, -1)
+    if before_norm:
+        encoded: Any = text_encoder(chunks, output_hidden_states=True)
+        hidden, pooled = encoded.hidden_states[-1], encoded.pooler_output
+    else:
+        hidden, pooled = text_encoder(chunks)[:2]
+    return TextEncoding(hidden.reshape(*token_ids.shape, -1), pooled[::num_chunks])
+
+
 class Conditioner:
     """Makes the conditioning of a batch or of prompts, and drops captions.
 
     Args:
         text_encoder: maps token ids int64 [B, L] to hidden states [B, L, D] and pooled text [B, P].
         empty_token_ids: int64 [L], the empty caption.
+        num_chunks: chunks of a caption that are encoded by themselves.
         is_extended: whether the network takes pooled text, sizes and crops (SDXL).
         is_masked: whether the network is told which tokens are padding.
         is_adapted: whether an adapter follows, which takes hidden states before the final norm.
@@ -114,6 +138,7 @@ class Conditioner:
         text_encoder: TextEncoder,
         empty_token_ids: Tensor,
         *,
+        num_chunks: int,
         is_extended: bool,
         is_masked: bool,
         is_adapted: bool,
@@ -122,6 +147,7 @@ class Conditioner:
         self._empty_token_ids = {empty_token_ids.device: empty_token_ids}
         self._empty_text: dict[tuple[torch.device, torch.dtype | None], TextEncoding] = {}
         self._dtype: torch.dtype | None = None
+        self._num_chunks = num_chunks
         self._is_extended, self._is_masked, self._is_adapted = is_extended, is_masked, is_adapted
         self._end = int(empty_token_ids[1])  # Of the start, the end and the padding.
 
@@ -139,11 +165,7 @@ class Conditioner:
     def encode_text(self, token_ids: Tensor) -> TextEncoding:
         """Encode captions: int64 [B, L]."""
         with nullcontext() if self._dtype is None else torch.autocast(token_ids.device.type, self._dtype):
-            if self._is_adapted:
-                encoded: Any = self._text_encoder(token_ids, output_hidden_states=True)
-                return TextEncoding(encoded.hidden_states[-1], encoded.pooler_output)
-            hidden, pooled = self._text_encoder(token_ids)[:2]
-        return TextEncoding(hidden, pooled)
+            return encode_tokens(self._text_encoder, token_ids, self._num_chunks, before_norm=self._is_adapted)
 
     def drop(self, token_ids: Tensor, is_dropped: Tensor) -> Tensor:
         """Replace captions int64 [B, L] by the empty one where `is_dropped` bool [B]."""
@@ -186,11 +208,14 @@ class Conditioner:
         return Conditioning(text.hidden, text.pooled, numbers.expand(len(token_ids), -1))
 
     def _mask(self, token_ids: Tensor) -> Tensor | None:
-        """Whether a token [B, L] comes before the padding: up to the first end token."""
+        """Whether a token [B, L] is no padding: up to the first end of each chunk; later chunks may be empty."""
         if not self._is_masked:
             return None
-        is_end = token_ids == self._end
-        return is_end.cumsum(dim=1) - is_end.long() == 0
+        chunks = token_ids.unflatten(1, (self._num_chunks, -1))
+        is_end = chunks == self._end
+        is_used = is_end.cumsum(dim=2) - is_end.long() == 0
+        is_used[:, 1:] &= ~is_end[:, 1:, 1:2]
+        return is_used.flatten(1)
 
     def _stored_text(self, batch: dict[str, Tensor], token_ids: Tensor) -> TextEncoding:
         """Stored encoding of captions, replaced by that of the empty caption where captions were dropped."""

@@ -53,7 +53,6 @@ from diffusion.models.sampling import (
     whole_number,
 )
 from diffusion.models.text_adapter import TextAdapter
-from diffusion.models.tokenizers import tokenize
 from diffusion.randomness import Purpose, bernoulli, normal
 
 Batch = dict[str, Tensor]
@@ -159,10 +158,12 @@ class LatentDiffusion(ComposerModel):
         self.validation_streams: Sequence[str] = ()
         self.validation_bins: Sequence[range] = ()
         self.num_slots = 0
-        empty_token_ids = torch.from_numpy(tokenize(self.tokenizer, [""])).long()[0]
+        self.tokenize, self.num_chunks = frozen.tokenize, frozen.num_chunks
+        empty_token_ids = torch.from_numpy(self.tokenize([""])).long()[0]
         self.conditioner = Conditioner(
             frozen.text_encoder,
             empty_token_ids,
+            num_chunks=frozen.num_chunks,
             is_extended=network.config.get("addition_embed_type") == "text_time",
             is_masked=self.component == "transformer",
             is_adapted=text_adapter is not None,
@@ -415,7 +416,7 @@ class LatentDiffusion(ComposerModel):
         return latents.to(device, torch.float32)
 
     def _encode_prompts(self, prompts: Sequence[str], placement: Placement) -> Conditioning:
-        token_ids = torch.from_numpy(tokenize(self.tokenizer, prompts)).long().to(self.network.device)
+        token_ids = torch.from_numpy(self.tokenize(prompts)).long().to(self.network.device)
         return self._adapt(self.conditioner.encode_prompts(token_ids, placement)).to(self.network.dtype)
 
     @torch.no_grad()

@@ -7,7 +7,7 @@ scheduler/, tokenizer/, text_encoder/, vae/, unet/ or transformer/, and for SDXL
 import copy
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,12 +15,14 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import requests
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.transformers.transformer_prx import PRXTransformer2DModel
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from huggingface_hub import constants, snapshot_download
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -39,7 +41,7 @@ from diffusion.models.architectures import (
 )
 from diffusion.models.conditioning import DualTextEncoder, TextEncoder
 from diffusion.models.networks import Network, component_name
-from diffusion.models.tokenizers import build_tokenizer
+from diffusion.models.tokenizers import build_tokenizer, tokenize
 
 Loaded = TypeVar("Loaded")
 
@@ -112,6 +114,13 @@ class FrozenParts:
     tokenizer: CLIPTokenizer
     latent_scaling: LatentScaling
 
+    num_chunks: int = 1
+    """Chunks of a caption that the text encoder is given one by one (`model.text_encoder.chunks`)."""
+
+    def tokenize(self, captions: Sequence[str]) -> NDArray[np.int32]:
+        """Encode K captions: int32 [K, L]."""
+        return tokenize(self.tokenizer, captions, self.num_chunks)
+
 
 def freeze(module: nn.Module) -> nn.Module:
     """Put a module into eval mode without gradients, in place."""
@@ -160,6 +169,7 @@ def load_frozen_parts(config: ModelConfig) -> FrozenParts:
         text_encoder=text_encoder,
         tokenizer=build_tokenizer(config.architecture),
         latent_scaling=LatentScaling.from_vae(vae.config),
+        num_chunks=config.text_encoder.chunks,
     )
 
 
@@ -492,11 +502,11 @@ def module_identity(module: nn.Module) -> str:
     return digest.hexdigest()[:16]
 
 
-def tokenizer_identity(tokenizer: Any) -> str:
-    """Hash of a tokenizer's vocabulary, special tokens and length, 16 hexadecimal digits."""
+def tokenizer_identity(tokenizer: Any, num_chunks: int = 1) -> str:
+    """Hash of a tokenizer's vocabulary, special tokens and length of all chunks, 16 hexadecimal digits."""
     content = {
         "vocabulary": sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1]),
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
-        "length": tokenizer.model_max_length,
+        "length": tokenizer.model_max_length * num_chunks,
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

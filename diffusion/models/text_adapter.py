@@ -62,14 +62,15 @@ class TextAdapter(nn.Module):
 
     def __init__(self, text_encoder: CLIPTextModel, num_layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(_Layer(text_encoder.config) for _ in range(num_layers))
-        norm = final_norm(text_encoder)
-        self.final_layer_norm = nn.LayerNorm(norm.normalized_shape, norm.eps)
-        self.final_layer_norm.load_state_dict(norm.state_dict())
-        for layer in self.layers:
+        layers = [_Layer(text_encoder.config) for _ in range(num_layers)]
+        for layer in layers:
             for last in (layer.self_attn.out_proj, layer.mlp.fc2):
                 nn.init.zeros_(last.weight)
                 nn.init.zeros_(last.bias)
+        self.layers = nn.ModuleList(layers)
+        norm = final_norm(text_encoder)
+        self.final_layer_norm = nn.LayerNorm(norm.weight.shape, norm.eps)
+        self.final_layer_norm.load_state_dict(norm.state_dict())
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Continue the hidden states of the last layer, before the final norm: [B, L, D] each."""
@@ -79,8 +80,13 @@ class TextAdapter(nn.Module):
 
 
 def final_norm(text_encoder: CLIPTextModel) -> nn.LayerNorm:
-    """Final norm of a CLIP text encoder; transformers 5 has no `text_model` around it."""
-    return getattr(text_encoder, "text_model", text_encoder).final_layer_norm
+    """Final norm of a CLIP text encoder."""
+    return _inside(text_encoder).final_layer_norm
+
+
+def _inside(text_encoder: CLIPTextModel) -> Any:
+    """The transformer of a CLIP text encoder; transformers 5 has no `text_model` around it."""
+    return getattr(text_encoder, "text_model", text_encoder)
 
 
 @torch.no_grad()
@@ -89,7 +95,7 @@ def with_adapter(text_encoder: CLIPTextModel, adapter: TextAdapter) -> CLIPTextM
     num_frozen, config = text_encoder.config.num_hidden_layers, text_encoder.config.to_dict()
     config["num_hidden_layers"] = num_frozen + len(adapter.layers)
     merged = CLIPTextModel(type(text_encoder.config)(**config))
-    inside = getattr(merged, "text_model", merged)
+    inside = _inside(merged)
     merged.load_state_dict(text_encoder.state_dict(), strict=False)
     for layer, trained in zip(inside.encoder.layers[num_frozen:], adapter.layers, strict=True):
         layer.load_state_dict(trained.state_dict())

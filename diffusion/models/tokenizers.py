@@ -11,6 +11,7 @@ import importlib.util
 import json
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import CLIPTokenizer
 
-from diffusion.config.model import Architecture
+from diffusion.config.model import Architecture, ModelConfig
+from diffusion.datasets.dataset import Tokenize
 from diffusion.errors import MachineError
 from diffusion.models.architectures import ARCHITECTURES, CLIP_VOCABULARY
 
@@ -88,13 +90,27 @@ def repair(caption: str) -> str:
     return PAD.join(ftfy.fix_text(part) for part in caption.split(PAD)).lower()
 
 
-def tokenize(tokenizer: Any, captions: Sequence[str]) -> NDArray[np.int32]:
-    """Encode K captions, padded and truncated to the tokenizer's length: int32 [K, L]."""
+def tokenize(tokenizer: Any, captions: Sequence[str], num_chunks: int = 1) -> NDArray[np.int32]:
+    """Encode K captions, padded and truncated to chunks of the tokenizer's length: int32 [K, L].
+
+    Each chunk has a start and an end of its own. A short caption leaves the last ones empty.
+    """
+    length = tokenizer.model_max_length
+    content = length - 2
     encoded = tokenizer(
         [repair(caption) for caption in captions],
-        padding="max_length",
+        add_special_tokens=False,
         truncation=True,
-        max_length=tokenizer.model_max_length,
-        return_tensors="np",
+        max_length=num_chunks * content,
     )
-    return encoded["input_ids"].astype(np.int32)
+    ids = np.full((len(captions), num_chunks, length), tokenizer.pad_token_id, np.int32)
+    for chunks, caption in zip(ids, encoded["input_ids"], strict=True):
+        for i, chunk in enumerate(chunks):
+            part = caption[i * content : (i + 1) * content]
+            chunk[: len(part) + 2] = [tokenizer.bos_token_id, *part, tokenizer.eos_token_id]
+    return ids.reshape(len(captions), -1)
+
+
+def caption_tokenizer(config: ModelConfig) -> Tokenize:
+    """Build what encodes the captions of a model."""
+    return partial(tokenize, build_tokenizer(config.architecture), num_chunks=config.text_encoder.chunks)

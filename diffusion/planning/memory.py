@@ -20,7 +20,7 @@ from diffusion.config.loading import from_dict, to_yaml
 from diffusion.config.model import Compilation, ModelConfig
 from diffusion.config.schema import Config, Task
 from diffusion.config.training import NumberFormat, Parallelism, Precision
-from diffusion.models.architectures import ARCHITECTURES, build_network, build_vae, count_parameters
+from diffusion.models.architectures import ARCHITECTURES, build_network, build_vae, count_parameters, text_shape
 from diffusion.models.autoencoder import PatchDiscriminator, build_perceptual
 from diffusion.models.fast.compilation import find_blocks
 from diffusion.models.lora import add_lora
@@ -248,7 +248,7 @@ def meta_inputs(config: ModelConfig, network: Network, size: ImageSize, dtype: t
         latents = torch.empty(1, settings["in_channels"], height, width, dtype=dtype)
         inputs: dict[str, Any] = {
             "timestep": torch.empty(1, dtype=torch.int64),
-            "encoder_hidden_states": torch.empty(1, spec.max_tokens, text_width_of(network), dtype=dtype),
+            "encoder_hidden_states": torch.empty(1, text_shape(config)[0], text_width_of(network), dtype=dtype),
         }
         if spec.component == "transformer":
             return {**inputs, "hidden_states": latents}

@@ -17,7 +17,7 @@ from diffusion.config.checks import num_batches
 from diffusion.config.data import ImageSize
 from diffusion.config.loading import to_yaml
 from diffusion.config.schema import Config, Task
-from diffusion.models.architectures import ARCHITECTURES
+from diffusion.models.architectures import ARCHITECTURES, text_shape
 from diffusion.models.flops import count_flops
 from diffusion.planning.memory import (
     CUDA_BYTES,
@@ -140,7 +140,7 @@ def _training_flops(model: str, size: ImageSize) -> int | None:
             network(**meta_inputs(config, network, size, torch.float32)).sample.sum().backward()
         return counter.get_total_flops()
     height, width = (side // spec.vae_factor for side in size)
-    flops = count_flops(network.config, height=height, width=width, num_tokens=spec.max_tokens)
+    flops = count_flops(network.config, height=height, width=width, num_tokens=text_shape(config)[0])
     return flops.training if flops is not None else None
 
 

@@ -20,7 +20,7 @@ from diffusion.datasets.mds import read_shards
 from diffusion.datasets.sample_order import GlobalOrder, StreamShape, draws_per_stream
 from diffusion.datasets.streams import StreamLocation, locate_streams
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.models.architectures import ARCHITECTURES, latent_channels
+from diffusion.models.architectures import ARCHITECTURES, latent_channels, text_shape
 from diffusion.planning.memory import (
     ADAM_BYTES,
     FORMAT_BYTES,
@@ -233,7 +233,7 @@ def stored_bytes(config: Config, size: ImageSize) -> int | None:
     """Bytes of a stored sample with one caption; None for images without `plan.image_kb`."""
     if config.data.representation is Representation.images:
         return round(config.plan.image_kb * 1000) if config.plan.image_kb is not None else None
-    return _encoded_bytes(config, size) + 4 * (ARCHITECTURES[config.model.architecture].max_tokens + PLACEMENT_NUMBERS)
+    return _encoded_bytes(config, size) + 4 * (text_shape(config.model)[0] + PLACEMENT_NUMBERS)
 
 
 def waiting_bytes(config: Config, rank_batch_size: int) -> int:
@@ -242,7 +242,7 @@ def waiting_bytes(config: Config, rank_batch_size: int) -> int:
     is_image = data.representation is Representation.images
     content = 3 * size.height * size.width if is_image else _encoded_bytes(config, size)
     # Token ids, placement, address and stream are int64 in a batch.
-    sample = content + 8 * (ARCHITECTURES[config.model.architecture].max_tokens + PLACEMENT_NUMBERS + 2)
+    sample = content + 8 * (text_shape(config.model)[0] + PLACEMENT_NUMBERS + 2)
     num_samples = rank_batch_size + (validation.device_batch_size if validation is not None else 0)
     return data.num_workers * data.prefetch_factor * num_samples * sample
 
@@ -253,7 +253,7 @@ def _encoded_bytes(config: Config, size: ImageSize) -> int:
     moments = 2 if config.objective.posterior is Posterior.sample else 1
     numbers = moments * (size.height * size.width // spec.vae_factor**2) * latent_channels(config.model)
     if config.data.text_embeddings:
-        numbers += spec.max_tokens * spec.text_width
+        numbers += math.prod(text_shape(config.model))
     return numbers * FORMAT_BYTES[NumberFormat.fp16]
 
 

@@ -99,6 +99,8 @@ def test_a_former_name_of_a_key_is_no_change(tmp_path, caplog):
     for name in ("check", "store"):
         assert f" {name}_timeout:" in record
         record = record.replace(f" {name}_timeout:", f" {name}_patience:")
+    assert "  network:\n" in record
+    record = record.replace("  network:\n", "  unet:\n")
     torch.save({"state": {"callbacks": {"RunRecord": {"config": record}}}}, checkpoint)
     with caplog.at_level("INFO"):
         check_changes(load_config(toy, changed), checkpoint, "it")

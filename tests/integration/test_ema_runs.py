@@ -110,7 +110,7 @@ def float64_average(folder: Path, profile: Profile, end: int = END) -> dict[str,
     for t, weights in enumerate(steps[1:], start=2):
         beta = profile.decay if isinstance(profile, Exponential) else (1 - 1 / t) ** (profile.gamma + 1)  # type: ignore
         average = {name: beta * old + (1 - beta) * weights[name].double() for name, old in average.items()}
-    return {name.removeprefix("unet."): tensor for name, tensor in average.items()}
+    return average
 
 
 @pytest.mark.world_size(2)
@@ -121,7 +121,7 @@ def test_averages_are_the_float64_averages_of_the_recorded_weights(runs, name, p
     assert {tensor.dtype for tensor in found.values()} == {torch.float32}
     assert difference(found, float64_average(runs[name], profile)) < 1e-6
     weights = torch.load(runs[name] / "weights" / f"step-{END:03d}.pt")
-    assert difference(found, {key: weights[f"unet.{key}"] for key in found}) > 1e-4, "the average is the weights"
+    assert difference(found, {key: weights[key] for key in found}) > 1e-4, "the average is the weights"
 
 
 @pytest.mark.world_size(2)
@@ -130,7 +130,7 @@ def test_the_weights_are_stored_beside_their_averages(runs, name):
     """Not the average, which was evaluated just before."""
     weights = torch.load(runs[name] / "weights" / f"step-{END:03d}.pt")
     raw = read_weights(newest(runs[name]), Weights.raw)
-    assert difference(raw, {key: weights[f"unet.{key}"] for key in raw}) == 0
+    assert difference(raw, {key: weights[key] for key in raw}) == 0
 
 
 @pytest.mark.world_size(2)
@@ -232,7 +232,7 @@ def test_files_hold_the_averages_of_their_steps(runs, name):
         (f"width-{width}", step, step - START + 1) for step in (4, 6, 8) for width in WIDTHS
     ]
     for path, record in stored:
-        found = {key.removeprefix("unet."): tensor for key, tensor in read_combination([path], [1.0])}
+        found = dict(read_combination([path], [1.0]))
         profile = PowerFunction(float(record.label.partition("-")[2]))
         assert difference(found, float64_average(runs[name], profile, record.step)) < 1e-6
         payload = sum(4 * tensor.numel() for tensor in found.values())
@@ -268,13 +268,13 @@ def test_a_width_that_was_not_tracked_generates(runs, tmp_path):
     assert path == copy / "reconstructed" / "step-000008-width-0.15.safetensors"
     model = load_model(path)
     expected = float64_average(runs["none"], PowerFunction(0.15))
-    found = model.unet.state_dict()
+    found = model.state_dict()
     nearest = float64_average(runs["none"], PowerFunction(0.2))
     assert difference(found, expected) < 0.1 * difference(nearest, expected), combination
 
     tracked, _ = reconstruct(copy, 0.2, step=6)
-    assert difference(load_model(tracked).unet.state_dict(), float64_average(copy, PowerFunction(0.2), 6)) < 1e-6
-    loaded = load_model(runs["none"], weights="width-0.2").unet.state_dict()
+    assert difference(load_model(tracked).state_dict(), float64_average(copy, PowerFunction(0.2), 6)) < 1e-6
+    loaded = load_model(runs["none"], weights="width-0.2").state_dict()
     assert difference(loaded, read_weights(newest(runs["none"]), "width-0.2")) == 0
     with pytest.raises(ConfigurationError, match=r"step 5: .*4, 6, 8"):
         reconstruct(copy, 0.2, step=5)

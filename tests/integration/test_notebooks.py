@@ -127,7 +127,7 @@ def test_the_notebooks_run_and_show_what_they_say(tmp_path, server, shapes):
     assert shows_image(outputs_after(notebook.cells, "axis.hist("))
     assert shows_image(outputs_after(notebook.cells, "axis.imshow("))
     parameters = value_of(outputs_after(notebook.cells, "count_parameters("))
-    assert parameters["stable_diffusion_2"]["unet"] == 865_910_724
+    assert parameters["stable_diffusion_2"]["network"] == 865_910_724
     (difference,) = value_of(outputs_after(notebook.cells, "largest difference")).values()
     assert difference < 0.01
     assert shows_image(outputs_after(notebook.cells, "pairs = "))

@@ -20,7 +20,7 @@ from diffusion.models.autoencoder import to_pixels
 from diffusion.models.pretrained import load_pretrained
 from diffusion.planning.plan import plan_run
 from tests.tools.toys import write_vgg
-from tests.tools.training_runs import ROOT, SMALL_UNET
+from tests.tools.training_runs import ROOT, SMALL_TRANSFORMER, SMALL_UNET
 from verification.callbacks import step_hashes
 
 pytestmark = pytest.mark.slow
@@ -40,7 +40,12 @@ LONG, NUM_LONG = "yamls/tiny/phase3.yaml", 8
 """A recipe that is trained for more than two steps, so that all its buckets come."""
 
 
-SMALL_XL_UNET = "model.network={block_out_channels: [16, 32], norm_num_groups: 4, attention_head_dim: [2, 2]}"
+SMALL = {
+    "tiny": SMALL_UNET,
+    "tiny_xl": "model.network={block_out_channels: [16, 32], norm_num_groups: 4, attention_head_dim: [2, 2]}",
+    "tiny_transformer": SMALL_TRANSFORMER,
+}
+"""Networks by architecture."""
 
 
 def before(yaml: str) -> str | None:
@@ -115,15 +120,16 @@ def overrides(yaml: str, shapes: Path, aspects: Path, output: Path, first: Path 
         resolution = 32 if low else 64
         data, streams = shapes / f"latents-{resolution}", "[{name: 32-64}, {name: 64-up}]" if low else "[{name: 64-up}]"
     num = NUM_LONG if yaml == LONG else 2
-    is_xl = "xl" in config.model.architecture.value
+    name = config.model.architecture.value
+    architecture = "tiny_xl" if "xl" in name else "tiny_transformer" if "transformer" in name else "tiny"
     if config.task.value != "autoencoder":
         trace = f"{{path: verification.callbacks.DrawTrace, arguments: {{folder: '{output / 'trace'}'}}}}"
         own.append(f"plugins.callbacks=[{trace}]")
     return [
         *TINY,
         *own,
-        f"model.architecture={'tiny_xl' if is_xl else 'tiny'}",
-        SMALL_XL_UNET if is_xl else SMALL_UNET,
+        f"model.architecture={architecture}",
+        SMALL[architecture],
         f"trainer.max_duration={num}ba",
         f"trainer.eval_interval={num}ba",
         f"trainer.save_interval={num}ba",

@@ -38,7 +38,7 @@ from diffusion.distributed import agree, local_world_size, on_first_rank, world_
 from diffusion.errors import ConfigurationError, DataError, MachineError, UserError
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.pretrained import module_identity, tokenizer_identity
-from diffusion.models.tokenizers import build_tokenizer, tokenize
+from diffusion.models.tokenizers import caption_tokenizer
 from diffusion.operations.checks.machine import existing
 from diffusion.operations.checks.verdicts import (
     Verdict,
@@ -101,7 +101,7 @@ def check_identity(config: Config, model: LatentDiffusion, files: Files | None =
     streams = list(_encoded_streams(config, files))
     if not streams:
         return
-    vae, tokenizer = module_identity(model.vae), tokenizer_identity(model.tokenizer)
+    vae, tokenizer = module_identity(model.vae), tokenizer_identity(model.tokenizer, model.num_chunks)
     text_encoder = module_identity(model.text_encoder) if config.data.text_embeddings else None
     for location, size, manifest in streams:
         check_encoded(
@@ -400,5 +400,4 @@ def _check_training_data(config: Config, tokenizer: Tokenize | None) -> Iterator
 def _tokenize(config: Config) -> Tokenize | None:
     if config.data.representation is Representation.latents:
         return None
-    tokenizer = build_tokenizer(config.model.architecture)
-    return lambda captions: tokenize(tokenizer, captions)
+    return caption_tokenizer(config.model)

@@ -6,7 +6,6 @@ Shape letters: B batch, C channels, H W height and width of the latent, K captio
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +14,8 @@ from torch import Tensor, nn
 from diffusion.config.data import ImageSize
 from diffusion.datasets.dataset import Tokenize
 from diffusion.errors import ConfigurationError
-from diffusion.models.conditioning import TextEncoding
+from diffusion.models.conditioning import TextEncoding, encode_tokens
 from diffusion.models.pretrained import FrozenParts, module_identity, tokenizer_identity
-from diffusion.models.tokenizers import tokenize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +33,8 @@ class EncodingModels:
     text_encoder: nn.Module | None = None
     """Token ids int64 [B, L] -> hidden states [B, L, D], pooled text [B, P]; None stores no embeddings."""
     text_encoder_identity: str | None = None
+    num_chunks: int = 1
+    """Chunks of a caption that the text encoder is given one by one."""
 
     @classmethod
     def of(cls, parts: FrozenParts, *, text_embeddings: bool = False) -> "EncodingModels":
@@ -43,11 +43,12 @@ class EncodingModels:
         return cls(
             vae=parts.vae,
             vae_identity=module_identity(parts.vae),
-            tokenize=partial(tokenize, parts.tokenizer),
-            tokenizer_identity=tokenizer_identity(parts.tokenizer),
-            empty_ids=tokenize(parts.tokenizer, [""])[0].tolist(),
+            tokenize=parts.tokenize,
+            tokenizer_identity=tokenizer_identity(parts.tokenizer, parts.num_chunks),
+            empty_ids=parts.tokenize([""])[0].tolist(),
             text_encoder=text_encoder,
             text_encoder_identity=None if text_encoder is None else module_identity(text_encoder),
+            num_chunks=parts.num_chunks,
         )
 
     def latent_shape(self, size: ImageSize) -> tuple[int, int, int]:
@@ -98,7 +99,7 @@ class Encoder:
         self.device = torch.device(device)
         self._vae: Any = models.vae.to(self.device).eval().requires_grad_(False)
         self._text_encoder = models.text_encoder and models.text_encoder.to(self.device).eval().requires_grad_(False)
-        self._precision = precision
+        self._num_chunks, self._precision = models.num_chunks, precision
 
     @torch.inference_mode()
     def start(self, images: Mapping[ImageSize, Tensor], token_ids: list[Tensor]) -> Encoded:
@@ -127,7 +128,8 @@ class Encoder:
 
     def _embed(self, text_encoder: nn.Module, token_ids: Tensor) -> TextEncoding:
         with self._autocast():
-            hidden, pooled = text_encoder(token_ids.long().to(self.device, non_blocking=True))[:2]
+            token_ids = token_ids.long().to(self.device, non_blocking=True)
+            hidden, pooled = encode_tokens(text_encoder, token_ids, self._num_chunks)
         return TextEncoding(self._to_host(hidden), self._to_host(pooled))
 
     def _autocast(self):

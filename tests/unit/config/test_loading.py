@@ -142,7 +142,7 @@ def test_extends_in_a_circle_or_nowhere(write):
         ("model: null", ["model is null ({file}, line 14)", "a group of keys (architecture, pretrained"]),
         ("model: 3", ["model is '3' ({file}, line 14)", "a group of keys"]),
         ("model: [a]", ["model is a list ({file}, line 14)", "a group of keys"]),
-        ("model: {unet: [a]}", ["model.network is a list ({file}, line 14)", "a group of keys"]),
+        ("model: {network: [a]}", ["model.network is a list ({file}, line 14)", "a group of keys"]),
         ("group: {a: 1}", ["group is a group of keys ({file}, line 14)", "text"]),
         ("seed: []", ["seed is a list ({file}, line 14)", "an integer"]),
         ("samples: {prompts: a cat}", ["samples.prompts is 'a cat' ({file}, line 14)", "a list"]),
@@ -158,7 +158,7 @@ def test_extends_in_a_circle_or_nowhere(write):
         ("model: {vae: ???}", ["write '???' in quotes"]),
         (f"seed: {'9' * 5000}", ["{file}"]),
         ("group: a\x92b", ["{file}", "0092"]),
-        ("model: {unet: {a: &a [*a]}}", ["{file}", "refers to itself"]),
+        ("model: {network: {a: &a [*a]}}", ["{file}", "refers to itself"]),
         (f"group: {'[' * 3000}{']' * 3000}", ["{file}", "nested too deeply"]),
     ],
 )
@@ -264,6 +264,13 @@ def test_former_names_of_keys_are_read(write, monkeypatch, caplog):
     assert load_config(path, ["optimizer.rate=5e-4"]).optimizer.lr == 5e-4
     assert from_dict(Config, {"optimizer": {"rate": 6e-4}}, "checkpoint").optimizer.lr == 6e-4
     assert "optimizer.lr is 'fast' (command line)" in failure(path, "optimizer.rate=fast")
+
+
+def test_the_network_was_called_unet(write):
+    network = {"block_out_channels": [16, 32], "norm_num_groups": 4}
+    assert from_dict(Config, {"model": {"unet": network}}, "checkpoint").model.network == network
+    overrides = ["model.unet.norm_num_groups=8", "model.network.layers_per_block=1"]
+    assert load_config(write(COMPLETE), overrides).model.network == {"norm_num_groups": 8, "layers_per_block": 1}
 
 
 def test_every_former_name_leads_to_a_key():

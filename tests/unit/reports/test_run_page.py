@@ -21,7 +21,7 @@ from diffusion.reports.run_page import write_report
 
 CONFIG = """
 run_name: {name}
-model: {{architecture: tiny, unet: {{block_out_channels: [16, 32], norm_num_groups: 4}}}}
+model: {{architecture: tiny, network: {{block_out_channels: [16, 32], norm_num_groups: 4}}}}
 data: {{representation: latents, resolution: 32, global_batch_size: 8}}
 trainer: {{max_duration: 100ba, device: cpu, precision: fp32}}
 plan: {{images_per_second: 2, price_per_gpu_hour: 3}}

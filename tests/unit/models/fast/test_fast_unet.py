@@ -28,7 +28,7 @@ from diffusion.models.fast.norms import use_low_precision_norms
 from diffusion.sharding import fsdp_config, set_last_microbatch
 
 SHRUNK = {"block_out_channels": (16, 32, 32, 32), "attention_head_dim": (2, 4, 4, 4), "cross_attention_dim": 16}
-SD2 = {**STABLE_DIFFUSION_2.unet, **SHRUNK, "norm_num_groups": 4}
+SD2 = {**STABLE_DIFFUSION_2.network, **SHRUNK, "norm_num_groups": 4}
 TOY = {**TINY.network, "block_out_channels": (16, 32), "norm_num_groups": 4, "cross_attention_dim": 16}
 ONE_LEVEL = {
     **TOY,

@@ -1,0 +1,246 @@
+"""Recipes at equal compute: train a YAML on the task `shapes`, score it, and write a row of the leaderboard.
+
+    python benchmarks/leaderboard.py yamls/tiny/transformer.yaml [key=value ...]
+    python benchmarks/leaderboard.py --tables                   # docs/leaderboard.md from the rows
+
+Each recipe trains for the same CPU-seconds of the training process: their cost per step is measured first. Each seed is
+a row, for other weights, order, noise and images, on the same data. The score is that of the oracle
+(`diffusion.evaluation.shape_checks`) on 512 scenes that the training data does not hold.
+"""
+
+import datetime
+import json
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from composer import Callback, Logger, State
+
+if __name__ == "__main__":  # As a file, for the imports of this repository.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from demo.score import rates
+from demo.steps import COMPOSER, ROOT, Steps
+from diffusion.config.loading import load_config
+from diffusion.errors import UserError
+from diffusion.evaluation.shapes import caption, task
+from diffusion.files import write_json
+from diffusion.launch import CommandParser, run_command
+from diffusion.reports.tables import markdown_table
+
+ROWS = ROOT / "benchmarks" / "leaderboard.jsonl"
+PAGE = ROOT / "docs" / "leaderboard.md"
+BASELINE = "phase1"
+NUM_IMAGES = 12_000
+SHARES = ("0.3", "0.35", "0.35")
+RESOLUTION = 32
+CPU_SECONDS = 600.0
+CALIBRATION = (20, 80)
+"""Steps between which the cost of a step is measured."""
+
+SAMPLING: Mapping[str, Any] = {"guidance_scale": 3.0, "num_inference_steps": 25, "batch_size": 64}
+SETTINGS = (
+    "samples.prompts=[]",
+    "trainer.progress_bar=false",
+    "algorithms.ema={start: 0.5dur, decays: [0.99]}",
+)
+"""Overrides of every recipe. The averaged weights are scored."""
+
+COLUMNS = {
+    "one": ("colour", "shape", "position"),
+    "two": ("colour", "shape", "relation"),
+    "group": ("count", "colour", "shape", "position"),
+}
+"""Numbers of each kind of scene that the table shows."""
+
+
+class Meter(Callback):
+    """Writes the cost of a training process: steps, CPU-seconds and FLOPs; and CPU-seconds at some steps.
+
+    Args:
+        path: the file, JSON.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path, self.began, self.flops = Path(path), 0.0, 0.0
+        self.times: dict[int, float] = {}
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Start the clock."""
+        self.began = time.process_time()
+
+    def after_dataloader(self, state: State, logger: Logger) -> None:
+        """Count the arithmetic of a batch."""
+        self.flops += state.model.batch_flops(state.batch)  # pyright: ignore[reportCallIssue]
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Note the time of two steps."""
+        step = state.timestamp.batch.value
+        if step in CALIBRATION:
+            self.times[step] = time.process_time()
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Write."""
+        cost = {
+            "steps": state.timestamp.batch.value,
+            "cpu_seconds": time.process_time() - self.began,
+            "flops": self.flops,
+            "parameters": sum(one.numel() for one in state.model.parameters() if one.requires_grad),
+        }
+        if len(self.times) == 2:
+            (first, began), (last, ended) = self.times.items()
+            cost["cpu_seconds_per_step"] = (ended - began) / (last - first)
+        write_json(self.path, cost)
+
+
+class Task(Steps):
+    """Data of the task, and runs on it."""
+
+    def prepare(self, yaml: str) -> tuple[Path, Path]:
+        """Draw and prepare the images, train the VAE and encode for a recipe, unless it was done.
+
+        Returns:
+            The folder of the VAE, and that of the latents.
+        """
+        source, prepared, autoencoder = self.out / "source", self.out / "prepared", self.out / "autoencoder"
+        images = ["--num-images", str(NUM_IMAGES), "--shares", *SHARES]
+        self.run("draw", [sys.executable, "-m", "demo.shapes", str(source), *images])
+        layouts = [str(source / layout) for layout in ("images", "webdataset", "parquet")]
+        options = ["--edges", "32", "64", "--validation-fraction", "0.05", "--workers", "2"]
+        self.run("prepare", [sys.executable, "scripts/prepare.py", *layouts, str(prepared), *options])
+        data = [f"data.local={prepared}/train", f"validation.local={prepared}/validation"]
+        train = ["run.py", "yamls/tiny/autoencoder.yaml", f"output_folder={autoencoder}", *data]
+        self.run("autoencoder", [*COMPOSER, *train])
+        latents, vae = self.out / "latents", autoencoder / "vae"
+        encode = ["scripts/encode.py", str(prepared), str(latents), "--resolution", str(RESOLUTION)]
+        options = ["--architecture", "tiny", "--vae", str(vae), "--mean-only"]
+        self.run("encode", [sys.executable, *encode, *options])
+        return vae, latents
+
+    def train(self, yaml: str, overrides: Sequence[str], folder: Path, steps: int, seed: int) -> dict[str, Any]:
+        """Train and return what `Meter` wrote."""
+        vae, latents = self.prepare(yaml)
+        meter = folder.with_suffix(".json")
+        settings = [
+            f"output_folder={folder}",
+            f"model.vae={vae}",
+            f"data.local={latents}/train",
+            f"validation.local={latents}/validation",
+            f"trainer.max_duration={steps}ba",
+            f"trainer.eval_interval={steps}ba",
+            f"trainer.save_interval={steps}ba",
+            f"seed={seed}",
+            f"plugins.callbacks=[{{path: benchmarks.leaderboard.Meter, arguments: {{path: '{meter}'}}}}]",
+        ]
+        if not meter.is_file():
+            command = [*COMPOSER, "run.py", yaml, *SETTINGS, *settings, *overrides]
+            if code := subprocess.run(command, cwd=ROOT, check=False).returncode:
+                raise UserError(f"training ended with exit code {code}: {shlex.join(command)}")
+        return json.loads(meter.read_text())
+
+
+def score_run(folder: Path, seed: int) -> dict[str, Any]:
+    """Scores of a run's averaged weights on the task, by kind of scene."""
+    from diffusion.loading import load_model
+
+    scenes = task()
+    model = load_model(folder, weights="ema")
+    images = model.generate([caption(scene) for scene in scenes], seed=seed * len(scenes), **SAMPLING)
+    assert isinstance(images, list)
+    found = {}
+    for kind, num in zip(COLUMNS, (1, 2, 3), strict=True):
+        chosen = [i for i, scene in enumerate(scenes) if min(len(scene.things), 3) == num]
+        found[kind] = rates([images[i] for i in chosen], [scenes[i] for i in chosen])
+    return found
+
+
+def write_tables() -> None:
+    """Write the table of the rows into the page, the baseline first and then by what holds most."""
+    rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
+    recipes: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        recipes.setdefault(row["name"], []).append(row)
+    order = sorted(recipes, key=lambda name: (name != BASELINE, -_mean(recipes[name], "two", "relation")))
+    head = ["recipe", "seeds", "steps", "CPU-s", "PFLOPs", "M parameters"]
+    head += [f"{kind}: {name}" for kind, names in COLUMNS.items() for name in names]
+    lines = []
+    for name in order:
+        of = recipes[name]
+        steps, seconds, flops, parameters = (
+            statistics.fmean(row[key] for row in of) for key in ("steps", "cpu_seconds", "flops", "parameters")
+        )
+        cells = [name, str(len(of)), f"{steps:.0f}", f"{seconds:.0f}", f"{flops / 1e15:.2f}", f"{parameters / 1e6:.1f}"]
+        lines.append(cells + [_interval(of, kind, score) for kind, scores in COLUMNS.items() for score in scores])
+    sources = [f"- {name}: `{recipes[name][-1]['command']}` ({_where(recipes[name])})" for name in order]
+    content = "\n".join([markdown_table(head, lines), "", *sources])
+    page = PAGE.read_text(encoding="utf-8")
+    pattern = r"(<!-- leaderboard -->\n).*?(<!-- /leaderboard -->)"
+    page = re.sub(pattern, lambda found: f"{found[1]}{content}\n{found[2]}", page, flags=re.DOTALL)
+    PAGE.write_text(page, encoding="utf-8")
+
+
+def _mean(rows: Sequence[Mapping[str, Any]], kind: str, name: str) -> float:
+    return statistics.fmean(row["scores"][kind][name] for row in rows)
+
+
+def _interval(rows: Sequence[Mapping[str, Any]], kind: str, name: str) -> str:
+    """Mean, least and most over the seeds."""
+    values = [row["scores"][kind][name] for row in rows]
+    return f"{statistics.fmean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+def _where(rows: Sequence[Mapping[str, Any]]) -> str:
+    last = rows[-1]
+    return f"commit {last['commit']}, {last['date']}, {last['hardware']}"
+
+
+def main() -> None:
+    """Train, score, write."""
+    parser = CommandParser(description=__doc__)
+    parser.add_argument("recipe", nargs="*", metavar="YAML [key=value ...]", help="recipe, and what it changes")
+    parser.add_argument("--name", help="of the row (default: that of the YAML)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[17, 18, 19])
+    parser.add_argument("--cpu-seconds", type=float, default=CPU_SECONDS, help="of each training process")
+    parser.add_argument("--out", type=Path, default=Path("runs/leaderboard"), help="data and runs")
+    parser.add_argument("--rows", type=Path, default=ROWS, help="file of the rows")
+    parser.add_argument("--tables", action="store_true", help="only write the page")
+    options = parser.parse_intermixed_args()
+    if options.tables:
+        write_tables()
+        return
+    yaml, *overrides = options.recipe
+    load_config(yaml, [])  # A mistake ends here.
+    name = options.name or Path(yaml).stem
+    out: Path = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    work = Task(out)
+    calibration = work.train(yaml, overrides, out / f"{name}-calibration", CALIBRATION[1], options.seeds[0])
+    steps = round(options.cpu_seconds / calibration["cpu_seconds_per_step"])
+    revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    for seed in options.seeds:
+        folder = out / f"{name}-{seed}"
+        cost = work.train(yaml, overrides, folder, steps, seed)
+        row = {
+            "name": name,
+            "seed": seed,
+            **{key: cost[key] for key in ("steps", "cpu_seconds", "flops", "parameters")},
+            "scores": score_run(folder, seed),
+            "command": shlex.join(["python", "benchmarks/leaderboard.py", yaml, *overrides]),
+            "commit": revision.stdout.strip(),
+            "date": datetime.date.today().isoformat(),
+            "hardware": f"{os.cpu_count()} CPU cores",
+        }
+        with options.rows.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        print(name, seed, *(f"{kind} {row['scores'][kind]}" for kind in COLUMNS), sep="\n")
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_command(main))
