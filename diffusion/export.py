@@ -1,15 +1,22 @@
 """Export of a trained model: a diffusers folder with a model card, one safetensors file, or LoRA's matrices alone.
 
-No GPU is needed. The output appears under its name when it is complete.
+No GPU is needed. The output appears under its name when it is complete. `create_repository` and `push_to_hub` upload
+it.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 
 import torch
-from huggingface_hub import ModelCardData
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from huggingface_hub import HfApi, ModelCardData, constants
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers import CLIPTextModel
 
 from diffusion.checkpointing.layout import batch_of
@@ -21,11 +28,34 @@ from diffusion.evaluation.protocol import Result, table
 from diffusion.files import atomic_path
 from diffusion.loading import Trained, read_trained
 from diffusion.models.architectures import ARCHITECTURES, build_network
-from diffusion.models.lora import has_lora, write_lora
-from diffusion.models.pretrained import load_frozen_parts, write_pipeline
+from diffusion.models.ldm_layout import single_file, unet_names
+from diffusion.models.lora import has_lora, kohya_layout, write_lora
+from diffusion.models.networks import Network
+from diffusion.models.pretrained import (
+    SCHEDULER_KEY,
+    FrozenParts,
+    LatentScaling,
+    fold_scaling,
+    hub_unavailable_reason,
+    load_frozen_parts,
+    write_pipeline,
+)
 from diffusion.models.sampling import build_noise_scheduler, inference_scheduler
 from diffusion.models.text_adapter import TextAdapter, with_adapter
 from diffusion.reports.run import find_results
+
+
+class Layout(str, Enum):
+    """Names and files of weights."""
+
+    diffusers = "diffusers"
+    """A folder for `from_pretrained` with a card; or one file with the U-Net alone."""
+
+    ldm = "ldm"
+    """One file with U-Net, VAE and text encoder, by the names of the original Stable Diffusion code."""
+
+    kohya = "kohya"
+    """One file with LoRA's matrices alone, by the names of kohya's sd-scripts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +74,11 @@ def export(
     out: Path,
     *,
     weights: str = "raw",
+    layout: Layout = Layout.diffusers,
     lora_only: bool = False,
     licences: Licences | None = None,
     prepared: Path | None = None,
+    repository: str | None = None,
 ) -> None:
     """Export the model that a run has trained.
 
@@ -55,35 +87,43 @@ def export(
             weights.
         out: a new folder; or, with the ending `.safetensors`, one file with the U-Net and its metadata.
         weights: "raw" for the training weights, "ema" for their average, or the label of one of several averages.
+        layout: names and files of the weights.
         lora_only: LoRA's matrices alone; otherwise they are merged into the U-Net.
         licences: for the model card.
         prepared: prepared data whose sources the card lists; None: that of `data.local`, if it is prepared data.
+        repository: name on the hub, for the model card.
 
     Raises:
-        ConfigurationError: there is no such checkpoint, or `out` exists.
+        ConfigurationError: there is no such checkpoint, `out` exists, or the layout is not for this model.
         DataError: an input is damaged.
         MachineError: `out` cannot be written.
     """
     if out.exists():
         raise ConfigurationError(f"{out} exists: remove it, or choose another path")
+    if layout is not Layout.diffusers and out.suffix != ".safetensors":
+        raise ConfigurationError(f"{out}: the layout {layout.value} is one file, called FILE.safetensors")
+    if lora_only and (layout is Layout.ldm or (layout is Layout.diffusers and out.suffix == ".safetensors")):
+        raise ConfigurationError(f"{out}: LoRA alone is a folder, or one file in the layout kohya")
     trained = read_trained(path, weights=weights)
     config = trained.config
     component = ARCHITECTURES[config.model.architecture].component
     if config.task is not Task.diffusion:
         raise ConfigurationError(f"{path} is a run of {config.task.value}, whose result is exported already: RUN/vae")
-    if lora_only and not has_lora(trained.weights):
+    if layout is not Layout.diffusers and (component != "unet" or config.model.text_adapter is not None):
+        part = "a text adapter" if component == "unet" else "a transformer"
+        raise ConfigurationError(f"{path} has {part}, for which {layout.value} has no names: use the diffusers layout")
+    if (lora_only or layout is Layout.kohya) and not has_lora(trained.weights):
         raise ConfigurationError(f"{path} was trained without model.lora: export it as a whole")
     licences = licences or Licences()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(out) as partial:
             if out.suffix == ".safetensors":
-                metadata = _metadata(trained, weights, licences)
-                weights_of = {name: tensor.contiguous() for name, tensor in trained.part(component).items()}
-                save_file(weights_of, partial, metadata)
+                save_file(_single_file(trained, layout), partial, _metadata(trained, weights, licences))
                 return
             partial.mkdir(parents=True)
             card = model_card(trained, weights, is_lora=lora_only, licences=licences, prepared=prepared)
+            card = card.replace(OWN_FOLDER, f'"{repository}"') if repository else card
             (partial / "README.md").write_text(card, encoding="utf-8")
             if lora_only:
                 assert config.model.lora is not None
@@ -94,8 +134,29 @@ def export(
         raise MachineError(f"{out} cannot be written: {error.strerror or error}. Choose another folder") from error
 
 
-def _write_pipeline(folder: Path, trained: Trained) -> None:
-    """Write the diffusers layout; the default size of images is that of training."""
+def _single_file(trained: Trained, layout: Layout) -> dict[str, Tensor]:
+    config = trained.config
+    spec = ARCHITECTURES[config.model.architecture]
+    if layout is Layout.kohya:
+        assert config.model.lora is not None
+        with torch.device("meta"):
+            network = build_network(config.model)
+        assert isinstance(network, UNet2DConditionModel)
+        names = unet_names(network) if spec.text_encoder_2 is not None else {}
+        return kohya_layout(trained.part(spec.component, with_lora=True), config.model.lora, names)
+    if layout is Layout.diffusers:
+        return {name: tensor.contiguous() for name, tensor in trained.part(spec.component).items()}
+    network, frozen = _parts(trained)
+    assert isinstance(network, UNet2DConditionModel)
+    # Its readers know no factor but that of the architecture.
+    factor, vae = spec.vae["scaling_factor"], frozen.vae
+    if frozen.latent_scaling != LatentScaling.of_factor(factor):
+        vae = fold_scaling(vae, frozen.latent_scaling, factor)
+    return single_file(network, vae, frozen.text_encoder)
+
+
+def _parts(trained: Trained) -> tuple[Network, FrozenParts]:
+    """Network and frozen parts; the default size of images is that of training."""
     config = trained.config
     with torch.device("meta"):
         network = build_network(config.model)
@@ -109,12 +170,19 @@ def _write_pipeline(folder: Path, trained: Trained) -> None:
         adapter = TextAdapter(frozen.text_encoder, config.model.text_adapter.layers)
         adapter.load_state_dict(trained.part("text_adapter"))
         frozen = replace(frozen, text_encoder=with_adapter(frozen.text_encoder, adapter))
+    return network, frozen
+
+
+def _write_pipeline(folder: Path, trained: Trained) -> None:
+    config = trained.config
+    network, frozen = _parts(trained)
     write_pipeline(
         folder,
         network=network,
         frozen=frozen,
         resolution=config.data.resolution,
         scheduler=inference_scheduler(build_noise_scheduler(config.objective)),
+        scaling_factor=ARCHITECTURES[config.model.architecture].vae["scaling_factor"],
     )
 
 
@@ -127,6 +195,7 @@ def _metadata(trained: Trained, weights: str, licences: Licences) -> dict[str, s
         "weights": weights,
         "architecture": config.model.architecture.value,
         "prediction_type": config.objective.prediction_type.value,
+        SCHEDULER_KEY: inference_scheduler(build_noise_scheduler(config.objective)).to_json_string(),
         "resolution": str(config.data.resolution),
         "license": licences.model,
         "data_license": licences.data,
@@ -161,6 +230,9 @@ def model_card(trained: Trained, weights: str, *, is_lora: bool, licences: Licen
     ]
     return "\n".join(section for section in sections if section)
 
+
+OWN_FOLDER = '"FOLDER"'
+"""In the examples of a card."""
 
 USE = """## Use
 
@@ -230,3 +302,57 @@ def _evaluations(path: Path, weights: str) -> str:
             if "/" not in name:
                 text += f"\n`{name}` by: `{json.dumps(protocol, sort_keys=True)}`\n"
     return f"## Evaluation\n{text}" if text else ""
+
+
+# The hub
+
+
+def create_repository(repository: str) -> None:
+    """Create a private repository of the Hugging Face hub; one that exists stays as it is.
+
+    Raises:
+        ConfigurationError: the name is no repository's, or the token (HF_TOKEN, or the login) may not write it.
+        MachineError: the hub is not available.
+    """
+    if reason := hub_unavailable_reason():
+        raise MachineError(f"{reason} Export without the hub, and upload later")
+    with _hub_errors(repository):
+        HfApi().create_repo(repository, private=True, exist_ok=True)
+
+
+def push_to_hub(path: Path, repository: str) -> str:
+    """Upload an export to a repository in one commit: a folder's files, or one file.
+
+    Returns:
+        The address of the commit.
+
+    Raises:
+        ConfigurationError: the hub rejects it.
+        MachineError: the hub is not available.
+    """
+    message = f"Upload {path.name}"
+    with _hub_errors(repository):
+        if path.is_dir():
+            return HfApi().upload_folder(repo_id=repository, folder_path=path, commit_message=message).commit_url
+        upload = HfApi().upload_file
+        options = {"path_or_fileobj": path, "path_in_repo": path.name, "commit_message": message}
+        return upload(repo_id=repository, **options).commit_url
+
+
+@contextmanager
+def _hub_errors(repository: str) -> Iterator[None]:
+    """Errors of huggingface_hub as one sentence; it puts no token into its messages."""
+    try:
+        yield
+    except (HfHubHTTPError, LocalTokenNotFoundError, HFValidationError) as error:
+        raise ConfigurationError(
+            f"{constants.ENDPOINT} rejects {repository}: {_first_line(error)}. Give USER/NAME, and a token that "
+            "may write it, as HF_TOKEN or by `hf auth login`"
+        ) from error
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = _first_line(error.__cause__ or error)
+        raise MachineError(f"{repository} was not uploaded: {reason}. Upload again") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0].rstrip(".")

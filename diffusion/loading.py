@@ -16,8 +16,9 @@ from diffusion.ema.posthoc import AVERAGE_SUFFIX
 from diffusion.errors import ConfigurationError
 from diffusion.models.build import build_model, load_weights
 from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.ldm_layout import read_single_file
 from diffusion.models.lora import has_lora, merged
-from diffusion.models.pretrained import is_pipeline, read_pipeline_network, read_safetensors
+from diffusion.models.pretrained import is_pipeline, is_single_file, read_pipeline_network, read_safetensors
 
 log = logging.getLogger(__name__)
 
@@ -110,8 +111,11 @@ def read_initial(config: InitFromConfig, model: LatentDiffusion) -> dict[str, Te
         ConfigurationError: there are none, or they are of another network.
         DataError: they are damaged.
     """
-    if is_pipeline(config.checkpoint):
-        return read_pipeline_network(Path(config.checkpoint).expanduser(), model.network)
+    path = Path(config.checkpoint).expanduser()
+    if is_pipeline(path):
+        return read_pipeline_network(path, model.network)
+    if is_single_file(path):
+        return read_single_file(path, model.network)
     checkpoint = resolve_checkpoint(config.checkpoint)
     stored = read_weights(checkpoint, config.weights, is_checked=True)
     return _without_lora(stored, load_config_of(checkpoint))

@@ -48,7 +48,7 @@ from diffusion.config.fields import parse_time
 from diffusion.config.model import Posterior
 from diffusion.config.schema import Config, Task
 from diffusion.config.secrets import to_public_yaml
-from diffusion.config.training import Decay, Device, Parallelism, Precision
+from diffusion.config.training import Decay, Device, OptimizerName, Parallelism, Precision
 from diffusion.datasets.batch import num_samples, split_batch
 from diffusion.datasets.dataset import TrainingDataset
 from diffusion.datasets.loader import train_loader, validation_dataset, validation_loader
@@ -63,7 +63,7 @@ from diffusion.models.autoencoder import AutoencoderTraining, initialise_logvar
 from diffusion.models.build import build_model, load_weights
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.lora import add_lora
-from diffusion.models.pretrained import is_pipeline, read_vae
+from diffusion.models.pretrained import is_pipeline, is_single_file, read_vae
 from diffusion.models.tokenizers import caption_tokenizer
 from diffusion.operations.checks.data import check_caches, check_identity, check_streams, read_stream_files
 from diffusion.operations.checks.gpu import computes_bf16
@@ -71,6 +71,7 @@ from diffusion.operations.checks.machine import check_machines
 from diffusion.operations.costs import BudgetSpentError
 from diffusion.operations.heartbeats import heartbeat_folder
 from diffusion.operations.lease import leased
+from diffusion.optimizers import build_muon
 from diffusion.plugins import IndexedDataset, build_plugin, build_plugins, check_plugins
 from diffusion.sharding import correct_gradient_average, fsdp_config
 from diffusion.trainer import HostTrainer
@@ -204,8 +205,9 @@ def check_initial_weights(config: Config) -> None:
     """
     if config.init_from is None or dist.get_local_rank() != 0:
         return
-    if config.task is Task.autoencoder or is_pipeline(config.init_from.checkpoint):
-        return  # Folders without checksums.
+    source = config.init_from.checkpoint
+    if config.task is Task.autoencoder or is_pipeline(source) or is_single_file(source):
+        return  # Without checksums.
     with error_context("init_from.checkpoint"):
         check_checkpoint(resolve_checkpoint(config.init_from.checkpoint))
 
@@ -388,14 +390,20 @@ def build_trainer(
 
 def _build_optimizer(config: Config, model: ComposerModel) -> torch.optim.AdamW:
     optimizer = config.optimizer
+    settings: dict[str, Any] = {
+        "lr": optimizer.lr,
+        "betas": (optimizer.betas[0], optimizer.betas[1]),
+        "eps": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
+        "fused": True,
+    }
+    if optimizer.name is OptimizerName.muon:
+        return build_muon(model, momentum=optimizer.momentum, **settings)
     if isinstance(model, AutoencoderTraining):
         parameters = model.parameter_groups()
     else:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    betas = (optimizer.betas[0], optimizer.betas[1])
-    return torch.optim.AdamW(
-        parameters, lr=optimizer.lr, betas=betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay, fused=True
-    )
+    return torch.optim.AdamW(parameters, **settings)
 
 
 def _build_scheduler(config: Config) -> ComposerScheduler:

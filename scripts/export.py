@@ -1,8 +1,12 @@
 """Export a run's model: python scripts/export.py RUN FOLDER --weights ema --license apache-2.0.
 
+python scripts/export.py RUN model.safetensors --layout ldm
+python scripts/export.py LORA_RUN lora.safetensors --layout kohya
+python scripts/export.py RUN FOLDER --push-to-hub USER/NAME
+
 FOLDER is in the diffusers layout, with a model card. `DiffusionPipeline.from_pretrained(FOLDER)` gives the same images
 from the same noise as scripts/generate.py. `init_from.checkpoint=FOLDER` with `model.pretrained=FOLDER` fine-tunes such
-a folder.
+a folder. `ldm` is the layout of the original Stable Diffusion code, which ComfyUI, A1111 and sd-scripts read.
 """
 
 import argparse
@@ -20,29 +24,47 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("out", type=Path, help="new folder; or FILE.safetensors for the U-Net alone in one file")
     parser.add_argument(
+        "--layout",
+        default="diffusers",
+        choices=["diffusers", "ldm", "kohya"],
+        help="ldm: U-Net, VAE and text encoder in FILE.safetensors; kohya: LoRA alone in FILE.safetensors",
+    )
+    parser.add_argument(
         "--weights", default="raw", help="raw: training weights; ema: their average; decay-0.999: one of several"
     )
     parser.add_argument("--lora", action="store_true", help="LoRA alone, for load_lora_weights; default: merged")
     parser.add_argument("--license", default="unknown", help="of the model, by the Hugging Face hub's name")
     parser.add_argument("--data-license", default="unknown", help="of images and captions, in words")
     parser.add_argument("--data", type=Path, help="prepared data; its sources are listed in the model card")
+    parser.add_argument(
+        "--push-to-hub",
+        metavar="USER/NAME",
+        help="upload to this repository of the hub, created as a private one; token: HF_TOKEN or `hf auth login`",
+    )
     return parser.parse_args()
 
 
 def main() -> None:
     """Export."""
     arguments = parse_arguments()
-    from diffusion.export import Licences, export
+    from diffusion.export import Layout, Licences, create_repository, export, push_to_hub
 
+    out, repository = arguments.out.expanduser(), arguments.push_to_hub
+    if repository:
+        create_repository(repository)  # Before the work: a wrong token shows here.
     export(
         arguments.checkpoint,
-        arguments.out.expanduser(),
+        out,
         weights=arguments.weights,
+        layout=Layout(arguments.layout),
         lora_only=arguments.lora,
         licences=Licences(model=arguments.license, data=arguments.data_license),
         prepared=arguments.data,
+        repository=repository,
     )
     print(f"{arguments.checkpoint} is in {arguments.out}")
+    if repository:
+        print(push_to_hub(out, repository))
 
 
 if __name__ == "__main__":

@@ -233,7 +233,7 @@ def _finish_upload_of(local: Path, remote: RemoteCheckpoints) -> None:
 # Changed settings
 
 _TRAINED = {
-    Task.diffusion: re.compile(r"task|model\.(?!local_files_only|low_precision_norms).*|objective\..*"),
+    Task.diffusion: re.compile(r"task|model\.(?!local_files_only|low_precision_norms).*|objective\..*|optimizer\.name"),
     Task.autoencoder: re.compile(
         r"task|model\.architecture|autoencoder\.(?!adversarial_start|discriminator_lr|initial_logvar).*"
     ),

@@ -14,7 +14,7 @@ from diffusion.config.fields import CHECK, Location, parse_time, section_problem
 from diffusion.config.loading import missing_keys
 from diffusion.config.model import Compilation
 from diffusion.config.schema import Config, Task
-from diffusion.config.training import Device, Parallelism, Precision
+from diffusion.config.training import Device, OptimizerName, Parallelism, Precision
 from diffusion.errors import ConfigurationError, MachineError, raise_all
 
 LEAST_JUDGED_SIDE = 24
@@ -93,6 +93,11 @@ def _tasks(config: Config) -> Iterator[str]:
             "validation.streams is null, but with plugins.train_dataset no training stream has a name. Set "
             "validation.streams=[{name: 256-512}], or validation=null."
         )
+    if config.optimizer.name is OptimizerName.muon and config.trainer.precision is Precision.amp_fp16:
+        yield (
+            "optimizer.name is muon with trainer.precision amp_fp16, whose scaled gradients only AdamW takes. Set "
+            "optimizer.name=adamw, or trainer.precision=amp_bf16."
+        )
     if config.operations.max_dollars is not None and config.plan.price_per_gpu_hour is None:
         yield "operations.max_dollars is set without plan.price_per_gpu_hour. Set it, or operations.max_gpu_hours."
     if config.task is not Task.autoencoder:
@@ -103,6 +108,8 @@ def _tasks(config: Config) -> Iterator[str]:
         yield "task is autoencoder, and the VAE is not sharded. Set trainer.parallelism=ddp."
     if config.data.representation is Representation.latents:
         yield "task is autoencoder, and the VAE is trained on images. Set data.representation=images."
+    if config.optimizer.name is not OptimizerName.adamw:
+        yield "task is autoencoder, which is trained by AdamW. Set optimizer.name=adamw."
 
 
 def _times(config: Config) -> Iterator[str]:

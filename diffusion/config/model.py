@@ -242,10 +242,11 @@ class InitFromConfig:
 
     checkpoint: str = location(MISSING)
     """Checkpoint (file or folder); or the `checkpoints` folder of a run, for its newest complete checkpoint; or a
-    folder in the diffusers layout, for its network. With `task: autoencoder`: folder of a VAE, or that holds `vae/`."""
+    folder in the diffusers layout, or a `.safetensors` file in the original layout of Stable Diffusion, for its
+    network. With `task: autoencoder`: folder of a VAE, or that holds `vae/`."""
 
     weights: Weights = Weights.raw
-    """Training weights or their exponential moving average; without effect for a diffusers folder."""
+    """Training weights or their exponential moving average; without effect for a diffusers folder or a file."""
 
 
 class AttentionBackend(str, Enum):

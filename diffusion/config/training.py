@@ -24,6 +24,13 @@ class Decay(str, Enum):
     cosine = "cosine"
 
 
+class OptimizerName(str, Enum):
+    """Optimizer."""
+
+    adamw = "adamw"
+    muon = "muon"
+
+
 class Parallelism(str, Enum):
     """Distribution of a model over ranks."""
 
@@ -57,7 +64,11 @@ class Device(str, Enum):
 
 @dataclass(kw_only=True)
 class OptimizerConfig:
-    """AdamW."""
+    """AdamW, or Muon."""
+
+    name: OptimizerName = OptimizerName.adamw
+    """muon: Muon (Jordan et al. 2024) for matrices of hidden layers, with updates of the size of AdamW's, and AdamW for
+    the rest."""
 
     lr: float = bounded(1e-4, min=0)
     """Learning rate after the warm-up."""
@@ -70,6 +81,9 @@ class OptimizerConfig:
 
     eps: float = bounded(1e-8, above=0)
     """Added to the root of the second moment."""
+
+    momentum: float = bounded(0.95, min=0, below=1)
+    """Decay of Muon's momentum."""
 
     max_grad_norm: float | None = bounded(None, above=0)
     """Largest norm of the gradients of a step, over all weights and ranks; null: no clipping."""

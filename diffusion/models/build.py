@@ -13,9 +13,11 @@ from diffusion.errors import ConfigurationError
 from diffusion.models.architectures import ARCHITECTURES, NOISE_SCHEDULE, ArchitectureSpec, build_network, with_seed
 from diffusion.models.conditioning import DualTextEncoder, text_width
 from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.ldm_layout import read_single_file
 from diffusion.models.networks import text_width_of
 from diffusion.models.pretrained import (
     SCHEDULER_CONFIG,
+    is_single_file,
     load_frozen_parts,
     network_folder,
     read_noise_schedule,
@@ -107,7 +109,8 @@ def load_family(
     Args:
         architecture: given already in `stable_diffusion_2`, `tiny` ...
         pretrained: diffusers-layout folder or hub name of the VAE's and text encoder's weights; None: random weights.
-        network: the same of the weights of U-Net or transformer; None: random weights from the seed.
+        network: the same of the weights of U-Net or transformer, or a file in the original layout of Stable Diffusion;
+            None: random weights from the seed.
         vae: folder of a VAE that replaces the VAE of `pretrained`.
         resolution: default size of generated images, in pixels; by default that of the family.
         prediction_type: "epsilon", "v_prediction", "sample" or "flow"; by default as stored in the folder of `network`,
@@ -132,9 +135,11 @@ def load_family(
         raise ConfigurationError(str(error)) from error
     if resolution % spec.vae_factor:
         raise ConfigurationError(f"resolution {resolution}: give a multiple of {spec.vae_factor}, the VAE's factor")
-    folder = (
-        None if network is None else network_folder(str(network), spec.component, local_files_only=local_files_only)
-    )
+    folder = None
+    if network is not None and is_single_file(network):
+        folder = Path(network).expanduser()
+    elif network is not None:
+        folder = network_folder(str(network), spec.component, local_files_only=local_files_only)
     requested = {"prediction_type": prediction_type, "rescale_betas_zero_snr": zero_terminal_snr}
     requested = {key: value for key, value in requested.items() if value is not None}
     config = ModelConfig(
@@ -145,7 +150,8 @@ def load_family(
     )
     model = build_model(config, _objective(spec, folder, requested), resolution=resolution, seed=seed)
     if folder is not None:
-        load_weights(model, read_pipeline_network(folder, model.network), f"{folder}/{model.component}")
+        read = read_single_file if is_single_file(folder) else read_pipeline_network
+        load_weights(model, read(folder, model.network), f"{folder}/{model.component}")
     elif pretrained or vae:
         log.warning(
             "the network has random weights, the other parts those of %s: give network=FOLDER", pretrained or vae

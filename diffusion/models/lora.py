@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from diffusion.config.model import LoraConfig
@@ -66,6 +67,24 @@ def merged(weights: Mapping[str, Tensor], config: LoraConfig) -> dict[str, Tenso
         product = weights[layer + _B].float().flatten(1) @ weights[layer + _A].float().flatten(1)
         plain[f"{layer}.weight"] = (weight + config.alpha / config.rank * product.view_as(weight)).to(weight.dtype)
     return plain
+
+
+def kohya_layout(weights: Mapping[str, Tensor], config: LoraConfig, names: Mapping[str, str]) -> dict[str, Tensor]:
+    """LoRA's matrices of a U-Net by the names of kohya's sd-scripts.
+
+    Args:
+        weights: of a U-Net with LoRA.
+        config: of LoRA.
+        names: of weights that are called otherwise there: those of SDXL's U-Net have the names of the original layout.
+    """
+    found: dict[str, Tensor] = {}
+    for layer in [name.removesuffix(_A) for name in weights if name.endswith(_A)]:
+        name = names.get(f"{layer}.weight", f"{layer}.weight").removesuffix(".weight")
+        name = "lora_unet_" + name.replace(".", "_")
+        found[f"{name}.lora_down.weight"] = weights[layer + _A].contiguous()
+        found[f"{name}.lora_up.weight"] = weights[layer + _B].contiguous()
+        found[f"{name}.alpha"] = torch.tensor(config.alpha)
+    return found
 
 
 def write_lora(folder: Path, weights: Mapping[str, Tensor], config: LoraConfig) -> None:

@@ -23,7 +23,7 @@ from diffusers.models.transformers.transformer_prx import PRXTransformer2DModel
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from huggingface_hub import constants, snapshot_download
 from numpy.typing import NDArray
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer, PreTrainedModel
@@ -50,6 +50,9 @@ HUB_TIMEOUT = 10.0
 
 PIPELINE_INDEX = "model_index.json"
 SCHEDULER_CONFIG = "scheduler/scheduler_config.json"
+SCHEDULER_KEY = "scheduler"
+"""Key of the same in the header of one file."""
+
 _SCHEDULE_KEYS = (
     *("prediction_type", "rescale_betas_zero_snr", "trained_betas"),
     *("num_train_timesteps", "beta_schedule", "beta_start", "beta_end"),
@@ -84,6 +87,11 @@ class LatentScaling:
         mean = getattr(config, "latents_mean", None) or (getattr(config, "shift_factor", None) or 0.0,)
         std = getattr(config, "latents_std", None) or (1.0,)
         return cls(tuple(float(m) for m in mean), tuple(float(s) / factor for s in std))
+
+    @classmethod
+    def of_factor(cls, factor: float) -> "LatentScaling":
+        """Multiplication by a factor."""
+        return cls((0.0,), (1.0 / factor,))
 
     def normalise(self, latents: Tensor) -> Tensor:
         """Latents of the VAE [B, C, H, W] -> latents of the U-Net."""
@@ -190,7 +198,7 @@ def _local_folder(source: str) -> Path | None:
     return None
 
 
-def _hub_unavailable_reason() -> str | None:
+def hub_unavailable_reason() -> str | None:
     """Reason why the hub is not available, or None.
 
     One attempt is made, because huggingface_hub repeats its own for more than a minute per file.
@@ -216,7 +224,7 @@ def load_pretrained(
     """
     where = f"{source}/{subfolder}" if subfolder else source
     folder = _local_folder(source)
-    unavailable = None if folder is not None or local_files_only else _hub_unavailable_reason()
+    unavailable = None if folder is not None or local_files_only else hub_unavailable_reason()
     if issubclass(kind, nn.Module):
         options["output_loading_info"] = True
     try:
@@ -250,6 +258,11 @@ def load_pretrained(
 def is_pipeline(path: str | Path) -> bool:
     """Whether a path is a folder in the diffusers layout."""
     return (Path(path).expanduser() / PIPELINE_INDEX).is_file()
+
+
+def is_single_file(path: str | Path) -> bool:
+    """Whether a path is one file with the weights of a model."""
+    return Path(path).suffix in (".safetensors", ".ckpt")
 
 
 def read_pipeline_network(folder: Path, network: Network) -> dict[str, Tensor]:
@@ -305,6 +318,23 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         raise DataError(f"{path} is not a file of weights, or damaged: {error}") from error
 
 
+@contextmanager
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """Open a file of weights.
+
+    Raises:
+        ConfigurationError: it is a pickle.
+        DataError: it is missing or damaged.
+    """
+    if path.suffix == ".ckpt":
+        raise ConfigurationError(f"{path} is a pickle, which may run code: convert it to safetensors")
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"{path} is not a file of weights, or damaged: {error}") from error
+
+
 def network_folder(source: str, component: str, *, local_files_only: bool) -> Path:
     """Folder with a network and its noise schedule, downloaded from the hub if `source` is a hub name.
 
@@ -325,18 +355,23 @@ def network_folder(source: str, component: str, *, local_files_only: bool) -> Pa
         ) from error
 
 
-def read_noise_schedule(folder: Path) -> dict[str, Any] | None:
-    """Noise schedule and prediction type of a folder's network, in diffusers' names; None without `SCHEDULER_CONFIG`.
+def read_noise_schedule(source: Path) -> dict[str, Any] | None:
+    """Noise schedule and prediction type of a folder's or file's network, in diffusers' names; None if it has none.
 
-    Of rectified flow: prediction type and shift.
+    Of rectified flow: prediction type and shift. Of the files in the LDM layout, those exported here have a schedule.
 
     Raises:
         DataError: the file cannot be read.
     """
-    path = folder / SCHEDULER_CONFIG
-    if not path.is_file():
+    if is_single_file(source):
+        with open_safetensors(source) as file:
+            stored = json.loads((file.metadata() or {}).get(SCHEDULER_KEY, "null"))
+    else:
+        path = source / SCHEDULER_CONFIG
+        stored = _read_config(path) if path.is_file() else None
+    if stored is None:
         return None
-    stored, arguments = _read_config(path), signature(DDIMScheduler).parameters
+    arguments = signature(DDIMScheduler).parameters
     if stored.get("prediction_type") == FLOW_PREDICTION:
         return {"prediction_type": PredictionType.flow.value, "shift": stored["flow_shift"]}
     return {key: stored.get(key, arguments[key].default) for key in _SCHEDULE_KEYS}
@@ -371,15 +406,16 @@ def _plain(value: Any) -> Any:
 # Writing
 
 
-def fold_scaling(vae: AutoencoderKL, scaling: LatentScaling) -> AutoencoderKL:
+def fold_scaling(vae: AutoencoderKL, scaling: LatentScaling, factor: float = 1.0) -> AutoencoderKL:
     """Copy a VAE, with the normalisation of latents moved into its 1x1 convolutions.
 
     StableDiffusionPipeline supports a scalar factor only and would ignore means and standard deviations per channel.
-    The latents of the copy are those of the U-Net; its scaling factor is 1.
+    The latents of the copy times `factor`, its scaling factor, are those of the U-Net.
     """
     vae = copy.deepcopy(vae)
     num_channels = vae.config["latent_channels"]
     mean, std = (torch.tensor(values).expand(num_channels) for values in (scaling.mean, scaling.std))
+    std = std * factor
     quant_conv = vae.quant_conv or _identity(2 * num_channels)
     post_quant_conv = vae.post_quant_conv or _identity(num_channels)
     with torch.no_grad():
@@ -392,7 +428,7 @@ def fold_scaling(vae: AutoencoderKL, scaling: LatentScaling) -> AutoencoderKL:
         post_quant_conv.weight *= std.view(1, -1, 1, 1)
     vae.quant_conv, vae.post_quant_conv = quant_conv, post_quant_conv
     vae.register_to_config(
-        scaling_factor=1.0,
+        scaling_factor=factor,
         shift_factor=None,
         latents_mean=None,
         latents_std=None,
@@ -412,15 +448,29 @@ def _identity(num_channels: int) -> nn.Conv2d:
 
 
 def write_pipeline(
-    folder: Path, *, network: Network, frozen: FrozenParts, scheduler: Any, resolution: int | None = None
+    folder: Path,
+    *,
+    network: Network,
+    frozen: FrozenParts,
+    scheduler: Any,
+    resolution: int | None = None,
+    scaling_factor: float = 1.0,
 ) -> None:
     """Write all parts of a pipeline to an empty folder, which the caller renames when it is complete.
+
+    Args:
+        folder: to be written.
+        network: the trained part.
+        frozen: the other parts.
+        scheduler: of generation.
+        resolution: default size of a transformer's images.
+        scaling_factor: of a VAE whose latents are normalised per channel, which is folded into its weights.
 
     Raises:
         OSError: a file cannot be written.
     """
-    is_factor = frozen.latent_scaling == LatentScaling((0.0,), (1.0 / frozen.vae.config["scaling_factor"],))
-    vae = frozen.vae if is_factor else fold_scaling(frozen.vae, frozen.latent_scaling)
+    is_factor = frozen.latent_scaling == LatentScaling.of_factor(frozen.vae.config["scaling_factor"])
+    vae = frozen.vae if is_factor else fold_scaling(frozen.vae, frozen.latent_scaling, scaling_factor)
     if component_name(network) == "transformer" and vae.config["shift_factor"] is None:
         vae = copy.deepcopy(vae)
         vae.register_to_config(shift_factor=0.0)  # The pipeline adds it.

@@ -80,22 +80,22 @@ def test_a_pipeline_gives_the_images_of_generate(architecture, scaling, objectiv
     assert (model.generate(PROMPTS, output="tensor", progress=False, **options) - expected).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("has_convolutions", [True, False])
-def test_a_folded_vae_has_the_latents_of_the_unet(has_convolutions):
+@pytest.mark.parametrize(("has_convolutions", "factor"), [(True, 1.0), (False, 0.18215)])
+def test_a_folded_vae_has_the_latents_of_the_unet(has_convolutions, factor):
     torch.manual_seed(0)
     changes = {"use_quant_conv": has_convolutions, "use_post_quant_conv": has_convolutions}
     vae = build_vae(TINY, changes).eval()
     before = {name: tensor.clone() for name, tensor in vae.state_dict().items()}
     images, latents = torch.rand(2, 3, 16, 16) * 2 - 1, torch.randn(2, 4, 4, 4)
     with torch.no_grad():
-        folded = fold_scaling(vae, PER_CHANNEL)
+        folded = fold_scaling(vae, PER_CHANNEL, factor)
         found, expected = folded.encode(images).latent_dist, vae.encode(images).latent_dist
-        assert (found.mean - PER_CHANNEL.normalise(expected.mean)).abs().max() < 1e-5
+        assert (factor * found.mean - PER_CHANNEL.normalise(expected.mean)).abs().max() < 1e-5
         std = torch.tensor(PER_CHANNEL.std).view(1, -1, 1, 1)
-        assert (found.std - expected.std / std).abs().max() < 1e-5
+        assert (factor * found.std - expected.std / std).abs().max() < 1e-5
         decoded = vae.decode(PER_CHANNEL.denormalise(latents), return_dict=False)[0]
-        assert (folded.decode(latents, return_dict=False)[0] - decoded).abs().max() < 1e-5
-    assert LatentScaling.from_vae(folded.config) == LatentScaling((0.0,), (1.0,))
+        assert (folded.decode(latents / factor, return_dict=False)[0] - decoded).abs().max() < 1e-5
+    assert LatentScaling.from_vae(folded.config) == LatentScaling.of_factor(factor)
     assert all(torch.equal(before[name], tensor) for name, tensor in vae.state_dict().items())
 
 

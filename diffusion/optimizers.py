@@ -1,0 +1,188 @@
+"""Muon (Jordan et al. 2024) for the matrices of a network and AdamW for the rest, as one optimizer.
+
+The momentum of a matrix is replaced by the nearest matrix with orthonormal rows or columns, which needs the whole
+matrix. FSDP2 shards matrices by rows: each is gathered by one rank, which returns the rows of the result.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from diffusion.checkpointing.save import local_shard
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic polynomial, whose iterates of (0, 1] come into [0.68, 1.13]."""
+
+NUM_ITERATIONS = 5
+
+UPDATE_SCALE = 0.2
+"""Root mean square of an update of a full matrix over the learning rate, as AdamW's (Liu et al. 2025, section 2.2)."""
+
+
+class Muon(torch.optim.AdamW):
+    """Muon with Nesterov momentum for one group of parameters, AdamW for another.
+
+    For a matrix W [R, C] with gradient G:
+
+        M <- momentum * M + (1 - momentum) * G
+        O = newton_schulz(momentum * M + (1 - momentum) * G)
+        W <- (1 - lr * weight_decay) * W - lr * 0.2 * sqrt(max(R, C)) * O
+
+    The scale of O gives the update the size of AdamW's, so that its learning rate and weight decay fit (Liu et al.
+    2025, arXiv:2502.16982, equation 4). A convolution's weight [out, in, k, k] is a matrix [out, in * k * k].
+
+    Args:
+        matrices: weights of two or more dimensions, which Muon updates.
+        others: parameters that AdamW updates.
+        momentum: decay of the momentum of matrices.
+        settings: of AdamW; learning rate and weight decay hold for both.
+    """
+
+    def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter], *, momentum: float, **settings: Any):
+        groups: list[dict[str, Any]] = [{"params": matrices, "momentum": momentum}, {"params": others}]
+        super().__init__([group for group in groups if group["params"]], **settings)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Set the state without AdamW's conversion of files of old releases of torch, which asks each for a step."""
+        torch.optim.Optimizer.__setstate__(self, state)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update the parameters that have gradients; all ranks together."""
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if "momentum" not in group]
+        loss = super().step(closure)
+        self.param_groups = groups
+        for group in groups:
+            if "momentum" in group:
+                self._update_matrices(group)
+        return loss
+
+    def _update_matrices(self, group: dict[str, Any]) -> None:
+        weights = [weight for weight in group["params"] if weight.grad is not None]
+        updates = (self._momentum(weight, group["momentum"]) for weight in weights)
+        for weight, update in zip(weights, orthogonalize(weights, updates), strict=True):
+            scale = UPDATE_SCALE * math.sqrt(max(matrix_shape(weight)))
+            shard = local_shard(weight)
+            shard.mul_(1 - group["lr"] * group["weight_decay"])
+            shard.add_(update.reshape(shard.shape), alpha=-group["lr"] * scale)
+
+    def _momentum(self, weight: nn.Parameter, decay: float) -> Tensor:
+        """Nesterov momentum of this rank's rows after another gradient, [rows, C]."""
+        state = self.state[weight]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(weight)
+        gradient, momentum = local_shard(weight.grad), local_shard(state["momentum_buffer"])
+        momentum.lerp_(gradient, 1 - decay)
+        update = gradient.lerp(momentum, decay).reshape(len(gradient), matrix_shape(weight)[1])
+        return update.to(torch.bfloat16) if update.is_cuda else update
+
+
+def build_muon(model: nn.Module, *, momentum: float, **settings: Any) -> Muon:
+    """Build the optimizer of a model's trained parameters."""
+    matrices = hidden_matrices(model)
+    inside = set(matrices)
+    others = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in inside]
+    return Muon(matrices, others, momentum=momentum, **settings)
+
+
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Trained weights of linear layers and convolutions within stacks of layers, which are `nn.ModuleList`.
+
+    Input and output layers and embeddings of time and sizes lie outside of stacks in all networks of the project.
+    Norms and biases have one dimension.
+    """
+    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    inside = {parameter for stack in stacks for parameter in stack.parameters()}
+    return [weight for weight in model.parameters() if weight in inside and weight.requires_grad and weight.ndim > 1]
+
+
+def matrix_shape(weight: Tensor) -> tuple[int, int]:
+    """Shape of a weight as a matrix."""
+    return weight.shape[0], weight.shape[1:].numel()
+
+
+def newton_schulz(matrix: Tensor) -> Tensor:
+    """Move the singular values of a matrix [R, C] near 1, into about [0.7, 1.2], in its dtype.
+
+    Singular values below about 0.002 of the Frobenius norm stay smaller.
+    """
+    a, b, c = COEFFICIENTS
+    x = matrix.mT if len(matrix) > matrix.shape[1] else matrix
+    x = x / x.norm().clamp(min=torch.finfo(torch.float32).tiny)
+    for _ in range(NUM_ITERATIONS):
+        squares = x @ x.mT
+        x = torch.addmm(x, torch.addmm(squares, squares, squares, beta=b, alpha=c), x, beta=a)
+    return x.mT if len(matrix) > matrix.shape[1] else x
+
+
+def newton_schulz_flops(shape: tuple[int, int]) -> int:
+    """Count the operations of `newton_schulz` for a matrix."""
+    short, long = sorted(shape)
+    return NUM_ITERATIONS * 2 * (2 * short * short * long + short**3)
+
+
+# Sharded matrices
+
+
+def orthogonalize(weights: Sequence[Tensor], updates: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Orthogonalise the updates [rows, C] of weights, of which a rank holds some rows, or all if they are not sharded.
+
+    Each sharded matrix is computed by one rank, from the same numbers for any number of ranks. A rank sends and
+    receives its shard of all matrices twice. Replicas (HSDP) compute the same.
+
+    Args:
+        weights: parameters, all sharded (DTensor) or none.
+        updates: this rank's rows.
+    """
+    if not weights or not isinstance(weights[0], DTensor):
+        return map(newton_schulz, updates)
+    mesh = weights[0].device_mesh  # (replicas,) shards
+    return iter(_orthogonalize_shards([matrix_shape(w) for w in weights], list(updates), mesh.get_group(mesh.ndim - 1)))
+
+
+def _orthogonalize_shards(
+    shapes: list[tuple[int, int]], shards: list[Tensor], group: dist.ProcessGroup
+) -> list[Tensor]:
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    owners = deal([newton_schulz_flops(shape) for shape in shapes], num_ranks)
+    dealt = [index for owner in range(num_ranks) for index, one in enumerate(owners) if one == owner]
+    mine = [index for index in dealt if owners[index] == rank]
+    sent = [sum(shards[index].numel() for index in dealt if owners[index] == owner) for owner in range(num_ranks)]
+    rows = [[num_rows(shapes[index][0], num_ranks, source) for index in mine] for source in range(num_ranks)]
+    sizes = [[num * shapes[index][1] for num, index in zip(part, mine, strict=True)] for part in rows]
+    received = [sum(part) for part in sizes]
+
+    # Gather my matrices
+    outgoing = torch.cat([shards[index].flatten() for index in dealt])
+    incoming = outgoing.new_empty(sum(received))
+    dist.all_to_all_single(incoming, outgoing, received, sent, group)
+    pieces = [part.split(size) for part, size in zip(incoming.split(received), sizes, strict=True)]
+    matrices = [torch.cat(parts).view(shapes[index]) for index, *parts in zip(mine, *pieces, strict=True)]
+
+    # Return the rows of the results
+    results = [newton_schulz(matrix).split(list(num)) for matrix, *num in zip(matrices, *rows, strict=True)]
+    incoming = torch.cat([part.flatten() for parts in zip(*results, strict=True) for part in parts] or [incoming])
+    dist.all_to_all_single(outgoing, incoming, sent, received, group)
+    shares = dict(zip(dealt, outgoing.split([shards[index].numel() for index in dealt]), strict=True))
+    return [shares[index] for index in range(len(shards))]
+
+
+def deal(costs: list[int], num_ranks: int) -> list[int]:
+    """Choose the rank of each matrix: the most expensive first, each to the rank with the least so far."""
+    loads, owners = [0] * num_ranks, [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
+        owners[index] = loads.index(min(loads))
+        loads[owners[index]] += costs[index]
+    return owners
+
+
+def num_rows(size: int, num_ranks: int, rank: int) -> int:
+    """Rows of a matrix on a rank, as `torch.chunk` cuts them."""
+    length = -(-size // num_ranks)
+    return max(0, min(length, size - rank * length))

@@ -1,0 +1,44 @@
+"""Muon in runs: the same on any number of ranks, and on fewer after a resumption."""
+
+import pytest
+import torch
+
+RUNS = {"one": (1, "ddp"), "sharded": (2, "fsdp"), "replicated": (2, "ddp")}
+
+
+def options(folder, parallelism, *more):
+    recorder = f"{{path: tests.tools.toys.RecordWeights, arguments: {{folder: {folder}-weights}}}}"
+    return "tests/tools/toy.yaml", [
+        f"output_folder={folder}",
+        f"trainer.parallelism={parallelism}",
+        "trainer.max_duration=4ba",
+        "trainer.device_train_microbatch_size=2",
+        "schedule.warmup=1ba",
+        "algorithms.ema.start=1ba",
+        "optimizer.name=muon",
+        "optimizer.max_grad_norm=0.05",
+        "samples.prompts=[]",
+        f"plugins.callbacks=[{recorder}]",
+        *more,
+    ]
+
+
+@pytest.fixture(scope="module")
+def runs(server, tmp_path_factory):
+    root = tmp_path_factory.mktemp("muon")
+    for num_ranks in (1, 2):
+        jobs = [options(root / name, way) for name, (number, way) in RUNS.items() if number == num_ranks]
+        server.train(num_ranks, [*jobs, options(root / f"resumed-{num_ranks}", "fsdp", "trainer.max_duration=2ba")])
+    server.train(1, [options(root / "resumed-2", "fsdp")])
+    server.train(2, [options(root / "resumed-1", "fsdp")])
+    return root
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("name", ["sharded", "replicated", "resumed-1", "resumed-2"])
+def test_equal_over_ranks_and_resumptions(runs, name):
+    for step in range(1, 5):
+        weights, others = (torch.load(runs / f"{which}-weights/step-{step:03d}.pt") for which in (name, "one"))
+        assert others
+        for key, weight in others.items():
+            torch.testing.assert_close(weights[key], weight, rtol=1e-5, atol=1e-5, msg=key)

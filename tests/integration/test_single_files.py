@@ -1,0 +1,165 @@
+"""One file in the layouts of other programs, and uploads, on runs of real processes."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline
+from torch import Tensor, nn
+
+import diffusion.export
+from diffusion.checkpointing.find import resolve_checkpoint
+from diffusion.checkpointing.read import read_weights
+from diffusion.config.loading import load_config
+from diffusion.errors import ConfigurationError
+from diffusion.export import Layout, export
+from diffusion.loading import Trained, load_model
+from diffusion.models.architectures import TINY, build_vae
+from diffusion.models.autoencoder import save_autoencoder
+from diffusion.models.sampling import initial_latents
+from tests.tools.forking import free_port
+from tests.tools.hub_server import TOKEN, Hub, hub
+
+__all__ = ["hub"]
+
+TOY = "tests/tools/toy.yaml"
+SHORT = ["trainer.max_duration=2ba", "algorithms.ema=null", "samples.prompts=[]"]
+STILL = ["optimizer.lr=0", "trainer.max_duration=1ba", "schedule.warmup=1ba", "algorithms.ema=null"]
+STILL += ["samples.prompts=[]"]
+LORA = ["model.lora={rank: 4, alpha: 8.0}", "optimizer.lr=0.2", "trainer.max_duration=4ba"]
+OPTIONS = {"num_inference_steps": 3, "guidance_scale": 3.0}
+PROMPTS = ["a red circle", "a blue star"]
+LATENTS = initial_latents([1, 2], (4, 8, 8), torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def runs(server, tmp_path_factory) -> dict[str, Path]:
+    """A run whose VAE has statistics per channel, LoRA on top of it, and the run exported in both layouts."""
+    root = tmp_path_factory.mktemp("runs")
+    places = {name: root / name for name in ("base", "lora", "folder", "model.safetensors")}
+    torch.manual_seed(1)
+    save_autoencoder(build_vae(TINY), [0.3, -1.2, 0.1, 2.0], [0.5, 1.7, 0.9, 3.0], root / "vae")
+    common = [f"model.vae={root}/vae", *SHORT]
+    server.train(1, [(TOY, [f"output_folder={places['base']}", *common])])
+    start = [f"init_from.checkpoint={places['base']}", *LORA]
+    server.train(1, [(TOY, [f"output_folder={places['lora']}", *common, *start])])
+    export(str(places["base"]), places["folder"])
+    export(str(places["base"]), places["model.safetensors"], layout=Layout.ldm)
+    return places
+
+
+@pytest.fixture
+def export_script(monkeypatch):
+    """Run scripts/export.py with arguments; its exit code."""
+
+    def run(*arguments: str | Path) -> int:
+        monkeypatch.setattr(sys, "argv", ["export.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path("scripts/export.py", run_name="__main__")
+        return ended.value.code
+
+    return run
+
+
+def images(pipeline: StableDiffusionPipeline) -> Tensor:
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline(PROMPTS, latents=LATENTS, output_type="pt", **OPTIONS).images
+
+
+def our_images(run: Path) -> Tensor:
+    found = load_model(run).generate(PROMPTS, latents=LATENTS, output="tensor", progress=False, **OPTIONS)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def test_diffusers_reads_the_file_as_it_reads_the_folder(runs):
+    expected = StableDiffusionPipeline.from_pretrained(runs["folder"])
+    file, config = str(runs["model.safetensors"]), str(runs["folder"])
+    found = StableDiffusionPipeline.from_single_file(file, config=config, local_files_only=True)
+    for name, part in expected.components.items():
+        if isinstance(part, nn.Module):
+            ours, theirs = part.state_dict(), found.components[name].state_dict()
+            assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert (images(found) - our_images(runs["base"])).abs().max() < 1e-4
+
+
+def test_a_run_starts_from_the_file(runs, server, tmp_path):
+    run = tmp_path / "run"
+    start = f"init_from.checkpoint={runs['model.safetensors']}"
+    server.train(1, [(TOY, [f"output_folder={run}", start, *STILL])])
+    ours, theirs = (read_weights(resolve_checkpoint(str(one)), "raw") for one in (run, runs["base"]))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+    start = f"init_from.checkpoint={tmp_path}/model.ckpt"
+    job = server.run(1, [(TOY, [f"output_folder={tmp_path / 'other'}", start])])
+    assert job.codes == [2]
+    assert "init_from.checkpoint: " in job.output and "pickle" in job.output and "Traceback" not in job.output
+
+
+def test_lora_in_kohya_s_layout_gives_the_same_images(runs, export_script, tmp_path):
+    expected = our_images(runs["lora"])
+    pipeline = StableDiffusionPipeline.from_pretrained(runs["folder"])
+    assert (images(pipeline) - expected).abs().max() > 1e-2, "LoRA has changed something"
+    assert export_script(runs["lora"], tmp_path / "lora.safetensors", "--layout", "kohya") == 0
+    pipeline.load_lora_weights(tmp_path, weight_name="lora.safetensors")
+    assert (images(pipeline) - expected).abs().max() < 1e-4
+
+
+def test_what_a_layout_is_not_for_is_refused(runs, tmp_path, monkeypatch):
+    file = tmp_path / "out.safetensors"
+    for layout in (Layout.ldm, Layout.kohya):
+        with pytest.raises(ConfigurationError, match="is one file"):
+            export(str(runs["base"]), tmp_path / "out", layout=layout)
+    with pytest.raises(ConfigurationError, match=r"without model\.lora"):
+        export(str(runs["base"]), file, layout=Layout.kohya)
+    with pytest.raises(ConfigurationError, match="LoRA alone"):
+        export(str(runs["lora"]), file, layout=Layout.ldm, lora_only=True)
+    changes = {
+        "model.architecture=tiny_transformer": "a transformer",
+        "model.text_adapter={layers: 1}": "a text adapter",
+    }
+    for change, part in changes.items():
+        other = Trained(path=tmp_path, config=load_config(TOY, [change]), weights={})
+        monkeypatch.setattr(diffusion.export, "read_trained", lambda *_, trained=other, **__: trained)
+        with pytest.raises(ConfigurationError, match=part):
+            export("elsewhere", file, layout=Layout.ldm)
+    assert list(tmp_path.iterdir()) == []
+
+
+# Uploads
+
+
+def test_an_upload_holds_the_bytes_of_the_export(runs, hub, export_script, monkeypatch, tmp_path, capfd):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    push = ["--push-to-hub", "someone/drawings"]
+    assert export_script(runs["base"], tmp_path / "out", "--license", "mit", *push) == 0
+    files = {str(path.relative_to(tmp_path / "out")): path for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert hub.files["someone/drawings"] == {name: path.read_bytes() for name, path in files.items()}
+    assert hub.is_private["someone/drawings"]
+    assert 'from_pretrained("someone/drawings")' in files["README.md"].read_text()
+
+    one = tmp_path / "model.safetensors"
+    assert export_script(runs["base"], one, "--layout", "ldm", *push) == 0
+    assert hub.files["someone/drawings"].keys() == files.keys() | {one.name}
+    assert hub.files["someone/drawings"][one.name] == one.read_bytes()
+    output = "".join(capfd.readouterr())
+    assert f"{hub.endpoint}/someone/drawings/commit/" in output and TOKEN not in output
+
+
+@pytest.mark.parametrize("problem", ["token", "name", "network"])
+def test_what_the_hub_rejects_is_one_message_before_the_work(
+    runs, hub: Hub, export_script, monkeypatch, tmp_path, capfd, problem
+):
+    wrong = "hf_" + "b" * 34
+    monkeypatch.setenv("HF_TOKEN", wrong if problem == "token" else TOKEN)
+    if problem == "network":
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    name = "some one/x/y" if problem == "name" else "someone/drawings"
+    assert export_script(runs["base"], tmp_path / "out", "--push-to-hub", name) == 2
+    output = "".join(capfd.readouterr())
+    assert {"token": "HF_TOKEN", "name": "some one/x/y", "network": "does not answer"}[problem] in output
+    assert "Traceback" not in output and wrong not in output and TOKEN not in output
+    assert list(tmp_path.iterdir()) == [] and hub.files == {}

@@ -1,0 +1,148 @@
+"""Muon against closed forms, on one rank; on several: tests/integration/test_muon.py."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from diffusion.config.model import Architecture, LoraConfig, ModelConfig
+from diffusion.models.architectures import build_network
+from diffusion.models.lora import add_lora
+from diffusion.optimizers import (
+    Muon,
+    build_muon,
+    deal,
+    hidden_matrices,
+    newton_schulz,
+    newton_schulz_flops,
+    num_rows,
+)
+from diffusion.planning.memory import meta_network
+
+SETTINGS = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.2, "fused": True}
+
+
+def orthogonal(size: int, seed: int) -> torch.Tensor:
+    return torch.linalg.qr(torch.randn(size, size, generator=torch.Generator().manual_seed(seed)))[0]
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (8, 24), (24, 8)])
+def test_singular_values_come_near_one_and_singular_vectors_stay(shape):
+    left, right = orthogonal(shape[0], 0)[:, :8], orthogonal(shape[1], 1)[:, :8]
+    values = torch.logspace(0, -2, 8)
+    result = newton_schulz(left @ torch.diag(values) @ right.mT)
+    along = left.mT @ result @ right
+    assert along.diagonal().min() > 0.68
+    assert along.diagonal().max() < 1.2
+    torch.testing.assert_close(left @ torch.diag(along.diagonal()) @ right.mT, result, atol=1e-4, rtol=0)
+
+
+def test_each_singular_value_goes_through_the_polynomial():
+    values = torch.tensor([1.0, 0.5, 0.25, 0.0], dtype=torch.float64)
+    expected = values / values.norm()
+    for _ in range(5):
+        expected = 3.4445 * expected - 4.7750 * expected**3 + 2.0315 * expected**5
+    torch.testing.assert_close(newton_schulz(torch.diag(values)), torch.diag(expected))
+    assert newton_schulz(torch.zeros(3, 4)).abs().max() == 0
+
+
+def test_operations_are_those_that_torch_counts():
+    with FlopCounterMode(display=False) as counter:
+        newton_schulz(torch.zeros(12, 40))
+    assert counter.get_total_flops() == newton_schulz_flops((12, 40)) == newton_schulz_flops((40, 12))
+
+
+@pytest.mark.parametrize("shape", [(6, 10), (4, 3, 3, 3)])
+def test_two_steps_follow_the_equations(shape):
+    generator = torch.Generator().manual_seed(0)
+    weight = nn.Parameter(torch.randn(shape, generator=generator))
+    expected, momentum = weight.detach().clone().flatten(1), torch.zeros(shape).flatten(1)
+    optimizer = Muon([weight], [], momentum=0.95, **SETTINGS)
+    for _ in range(2):
+        weight.grad = torch.randn(shape, generator=generator)
+        gradient = weight.grad.flatten(1)
+        momentum = 0.95 * momentum + 0.05 * gradient
+        update = newton_schulz(0.95 * momentum + 0.05 * gradient)
+        expected = (1 - 0.1 * 0.2) * expected - 0.1 * 0.2 * max(expected.shape) ** 0.5 * update
+        optimizer.step()
+        torch.testing.assert_close(weight.detach().flatten(1), expected)
+    assert list(optimizer.state[weight]) == ["momentum_buffer"]
+
+
+def test_updates_have_the_size_of_those_of_adamw():
+    weight = nn.Parameter(torch.zeros(64, 256))
+    weight.grad = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    Muon([weight], [], momentum=0.95, **SETTINGS).step()
+    assert weight.square().mean().sqrt().item() == pytest.approx(0.1 * 0.2, rel=0.15)
+
+
+def test_the_rest_is_updated_by_adamw_to_the_bit():
+    ours, theirs = (nn.Parameter(torch.ones(5)) for _ in range(2))
+    matrix = nn.Parameter(torch.ones(2, 2))
+    optimizers = [Muon([matrix], [ours], momentum=0.95, **SETTINGS), torch.optim.AdamW([theirs], **SETTINGS)]
+    for step in range(3):
+        ours.grad = theirs.grad = torch.arange(5.0) - step
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(ours, theirs)
+    assert torch.equal(matrix, torch.ones(2, 2)), "a weight without a gradient stays"
+
+
+def test_continues_from_its_state_to_the_bit():
+    def run(model, optimizer, steps):
+        for step in steps:
+            for number, weight in enumerate(model.parameters()):
+                weight.grad = torch.full_like(weight, 0.1 * (number + 1)) + 0.01 * step * weight.detach()
+            optimizer.step()
+
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(6, 4), nn.Conv2d(2, 3, 3)])
+    optimizer = build_muon(model, momentum=0.9, **SETTINGS)
+    run(model, optimizer, range(2))
+    other = copy.deepcopy(model)
+    continued = build_muon(other, momentum=0.9, **SETTINGS)
+    continued.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    run(model, optimizer, range(2, 4))
+    run(other, continued, range(2, 4))
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "outside"),
+    [
+        ("tiny", {"conv_in", "conv_out", "time_embedding.linear_1", "time_embedding.linear_2"}),
+        (
+            "tiny_transformer",
+            {
+                "img_in", "txt_in", "time_in.in_layer", "time_in.out_layer", "final_layer.linear",
+                "final_layer.adaLN_modulation.1",
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_muon_gets_all_matrices_but_those_of_inputs_and_outputs(architecture, outside):
+    network = meta_network(ModelConfig(architecture=Architecture(architecture)))
+    inside = set(hidden_matrices(network))
+    matrices = {name: weight for name, weight in network.named_parameters() if weight.ndim > 1}
+    assert {name.removesuffix(".weight") for name, weight in matrices.items() if weight not in inside} == outside
+    assert all(weight in set(matrices.values()) for weight in inside)
+
+
+def test_of_lora_only_the_trained_matrices():
+    network = build_network(ModelConfig(architecture=Architecture.tiny))
+    add_lora(network, LoraConfig(rank=2), seed=0)
+    [group] = build_muon(network, momentum=0.95, **SETTINGS).param_groups
+    assert set(group["params"]) == {weight for weight in network.parameters() if weight.requires_grad}
+
+
+def test_matrices_are_dealt_evenly():
+    assert deal([1, 5, 3, 3, 2], 2) == [1, 0, 1, 1, 0]
+
+
+@pytest.mark.parametrize(("size", "num_ranks"), [(8, 2), (7, 2), (5, 4), (3, 4), (1, 3)])
+def test_rows_are_cut_as_fsdp_cuts_them(size, num_ranks):
+    parts = [len(part) for part in torch.zeros(size).chunk(num_ranks)]
+    assert [num_rows(size, num_ranks, rank) for rank in range(num_ranks)] == parts + [0] * (num_ranks - len(parts))
