@@ -27,6 +27,7 @@ pytestmark = pytest.mark.slow
 
 OF_OTHER_COMMANDS = {"prepare.yaml", "evaluate.yaml"}
 BEFORE = {
+    "autoencoder_equivariance": "autoencoder",
     "phase2": "phase1",
     "phase3": "phase2",
     "sdxl_512": "sdxl_256",
