@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from diffusion.evaluation.shapes import SHARES, Scene, caption, content, draw, scenes, task
+from diffusion.evaluation.shapes import SHARES, Scene, caption, draw, scenes
 from diffusion.files import atomic_path
 from diffusion.launch import CommandParser, run_command
 
@@ -37,8 +37,7 @@ def write_data_set(
     - `folder/webdataset`: tar files as img2dataset writes them: NAME.png or NAME.jpg, NAME.txt and NAME.json.
     - `folder/parquet`: files with the columns `image` (struct of `bytes` and `path`) and `caption`.
 
-    None shows a scene of the task (`task`). Half of the PNGs of scenes with a white background are transparent: only on
-    white do they agree with their captions.
+    Half of the PNGs of scenes with a white background are transparent: only on white do they agree with their captions.
 
     Args:
         folder: where to write; must not hold a data set.
@@ -54,9 +53,8 @@ def write_data_set(
     folder = Path(folder)
     layouts = {"images": _write_images, "webdataset": _write_tars, "parquet": _write_parquet}
     rng = random.Random(f"files {split} {seed}")
-    without = {content(scene) for scene in task()}
     drawn: dict[str, list[_Image]] = {layout: [] for layout in layouts}
-    for index, scene in enumerate(scenes(num_images, seed, split=split, shares=shares, without=without)):
+    for index, scene in enumerate(scenes(num_images, seed, split=split, shares=shares)):
         layout = tuple(layouts)[index % len(layouts)]
         suffixes = ("png", "jpg") if layout == "webdataset" else tuple(FORMATS)
         drawn[layout].append(_image(scene, f"{split}-{index:06d}", rng.choice(suffixes), rng))

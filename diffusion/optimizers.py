@@ -1,4 +1,4 @@
-"""Muon (Jordan et al. 2024) for the matrices of a network and AdamW for the rest, as one optimizer.
+"""Muon (Jordan et al. 2024) for the matrices of a network and AdamW for the rest, as one optimizer; WSD.
 
 The momentum of a matrix is replaced by the nearest matrix with orthonormal rows or columns, which needs the whole
 matrix. FSDP2 shards matrices by rows: each is gathered by one rank, which returns the rows of the result.
@@ -125,6 +125,22 @@ def newton_schulz_flops(shape: tuple[int, int]) -> int:
     """Count the operations of `newton_schulz` for a matrix."""
     short, long = sorted(shape)
     return NUM_ITERATIONS * 2 * (2 * short * short * long + short**3)
+
+
+def warmup_stable_decay(step: int, *, warmup: float, cooldown: float, total: int, final: float) -> float:
+    """Compute the multiplier of the learning rate of a step: linear, constant, then 1 - sqrt (Hagele et al. 2024).
+
+    Args:
+        step: steps before this one.
+        warmup: steps of the increase from 0.
+        cooldown: steps of the decay, the last ones of the run.
+        total: steps of the run.
+        final: multiplier at the end of the run.
+    """
+    if step < warmup:
+        return step / warmup
+    passed = max(0.0, step - (total - cooldown)) / cooldown
+    return 1 - (1 - final) * math.sqrt(passed)
 
 
 # Sharded matrices

@@ -10,7 +10,7 @@ Shape letters: B batch, N numbers per sample.
 """
 
 import math
-from enum import IntEnum
+from enum import IntEnum, unique
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +30,7 @@ _NUM_ROUNDS = 10
 _Words = TypeVar("_Words", int, Tensor)
 
 
+@unique
 class Purpose(IntEnum):
     """Purpose of a random number. Its value is part of the address: never renumber them."""
 
@@ -46,6 +47,7 @@ class Purpose(IntEnum):
     EVALUATION_POSTERIOR = 11
     INITIAL_LATENTS = 12
     TIMESTEP_STRATUM = 13
+    TOKEN_ROUTING = 16
     EQUIVARIANCE = 18
 
 

@@ -71,7 +71,7 @@ from diffusion.operations.checks.machine import check_machines
 from diffusion.operations.costs import BudgetSpentError
 from diffusion.operations.heartbeats import heartbeat_folder
 from diffusion.operations.lease import leased
-from diffusion.optimizers import build_muon
+from diffusion.optimizers import build_muon, warmup_stable_decay
 from diffusion.plugins import IndexedDataset, build_plugin, build_plugins, check_plugins
 from diffusion.sharding import correct_gradient_average, fsdp_config
 from diffusion.trainer import HostTrainer
@@ -412,7 +412,27 @@ def _build_scheduler(config: Config) -> ComposerScheduler:
         return ConstantWithWarmupScheduler(t_warmup=schedule.warmup)
     if schedule.decay == Decay.linear:
         return LinearWithWarmupScheduler(t_warmup=schedule.warmup, alpha_f=schedule.final)
+    if schedule.decay == Decay.wsd:
+        return _build_wsd(config)
     return CosineAnnealingWithWarmupScheduler(t_warmup=schedule.warmup, alpha_f=schedule.final)
+
+
+def _build_wsd(config: Config) -> ComposerScheduler:
+    schedule, total = config.schedule, num_batches(config)
+
+    def steps(text: str, key: str) -> float:
+        length = parse_time(text, key).in_batches(num_batches=total, global_batch_size=config.data.global_batch_size)
+        assert length is not None
+        return length
+
+    multiplier = partial(
+        warmup_stable_decay,
+        warmup=steps(schedule.warmup, "schedule.warmup"),
+        cooldown=steps(schedule.cooldown, "schedule.cooldown"),
+        total=total,
+        final=schedule.final,
+    )
+    return lambda state, ssr=1.0: multiplier(state.timestamp.batch.value)
 
 
 def fit(trainer: Trainer, config: Config, folder: Path) -> None:

@@ -14,7 +14,7 @@ from diffusion.config.fields import CHECK, Location, parse_time, section_problem
 from diffusion.config.loading import missing_keys
 from diffusion.config.model import Compilation
 from diffusion.config.schema import Config, Task
-from diffusion.config.training import Device, OptimizerName, Parallelism, Precision
+from diffusion.config.training import Decay, Device, OptimizerName, Parallelism, Precision
 from diffusion.errors import ConfigurationError, MachineError, raise_all
 
 LEAST_JUDGED_SIDE = 24
@@ -93,6 +93,11 @@ def _tasks(config: Config) -> Iterator[str]:
             "validation.streams is null, but with plugins.train_dataset no training stream has a name. Set "
             "validation.streams=[{name: 256-512}], or validation=null."
         )
+    if config.model.token_routing is not None and not config.model.architecture.is_transformer:
+        yield (
+            f"model.token_routing is set with model.architecture {config.model.architecture.value}, a U-Net, whose "
+            "blocks take whole images. Set model.architecture=transformer_m, or model.token_routing=null."
+        )
     if config.optimizer.name is OptimizerName.muon and config.trainer.precision is Precision.amp_fp16:
         yield (
             "optimizer.name is muon with trainer.precision amp_fp16, whose scaled gradients only AdamW takes. Set "
@@ -120,6 +125,12 @@ def _times(config: Config) -> Iterator[str]:
         yield (
             f"schedule.warmup is '{config.schedule.warmup}', longer than the run ({duration}). Shorten it, as in "
             "schedule.warmup=0.1dur."
+        )
+    cooldown = parse_time(config.schedule.cooldown, "schedule.cooldown").in_batches(**sizes)
+    if config.schedule.decay is Decay.wsd and (warmup or 0) + (cooldown or 0) > sizes["num_batches"]:
+        yield (
+            f"schedule.warmup '{config.schedule.warmup}' and schedule.cooldown '{config.schedule.cooldown}' are longer "
+            f"than the run ({duration}). Shorten one."
         )
     ema = config.algorithms.ema
     start = parse_time(ema.start, "algorithms.ema.start").in_batches(**sizes) if ema is not None else None

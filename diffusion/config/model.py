@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from diffusion.config.fields import MAX_SEED, bounded, location, time
+from diffusion.errors import ConfigurationError
 
 NUM_TIMESTEPS = 1000
 """Timesteps of the noise schedule of all architectures."""
@@ -24,6 +25,11 @@ class Architecture(str, Enum):
     tiny = "tiny"
     tiny_xl = "tiny_xl"
     tiny_transformer = "tiny_transformer"
+
+    @property
+    def is_transformer(self) -> bool:
+        """Whether the network is a transformer; otherwise it is a U-Net."""
+        return "transformer" in self.value
 
 
 class PredictionType(str, Enum):
@@ -89,6 +95,38 @@ class TextAdapterConfig:
 
 
 @dataclass(kw_only=True)
+class TokenRoutingConfig:
+    """Token routing (TREAD, Krause et al. 2025): in training, image tokens skip blocks of a transformer."""
+
+    share: float = bounded(0.5, min=0, below=1)
+    """Share of an image's tokens that skip the blocks, drawn anew for each sample and step."""
+
+    first: int = 2
+    """First block that they skip, counted from 0, or from the end if negative."""
+
+    last: int = -2
+    """Last block that they skip; -2 is the last but one."""
+
+    def num_kept(self, num_tokens: int) -> int:
+        """Tokens of `num_tokens` that go through all blocks."""
+        return num_tokens - int(self.share * num_tokens)
+
+    def blocks(self, depth: int) -> range:
+        """Numbers of the skipped blocks of a network of `depth`.
+
+        Raises:
+            ConfigurationError: there are no such blocks.
+        """
+        within = all(-depth <= number < depth for number in (self.first, self.last))
+        if not within or self.first % depth > self.last % depth:
+            raise ConfigurationError(
+                f"model.token_routing: from block {self.first} to block {self.last} there is none in a transformer of "
+                f"{depth} blocks. Change token_routing.first or token_routing.last."
+            )
+        return range(self.first % depth, self.last % depth + 1)
+
+
+@dataclass(kw_only=True)
 class ModelConfig:
     """Architecture and pretrained weights."""
 
@@ -120,6 +158,9 @@ class ModelConfig:
 
     text_adapter: TextAdapterConfig | None = None
     """Train layers behind the text encoder, too; null: none. Not with stored embeddings or SDXL's two encoders."""
+
+    token_routing: TokenRoutingConfig | None = None
+    """Let image tokens skip blocks in training; null: none. Transformers only."""
 
     lora: LoraConfig | None = None
     """Train LoRA matrices on top of `init_from`; null: train all weights."""

@@ -22,6 +22,7 @@ class Decay(str, Enum):
     constant = "constant"
     linear = "linear"
     cosine = "cosine"
+    wsd = "wsd"
 
 
 class OptimizerName(str, Enum):
@@ -102,10 +103,14 @@ class ScheduleConfig:
     """Length of the linear increase from 0, in batches or as a share of the run (`0.1dur`)."""
 
     decay: Decay = Decay.constant
-    """After the warm-up: constant, or down to `final` of the learning rate at the end of the run."""
+    """After the warm-up: constant, or down to `final` of the learning rate at the end of the run. wsd (warm-up, stable,
+    decay): constant up to `cooldown`, and then 1 - sqrt."""
+
+    cooldown: str = time("0.2dur", units="ba dur", positive=True)
+    """Length of the decay of `wsd` at the end of the run, in batches or as a share of the run."""
 
     final: float = bounded(0.0, min=0, max=1)
-    """Fraction of the learning rate at the end of `linear` and `cosine`."""
+    """Fraction of the learning rate at the end of `linear`, `cosine` and `wsd`."""
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import random
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from PIL import Image, ImageDraw
 
@@ -51,6 +51,7 @@ GROUP = "an image of {number} objects on a plain {background} background, and no
 MEMBER = "{position} corner there is a {size} {shape}, and the colour of this {shape} is {colour}."
 SHARES = (0.8, 0.2, 0.0)
 """Shares of the scenes with one object, two objects and a group."""
+TASK = "task"
 CENTER = "in the center"
 OFF_CENTER_SHARE = 0.35
 """Share of the small and medium single objects that lie elsewhere; their captions say so."""
@@ -171,27 +172,27 @@ def scenes(
     *,
     split: str = "train",
     shares: tuple[float, float, float] = SHARES,
-    without: Collection[str] = (),
 ) -> list[Scene]:
     """Draw random scenes; the same arguments give the same ones, and splits are independent of each other.
+
+    Only the split `TASK` has the scenes of the task (`task`).
 
     Args:
         num: number of scenes.
         seed: of the scenes.
         split: name of the data set.
         shares: of scenes with one object, two objects and a group.
-        without: contents (`content`) of scenes that are not drawn.
     """
     rng = random.Random(f"{split} {seed}")
-    drawn: list[Scene] = []
-    while len(drawn) < num:
+    in_task = set() if split == TASK else {content(scene) for scene in task()}
+    drawn = []
+    for _ in range(num):
         kind = rng.random()
-        if kind < shares[1]:
-            scene = _two_things(rng)
-        else:
-            scene = _group(rng) if kind < shares[1] + shares[2] else _one_thing(rng)
-        if content(scene) not in without:
-            drawn.append(scene)
+        draw_one = _two_things if kind < shares[1] else _group if kind < shares[1] + shares[2] else _one_thing
+        scene = draw_one(rng)
+        while content(scene) in in_task:
+            scene = draw_one(rng)
+        drawn.append(scene)
     return drawn
 
 
@@ -229,9 +230,9 @@ def prompts() -> tuple[list[Scene], list[Scene]]:
 def task() -> tuple[Scene, ...]:
     """Scenes of the task `shapes`: 128 with one object, 192 with two, and 192 groups.
 
-    `demo.shapes` draws none of them, with any phrasing.
+    No other split has them, with any phrasing.
     """
-    drawn = {content(scene): scene for scene in scenes(2000, split="task", shares=(0.3, 0.35, 0.35))}
+    drawn = {content(scene): scene for scene in scenes(2000, split=TASK, shares=(0.3, 0.35, 0.35))}
     kinds = [[scene for scene in drawn.values() if min(len(scene.things), 3) == num] for num in (1, 2, 3)]
     return (*kinds[0][:128], *kinds[1][:192], *kinds[2][:192])
 

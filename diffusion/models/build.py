@@ -67,6 +67,7 @@ def build_model(config: ModelConfig, objective: ObjectiveConfig, *, resolution: 
         objective=objective,
         resolution=resolution,
         seed=seed,
+        token_routing=config.token_routing,
         low_precision_norms=config.low_precision_norms,
     )
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from diffusion.config.model import TokenRoutingConfig
 from diffusion.datasets.batch import BatchKey, Entry
 
 MID_BLOCK = "UNetMidBlock2DCrossAttn"
@@ -21,7 +22,12 @@ BLOCKS = CROSS_BLOCKS | {"DownBlock2D", "UpBlock2D"}
 
 
 def batch_flops(
-    network: Mapping[str, Any], batch: Mapping[str, Entry], *, vae_factor: int, has_fixed_weights: bool = False
+    network: Mapping[str, Any],
+    batch: Mapping[str, Entry],
+    *,
+    vae_factor: int,
+    routing: TokenRoutingConfig | None = None,
+    has_fixed_weights: bool = False,
 ) -> float:
     """Operations of the network, forward and backward, for a batch, which may be groups of several shapes.
 
@@ -36,7 +42,7 @@ def batch_flops(
         counts[group.shape[-2] // factor, group.shape[-1] // factor] += len(group)
     total = 0.0
     for (height, width), count in counts.items():
-        flops = count_flops(network, height=height, width=width, num_tokens=num_tokens)
+        flops = count_flops(network, height=height, width=width, num_tokens=num_tokens, routing=routing)
         if flops is None:
             return math.nan
         total += count * (flops.adapting if has_fixed_weights else flops.training)
@@ -47,13 +53,21 @@ class Flops(NamedTuple):
     """Operations for one image."""
 
     forward: int
+    """With all tokens."""
     training: int
     """Forward and backward pass, without recomputation."""
     adapting: int
     """The same with frozen weights, as under LoRA, whose small matrices are not counted."""
 
 
-def count_flops(network: Mapping[str, Any], *, height: int, width: int, num_tokens: int) -> Flops | None:
+def count_flops(
+    network: Mapping[str, Any],
+    *,
+    height: int,
+    width: int,
+    num_tokens: int,
+    routing: TokenRoutingConfig | None = None,
+) -> Flops | None:
     """Count the operations of a network for one image.
 
     Args:
@@ -61,17 +75,19 @@ def count_flops(network: Mapping[str, Any], *, height: int, width: int, num_toke
         height: height of the latent.
         width: width of the latent.
         num_tokens: tokens of the caption.
+        routing: image tokens that skip blocks in training.
 
     Returns:
         The operations; None for unknown block types.
     """
     if "patch_size" in network:
-        counter = _TransformerFlops(network, height, width, num_tokens)
-    elif {*network["down_block_types"], *network["up_block_types"], network["mid_block_type"]} <= BLOCKS:
+        whole = _TransformerFlops(network, height, width, num_tokens)
+        counter = _TransformerFlops(network, height, width, num_tokens, routing)
+        return Flops(whole.forward, counter.training, counter.adapting)
+    if {*network["down_block_types"], *network["up_block_types"], network["mid_block_type"]} <= BLOCKS:
         counter = _UNetFlops(network, height, width, num_tokens)
-    else:
-        return None
-    return Flops(counter.forward, counter.training, counter.adapting)
+        return Flops(counter.forward, counter.training, counter.adapting)
+    return None
 
 
 class _Counter:
@@ -95,7 +111,14 @@ class _Counter:
 
 
 class _TransformerFlops(_Counter):
-    def __init__(self, network: Mapping[str, Any], height: int, width: int, num_tokens: int) -> None:
+    def __init__(
+        self,
+        network: Mapping[str, Any],
+        height: int,
+        width: int,
+        num_tokens: int,
+        routing: TokenRoutingConfig | None = None,
+    ) -> None:
         super().__init__()
         hidden, patch = network["hidden_size"], network["patch_size"]
         positions, values = height * width // patch**2, network["in_channels"] * patch**2
@@ -104,12 +127,15 @@ class _TransformerFlops(_Counter):
         self._linear(positions, values, hidden, has_input_gradient=False)
         self._linear(1, 256, hidden, has_input_gradient=False)
         self._linear(1, hidden, hidden)
-        for _ in range(network["depth"]):
+        depth = network["depth"]
+        routed = range(0) if routing is None else routing.blocks(depth)
+        for number in range(depth):
+            kept = positions if routing is None or number not in routed else routing.num_kept(positions)
             self._linear(1, hidden, 6 * hidden)
-            self._linear(positions, hidden, 4 * hidden)
+            self._linear(kept, hidden, 4 * hidden)
             self._linear(num_tokens, hidden, 2 * hidden)
-            self._attention(positions, positions + num_tokens, hidden)
-            self._linear(positions, hidden, 3 * inner)
+            self._attention(kept, kept + num_tokens, hidden)
+            self._linear(kept, hidden, 3 * inner)
         self._linear(1, hidden, 2 * hidden)
         self._linear(positions, hidden, values)
 

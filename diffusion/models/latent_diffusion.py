@@ -20,7 +20,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from transformers import CLIPTokenizer
 
-from diffusion.config.model import ObjectiveConfig, Posterior, Sampler
+from diffusion.config.model import ObjectiveConfig, Posterior, Sampler, TokenRoutingConfig
 from diffusion.datasets.batch import BatchKey, Entry
 from diffusion.datasets.transforms import Placement
 from diffusion.models.conditioning import Conditioner, Conditioning, TextEncoder
@@ -53,6 +53,7 @@ from diffusion.models.sampling import (
     whole_number,
 )
 from diffusion.models.text_adapter import TextAdapter
+from diffusion.models.token_routing import TokenRouter
 from diffusion.randomness import Purpose, bernoulli, normal
 
 Batch = dict[str, Tensor]
@@ -115,6 +116,7 @@ class LatentDiffusion(ComposerModel):
         objective: training objective, with the scheduler's prediction type.
         resolution: side of the training images in pixels, and default size of generated images.
         seed: seed of noise, timesteps, posterior and dropped captions, 0 <= seed < 2^32.
+        token_routing: tokens that skip blocks of the transformer in training.
         low_precision_norms: run the network's GroupNorm and LayerNorm in the autocast precision.
 
     Attributes:
@@ -137,6 +139,7 @@ class LatentDiffusion(ComposerModel):
         objective: ObjectiveConfig,
         resolution: int,
         seed: int = 17,
+        token_routing: TokenRoutingConfig | None = None,
         low_precision_norms: bool = True,
     ) -> None:
         super().__init__()
@@ -145,6 +148,8 @@ class LatentDiffusion(ComposerModel):
         self.component = component_name(network)
         self.add_module(self.component, network)
         self.text_adapter = text_adapter
+        self.token_routing = token_routing
+        self._router = None if token_routing is None else TokenRouter(network, token_routing)
         self._frozen = {"vae": frozen.vae, "text_encoder": frozen.text_encoder}
         self.tokenizer: CLIPTokenizer = frozen.tokenizer
         self.latent_scaling = frozen.latent_scaling
@@ -223,6 +228,9 @@ class LatentDiffusion(ComposerModel):
             self.observer(Draws(sample, step, noise, timesteps, token_ids, content, conditioning.placement))
         rates = self.noise_process.signal_and_noise_rate(timesteps)  # sqrt(abar_t), sqrt(1 - abar_t)
         noised = add_noise(latents, noise, rates)  # x_t
+        if self._router is not None:
+            num_tokens = noised[0, 0].numel() // patch_size_of(self.network) ** 2
+            self._router.select(self.seed, step, sample, num_tokens, is_training=purposes is TRAINING)
         prediction = self._denoise(noised, timesteps, conditioning)
         target = TARGETS[objective.prediction_type]
         gamma = objective.min_snr_gamma
@@ -317,8 +325,13 @@ class LatentDiffusion(ComposerModel):
 
     def batch_flops(self, batch: Mapping[str, Entry]) -> float:
         """Floating-point operations of the network for a batch, forward and backward; NaN if unknown."""
-        has_fixed = self._has_fixed_weights
-        return batch_flops(self.network.config, batch, vae_factor=self.vae_factor, has_fixed_weights=has_fixed)
+        return batch_flops(
+            self.network.config,
+            batch,
+            vae_factor=self.vae_factor,
+            routing=self.token_routing,
+            has_fixed_weights=self._has_fixed_weights,
+        )
 
     @cached_property
     def _has_fixed_weights(self) -> bool:

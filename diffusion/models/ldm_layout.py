@@ -6,6 +6,7 @@ Stability's `sgm` and OpenCLIP.
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
@@ -71,7 +72,7 @@ def unet_names(unet: UNet2DConditionModel) -> dict[str, str]:
     return _names(unet, dict(_unet_parts(unet)))
 
 
-def _unet_parts(unet: UNet2DConditionModel) -> Iterator[tuple[str, str]]:
+def _unet_parts(unet: Any) -> Iterator[tuple[str, str]]:
     """The original counts each resnet with its attention as a block; so does it with each downsampler."""
     yield from _UNET_PARTS.items()
     yield from _below("mid_block.resnets.0", "middle_block.0", _UNET_RESNET)
@@ -95,7 +96,7 @@ def _unet_parts(unet: UNet2DConditionModel) -> Iterator[tuple[str, str]]:
         yield f"up_blocks.{i}.upsamplers.0.conv", f"output_blocks.{number - 1}.{after}.conv"
 
 
-def _vae_parts(vae: AutoencoderKL) -> Iterator[tuple[str, str]]:
+def _vae_parts(vae: Any) -> Iterator[tuple[str, str]]:
     """The original counts the decoder's blocks from the image side."""
     yield from ((name, name) for name in ("quant_conv", "post_quant_conv"))
     for side in ("encoder", "decoder"):

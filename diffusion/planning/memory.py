@@ -24,7 +24,8 @@ from diffusion.models.architectures import ARCHITECTURES, build_network, build_v
 from diffusion.models.autoencoder import PatchDiscriminator, build_perceptual
 from diffusion.models.fast.compilation import find_blocks
 from diffusion.models.lora import add_lora
-from diffusion.models.networks import Network, text_width_of
+from diffusion.models.networks import Network, patch_size_of, text_width_of
+from diffusion.models.token_routing import TokenRouter
 
 WEIGHT_BYTES = GRADIENT_BYTES = EMA_BYTES = 4
 """Master weights, gradients and their averages are fp32."""
@@ -259,6 +260,16 @@ def meta_inputs(config: ModelConfig, network: Network, size: ImageSize, dtype: t
     return {**inputs, "sample": latents}
 
 
+def meta_forward(config: ModelConfig, network: Network, size: ImageSize, dtype: torch.dtype) -> Tensor:
+    """Prediction of a network in training for one image of a size in pixels, on the meta device."""
+    inputs = meta_inputs(config, network, size, dtype)
+    if config.token_routing is not None:
+        address = torch.empty(1, dtype=torch.int64, device="meta")
+        num_tokens = inputs["hidden_states"][0, 0].numel() // patch_size_of(network) ** 2
+        TokenRouter(network, config.token_routing).select(0, address, address, num_tokens)
+    return network(**inputs).sample
+
+
 def parse_model(text: str) -> ModelConfig:
     """Read a section `model` written by `to_yaml`, the key of cached counts."""
     return from_dict(ModelConfig, yaml.safe_load(text), "model")
@@ -305,9 +316,9 @@ def _activation_bytes(model: str, size: ImageSize, dtype: torch.dtype) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = network(**meta_inputs(config, network, size, dtype))
+        output = meta_forward(config, network, size, dtype)
     # The graph of the output keeps the storages, and their numbers, in use.
-    assert output.sample.is_meta
+    assert output.is_meta
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 

@@ -26,7 +26,7 @@ from diffusion.planning.memory import (
     ParameterCounts,
     StateMemory,
     largest_size,
-    meta_inputs,
+    meta_forward,
     meta_network,
     parameter_counts,
     parse_model,
@@ -137,10 +137,12 @@ def _training_flops(model: str, size: ImageSize) -> int | None:
     network, spec = meta_network(config), ARCHITECTURES[config.architecture]
     if config.lora is not None:
         with FlopCounterMode(display=False) as counter:
-            network(**meta_inputs(config, network, size, torch.float32)).sample.sum().backward()
+            meta_forward(config, network, size, torch.float32).sum().backward()
         return counter.get_total_flops()
     height, width = (side // spec.vae_factor for side in size)
-    flops = count_flops(network.config, height=height, width=width, num_tokens=text_shape(config)[0])
+    flops = count_flops(
+        network.config, height=height, width=width, num_tokens=text_shape(config)[0], routing=config.token_routing
+    )
     return flops.training if flops is not None else None
 
 

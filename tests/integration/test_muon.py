@@ -1,9 +1,12 @@
-"""Muon in runs: the same on any number of ranks, and on fewer after a resumption."""
+"""Muon and WSD in runs: the same on any number of ranks, and on another number after a resumption."""
 
 import pytest
 import torch
 
+from diffusion.callbacks.metrics_file import read_metrics, series
+
 RUNS = {"one": (1, "ddp"), "sharded": (2, "fsdp"), "replicated": (2, "ddp")}
+HALF = ("trainer.max_duration=2ba", "schedule.decay=constant")
 
 
 def options(folder, parallelism, *more):
@@ -13,7 +16,7 @@ def options(folder, parallelism, *more):
         f"trainer.parallelism={parallelism}",
         "trainer.max_duration=4ba",
         "trainer.device_train_microbatch_size=2",
-        "schedule.warmup=1ba",
+        "schedule={warmup: 1ba, decay: wsd, cooldown: 2ba}",
         "algorithms.ema.start=1ba",
         "optimizer.name=muon",
         "optimizer.max_grad_norm=0.05",
@@ -28,7 +31,7 @@ def runs(server, tmp_path_factory):
     root = tmp_path_factory.mktemp("muon")
     for num_ranks in (1, 2):
         jobs = [options(root / name, way) for name, (number, way) in RUNS.items() if number == num_ranks]
-        server.train(num_ranks, [*jobs, options(root / f"resumed-{num_ranks}", "fsdp", "trainer.max_duration=2ba")])
+        server.train(num_ranks, [*jobs, options(root / f"resumed-{num_ranks}", "fsdp", *HALF)])
     server.train(1, [options(root / "resumed-2", "fsdp")])
     server.train(2, [options(root / "resumed-1", "fsdp")])
     return root
@@ -42,3 +45,11 @@ def test_equal_over_ranks_and_resumptions(runs, name):
         assert others
         for key, weight in others.items():
             torch.testing.assert_close(weights[key], weight, rtol=1e-5, atol=1e-5, msg=key)
+
+
+@pytest.mark.world_size(2)
+def test_learning_rate_of_both_groups_goes_on_after_a_resumption(runs):
+    for group in (0, 1):
+        for name in ("one", "resumed-1", "resumed-2"):
+            rates = series(read_metrics(runs / name / "metrics.jsonl"), f"lr-Muon/group{group}")[1]
+            assert rates[:4] == pytest.approx([0, 1e-3, 1e-3, 1e-3 * (1 - 0.5**0.5)])

@@ -18,6 +18,7 @@ from diffusion.optimizers import (
     newton_schulz,
     newton_schulz_flops,
     num_rows,
+    warmup_stable_decay,
 )
 from diffusion.planning.memory import meta_network
 
@@ -146,3 +147,13 @@ def test_matrices_are_dealt_evenly():
 def test_rows_are_cut_as_fsdp_cuts_them(size, num_ranks):
     parts = [len(part) for part in torch.zeros(size).chunk(num_ranks)]
     assert [num_rows(size, num_ranks, rank) for rank in range(num_ranks)] == parts + [0] * (num_ranks - len(parts))
+
+
+def test_wsd_at_its_corners():
+    def at(step):
+        return warmup_stable_decay(step, warmup=10, cooldown=20, total=100, final=0.1)
+
+    assert [at(0), at(5), at(10), at(79), at(80)] == [0, 0.5, 1, 1, 1]
+    assert at(85) == pytest.approx(1 - 0.9 * 0.5)
+    assert at(100) == pytest.approx(0.1)
+    assert warmup_stable_decay(0, warmup=0, cooldown=4, total=4, final=0) == 1

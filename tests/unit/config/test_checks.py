@@ -69,6 +69,7 @@ def test_legal_combinations(configuration, overrides):
         ([], 12, ["data.global_batch_size is 2048", "8 or 16 ranks (legal are 1, 2, 4, 8", "2040 or 2052"]),
         (["data.global_batch_size=96", *GROUPS], 5, ["data.global_batch_size is 96", "legal are 1, 2, 3, 6)"]),
         (["data.global_batch_size=256", *GROUPS], 32, ["data.global_batch_size", "1, 2, 4, 8, 16)"]),
+        (["model.token_routing={}"], 1, ["model.token_routing is set with model.architecture stable_diffusion_2"]),
         (["trainer.num_replicas=3"], 4, ["trainer.num_replicas is 3"]),
         (["performance.cuda_graphs=true"], 128, ["performance.cuda_graphs", "trainer.parallelism=ddp"]),
         (

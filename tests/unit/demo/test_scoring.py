@@ -20,10 +20,11 @@ def test_rates_count_what_is_right():
         "number": len(single),
         "colour": 1.0,
         "shape": 1.0,
+        "count": 1.0,
     }
     assert rates([draw(scene, 64) for scene in pairs], pairs)["relation"] == pytest.approx(1.0, abs=0.05)
     half = [draw(single[0], 64), draw(single[-1], 64)]
-    assert rates(half, [single[0], single[0]]) == {"number": 2, "colour": 0.5, "shape": 0.5}
+    assert rates(half, [single[0], single[0]]) == {"number": 2, "colour": 0.5, "shape": 0.5, "count": 1.0}
 
 
 def test_an_untrained_model_is_scored_low_and_reported(tmp_path):

@@ -12,8 +12,10 @@ import pytest
 from PIL import Image
 
 from demo.shapes import write_data_set
+from diffusion.config.model import Architecture
 from diffusion.evaluation import shapes
 from diffusion.evaluation.shapes import Scene, Thing
+from diffusion.models.tokenizers import build_tokenizer
 
 NUM_IMAGES = 120
 
@@ -73,8 +75,8 @@ def test_generator_is_pinned() -> None:
     captions = [shapes.caption(scene) for scene in shapes.scenes(3, 17)]
     assert captions == [
         "a green star on a gray background",
-        "an image of a yellow triangle on a white background",
-        "a purple square left of a cyan star on a navy background",
+        "a small green star on a white background",
+        "a yellow square on a white background",
     ]
 
 
@@ -184,3 +186,19 @@ def test_prompts_ask_for_every_pair_and_every_relation() -> None:
     assert len(double) == 32
     assert all(sum(scene.relation == relation for scene in double) == 8 for relation in shapes.RELATIONS)
     assert [shapes.caption(scene) for scene in shapes.prompts()[1]] == [shapes.caption(scene) for scene in double]
+
+
+def test_groups_have_objects_of_different_colours_in_different_corners_and_captions_that_clip_cuts() -> None:
+    tokenizer = build_tokenizer(Architecture.stable_diffusion_2)
+    for scene in shapes.scenes(50, 5, shares=(0, 0, 1)):
+        assert len(scene.things) in (3, 4)
+        assert len({thing.colour for thing in scene.things}) == len(scene.things)
+        assert len({shapes.corner(thing.x, thing.y) for thing in scene.things}) == len(scene.things)
+        assert len(tokenizer(shapes.caption(scene)).input_ids) > 77
+
+
+def test_the_scenes_of_the_task_are_in_no_other_split() -> None:
+    task = {shapes.content(scene) for scene in shapes.task()}
+    assert len(task) == len(shapes.task()) == 512
+    for split in ("train", "validation"):
+        assert not task & {shapes.content(scene) for scene in shapes.scenes(2000, split=split, shares=(0.4, 0.4, 0.2))}

@@ -1,5 +1,6 @@
 """The demo's oracle: nearly always right on real images, blurred ones too, and at chance on shuffled captions."""
 
+import dataclasses
 import random
 
 import numpy as np
@@ -67,14 +68,16 @@ def test_a_relation_counts_only_with_the_right_objects_in_the_right_order() -> N
     swapped = score(image, _scene(("red", "star", 0, 0), ("blue", "circle", 0, 0), relation="left of"))
     assert swapped.colour and not swapped.shape and not swapped.relation
     alone = shapes.draw(_scene(("red", "circle", 0.3, 0.5)), 64)
-    assert score(alone, _scene(*asked, relation="left of")) == Score(colour=False, shape=False, relation=False)
+    assert score(alone, _scene(*asked, relation="left of")) == Score(
+        colour=False, shape=False, count=False, relation=False
+    )
 
 
 @pytest.mark.parametrize("background", shapes.BACKGROUNDS)
 def test_an_empty_image_shows_nothing(background: str) -> None:
     image = Image.new("RGB", (64, 64), shapes.BACKGROUNDS[background])
     assert ShapesOracle().find(image) == []
-    assert score(image, shapes.prompts()[0][0]) == Score(colour=False, shape=False, relation=None)
+    assert score(image, shapes.prompts()[0][0]) == Score(colour=False, shape=False, count=False)
 
 
 def test_noise_and_specks_are_not_objects_with_a_shape() -> None:
@@ -101,3 +104,26 @@ def test_shapes_survive_noise_and_pale_colours(shape: str) -> None:
         image = 128 + 0.8 * (image - 128) + rng.normal(0, 6, image.shape)
         result = score(Image.fromarray(image.clip(0, 255).astype(np.uint8)), _scene((colour, shape, 0.5, 0.5)))
         assert result.colour and result.shape
+
+
+CORNERS = (("red", "circle", 0.26, 0.26), ("blue", "star", 0.74, 0.26), ("green", "square", 0.26, 0.74))
+
+
+def test_the_objects_of_a_group_count_in_their_corners() -> None:
+    asked = _scene(*CORNERS)
+    assert score(shapes.draw(asked, 64), asked) == Score(colour=True, shape=True, count=True, position=1.0)
+    swapped = _scene(CORNERS[0], ("green", "star", 0.74, 0.26), ("blue", "square", 0.26, 0.74))
+    third = pytest.approx(1 / 3)
+    assert score(shapes.draw(swapped, 64), asked) == Score(colour=False, shape=True, count=True, position=third)
+    more = _scene(*CORNERS, ("yellow", "square", 0.74, 0.74))
+    assert score(shapes.draw(more, 64), asked) == Score(colour=True, shape=True, count=False, position=1.0)
+    fewer = _scene(*CORNERS[:2])
+    assert score(shapes.draw(fewer, 64), asked).position == pytest.approx(2 / 3)
+
+
+def test_positions_of_single_objects() -> None:
+    scenes = [scene for scene in shapes.task() if scene.position is not None]
+    for scene in scenes:
+        assert score(shapes.draw(scene, 32), scene).position == 1.0
+        elsewhere = next(one for one in shapes.POSITIONS if one != scene.position)
+        assert score(shapes.draw(scene, 32), dataclasses.replace(scene, position=elsewhere)).position == 0.0

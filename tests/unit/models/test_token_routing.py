@@ -1,0 +1,185 @@
+"""Token routing: which tokens skip which blocks, and where routing has no effect."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from diffusion.config.loading import to_yaml
+from diffusion.config.model import (
+    Architecture,
+    Compilation,
+    ModelConfig,
+    ObjectiveConfig,
+    PerformanceConfig,
+    PredictionType,
+    TokenRoutingConfig,
+)
+from diffusion.config.training import Device
+from diffusion.datasets.batch import BatchKey
+from diffusion.errors import ConfigurationError
+from diffusion.models import build_model, fast
+from diffusion.models.fast.compilation import _compiled
+from diffusion.models.flops import count_flops
+from diffusion.models.latent_diffusion import LatentDiffusion, Prediction
+from diffusion.models.token_routing import TokenRouter, select_tokens
+from diffusion.planning.memory import ImageSize, _activation_bytes, meta_forward, meta_network
+
+SMALL = {"hidden_size": 32, "num_heads": 2, "depth": 5, "axes_dim": (8, 8)}
+ROUTING = TokenRoutingConfig(share=0.5, first=1, last=-2)
+
+
+def build(routing: TokenRoutingConfig | None) -> LatentDiffusion:
+    config = ModelConfig(
+        architecture=Architecture.tiny_transformer, network=SMALL, token_routing=routing, frozen_seed=3
+    )
+    objective = ObjectiveConfig(prediction_type=PredictionType.flow)
+    model = build_model(config, objective, resolution=32, seed=17).train()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.network.parameters():  # Modulations are zero at first, and blocks the identity.
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def batch(num: int = 6) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        BatchKey.LATENT_MEAN: torch.randn(num, 4, 8, 6, generator=generator),
+        BatchKey.LATENT_LOGVAR: torch.full((num, 4, 8, 6), -4.0),
+        BatchKey.TOKEN_IDS: torch.randint(1, 2000, (num, 24), generator=generator),
+        BatchKey.SAMPLE: torch.arange(num) * 1000,
+        BatchKey.STEP: torch.full((num,), 7),
+    }
+
+
+def gradients(model: LatentDiffusion, parts: list[dict[str, Tensor]]) -> list[Tensor]:
+    for part in parts:
+        (model.loss(model.forward(part), part) * len(part[BatchKey.SAMPLE])).backward()
+    return [parameter.grad for parameter in model.network.parameters() if parameter.grad is not None]
+
+
+def test_share_0_is_no_routing_to_the_bit():
+    plain, routed = build(None), build(TokenRoutingConfig(share=0.0, first=1, last=-2))
+    outputs = [model.forward(batch()) for model in (plain, routed)]
+    assert torch.equal(outputs[0].prediction, outputs[1].prediction)
+    found = [gradients(model, [batch()]) for model in (plain, routed)]
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_tokens_skip_the_blocks_between_and_keep_their_positions():
+    """A block adds 10^i, and so says which blocks a token went through; its positions come out in another channel."""
+
+    class Probe(nn.Module):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.number = number
+
+        def forward(self, hidden_states: Tensor, image_rotary_emb: Tensor, **_: Tensor) -> Tensor:
+            positions = image_rotary_emb[:, 0, :, 0, 0, 0]
+            added = torch.stack([torch.full_like(positions, 10.0**self.number), positions], dim=-1)
+            return hidden_states + added
+
+    class Probed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Probe(i) for i in range(5))
+
+        def forward(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
+            for block in self.blocks:
+                hidden_states = block(hidden_states=hidden_states, image_rotary_emb=positions)
+            return hidden_states
+
+    network = Probed()
+    router = TokenRouter(network, ROUTING)
+    step, sample = torch.tensor([3, 3]), torch.tensor([11, 12])
+    places = torch.arange(10.0).expand(2, 10)
+    positions = places[:, None, :, None, None, None].expand(2, 1, 10, 4, 2, 2)
+    router.select(17, step, sample, 10)
+    assert router.kept is not None and router.kept.shape == (2, 5)
+    found = network(torch.zeros(2, 10, 2), positions)
+    is_kept = torch.zeros(2, 10, dtype=torch.bool).scatter(1, router.kept, True)
+    assert torch.equal(found[..., 0], torch.where(is_kept, 11111.0, 10001.0))
+    assert torch.equal(found[..., 1], torch.where(is_kept, 5 * places, 2 * places))
+    network.eval()
+    assert (network(torch.zeros(2, 10, 2), positions)[..., 0] == 11111).all()
+    router.select(17, step, sample, 10, is_training=False)
+    assert (network.train()(torch.zeros(2, 10, 2), positions)[..., 0] == 11111).all()
+
+
+def test_each_set_of_tokens_is_as_likely_and_a_function_of_the_address():
+    sample = torch.arange(6000)
+    kept = select_tokens(17, torch.zeros_like(sample), sample, 4, 2)
+    assert (kept[:, 0] < kept[:, 1]).all()
+    counts = torch.bincount(4 * kept[:, 0] + kept[:, 1], minlength=16)
+    counts = counts[counts > 0].double()
+    assert len(counts) == 6
+    assert ((counts - 1000) ** 2 / 1000).sum() < 20.5  # Chi-square with 5 degrees of freedom, p = 0.001.
+    assert torch.equal(select_tokens(17, torch.zeros_like(sample[5:6]), sample[5:6], 4, 2), kept[5:6])
+    assert not torch.equal(select_tokens(17, torch.ones_like(sample), sample, 4, 2), kept)
+
+
+def test_microbatches_have_the_same_tokens_and_gradients():
+    whole = batch()
+    parts = [{key: value[part] for key, value in whole.items()} for part in (slice(4), slice(4, 6))]
+    found = [gradients(build(ROUTING), cut) for cut in ([whole], parts)]
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+
+def test_validation_and_sampling_use_all_tokens():
+    plain, routed = build(None), build(ROUTING)
+    outputs: list[Prediction] = [model.forward(batch()) for model in (plain, routed)]
+    assert not torch.equal(outputs[0].prediction, outputs[1].prediction)
+    outputs = [model.eval_forward(batch()) for model in (plain, routed)]
+    assert torch.equal(outputs[0].prediction, outputs[1].prediction)
+    routed.forward(batch())
+    options = {"num_inference_steps": 2, "seed": 0, "output": "tensor", "progress": False}
+    images = [model.generate("a red circle", **options) for model in (plain, routed)]
+    assert isinstance(images[0], Tensor) and isinstance(images[1], Tensor)
+    assert torch.equal(images[0], images[1])
+
+
+def test_recomputed_activations_give_the_same_gradients():
+    expected = gradients(build(ROUTING), [batch(2), batch(6)])
+    recomputed = build(ROUTING)
+    recomputed.network.enable_gradient_checkpointing()
+    for one, two in zip(expected, gradients(recomputed, [batch(2), batch(6)]), strict=True):
+        torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("compilation", [Compilation.blocks, Compilation.unet])
+def test_compiled_in_one_graph_each(compilation, monkeypatch):
+    compile_graph = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda model, **options: compile_graph(model, **{**options, "options": None}, backend="eager")
+    )
+    _compiled.cache_clear()
+    model = build(ROUTING)
+    fast.apply(model.network, PerformanceConfig(compilation=compilation), Device.cpu)
+    expected = gradients(build(ROUTING), [batch(), batch(4)])
+    for one, two in zip(expected, gradients(model, [batch(), batch(4)]), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+    _compiled.cache_clear()
+
+
+def test_operations_are_those_that_torch_counts():
+    config = ModelConfig(architecture=Architecture.tiny_transformer, network=SMALL, token_routing=ROUTING)
+    network, size = meta_network(config), ImageSize(32, 24)
+    with FlopCounterMode(display=False) as counter:
+        meta_forward(config, network, size, torch.float32).sum().backward()
+    counts = [
+        count_flops(network.config, height=8, width=6, num_tokens=24, routing=routing) for routing in (None, ROUTING)
+    ]
+    assert counts[0] is not None and counts[1] is not None
+    assert counts[1].training == counter.get_total_flops() < 0.8 * counts[0].training
+    assert counts[1].forward == counts[0].forward
+    assert build(ROUTING).batch_flops(batch()) == 6 * counts[1].training
+    whole = ModelConfig(architecture=Architecture.tiny_transformer, network=SMALL)
+    planned = [_activation_bytes(to_yaml(one), size, torch.float32) for one in (whole, config)]
+    assert planned[1] < 0.8 * planned[0]
+
+
+@pytest.mark.parametrize("first, last", [(3, -3), (5, -1), (0, -6)])
+def test_blocks_that_are_not_there(first, last):
+    with pytest.raises(ConfigurationError, match=r"token_routing\.first"):
+        build(TokenRoutingConfig(first=first, last=last))
