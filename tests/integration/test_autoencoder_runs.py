@@ -1,14 +1,20 @@
-"""Autoencoders on several ranks: killed and resumed."""
+"""Autoencoders on several ranks, killed and resumed; initial weights."""
 
 import signal
 from pathlib import Path
 
 import pytest
 import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import Tensor
 
+from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.find import find_checkpoints
 from diffusion.checkpointing.read import StoredState
+from diffusion.config.loading import load_config
+from diffusion.config.training import Device
+from diffusion.models.pretrained import load_pretrained
+from diffusion.train import build_training_model
 
 
 def weights_and_moments(run: Path) -> dict[str, Tensor]:
@@ -20,8 +26,19 @@ def weights_and_moments(run: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.world_size(2)
-def test_killed_and_resumed_it_has_the_same_weights_and_moments_to_the_bit(server, shapes, tmp_path):
+@pytest.mark.parametrize(
+    ("yaml", "own"),
+    [
+        ("yamls/tiny/autoencoder.yaml", []),
+        (
+            "yamls/tiny/autoencoder_equivariance.yaml",
+            ["autoencoder.equivariance.min_scale=0.75", "init_from.checkpoint={shapes}"],
+        ),
+    ],
+)
+def test_killed_and_resumed_it_has_the_same_weights_and_moments_to_the_bit(server, shapes, tmp_path, yaml, own):
     common = [
+        *(override.format(shapes=shapes) for override in own),
         f"data.local={shapes / 'prepared' / 'train'}",
         f"validation.local={shapes / 'prepared' / 'validation'}",
         "validation.num_samples=8",
@@ -33,16 +50,16 @@ def test_killed_and_resumed_it_has_the_same_weights_and_moments_to_the_bit(serve
         "schedule.warmup=1ba",
         "data.num_workers=0",
     ]
-    runs = {name: tmp_path / name for name in ("whole", "killed")}
-    yaml = "yamls/tiny/autoencoder.yaml"
+    runs = {name: tmp_path / name for name in ("whole", "killed", "alone")}
     plan = {name: [*common, f"output_folder={run}"] for name, run in runs.items()}
     server.train(2, [(yaml, plan["whole"])])
     kill = "plugins.callbacks=[{path: tests.tools.toys.SignalAt, arguments: {step: 4, number: 9}}]"
     assert -signal.SIGKILL in server.run(2, [(yaml, [*plan["killed"], kill])]).codes
     at_3 = weights_and_moments(runs["killed"])
     server.train(2, [(yaml, plan["killed"])])
+    server.train(1, [(yaml, plan["alone"])])
 
-    whole, killed = (weights_and_moments(run) for run in runs.values())
+    whole, killed = (weights_and_moments(runs[name]) for name in ("whole", "killed"))
     assert whole.keys() == killed.keys() == at_3.keys()
     assert all(torch.equal(whole[name], killed[name]) for name in whole)
     judging = [
@@ -50,5 +67,17 @@ def test_killed_and_resumed_it_has_the_same_weights_and_moments_to_the_bit(serve
     ]
     assert {name.split(".")[1] for name in judging} == {"model", "optimizers"}
     assert not any(torch.equal(whole[name], at_3[name]) for name in judging)
-    vaes = [{file.name: file.read_bytes() for file in (run / "vae").iterdir()} for run in runs.values()]
+    vaes = [{file.name: file.read_bytes() for file in (runs[n] / "vae").iterdir()} for n in ("whole", "killed")]
     assert vaes[0] == vaes[1]
+    losses = [series(read_metrics(runs[name] / "metrics.jsonl"), TRAIN_LOSS)[1] for name in ("whole", "alone")]
+    assert len(losses[0]) == 5
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_a_new_run_starts_from_the_vae_of_a_folder(shapes):
+    overrides = [f"data.local={shapes}", f"validation.local={shapes}", f"init_from.checkpoint={shapes}"]
+    config = load_config("yamls/tiny/autoencoder_equivariance.yaml", overrides)
+    expected = load_pretrained(AutoencoderKL, str(shapes / "vae"), None, local_files_only=True).state_dict()
+    built = {is_new: build_training_model(config, Device.cpu, is_new=is_new).vae for is_new in (True, False)}
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in built[True].state_dict().items())
+    assert not torch.equal(built[False].decoder.conv_in.weight, expected["decoder.conv_in.weight"])
