@@ -9,6 +9,7 @@ a row, for other weights, order, noise and images, on the same data. The score i
 """
 
 import datetime
+import hashlib
 import json
 import os
 import re
@@ -27,7 +28,7 @@ if __name__ == "__main__":  # As a file, for the imports of this repository.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from demo.score import rates
-from demo.steps import COMPOSER, ROOT, Steps
+from demo.steps import COMPOSER, QUICK, ROOT, Steps
 from diffusion.config.loading import load_config
 from diffusion.errors import UserError
 from diffusion.evaluation.shapes import caption, task
@@ -66,10 +67,11 @@ class Meter(Callback):
 
     Args:
         path: the file, JSON.
+        calibration: two steps between which the cost of a step is measured.
     """
 
-    def __init__(self, path: str) -> None:
-        self.path, self.began, self.flops = Path(path), 0.0, 0.0
+    def __init__(self, path: str, calibration: Sequence[int] = CALIBRATION) -> None:
+        self.path, self.calibration, self.began, self.flops = Path(path), calibration, 0.0, 0.0
         self.times: dict[int, float] = {}
 
     def fit_start(self, state: State, logger: Logger) -> None:
@@ -83,7 +85,7 @@ class Meter(Callback):
     def batch_end(self, state: State, logger: Logger) -> None:
         """Note the time of two steps."""
         step = state.timestamp.batch.value
-        if step in CALIBRATION:
+        if step in self.calibration:
             self.times[step] = time.process_time()
 
     def fit_end(self, state: State, logger: Logger) -> None:
@@ -103,31 +105,42 @@ class Meter(Callback):
 class Task(Steps):
     """Data of the task, and runs on it."""
 
-    def prepare(self, yaml: str) -> tuple[Path, Path]:
-        """Draw and prepare the images, train the VAE and encode for a recipe, unless it was done.
+    def __init__(self, out: Path, vae: Path | None, *, quick: bool) -> None:
+        super().__init__(out)
+        self.vae, self.quick = vae, quick
+        self.calibration = (2, 6) if quick else CALIBRATION
+
+    def prepare(self, num_chunks: int) -> tuple[Path, Path]:
+        """Draw and prepare the images, train the VAE and encode, unless it was done.
+
+        Args:
+            num_chunks: `model.text_encoder.chunks`.
 
         Returns:
             The folder of the VAE, and that of the latents.
         """
         source, prepared, autoencoder = self.out / "source", self.out / "prepared", self.out / "autoencoder"
-        images = ["--num-images", str(NUM_IMAGES), "--shares", *SHARES]
+        images = ["--num-images", str(300 if self.quick else NUM_IMAGES), "--shares", *SHARES]
         self.run("draw", [sys.executable, "-m", "demo.shapes", str(source), *images])
         layouts = [str(source / layout) for layout in ("images", "webdataset", "parquet")]
         options = ["--edges", "32", "64", "--validation-fraction", "0.05", "--workers", "2"]
         self.run("prepare", [sys.executable, "scripts/prepare.py", *layouts, str(prepared), *options])
         data = [f"data.local={prepared}/train", f"validation.local={prepared}/validation"]
-        train = ["run.py", "yamls/tiny/autoencoder.yaml", f"output_folder={autoencoder}", *data]
-        self.run("autoencoder", [*COMPOSER, *train])
-        latents, vae = self.out / "latents", autoencoder / "vae"
+        if self.vae is None:
+            train = ["run.py", "yamls/tiny/autoencoder.yaml", f"output_folder={autoencoder}", *data]
+            self.run("autoencoder", [*COMPOSER, *train, *(QUICK if self.quick else [])])
+        vae, name = self.vae or autoencoder / "vae", f"latents-{num_chunks}"
+        latents = self.out / (name if self.vae is None else f"{name}-{hashlib.sha256(bytes(vae)).hexdigest()[:8]}")
         encode = ["scripts/encode.py", str(prepared), str(latents), "--resolution", str(RESOLUTION)]
-        options = ["--architecture", "tiny", "--vae", str(vae), "--mean-only"]
-        self.run("encode", [sys.executable, *encode, *options])
+        options = ["--architecture", "tiny", "--vae", str(vae), "--mean-only", "--chunks", str(num_chunks)]
+        self.run(latents.name, [sys.executable, *encode, *options])
         return vae, latents
 
     def train(self, yaml: str, overrides: Sequence[str], folder: Path, steps: int, seed: int) -> dict[str, Any]:
         """Train and return what `Meter` wrote."""
-        vae, latents = self.prepare(yaml)
+        vae, latents = self.prepare(load_config(yaml, overrides).model.text_encoder.chunks)
         meter = folder.with_suffix(".json")
+        arguments = f"{{path: '{meter}', calibration: {list(self.calibration)}}}"
         settings = [
             f"output_folder={folder}",
             f"model.vae={vae}",
@@ -137,7 +150,7 @@ class Task(Steps):
             f"trainer.eval_interval={steps}ba",
             f"trainer.save_interval={steps}ba",
             f"seed={seed}",
-            f"plugins.callbacks=[{{path: benchmarks.leaderboard.Meter, arguments: {{path: '{meter}'}}}}]",
+            f"plugins.callbacks=[{{path: benchmarks.leaderboard.Meter, arguments: {arguments}}}]",
         ]
         if not meter.is_file():
             command = [*COMPOSER, "run.py", yaml, *SETTINGS, *settings, *overrides]
@@ -161,9 +174,9 @@ def score_run(folder: Path, seed: int) -> dict[str, Any]:
     return found
 
 
-def write_tables() -> None:
-    """Write the table of the rows into the page, the baseline first and then by what holds most."""
-    rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
+def write_tables(file: Path, page: Path = PAGE) -> None:
+    """Write the table of the rows in a file into a page: the baseline, then recipes with the best relations first."""
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     recipes: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         recipes.setdefault(row["name"], []).append(row)
@@ -180,10 +193,10 @@ def write_tables() -> None:
         lines.append(cells + [_interval(of, kind, score) for kind, scores in COLUMNS.items() for score in scores])
     sources = [f"- {name}: `{recipes[name][-1]['command']}` ({_where(recipes[name])})" for name in order]
     content = "\n".join([markdown_table(head, lines), "", *sources])
-    page = PAGE.read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
     pattern = r"(<!-- leaderboard -->\n).*?(<!-- /leaderboard -->)"
-    page = re.sub(pattern, lambda found: f"{found[1]}{content}\n{found[2]}", page, flags=re.DOTALL)
-    PAGE.write_text(page, encoding="utf-8")
+    text = re.sub(pattern, lambda found: f"{found[1]}{content}\n{found[2]}", text, flags=re.DOTALL)
+    page.write_text(text, encoding="utf-8")
 
 
 def _mean(rows: Sequence[Mapping[str, Any]], kind: str, name: str) -> float:
@@ -209,20 +222,21 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[17, 18, 19])
     parser.add_argument("--cpu-seconds", type=float, default=CPU_SECONDS, help="of each training process")
     parser.add_argument("--out", type=Path, default=Path("runs/leaderboard"), help="data and runs")
+    parser.add_argument("--vae", type=Path, help="folder of another VAE (default: trained for the task)")
+    parser.add_argument("--quick", action="store_true", help="few images, a VAE of a few steps: shows that it runs")
     parser.add_argument("--rows", type=Path, default=ROWS, help="file of the rows")
     parser.add_argument("--tables", action="store_true", help="only write the page")
     options = parser.parse_intermixed_args()
     if options.tables:
-        write_tables()
+        write_tables(options.rows)
         return
     yaml, *overrides = options.recipe
-    load_config(yaml, [])  # A mistake ends here.
     name = options.name or Path(yaml).stem
     out: Path = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    work = Task(out)
-    calibration = work.train(yaml, overrides, out / f"{name}-calibration", CALIBRATION[1], options.seeds[0])
-    steps = round(options.cpu_seconds / calibration["cpu_seconds_per_step"])
+    work = Task(out, options.vae and options.vae.resolve(), quick=options.quick)
+    cost = work.train(yaml, overrides, out / f"{name}-calibration", work.calibration[1], options.seeds[0])
+    steps = max(1, round(options.cpu_seconds / cost["cpu_seconds_per_step"]))
     revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     for seed in options.seeds:
         folder = out / f"{name}-{seed}"

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from demo.steps import COMPOSER, Steps
+from demo.steps import COMPOSER, QUICK, Steps
 from diffusion.errors import UserError
 from diffusion.launch import CommandParser, run_command
 
@@ -19,12 +19,6 @@ NUM_IMAGES = 6000
 LEAST_RIGHT = {"colour": 0.9, "shape": 0.7}
 """Least shares of right images of one object, after training on `NUM_IMAGES` images."""
 LOGGERS = ["loggers.tensorboard=true", "loggers.wandb={offline: true}"]
-QUICK = [
-    "trainer.max_duration=6ba",
-    "trainer.eval_interval=3ba",
-    "schedule.warmup=2ba",
-    "validation.num_samples=32",
-]
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -13,6 +13,13 @@ from diffusion.errors import UserError
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 COMPOSER = [str(BIN / "composer"), "-n", "1"]
+QUICK = [
+    "trainer.max_duration=6ba",
+    "trainer.eval_interval=3ba",
+    "schedule.warmup=2ba",
+    "validation.num_samples=32",
+]
+"""Overrides of a training of a few steps."""
 
 
 class Steps:
