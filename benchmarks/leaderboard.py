@@ -29,7 +29,8 @@ if __name__ == "__main__":  # As a file, for the imports of this repository.
 
 from demo.score import rates
 from demo.steps import COMPOSER, QUICK, ROOT, Steps
-from diffusion.config.loading import load_config
+from diffusion.config.loading import load
+from diffusion.config.schema import Config
 from diffusion.errors import UserError
 from diffusion.evaluation.shapes import caption, task
 from diffusion.files import write_json
@@ -138,7 +139,7 @@ class Task(Steps):
 
     def train(self, yaml: str, overrides: Sequence[str], folder: Path, steps: int, seed: int) -> dict[str, Any]:
         """Train and return what `Meter` wrote."""
-        vae, latents = self.prepare(load_config(yaml, overrides).model.text_encoder.chunks)
+        vae, latents = self.prepare(load(Config, yaml, overrides).model.text_encoder.chunks)
         meter = folder.with_suffix(".json")
         arguments = f"{{path: '{meter}', calibration: {list(self.calibration)}}}"
         settings = [

@@ -43,6 +43,7 @@ from diffusion.models.pretrained import (
 from diffusion.models.prompt_encoder import has_own_encoding, write_prompt_encoder
 from diffusion.models.sampling import build_noise_scheduler, inference_scheduler
 from diffusion.models.text_adapter import Adapter, TextAdapter, build_text_adapter, with_adapter
+from diffusion.models.text_encoders import LanguageModel
 from diffusion.reports.run import find_results
 
 
@@ -160,7 +161,9 @@ def _single_file(trained: Trained, layout: Layout) -> dict[str, Tensor]:
     factor, vae = spec.vae["scaling_factor"], frozen.vae
     if frozen.latent_scaling != LatentScaling.of_factor(factor):
         vae = fold_scaling(vae, frozen.latent_scaling, factor)
-    return single_file(network, vae, frozen.text_encoder)
+    text_encoder = frozen.text_encoder
+    assert not isinstance(text_encoder, LanguageModel)  # Refused above.
+    return single_file(network, vae, text_encoder)
 
 
 def _parts(trained: Trained) -> tuple[Network, FrozenParts]:

@@ -75,6 +75,7 @@ class Muon(torch.optim.AdamW):
     def _momentum(self, weight: nn.Parameter, decay: float) -> Tensor:
         """Nesterov momentum of this rank's rows after another gradient, [rows, C]."""
         state = self.state[weight]
+        assert weight.grad is not None
         if not state:
             state["momentum_buffer"] = torch.zeros_like(weight)
         gradient, momentum = local_shard(weight.grad), local_shard(state["momentum_buffer"])

@@ -101,15 +101,15 @@ class Scene:
 
 def caption(scene: Scene) -> str:
     """Caption of a scene, such as "a large blue star in the top left on a gray background"."""
-    first = scene.things[0]
-    if len(scene.things) > 2:
+    first, *others = scene.things
+    if len(others) > 1:
         members = (
             MEMBER.format(position=corner(thing.x, thing.y), size=thing.size, shape=thing.shape, colour=thing.colour)
             for thing in scene.things
         )
         return GROUP.format(number=NUMBERS[len(scene.things)], background=scene.background, things=" ".join(members))
     if scene.relation is not None:
-        second = scene.things[1]
+        second = others[0]
         things = f"a {first.colour} {first.shape} {scene.relation} a {second.colour} {second.shape}"
     else:
         size = "" if first.size == "medium" else f"{first.size} "

@@ -194,7 +194,7 @@ class AutoencoderTraining(ComposerModel):
         if transformation is not None:
             pixels = transform(pixels, transformation, cell=pixels.shape[-1] // latents.shape[-1])
             latents = transform(latents, transformation)
-        decoded = self.vae.decode(latents, return_dict=False)[0]
+        decoded = self.vae.decode(latents, return_dict=False)[0]  # pyright: ignore[reportArgumentType]
         return Reconstruction(pixels, decoded.float(), posterior.kl().float())
 
     def forward(self, batch: Batch) -> Reconstruction:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from diffusion.errors import ConfigurationError
-from diffusion.models.conditioning import DualTextEncoder, TextEncoder
+from diffusion.models.conditioning import DualTextEncoder
 from diffusion.models.networks import Network
 from diffusion.models.pretrained import open_safetensors, released_state_dict
 
@@ -137,7 +137,9 @@ def _names(module: nn.Module, parts: Mapping[str, str], names: Iterable[str] | N
 # Writing
 
 
-def single_file(unet: UNet2DConditionModel, vae: AutoencoderKL, text_encoder: TextEncoder) -> dict[str, Tensor]:
+def single_file(
+    unet: UNet2DConditionModel, vae: AutoencoderKL, text_encoder: CLIPTextModel | DualTextEncoder
+) -> dict[str, Tensor]:
     """Weights of a whole model, by the names of this layout.
 
     Raises:

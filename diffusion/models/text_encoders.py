@@ -67,7 +67,7 @@ def read_language_model(folder: str) -> tuple[type[Any], Any]:
             "config.json, model.safetensors and tokenizer.json"
         ) from error
     config.is_encoder_decoder = False  # T5Gemma's encoder asks for it.
-    return kind, config
+    return kind, config  # pyright: ignore[reportReturnType]
 
 
 def hidden_width(config: Any) -> int:

@@ -102,7 +102,7 @@ def tokenize(tokenizer: Any, captions: Sequence[str], num_chunks: int = 1) -> ND
         options = {"padding": "max_length", "truncation": True, "max_length": length, "return_tensors": "np"}
         return tokenizer(list(captions), **options)["input_ids"].astype(np.int32)
     content = length - 2
-    encoded = tokenizer(
+    encoded: Any = tokenizer(
         [repair(caption) for caption in captions],
         add_special_tokens=False,
         truncation=True,
