@@ -1,6 +1,7 @@
 """Conditioning on scores: closed forms, dropped and missing scores, microbatches, exports."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,6 @@ NETWORKS = {
     Architecture.tiny_transformer: {"hidden_size": 32, "num_heads": 2, "depth": 2, "axes_dim": (8, 8)},
 }
 COLUMNS = [ScoreColumn(name="aesthetic", mean=5.0, std=1.5), ScoreColumn(name="sharpness", std=100.0)]
-OPTIONS = {"num_inference_steps": 2, "seed": 0, "output": "tensor", "progress": False}
 NAN = math.nan
 
 
@@ -71,6 +71,13 @@ def batch(num: int = 6) -> dict[str, Tensor]:
     }
 
 
+def images(model: LatentDiffusion, prompts: str | list[str], **options: Any) -> Tensor:
+    fixed = {"num_inference_steps": 2, "seed": 0, "output": "tensor", "progress": False}
+    found = model.generate(prompts, **{**fixed, **options})
+    assert isinstance(found, Tensor)
+    return found
+
+
 def gradients(model: LatentDiffusion, parts: list[dict[str, Tensor]]) -> list[Tensor]:
     for part in parts:
         (model.loss(model.forward(part), part) * len(part[BatchKey.SAMPLE])).backward()
@@ -89,7 +96,7 @@ def test_features_are_sines_and_cosines_of_six_octaves():
 def test_zero_at_first_then_of_normalised_scores(architecture):
     plain, fresh = build(None, architecture), build(0.0, architecture, is_trained=False)
     assert torch.equal(plain.forward(batch()).prediction, fresh.forward(batch()).prediction)
-    assert torch.equal(plain.generate("a", **OPTIONS), fresh.generate("a", scores={"aesthetic": 7.0}, **OPTIONS))
+    assert torch.equal(images(plain, "a"), images(fresh, "a", scores={"aesthetic": 7.0}))
     model = build(0.0, architecture)
     embedding = model.score_embedding
     assert embedding is not None
@@ -154,19 +161,17 @@ def test_a_folded_network_gives_the_same_images(architecture, scores):
     assert model.score_embedding is not None
     weights = fold_scores(model.state_dict(), model.component, model.score_embedding, scores)
     plain.network.load_state_dict({n.partition(".")[2]: w for n, w in weights.items() if n.startswith(model.component)})
-    options = OPTIONS | {"guidance_scale": 3.0}
-    expected = model.generate(["a red circle", "a star"], scores=scores, **options)
-    found = plain.generate(["a red circle", "a star"], **options)
-    assert isinstance(expected, Tensor) and isinstance(found, Tensor)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
-    assert not torch.equal(expected, model.generate(["a red circle", "a star"], scores={"aesthetic": 3.0}, **options))
+    prompts = ["a red circle", "a star"]
+    expected = images(model, prompts, scores=scores)
+    torch.testing.assert_close(images(plain, prompts), expected, rtol=0, atol=1e-4)
+    assert not torch.equal(expected, images(model, prompts, scores={"aesthetic": 3.0}))
 
 
 def test_scores_that_the_model_does_not_know():
     with pytest.raises(ValueError, match="trained with aesthetic, sharpness"):
-        build(0.1).generate("a", scores={"aesthetics": 7.0}, **OPTIONS)
+        images(build(0.1), "a", scores={"aesthetics": 7.0})
     with pytest.raises(ValueError, match=r"without model\.score_conditioning"):
-        build(None).generate("a", scores={"aesthetic": 7.0}, **OPTIONS)
+        images(build(None), "a", scores={"aesthetic": 7.0})
 
 
 def test_weights_without_scores_leave_them_as_they_are():
