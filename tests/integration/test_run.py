@@ -18,7 +18,7 @@ MISTAKES = {
     ),
     "unknown key like no other": (
         ["optimizer.learning_rat=1"],
-        ["Unknown key optimizer.learning_rat (command line). The keys of optimizer are lr, weight_decay, betas, eps"],
+        ["Unknown key optimizer.learning_rat (command line). The keys of optimizer are name, lr, weight_decay, betas, eps"],
     ),
     "unknown key elsewhere": (["lr=1"], ["Unknown key lr (command line): did you mean optimizer.lr?"]),
     "unknown key in a YAML file": (
