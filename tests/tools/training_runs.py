@@ -27,7 +27,7 @@ SMALL_UNET = (
 )
 """The U-Net of toy.yaml as an override. It has attention to the caption between down and up."""
 
-SMALL_TRANSFORMER = "model.network={hidden_size: 32, num_heads: 2, depth: 2, axes_dim: [8, 8]}"
+SMALL_TRANSFORMER = "model.network={hidden_size: 32, num_heads: 2, depth: 4, axes_dim: [8, 8]}"
 """A small transformer."""
 
 Run = tuple[str, list[str]]
