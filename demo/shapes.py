@@ -9,10 +9,13 @@ import json
 import random
 import shutil
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from PIL import Image
 
 from diffusion.evaluation.shapes import SHARES, Scene, caption, draw, scenes
 from diffusion.files import atomic_path
@@ -63,6 +66,14 @@ def write_data_set(
         for shard, start in enumerate(range(0, len(drawn[layout]), shard_size)):
             write(folder / layout, shard, drawn[layout][start : start + shard_size])
     return {layout: len(images) for layout, images in drawn.items()}
+
+
+class Brightness:
+    """A scorer of `prepare`: the mean of the pixels, 0 to 255."""
+
+    def __call__(self, images: Sequence[Image.Image], captions: Sequence[list[str]]) -> list[float]:
+        """Score images."""
+        return [float(np.asarray(image).mean()) for image in images]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ it.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -42,6 +42,7 @@ from diffusion.models.pretrained import (
 )
 from diffusion.models.prompt_encoder import has_own_encoding, write_prompt_encoder
 from diffusion.models.sampling import build_noise_scheduler, inference_scheduler
+from diffusion.models.score_conditioning import build_score_embedding, fold_scores
 from diffusion.models.text_adapter import Adapter, TextAdapter, build_text_adapter, with_adapter
 from diffusion.models.text_encoders import LanguageModel
 from diffusion.reports.run import find_results
@@ -78,6 +79,7 @@ def export(
     weights: str = "raw",
     layout: Layout = Layout.diffusers,
     lora_only: bool = False,
+    scores: Mapping[str, float] | None = None,
     licences: Licences | None = None,
     prepared: Path | None = None,
     repository: str | None = None,
@@ -91,6 +93,7 @@ def export(
         weights: "raw" for the training weights, "ema" for their average, or the label of one of several averages.
         layout: names and files of the weights.
         lora_only: LoRA's matrices alone, of a U-Net; otherwise they are merged into the network.
+        scores: scores that the network asks for from now on, by name; the others are "none".
         licences: for the model card.
         prepared: prepared data whose sources the card lists; None: that of `data.local`, if it is prepared data.
         repository: name on the hub, for the model card.
@@ -123,6 +126,13 @@ def export(
         raise ConfigurationError(f"{path} was trained without model.lora: export it as a whole")
     if lora_only and component == "transformer":
         raise ConfigurationError(f"{path} is a transformer, for which diffusers loads no LoRA: export it as a whole")
+    is_lora, scores = lora_only or layout is Layout.kohya, scores or {}
+    if is_lora and scores:
+        raise ConfigurationError(f"{out}: LoRA alone has no place for scores: export {path} as a whole")
+    if unknown := sorted(scores.keys() - {*config.model.score_names}):
+        raise ConfigurationError(f"{path} was not trained with the score {unknown[0]}: leave it out")
+    if not is_lora:
+        trained = _with_scores(trained, scores)
     licences = licences or Licences()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -131,7 +141,7 @@ def export(
                 save_file(_single_file(trained, layout), partial, _metadata(trained, weights, licences))
                 return
             partial.mkdir(parents=True)
-            card = model_card(trained, weights, is_lora=lora_only, licences=licences, prepared=prepared)
+            card = model_card(trained, weights, is_lora=lora_only, licences=licences, prepared=prepared, scores=scores)
             card = card.replace(OWN_FOLDER, f'"{repository}"') if repository else card
             (partial / "README.md").write_text(card, encoding="utf-8")
             if lora_only:
@@ -141,6 +151,19 @@ def export(
                 _write_pipeline(partial, trained)
     except OSError as error:
         raise MachineError(f"{out} cannot be written: {error.strerror or error}. Choose another folder") from error
+
+
+def _with_scores(trained: Trained, scores: Mapping[str, float]) -> Trained:
+    """Merge LoRA, and fold scores into the network, which needs no embedding of them then."""
+    config = trained.config.model
+    if config.score_conditioning is None:
+        return trained
+    component = ARCHITECTURES[config.architecture].component
+    with torch.device("meta"):
+        network = build_network(config)
+    embedding = build_score_embedding(config.score_conditioning, network)
+    embedding.load_state_dict(trained.part("score_embedding"))
+    return replace(trained, weights=fold_scores(trained.merged, component, embedding, scores))
 
 
 def _single_file(trained: Trained, layout: Layout) -> dict[str, Tensor]:
@@ -228,7 +251,15 @@ def _metadata(trained: Trained, weights: str, licences: Licences) -> dict[str, s
 # The model card
 
 
-def model_card(trained: Trained, weights: str, *, is_lora: bool, licences: Licences, prepared: Path | None) -> str:
+def model_card(
+    trained: Trained,
+    weights: str,
+    *,
+    is_lora: bool,
+    licences: Licences,
+    prepared: Path | None,
+    scores: Mapping[str, float],
+) -> str:
     """Write a model card: Markdown with the header of the Hugging Face hub.
 
     Raises:
@@ -243,7 +274,7 @@ def model_card(trained: Trained, weights: str, *, is_lora: bool, licences: Licen
     )
     sections = [
         f"---\n{header.to_yaml()}\n---\n\n# {config.run_name}\n",
-        _origin(trained, weights),
+        _origin(trained, weights, scores),
         USE_OF_LORA if is_lora else USE_OF_OWN_ENCODING if has_own_encoding(config.model) else USE,
         f"## Licences\n\n- model: {licences.model}\n- data: {licences.data}\n",
         _data(config, prepared),
@@ -292,16 +323,17 @@ image = pipeline("a prompt", guidance_scale=3.0).images[0]
 """
 
 
-def _origin(trained: Trained, weights: str) -> str:
+def _origin(trained: Trained, weights: str, scores: Mapping[str, float]) -> str:
     config, objective, steps = trained.config, trained.config.objective, batch_of(trained.path)
     which = {"raw": "the training weights", "ema": "the average of the weights"}.get(weights, weights)
     images = f"{config.data.global_batch_size} images"
     length = f"after {steps:,} steps of {images}" if steps >= 0 else f"from {trained.path.name}"
     begun = f", initialised from `{config.init_from.checkpoint}`" if config.init_from is not None else ""
     zero = " with zero-terminal SNR" if objective.zero_terminal_snr else ""
+    asked = f" It asks for the scores {', '.join(f'{k} {v:g}' for k, v in scores.items())}." if scores else ""
     return (
         f"A text-to-image model of the family `{config.model.architecture.value}` at {config.data.resolution} px, "
-        f"prediction type `{objective.prediction_type.value}`{zero}: {which} {length}{begun}.\n"
+        f"prediction type `{objective.prediction_type.value}`{zero}: {which} {length}{begun}.{asked}\n"
     )
 
 

@@ -105,6 +105,15 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def named_score(text: str) -> tuple[str, float]:
+    """Read NAME=NUMBER, as the `type` of an argument."""
+    name, _, number = text.partition("=")
+    try:
+        return name, float(number)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text} is no score such as aesthetic=7") from error
+
+
 def run_command(main: Callable[[], None], *, say: Callable[[str], None] = say_to_stderr) -> int:
     """Run a command, turn a `UserError` into one message, and return the exit code of this process.
 

@@ -48,6 +48,7 @@ class Purpose(IntEnum):
     INITIAL_LATENTS = 12
     TIMESTEP_STRATUM = 13
     TOKEN_ROUTING = 16
+    SCORE_DROP = 17
     EQUIVARIANCE = 18
 
 

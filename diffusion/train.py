@@ -240,6 +240,8 @@ def build_training_model(config: Config, device: Device, *, is_new: bool = True)
         add_lora(model.network, config.model.lora, config.seed)
         if model.text_adapter is not None:
             model.text_adapter.requires_grad_(False)
+        if model.score_embedding is not None:
+            model.score_embedding.requires_grad_(False)
     return model
 
 
@@ -292,6 +294,7 @@ def build_train_data(config: Config, files: Files | None = None) -> DataSpec:
         tokenize=caption_tokenizer(config.model),
         rank_batch_size=rank_batch_size,
         with_logvar=config.objective.posterior == Posterior.sample,
+        score_names=config.model.score_names,
         files=files,
     )
     return DataSpec(loader, split_batch=split_batch, get_num_samples_in_batch=num_samples)
@@ -324,6 +327,7 @@ def build_evaluator(config: Config, model: ComposerModel, files: Files | None = 
         config.data,
         tokenize=caption_tokenizer(config.model),
         with_logvar=config.objective.posterior == Posterior.sample,
+        score_names=config.model.score_names,
         files=files,
     )
     if isinstance(model, LatentDiffusion):

@@ -50,7 +50,8 @@ def parse() -> CommandParser:
     parser.add_argument("--resolution", type=int, nargs="+", default=[], metavar="PIXELS",
                         help="side of the squares; unnecessary if all buckets have fixed sizes")  # fmt: skip
     model = parser.add_argument_group("model, as in the training run")
-    model.add_argument("--config", type=Path, help="YAML of the run; its section `model` is used")
+    model.add_argument("--config", type=Path, help="YAML of the run; its section `model` is used, also for the scores "
+                       "to store")  # fmt: skip
     model.add_argument("--architecture", choices=[architecture.value for architecture in Architecture])
     model.add_argument("--pretrained", help="folder in the diffusers layout, or hub name; overrides --config")
     model.add_argument("--vae", help="folder of a VAE instead of that of --pretrained; overrides --config")
@@ -156,6 +157,7 @@ def main() -> None:
         device=device,
         precision=options.precision,
         mean_only=options.mean_only,
+        scores=config.score_names,
         num_workers=max(1, min(4, available_cores() // num_local)) if options.workers is None else options.workers,
         workers=workers if by_workers else None,
         load=load_here,

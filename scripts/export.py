@@ -12,7 +12,7 @@ a folder. `ldm` is the layout of the original Stable Diffusion code, which Comfy
 import argparse
 from pathlib import Path
 
-from diffusion.launch import CommandParser, run_command
+from diffusion.launch import CommandParser, named_score, run_command
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -32,6 +32,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--weights", default="raw", help="raw: training weights; ema: their average; decay-0.999: one of several"
     )
+    parser.add_argument(
+        "--score", type=named_score, nargs="+", default=[], metavar="NAME=NUMBER",
+        help="scores that the export asks for, as aesthetic=7 (model.score_conditioning); default: none",
+    )  # fmt: skip
     parser.add_argument("--lora", action="store_true", help="LoRA alone, for load_lora_weights; default: merged")
     parser.add_argument("--license", default="unknown", help="of the model, by the Hugging Face hub's name")
     parser.add_argument("--data-license", default="unknown", help="of images and captions, in words")
@@ -58,6 +62,7 @@ def main() -> None:
         weights=arguments.weights,
         layout=Layout(arguments.layout),
         lora_only=arguments.lora,
+        scores=dict(arguments.score),
         licences=Licences(model=arguments.license, data=arguments.data_license),
         prepared=arguments.data,
         repository=repository,

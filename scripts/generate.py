@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffusion.errors import ConfigurationError, MachineError, error_context
-from diffusion.launch import CommandParser, choose_device, run_command
+from diffusion.launch import CommandParser, choose_device, named_score, run_command
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -36,6 +36,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=50, help="steps of the sampler")
     parser.add_argument("--sampler", help="euler or heun, for rectified flow; default: ddim, or euler")
     parser.add_argument("--guidance-scale", type=float, default=3.0)
+    parser.add_argument(
+        "--score", type=named_score, nargs="+", default=[], metavar="NAME=NUMBER",
+        help="scores to ask for, as aesthetic=7 (model.score_conditioning)",
+    )  # fmt: skip
     parser.add_argument("--height", type=int, help="pixels; default: as trained")
     parser.add_argument("--width", type=int, help="pixels; default: as trained")
     parser.add_argument("--batch-size", type=int, default=16)
@@ -139,6 +143,7 @@ def main() -> None:
         images = model.generate(
             prompts,
             arguments.negative_prompt,
+            scores=dict(arguments.score),
             height=arguments.height,
             width=arguments.width,
             num_inference_steps=arguments.steps,

@@ -80,6 +80,7 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from demo.shapes import write_data_set
     from diffusion.config.model import Architecture, ModelConfig
     from diffusion.models import load_frozen_parts
+    from diffusion.preparation.config import ScorerConfig
     from diffusion.preparation.encoding.encode import encode
     from diffusion.preparation.encoding.models import EncodingModels
     from tests.tools.preparing import prepare
@@ -87,10 +88,12 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("shapes")
     write_data_set(root / "source", 150, seed=3)
     sources = [root / "source" / layout for layout in ("images", "webdataset", "parquet")]
-    prepare(sources, root / "prepared", edges=[32, 64], validation_fraction=0.2)
+    scorers = [ScorerConfig(path="demo.shapes.Brightness", column="brightness")]
+    prepare(sources, root / "prepared", edges=[32, 64], validation_fraction=0.2, scorers=scorers)
     parts = load_frozen_parts(ModelConfig(architecture=Architecture.tiny))
     parts.vae.save_pretrained(root / "vae")
     for resolution in (32, 64):
         out = root / f"latents-{resolution}"
-        encode(root / "prepared", out, models=EncodingModels.of(parts), resolutions=[resolution])
+        options = {"models": EncodingModels.of(parts), "resolutions": [resolution], "scores": ["brightness"]}
+        encode(root / "prepared", out, **options)
     return root

@@ -17,7 +17,7 @@ from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.read import read_weights
 from diffusion.config.model import Architecture, ModelConfig, Weights
 from diffusion.models import load_frozen_parts
-from diffusion.preparation.config import BucketsConfig, PrepareConfig
+from diffusion.preparation.config import BucketsConfig, PrepareConfig, ScorerConfig
 from diffusion.preparation.encoding.encode import encode
 from diffusion.preparation.encoding.models import EncodingModels
 from diffusion.preparation.prepare import prepare
@@ -129,10 +129,13 @@ def make_data(folder: Path, resolution: int) -> Path:
     write_data_set(folder / "source", 400, seed=5)
     sources = [str(folder / "source" / layout) for layout in ("images", "webdataset", "parquet")]
     buckets = BucketsConfig(edges=[32, 64])
-    prepare(PrepareConfig(sources=sources, out=str(folder / "prepared"), buckets=buckets, workers=1), report=False)
+    scorers = [ScorerConfig(path="demo.shapes.Brightness", column="brightness")]
+    out = str(folder / "prepared")
+    prepare(PrepareConfig(sources=sources, out=out, buckets=buckets, workers=1, scorers=scorers), report=False)
     parts = load_frozen_parts(ModelConfig(architecture=Architecture.tiny))
     parts.vae.save_pretrained(folder / "vae")
-    encode(folder / "prepared", folder / "latents", models=EncodingModels.of(parts), resolutions=[resolution])
+    options = {"models": EncodingModels.of(parts), "resolutions": [resolution], "scores": ["brightness"]}
+    encode(out, folder / "latents", **options)
     return folder
 
 

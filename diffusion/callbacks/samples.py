@@ -79,6 +79,7 @@ class SampleGrids(Callback):
             "guidance_scale": config.guidance_scale,
             "num_inference_steps": config.num_inference_steps,
             "seed": config.seed,
+            "scores": config.scores,
         }
         text.add_text("samples", json.dumps(description))
         return text
@@ -92,6 +93,7 @@ class SampleGrids(Callback):
             [prompts[i] for i in mine],
             seed=[self.config.seed + i for i in mine],
             guidance_scale=self.config.guidance_scale,
+            scores=self.config.scores,
             num_inference_steps=self.config.num_inference_steps,
             output="tensor",
             progress=False,

@@ -103,6 +103,11 @@ def _tasks(config: Config) -> Iterator[str]:
             f"model.token_routing is set with model.architecture {config.model.architecture.value}, a U-Net, whose "
             "blocks take whole images. Set model.architecture=transformer_m, or model.token_routing=null."
         )
+    if unknown := sorted(config.samples.scores.keys() - {*config.model.score_names}):
+        yield (
+            f"samples.scores has {', '.join(unknown)}, and model.score_conditioning has no such column. Remove it, or "
+            "add the column."
+        )
     if config.data.text_embeddings and config.model.text_adapter is not None and config.model.text_encoder.path is None:
         yield (
             "data.text_embeddings is true with model.text_adapter, which continues CLIP before its final norm, and "

@@ -150,6 +150,41 @@ class TokenRoutingConfig:
 
 
 @dataclass(kw_only=True)
+class ScoreColumn:
+    """A score of the training images."""
+
+    name: str = MISSING
+    """Key in the samples' metadata: column of a scorer of `prepare`, or of the source."""
+
+    mean: float = 0.0
+    """Mean of the scores, by which the model takes them: (score - mean) / std."""
+
+    std: float = bounded(1.0, above=0)
+    """Standard deviation of the scores."""
+
+
+@dataclass(kw_only=True)
+class ScoreConditioningConfig:
+    """Conditioning on scores of the training images (MIRO, Dufour et al. 2025)."""
+
+    columns: list[ScoreColumn] = field(default_factory=list)
+    """The scores, in the order of the data's `scores`."""
+
+    dropout: float = bounded(0.1, min=0, max=1)
+    """Probability that a score is replaced by a learned "none" in training, for each score by itself."""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the scores."""
+        return [column.name for column in self.columns]
+
+    def problems(self, key: str) -> Iterator[str]:
+        """Describe wrong relations."""
+        if not self.columns or len(set(self.names)) < len(self.names):
+            yield f"{key}.columns is {self.names}, but must name at least one score, and none twice."
+
+
+@dataclass(kw_only=True)
 class ModelConfig:
     """Architecture and pretrained weights."""
 
@@ -186,8 +221,16 @@ class ModelConfig:
     token_routing: TokenRoutingConfig | None = None
     """Let image tokens skip blocks in training; null: none. Transformers only."""
 
+    score_conditioning: ScoreConditioningConfig | None = None
+    """Condition the network on scores of the images, too; null: do not. With `lora` what was learned stays."""
+
     lora: LoraConfig | None = None
     """Train LoRA matrices on top of `init_from`; null: train all weights."""
+
+    @property
+    def score_names(self) -> list[str]:
+        """Names of the scores that the network is conditioned on."""
+        return [] if self.score_conditioning is None else self.score_conditioning.names
 
     def problems(self, key: str) -> Iterator[str]:
         """Describe wrong relations."""

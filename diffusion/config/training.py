@@ -296,6 +296,9 @@ class SamplesConfig:
     seed: int = bounded(0, min=0, max=MAX_SEED)
     """Seed of the initial latents of the first prompt; the following prompts have the following seeds."""
 
+    scores: dict[str, float] = field(default_factory=dict)
+    """Scores to ask for, by name; those of `model.score_conditioning` that are not here are "none"."""
+
 
 @dataclass(kw_only=True)
 class WandbConfig:

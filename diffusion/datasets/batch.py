@@ -50,6 +50,9 @@ class BatchKey(str, Enum):
     """int64 [B, 6]: size of the original image and what was cut off, see `datasets.transforms.Placement`; absent in
     data that does not hold it."""
 
+    SCORES = "scores"
+    """float32 [B, S]: scores of the image, NaN where one is missing; with `model.score_conditioning` only."""
+
     SAMPLE = "sample"
     """int64 [B]: the address of each sample, made by `diffusion.randomness.sample_address`."""
 

@@ -10,7 +10,7 @@ import json
 import logging
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from threading import Condition, Thread
 from typing import Any, NamedTuple
@@ -68,6 +68,7 @@ class TextImageDataset(Dataset):
         choose_caption: draw one of a sample's captions in each epoch; otherwise the first is taken.
         caption_weights: relative frequencies of the first captions, others are not drawn; None: all alike.
         with_text_embeddings: whether the text encoder's stored output is wanted; only with latents.
+        score_names: scores that are wanted, with latents those that they were encoded with.
         hash_kind: hash that shards are compared with; None is one that the index gives.
         cache_limit: bytes that the caches may take on this machine; None is no limit.
         rank: each rank checks its share of the originals' sizes.
@@ -89,6 +90,7 @@ class TextImageDataset(Dataset):
         choose_caption: bool,
         caption_weights: Sequence[float] | None = None,
         with_text_embeddings: bool = False,
+        score_names: Sequence[str] = (),
         hash_kind: str | None = None,
         cache_limit: int | None = None,
         rank: int = 0,
@@ -98,10 +100,13 @@ class TextImageDataset(Dataset):
         self.representation, self.transforms, self.tokenize = representation, list(transforms), tokenize
         self.seed, self.choose_caption, self.caption_weights = seed, choose_caption, caption_weights
         self.with_logvar, self.with_text_embeddings = with_logvar, with_text_embeddings
+        self.score_names = list(score_names)
         self.bad_images, self.meter = BadImages(num_ranks), TierMeter()
         self._required = ["latent_mean", "token_ids"] if tokenize is None else ["image", "captions"]
         self._required += ["latent_logvar"] if with_logvar and tokenize is None else []
         self._required += ["text_embeddings", "pooled_text_embeddings"] if with_text_embeddings else []
+        if score_names:
+            self._required.append("scores" if tokenize is None else "metadata")
         wanted = [*self._required, "placement" if tokenize is None else "key"]  # Where it is there.
         limit, files = None if cache_limit is None else CacheLimit(cache_limit), ShardFiles()
         self.streams = [
@@ -146,7 +151,7 @@ class TextImageDataset(Dataset):
         Returns:
             `TOKEN_IDS` int64 [L]; `IMAGE` uint8 [3, height, width], or `LATENT_MEAN` (and `LATENT_LOGVAR`) float16
             [C, H, W]; `TEXT_EMBEDDING` float16 [L, D] and `POOLED_TEXT_EMBEDDING` float16 [P] if wanted; `PLACEMENT`
-            int64 [6] if it is there; `SAMPLE` and `STREAM` integers.
+            int64 [6] if it is there; `SCORES` float32 [S] if wanted; `SAMPLE` and `STREAM` integers.
 
         Raises:
             DataError: its shard is damaged, or cannot be fetched.
@@ -161,6 +166,8 @@ class TextImageDataset(Dataset):
                 sample[BatchKey.LATENT_LOGVAR] = columns["latent_logvar"]
             if "placement" in columns:
                 sample[BatchKey.PLACEMENT] = columns["placement"].astype(np.int64)
+            if self.score_names:
+                sample[BatchKey.SCORES] = columns["scores"]
             caption = self._caption(len(all_ids), epoch, address)
             token_ids = all_ids[caption]
             if self.with_text_embeddings:
@@ -170,6 +177,8 @@ class TextImageDataset(Dataset):
             assert self.tokenize is not None
             columns, image = self._read_decodable(stream, index, epoch)
             captions = columns["captions"]
+            if self.score_names:
+                sample[BatchKey.SCORES] = read_scores(columns["metadata"], self.score_names)
             transform, drawn_for = self.transforms[stream], {"epoch": epoch, "sample": address}
             sample[BatchKey.IMAGE] = transform(image, **drawn_for)
             sample[BatchKey.PLACEMENT] = np.array(transform.placement(image.size, **drawn_for), np.int64)
@@ -259,9 +268,34 @@ _REMEDIES = {
         ("text_embeddings", "pooled_text_embeddings"),
         "data.text_embeddings is true: set it to false, or run scripts/encode.py with --text-embeddings",
     ),
+    **dict.fromkeys(
+        ("scores", "metadata"),
+        "model.score_conditioning is set: run scripts/prepare.py with scorers, and scripts/encode.py with --config of "
+        "this run, or set model.score_conditioning=null",
+    ),
     "latent_logvar": "objective.posterior is sample: set it to mean, or run scripts/encode.py without --mean-only",
 }
 """What to do about a column that is not there."""
+
+
+def read_scores(metadata: Mapping[str, Any], names: Sequence[str]) -> NDArray[np.float32]:
+    """Read scores from the metadata of a prepared sample: [S], NaN where one is null.
+
+    Raises:
+        DataError: one is not there, or no number.
+    """
+    values = []
+    for name in names:
+        if name not in metadata:
+            raise DataError(
+                f"a sample has no score '{name}' in its metadata, only {', '.join(sorted(metadata)) or 'nothing'}: "
+                "correct model.score_conditioning.columns, or run scripts/prepare.py with a scorer for it"
+            )
+        value = metadata[name]
+        if value is not None and not isinstance(value, int | float):
+            raise DataError(f"a sample's '{name}' is {value!r}: model.score_conditioning.columns must be numbers")
+        values.append(np.nan if value is None else value)
+    return np.array(values, np.float32)
 
 
 class Position(NamedTuple):

@@ -59,6 +59,9 @@ class EncodedManifest:
     text_encoder: str | None = None
     """Identity (hash) of the text encoder whose embeddings are stored; None where there are none."""
 
+    scores: list[str] = field(default_factory=list)
+    """Names of the scores of each sample."""
+
     batch_size: int = 32
     """Images of a forward pass, cut from each prepared shard: part of what the bytes depend on, through rounding."""
 
@@ -109,6 +112,7 @@ def check_encoded(
     tokenizer_identity: str | None = None,
     empty_ids: Sequence[int] | None = None,
     text_encoder_identity: str | None = None,
+    score_names: Sequence[str] = (),
 ) -> None:
     """Raise a DataError that names all differences if encoded data does not fit a run. What is None is not checked.
 
@@ -121,6 +125,7 @@ def check_encoded(
         tokenizer_identity: identity of the run's tokenizer.
         empty_ids: the run's ids [L] of the empty caption.
         text_encoder_identity: `module_identity` of the run's text encoder, where stored embeddings are to be used.
+        score_names: scores that the run is conditioned on.
     """
     expected = {
         "resolution": (_shown(manifest.size_of(where.rstrip("/").rpartition("/")[2])), _shown(size)),
@@ -128,6 +133,7 @@ def check_encoded(
         "code": (manifest.code, CODE),
         "VAE": (manifest.vae, vae_identity),
         "tokenizer": (manifest.tokenizer, tokenizer_identity),
+        "scores": (", ".join(manifest.scores) or "none", ", ".join(score_names) or None),
         "empty caption's ids": (manifest.empty_ids, None if empty_ids is None else [int(i) for i in empty_ids]),
     }
     differences = [

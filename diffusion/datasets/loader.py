@@ -66,6 +66,7 @@ def train_loader(
     tokenize: Tokenize | None,
     rank_batch_size: int,
     with_logvar: bool = True,
+    score_names: Sequence[str] = (),
     files: Files | None = None,
 ) -> BatchLoader:
     """Build the loader of training data for this rank (`diffusion.distributed`).
@@ -79,6 +80,7 @@ def train_loader(
         tokenize: K captions -> int32 [K, L]; not used with latents.
         rank_batch_size: samples per rank and step.
         with_logvar: whether the latents' log-variance is wanted (`objective.posterior: sample`).
+        score_names: scores that are wanted (`model.score_conditioning`).
         files: manifests and marks of the streams, if they have been read.
 
     Returns:
@@ -95,7 +97,7 @@ def train_loader(
     assert config.global_batch_size == rank_batch_size * num_ranks, (config, rank_batch_size, num_ranks)
     sizes = image_sizes(config.streams, config.resolution)
     dataset = TrainingDataset(
-        locations=check_training_streams(config, with_logvar=with_logvar, files=files),
+        locations=check_training_streams(config, with_logvar=with_logvar, score_names=score_names, files=files),
         order=order_settings(config, seed),
         rank=rank,
         num_ranks=num_ranks,
@@ -108,6 +110,7 @@ def train_loader(
         tokenize=tokenize if config.representation == Representation.images else None,
         with_logvar=with_logvar,
         with_text_embeddings=config.text_embeddings,
+        score_names=score_names,
         choose_caption=True,
         caption_weights=config.caption_weights,
         hash_kind=config.validate_hash,
@@ -214,6 +217,7 @@ def validation_dataset(
     *,
     tokenize: Tokenize | None,
     with_logvar: bool = True,
+    score_names: Sequence[str] = (),
     files: Files | None = None,
 ) -> ValidationDataset:
     """Open the validation data, read with the representation and sizes of training (`train_loader`).
@@ -222,7 +226,7 @@ def validation_dataset(
         DataError: streams that are missing, damaged or not what the configuration says.
     """
     samples = TextImageDataset(
-        locations=check_validation_streams(config, data, with_logvar=with_logvar, files=files),
+        locations=check_validation_streams(config, data, with_logvar=with_logvar, score_names=score_names, files=files),
         representation=data.representation,
         transforms=[
             ImageTransform(size=size) for size in image_sizes(validation_streams(config, data), data.resolution)
@@ -231,6 +235,7 @@ def validation_dataset(
         seed=0,
         with_logvar=with_logvar,
         with_text_embeddings=data.text_embeddings,
+        score_names=score_names,
         choose_caption=False,
         hash_kind=data.validate_hash,
         rank=distributed.rank(),
@@ -248,7 +253,7 @@ def validation_loader(
 
 
 def check_training_streams(
-    config: DataConfig, *, with_logvar: bool, files: Files | None = None
+    config: DataConfig, *, with_logvar: bool, score_names: Sequence[str] = (), files: Files | None = None
 ) -> list[StreamLocation]:
     """Locate the training streams, and check what can be known before they are opened and without other ranks.
 
@@ -256,18 +261,23 @@ def check_training_streams(
         DataError: streams that are missing, half-written, or encoded otherwise than the configuration says.
     """
     locations = locate_streams(config.remote, config.local, config.streams, access=_access(config), files=files)
-    _check_locations(locations, image_sizes(config.streams, config.resolution), config, with_logvar)
+    _check_locations(locations, image_sizes(config.streams, config.resolution), config, with_logvar, score_names)
     return locations
 
 
 def check_validation_streams(
-    config: ValidationConfig, data: DataConfig, *, with_logvar: bool, files: Files | None = None
+    config: ValidationConfig,
+    data: DataConfig,
+    *,
+    with_logvar: bool,
+    score_names: Sequence[str] = (),
+    files: Files | None = None,
 ) -> list[StreamLocation]:
     """Check the validation streams as `check_training_streams` does those of training."""
     streams = validation_streams(config, data)
     access = _access(data)
     locations = locate_streams(config.remote, config.local, streams, "validation", access=access, files=files)
-    _check_locations(locations, image_sizes(streams, data.resolution), data, with_logvar)
+    _check_locations(locations, image_sizes(streams, data.resolution), data, with_logvar, score_names)
     return locations
 
 
@@ -277,7 +287,11 @@ def validation_streams(config: ValidationConfig, data: DataConfig) -> list[Strea
 
 
 def _check_locations(
-    locations: list[StreamLocation], sizes: list[ImageSize], config: DataConfig, with_logvar: bool
+    locations: list[StreamLocation],
+    sizes: list[ImageSize],
+    config: DataConfig,
+    with_logvar: bool,
+    score_names: Sequence[str],
 ) -> None:
     for location, size in zip(locations, sizes, strict=True):
         check_location(location)
@@ -285,7 +299,8 @@ def _check_locations(
         # Data without a manifest, or with one of images, is judged by its columns when it is opened.
         if config.representation == Representation.latents and manifest and manifest.get("kind") == ENCODED:
             encoded = EncodedManifest.from_json(manifest, location.source)
-            check_encoded(encoded, where=location.source, size=size, needs_logvar=with_logvar)
+            where = location.source
+            check_encoded(encoded, where=where, size=size, needs_logvar=with_logvar, score_names=score_names)
 
 
 def _access(config: DataConfig) -> Access:

@@ -131,6 +131,9 @@ class SamplingConfig:
     images_per_prompt: int = 1
     """Images of each prompt."""
 
+    scores: dict[str, float] = field(default_factory=dict)
+    """Scores to ask a checkpoint for, by name (`model.score_conditioning`)."""
+
 
 @dataclass(kw_only=True)
 class ProtocolConfig:

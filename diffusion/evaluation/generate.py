@@ -123,9 +123,14 @@ class CheckpointGenerator(Generator):
         self, prompts: Sequence[str], latents: Tensor, sampling: SamplingConfig, guidance_scale: float
     ) -> list[Image.Image]:
         """Generate one image for each prompt."""
+        try:
+            self.model.asked_scores(sampling.scores)
+        except ValueError as error:
+            raise ConfigurationError(f"protocol.sampling.scores: {error}") from error
         images = self.model.generate(
             prompts,
             sampling.negative_prompt,
+            scores=sampling.scores,
             height=latents.shape[2] * self.vae_factor,
             width=latents.shape[3] * self.vae_factor,
             num_inference_steps=sampling.num_inference_steps,
@@ -172,6 +177,10 @@ class PipelineGenerator(Generator):
         self, prompts: Sequence[str], latents: Tensor, sampling: SamplingConfig, guidance_scale: float
     ) -> list[Image.Image]:
         """Generate one image for each prompt."""
+        if sampling.scores:
+            raise ConfigurationError(
+                "protocol.sampling.scores is for checkpoints: a pipeline was exported with its own (--score)"
+            )
         self.pipeline.scheduler = inference_scheduler(self.noise_scheduler, sampling.sampler)
         options: dict[str, Any] = {
             "height": latents.shape[2] * self.vae_factor,
@@ -287,6 +296,7 @@ class Task:
             "width": width,
             "negative_prompt": self.sampling.negative_prompt,
             "batch_size": self.batch_size,
+            **({"scores": self.sampling.scores} if self.sampling.scores else {}),
         }
 
 

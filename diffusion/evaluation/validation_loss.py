@@ -90,6 +90,7 @@ def open_validation_data(config: Config, model: LatentDiffusion) -> ValidationDa
         config.data,
         tokenize=model.tokenize,
         with_logvar=config.objective.posterior == Posterior.sample,
+        score_names=config.model.score_names,
     )
 
 

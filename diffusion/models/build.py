@@ -24,13 +24,14 @@ from diffusion.models.pretrained import (
     read_pipeline_network,
 )
 from diffusion.models.sampling import build_noise_scheduler, whole_number
+from diffusion.models.score_conditioning import build_score_embedding
 from diffusion.models.text_adapter import build_text_adapter
 from diffusion.randomness import NUM_SEEDS
 
 log = logging.getLogger(__name__)
 
-ADAPTER = "text_adapter."
-"""How the names of a text adapter's weights begin."""
+BESIDE_NETWORK = ("text_adapter.", "score_embedding.")
+"""How the names of trained weights begin that other models need not have."""
 
 
 def build_model(config: ModelConfig, objective: ObjectiveConfig, *, resolution: int, seed: int) -> LatentDiffusion:
@@ -59,9 +60,11 @@ def build_model(config: ModelConfig, objective: ObjectiveConfig, *, resolution: 
         if isinstance(text_encoder, DualTextEncoder):
             raise ConfigurationError("model.text_adapter continues one text encoder, and SDXL has two. Remove the key")
         adapter = with_seed(seed, lambda: build_text_adapter(options, text_encoder))
+    scores = config.score_conditioning
     return LatentDiffusion(
         network=network,
         text_adapter=adapter,
+        score_embedding=None if scores is None else with_seed(seed, lambda: build_score_embedding(scores, network)),
         frozen=frozen,
         noise_scheduler=build_noise_scheduler(objective),
         objective=objective,
@@ -73,14 +76,15 @@ def build_model(config: ModelConfig, objective: ObjectiveConfig, *, resolution: 
 
 
 def load_weights(model: LatentDiffusion, weights: dict[str, Tensor], source: str) -> None:
-    """Load weights, which messages call `source`, into a model; without those of a text adapter it stays as it is.
+    """Load weights, which messages call `source`, into a model; a part that they lack beside the network stays.
 
     Raises:
         ConfigurationError: names or shapes differ from those of the model.
     """
     expected = model.state_dict()
-    if not any(name.startswith(ADAPTER) for name in weights):
-        weights = weights | {name: value for name, value in expected.items() if name.startswith(ADAPTER)}
+    for part in BESIDE_NETWORK:
+        if not any(name.startswith(part) for name in weights):
+            weights = weights | {name: value for name, value in expected.items() if name.startswith(part)}
     missing, unexpected = expected.keys() - weights.keys(), weights.keys() - expected.keys()
     shapes = [name for name in expected.keys() & weights.keys() if expected[name].shape != weights[name].shape]
     if missing or unexpected or shapes:

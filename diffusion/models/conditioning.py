@@ -81,6 +81,9 @@ class Conditioning(NamedTuple):
     """bool [B, L], whether a token is no padding. A U-Net attends to the padding, too: None for it, except with a
     language model, whose adapter needs it."""
 
+    scores: Tensor | None = None
+    """float32 [B, S], NaN where missing; None unless the model is conditioned on scores."""
+
     def unet_arguments(self) -> dict[str, Any]:
         """Keyword arguments of the U-Net besides the text."""
         if self.pooled is None:

@@ -51,6 +51,7 @@ from diffusion.models.sampling import (
     to_pil,
     whole_number,
 )
+from diffusion.models.score_conditioning import ScoreConditioner, ScoreEmbedding, drop_scores
 from diffusion.models.text_adapter import Adapter, TextAdapter
 from diffusion.models.token_routing import TokenRouter
 from diffusion.randomness import Purpose, bernoulli, normal
@@ -98,18 +99,22 @@ class Draws(NamedTuple):
     placement: Tensor | None
     """int64 [B, 6], sizes and crops; None unless the model is SDXL."""
 
+    scores: Tensor | None = None
+    """float32 [B, S], after scores were dropped; None unless the model is conditioned on scores."""
+
 
 class LatentDiffusion(ComposerModel):
     """A latent diffusion model (Rombach et al. 2022).
 
     Its child modules are trained: the network, under its name in pipelines of diffusers (`unet`, `transformer`), and
-    the text adapter, if there is one. The frozen
+    the text adapter and the embedding of scores, if there are. The frozen
     parts are outside of the module tree and so in no optimizer, checkpoint or FSDP unit. They stay in eval mode and
     move with the model.
 
     Args:
         network: the trained network.
         text_adapter: trained layers behind the text encoder.
+        score_embedding: trained embedding of the images' scores.
         frozen: VAE, text encoder, tokenizer and latent scaling.
         noise_scheduler: noise schedule and prediction type.
         objective: training objective, with the scheduler's prediction type.
@@ -133,6 +138,7 @@ class LatentDiffusion(ComposerModel):
         *,
         network: Network,
         text_adapter: Adapter | None = None,
+        score_embedding: ScoreEmbedding | None = None,
         frozen: FrozenParts,
         noise_scheduler: NoiseScheduler,
         objective: ObjectiveConfig,
@@ -147,6 +153,8 @@ class LatentDiffusion(ComposerModel):
         self.component = component_name(network)
         self.add_module(self.component, network)
         self.text_adapter = text_adapter
+        self.score_embedding = score_embedding
+        self._score_conditioner = None if score_embedding is None else ScoreConditioner(network, score_embedding)
         self.token_routing = token_routing
         self._router = None if token_routing is None else TokenRouter(network, token_routing)
         self._frozen = {"vae": frozen.vae, "text_encoder": frozen.text_encoder}
@@ -222,9 +230,11 @@ class LatentDiffusion(ComposerModel):
         noise = draw_noise(objective, purposes, self.seed, step, sample, shape)
         timesteps = self._timesteps(batch, purposes)
         conditioning = self._adapt(self.conditioner.encode_batch(batch, token_ids))
+        conditioning = conditioning._replace(scores=self._scores(batch, purposes))
         if self.observer is not None and purposes is TRAINING:
             content = batch[BatchKey.IMAGE if BatchKey.IMAGE in batch else BatchKey.LATENT_MEAN]
-            self.observer(Draws(sample, step, noise, timesteps, token_ids, content, conditioning.placement))
+            placement, scores = conditioning.placement, conditioning.scores
+            self.observer(Draws(sample, step, noise, timesteps, token_ids, content, placement, scores))
         rates = self.noise_process.signal_and_noise_rate(timesteps)  # sqrt(abar_t), sqrt(1 - abar_t)
         noised = add_noise(latents, noise, rates)  # x_t
         if self._router is not None:
@@ -241,6 +251,9 @@ class LatentDiffusion(ComposerModel):
         if autocast_dtype(noised) is None:
             dtype = next(self.network.parameters()).dtype
             noised, conditioning = noised.to(dtype), conditioning.to(dtype)
+        if self._score_conditioner is not None:
+            assert conditioning.scores is not None
+            self._score_conditioner.set(conditioning.scores)
         return predict(self.network, noised, timesteps, conditioning)
 
     def _adapt(self, conditioning: Conditioning) -> Conditioning:
@@ -290,6 +303,17 @@ class LatentDiffusion(ComposerModel):
             self.objective.caption_dropout,
         )
         return self.conditioner.drop(batch[BatchKey.TOKEN_IDS], is_dropped)
+
+    def _scores(self, batch: Batch, purposes: Purposes) -> Tensor | None:
+        """Scores float32 [B, S] of the images, in training with dropped ones; None without conditioning on them."""
+        if self.score_embedding is None:
+            return None
+        if BatchKey.SCORES not in batch:
+            raise ValueError("the data has no scores, which model.score_conditioning needs")
+        if purposes is not TRAINING:
+            return batch[BatchKey.SCORES]
+        rate = self.score_embedding.config.dropout
+        return drop_scores(batch[BatchKey.SCORES], self.seed, batch[BatchKey.STEP], batch[BatchKey.SAMPLE], rate)
 
     def _timesteps(self, batch: Batch, purposes: Purposes) -> Tensor:
         """Timesteps [B] of a batch: independent, or spread over the global batch."""
@@ -346,6 +370,7 @@ class LatentDiffusion(ComposerModel):
         prompts: str | Sequence[str],
         negative_prompts: str | Sequence[str] | None = None,
         *,
+        scores: Mapping[str, float] | None = None,
         height: int | None = None,
         width: int | None = None,
         original_size: tuple[int, int] | None = None,
@@ -365,6 +390,7 @@ class LatentDiffusion(ComposerModel):
         Args:
             prompts: one, or P of them.
             negative_prompts: one for all or one per prompt; None is the empty caption, as in training.
+            scores: scores to ask for, by name; the others are "none". Those of negative prompts are the same.
             height: in pixels, a multiple of the VAE's factor; the training resolution by default.
             width: as height.
             original_size: height and width that SDXL is given as the size of the original; the image's by default.
@@ -396,6 +422,7 @@ class LatentDiffusion(ComposerModel):
         batch_size = whole_number("batch_size", batch_size, least=1)
         seeds = image_seeds(seed, len(texts))
         noise = self._initial_noise(latents, seeds, size)
+        asked = self.asked_scores(scores)
 
         scheduler = inference_scheduler(self.noise_scheduler, sampler)
         was_training = self.network.training
@@ -408,8 +435,8 @@ class LatentDiffusion(ComposerModel):
                     self._denoise,
                     scheduler,
                     noise[part],
-                    self._encode_prompts(texts[part], placement),
-                    self._encode_prompts(negatives[part], placement),
+                    self._encode_prompts(texts[part], placement, asked),
+                    self._encode_prompts(negatives[part], placement, asked),
                     num_inference_steps=num_inference_steps,
                     guidance_scale=guidance_scale,
                     progress=progress,
@@ -430,9 +457,22 @@ class LatentDiffusion(ComposerModel):
             raise ValueError(f"latents {found}: {len(seeds)} images of {size[0]} x {size[1]} px take {expected}")
         return latents.to(device, torch.float32)
 
-    def _encode_prompts(self, prompts: Sequence[str], placement: Placement) -> Conditioning:
+    def asked_scores(self, scores: Mapping[str, float] | None) -> Tensor | None:
+        """Scores float32 [S] to ask for, NaN for "none"; None without conditioning on them.
+
+        Raises:
+            ValueError: the model was not trained with one of the scores.
+        """
+        if self.score_embedding is not None:
+            return self.score_embedding.asked(scores).to(self.network.device)
+        if scores:
+            raise ValueError(f"scores {', '.join(scores)}: the model was trained without model.score_conditioning")
+        return None
+
+    def _encode_prompts(self, prompts: Sequence[str], placement: Placement, scores: Tensor | None) -> Conditioning:
         token_ids = torch.from_numpy(self.tokenize(prompts)).long().to(self.network.device)
-        return self._adapt(self.conditioner.encode_prompts(token_ids, placement)).to(self.network.dtype)
+        conditioning = self._adapt(self.conditioner.encode_prompts(token_ids, placement)).to(self.network.dtype)
+        return conditioning._replace(scores=None if scores is None else scores.expand(len(prompts), -1))
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:

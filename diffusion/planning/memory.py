@@ -32,6 +32,7 @@ from diffusion.models.autoencoder import PatchDiscriminator, build_perceptual
 from diffusion.models.fast.compilation import find_blocks
 from diffusion.models.lora import add_lora
 from diffusion.models.networks import Network, patch_size_of, text_width_of
+from diffusion.models.score_conditioning import build_score_embedding
 from diffusion.models.text_adapter import Adapter, build_text_adapter
 from diffusion.models.token_routing import TokenRouter
 
@@ -304,6 +305,10 @@ def parse_model(text: str) -> ModelConfig:
 def _network_counts(model: str) -> ParameterCounts:
     config = parse_model(model)
     parts, counts = _meta_parts(config), count_parameters(config)
+    if config.score_conditioning is not None:
+        with torch.device("meta"):
+            scores = build_score_embedding(config.score_conditioning, parts[0])
+        parts.append(scores.requires_grad_(config.lora is None))
     trained = _num_trained(parts.parameters())
     fixed = sum(p.numel() for p in parts.parameters()) - trained
     return ParameterCounts(trained, fixed, counts["vae"] + counts["text_encoder"])

@@ -1,6 +1,7 @@
-"""Runs of a text adapter and of a transformer: ranks, FSDP2, averages, LoRA, exports."""
+"""Runs of a text adapter, of a transformer and of conditioning on scores: ranks, FSDP2, averages, LoRA, exports."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,10 +26,14 @@ pytestmark = pytest.mark.slow
 TOY = Path("tests/tools/toy.yaml")
 KINDS = {
     "adapter": ["model.text_adapter={layers: 2}"],
+    "scores": ["model.score_conditioning={columns: [{name: number, mean: 4, std: 2}]}"],
     "transformer": [SMALL_TRANSFORMER, "objective.prediction_type=flow"],
 }
+PARTS = {"adapter": {"unet", "text_adapter"}, "scores": {"unet", "score_embedding"}, "transformer": {"transformer"}}
+ASKED = {"scores": {"number": 6.0}}
 LORA = {
     "adapter": "model.lora={rank: 2, alpha: 4.0}",
+    "scores": "model.lora={rank: 2, alpha: 4.0}",
     "transformer": "model.lora={rank: 2, alpha: 4.0, targets: [img_qkv_proj, txt_kv_proj, to_out.0]}",
 }
 COMMON = ["samples.prompts=[]", "optimizer.lr=0.02", "algorithms.ema.start=2ba"]
@@ -58,7 +63,7 @@ def runs(server, tmp_path_factory) -> dict[tuple[str, str], Path]:
             more = (LORA[kind], f"init_from={{checkpoint: {folders[kind, 'ddp-1']}, weights: ema}}", *more)
         parallelism = "ddp" if "ddp" in way else "fsdp"
         options = [f"output_folder={folders[kind, way]}", f"trainer.parallelism={parallelism}"]
-        file = TOY if kind == "adapter" else root / "transformer.yaml"
+        file = root / "transformer.yaml" if kind == "transformer" else TOY
         return str(file), [*options, *KINDS[kind], *COMMON, *more]
 
     server.train(1, [run(kind, "ddp-1", WHOLE) for kind in KINDS])
@@ -81,8 +86,14 @@ def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
-def our_images(run: Path, latents: Tensor, weights: str) -> Tensor:
-    options = {"num_inference_steps": 3, "guidance_scale": 3.0, "output": "tensor", "progress": False}
+def our_images(run: Path, latents: Tensor, weights: str, scores: dict[str, float] | None = None) -> Tensor:
+    options: dict[str, Any] = {
+        "scores": scores,
+        "num_inference_steps": 3,
+        "guidance_scale": 3.0,
+        "output": "tensor",
+        "progress": False,
+    }
     found = load_model(run, weights=weights).generate(PROMPTS, latents=latents, **options)
     assert isinstance(found, Tensor)
     return found
@@ -118,7 +129,7 @@ def test_all_of_it_is_trained_averaged_and_planned(runs, kind):
     model = load_model(run)
     assert raw.keys() == average.keys() == model.state_dict().keys()
     expected = {name.partition(".")[0] for name in raw}
-    assert expected == ({"unet", "text_adapter"} if kind == "adapter" else {"transformer"})
+    assert expected == PARTS[kind]
     for part in expected:
         assert any((raw[name] - average[name]).abs().max() > 1e-4 for name in raw if name.startswith(part))
     plan = plan_run(load_config(str(run / "config.yaml")))
@@ -136,8 +147,9 @@ def test_lora_leaves_the_weights_as_they_are(runs, kind):
 @pytest.mark.parametrize("weights", ["raw", "ema"])
 def test_the_pipeline_of_diffusers_gives_the_images_of_generate(runs, kind, way, weights, tmp_path):
     latents = initial_latents([1, 2], (4, 8, 8), torch.device("cpu"))
-    expected = our_images(runs[kind, way], latents, weights)
-    export(str(runs[kind, way]), tmp_path / "exported", weights=weights)
+    asked = ASKED.get(kind)
+    expected = our_images(runs[kind, way], latents, weights, asked)
+    export(str(runs[kind, way]), tmp_path / "exported", weights=weights, scores=asked)
     assert expected.std() > 0.01
     assert (images_of_diffusers(tmp_path / "exported", latents) - expected).abs().max() < 1e-4
 

@@ -44,6 +44,7 @@ class ToyLatents(torch.utils.data.Dataset):
             "latent_logvar": torch.full((4, 8, 8), -8.0).half(),
             "token_ids": token_ids,
             "sample": torch.tensor(index),
+            "scores": torch.tensor([float(index % 8)]),
         }
 
 

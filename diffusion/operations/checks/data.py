@@ -83,11 +83,11 @@ def check_streams(config: Config, files: Files | None = None) -> None:
     Raises:
         DataError: what is missing or differs, and what to do.
     """
-    with_logvar = config.objective.posterior == Posterior.sample
+    wanted = {"with_logvar": config.objective.posterior == Posterior.sample, "score_names": config.model.score_names}
     if config.plugins.train_dataset is None:
-        check_training_streams(config.data, with_logvar=with_logvar, files=files)
+        check_training_streams(config.data, **wanted, files=files)
     if config.validation is not None:
-        check_validation_streams(config.validation, config.data, with_logvar=with_logvar, files=files)
+        check_validation_streams(config.validation, config.data, **wanted, files=files)
     for _ in _encoded_streams(config, files):
         pass
 
@@ -369,6 +369,7 @@ def _read_batch(config: Config, section: str, stream: StreamConfig, tokenizer: T
         config.data,
         tokenize=tokenizer,
         with_logvar=config.objective.posterior == Posterior.sample,
+        score_names=config.model.score_names,
     )
     batches = BatchLoader(dataset, batch_sampler=[list(dataset.parts[0][:BATCH_SAMPLES])], collate_fn=collate)
     (batch,) = batches
@@ -385,6 +386,7 @@ def _check_training_data(config: Config, tokenizer: Tokenize | None) -> Iterator
             tokenize=tokenizer,
             rank_batch_size=config.data.global_batch_size // world_size(),
             with_logvar=config.objective.posterior == Posterior.sample,
+            score_names=config.model.score_names,
         )
     except UserError as error:
         yield problem("data", str(error))

@@ -53,6 +53,7 @@ def encode(
     device: str = "cpu",
     precision: str = "fp32",
     mean_only: bool = False,
+    scores: Sequence[str] = (),
     num_workers: int = 0,
     workers: Workers | None = None,
     load: Load | None = None,
@@ -76,6 +77,7 @@ def encode(
         device: Torch device of the networks. With `cuda` each of the workers has a GPU of its own.
         precision: `fp32`, or `bf16` for autocast.
         mean_only: Leave the log-variance out.
+        scores: Scores to store, by their keys in the metadata of the samples.
         num_workers: Processes that decode, for each process that encodes; 0 decodes in that one.
         workers: Other processes that encode, with networks from `load`; None encodes in this one and the other ranks.
         load: Loads the networks in each of the workers.
@@ -95,7 +97,11 @@ def encode(
         raise ConfigurationError("--batch-size must be at least 1 and --workers at least 0")
     prepared, out = _absolute(prepared), _absolute(out)
     settings = EncodingSettings(
-        batch_size=batch_size, precision=precision, mean_only=mean_only, max_shard_bytes=max_shard_bytes
+        batch_size=batch_size,
+        precision=precision,
+        mean_only=mean_only,
+        scores=tuple(scores),
+        max_shard_bytes=max_shard_bytes,
     )
     with ExitStack() as claims:
         plan = on_first_rank(lambda: _plan(prepared, out, resolutions, models, settings, claims))

@@ -30,6 +30,8 @@ class EncodingSettings:
     """Leave the log-variance out."""
     max_shard_bytes: int
     """Size above which a shard is cut into several."""
+    scores: tuple[str, ...] = ()
+    """Names of the scores to store."""
     removed: frozenset[str] = frozenset()
     """Hashes of the keys of removed images."""
 
@@ -120,6 +122,7 @@ def plan_outputs(
             precision=settings.precision,
             batch_size=settings.batch_size,
             empty_ids=[int(i) for i in models.empty_ids],
+            scores=list(settings.scores),
             source=source,
             counts=counts,
             sizes=sizes,

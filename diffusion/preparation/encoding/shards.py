@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 
 from diffusion import storage
 from diffusion.config.data import ImageSize
-from diffusion.datasets.dataset import Tokenize
+from diffusion.datasets.dataset import Tokenize, read_scores
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
 from diffusion.datasets.loader import BatchLoader
 from diffusion.datasets.mds import (
@@ -81,6 +81,8 @@ class ImageBatch(NamedTuple):
     """For each size int32 [B, 6], see `Placement`."""
     token_ids: list[Tensor]
     """int32 [K, L] of each sample."""
+    scores: Tensor
+    """float32 [B, S]."""
     keys: list[str]
     damaged: dict[int, str]
     """Index in the batch of each image that cannot be decoded, and why."""
@@ -103,7 +105,7 @@ def encode_shards(
     encoder, assembler = Encoder(models, device, settings.precision), _Assembler(models, settings)
     options: dict[str, Any] = {"prefetch_factor": PREFETCH_FACTOR} if num_workers else {}
     loader = BatchLoader(
-        _DecodedImages(models.tokenize, settings.removed),
+        _DecodedImages(models.tokenize, settings),
         batch_size=None,
         sampler=_pieces(tasks, settings.batch_size),  # pyright: ignore[reportArgumentType]
         num_workers=num_workers,
@@ -143,25 +145,27 @@ def _end_with_parent(parent: int, _worker: int) -> None:
 
 
 class _DecodedImages(Dataset):
-    """Decodes and transforms pieces, which are its indices; `removed` are hashes of keys."""
+    """Decodes and transforms pieces, which are its indices."""
 
-    def __init__(self, tokenize: Tokenize, removed: frozenset[str]) -> None:
-        self._tokenize, self._removed = tokenize, removed
+    def __init__(self, tokenize: Tokenize, settings: EncodingSettings) -> None:
+        self._tokenize, self._removed, self._scores = tokenize, settings.removed, settings.scores
 
     def __getitem__(self, piece: Piece) -> ImageBatch:
         task = piece.task
-        decode_sample = SampleDecoder(Layout.of(format_of(task.entry).columns), _COLUMNS)
+        wanted = (*_COLUMNS, "metadata") if self._scores else _COLUMNS
+        decode_sample = SampleDecoder(Layout.of(format_of(task.entry).columns), wanted)
         transforms = {size: ImageTransform(size=size) for size in task.sizes}
         images: dict[ImageSize, list[np.ndarray]] = {size: [] for size in transforms}
         placements: dict[ImageSize, list[Placement]] = {size: [] for size in transforms}
-        token_ids, keys, removed = [], [], []
+        token_ids, scores, keys, removed = [], [], [], []
         damaged: dict[int, str] = {}
         for i, data in enumerate(piece.samples):
             sample = decode_sample(data)
             captions, image = sample["captions"], None
+            found = read_scores(sample.get("metadata", {}), self._scores)
             if piece.start + i in task.removed or (self._removed and hash_key(sample["key"]) in self._removed):
                 removed.append(i)
-                captions = [""]
+                captions, found = [""], np.full_like(found, np.nan)
             else:
                 try:
                     image = decode_rgb(sample["image"])
@@ -171,6 +175,7 @@ class _DecodedImages(Dataset):
                 images[size].append(np.zeros((3, *size), np.uint8) if image is None else transform(image))
                 placements[size].append(transform.placement((size.width, size.height) if image is None else image.size))
             token_ids.append(torch.from_numpy(self._tokenize(captions).astype(np.int32)))
+            scores.append(found)
             keys.append(sample["key"])
         return ImageBatch(
             task,
@@ -178,6 +183,7 @@ class _DecodedImages(Dataset):
             {size: torch.from_numpy(np.stack(arrays)) for size, arrays in images.items()},
             {size: torch.tensor(of_size, dtype=torch.int32) for size, of_size in placements.items()},
             token_ids,
+            torch.from_numpy(np.stack(scores)),
             keys,
             damaged,
             removed,
@@ -207,6 +213,7 @@ class _Assembler:
                 if not finite[i]:
                     raise DataError(f"the VAE gives no finite float16 latent for '{key}': check its weights")
                 sample: dict[str, Any] = {"token_ids": batch.token_ids[i].numpy(), "key": key}
+                sample["scores"] = batch.scores[i].numpy()
                 sample["placement"] = batch.placements[size][i].numpy()
                 for name, moment in (("latent_mean", means[i]), ("latent_logvar", logvars[i])):
                     sample[name] = np.zeros_like(moment) if i in blank else moment
@@ -248,6 +255,8 @@ class _Assembler:
             latent = f"ndarray:float16:{','.join(map(str, self._models.latent_shape(size)))}"
             columns = {"latent_mean": latent, "token_ids": "ndarray:int32", "key": "str"}
             columns["placement"] = "ndarray:int32:6"
+            if self._settings.scores:
+                columns["scores"] = f"ndarray:float32:{len(self._settings.scores)}"
             if not self._settings.mean_only:
                 columns["latent_logvar"] = latent
             if self._models.text_encoder is not None:

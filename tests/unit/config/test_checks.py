@@ -206,6 +206,8 @@ def test_legal_combinations(configuration, overrides):
             ["model.lora is set with task autoencoder"],
         ),
         (["model.lora={rank: 4}"], 1, ["model.lora", "init_from.checkpoint"]),
+        (["samples.scores={aesthetic: 7.0}"], 1, ["samples.scores has aesthetic"]),
+        (["model.score_conditioning={columns: []}"], 1, ["model.score_conditioning.columns is []"]),
         (
             ["objective.zero_terminal_snr=true"],
             1,

@@ -1,0 +1,132 @@
+"""Conditioning on scores of the training images (MIRO, Dufour et al. 2025, arXiv 2510.25897).
+
+Scores that `prepare` computed, such as an aesthetic one, enter as one vector beside the timestep. Training sees images
+of all scores; sampling asks for high ones.
+
+The vector is added to the time embedding by a hook. For fixed scores it is a constant, so that an export folds it into
+the bias of the embedding's last layer, and stock pipelines give the same images.
+
+Shape letters: B batch, S scores, F Fourier features of a score, E width of the time embedding.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diffusion.config.model import ScoreConditioningConfig
+from diffusion.models.fast.norms import autocast_dtype
+from diffusion.models.networks import Network, component_name
+from diffusion.randomness import Purpose, uniform
+
+NUM_PERIODS, LONGEST_PERIOD = 6, 16.0
+"""Of the Fourier features, in standard deviations, each half of the one before: the longest tells -4 from 4."""
+
+LAST_LAYERS = {"unet": "time_embedding.linear_2", "transformer": "time_in.out_layer"}
+"""Last layer of the time embedding."""
+
+
+def fourier_features(normalised: Tensor) -> Tensor:
+    """Sines and cosines of normalised scores float32 [B, S]: [B, S, F]; NaN where a score is NaN."""
+    frequencies = torch.arange(NUM_PERIODS, device=normalised.device).exp2() * (2 * math.pi / LONGEST_PERIOD)
+    angles = normalised[..., None] * frequencies
+    return torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
+def drop_scores(scores: Tensor, seed: int, step: Tensor, sample: Tensor, rate: float) -> Tensor:
+    """Replace scores [B, S] by NaN at a rate, each by itself; `step` and `sample` int64 [B] are the address."""
+    is_dropped = uniform(seed, Purpose.SCORE_DROP, step, sample, scores.shape[1]) < rate
+    return scores.masked_fill(is_dropped, math.nan)
+
+
+class ScoreEmbedding(nn.Module):
+    """A learned vector of scores, for the time embedding; zero at first.
+
+    Args:
+        config: names and moments of the scores.
+        width: E.
+    """
+
+    def __init__(self, config: ScoreConditioningConfig, width: int) -> None:
+        super().__init__()
+        self.config = config
+        self.none = nn.Parameter(torch.zeros(len(config.columns), 2 * NUM_PERIODS))
+        """Features of a score that is missing."""
+        self.in_layer, self.out_layer = nn.Linear(self.none.numel(), width), nn.Linear(width, width)
+        nn.init.zeros_(self.out_layer.weight)
+        nn.init.zeros_(self.out_layer.bias)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Map features [B, S, F], NaN where a score is missing, to [B, E]."""
+        known = torch.where(features.isnan(), self.none, features)
+        return self.out_layer(nn.functional.silu(self.in_layer(known.flatten(1))))
+
+    def features(self, scores: Tensor) -> Tensor:
+        """Features [B, S, F] of scores float32 [B, S], outside of `forward`: FSDP would round scores to 8 bits."""
+        columns = zip(scores.unbind(1), self.config.columns, strict=True)
+        return fourier_features(torch.stack([(score - one.mean) / one.std for score, one in columns], dim=1))
+
+    def asked(self, scores: Mapping[str, float] | None) -> Tensor:
+        """Vector of the scores that are asked for by name: float32 [S], NaN for the others.
+
+        Raises:
+            ValueError: there is no such score.
+        """
+        scores = scores or {}
+        if unknown := sorted(scores.keys() - {*self.config.names}):
+            raise ValueError(f"score {unknown[0]}: the model was trained with {', '.join(self.config.names)}")
+        return torch.tensor([scores.get(name, math.nan) for name in self.config.names])
+
+
+class ScoreConditioner:
+    """Adds the vector of scores to the time embedding of a network, by a hook."""
+
+    def __init__(self, network: Network, embedding: ScoreEmbedding) -> None:
+        self._embedding = embedding
+        self._added: Tensor | None = None
+        network.get_submodule(time_embedding_of(network)).register_forward_hook(self._add)
+
+    def set(self, scores: Tensor) -> None:
+        """Compute what is added in the next forward pass, from scores float32 [B, S], NaN where missing."""
+        features = self._embedding.features(scores)
+        if autocast_dtype(features) is None:
+            features = features.to(self._embedding.none.dtype)
+        self._added = self._embedding(features)
+
+    def _add(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+        added, self._added = self._added, None
+        assert added is not None, "scores are set before each forward pass"
+        return output + added.to(output.dtype)
+
+
+def time_embedding_of(network: nn.Module) -> str:
+    """Name of the module of a network that embeds the timestep."""
+    return LAST_LAYERS[component_name(network)].partition(".")[0]
+
+
+def build_score_embedding(config: ScoreConditioningConfig, network: nn.Module) -> ScoreEmbedding:
+    """Build the embedding of scores for a network."""
+    last = network.get_submodule(LAST_LAYERS[component_name(network)])
+    return ScoreEmbedding(config, last.out_features)  # pyright: ignore[reportArgumentType]
+
+
+@torch.no_grad()
+def fold_scores(
+    weights: Mapping[str, Tensor], component: str, embedding: ScoreEmbedding, scores: Mapping[str, float] | None
+) -> dict[str, Tensor]:
+    """Fold scores, asked for by name, into the time embedding: the network gives without the hook what it gave with it.
+
+    Args:
+        weights: of the model, by their names in it.
+        component: the network's name in the model.
+        embedding: of scores.
+        scores: the scores.
+
+    Returns:
+        The weights with another bias.
+    """
+    name = f"{component}.{LAST_LAYERS[component]}.bias"
+    added = embedding(embedding.features(embedding.asked(scores)[None]))[0]
+    return {**weights, name: weights[name] + added.to(weights[name].dtype)}

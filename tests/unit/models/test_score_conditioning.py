@@ -1,0 +1,205 @@
+"""Conditioning on scores: closed forms, dropped and missing scores, microbatches, exports."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from diffusion.config.loading import to_yaml
+from diffusion.config.model import (
+    Architecture,
+    Compilation,
+    LoraConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    PerformanceConfig,
+    PredictionType,
+    ScoreColumn,
+    ScoreConditioningConfig,
+)
+from diffusion.config.training import Device
+from diffusion.datasets.batch import BatchKey
+from diffusion.models import build_model, fast
+from diffusion.models.build import load_weights
+from diffusion.models.fast.compilation import _compiled
+from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.score_conditioning import drop_scores, fold_scores, fourier_features
+from diffusion.planning.memory import _network_counts
+
+UNET = {"block_out_channels": [16, 32], "norm_num_groups": 4}
+NETWORKS = {
+    Architecture.tiny: UNET,
+    Architecture.tiny_xl: {**UNET, "attention_head_dim": [2, 2]},
+    Architecture.tiny_transformer: {"hidden_size": 32, "num_heads": 2, "depth": 2, "axes_dim": (8, 8)},
+}
+COLUMNS = [ScoreColumn(name="aesthetic", mean=5.0, std=1.5), ScoreColumn(name="sharpness", std=100.0)]
+NAN = math.nan
+
+
+def config_of(architecture: Architecture, dropout: float | None, **more) -> ModelConfig:
+    scores = None if dropout is None else ScoreConditioningConfig(columns=COLUMNS, dropout=dropout)
+    return ModelConfig(
+        architecture=architecture, network=NETWORKS[architecture], score_conditioning=scores, frozen_seed=3, **more
+    )
+
+
+def build(
+    dropout: float | None, architecture: Architecture = Architecture.tiny, *, is_trained: bool = True
+) -> LatentDiffusion:
+    flow = architecture is Architecture.tiny_transformer
+    objective = ObjectiveConfig(prediction_type=PredictionType.flow if flow else PredictionType.v_prediction)
+    model = build_model(config_of(architecture, dropout), objective, resolution=32, seed=17).train()
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in sorted(model.named_parameters(), key=lambda pair: "score" in pair[0]):
+        if is_trained or "score" not in name:
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def batch(num: int = 6) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        BatchKey.LATENT_MEAN: torch.randn(num, 4, 8, 8, generator=generator),
+        BatchKey.LATENT_LOGVAR: torch.full((num, 4, 8, 8), -4.0),
+        BatchKey.TOKEN_IDS: torch.randint(1, 2000, (num, 24), generator=generator),
+        BatchKey.PLACEMENT: torch.tensor([32, 32, 0, 0, 32, 32]).expand(num, -1),
+        BatchKey.SCORES: torch.tensor([[5.0, NAN], [7.0, 40.0], [NAN, NAN]]).repeat(2, 1)[:num],
+        BatchKey.SAMPLE: torch.arange(num) * 1000,
+        BatchKey.STEP: torch.full((num,), 7),
+    }
+
+
+def images(model: LatentDiffusion, prompts: str | list[str], **options: Any) -> Tensor:
+    fixed = {"num_inference_steps": 2, "seed": 0, "output": "tensor", "progress": False}
+    found = model.generate(prompts, **{**fixed, **options})
+    assert isinstance(found, Tensor)
+    return found
+
+
+def gradients(model: LatentDiffusion, parts: list[dict[str, Tensor]]) -> list[Tensor]:
+    for part in parts:
+        (model.loss(model.forward(part), part) * len(part[BatchKey.SAMPLE])).backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_features_are_sines_and_cosines_of_six_octaves():
+    found = fourier_features(torch.tensor([[2.0, NAN]]))
+    angles = [2 * math.pi * 2.0 / period for period in (16, 8, 4, 2, 1, 0.5)]
+    expected = torch.tensor([math.sin(angle) for angle in angles] + [math.cos(angle) for angle in angles])
+    torch.testing.assert_close(found[0, 0], expected)
+    assert found[0, 1].isnan().all()
+
+
+@pytest.mark.parametrize("architecture", list(NETWORKS))
+def test_zero_at_first_then_of_normalised_scores(architecture):
+    plain, fresh = build(None, architecture), build(0.0, architecture, is_trained=False)
+    assert torch.equal(plain.forward(batch()).prediction, fresh.forward(batch()).prediction)
+    assert torch.equal(images(plain, "a"), images(fresh, "a", scores={"aesthetic": 7.0}))
+    model = build(0.0, architecture)
+    embedding = model.score_embedding
+    assert embedding is not None
+    added = embedding(embedding.features(torch.tensor([[8.0, NAN]])))
+    known = torch.cat([fourier_features(torch.tensor([[2.0]]))[0, 0], embedding.none[1]])
+    expected = embedding.out_layer(torch.nn.functional.silu(embedding.in_layer(known)))
+    torch.testing.assert_close(added[0], expected)
+    outputs = [model.forward(batch() | {BatchKey.SCORES: scores}).prediction for scores in both_scores()]
+    is_equal = [torch.equal(*pair) for pair in zip(*outputs, strict=True)]
+    assert is_equal == [False, True, True, True, True, True], "each sample has its own scores"
+
+
+def both_scores() -> list[Tensor]:
+    scores = batch()[BatchKey.SCORES]
+    other = scores.clone()
+    other[0, 0] += 1
+    return [scores, other]
+
+
+def test_it_is_trained_with_the_network():
+    model = build(0.5)
+    assert model.score_embedding is not None
+    gradients(model, [batch()])
+    found = [parameter.grad for parameter in model.score_embedding.parameters()]
+    assert len(found) == 5 and all(grad is not None and grad.abs().max() > 0 for grad in found)
+
+
+def test_scores_are_dropped_one_by_one_by_their_address():
+    sample = torch.arange(20000)
+    step = torch.zeros_like(sample)
+    is_dropped = drop_scores(torch.ones(20000, 2), 17, step, sample, 0.3).isnan()
+    share = 0.3
+    assert (is_dropped.double().mean(0) - share).abs().max() < 0.01
+    assert abs(is_dropped.all(1).double().mean() - share**2) < 0.01
+    assert torch.equal(drop_scores(torch.ones(1, 2), 17, step[:1], sample[7:8], 0.3).isnan(), is_dropped[7:8])
+    assert not torch.equal(drop_scores(torch.ones(20000, 2), 17, step + 1, sample, 0.3).isnan(), is_dropped)
+
+
+def test_only_training_drops_scores():
+    always, never = build(1.0), build(0.0)
+    outputs = [model.eval_forward(batch()).prediction for model in (always, never)]
+    assert torch.equal(*outputs)
+    outputs = [model.forward(batch()).prediction for model in (always, never)]
+    none = never.forward(batch() | {BatchKey.SCORES: torch.full((6, 2), NAN)}).prediction
+    assert torch.equal(outputs[0], none)
+    assert not torch.equal(outputs[1], none)
+
+
+@pytest.mark.parametrize("architecture", [Architecture.tiny, Architecture.tiny_transformer])
+def test_microbatches_have_the_same_scores_and_gradients(architecture):
+    whole = batch()
+    parts = [{key: value[part] for key, value in whole.items()} for part in (slice(4), slice(4, 6))]
+    found = [gradients(build(0.5, architecture), cut) for cut in ([whole], parts)]
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", list(NETWORKS))
+@pytest.mark.parametrize("scores", [None, {"sharpness": 40.0, "aesthetic": 7.0}])
+def test_a_folded_network_gives_the_same_images(architecture, scores):
+    model, plain = build(0.1, architecture), build(None, architecture)
+    assert model.score_embedding is not None
+    weights = fold_scores(model.state_dict(), model.component, model.score_embedding, scores)
+    plain.network.load_state_dict({n.partition(".")[2]: w for n, w in weights.items() if n.startswith(model.component)})
+    prompts = ["a red circle", "a star"]
+    expected = images(model, prompts, scores=scores)
+    torch.testing.assert_close(images(plain, prompts), expected, rtol=0, atol=1e-4)
+    assert not torch.equal(expected, images(model, prompts, scores={"aesthetic": 3.0}))
+
+
+def test_scores_that_the_model_does_not_know():
+    with pytest.raises(ValueError, match="trained with aesthetic, sharpness"):
+        images(build(0.1), "a", scores={"aesthetics": 7.0})
+    with pytest.raises(ValueError, match=r"without model\.score_conditioning"):
+        images(build(None), "a", scores={"aesthetic": 7.0})
+
+
+def test_weights_without_scores_leave_them_as_they_are():
+    plain, model = build(None), build(0.1, is_trained=False)
+    load_weights(model, plain.state_dict(), "elsewhere")
+    assert torch.equal(model.forward(batch()).prediction, plain.forward(batch()).prediction)
+
+
+@pytest.mark.parametrize("compilation", ["blocks", "unet"])
+def test_compiled_in_one_graph(compilation, monkeypatch):
+    compile_graph = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda model, **options: compile_graph(model, **{**options, "options": None}, backend="eager")
+    )
+    _compiled.cache_clear()
+    model = build(0.5)
+    fast.apply(model.network, PerformanceConfig(compilation=Compilation(compilation)), Device.cpu)
+    expected = gradients(build(0.5), [batch(), batch(4)])
+    for one, two in zip(expected, gradients(model, [batch(), batch(4)]), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
+    _compiled.cache_clear()
+
+
+def test_parameters_are_planned():
+    counts = [_network_counts(to_yaml(config_of(Architecture.tiny, dropout))) for dropout in (None, 0.1)]
+    embedding = build(0.1).score_embedding
+    assert embedding is not None
+    size = sum(parameter.numel() for parameter in embedding.parameters())
+    assert counts[1] == counts[0]._replace(trained=counts[0].trained + size)
+    lora = [_network_counts(to_yaml(config_of(Architecture.tiny, d, lora=LoraConfig()))) for d in (None, 0.1)]
+    assert lora[1] == lora[0]._replace(fixed=lora[0].fixed + size)
