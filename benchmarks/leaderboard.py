@@ -160,13 +160,13 @@ class Task(Steps):
         return json.loads(meter.read_text())
 
 
-def score_run(folder: Path, seed: int) -> dict[str, Any]:
-    """Scores of a run's averaged weights on the task, by kind of scene."""
+def score_run(folder: Path, seed: int, **sampling: Any) -> dict[str, Any]:
+    """Scores of a run's averaged weights on the task, by kind of scene; `sampling` replaces some of `SAMPLING`."""
     from diffusion.loading import load_model
 
     scenes = task()
     model = load_model(folder, weights="ema")
-    images = model.generate([caption(scene) for scene in scenes], seed=seed * len(scenes), **SAMPLING)
+    images = model.generate([caption(scene) for scene in scenes], seed=seed * len(scenes), **{**SAMPLING, **sampling})
     assert isinstance(images, list)
     found = {}
     for kind, num in zip(COLUMNS, (1, 2, 3), strict=True):
@@ -246,7 +246,7 @@ def main() -> None:
             "name": name,
             "seed": seed,
             **{key: cost[key] for key in ("steps", "cpu_seconds", "flops", "parameters")},
-            "scores": score_run(folder, seed),
+            "scores": score_run(folder, seed, **({"num_inference_steps": 1} if options.quick else {})),
             "command": shlex.join(["python", "benchmarks/leaderboard.py", yaml, *overrides]),
             "commit": revision.stdout.strip(),
             "date": datetime.date.today().isoformat(),
