@@ -47,11 +47,14 @@ CPU_SECONDS = 600.0
 CALIBRATION = (20, 80)
 """Steps between which the cost of a step is measured."""
 
+VAE_LENGTH = "trainer.max_duration=8000ba"
+
 SAMPLING: Mapping[str, Any] = {"guidance_scale": 3.0, "num_inference_steps": 25, "batch_size": 64}
 SETTINGS = (
     "samples.prompts=[]",
     "trainer.progress_bar=false",
     "algorithms.ema={start: 0.5dur, decays: [0.99]}",
+    "schedule.warmup=0.02dur",
 )
 """Overrides of every recipe. The averaged weights are scored."""
 
@@ -128,7 +131,7 @@ class Task(Steps):
         self.run("prepare", [sys.executable, "scripts/prepare.py", *layouts, str(prepared), *options])
         data = [f"data.local={prepared}/train", f"validation.local={prepared}/validation"]
         if self.vae is None:
-            train = ["run.py", "yamls/tiny/autoencoder.yaml", f"output_folder={autoencoder}", *data]
+            train = ["run.py", "yamls/tiny/autoencoder.yaml", f"output_folder={autoencoder}", *data, VAE_LENGTH]
             self.run("autoencoder", [*COMPOSER, *train, *(QUICK if self.quick else [])])
         vae, name = self.vae or autoencoder / "vae", f"latents-{num_chunks}"
         latents = self.out / (name if self.vae is None else f"{name}-{hashlib.sha256(bytes(vae)).hexdigest()[:8]}")

@@ -74,8 +74,8 @@ def score_model(
 def main() -> None:
     """Generate, score, report."""
     parser = CommandParser(description=__doc__)
-    parser.add_argument("demo", type=Path, help="folder of the demo, with autoencoder/, phase1/ and phase2/")
-    parser.add_argument("--guidance-scale", type=float, default=2.0)
+    parser.add_argument("demo", type=Path, help="folder of the demo, with autoencoder/ and modern_64/")
+    parser.add_argument("--guidance-scale", type=float, default=3.0)
     parser.add_argument("--steps", type=int, default=25, help="steps of the sampler")
     parser.add_argument("--seeds", type=int, default=4, help="images of each prompt")
     parser.add_argument("--weights", choices=["raw", "ema"], default="ema")
@@ -84,7 +84,7 @@ def main() -> None:
     from diffusion.loading import load_model
 
     folder: Path = options.demo
-    model = load_model(folder / "phase2", weights=options.weights)
+    model = load_model(folder / "modern_64", weights=options.weights)
     sampling = {"guidance_scale": options.guidance_scale, "num_inference_steps": options.steps}
     scores, single, pairs = score_model(model, seeds_per_prompt=options.seeds, **sampling)
     write_json(folder / "scores.json", scores)
@@ -95,7 +95,7 @@ def main() -> None:
     write_report(
         folder / "report.html",
         steps=json.loads(log.read_text()) if log.is_file() else {},
-        runs=[folder / name for name in ("autoencoder", "phase1", "phase2")],
+        runs=[folder / name for name in ("autoencoder", "modern_64")],
         scores=scores,
         grid=grid,
         pairs=pairs,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from demo.__main__ import Demo
+from demo.__main__ import LEAST_RIGHT, Demo
 from diffusion.errors import UserError
 
 
@@ -15,15 +15,13 @@ def demo(out: Path, quick: bool = False) -> Demo:
 
 
 @pytest.mark.parametrize(
-    ("colour", "shape", "problem"),
-    [(0.9, 0.7, None), (0.89, 1.0, "colour 0.890, not 0.9;"), (1.0, 0.69, "shape 0.690, not 0.7;")],
+    ("kind", "name", "share"), [("single", "colour", 0.89), ("single", "shape", 0.79), ("pairs", "relation", 0.49)]
 )
-def test_too_few_right_images_are_an_error(colour: float, shape: float, problem: str | None, tmp_path: Path) -> None:
-    (tmp_path / "scores.json").write_text(json.dumps({"single": {"colour": colour, "shape": shape, "relation": None}}))
-    if problem is None:
-        demo(tmp_path).check_scores()
-        return
-    with pytest.raises(UserError, match=problem):
+def test_too_few_right_images_are_an_error(kind: str, name: str, share: float, tmp_path: Path) -> None:
+    (tmp_path / "scores.json").write_text(json.dumps(LEAST_RIGHT))
+    demo(tmp_path).check_scores()
+    (tmp_path / "scores.json").write_text(json.dumps({**LEAST_RIGHT, kind: {**LEAST_RIGHT[kind], name: share}}))
+    with pytest.raises(UserError, match=rf"too few.*: {kind} {name} {share:.3f}, not {LEAST_RIGHT[kind][name]};"):
         demo(tmp_path).check_scores()
 
 
