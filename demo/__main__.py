@@ -14,7 +14,7 @@ from demo.steps import COMPOSER, QUICK, Steps
 from diffusion.errors import UserError
 from diffusion.launch import CommandParser, run_command
 
-GUIDANCE_SCALE, NUM_INFERENCE_STEPS = 3.0, 25
+GUIDANCE_SCALE, NUM_INFERENCE_STEPS = 2.0, 25
 NUM_IMAGES = 12_000
 SHARES = ("0.4", "0.6", "0")
 """Of scenes with one object, two objects and a group."""

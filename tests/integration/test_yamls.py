@@ -29,6 +29,7 @@ pytestmark = pytest.mark.slow
 OF_OTHER_COMMANDS = {"prepare.yaml", "evaluate.yaml"}
 BEFORE = {
     "autoencoder_equivariance": "autoencoder",
+    "modern_512": "modern_256",
     "phase2": "phase1",
     "phase3": "phase2",
     "sdxl_512": "sdxl_256",
@@ -254,13 +255,22 @@ def test_the_vae_is_saved_with_the_statistics_of_its_latents(runs, num, yaml):
     assert (folder / "reconstructions.png").stat().st_size > 0
 
 
-@pytest.mark.parametrize("name", ["phase1", "phase2", "phase3", "sdxl_256", "sdxl_512", "sdxl_1024"])
+@pytest.mark.parametrize(
+    "name", ["phase1", "phase2", "phase3", "sdxl_256", "sdxl_512", "sdxl_1024", "modern_256", "modern_512"]
+)
 def test_the_microbatch_is_the_largest_that_fits_gpus_of_80_gb_with_a_tenth_to_spare(name):
     config = load_config(f"yamls/{name}.yaml", may_miss=is_location)
     plan = plan_run(config, world_size=8)
     assert plan.memory.largest_microbatches is not None
     assert config.trainer.device_train_microbatch_size == plan.memory.largest_microbatches[80]
     assert plan.memory.gpu_bytes <= 0.9 * 80e9
+
+
+def test_the_small_recipe_fits_one_gpu_of_24_gb_with_a_tenth_to_spare():
+    config = load_config("yamls/small_256.yaml", may_miss=is_location)
+    plan = plan_run(config, world_size=1)
+    assert plan.memory.largest_microbatches is not None
+    assert config.trainer.device_train_microbatch_size == plan.memory.largest_microbatches[24]
 
 
 def test_the_recipe_is_the_published_one():
