@@ -51,9 +51,9 @@ def place(data_folder: Path, server: TrainingServer, shapes: Path, tmp_path_fact
             shutil.copy(file, place / "folder_512")
     sources = [place / "folder_512", emoji / "webdataset_128" / "00000.tar", emoji / "parquet_72.parquet"]
     prepare(sources, place / "emoji" / "prepared", edges=[64, 128, 512], validation_fraction=0.2, num_workers=1)
-    shutil.copytree(shapes / "vae", place / "demo" / "autoencoder" / "vae")
+    shutil.copytree(shapes / "vae", place / "shapes" / "autoencoder" / "vae")
     data = [f"data.local={shapes}/latents-32/train", f"validation.local={shapes}/latents-32/validation"]
-    base = [f"output_folder={place}/demo/phase1", f"model.vae={shapes}/vae", "samples.prompts=[]", *data]
+    base = [f"output_folder={place}/shapes/phase1", f"model.vae={shapes}/vae", "samples.prompts=[]", *data]
     server.train(1, [("yamls/tiny/phase1.yaml", [*base, *SMALLER])])
     return place
 
@@ -69,7 +69,7 @@ def test_fine_tuning_on_real_images(place, server):
         assert len(losses) == 3
         assert losses == sorted(set(losses), reverse=True), f"{run}: the validation loss falls"
 
-    export(str(place / "demo" / "phase1"), place / "base")
+    export(str(place / "shapes" / "phase1"), place / "base")
     export(str(place / "emoji" / "lora"), place / "adapter", lora_only=True)
     pipeline: Any = StableDiffusionPipeline.from_pretrained(place / "base")
     pipeline.set_progress_bar_config(disable=True)
