@@ -55,13 +55,13 @@ def _start_logging() -> None:
 
 
 def _show_plan(config: Config, say: Callable[[str], None]) -> None:
-    from diffusion.models.architectures import ARCHITECTURES
+    from diffusion.models.architectures import side_factor
     from diffusion.planning.plan import format_plan, plan_run
     from diffusion.planning.storage import absent_streams
     from diffusion.plugins import check_plugins
 
     num_ranks = config.plan.num_gpus or world_size()
-    check(config, world_size=num_ranks, vae_factor=ARCHITECTURES[config.model.architecture].vae_factor)
+    check(config, world_size=num_ranks, side_factor=side_factor(config.model))
     check_plugins(config.plugins)
     say(to_public_yaml(config))
     say(format_plan(plan_run(config, world_size=world_size()), missing_locations(config) | absent_streams(config)))

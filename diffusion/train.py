@@ -8,7 +8,7 @@ From here to the loss: `datasets/loader.py` gives the batches of `datasets/batch
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from composer.optim import (
     LinearWithWarmupScheduler,
 )
 from composer.utils import dist, reproducibility
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.utils.data import DataLoader
 
@@ -58,7 +59,7 @@ from diffusion.errors import ConfigurationError, MachineError, PreemptedError, e
 from diffusion.files import write_atomically
 from diffusion.loading import read_initial
 from diffusion.models import fast
-from diffusion.models.architectures import ARCHITECTURES, build_vae, with_seed
+from diffusion.models.architectures import ARCHITECTURES, build_vae, side_factor, with_seed
 from diffusion.models.autoencoder import AutoencoderTraining, initialise_logvar
 from diffusion.models.build import build_model, load_weights
 from diffusion.models.latent_diffusion import LatentDiffusion
@@ -100,8 +101,7 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
     """
     # Check
     device = start_ranks(config)
-    vae_factor = ARCHITECTURES[config.model.architecture].vae_factor
-    agree(lambda: check(config, world_size=dist.get_world_size(), vae_factor=vae_factor))
+    agree(lambda: check(config, world_size=dist.get_world_size(), side_factor=side_factor(config.model)))
     agree(lambda: check_plugins(config.plugins))
     folder = agree(lambda: open_run_folder(config))
     with leased(folder) as lease, Heartbeat(heartbeat_folder(config, folder), lease) as heartbeat:
@@ -235,7 +235,10 @@ def build_training_model(config: Config, device: Device, *, is_new: bool = True)
         model.network.enable_gradient_checkpointing()
     if is_new and config.init_from is not None:
         with error_context("init_from.checkpoint"):
-            load_weights(model, read_initial(config.init_from, model), config.init_from.checkpoint)
+            initial = read_initial(config.init_from, model)
+            if config.model.lora is not None:
+                _check_parts_beside_lora(model, initial, config.init_from.checkpoint)
+            load_weights(model, initial, config.init_from.checkpoint)
     if config.model.lora is not None:
         add_lora(model.network, config.model.lora, config.seed)
         if model.text_adapter is not None:
@@ -243,6 +246,16 @@ def build_training_model(config: Config, device: Device, *, is_new: bool = True)
         if model.score_embedding is not None:
             model.score_embedding.requires_grad_(False)
     return model
+
+
+def _check_parts_beside_lora(model: LatentDiffusion, initial: Mapping[str, Tensor], source: str) -> None:
+    """Reject parts beside the network that LoRA would leave at their random weights."""
+    for part, key in (("text_adapter", "model.text_adapter"), ("score_embedding", "model.score_conditioning")):
+        if getattr(model, part) is not None and not any(name.startswith(f"{part}.") for name in initial):
+            raise ConfigurationError(
+                f"{source} has no weights for {key}, and with model.lora it is not trained. Remove {key}, or train "
+                "all weights first (model.lora=null)"
+            )
 
 
 def _build_autoencoder(config: Config, is_new: bool) -> AutoencoderTraining:

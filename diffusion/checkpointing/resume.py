@@ -4,7 +4,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -267,15 +267,20 @@ def _changes(before: dict[str, Any], config: Config) -> Iterator[Change]:
     """Keys of today's schema whose values differ; a key that is not in the checkpoint had its default."""
     before = _with_names_of_today(before)
     now, defaults = yaml.safe_load(to_public_yaml(config)), yaml.safe_load(to_yaml(Config()))
-    for section, value in now.items():
-        was = before.get(section, defaults[section])
-        if not (isinstance(value, dict) and isinstance(was, dict)):
-            was, value = {"": was}, {"": value}
-        known = defaults[section] if isinstance(defaults[section], dict) else {}
-        for key, one in value.items():
-            other = was.get(key, known.get(key))
-            if other != one:
-                yield f"{section}.{key}".rstrip("."), other, one
+    yield from _differences(before, now, defaults)
+
+
+def _differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str = ""
+) -> Iterator[Change]:
+    for key, value in now.items():
+        default = defaults.get(key)
+        was = before.get(key, default)
+        is_section = isinstance(default, dict) and len(default) > 0  # Free keys default to {}.
+        if is_section and isinstance(was, dict) and isinstance(value, dict):
+            yield from _differences(was, value, default, f"{prefix}{key}.")
+        elif was != value:
+            yield prefix + key, was, value
 
 
 def _with_names_of_today(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:

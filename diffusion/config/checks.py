@@ -12,7 +12,7 @@ from diffusion.config.data import Representation, group_size, image_sizes, legal
 from diffusion.config.documentation import find_field
 from diffusion.config.fields import CHECK, Location, parse_time, section_problems
 from diffusion.config.loading import missing_keys
-from diffusion.config.model import Compilation
+from diffusion.config.model import AttentionBackend, Compilation
 from diffusion.config.schema import Config, Task
 from diffusion.config.training import Decay, Device, OptimizerName, Parallelism, Precision
 from diffusion.errors import ConfigurationError, MachineError, raise_all
@@ -46,13 +46,13 @@ def num_batches(config: Config) -> int:
     return int(time.value)
 
 
-def check(config: Config, *, world_size: int, vae_factor: int | None = None) -> None:
+def check(config: Config, *, world_size: int, side_factor: int | None = None) -> None:
     """Check a configuration for a number of ranks.
 
     Args:
         config: the configuration.
         world_size: number of ranks.
-        vae_factor: side of an image over side of its latent; None if unknown.
+        side_factor: both sides of an image are multiples of it; None if unknown.
 
     Raises:
         ConfigurationError: lists all problems.
@@ -61,7 +61,7 @@ def check(config: Config, *, world_size: int, vae_factor: int | None = None) -> 
     sections_are_right = not problems
     problems += [*_folders(config), *_tasks(config)]
     if sections_are_right:
-        problems += [*_times(config), *_latent_sizes(config, vae_factor), *_ranks(config, world_size)]
+        problems += [*_times(config), *_image_sizes(config, side_factor), *_ranks(config, world_size)]
         problems += _transformed_sizes(config)
     if not problems and config.performance.cuda_graphs:
         problems += _cuda_graphs(config, world_size)
@@ -87,16 +87,16 @@ def _folders(config: Config) -> Iterator[str]:
 def _tasks(config: Config) -> Iterator[str]:
     if config.model.lora is not None and config.init_from is None:
         yield "model.lora adapts trained weights. Set init_from.checkpoint, or model.lora=null."
-    if config.model.text_adapter is not None and config.data.text_embeddings:
-        yield (
-            "model.text_adapter continues the text encoder before its final norm, and data.text_embeddings were stored "
-            "behind it. Set data.text_embeddings=false."
-        )
     has_names = isinstance(config.data.streams, list) or config.plugins.train_dataset is None
     if config.validation is not None and config.validation.streams is None and not has_names:
         yield (
             "validation.streams is null, but with plugins.train_dataset no training stream has a name. Set "
             "validation.streams=[{name: 256-512}], or validation=null."
+        )
+    if config.performance.attention is AttentionBackend.flash and config.model.architecture.is_transformer:
+        yield (
+            "performance.attention is flash, which takes no mask, and a transformer masks the padding of captions. Set "
+            "performance.attention=auto."
         )
     if config.model.token_routing is not None and not config.model.architecture.is_transformer:
         yield (
@@ -156,8 +156,8 @@ def _times(config: Config) -> Iterator[str]:
         )
 
 
-def _latent_sizes(config: Config, vae_factor: int | None) -> Iterator[str]:
-    if vae_factor is None:
+def _image_sizes(config: Config, side_factor: int | None) -> Iterator[str]:
+    if side_factor is None:
         return
     sizes = {"data.resolution": [config.data.resolution]}
     sections = {"data": config.data.streams, "validation": config.validation.streams if config.validation else None}
@@ -166,11 +166,11 @@ def _latent_sizes(config: Config, vae_factor: int | None) -> Iterator[str]:
             for index, size in enumerate(image_sizes(streams, 0)):
                 sizes[f"{section}.streams.{index}.resolution"] = list(size)
     for key, sides in sizes.items():
-        if any(side % vae_factor for side in sides):
-            near = " x ".join(_near_multiples(side, vae_factor) for side in sides)
+        if any(side % side_factor for side in sides):
+            near = " x ".join(_near_multiples(side, side_factor) for side in sides)
             yield (
-                f"{key} is {' x '.join(map(str, sides))}, but must be a multiple of {vae_factor}, the factor by which "
-                f"the VAE shrinks an image. Use {near}."
+                f"{key} is {' x '.join(map(str, sides))}, but must be a multiple of {side_factor}, the factor by "
+                f"which VAE and network shrink an image. Use {near}."
             )
 
 

@@ -31,6 +31,7 @@ from diffusion.files import atomic_path, read_json, write_json
 from diffusion.loading import load_model
 from diffusion.models.conditioning import DualTextEncoder
 from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.networks import patch_size_of
 from diffusion.models.pretrained import PIPELINE_INDEX, is_pipeline, module_identity
 from diffusion.models.sampling import choose_sampler, inference_scheduler, training_scheduler
 from diffusion.randomness import Purpose, normal
@@ -50,6 +51,9 @@ class Generator(ABC):
 
     vae_factor: int
     """Pixels per latent position along one side."""
+
+    side_factor: int
+    """Both sides of an image in pixels are multiples of it."""
 
     num_channels: int
     """Channels of the latents."""
@@ -74,11 +78,11 @@ class Generator(ABC):
         """Channels, height and width of the latents of an image, whose size is in pixels.
 
         Raises:
-            ConfigurationError: a side is not a multiple of the VAE's factor.
+            ConfigurationError: a side is not a multiple of `side_factor`.
         """
-        if height % self.vae_factor or width % self.vae_factor:
+        if height % self.side_factor or width % self.side_factor:
             raise ConfigurationError(
-                f"protocol.sampling.height={height} and width={width} must be multiples of {self.vae_factor}"
+                f"protocol.sampling.height={height} and width={width} must be multiples of {self.side_factor}"
             )
         return self.num_channels, height // self.vae_factor, width // self.vae_factor
 
@@ -118,6 +122,7 @@ class CheckpointGenerator(Generator):
         self.identity = _joined(module_identity(model.network), self.vae_identity, module_identity(model.text_encoder))
         self.model, self.device, self.resolution = model.to(device).eval(), device, model.resolution
         self.vae_factor, self.num_channels = model.vae_factor, model.network.config["in_channels"]
+        self.side_factor = model.side_factor
 
     def generate(
         self, prompts: Sequence[str], latents: Tensor, sampling: SamplingConfig, guidance_scale: float
@@ -156,6 +161,11 @@ class PipelineGenerator(Generator):
     """
 
     def __init__(self, folder: Path, device: torch.device) -> None:
+        if (folder / "text_adapter").is_dir():
+            raise ConfigurationError(
+                f"model={folder}: its prompts are encoded by text_adapter/, which a pipeline does not read. Evaluate "
+                "the run that it was exported from"
+            )
         pipeline = _load_pipeline(folder)
         self.noise_scheduler = training_scheduler(pipeline.scheduler.config)
         pipeline.set_progress_bar_config(disable=True)
@@ -168,6 +178,7 @@ class PipelineGenerator(Generator):
         self.identity = _joined(*(module_identity(part) for part in (network, pipeline.vae, text_encoder)))
         self.pipeline, self.device = pipeline.to(device), device
         self.vae_factor, self.num_channels = pipeline.vae_scale_factor, network.config.in_channels
+        self.side_factor = self.vae_factor * patch_size_of(network)
         if self.is_prx:
             self.resolution = pipeline.get_default_resolution()
         else:

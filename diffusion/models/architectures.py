@@ -284,6 +284,12 @@ def latent_channels(config: ModelConfig) -> int:
     return config.network.get("in_channels", ARCHITECTURES[config.architecture].network["in_channels"])
 
 
+def side_factor(config: ModelConfig) -> int:
+    """Both sides of an image in pixels are multiples of it: the VAE's factor, and the network's patches."""
+    spec = ARCHITECTURES[config.architecture]
+    return spec.vae_factor * (spec.network | config.network).get("patch_size", 1)
+
+
 def build_network(config: ModelConfig) -> Network:
     """Build the network with random weights from torch's generator.
 

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from diffusion.config.model import Architecture, FlowConfig, ModelConfig, ObjectiveConfig, PredictionType
 from diffusion.errors import ConfigurationError
-from diffusion.models.architectures import ARCHITECTURES, NOISE_SCHEDULE, ArchitectureSpec, build_network, with_seed
+from diffusion.models.architectures import (
+    ARCHITECTURES,
+    NOISE_SCHEDULE,
+    ArchitectureSpec,
+    build_network,
+    side_factor,
+    with_seed,
+)
 from diffusion.models.conditioning import DualTextEncoder, text_width
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.ldm_layout import read_single_file
@@ -138,8 +145,9 @@ def load_family(
         seed = whole_number("seed", seed, least=0, most=NUM_SEEDS - 1)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
-    if resolution % spec.vae_factor:
-        raise ConfigurationError(f"resolution {resolution}: give a multiple of {spec.vae_factor}, the VAE's factor")
+    factor = side_factor(ModelConfig(architecture=architecture))
+    if resolution % factor:
+        raise ConfigurationError(f"resolution {resolution}: give a multiple of {factor}")
     folder = None
     if network is not None and is_single_file(network):
         folder = Path(network).expanduser()

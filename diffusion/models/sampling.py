@@ -211,7 +211,7 @@ def image_seeds(seed: int | Sequence[int] | None, num_images: int) -> list[int]:
 
 
 def image_size(height: int | None, width: int | None, *, default: int, factor: int) -> tuple[int, int]:
-    """Height and width of images in pixels, which are multiples of the VAE's factor.
+    """Height and width of images in pixels, which are multiples of `factor`.
 
     Raises:
         ValueError: a side is not a multiple of the factor.

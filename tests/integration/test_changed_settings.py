@@ -63,6 +63,13 @@ def test_another_model_or_objective_is_refused(server, finished, overrides, mess
     [
         (["model.vae=/a/vae"], ["model.vae=/b/vae", "model.local_files_only=true"], []),
         ([], ["model.vae=/b/vae"], ["model.vae (was null, is /b/vae)"]),
+        (
+            ["model.text_encoder.path=/a/t5"],
+            ["model.text_encoder={path: /b/t5, max_tokens: 64}"],
+            ["settings: model.text_encoder.max_tokens (was 256, is 64). Set"],
+        ),
+        ([], ["objective.flow.shift=2.0"], ["objective.flow.shift (was 1.0, is 2.0)"]),
+        (["model.network={a: 1}"], [], ["model.network (was {"]),
         (["init_from.checkpoint=/a", "model.lora.rank=2"], [], ["model.lora (was {"]),
         (
             ["task=autoencoder", "autoencoder.vae={latent_channels: 4}"],

@@ -82,7 +82,7 @@ def test_a_limit_in_dollars_needs_a_price():
 
     config = load_config("tests/tools/toy.yaml", ["output_folder=x", "operations.max_dollars=10"])
     with pytest.raises(ConfigurationError, match=r"plan\.price_per_gpu_hour"):
-        check(config, world_size=1, vae_factor=8)
+        check(config, world_size=1, side_factor=8)
 
 
 class SpendAfter(Callback):

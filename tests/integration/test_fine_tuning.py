@@ -255,6 +255,14 @@ def test_a_run_starts_from_a_run_with_lora(runs, server, tmp_path):
     assert difference(read_weights(newest(run), "raw"), load_model(runs["lora-fsdp-1"]).state_dict()) == 0
 
 
+def test_a_new_part_is_refused_under_lora_which_would_not_train_it(runs, server, tmp_path):
+    start = [f"init_from.checkpoint={runs['base']}", "model.lora.rank=2", "model.text_adapter={layers: 1}"]
+    job = server.run(1, [(TOY, [f"output_folder={tmp_path / 'run'}", *start])])
+    assert job.codes == [2]
+    assert "has no weights for model.text_adapter" in job.output
+    assert "Traceback" not in job.output
+
+
 def test_weights_of_other_shapes_are_refused(runs, server, tmp_path):
     start = [f"init_from.checkpoint={runs['base']}", "model.network.block_out_channels=[32]"]
     job = server.run(1, [(TOY, [f"output_folder={tmp_path / 'run'}", *start])])

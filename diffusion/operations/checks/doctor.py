@@ -33,7 +33,7 @@ from diffusion.config.schema import Config
 from diffusion.config.training import Device
 from diffusion.distributed import local_rank, local_world_size, rank, world_size
 from diffusion.errors import MachineError
-from diffusion.models.architectures import ARCHITECTURES
+from diffusion.models.architectures import side_factor
 from diffusion.operations import timeouts
 from diffusion.operations.checks.data import check_data, index_hashes
 from diffusion.operations.checks.gpu import computes_bf16
@@ -65,8 +65,7 @@ def diagnose(config: Config, timeout: float = 120.0, *, deep: bool = False) -> l
         ConfigurationError: the configuration is impossible.
         NoAnswerError: some ranks do not answer.
     """
-    vae_factor = ARCHITECTURES[config.model.architecture].vae_factor
-    check_config(config, world_size=world_size(), vae_factor=vae_factor)
+    check_config(config, world_size=world_size(), side_factor=side_factor(config.model))
     device = (
         resolve_device(config.trainer.device, torch.cuda.device_count()) if torch.cuda.device_count() else Device.cpu
     )

@@ -19,7 +19,7 @@ def test_rows_for_a_gpu_have_valid_configurations():
         assert 0 < row.seconds < 570
         if "overrides" in row.parameters:
             run = {key: row.parameters[key] for key in ("architecture", "resolution", "batch_size", "overrides")}
-            check(run_config(**run, num_steps=10), world_size=1, vae_factor=8)
+            check(run_config(**run, num_steps=10), world_size=1, side_factor=8)
 
 
 def test_synchronisations_are_counted_by_line():

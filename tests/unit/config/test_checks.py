@@ -42,7 +42,7 @@ def configuration(tmp_path):
 @pytest.mark.parametrize("world_size", [1, 2, 8, 64, 128])
 def test_the_recipe_passes(configuration, world_size):
     overrides = ["trainer.device_train_microbatch_size=16", "algorithms.ema.start=500000ba"]
-    check(configuration(*overrides), world_size=world_size, vae_factor=8)
+    check(configuration(*overrides), world_size=world_size, side_factor=8)
 
 
 @pytest.mark.parametrize(
@@ -57,10 +57,14 @@ def test_the_recipe_passes(configuration, world_size):
         ["data.streams=[{name: a, resolution: [896, 1152]}]"],
         ["algorithms.ema={start: 1ba, decays: [], power: {snapshot_interval: 5ba}}"],
         ["data.cache_limit=500gb", "data.remote=s3://b"],
+        [
+            *("data.text_embeddings=true", "data.representation=latents"),
+            "model={text_adapter: {layers: 1}, text_encoder: {path: /t5}}",
+        ],
     ],
 )
 def test_legal_combinations(configuration, overrides):
-    check(configuration(*overrides), world_size=128, vae_factor=8)
+    check(configuration(*overrides), world_size=128, side_factor=8)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +197,12 @@ def test_legal_combinations(configuration, overrides):
         (
             ["data.text_embeddings=true", "data.representation=latents", "model.text_adapter={layers: 1}"],
             1,
-            ["model.text_adapter continues"],
+            ["data.text_embeddings is true with model.text_adapter"],
+        ),
+        (
+            ["model.architecture=transformer_s", "performance.attention=flash"],
+            1,
+            ["performance.attention is flash"],
         ),
         (
             ["data.representation=latents", "task=autoencoder"],
@@ -263,7 +272,7 @@ def test_legal_combinations(configuration, overrides):
 )
 def test_impossible_combinations(configuration, overrides, world_size, keys):
     with pytest.raises(ConfigurationError) as caught:
-        check(configuration(*overrides), world_size=world_size, vae_factor=8)
+        check(configuration(*overrides), world_size=world_size, side_factor=8)
     assert [key for key in keys if key not in str(caught.value)] == [], str(caught.value)
 
 
@@ -337,4 +346,4 @@ def test_a_dry_run_needs_no_locations(configuration):
     locations = ["init_from.checkpoint", "model.vae", "validation.streams", "data.streams.17.name"]
     assert [key for key in locations if not is_location(key)] == []
     assert [key for key in ("data.resolution", "run_name", "output_folder", "nothing") if is_location(key)] == []
-    check(configuration("data.local=???", "data.streams=???", "validation.streams=???"), world_size=1, vae_factor=8)
+    check(configuration("data.local=???", "data.streams=???", "validation.streams=???"), world_size=1, side_factor=8)

@@ -1,5 +1,6 @@
 """Images of an evaluation: a pipeline makes those of its model, from noise drawn on the CPU."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +78,13 @@ def test_its_images_are_those_of_the_model(model: LatentDiffusion, folder: Path,
 def test_a_size_that_the_vae_cannot_make_is_an_error(folder: Path) -> None:
     with pytest.raises(ConfigurationError, match="multiples of 4"):
         PipelineGenerator(folder, CPU).latent_shape(34, 32)
+
+
+def test_an_export_with_a_text_adapter_of_its_own_is_an_error(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "exported")
+    (tmp_path / "exported" / "text_adapter").mkdir()
+    with pytest.raises(ConfigurationError, match="Evaluate the run"):
+        PipelineGenerator(tmp_path / "exported", CPU)
 
 
 @pytest.mark.parametrize(
