@@ -276,9 +276,9 @@ def _differences(
     for key, value in now.items():
         default = defaults.get(key)
         was = before.get(key, default)
-        is_section = isinstance(default, dict) and len(default) > 0  # Free keys default to {}.
-        if is_section and isinstance(was, dict) and isinstance(value, dict):
-            yield from _differences(was, value, default, f"{prefix}{key}.")
+        sections = [one for one in (was, value, default) if isinstance(one, dict) and one]  # Free keys default to {}.
+        if len(sections) == 3:
+            yield from _differences(*sections, prefix=f"{prefix}{key}.")
         elif was != value:
             yield prefix + key, was, value
 
