@@ -8,6 +8,7 @@ starts with an empty cache. Afterwards the run must have reached its end by itse
 weights. Exit code 1 if not.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -155,16 +156,24 @@ class Scene:
 
     def kill_job(self) -> None:
         """End the launcher and all ranks at once, as when the machine loses power."""
+        kill(self.job())
+
+    def job(self) -> list[psutil.Process]:
+        """Processes of the launcher and all ranks."""
         started = [event["processes"] for event in read_events(self.run) if event["event"] == "started"]
-        kill(tree([*started[-1], *(heartbeat.pid for heartbeat in self.heartbeats())]))
+        return tree([*started[-1], *(heartbeat.pid for heartbeat in self.heartbeats())])
 
     def damage_checkpoint(self, damage: Callable[[Path], None]) -> None:
-        """End the job, and damage the largest file of the newest checkpoint."""
-        self.kill_job()
+        """Freeze the job, damage the largest file of the newest checkpoint, and end the job: the next start finds it."""
+        job = self.job()
+        for process in job:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
         checkpoints = list_checkpoints(self.run / "checkpoints")
         files = [path for path in checkpoints[-1].rglob("*") if path.is_file()] if checkpoints else []
         if files:
             damage(max(files, key=lambda path: path.stat().st_size))
+        kill(job)
 
     def replace_node(self, begin: Callable[[S3Server], None], end: Callable[[S3Server], None]) -> None:
         """Start the job with an empty cache while the store is out of order.
