@@ -208,9 +208,10 @@ def _mean(rows: Sequence[Mapping[str, Any]], kind: str, name: str) -> float:
 
 
 def _interval(rows: Sequence[Mapping[str, Any]], kind: str, name: str) -> str:
-    """Mean, least and most over the seeds."""
+    """Mean of the seeds; of several, least and most, too."""
     values = [row["scores"][kind][name] for row in rows]
-    return f"{statistics.fmean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+    spread = f" ({min(values):.2f} to {max(values):.2f})" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.2f}{spread}"
 
 
 def _where(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -164,7 +164,7 @@ class Scene:
         return tree([*started[-1], *(heartbeat.pid for heartbeat in self.heartbeats())])
 
     def damage_checkpoint(self, damage: Callable[[Path], None]) -> None:
-        """Damage the largest file of the newest checkpoint of a frozen job, which then ends: the next start finds it."""
+        """Freeze the job, damage the largest file of the newest checkpoint, and end the job."""
         job = self.job()
         for process in job:
             with contextlib.suppress(psutil.NoSuchProcess):
