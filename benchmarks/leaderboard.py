@@ -37,7 +37,7 @@ from diffusion.files import write_json
 from diffusion.launch import CommandParser, run_command
 from diffusion.reports.tables import markdown_table
 
-ROWS = ROOT / "benchmarks" / "leaderboard.jsonl"
+ROWS = ROOT / "docs" / "leaderboard.jsonl"
 PAGE = ROOT / "docs" / "leaderboard.md"
 BASELINE = "phase1"
 NUM_IMAGES = 12_000

@@ -148,7 +148,7 @@ def slow_switch() -> Iterator[str]:
         pytest.skip(f"needs root and network namespaces (apt-get install iproute2): {error}")
     try:
         for number in range(4):  # So slow that it matters little which of them share a core.
-            switch.slow_down(number, "20mbit" if number == 2 else "100mbit")
+            switch.slow_down(number, "8mbit" if number == 2 else "100mbit")
     except (OSError, subprocess.CalledProcessError) as error:
         switch.remove()
         pytest.skip(f"the kernel limits no rates (sch_tbf): {error}")
