@@ -8,6 +8,7 @@ from torch import Tensor
 from diffusion.config.model import Architecture, FlowConfig, ModelConfig, ObjectiveConfig, PredictionType
 from diffusion.datasets.batch import BatchKey
 from diffusion.models import build_model
+from diffusion.models.architectures import side_factor
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.networks import predict
 from diffusion.models.pretrained import FrozenParts, write_pipeline
@@ -107,3 +108,11 @@ def test_the_pipeline_of_diffusers_gives_the_images_of_generate(model, tmp_path)
         assert isinstance(expected, Tensor)
         assert expected.std() > 0.01
         assert (found - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("architecture", "network", "factor"),
+    [("transformer_s", {}, 16), ("tiny_transformer", {"patch_size": 4}, 16), ("stable_diffusion_2", {}, 8)],
+)
+def test_sides_of_images_are_multiples_of_the_vae_s_factor_and_the_patch(architecture, network, factor):
+    assert side_factor(ModelConfig(architecture=Architecture(architecture), network=network)) == factor
