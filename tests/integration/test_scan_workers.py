@@ -60,7 +60,12 @@ def test_workers_and_engines_are_equal_to_the_byte(sources, undisturbed, tmp_pat
     scan(sources, tmp_path / "two", Workers(number=2))
     assert tree(tmp_path / "two") == undisturbed
     if importlib.util.find_spec("ray"):
-        scan(sources, tmp_path / "ray", Workers(engine=Engine.ray, number=2))
+        import ray
+
+        try:
+            scan(sources, tmp_path / "ray", Workers(engine=Engine.ray, number=2))
+        finally:
+            ray.shutdown()
         assert tree(tmp_path / "ray") == undisturbed
 
 
