@@ -1,7 +1,7 @@
 """Weights and models from checkpoints and diffusers folders, without the Trainer."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -86,7 +86,8 @@ def read_trained(path: str | Path, *, weights: str = "raw") -> Trained:
 def load_model(path: str | Path, *, weights: str = "raw") -> LatentDiffusion:
     """Build the model of a checkpoint, on the CPU and in eval mode; arguments as for `read_trained`.
 
-    VAE and text encoder come from the paths in the configuration of the checkpoint.
+    VAE and text encoder come from the paths in the configuration of the checkpoint. What serves training only
+    (`model.alignment`) is left out.
 
     Raises:
         ConfigurationError: there is no checkpoint, or it does not fit.
@@ -95,7 +96,8 @@ def load_model(path: str | Path, *, weights: str = "raw") -> LatentDiffusion:
     trained = read_trained(path, weights=weights)
     log.info("loading %s weights of %s", weights, trained.path)
     config = trained.config
-    model = build_model(config.model, config.objective, resolution=config.data.resolution, seed=config.seed)
+    options = replace(config.model, alignment=None)
+    model = build_model(options, config.objective, resolution=config.data.resolution, seed=config.seed)
     load_weights(model, trained.merged, str(trained.path))
     return model.eval()
 

@@ -273,13 +273,13 @@ def _build_autoencoder(config: Config, is_new: bool) -> AutoencoderTraining:
 
 
 def prepare_frozen(config: Config, model: LatentDiffusion, device: Device) -> None:
-    """Move VAE and text encoder to the device of this rank, in the precision of training.
+    """Move VAE, text encoder and image encoder to the device of this rank, in the precision of training.
 
     FSDP moves only what it shards.
     """
     on_gpu = device == Device.gpu
     target = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    for module in (model.vae, model.text_encoder):
+    for module in model.frozen_parts:
         module.to(target)  # pyright: ignore[reportArgumentType]
     if on_gpu and config.trainer.precision != Precision.fp32:
         model.conditioner.lower_precision(AUTOCAST_DTYPES[config.trainer.precision])

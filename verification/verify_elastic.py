@@ -7,6 +7,7 @@ the same, and the loss the same up to rounding. Exit code 1 if not.
 import argparse
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from diffusion.launch import CommandParser, run_command
@@ -52,6 +53,7 @@ def main(launcher: Callable[[int], list[str]] | None = None) -> None:
     arguments = parse_arguments()
     from diffusion.config.checks import is_location
     from diffusion.config.loading import load_config
+    from diffusion.config.model import TextEncoderConfig
     from verification.runs import Recipe, compare, composer, format_table, make_data, run
     from verification.ways import covering_set, product, short_set
 
@@ -59,8 +61,8 @@ def main(launcher: Callable[[int], list[str]] | None = None) -> None:
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     data = make_data(out / "data", RESOLUTION)
-    architecture = load_config(arguments.yaml, may_miss=is_location).model.architecture.value
-    is_transformer = "transformer" in architecture
+    settings = load_config(arguments.yaml, may_miss=is_location).model
+    is_transformer = settings.architecture.is_transformer
     model = (
         f"model.architecture={'tiny_transformer' if is_transformer else 'tiny'}",
         f"model.network={SMALL_TRANSFORMER if is_transformer else SMALL_UNET}",
@@ -74,11 +76,13 @@ def main(launcher: Callable[[int], list[str]] | None = None) -> None:
         launcher=launcher or composer,
     )
     specs = product() if arguments.full else short_set() if arguments.short else covering_set()
+    if settings.alignment is not None or settings.text_encoder != TextEncoderConfig():
+        specs = [*dict.fromkeys(replace(spec, representation="images") for spec in specs)]
     references, comparisons = {}, []
     for i, spec in enumerate(specs):
         folder = data / ("prepared" if spec.representation == "images" else "latents") / "train"
-        settings = [f"data.streams={STREAMS[spec.buckets]}", f"data.representation={spec.representation}"]
-        outcome = run(recipe, spec, [f"data.local={folder}", *settings])
+        streams = [f"data.streams={STREAMS[spec.buckets]}", f"data.representation={spec.representation}"]
+        outcome = run(recipe, spec, [f"data.local={folder}", *streams])
         reference = references.setdefault(spec.data_setting, outcome)
         comparisons.append(compare(outcome, reference))
         print(f"[{i + 1}/{len(specs)}] {format_table(comparisons[-1:]).splitlines()[1]}", flush=True)

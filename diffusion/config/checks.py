@@ -108,6 +108,16 @@ def _tasks(config: Config) -> Iterator[str]:
             f"samples.scores has {', '.join(unknown)}, and model.score_conditioning has no such column. Remove it, or "
             "add the column."
         )
+    if config.model.score_names and config.plugins.train_dataset is not None:
+        yield (
+            "model.score_conditioning is set with plugins.train_dataset, whose samples have no scores. Remove one of "
+            "them."
+        )
+    if config.model.alignment is not None and config.data.representation is Representation.latents:
+        yield (
+            "model.alignment is set with data.representation latents, and the image encoder needs images. Set "
+            "data.representation=images and data.local of prepared data, or model.alignment=null."
+        )
     if config.data.text_embeddings and config.model.text_adapter is not None and config.model.text_encoder.path is None:
         yield (
             "data.text_embeddings is true with model.text_adapter, which continues CLIP before its final norm, and "
@@ -122,6 +132,8 @@ def _tasks(config: Config) -> Iterator[str]:
         yield "operations.max_dollars is set without plan.price_per_gpu_hour. Set it, or operations.max_gpu_hours."
     if config.task is not Task.autoencoder:
         return
+    if config.model.alignment is not None:
+        yield "model.alignment is set with task autoencoder, which has no network to align. Remove model.alignment."
     if config.model.lora is not None:
         yield "model.lora is set with task autoencoder, which trains the whole VAE. Remove model.lora."
     if config.trainer.parallelism is not Parallelism.ddp:

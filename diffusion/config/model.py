@@ -185,6 +185,35 @@ class ScoreConditioningConfig:
 
 
 @dataclass(kw_only=True)
+class AlignmentConfig:
+    """Alignment of hidden states with the features of a frozen image encoder (REPA; Yu et al. 2025)."""
+
+    path: str = location(MISSING)
+    """Folder of a vision transformer in the layout of transformers, such as DINOv2."""
+
+    weight: float = bounded(0.5, above=0)
+    """Weight of the mean cosine similarity in the loss."""
+
+    block: int | None = bounded(None, min=0)
+    """Block of a transformer, counted from 0, whose output is aligned; null: the last of the first third. Of a U-Net
+    it is always the middle."""
+
+    width: int = bounded(2048, min=1)
+    """Width of the trained projection."""
+
+    def block_of(self, depth: int) -> int:
+        """Number of the aligned block of a transformer of `depth` blocks.
+
+        Raises:
+            ConfigurationError: there is no such block.
+        """
+        block = max(depth // 3 - 1, 0) if self.block is None else self.block
+        if block >= depth:
+            raise ConfigurationError(f"model.alignment.block is {block} in a transformer of {depth} blocks. Lower it.")
+        return block
+
+
+@dataclass(kw_only=True)
 class ModelConfig:
     """Architecture and pretrained weights."""
 
@@ -224,6 +253,9 @@ class ModelConfig:
     score_conditioning: ScoreConditioningConfig | None = None
     """Condition the network on scores of the images, too; null: do not. With `lora` what was learned stays."""
 
+    alignment: AlignmentConfig | None = None
+    """Align the network with a frozen image encoder in training; null: do not. Needs images; not with `lora`."""
+
     lora: LoraConfig | None = None
     """Train LoRA matrices on top of `init_from`; null: train all weights."""
 
@@ -240,6 +272,13 @@ class ModelConfig:
                 f"{key}.text_encoder is set with {key}.architecture {self.architecture.value}, which takes the vectors "
                 f"of its own two encoders. Remove {key}.text_encoder, or choose another architecture."
             )
+        if self.architecture in EXTENDED and self.text_adapter is not None:
+            yield (
+                f"{key}.text_adapter continues one text encoder, and {key}.architecture {self.architecture.value} has "
+                f"two. Remove {key}.text_adapter, or choose another architecture."
+            )
+        if self.alignment is not None and self.lora is not None:
+            yield f"{key}.alignment trains a new projection, which {key}.lora does not. Remove one of them."
         if self.text_adapter is not None and self.text_adapter.width is not None and text.path is None:
             yield (
                 f"{key}.text_adapter.width is {self.text_adapter.width}, but CLIP's adapter has CLIP's width. Remove "

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from diffusion.config.model import Architecture, FlowConfig, ModelConfig, ObjectiveConfig, PredictionType
 from diffusion.errors import ConfigurationError
+from diffusion.models.alignment import Alignment, load_image_encoder
 from diffusion.models.architectures import (
     ARCHITECTURES,
     NOISE_SCHEDULE,
@@ -18,7 +19,7 @@ from diffusion.models.architectures import (
     side_factor,
     with_seed,
 )
-from diffusion.models.conditioning import DualTextEncoder, text_width
+from diffusion.models.conditioning import text_width
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.ldm_layout import read_single_file
 from diffusion.models.networks import text_width_of
@@ -37,7 +38,7 @@ from diffusion.randomness import NUM_SEEDS
 
 log = logging.getLogger(__name__)
 
-BESIDE_NETWORK = ("text_adapter.", "score_embedding.")
+BESIDE_NETWORK = ("text_adapter.", "score_embedding.", "alignment.")
 """How the names of trained weights begin that other models need not have."""
 
 
@@ -64,14 +65,16 @@ def build_model(config: ModelConfig, objective: ObjectiveConfig, *, resolution: 
     adapter = None
     if config.text_adapter is not None:
         text_encoder, options = frozen.text_encoder, config.text_adapter
-        if isinstance(text_encoder, DualTextEncoder):
-            raise ConfigurationError("model.text_adapter continues one text encoder, and SDXL has two. Remove the key")
         adapter = with_seed(seed, lambda: build_text_adapter(options, text_encoder))
-    scores = config.score_conditioning
+    scores, alignment, encoder = config.score_conditioning, config.alignment, None
+    if alignment is not None:
+        encoder = load_image_encoder(alignment.path)
     return LatentDiffusion(
         network=network,
         text_adapter=adapter,
         score_embedding=None if scores is None else with_seed(seed, lambda: build_score_embedding(scores, network)),
+        alignment=alignment and encoder and with_seed(seed, lambda: Alignment(alignment, network, encoder.width)),
+        image_encoder=encoder,
         frozen=frozen,
         noise_scheduler=build_noise_scheduler(objective),
         objective=objective,
@@ -89,6 +92,8 @@ def load_weights(model: LatentDiffusion, weights: dict[str, Tensor], source: str
         ConfigurationError: names or shapes differ from those of the model.
     """
     expected = model.state_dict()
+    if model.alignment is None:  # Of training only.
+        weights = {name: value for name, value in weights.items() if not name.startswith("alignment.")}
     for part in BESIDE_NETWORK:
         if not any(name.startswith(part) for name in weights):
             weights = weights | {name: value for name, value in expected.items() if name.startswith(part)}

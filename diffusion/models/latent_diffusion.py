@@ -2,7 +2,8 @@
 
 The loss of a batch, read `LatentDiffusion.forward` and `loss`: latents x_0 from the VAE, noise and timesteps t from
 addressed random numbers, x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) noise, the network's prediction from x_t, t and the
-captions, and its mean squared error against noise, x_0, v or noise - x_0.
+captions, and its mean squared error against noise, x_0, v or noise - x_0. With alignment, the similarity of hidden
+states and image features is subtracted.
 
 Shape letters: B batch, C channels, H W height and width of the latent, L tokens, D width of the text encoding.
 """
@@ -16,12 +17,13 @@ import torch.nn.functional as F
 from composer.models import ComposerModel
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from diffusion.config.model import ObjectiveConfig, Posterior, Sampler, TokenRoutingConfig
 from diffusion.datasets.batch import BatchKey, Entry
 from diffusion.datasets.transforms import Placement
+from diffusion.models.alignment import Alignment, ImageEncoder
 from diffusion.models.conditioning import Conditioner, Conditioning, TextEncoder
 from diffusion.models.fast.norms import autocast_dtype, use_low_precision_norms
 from diffusion.models.flops import batch_flops
@@ -74,6 +76,9 @@ class Prediction(NamedTuple):
     timesteps: Tensor
     """[B], int64, or float32 in rectified flow."""
 
+    similarity: Tensor | None = None
+    """float32 [B], cosine similarity of hidden states and image features; None without alignment, or in validation."""
+
 
 class Draws(NamedTuple):
     """Random numbers and inputs of a forward pass of training, for `LatentDiffusion.observer`."""
@@ -107,7 +112,7 @@ class LatentDiffusion(ComposerModel):
     """A latent diffusion model (Rombach et al. 2022).
 
     Its child modules are trained: the network, under its name in pipelines of diffusers (`unet`, `transformer`), and
-    the text adapter and the embedding of scores, if there are. The frozen
+    the text adapter, the embedding of scores and the projection of the alignment, if there are. The frozen
     parts are outside of the module tree and so in no optimizer, checkpoint or FSDP unit. They stay in eval mode and
     move with the model.
 
@@ -115,6 +120,8 @@ class LatentDiffusion(ComposerModel):
         network: the trained network.
         text_adapter: trained layers behind the text encoder.
         score_embedding: trained embedding of the images' scores.
+        alignment: trained projection of hidden states to image features.
+        image_encoder: frozen, of these features.
         frozen: VAE, text encoder, tokenizer and latent scaling.
         noise_scheduler: noise schedule and prediction type.
         objective: training objective, with the scheduler's prediction type.
@@ -139,6 +146,8 @@ class LatentDiffusion(ComposerModel):
         network: Network,
         text_adapter: Adapter | None = None,
         score_embedding: ScoreEmbedding | None = None,
+        alignment: Alignment | None = None,
+        image_encoder: ImageEncoder | None = None,
         frozen: FrozenParts,
         noise_scheduler: NoiseScheduler,
         objective: ObjectiveConfig,
@@ -155,9 +164,12 @@ class LatentDiffusion(ComposerModel):
         self.text_adapter = text_adapter
         self.score_embedding = score_embedding
         self._score_conditioner = None if score_embedding is None else ScoreConditioner(network, score_embedding)
+        self.alignment = alignment
         self.token_routing = token_routing
         self._router = None if token_routing is None else TokenRouter(network, token_routing)
-        self._frozen = {"vae": frozen.vae, "text_encoder": frozen.text_encoder}
+        self._frozen: dict[str, Any] = {"vae": frozen.vae, "text_encoder": frozen.text_encoder}
+        if image_encoder is not None:
+            self._frozen["image_encoder"] = image_encoder
         self.tokenizer = frozen.tokenizer
         self.latent_scaling = frozen.latent_scaling
         self.noise_scheduler = noise_scheduler
@@ -195,6 +207,11 @@ class LatentDiffusion(ComposerModel):
     def text_encoder(self) -> TextEncoder:
         """The frozen text encoder."""
         return self._frozen["text_encoder"]
+
+    @property
+    def frozen_parts(self) -> list[nn.Module]:
+        """VAE, text encoder and, with alignment, image encoder."""
+        return list(self._frozen.values())
 
     @property
     def vae_factor(self) -> int:
@@ -244,7 +261,8 @@ class LatentDiffusion(ComposerModel):
         target = TARGETS[objective.prediction_type]
         gamma = objective.min_snr_gamma
         weight = None if gamma is None else min_snr_weight(target, rates, gamma)
-        return Prediction(prediction, target.compute(latents, noise, rates), weight, timesteps)
+        similarity = self._similarity(batch, noised) if self.alignment and purposes is TRAINING else None
+        return Prediction(prediction, target.compute(latents, noise, rates), weight, timesteps, similarity)
 
     def _denoise(self, noised: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
         """Prediction of the network, float [B, C, H, W]; in the precision of its weights unless there is autocast."""
@@ -256,6 +274,17 @@ class LatentDiffusion(ComposerModel):
             self._score_conditioner.set(conditioning.scores)
         return predict(self.network, noised, timesteps, conditioning)
 
+    def _similarity(self, batch: Batch, noised: Tensor) -> Tensor:
+        """Similarity [B] of the hidden states for noised latents [B, C, H, W] with the features of the images."""
+        assert self.alignment is not None
+        if BatchKey.IMAGE not in batch:
+            raise ValueError("model.alignment needs images: data.representation=images")
+        height, width = noised.shape[2:]
+        features = self._frozen["image_encoder"](batch[BatchKey.IMAGE], (height // 2, width // 2))
+        patch = patch_size_of(self.network)
+        kept = None if self._router is None else self._router.kept
+        return self.alignment(features, (height // patch, width // patch), kept)
+
     def _adapt(self, conditioning: Conditioning) -> Conditioning:
         """Continue the text encoding by the adapter."""
         if self.text_adapter is None:
@@ -264,13 +293,18 @@ class LatentDiffusion(ComposerModel):
             conditioning = conditioning.to(next(self.text_adapter.parameters()).dtype)
         return conditioning._replace(text=self.text_adapter(conditioning.text, conditioning.mask))
 
-    def loss(self, outputs: Prediction, batch: Batch) -> Tensor:
-        """Mean squared error of the microbatch, weighted by sample: float32 []."""
+    def loss(self, outputs: Prediction, batch: Batch) -> Tensor | dict[str, Tensor]:
+        """Mean squared error of the microbatch, weighted by sample: float32 [].
+
+        With alignment, both terms, which Composer adds.
+        """
         error = squared_error(outputs)
         error = error if outputs.weight is None else error * outputs.weight
         if self.loss_observer is not None:
             self.loss_observer(error.detach(), batch)
-        return error.mean()
+        if self.alignment is None or outputs.similarity is None:
+            return error.mean()
+        return {"diffusion": error.mean(), "alignment": -self.alignment.config.weight * outputs.similarity.mean()}
 
     @torch.no_grad()
     def _latents(self, batch: Batch, purposes: Purposes) -> Tensor:

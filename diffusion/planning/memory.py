@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 from diffusers.models.transformers.transformer_prx import PRXAttention, apply_rope
+from omegaconf import MISSING
 from torch import Tensor, nn
 
 from diffusion.config.data import ImageSize, image_sizes, microbatch_size
@@ -20,6 +21,7 @@ from diffusion.config.loading import from_dict, to_yaml
 from diffusion.config.model import Compilation, ModelConfig
 from diffusion.config.schema import Config, Task
 from diffusion.config.training import NumberFormat, Parallelism, Precision
+from diffusion.models.alignment import Alignment, read_image_encoder
 from diffusion.models.architectures import (
     ARCHITECTURES,
     build_frozen_text_encoder,
@@ -309,9 +311,15 @@ def _network_counts(model: str) -> ParameterCounts:
         with torch.device("meta"):
             scores = build_score_embedding(config.score_conditioning, parts[0])
         parts.append(scores.requires_grad_(config.lora is None))
+    frozen = counts["vae"] + counts["text_encoder"]
+    if config.alignment is not None and config.alignment.path != MISSING:
+        kind, settings = read_image_encoder(config.alignment.path)
+        with torch.device("meta"):
+            frozen += sum(p.numel() for p in kind(settings).parameters())
+            parts.append(Alignment(config.alignment, parts[0], settings.hidden_size))
     trained = _num_trained(parts.parameters())
     fixed = sum(p.numel() for p in parts.parameters()) - trained
-    return ParameterCounts(trained, fixed, counts["vae"] + counts["text_encoder"])
+    return ParameterCounts(trained, fixed, frozen)
 
 
 def _meta_parts(config: ModelConfig) -> nn.ModuleList:

@@ -19,6 +19,7 @@ from diffusion.config.training import Precision
 from diffusion.models.autoencoder import to_pixels
 from diffusion.models.pretrained import load_pretrained
 from diffusion.planning.plan import plan_run
+from tests.tools.image_encoders import write_image_encoder
 from tests.tools.language_models import write_language_model
 from tests.tools.toys import write_vgg
 from tests.tools.training_runs import ROOT, SMALL_TRANSFORMER, SMALL_UNET
@@ -41,7 +42,7 @@ ASPECTS = ("72x56", "64x56", "64x64", "56x64", "56x72")
 SDXL = "yamls/tiny/sdxl.yaml"
 LONG, NUM_LONG = "yamls/tiny/phase3.yaml", 8
 """A recipe that is trained for more than two steps, so that all its buckets come."""
-LANGUAGE = "yamls/tiny/language_model.yaml"
+LANGUAGE, ALIGNMENT = "yamls/tiny/language_model.yaml", "yamls/tiny/alignment.yaml"
 
 
 SMALL = {
@@ -126,6 +127,9 @@ def overrides(yaml: str, shapes: Path, aspects: Path, output: Path, first: Path 
     if config.model.text_encoder != TextEncoderConfig():  # The latents hold token ids of one chunk.
         data = shapes / "prepared"
         own = ["data.representation=images"]
+    if yaml == ALIGNMENT:
+        data = shapes / "prepared"
+        own = [f"model.alignment.path={shapes / 'dinov2'}"]
     if yaml == LANGUAGE:
         own.append(f"model.text_encoder.path={shapes / 't5'}")
     num = NUM_LONG if yaml == LONG else 2
@@ -162,6 +166,7 @@ def runs(server, shapes, aspects, tmp_path_factory) -> dict[tuple[int, str], Pat
     root = tmp_path_factory.mktemp("yamls")
     write_vgg(shapes / "vgg.pth")
     write_language_model(shapes / "t5", "t5")
+    write_image_encoder(shapes / "dinov2")
     folders = {(num, yaml): root / f"{num}-{yaml.replace('/', '-')}" for num in (1, 2) for yaml in YAMLS}
     for num in (1, 2):
         plan = []

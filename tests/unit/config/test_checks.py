@@ -218,6 +218,26 @@ def test_legal_combinations(configuration, overrides):
         (["samples.scores={aesthetic: 7.0}"], 1, ["samples.scores has aesthetic"]),
         (["model.score_conditioning={columns: []}"], 1, ["model.score_conditioning.columns is []"]),
         (
+            ["model.score_conditioning={columns: [{name: a}]}", "plugins.train_dataset={path: my.Dataset}"],
+            1,
+            ["model.score_conditioning is set with plugins.train_dataset"],
+        ),
+        (
+            ["model.alignment={path: dinov2}", "data.representation=latents"],
+            1,
+            ["model.alignment is set with data.representation latents"],
+        ),
+        (
+            ["model.alignment={path: dinov2}", "model.lora={rank: 4}", "init_from.checkpoint=runs/a"],
+            1,
+            ["model.alignment trains a new projection"],
+        ),
+        (
+            ["model.architecture=stable_diffusion_xl", "model.text_adapter={layers: 1}"],
+            1,
+            ["model.text_adapter continues one text encoder"],
+        ),
+        (
             ["objective.zero_terminal_snr=true"],
             1,
             ["objective.zero_terminal_snr", "objective.prediction_type=v_prediction"],
