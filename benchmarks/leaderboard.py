@@ -242,6 +242,7 @@ def main() -> None:
     work = Task(out, options.vae and options.vae.resolve(), quick=options.quick)
     cost = work.train(yaml, overrides, out / f"{name}-calibration", work.calibration[1], options.seeds[0])
     steps = max(1, round(options.cpu_seconds / cost["cpu_seconds_per_step"]))
+    own = [*(["--name", name] if options.name else []), *(["--vae", str(options.vae)] if options.vae else [])]
     revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     for seed in options.seeds:
         folder = out / f"{name}-{seed}"
@@ -251,7 +252,7 @@ def main() -> None:
             "seed": seed,
             **{key: cost[key] for key in ("steps", "cpu_seconds", "flops", "parameters")},
             "scores": score_run(folder, seed, **({"num_inference_steps": 1} if options.quick else {})),
-            "command": shlex.join(["python", "benchmarks/leaderboard.py", yaml, *overrides]),
+            "command": shlex.join(["python", "benchmarks/leaderboard.py", yaml, *overrides, *own]),
             "commit": revision.stdout.strip(),
             "date": datetime.date.today().isoformat(),
             "hardware": f"{os.cpu_count()} CPU cores",

@@ -82,8 +82,3 @@ def test_weights_without_an_adapter_leave_it_as_it_is():
     assert torch.equal(adapted.unet.conv_in.weight, plain.unet.conv_in.weight)
     with pytest.raises(ConfigurationError, match="weights missing"):
         load_weights(adapted, build(2).state_dict(), "elsewhere")
-
-
-def test_sdxl_has_two_encoders():
-    with pytest.raises(ConfigurationError, match=r"model\.text_adapter"):
-        build(1, Architecture.tiny_xl)
