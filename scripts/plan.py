@@ -2,11 +2,13 @@
 
     python scripts/plan.py yamls/phase1.yaml yamls/phase2.yaml                    # the published fleets of A100
     python scripts/plan.py yamls/phase1.yaml yamls/phase2.yaml --fleets fleets.json --samples 790e6 300e6
+    python scripts/plan.py yamls/phase1.yaml yamls/phase2.yaml --fleet phase1=32xA100 phase2=64xA100
+    python scripts/plan.py yamls/phase1.yaml yamls/phase2.yaml --deadline 14 --dollars 20000
     python scripts/plan.py yamls/phase1.yaml --measured rows.jsonl --gpus 8 32 128 --price 3.5 --network-gb 100
 
 The YAMLs are consecutive runs. A fleet is one of the published table, an object of a JSON list, or a number of GPUs
 measured by `python -m benchmarks`. Days exclude failures; a column adds them at the recommended interval between
-checkpoints.
+checkpoints. A deadline includes them. `--published` lists the figures of the write-ups, and their contradictions.
 """
 
 import json
@@ -15,7 +17,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from diffusion.config.checks import is_location
 from diffusion.config.loading import load_config
@@ -23,15 +25,21 @@ from diffusion.config.schema import Config
 from diffusion.launch import CommandParser, run_command
 
 if TYPE_CHECKING:
-    from diffusion.planning.fleets import Fleet
+    from diffusion.planning.fleets import Budget, Fleet
 
 
 def build_parser() -> CommandParser:
     """The command line."""
     description, _, _ = (__doc__ or "").partition("\n")
     parser = CommandParser(prog="plan.py", description=description)
-    parser.add_argument("configs", nargs="+", metavar="RUN.yaml", help="runs, and key.sub=value for all")
+    parser.add_argument("configs", nargs="*", metavar="RUN.yaml", help="runs, and key.sub=value for all")
     parser.add_argument("--fleets", type=Path, metavar="FILE", help="JSON list of fleets; default: the published ones")
+    parser.add_argument(
+        "--fleet", nargs="+", default=[], metavar="RUN=NxKIND", help="a fleet for each run, by its name"
+    )
+    parser.add_argument("--deadline", type=float, metavar="DAYS", help="find the cheapest fleet for each run in time")
+    parser.add_argument("--dollars", type=float, help="show how many steps of each run they pay for")
+    parser.add_argument("--published", action="store_true", help="only list the published figures")
     parser.add_argument("--measured", type=Path, metavar="FILE", help="rows.jsonl of `python -m benchmarks` for a GPU")
     sizes = [8, 16, 32, 64, 128]
     parser.add_argument("--gpus", type=int, nargs="+", default=sizes, help="with --measured: fleet sizes")
@@ -50,21 +58,75 @@ def build_parser() -> CommandParser:
 
 def main(arguments: Sequence[str]) -> None:
     """Plan and print."""
-    from diffusion.planning.fleets import HARDWARE_FAILURES, TRAINING_A100_HOURS, Failures, format_budgets, make_budget
+    from diffusion.planning.fleets import Failures, cheapest_budget, format_budgets, make_budget
+    from diffusion.planning.published import CLAIMS, HARDWARE_FAILURES, TRAINING_A100_HOURS
 
-    options = build_parser().parse_intermixed_args(list(arguments))
+    parser = build_parser()
+    options = parser.parse_intermixed_args(list(arguments))
+    if options.published:
+        print("\n".join(map(str, CLAIMS)))
+        return
+    if not options.configs:
+        parser.error("give the YAML of at least one run")
     configs = load_configs(options.configs, options.samples)
     failures = Failures(
         gpu_hours_between=options.gpu_hours_between_failures or TRAINING_A100_HOURS / HARDWARE_FAILURES,
         restart_seconds=options.restart_seconds,
         save_seconds=options.save_seconds,
     )
-    prices = {"storage_per_tb_month": options.storage_price, "egress_per_tb": options.egress_price}
-    budgets = [make_budget(configs, fleet, failures=failures, **prices) for fleet in find_fleets(options, configs)]
-    print(format_budgets(budgets, failures))
+    settings = {
+        "failures": failures,
+        "storage_per_tb_month": options.storage_price,
+        "egress_per_tb": options.egress_price,
+    }
+    fleets = find_fleets(options, configs)
+    choices = [[fleet] * len(configs) for fleet in fleets]
+    if options.fleet:
+        choices = [choose_fleets(options.fleet, configs, fleets)]
+    budgets = [make_budget(configs, chosen, **settings) for chosen in choices]
+    print(format_budgets(budgets, failures, options.dollars))
+    if options.deadline is not None:
+        check_prices(fleets)
+        best = cheapest_budget(configs, fleets, options.deadline, **settings)
+        print(f"\nWithin {options.deadline:g} days, with failures: {describe(best)}")
     if options.json is not None:
-        content = [{**asdict(budget), "cost": budget.cost} for budget in budgets]
-        options.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps([as_json(budget) for budget in budgets], indent=2) + "\n", encoding="utf-8")
+
+
+def describe(budget: "Budget | None") -> str:
+    """A budget in a line."""
+    if budget is None:
+        return "no fleet is fast enough"
+    days, hours = f"{budget.days_with_failures:,.2f} days", f"{budget.gpu_hours:,.0f} GPU-hours"
+    return f"{budget.name}, {days}, {hours}, ${budget.cost:,.0f}"
+
+
+def as_json(budget: "Budget") -> dict[str, Any]:
+    """A budget with its sums."""
+    sums = ("name", "days", "days_with_failures", "gpu_hours", "gpu_cost", "storage_cost", "egress_cost", "cost")
+    return {**{name: getattr(budget, name) for name in sums}, **asdict(budget)}
+
+
+def check_prices(fleets: "Sequence[Fleet]") -> None:
+    """Refuse fleets whose cost is not known."""
+    from diffusion.errors import ConfigurationError
+
+    if unknown := [fleet.name for fleet in fleets if fleet.price_per_gpu_hour is None]:
+        raise ConfigurationError(
+            f"--deadline compares costs, and {', '.join(unknown)} has no price: add it, or --price"
+        )
+
+
+def choose_fleets(words: Sequence[str], configs: Sequence[Config], fleets: "Sequence[Fleet]") -> "list[Fleet]":
+    """The fleet of each run, from words such as phase1=32xA100."""
+    from diffusion.errors import ConfigurationError
+    from diffusion.planning.fleets import fleet_called
+
+    asked = {run: fleet for run, _, fleet in (word.partition("=") for word in words)}
+    names = [config.run_name for config in configs]
+    if asked.keys() != {*names}:
+        raise ConfigurationError(f"--fleet {' '.join(words)}: give NAME=NxKIND for each run: {', '.join(names)}")
+    return [fleet_called(asked[name], fleets) for name in names]
 
 
 def load_configs(words: Sequence[str], samples: Sequence[float] | None) -> list[Config]:

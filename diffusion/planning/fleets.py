@@ -1,8 +1,10 @@
-"""Fleets of GPUs side by side: throughput, and time and cost of several runs together on each."""
+"""Fleets of GPUs side by side: throughput, and time and cost of several runs together, each on its fleet."""
 
+import itertools
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,29 +24,14 @@ from diffusion.planning.plan import (
     size_text,
     training_flops,
 )
+from diffusion.planning.published import (
+    A100_RATES,
+    HARDWARE_FAILURES,
+    PRICE_PER_A100_HOUR,
+    TRAINING_A100_HOURS,
+)
 
 DAYS_PER_MONTH = 365.25 / 12
-
-# From MosaicML's "Training Stable Diffusion from Scratch for <$50k, part 2" and its benchmark tables: the U-Net alone,
-# latents computed beforehand, fp16, global batch 2,048, at most 16 images per GPU at a time.
-
-A100_RATES = {
-    8: {256: 1_100, 512: 290},
-    16: {256: 2_180, 512: 585},
-    32: {256: 4_080, 512: 1_195},
-    64: {256: 8_530, 512: 2_340},
-    128: {256: 11_600, 512: 4_590},
-}
-"""Images per second by number of A100 and resolution."""
-
-PRICE_PER_A100_HOUR = 2.0
-"""In dollars."""
-
-TRAINING_A100_HOURS, LATENTS_A100_HOURS = 20_051, 3_784
-"""Of the published run: training, and latents computed beforehand."""
-
-HARDWARE_FAILURES = 2
-"""Of the published run's training: few to estimate a rate from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,75 +101,167 @@ class Failures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Budget:
-    """Time and cost of several runs, one after the other, on a fleet. None: unknown."""
+class FleetRun:
+    """Time and cost of a run on a fleet. None: unknown."""
 
     fleet: Fleet
-    plans: list[Plan]
-    days: float
-    gpu_hours: float
-    gpu_cost: float | None
+    plan: Plan
     storage_cost: float | None
     egress_cost: float | None
     days_with_failures: float
     """Mean with checkpoints, failures and restarts."""
 
-    save_interval_steps: list[int]
-    """Recommended, for each run."""
+    save_interval_steps: int
+    """Recommended."""
 
     @property
     def cost(self) -> float | None:
         """Sum of known costs; None without a price of GPUs."""
-        if self.gpu_cost is None:
+        if self.plan.cost is None:
             return None
-        return self.gpu_cost + (self.storage_cost or 0.0) + (self.egress_cost or 0.0)
+        return self.plan.cost + (self.storage_cost or 0.0) + (self.egress_cost or 0.0)
 
 
-def make_budget(
-    configs: Sequence[Config],
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Time and cost of several runs, one after the other. None: unknown."""
+
+    runs: list[FleetRun]
+
+    @property
+    def name(self) -> str:
+        """Name of the fleet, or of the fleet of each run."""
+        names = [run.fleet.name for run in self.runs]
+        if len(set(names)) == 1:
+            return names[0]
+        return ", ".join(f"{run.plan.run_name} on {name}" for run, name in zip(self.runs, names, strict=True))
+
+    @property
+    def plans(self) -> list[Plan]:
+        """Plans of the runs."""
+        return [run.plan for run in self.runs]
+
+    @property
+    def days(self) -> float:
+        """Without failures."""
+        return sum(plan.days or 0.0 for plan in self.plans)
+
+    @property
+    def days_with_failures(self) -> float:
+        """Mean with checkpoints, failures and restarts."""
+        return sum(run.days_with_failures for run in self.runs)
+
+    @property
+    def gpu_hours(self) -> float:
+        """Of all runs."""
+        return sum(plan.gpu_hours or 0.0 for plan in self.plans)
+
+    @property
+    def gpu_cost(self) -> float | None:
+        """In dollars."""
+        return _sum(plan.cost for plan in self.plans)
+
+    @property
+    def storage_cost(self) -> float | None:
+        """In dollars."""
+        return _sum(run.storage_cost for run in self.runs)
+
+    @property
+    def egress_cost(self) -> float | None:
+        """In dollars."""
+        return _sum(run.egress_cost for run in self.runs)
+
+    @property
+    def cost(self) -> float | None:
+        """Sum of known costs; None without prices of all GPUs."""
+        return _sum(run.cost for run in self.runs)
+
+    def affordable_steps(self, dollars: float) -> list[int] | None:
+        """Steps of each run that an amount pays for, one run after the other; None without a price."""
+        steps = []
+        for run in self.runs:
+            if run.cost is None:
+                return None
+            share = min(1.0, dollars / run.cost)
+            steps.append(int(share * run.plan.num_iterations))
+            dollars = max(0.0, dollars - run.cost)
+        return steps
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    """Sum; None if a value is unknown."""
+    known = list(values)
+    return None if None in known else sum(value for value in known if value is not None)
+
+
+def plan_on(
+    config: Config,
     fleet: Fleet,
     *,
     failures: Failures,
     storage_per_tb_month: float = 0.0,
     egress_per_tb: float = 0.0,
-) -> Budget:
-    """Compute time and cost of runs on a fleet.
+) -> FleetRun:
+    """Compute time and cost of a run on a fleet.
 
     Args:
-        configs: the runs.
+        config: the run.
         fleet: the fleet.
         failures: failures of its GPUs.
-        storage_per_tb_month: dollars for data and kept checkpoints, for the days of each run; 0: not counted.
+        storage_per_tb_month: dollars for data and kept checkpoints, for the days of the run; 0: not counted.
         egress_per_tb: dollars for downloads from `data.remote`; 0: not counted.
+
+    Raises:
+        ConfigurationError: the rate of the fleet is unknown.
     """
-    plans, steps, with_failures = [], [], 0.0
-    for config in configs:
-        assumed = replace(
-            config.plan,
-            num_gpus=fleet.num_gpus,
-            images_per_second=rate_for(fleet, config),
-            price_per_gpu_hour=fleet.price_per_gpu_hour,
-            gpu_memory_gb=fleet.gpu_memory_bytes / 1e9 if fleet.gpu_memory_bytes else config.plan.gpu_memory_gb,
-        )
-        plan = plan_run(replace(config, plan=assumed))
-        assert plan.days is not None
-        seconds = plan.days * SECONDS_PER_DAY
-        interval = min(seconds, failures.save_interval(fleet.num_gpus))
-        with_failures += failures.expected_seconds(seconds, interval, fleet.num_gpus)
-        steps.append(max(1, round(interval / seconds * plan.num_iterations)))
-        plans.append(plan)
-    gpu_hours = sum(plan.gpu_hours or 0.0 for plan in plans)
-    return Budget(
-        fleet=fleet,
-        plans=plans,
-        days=sum(plan.days or 0.0 for plan in plans),
-        gpu_hours=gpu_hours,
-        gpu_cost=gpu_hours * fleet.price_per_gpu_hour if fleet.price_per_gpu_hour is not None else None,
-        storage_cost=_cost(storage_per_tb_month, [_stored_tb_months(plan) for plan in plans]),
-        egress_cost=_cost(egress_per_tb / 1e12, [plan.tiers.fetched_bytes for plan in plans]),
-        days_with_failures=with_failures / SECONDS_PER_DAY,
-        save_interval_steps=steps,
+    assumed = replace(
+        config.plan,
+        num_gpus=fleet.num_gpus,
+        images_per_second=rate_for(fleet, config),
+        price_per_gpu_hour=fleet.price_per_gpu_hour,
+        gpu_memory_gb=fleet.gpu_memory_bytes / 1e9 if fleet.gpu_memory_bytes else config.plan.gpu_memory_gb,
     )
+    plan = plan_run(replace(config, plan=assumed))
+    assert plan.days is not None
+    seconds = plan.days * SECONDS_PER_DAY
+    interval = min(seconds, failures.save_interval(fleet.num_gpus))
+    return FleetRun(
+        fleet=fleet,
+        plan=plan,
+        storage_cost=_cost(storage_per_tb_month, _stored_tb_months(plan)),
+        egress_cost=_cost(egress_per_tb / 1e12, plan.tiers.fetched_bytes),
+        days_with_failures=failures.expected_seconds(seconds, interval, fleet.num_gpus) / SECONDS_PER_DAY,
+        save_interval_steps=max(1, round(interval / seconds * plan.num_iterations)),
+    )
+
+
+def make_budget(configs: Sequence[Config], fleets: Sequence[Fleet], **options: Any) -> Budget:
+    """Compute time and cost of runs, each on its fleet; options as for `plan_on`."""
+    return Budget(runs=[plan_on(*pair, **options) for pair in zip(configs, fleets, strict=True)])
+
+
+def cheapest_budget(configs: Sequence[Config], fleets: Sequence[Fleet], days: float, **options: Any) -> Budget | None:
+    """Cheapest choice of a fleet for each run that ends within a number of days, failures included.
+
+    None if there is no such choice. Options as for `plan_on`. All fleets have prices.
+    """
+    choices = [[plan_on(config, fleet, **options) for fleet in fleets] for config in configs]
+    budgets = [Budget(runs=list(runs)) for runs in itertools.product(*choices)]
+    in_time = [budget for budget in budgets if budget.days_with_failures <= days]
+    return min(in_time, key=lambda budget: (budget.cost, budget.days), default=None)
+
+
+def fleet_called(name: str, fleets: Sequence[Fleet]) -> Fleet:
+    """Find a fleet by its name, or by a number of GPUs and a part of it, as `32xA100`.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    short = re.fullmatch(r"(\d+)x(.+)", name)
+    for fleet in fleets:
+        if fleet.name == name or (short and fleet.num_gpus == int(short[1]) and short[2].lower() in fleet.name.lower()):
+            return fleet
+    raise ConfigurationError(f"there is no fleet {name}: choose one of {', '.join(one.name for one in fleets)}")
 
 
 def _stored_tb_months(plan: Plan) -> float | None:
@@ -193,10 +272,11 @@ def _stored_tb_months(plan: Plan) -> float | None:
     return (data + checkpoints) / 1e12 * plan.days / DAYS_PER_MONTH
 
 
-def _cost(price: float, amounts: Sequence[float | None]) -> float | None:
-    """Cost of all amounts; 0 without a price, None if an amount is unknown."""
-    known = [amount for amount in amounts if amount is not None]
-    return price * sum(known) if not price or len(known) == len(amounts) else None
+def _cost(price: float, amount: float | None) -> float | None:
+    """Cost of an amount; 0 without a price, None if the amount is unknown."""
+    if not price:
+        return 0.0
+    return None if amount is None else price * amount
 
 
 def rate_for(fleet: Fleet, config: Config) -> float:
@@ -359,17 +439,19 @@ def fleets_from_benchmark(
 # Tables
 
 
-def format_budgets(budgets: Sequence[Budget], failures: Failures) -> str:
-    """Write time and cost of the same runs on several fleets, side by side."""
+def format_budgets(budgets: Sequence[Budget], failures: Failures, dollars: float | None = None) -> str:
+    """Write time and cost of the same runs on several fleets, side by side, and the steps that dollars pay for."""
     plans = budgets[0].plans
     tables = {
         "Together " + " and ".join(f"{plan.num_images:,} images ({plan.run_name})" for plan in plans): [
             _cost_row(budget) for budget in budgets
         ],
-        "Memory of one GPU": [_memory_row(budget, plan) for budget in budgets for plan in budget.plans],
+        "Memory of one GPU": [_memory_row(run) for budget in budgets for run in budget.runs],
         "Data and checkpoints": [_data_row(plan) for plan in plans],
-        "Tiers of storage": [_tier_row(budget, plan) for budget in budgets for plan in budget.plans],
+        "Tiers of storage": [_tier_row(run) for budget in budgets for run in budget.runs],
     }
+    if dollars is not None:
+        tables[f"Steps for ${dollars:,.0f}"] = [_steps_row(budget, dollars) for budget in budgets]
     parts = [f"{title}\n{pd.DataFrame(rows).to_string(index=False)}\n" for title, rows in tables.items()]
     notes = f"""Assumed
   - Images per second at other resolutions and of other networks go by floating-point operations.
@@ -381,11 +463,12 @@ def format_budgets(budgets: Sequence[Budget], failures: Failures) -> str:
 
 
 def _cost_row(budget: Budget) -> dict[str, str]:
-    days, deviation = f"{budget.days:,.2f}", budget.fleet.deviation
-    if deviation is not None:
-        days += f" ({budget.days * (1 - deviation):,.2f} to {budget.days * (1 + deviation):,.2f})"
+    days = f"{budget.days:,.2f}"
+    if any(run.fleet.deviation is not None for run in budget.runs):
+        spread = sum((run.plan.days or 0.0) * (run.fleet.deviation or 0.0) for run in budget.runs)
+        days += f" ({budget.days - spread:,.2f} to {budget.days + spread:,.2f})"
     return {
-        "fleet": budget.fleet.name,
+        "fleet": budget.name,
         **{f"{plan.run_name} img/s": shown(plan.images_per_second, "{:,.0f}") for plan in budget.plans},
         "days": days,
         "GPU-hours": f"{budget.gpu_hours:,.0f}",
@@ -393,17 +476,24 @@ def _cost_row(budget: Budget) -> dict[str, str]:
         "+ storage": shown(budget.storage_cost, "${:,.0f}"),
         "+ egress": shown(budget.egress_cost, "${:,.0f}"),
         "with failures": f"{budget.days_with_failures:,.2f} days",
-        **{
-            f"{plan.run_name} save": f"{steps:,}ba"
-            for plan, steps in zip(budget.plans, budget.save_interval_steps, strict=True)
-        },
+        **{f"{run.plan.run_name} save": f"{run.save_interval_steps:,}ba" for run in budget.runs},
     }
 
 
-def _memory_row(budget: Budget, plan: Plan) -> dict[str, str]:
+def _steps_row(budget: Budget, dollars: float) -> dict[str, str]:
+    steps = budget.affordable_steps(dollars)
+    numbers = [None] * len(budget.runs) if steps is None else steps
+    return {"fleet": budget.name} | {
+        plan.run_name: shown(number, f"{{:,}} of {plan.num_iterations:,}")
+        for plan, number in zip(budget.plans, numbers, strict=True)
+    }
+
+
+def _memory_row(run: FleetRun) -> dict[str, str]:
+    plan = run.plan
     memory = plan.memory
     return {
-        "fleet": budget.fleet.name,
+        "fleet": run.fleet.name,
         "run": plan.run_name,
         "state": size_text(memory.state_bytes),
         "frozen": size_text(memory.frozen_bytes),
@@ -426,11 +516,11 @@ def _data_row(plan: Plan) -> dict[str, str]:
     }
 
 
-def _tier_row(budget: Budget, plan: Plan) -> dict[str, str]:
-    tiers = plan.tiers
+def _tier_row(run: FleetRun) -> dict[str, str]:
+    plan, tiers = run.plan, run.plan.tiers
     reading = tiers.sample_bytes * (plan.images_per_second or 0) if tiers.sample_bytes else None
     return {
-        "fleet": budget.fleet.name,
+        "fleet": run.fleet.name,
         "run": plan.run_name,
         "nodes": f"{tiers.num_nodes:,}",
         "store holds": size_text(tiers.data_bytes),

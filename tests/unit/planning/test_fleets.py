@@ -14,18 +14,23 @@ from diffusion.config.model import Architecture, ModelConfig
 from diffusion.errors import ConfigurationError
 from diffusion.planning.fleets import (
     A100_FLEETS,
-    A100_RATES,
-    LATENTS_A100_HOURS,
-    PRICE_PER_A100_HOUR,
     PUBLISHED_NETWORK,
-    TRAINING_A100_HOURS,
     Failures,
     Fleet,
+    cheapest_budget,
+    fleet_called,
     fleets_from_benchmark,
     make_budget,
     predict_images_per_second,
     rate_for,
     read_fleets,
+)
+from diffusion.planning.published import (
+    A100_RATES,
+    LATENTS_A100_HOURS,
+    ORIGINAL_A100_HOURS,
+    PRICE_PER_A100_HOUR,
+    TRAINING_A100_HOURS,
 )
 from tests.tools.training_runs import ROOT
 
@@ -40,7 +45,7 @@ def recipe(*overrides):
 
 @pytest.fixture(scope="module")
 def budgets():
-    return {fleet.num_gpus: make_budget(recipe(), fleet, failures=FAILURES) for fleet in A100_FLEETS}
+    return {fleet.num_gpus: make_budget(recipe(), [fleet] * 2, failures=FAILURES) for fleet in A100_FLEETS}
 
 
 def test_days_and_cost_of_every_published_fleet(budgets):
@@ -55,7 +60,7 @@ def test_the_published_run_and_the_bound_of_another():
     assert cost == pytest.approx(47_700, abs=50)
     config = load_config("yamls/phase1.yaml", ["trainer.max_duration=2177280ba"], may_miss=is_location)
     fleet = Fleet(name="128 A100", num_gpus=128, images_per_second={256: 1.8 * 2048})
-    budget = make_budget([config], fleet, failures=FAILURES)
+    budget = make_budget([config], [fleet], failures=FAILURES)
     assert budget.plans[0].images_per_second == pytest.approx(3_686.4)
     assert budget.days == pytest.approx(14)
     assert budget.cost is None
@@ -79,7 +84,7 @@ def test_storage_egress_and_failures_add_to_it(budgets):
     configs = recipe("plan.num_samples=790000000", "data.remote=???")
     often = Failures(gpu_hours_between=500, restart_seconds=1800)
     prices = {"storage_per_tb_month": 23.0, "egress_per_tb": 90.0}
-    budget = make_budget(configs, A100_FLEETS[-1], failures=often, **prices)
+    budget = make_budget(configs, A100_FLEETS[-1:] * 2, failures=often, **prices)
     first, second = budget.plans
     assert first.tiers.sample_bytes == 2 * 2 * 4 * 32 * 32 + 4 * (77 + 6)
     assert first.tiers.data_bytes == pytest.approx(13.2e12, rel=0.01)
@@ -97,7 +102,7 @@ def test_storage_egress_and_failures_add_to_it(budgets):
 
 def test_nothing_is_fetched_without_a_remote():
     runs = recipe("plan.num_samples=790000000")
-    assert make_budget(runs, A100_FLEETS[-1], failures=FAILURES, egress_per_tb=90).egress_cost == 0
+    assert make_budget(runs, A100_FLEETS[-1:] * 2, failures=FAILURES, egress_per_tb=90).egress_cost == 0
 
 
 def test_memory_and_the_largest_microbatch(budgets):
@@ -107,7 +112,7 @@ def test_memory_and_the_largest_microbatch(budgets):
     assert first.memory.largest_microbatches == {40: 64, 80: 256, 141: 256, 192: 256}
     assert second.memory.largest_microbatches == {40: 16, 80: 64, 141: 64, 192: 128}
     small = replace(A100_FLEETS[0], gpu_memory_bytes=8e9)
-    sizes = make_budget(recipe()[:1], small, failures=FAILURES).plans[0].memory.largest_microbatches
+    sizes = make_budget(recipe()[:1], [small], failures=FAILURES).plans[0].memory.largest_microbatches
     assert sizes is not None
     assert sizes[8] == 0
 
@@ -126,7 +131,7 @@ def test_the_command(capsys, tmp_path):
         assert part in printed
     assert "825.35 GB" in printed, "that a node reads"
     written = json.loads((tmp_path / "plan.json").read_text())
-    assert [budget["fleet"]["num_gpus"] for budget in written] == [8, 16, 32, 64, 128]
+    assert [budget["runs"][0]["fleet"]["num_gpus"] for budget in written] == [8, 16, 32, 64, 128]
     assert written[-1]["days"] == pytest.approx(5.51, abs=0.005)
 
     path = tmp_path / "fleets.json"
@@ -135,6 +140,55 @@ def test_the_command(capsys, tmp_path):
     assert "0.28" in capsys.readouterr().out
     with pytest.raises(ConfigurationError, match="2 runs: give one for each"):
         script.main([*runs, "--samples", "1"])
+
+    script.main([*runs, "--fleet", "phase1=32xA100", "phase2=64xA100", "--deadline", "12", "--dollars", "10000"])
+    printed = capsys.readouterr().out
+    assert "phase1 on 32 A100, phase2 on 64 A100" in printed
+    (line,) = [line for line in printed.splitlines() if line.startswith("Within 12 days")]
+    assert "phase1 on 32 A100, phase2 on 64 A100" not in line and "phase1 on 64 A100, phase2 on 64 A100" not in line
+    with pytest.raises(ConfigurationError, match="give NAME=NxKIND for each run: phase1, phase2"):
+        script.main([*runs, "--fleet", "phase1=32xA100"])
+    with pytest.raises(ConfigurationError, match="has no price"):
+        script.main([runs[0], "--fleets", str(path), "--deadline", "3"])
+    script.main(["--published"])
+    assert "8.4" in capsys.readouterr().out
+
+
+def test_a_fleet_for_each_run_costs_what_each_costs_alone(budgets):
+    small, large = A100_FLEETS[2], A100_FLEETS[4]
+    mixed = make_budget(recipe(), [small, large], failures=FAILURES)
+    assert mixed.runs == [budgets[32].runs[0], budgets[128].runs[1]]
+    assert mixed.name == "phase1 on 32 A100, phase2 on 128 A100"
+    first, second = mixed.runs
+    assert first.cost is not None and second.cost is not None and mixed.cost == first.cost + second.cost
+    assert mixed.affordable_steps(first.cost + second.cost / 4) == [550_000, 212_500]
+    assert mixed.affordable_steps(first.cost / 2) == [275_000, 0]
+    assert fleet_called("32xa100", A100_FLEETS) is small and fleet_called("32 A100", A100_FLEETS) is small
+    with pytest.raises(ConfigurationError, match="there is no fleet 32xH200"):
+        fleet_called("32xH200", A100_FLEETS)
+
+
+def test_the_cheapest_fleets_in_time_are_those_of_an_exhaustive_search(budgets):
+    found = cheapest_budget(recipe(), A100_FLEETS, 8, failures=FAILURES)
+    every = [
+        (one.runs[0].cost + other.runs[1].cost, one.runs[0].fleet.num_gpus, other.runs[1].fleet.num_gpus)
+        for one in budgets.values()
+        for other in budgets.values()
+        if one.runs[0].days_with_failures + other.runs[1].days_with_failures <= 8
+    ]
+    assert found is not None
+    assert (found.cost, *(run.fleet.num_gpus for run in found.runs)) == min(every)
+    assert found.days_with_failures <= 8 < budgets[64].days
+    assert cheapest_budget(recipe(), A100_FLEETS, 5, failures=FAILURES) is None
+
+
+def test_comparisons_of_the_write_ups(budgets):
+    hours = TRAINING_A100_HOURS + LATENTS_A100_HOURS
+    assert hours / 128 / 24 == pytest.approx(7.76, abs=0.005)
+    assert pytest.approx(8.39, abs=0.005) == ORIGINAL_A100_HOURS / hours
+    phases = [plan.days for plan in budgets[128].plans]
+    assert phases == pytest.approx([1.12, 4.39], abs=0.005)
+    assert budgets[128].gpu_hours == pytest.approx(16_937, abs=0.5)
 
 
 def test_fleets_from_files(tmp_path):
