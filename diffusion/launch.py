@@ -105,6 +105,15 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def duration(text: str) -> float:
+    """Seconds of a command line's `90s`, `30m`, `2h` or `1d`."""
+    number, unit = text[:-1], text[-1:]
+    factors = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+    if unit not in factors or not number.replace(".", "", 1).isdigit() or not float(number):
+        raise argparse.ArgumentTypeError(f"{text} is no time: give 90s, 30m, 2h or 1d")
+    return float(number) * factors[unit]
+
+
 def named_score(text: str) -> tuple[str, float]:
     """Read NAME=NUMBER, as the `type` of an argument."""
     name, _, number = text.partition("=")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffusion.errors import ConfigurationError
-from diffusion.launch import CommandParser, positive, run_command
+from diffusion.launch import CommandParser, duration, positive, run_command
 
 if TYPE_CHECKING:
     from diffusion.operations.hosts import Fleet
@@ -36,6 +36,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--nodes", type=positive, metavar="N", help="number of hosts of the job (default: all)")
     parser.add_argument("--ranks-per-host", type=positive, metavar="N", help="default: one for each GPU")
     parser.add_argument(
+        "--grow-after",
+        type=duration,
+        metavar="TIME",
+        help="look every 30m, say, for hosts that are fit again, and continue on them; default: only at a restart",
+    )
+    parser.add_argument(
         "command", nargs="+", help="after `--`: the command that starts the job, with the run's YAML and its overrides"
     )
     options, unknown = parser.parse_known_args()
@@ -52,8 +58,8 @@ def read_fleet(options: argparse.Namespace) -> "Fleet | None":
     from diffusion.operations.hosts import HOSTS_PLACEHOLDER, Fleet, parse_host_names
 
     if options.hosts is None:
-        if options.nodes is not None or options.ranks_per_host is not None:
-            raise ConfigurationError("--nodes and --ranks-per-host need --hosts FILE: add it")
+        if any(one is not None for one in (options.nodes, options.ranks_per_host, options.grow_after)):
+            raise ConfigurationError("--nodes, --ranks-per-host and --grow-after need --hosts FILE: add it")
         return None
     try:
         text = options.hosts.read_text(encoding="utf-8")
@@ -82,6 +88,8 @@ def main() -> None:
     yaml, overrides = split_command(options.command)
     config = load_config(yaml, overrides)
     run, settings = Path(config.output_folder).expanduser(), config.operations.supervision
+    if options.grow_after is not None and settings.check_timeout is None:
+        raise ConfigurationError("--grow-after needs the check of hosts: set operations.supervision.check_timeout")
     events = EventLog(run, webhook_address(settings.webhook_variable))
     job = HostedJob(options.command, [yaml, *overrides], fleet, config.data, settings.check_timeout, events)
     supervisor = Supervisor(
@@ -92,6 +100,7 @@ def main() -> None:
         events,
         arguments=sys.argv[1:],
         environment=job.environment,
+        growth=None if options.grow_after is None else (job.could_grow, options.grow_after),
     )
     supervisor.listen()
     raise SystemExit(supervisor.run())

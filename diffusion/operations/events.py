@@ -26,6 +26,9 @@ class EventKind(str, Enum):
     """A check before a start found a problem of a machine."""
 
     started = "started"
+    growing = "growing"
+    """The job is ended, and started again on more hosts."""
+
     signal = "signal"
     """The supervisor passed on a signal."""
 

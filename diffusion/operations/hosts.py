@@ -196,6 +196,9 @@ class HostedJob:
     ) -> None:
         self._command, self._fleet, self._data = tuple(command), fleet, data
         self._timeout, self._events = timeout, events
+        self._used: tuple[str, ...] = ()
+        self._num_ranks = 0
+        self._num_gpus: dict[str, int] = {}
         here = [sys.executable, "-m", CHECK_MODULE, *arguments]
         self._check = (lambda host: here) if fleet is None else check_over_ssh(arguments)
 
@@ -213,9 +216,28 @@ class HostedJob:
             if fleet is None:
                 _raise_shared_problems(found)
             else:
-                hosts, num_ranks = choose_hosts(found, fleet, self._data)
-                log.info("%d ranks on %s", num_ranks, ", ".join(hosts))
+                hosts, self._num_ranks = choose_hosts(found, fleet, self._data)
+                self._used, self._num_gpus = hosts, found.num_gpus
+                log.info("%d ranks on %s", self._num_ranks, ", ".join(hosts))
         return [word.replace(HOSTS_PLACEHOLDER, " ".join(hosts)) for word in self._command]
+
+    def could_grow(self) -> bool:
+        """Check the hosts that the job does not use now; return whether it would start on more ranks with them.
+
+        Those that it uses are not disturbed; they count as fit.
+        """
+        fleet = self._fleet
+        assert fleet is not None and self._timeout is not None
+        idle = [host for host in fleet.hosts if host not in self._used]
+        if not idle or len(self._used) == fleet.wanted:
+            return False
+        found = survey(idle, self._check, self._timeout)
+        num_gpus = {host: self._num_gpus[host] for host in self._used} | found.num_gpus
+        joined = Survey(hosts=fleet.hosts, num_gpus=num_gpus, verdicts=found.verdicts)
+        try:
+            return choose_hosts(joined, fleet, self._data)[1] > self._num_ranks
+        except MachineError:
+            return False
 
     def _report(self, found: Survey) -> None:
         for verdict in found.verdicts:

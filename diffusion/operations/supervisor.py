@@ -8,10 +8,11 @@ import queue
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -55,6 +56,9 @@ class Ending:
     is_lasting: bool = False
     """Whether a restart meets the same error again."""
 
+    is_growing: bool = False
+    """Whether the supervisor ended it, to start it on more hosts."""
+
 
 class Restarts:
     """Decides after each ending, and counts the restarts without progress.
@@ -79,6 +83,8 @@ class Restarts:
         if ending.code == USER_ERROR_EXIT_CODE and max(ending.step, self._last_step) < 0:
             return None, f"{ending.reason}; no restart before the first step of the run"
         is_preempted = ending.code == PREEMPTED_EXIT_CODE
+        if is_preempted and ending.is_growing:
+            return 0.0, ending.reason
         if is_preempted and not settings.continue_preempted:
             return None, f"{ending.reason}; operations.supervision.continue_preempted is false"
         if ending.step > self._last_step:
@@ -117,6 +123,32 @@ def _last_step(heartbeats: Sequence[HeartbeatRecord]) -> int:
 # The supervisor
 
 
+class Growth:
+    """Looks from time to time for hosts that came back, in the background.
+
+    Args:
+        look: whether the job would start on more hosts now; it takes minutes.
+        interval: seconds between two looks.
+    """
+
+    def __init__(self, look: Callable[[], bool], interval: float) -> None:
+        self._look, self._interval = look, interval
+        self._last, self._found = time.monotonic(), False
+        self._thread: threading.Thread | None = None
+
+    def is_possible(self) -> bool:
+        """Return what the last look has found, and begin the next one if it is time."""
+        if self._thread is not None and not self._thread.is_alive():
+            self._thread, self._last = None, time.monotonic()
+        if self._thread is None and time.monotonic() - self._last >= self._interval:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+        return self._found
+
+    def _run(self) -> None:
+        self._found = self._look()
+
+
 class Supervisor:
     """Keeps one job running until it has finished.
 
@@ -128,6 +160,7 @@ class Supervisor:
         events: log of events.
         arguments: command line of the supervisor, stored for `runs.py resume`.
         environment: variables of the job; None are those of this process.
+        growth: whether the job would start on more hosts now, and the seconds between two looks; None: never look.
     """
 
     def __init__(
@@ -140,9 +173,10 @@ class Supervisor:
         *,
         arguments: Sequence[str] = (),
         environment: dict[str, str] | None = None,
+        growth: tuple[Callable[[], bool], float] | None = None,
     ) -> None:
         self.run_folder, self.heartbeats, self.settings, self.events = run, heartbeats, settings, events
-        self._start, self._environment = start, environment
+        self._start, self._environment, self._growth = start, environment, growth
         self._restarts, self._arguments = Restarts(settings), tuple(arguments)
         self._signal: int | None = None
         # A handler runs within the waiting thread. An Event that it sets would deadlock if the thread holds its lock;
@@ -214,12 +248,17 @@ class Supervisor:
     def _follow(self, job: subprocess.Popen) -> Ending:
         """Wait for the end of the job, or end it when it hangs."""
         detector, condition, is_passed_on = HangDetector(self.settings), Condition.working, False
+        growth, is_growing = Growth(*self._growth) if self._growth is not None else None, False
         while (code := job.poll()) is None:
             heartbeats = read_heartbeats(self.heartbeats)
             if self._signal is not None and not is_passed_on:
                 is_passed_on = True
                 self.events.add(EventKind.signal, f"{signal.Signals(self._signal).name} is passed on")
                 # The ranks notify one another; before the first heartbeat only the launcher is known.
+                processes.terminate(self._ranks() or [job.pid])
+            if growth is not None and not is_growing and _last_step(heartbeats) >= 0 and growth.is_possible():
+                is_growing = True
+                self.events.add(EventKind.growing, "more hosts are fit; it saves a checkpoint and continues on them")
                 processes.terminate(self._ranks() or [job.pid])
             stopped = [one.rank for one in heartbeats if processes.status(one) == psutil.STATUS_STOPPED]
             now, reason = detector.judge(heartbeats, stopped)
@@ -231,7 +270,8 @@ class Supervisor:
             self._wait(timeouts.POLL)
         _, stragglers = psutil.wait_procs(processes.tree(self._ranks()), timeout=timeouts.STRAGGLERS)
         processes.kill(stragglers)
-        return ending_of(code if code >= 0 else 128 - code, read_heartbeats(self.heartbeats))
+        ending = ending_of(code if code >= 0 else 128 - code, read_heartbeats(self.heartbeats))
+        return replace(ending, is_growing=is_growing)
 
     def _end_hang(self, job: subprocess.Popen, heartbeats: Sequence[HeartbeatRecord], reason: str) -> Ending:
         """Write the stack traces of the ranks and kill the job."""

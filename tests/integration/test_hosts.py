@@ -194,6 +194,22 @@ def test_without_a_check_the_first_hosts_are_taken(answer, tmp_path):
     assert (tmp_path / "starts").read_text() == "n0 n1\n"
 
 
+def test_a_job_could_grow_when_more_hosts_are_fit_than_it_uses(answer, tmp_path):
+    answer("n1", FULL)
+    answer("n2", FULL)
+    fleet = replace(FLEET, wanted=None)
+    job = HostedJob(["{hosts}"], [], fleet, DataConfig(global_batch_size=8), 60.0, EventLog(tmp_path))
+    assert job.start() == ["n0"]
+    assert not job.could_grow()
+    answer("n0", FULL)  # It is busy, and not asked.
+    answer("n2")
+    assert job.could_grow()
+    answer("n0")
+    assert job.start() == ["n0 n2"]
+    answer("n1")
+    assert not job.could_grow(), "8 samples cannot be divided among 6 ranks"
+
+
 def test_this_machine_is_refused_with_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "here")
     arguments = ["tests/tools/toy.yaml", "output_folder=/dev/null/run"]
@@ -233,6 +249,8 @@ def test_a_file_of_hosts_may_hold_comments(tmp_path, monkeypatch):
         (["composer", "-n", "8", "run.py", "x.yaml"], "does not know -n 8 run.py x.yaml: put `--` before the command"),
         (["--nodes", "4", "--", "composer", "x.yaml"], "--hosts FILE"),
         (["--ranks-per-host", "8", "--", "composer", "x.yaml"], "--hosts FILE"),
+        (["--grow-after", "30m", "--", "composer", "x.yaml"], "--hosts FILE"),
+        (["--grow-after", "30", "--", "composer", "x.yaml"], "argument --grow-after: 30 is no time: give 90s, 30m"),
         (
             ["--nodes=-1", "--hosts", "hosts", "--", "ssh.sh", "{hosts}"],
             "argument --nodes: -1 is no whole number of at",

@@ -5,7 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -95,12 +95,14 @@ class Hosts:
         """Start ssh.sh with arguments."""
         return self.start("launchers/ssh.sh", " ".join(ADDRESSES.values()), *arguments)
 
-    def supervise(self, *overrides: str) -> subprocess.Popen:
-        """Start ssh.sh under a supervisor."""
+    def supervise(self, *overrides: str, options: Sequence[str] = ()) -> subprocess.Popen:
+        """Start ssh.sh under a supervisor with options."""
         (self.folder / "hosts").write_text("\n".join(ADDRESSES.values()))
         supervise = [str(BIN / "python"), "scripts/supervise.py", "--hosts", str(self.folder / "hosts")]
         job = ["launchers/ssh.sh", "{hosts}", "tests/tools/toy.yaml", *overrides]
-        return self.start(*supervise, "--ranks-per-host=1", "--", *job, "operations.supervision.first_pause=0.1")
+        return self.start(
+            *supervise, *options, "--ranks-per-host=1", "--", *job, "operations.supervision.first_pause=0.1"
+        )
 
     def start(self, *program: str) -> subprocess.Popen:
         """Start a program on the first host that starts others by ssh."""
@@ -238,3 +240,32 @@ def test_a_host_that_is_cut_off_in_mid_run_is_left_behind(make_hosts, tmp_path):
     assert [row["world_size"] for row in starts if row["event"] == "start"] == [2, 1]
     assert series(read_metrics(run / "metrics.jsonl"), TRAIN_LOSS)[0] == list(range(8))
     wait_until(lambda: not hosts.running("second"), "the host that was cut off goes on")
+
+
+@pytest.mark.world_size(2)
+def test_a_host_that_comes_back_is_used_from_the_next_checkpoint_on(make_hosts, tmp_path):
+    from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
+
+    hosts, run = make_hosts(BIN, interval=2), tmp_path / "run"
+    hosts.network.unplug()
+    long = ["trainer.max_duration=100000ba", "trainer.save_interval=100000ba", "trainer.eval_interval=100000ba"]
+    overrides = [f"output_folder={run}", "samples.prompts=[]", *long]
+    supervisor = hosts.supervise(*overrides, options=["--grow-after", "2s"])
+
+    def worlds() -> list[int]:
+        file = run / "starts.jsonl"
+        rows = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
+        return [row["world_size"] for row in rows if row["event"] == "start"]
+
+    def steps() -> Sequence[float]:
+        return series(read_metrics(run / "metrics.jsonl"), TRAIN_LOSS)[0] if worlds() else []
+
+    wait_until(lambda: len(steps()) > 3, "the run does not start", 300)
+    hosts.network.plug_in()
+    wait_until(lambda: worlds() == [1, 2], "the run does not grow", 300)
+    num_before = len(steps())
+    wait_until(lambda: len(steps()) > num_before + 3, "the run does not go on", 300)
+    supervisor.send_signal(signal.SIGTERM)
+    assert supervisor.wait(300) == 75, hosts.log.read_text()[-6000:]
+    assert steps() == list(range(len(steps())))
+    assert "growing" in [event["event"] for event in read_events(run)]

@@ -34,7 +34,12 @@ def failing(code: int, error: str, step: int = 7, **more) -> dict:
 
 
 def supervisor_of(
-    run: Path, acts: list[dict], prepare: Callable[[], None] = lambda: None, launcher: Sequence[str] = (), **settings
+    run: Path,
+    acts: list[dict],
+    prepare: Callable[[], None] = lambda: None,
+    launcher: Sequence[str] = (),
+    growth: tuple[Callable[[], bool], float] | None = None,
+    **settings,
 ) -> Supervisor:
     script = run / "acts.json"
     run.mkdir(exist_ok=True)
@@ -49,7 +54,7 @@ def supervisor_of(
         return command
 
     settled = SupervisionConfig(first_pause=0.01, **settings)
-    return Supervisor(start, run, heartbeats, settled, EventLog(run), environment=environment())
+    return Supervisor(start, run, heartbeats, settled, EventLog(run), environment=environment(), growth=growth)
 
 
 def names(run: Path) -> list[str]:
@@ -63,6 +68,20 @@ def test_jobs_are_started_again_until_one_finishes(tmp_path):
     ended = [event for event in read_events(tmp_path) if event["event"] == "ended"]
     assert [(event["code"], event["pause"], event["step"]) for event in ended] == [(1, 0.01, 7), (75, 0, 7)]
     assert ended[0]["reason"] == "RuntimeError: lost a peer"
+
+
+@pytest.mark.parametrize("continues", [True, False])
+def test_a_job_is_ended_and_started_again_when_it_could_have_more_hosts(tmp_path, continues):
+    """Also where pre-empted jobs are not continued. Before there are more hosts, nothing happens."""
+    answers = [False, False, True]
+    supervisor = supervisor_of(
+        tmp_path, [WAITS, FINISHES], growth=(lambda: answers.pop(0), 0.1), continue_preempted=continues
+    )
+    assert supervisor.run() == 0
+    assert answers == []
+    assert names(tmp_path) == ["started", "growing", "ended", "started", "finished"]
+    (ended,) = [event for event in read_events(tmp_path) if event["event"] == "ended"]
+    assert (ended["code"], ended["pause"], ended["step"]) == (75, 0, 7)
 
 
 def test_an_error_that_lasts_stops_the_supervisor_which_says_why(tmp_path):

@@ -77,6 +77,10 @@ class Network:
         """Join the second host again."""
         _ip("-n", self.hosts["second"], "link", "set", "eth0", "up")
 
+    def unplug(self) -> None:
+        """Cut the second host off."""
+        _ip("-n", self.hosts["second"], "link", "set", "eth0", "down")
+
     def is_plugged_in(self) -> bool:
         """Whether the second host is joined."""
         return "LOWER_UP" in _ip("-n", self.hosts["second"], "link", "show", "eth0")
