@@ -108,11 +108,6 @@ def _tasks(config: Config) -> Iterator[str]:
             f"samples.scores has {', '.join(unknown)}, and model.score_conditioning has no such column. Remove it, or "
             "add the column."
         )
-    if config.model.score_names and config.plugins.train_dataset is not None:
-        yield (
-            "model.score_conditioning is set with plugins.train_dataset, whose samples have no scores. Remove one of "
-            "them."
-        )
     if config.model.alignment is not None and config.data.representation is Representation.latents:
         yield (
             "model.alignment is set with data.representation latents, and the image encoder needs images. Set "

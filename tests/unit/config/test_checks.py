@@ -218,11 +218,6 @@ def test_legal_combinations(configuration, overrides):
         (["samples.scores={aesthetic: 7.0}"], 1, ["samples.scores has aesthetic"]),
         (["model.score_conditioning={columns: []}"], 1, ["model.score_conditioning.columns is []"]),
         (
-            ["model.score_conditioning={columns: [{name: a}]}", "plugins.train_dataset={path: my.Dataset}"],
-            1,
-            ["model.score_conditioning is set with plugins.train_dataset"],
-        ),
-        (
             ["model.alignment={path: dinov2}", "data.representation=latents"],
             1,
             ["model.alignment is set with data.representation latents"],
