@@ -52,10 +52,15 @@ class Survey:
     """Results of the checks of some hosts."""
 
     hosts: tuple[str, ...]
-    num_gpus: dict[str, int]
-    """Visible GPUs of the hosts that answered."""
+    speeds: dict[str, NodeSpeed]
+    """Measurements of the hosts that answered."""
 
     verdicts: tuple[Verdict, ...]
+
+    @property
+    def num_gpus(self) -> dict[str, int]:
+        """Visible GPUs of the hosts that answered."""
+        return {host: speed.num_gpus for host, speed in self.speeds.items()}
 
     @property
     def unfit(self) -> list[str]:
@@ -81,8 +86,7 @@ def survey(hosts: Sequence[str], command: Callable[[str], Sequence[str]], timeou
             found.append((host, [Verdict(**{**row, "level": Level(row["level"])}) for row in answer["verdicts"]]))
             speeds.append(NodeSpeed(**{**answer["reading"], "name": host}))
     verdicts = [*merge(found), *(compare_nodes(speeds) if speeds else [])]
-    num_gpus = {speed.name: speed.num_gpus for speed in speeds}
-    return Survey(hosts=tuple(hosts), num_gpus=num_gpus, verdicts=tuple(verdicts))
+    return Survey(hosts=tuple(hosts), speeds={speed.name: speed for speed in speeds}, verdicts=tuple(verdicts))
 
 
 def _run_check(command: Sequence[str], timeout: float) -> dict[str, Any] | Verdict:
@@ -198,7 +202,7 @@ class HostedJob:
         self._timeout, self._events = timeout, events
         self._used: tuple[str, ...] = ()
         self._num_ranks = 0
-        self._num_gpus: dict[str, int] = {}
+        self._speeds: dict[str, NodeSpeed] = {}
         here = [sys.executable, "-m", CHECK_MODULE, *arguments]
         self._check = (lambda host: here) if fleet is None else check_over_ssh(arguments)
 
@@ -217,14 +221,14 @@ class HostedJob:
                 _raise_shared_problems(found)
             else:
                 hosts, self._num_ranks = choose_hosts(found, fleet, self._data)
-                self._used, self._num_gpus = hosts, found.num_gpus
+                self._used, self._speeds = hosts, {host: found.speeds[host] for host in hosts}
                 log.info("%d ranks on %s", self._num_ranks, ", ".join(hosts))
         return [word.replace(HOSTS_PLACEHOLDER, " ".join(hosts)) for word in self._command]
 
     def could_grow(self) -> bool:
         """Check the hosts that the job does not use now; return whether it would start on more ranks with them.
 
-        Those that it uses are not disturbed; they count as fit.
+        Those that it uses are not disturbed: they count as fit, with the speeds measured before its start.
         """
         fleet = self._fleet
         assert fleet is not None and self._timeout is not None
@@ -232,8 +236,9 @@ class HostedJob:
         if not idle or len(self._used) == fleet.wanted:
             return False
         found = survey(idle, self._check, self._timeout)
-        num_gpus = {host: self._num_gpus[host] for host in self._used} | found.num_gpus
-        joined = Survey(hosts=fleet.hosts, num_gpus=num_gpus, verdicts=found.verdicts)
+        speeds = self._speeds | found.speeds
+        verdicts = (*found.verdicts, *compare_nodes(list(speeds.values())))
+        joined = Survey(hosts=fleet.hosts, speeds=speeds, verdicts=verdicts)
         try:
             return choose_hosts(joined, fleet, self._data)[1] > self._num_ranks
         except MachineError:

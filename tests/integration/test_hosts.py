@@ -140,8 +140,8 @@ def answer(tmp_path, monkeypatch):
     ssh.chmod(0o755)
     monkeypatch.setenv("SSH", f"{ssh} -p 22")
 
-    def decide(host: str, *verdicts: Verdict) -> None:
-        reading = {"name": host, "host": host, "num_gpus": 0}
+    def decide(host: str, *verdicts: Verdict, **speed: float) -> None:
+        reading = {"name": host, "host": host, "num_gpus": 0, **speed}
         (tmp_path / host).write_text(json.dumps({"reading": reading, "verdicts": [asdict(one) for one in verdicts]}))
 
     for host in FLEET.hosts:
@@ -204,7 +204,14 @@ def test_a_job_could_grow_when_more_hosts_are_fit_than_it_uses(answer, tmp_path)
     answer("n0", FULL)  # It is busy, and not asked.
     answer("n2")
     assert job.could_grow()
+    answer("n0", flops=7e14)
+    answer("n1", FULL, flops=7e14)
+    answer("n2", FULL, flops=3e14)
+    assert job.start() == ["n0"]
+    answer("n2", flops=3e14)
+    assert not job.could_grow(), "slower than the host in use was"
     answer("n0")
+    answer("n2")
     assert job.start() == ["n0 n2"]
     answer("n1")
     assert not job.could_grow(), "8 samples cannot be divided among 6 ranks"
