@@ -3,8 +3,8 @@
     python benchmarks/leaderboard.py yamls/tiny/transformer.yaml [key=value ...]
     python benchmarks/leaderboard.py --tables                   # docs/leaderboard.md from the rows
 
-Each recipe trains for the same CPU-seconds of the training process: their cost per step is measured first. Each seed is
-a row, for other weights, order, noise and images, on the same data. The score is that of the oracle
+Each recipe trains for the same CPU-seconds of the training process: their cost per step is measured before its first
+row. Each seed is a row, for other weights, order, noise and images, on the same data. The score is that of the oracle
 (`diffusion.evaluation.shape_checks`) on 512 scenes that the training data does not hold.
 """
 
@@ -178,9 +178,14 @@ def score_run(folder: Path, seed: int, **sampling: Any) -> dict[str, Any]:
     return found
 
 
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """Rows of a file of the leaderboard; none if there is no file."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
+
+
 def write_tables(file: Path, page: Path = PAGE) -> None:
     """Write the table of the rows in a file into a page: the baseline, then recipes with the best relations first."""
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    rows = read_rows(file)
     recipes: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         recipes.setdefault(row["name"], []).append(row)
@@ -240,8 +245,12 @@ def main() -> None:
     out: Path = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     work = Task(out, options.vae and options.vae.resolve(), quick=options.quick)
-    cost = work.train(yaml, overrides, out / f"{name}-calibration", work.calibration[1], options.seeds[0])
-    steps = max(1, round(options.cpu_seconds / cost["cpu_seconds_per_step"]))
+    rows = [row for row in read_rows(options.rows) if row["name"] == name]
+    if rows:
+        steps = rows[0]["steps"]
+    else:
+        cost = work.train(yaml, overrides, out / f"{name}-calibration", work.calibration[1], options.seeds[0])
+        steps = max(1, round(options.cpu_seconds / cost["cpu_seconds_per_step"]))
     own = [*(["--name", name] if options.name else []), *(["--vae", str(options.vae)] if options.vae else [])]
     revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     for seed in options.seeds:
