@@ -114,11 +114,8 @@ class Task(Steps):
         self.vae, self.quick = vae, quick
         self.calibration = (2, 6) if quick else CALIBRATION
 
-    def prepare(self, num_chunks: int) -> tuple[Path, Path]:
-        """Draw and prepare the images, train the VAE and encode, unless it was done.
-
-        Args:
-            num_chunks: `model.text_encoder.chunks`.
+    def prepare(self, config: Config) -> tuple[Path, Path]:
+        """Draw and prepare the images, train the VAE and encode for a recipe, unless it was done.
 
         Returns:
             The folder of the VAE, and that of the latents.
@@ -133,16 +130,16 @@ class Task(Steps):
         if self.vae is None:
             train = ["run.py", "yamls/tiny/autoencoder.yaml", f"output_folder={autoencoder}", *data, VAE_LENGTH]
             self.run("autoencoder", [*COMPOSER, *train, *(QUICK if self.quick else [])])
-        vae, name = self.vae or autoencoder / "vae", f"latents-{num_chunks}"
-        latents = self.out / (name if self.vae is None else f"{name}-{hashlib.sha256(bytes(vae)).hexdigest()[:8]}")
+        vae = self.vae or autoencoder / "vae"
+        options = ["--architecture", "tiny", "--vae", str(vae), "--mean-only", *_text_options(config)]
+        latents = self.out / f"latents-{hashlib.sha256(shlex.join(options).encode()).hexdigest()[:8]}"
         encode = ["scripts/encode.py", str(prepared), str(latents), "--resolution", str(RESOLUTION)]
-        options = ["--architecture", "tiny", "--vae", str(vae), "--mean-only", "--chunks", str(num_chunks)]
         self.run(latents.name, [sys.executable, *encode, *options])
         return vae, latents
 
     def train(self, yaml: str, overrides: Sequence[str], folder: Path, steps: int, seed: int) -> dict[str, Any]:
         """Train and return what `Meter` wrote."""
-        vae, latents = self.prepare(load(Config, yaml, overrides).model.text_encoder.chunks)
+        vae, latents = self.prepare(load(Config, yaml, overrides))
         meter = folder.with_suffix(".json")
         arguments = f"{{path: '{meter}', calibration: {list(self.calibration)}}}"
         settings = [
@@ -161,6 +158,15 @@ class Task(Steps):
             if code := subprocess.run(command, cwd=ROOT, check=False).returncode:
                 raise UserError(f"training ended with exit code {code}: {shlex.join(command)}")
         return json.loads(meter.read_text())
+
+
+def _text_options(config: Config) -> list[str]:
+    """Options of `encode.py` for a recipe's text encoder."""
+    text = config.model.text_encoder
+    options = ["--chunks", str(text.chunks)]
+    if text.path is not None:
+        options = ["--text-encoder", text.path, "--max-tokens", str(text.max_tokens)]
+    return [*options, *(["--text-embeddings"] if config.data.text_embeddings else [])]
 
 
 def score_run(folder: Path, seed: int, **sampling: Any) -> dict[str, Any]:
