@@ -42,11 +42,12 @@ class LanguageModel(nn.Module):
         """Encode captions int64 [B, L].
 
         Returns:
-            Hidden states [B, L, D], and [B, 0]: there is no vector for the whole caption.
+            Hidden states [B, L, D], and zeros [B, 1]: there is no vector for the whole caption, and MDS stores no empty
+            array.
         """
         mask = self.mask(token_ids)
         hidden = self.text_encoder(input_ids=token_ids, attention_mask=mask).last_hidden_state
-        return hidden * mask[..., None], hidden[:, 0, :0]
+        return hidden * mask[..., None], hidden.new_zeros(len(hidden), 1)
 
 
 def read_language_model(folder: str) -> tuple[type[Any], Any]:

@@ -27,10 +27,12 @@ from diffusion.datasets.mds import (
 )
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.files import write_json
+from diffusion.models.pretrained import load_language_model
 from diffusion.preparation.encoding.encode import encode
 from diffusion.preparation.encoding.models import EncodingModels
 from diffusion.preparation.encoding.output import Output
 from diffusion.preparation.takedown import take_down
+from tests.tools.language_models import write_language_model
 from tests.tools.written_data import (
     PREPARED,
     append_prepared,
@@ -168,15 +170,20 @@ def test_sizes_and_crops_are_those_of_training_from_images(tmp_path: Path) -> No
     assert torch.equal(*found)
 
 
-def test_stored_text_embeddings_are_read_with_the_caption_that_is_chosen(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["clip", "t5"])
+def test_stored_text_embeddings_are_read_with_the_caption_that_is_chosen(tmp_path: Path, kind: str) -> None:
+    if kind == "clip":
+        encoder = text_encoder()
+    else:
+        encoder = load_language_model(str(write_language_model(tmp_path / "t5", "t5")), pad_token_id=0).eval()
     write_prepared(tmp_path / "prepared", {"32-64": 8}, num_captions=3)
     ids = np.arange(15, dtype=np.int32).reshape(3, 5)
-    changes = {"text_encoder": text_encoder(), "text_encoder_identity": "text-0", "tokenize": lambda captions: ids}
+    changes = {"text_encoder": encoder, "text_encoder_identity": "text-0", "tokenize": lambda captions: ids}
     encode(
         tmp_path / "prepared", tmp_path / "out", models=EncodingModels(**{**vars(MODELS), **changes}), resolutions=[32]
     )
     with torch.no_grad():
-        expected = text_encoder()(torch.from_numpy(ids).long())[0].half()
+        expected = encoder(torch.from_numpy(ids).long())[0].half()
     settings = {"representation": Representation.latents, "resolution": 32, "text_embeddings": True}
     config = data_config(tmp_path / "out" / "train", "32-64", **settings)
     batch = next(iter(train_loader(config, seed=1, tokenize=None, rank_batch_size=8)))
