@@ -237,6 +237,7 @@ def main() -> None:
     parser.add_argument("--name", help="of the row (default: that of the YAML)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[17, 18, 19])
     parser.add_argument("--cpu-seconds", type=float, default=CPU_SECONDS, help="of each training process")
+    parser.add_argument("--steps", type=int, help="instead: those of a recipe whose steps cost the same")
     parser.add_argument("--out", type=Path, default=Path("runs/leaderboard"), help="data and runs")
     parser.add_argument("--vae", type=Path, help="folder of another VAE (default: trained for the task)")
     parser.add_argument("--quick", action="store_true", help="few images, a VAE of a few steps: shows that it runs")
@@ -251,13 +252,16 @@ def main() -> None:
     out: Path = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     work = Task(out, options.vae and options.vae.resolve(), quick=options.quick)
-    rows = [row for row in read_rows(options.rows) if row["name"] == name]
-    if rows:
-        steps = rows[0]["steps"]
-    else:
+    steps = options.steps or next((row["steps"] for row in read_rows(options.rows) if row["name"] == name), None)
+    if steps is None:
         cost = work.train(yaml, overrides, out / f"{name}-calibration", work.calibration[1], options.seeds[0])
         steps = max(1, round(options.cpu_seconds / cost["cpu_seconds_per_step"]))
-    own = [*(["--name", name] if options.name else []), *(["--vae", str(options.vae)] if options.vae else [])]
+    own = [
+        word
+        for flag in ("name", "vae", "steps")
+        if (value := getattr(options, flag)) is not None
+        for word in (f"--{flag}", str(value))
+    ]
     revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     for seed in options.seeds:
         folder = out / f"{name}-{seed}"
