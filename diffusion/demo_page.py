@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from diffusion.errors import MachineError
+from diffusion.errors import ConfigurationError, MachineError
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.sampling import image_grid, image_seeds
 
@@ -17,7 +18,7 @@ try:
 except ImportError as error:
     raise MachineError("the page needs the package gradio; pip install -e '.[page]'") from error
 
-MAX_IMAGES = 16
+MAX_IMAGES, MAX_STEPS = 16, 200
 
 MAX_STRETCH = 2
 """Largest height and width, in resolutions of the model: attention memory grows with the fourth power of a side."""
@@ -29,18 +30,29 @@ _POLICY = (
 """Browsers load nothing from other hosts, which Gradio's pages name."""
 
 
-def build_page(models: Mapping[str, LatentDiffusion], title: str) -> gr.Blocks:
+def build_page(
+    models: Mapping[str, LatentDiffusion],
+    title: str,
+    *,
+    max_side: int | None = None,
+    max_steps: int = MAX_STEPS,
+    max_images: int = MAX_IMAGES,
+) -> gr.Blocks:
     """Build the page, not served yet.
 
     Each model gives a grid of images from the same prompt, seeds and settings. Sizes and numbers beyond the bounds of
-    the fields are rejected with a message on the page.
+    the fields are rejected by the server, with a message on the page.
 
     Args:
         models: by name, such as `raw` and `ema`; at least one, of one resolution.
         title: heading.
+        max_side: largest height and width, in pixels; None: MAX_STRETCH times the resolution.
+        max_steps: largest number of sampling steps.
+        max_images: largest number of images of each model.
     """
     names = list(models)
-    resolution = models[names[0]].resolution
+    max_side = max_side or MAX_STRETCH * models[names[0]].resolution
+    side = min(models[names[0]].resolution, max_side)
 
     def generate(
         prompt: str,
@@ -53,17 +65,18 @@ def build_page(models: Mapping[str, LatentDiffusion], title: str) -> gr.Blocks:
         num_images: int,
         chosen: list[str],
     ) -> list[Any]:
-        if not chosen:
+        used = [name for name in names if name in chosen]
+        if not used:
             raise gr.Error("choose at least one of the weights", print_exception=False)
         grids: dict[str, Image.Image] = {}
         try:
             seeds = image_seeds(image_seeds(seed, 1)[0], num_images)
-            for name in chosen:
+            for name in used:
                 images = models[name].generate(
                     prompt,
                     negative_prompt or None,
-                    height=height,
-                    width=width,
+                    height=side if height is None else height,
+                    width=side if width is None else width,
                     num_inference_steps=num_steps,
                     guidance_scale=guidance_scale,
                     seed=seeds,
@@ -83,13 +96,15 @@ def build_page(models: Mapping[str, LatentDiffusion], title: str) -> gr.Blocks:
         negative_prompt = gr.Textbox(label="Negative prompt (none: the empty caption)", elem_id="negative-prompt")
         with gr.Row():
             seed = gr.Number(0, label="Seed (none: random); image i gets seed + i", precision=0, elem_id="seed")
-            num_steps = gr.Slider(1, 200, 50, step=1, label="Steps", elem_id="steps")
+            num_steps = gr.Slider(1, max_steps, min(50, max_steps), step=1, label="Steps", elem_id="steps")
             guidance_scale = gr.Slider(1, 20, 3, step=0.1, label="Guidance scale (1: none)", elem_id="guidance")
         with gr.Row():
-            bounds: dict[str, Any] = {"minimum": 1, "maximum": MAX_STRETCH * resolution, "precision": 0}
-            height = gr.Number(resolution, label="Height, pixels", elem_id="height", **bounds)
-            width = gr.Number(resolution, label="Width, pixels", elem_id="width", **bounds)
-            num_images = gr.Slider(1, MAX_IMAGES, 4, step=1, label="Images in the grid", elem_id="images")
+            bounds: dict[str, Any] = {"minimum": 1, "maximum": max_side, "precision": 0}
+            height = gr.Number(side, label="Height, pixels", elem_id="height", **bounds)
+            width = gr.Number(side, label="Width, pixels", elem_id="width", **bounds)
+            num_images = gr.Slider(
+                1, max_images, min(4, max_images), step=1, label="Images in the grid", elem_id="images"
+            )
             chosen = gr.CheckboxGroup(names, value=names, label="Weights", elem_id="weights")
         button = gr.Button("Generate", variant="primary", elem_id="generate")
         with gr.Row():
@@ -107,13 +122,29 @@ def build_page(models: Mapping[str, LatentDiffusion], title: str) -> gr.Blocks:
     return page
 
 
-def open_page(page: gr.Blocks, host: str, port: int | None) -> str:
+def read_login(path: Path) -> tuple[str, str]:
+    """Read the name and the password of a login from a file with a line `NAME:PASSWORD`.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or has no such line.
+    """
+    try:
+        name, _, password = path.read_text(encoding="utf-8").strip().partition(":")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--login-file {path} cannot be read ({type(error).__name__})") from error
+    if not name or not password or "\n" in password:
+        raise ConfigurationError(f"--login-file {path} must hold one line NAME:PASSWORD")
+    return name, password
+
+
+def open_page(page: gr.Blocks, host: str, port: int | None, login: tuple[str, str] | None = None) -> str:
     """Serve the page from a thread, to be ended with `page.close()`.
 
     Args:
         page: the page.
-        host: address to listen on; there is no password.
+        host: address to listen on.
         port: port to listen on; None: the first free one from 7860 on.
+        login: name and password that every visitor has to give; None: anybody may use the page.
 
     Returns:
         Its address.
@@ -125,6 +156,7 @@ def open_page(page: gr.Blocks, host: str, port: int | None) -> str:
         _, address, _ = page.launch(
             server_name=host,
             server_port=port,
+            auth=login,
             prevent_thread_lock=True,
             share=False,
             inbrowser=False,

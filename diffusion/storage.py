@@ -115,6 +115,8 @@ class StoredFile:
     """Bytes."""
     version: str
     """Changes with the content (an ETag, or a time); empty where the store has none."""
+    time: float | None = None
+    """Seconds since 1970 of the last change; None where the store does not say."""
 
 
 def is_url(uri: str) -> bool:
@@ -427,7 +429,12 @@ class _S3Store:
             wanted["ContinuationToken"] = token
         answer = self._read(folder, lambda client: client.list_objects_v2(**wanted))
         files = [
-            StoredFile(f"s3://{bucket}/{entry['Key']}", entry["Size"], entry.get("ETag", "").strip('"'))
+            StoredFile(
+                f"s3://{bucket}/{entry['Key']}",
+                entry["Size"],
+                entry.get("ETag", "").strip('"'),
+                entry["LastModified"].timestamp(),
+            )
             for entry in answer.get("Contents", ())
             if not entry["Key"].endswith("/")
         ]
@@ -696,7 +703,8 @@ class _FsspecStore:
         root = files._strip_protocol(folder).strip("/")
         for path, entry in found.items():
             name = path.lstrip("/").removeprefix(root).lstrip("/")
-            yield StoredFile(folder + name, entry["size"], _fsspec_version(entry))
+            time = entry.get("mtime") if self._scheme == "file" else None
+            yield StoredFile(folder + name, entry["size"], _fsspec_version(entry), time)
 
     def stat(self, uri: str) -> StoredFile:
         with self._errors(uri):

@@ -1,8 +1,9 @@
 """Serve a demo page of a run's model: python scripts/demo_page.py RUN, then open the printed address."""
 
 import argparse
+from pathlib import Path
 
-from diffusion.launch import CommandParser, choose_device, run_command
+from diffusion.launch import CommandParser, choose_device, positive, run_command
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -18,25 +19,36 @@ def parse_arguments() -> argparse.Namespace:
         default=["raw", "ema"],
         help="weights to compare. raw: training weights; ema: their average; decay-0.999: one of several averages",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; there is no password")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; for others, give --login-file")
     parser.add_argument("--port", type=int, help="default: the first free port from 7860")
     parser.add_argument("--device", default=None, help="cpu, cuda ...; default: a GPU if available")
+    parser.add_argument("--login-file", type=Path, help="file with a line NAME:PASSWORD, which visitors have to give")
+    parser.add_argument("--max-side", type=positive, help="largest height and width; default: twice the resolution")
+    parser.add_argument("--max-steps", type=positive, default=200, help="largest number of sampling steps")
+    parser.add_argument("--max-images", type=positive, default=16, help="largest number of images of each model")
     return parser.parse_args()
 
 
 def main() -> None:
     """Load and serve."""
     arguments = parse_arguments()
-    from diffusion.demo_page import build_page, open_page
+    from diffusion.demo_page import build_page, open_page, read_login
     from diffusion.loading import load_model
 
+    login = read_login(arguments.login_file) if arguments.login_file is not None else None
     device = choose_device(arguments.device)
     models = {}
     for weights in arguments.weights:
         models[weights] = load_model(arguments.model, weights=weights)
         models[weights].to(device)
-    page = build_page(models, title=arguments.model)
-    print(f"{open_page(page, arguments.host, arguments.port)} (Ctrl-C ends it)", flush=True)
+    page = build_page(
+        models,
+        title=arguments.model,
+        max_side=arguments.max_side,
+        max_steps=arguments.max_steps,
+        max_images=arguments.max_images,
+    )
+    print(f"{open_page(page, arguments.host, arguments.port, login)} (Ctrl-C ends it)", flush=True)
     page.block_thread()
 
 

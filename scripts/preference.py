@@ -1,11 +1,10 @@
 """Run a blind preference study: python scripts/preference.py serve A=FOLDER B=FOLDER --prompts FILE --votes FILE."""
 
 import argparse
-import secrets
 import socket
 import sys
 from pathlib import Path
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urlsplit
 
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.launch import CommandParser, positive, run_command
@@ -26,8 +25,16 @@ def parse_arguments() -> argparse.Namespace:
     )
     command.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all")
     command.add_argument("--port", type=int, default=8000, help="0: a free one")
-    command.add_argument("--token", help="required in links; random if the host is not loopback")
-    command.add_argument("--raters", nargs="+", default=[], metavar="NAME", help="also print a personal link for each")
+    command.add_argument(
+        "--public-url", metavar="URL", help="https://... under which a proxy on this machine serves the page"
+    )
+    command.add_argument(
+        "--raters",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="print a personal link for each; only these are answered",
+    )
     command.add_argument("--seed", type=int, default=17, help="seed of sides, order and attention checks")
     command.add_argument("--pairs", type=positive, default=50, help="pairs per rater")
     command.add_argument("--repeats", type=int, default=5, help="pairs shown to a rater again, sides exchanged")
@@ -50,9 +57,12 @@ def parse_arguments() -> argparse.Namespace:
 def serve(arguments: argparse.Namespace) -> None:
     """Answer raters until the command is ended."""
     from diffusion.evaluation.preference.images import collect
-    from diffusion.evaluation.preference.server import LOOPBACK, open_server, personal_name
+    from diffusion.evaluation.preference.server import LOOPBACK, open_server, signed_name
     from diffusion.evaluation.preference.store import Settings, Store
 
+    if (arguments.host not in LOOPBACK or arguments.public_url) and not arguments.raters:
+        raise ConfigurationError("a page that others can reach needs --raters NAME ...: each gets a personal link")
+    check_public_url(arguments.public_url)
     images = collect(read_folders(arguments.models), arguments.prompts)
     settings = Settings(
         seed=arguments.seed,
@@ -61,16 +71,39 @@ def serve(arguments: argparse.Namespace) -> None:
         num_checks=arguments.checks,
     )
     store = Store.create_or_continue(arguments.votes, images, settings)
-    token = arguments.token or (None if arguments.host in LOOPBACK else secrets.token_urlsafe(16))
-    server, port = open_server(store, images, token=token, host=arguments.host, port=arguments.port)
+    secret = store.read_secret()
+    server, port = open_server(
+        store,
+        images,
+        secret=secret,
+        raters=arguments.raters,
+        host=arguments.host,
+        port=arguments.port,
+        public_url=arguments.public_url,
+    )
     host = socket.gethostname() if arguments.host in ("0.0.0.0", "::") else arguments.host
-    address = f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
-    given = {"token": token} if token else {}
+    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    url = (arguments.public_url or address).rstrip("/")
     print(f"{len(images.pairs)} pairs of {len(images.models)} models; {store.num_presentations} screens per rater")
     for name in arguments.raters:
-        print(f"link for {name}: {address}?{urlencode({**given, 'rater': personal_name(store, name)})}")
-    print(f"link for raters: {address}{'?' * bool(given)}{urlencode(given)}", flush=True)
+        print(f"link for {name}: {url}/?{urlencode({'rater': signed_name(secret, name)})}")
+    if not arguments.raters:
+        print(f"link for raters: {url}/")
+    print(f"listening on {address}/", flush=True)
     server.run()
+
+
+def check_public_url(url: str | None) -> None:
+    """Reject an address that is not that of the page.
+
+    Raises:
+        ConfigurationError: it has another scheme, no host, or a path.
+    """
+    parts = urlsplit(url or "https://none")
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
+        raise ConfigurationError(
+            f"--public-url {url}: give a scheme and a host without a path, as https://study.example"
+        )
 
 
 def read_folders(arguments: list[str]) -> dict[str, Path]:

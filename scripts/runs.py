@@ -1,12 +1,15 @@
-"""List, stop, resume and prune runs.
+"""List, stop, resume and prune runs; what they cost, and what is stored for them.
 
     python scripts/runs.py list [FOLDER ...]                  status and costs of each run
     python scripts/runs.py show RUN                           time of a run by activity
     python scripts/runs.py stop RUN                           save and end
     python scripts/runs.py resume RUN [key.sub=value ...]     restart under its supervisor, with its last command
-    python scripts/runs.py prune FOLDER ... [--keep N] [--dry-run]
+    python scripts/runs.py costs RUN [--storage-price P] [--egress-price P]     GPU time, storage, traffic; its budget
+    python scripts/runs.py inventory ROOT ... [--runs FOLDER ...]               data, checkpoints, caches; who uses them
+    python scripts/runs.py prune FOLDER ... [--keep N] [--yes]
 
-`prune` removes checkpoints beyond the newest N, but nothing of a running run.
+A root is a folder or s3://bucket/prefix. `prune` lists whole checkpoints beyond the newest N, and with `--yes` removes
+them; never those of a running run.
 """
 
 import argparse
@@ -29,10 +32,23 @@ def parse_arguments() -> argparse.Namespace:
     resume = commands.add_parser("resume", help="restart under its supervisor")
     resume.add_argument("run", type=Path)
     resume.add_argument("overrides", nargs="*", metavar="key.sub=value", help="added to its last command")
+    costs = commands.add_parser(
+        "costs", help="GPU time, storage and traffic in dollars, and whether the budget suffices"
+    )
+    costs.add_argument("run", type=Path)
+    costs.add_argument(
+        "--gpu-price", type=float, help="dollars per GPU-hour, if the run has no plan.price_per_gpu_hour"
+    )
+    costs.add_argument("--egress-price", type=float, help="dollars per TB read from the store")
+    inventory = commands.add_parser("inventory", help="data sets, checkpoints and caches, and which runs use them")
+    inventory.add_argument("roots", nargs="+", metavar="ROOT", help="folder, or s3://bucket/prefix")
+    inventory.add_argument("--runs", nargs="+", type=Path, default=[], help="run folders, or folders that contain them")
+    for command in (costs, inventory):
+        command.add_argument("--storage-price", type=float, help="dollars per TB and month")
     prune = commands.add_parser("prune", help="remove checkpoints that no run needs")
     prune.add_argument("folders", nargs="+", type=Path, help="run folders, or folders that contain them")
     prune.add_argument("--keep", type=positive, help="checkpoints of each run that stay (trainer.keep_checkpoints)")
-    prune.add_argument("--dry-run", action="store_true", help="only print what would be removed")
+    prune.add_argument("--yes", action="store_true", help="remove them; without it they are only listed")
     return parser.parse_args()
 
 
@@ -92,22 +108,76 @@ def resume(run: Path, overrides: list[str]) -> None:
     os.execv(sys.executable, [sys.executable, str(program), *supervisor.arguments, *overrides])
 
 
-def prune(folders: list[Path], keep: int | None, *, is_dry: bool) -> None:
-    """Remove checkpoints that no run needs."""
-    from diffusion.checkpointing.layout import remove_checkpoint
-    from diffusion.operations.runs import find_runs, find_superseded, read_config
+def show_costs(run: Path, **prices: float | None) -> None:
+    """Print what a run has cost, what it will have cost at its last step, and whether its budget suffices."""
+    from diffusion.config.checks import num_batches
+    from diffusion.operations.costs import project, read_costs
+    from diffusion.operations.inventory import expense_rows, expenses, stored_bytes
+    from diffusion.operations.runs import read_config, read_status
+    from diffusion.reports.tables import text_table
 
-    checkpoints: list[Path] = []
+    config, starts = read_config(run), read_costs(run)
+    if not starts:
+        raise ConfigurationError(f"{run} has not trained yet: it has no costs.jsonl")
+    size, absent = stored_bytes(run, config)
+    step, num_steps = starts[-1].reached, num_batches(config)
+    print(f"{run}: {read_status(run, config)}, step {step:,} of {num_steps:,}")
+    print(*text_table(expense_rows(expenses(starts, size, **prices), step, num_steps)), sep="\n")
+    for folder in absent:
+        print(f"not on this machine, and not counted: {folder}")
+    limits = config.operations
+    for limit in project(starts, num_steps, max_gpu_hours=limits.max_gpu_hours, max_dollars=limits.max_dollars):
+        print(limit)
+
+
+def show_inventory(roots: list[str], folders: list[Path], storage_price: float | None) -> None:
+    """Print what is stored below roots, and which runs and evaluations use it."""
+    from diffusion.evaluation.protocol import Result
+    from diffusion.operations.inventory import assign_users, find_items, inventory_rows, locations_of_model, read_uses
+    from diffusion.operations.runs import find_runs, read_config
+    from diffusion.reports.run import find_results
+    from diffusion.reports.tables import text_table
+
+    uses: dict[str, list[str]] = {}
     for run in find_runs(folders):
         try:
-            checkpoints += find_superseded(run, read_config(run), keep)
+            uses[str(run)] = read_uses(run, read_config(run))
+        except UserError as error:
+            print(f"{run}  is skipped: {error}")
+    for path in {path for folder in folders for path in find_results(folder)}:
+        uses.setdefault(f"evaluation {path.parent.parent}", []).extend(locations_of_model(Result.read(path).path))
+    items = [item for root in roots for item in find_items(root)]
+    assign_users(items, uses)
+    print(*text_table(inventory_rows(items, storage_price)), sep="\n")
+
+
+def prune(folders: list[Path], keep: int | None, *, is_confirmed: bool) -> None:
+    """Remove checkpoints that no run needs."""
+    from diffusion.config.fields import size_text
+    from diffusion.operations.runs import absolute, find_runs, find_superseded, num_bytes, read_config, remove
+
+    configs = {}
+    for run in find_runs(folders):
+        try:
+            configs[run] = read_config(run)
+        except UserError as error:
+            print(f"{run}  is skipped: {error}")
+    began_with = {absolute(run, config.init_from.checkpoint) for run, config in configs.items() if config.init_from}
+    num_removed = size = 0
+    for run, config in configs.items():
+        try:
+            for checkpoint in find_superseded(run, config, keep):
+                if str(checkpoint) in began_with:
+                    print(f"{checkpoint}  stays: another run began with it")
+                    continue
+                print(checkpoint)
+                num_removed, size = num_removed + 1, size + num_bytes(checkpoint)
+                if is_confirmed:
+                    remove(checkpoint)
         except (UserError, OSError) as error:
             print(f"{run}  is skipped: {error}")
-    for checkpoint in checkpoints:
-        print(checkpoint)
-        if not is_dry:
-            remove_checkpoint(checkpoint)
-    print(f"{len(checkpoints)} checkpoints {'would be removed' if is_dry else 'removed'}")
+    what = f"{num_removed} checkpoints, {size_text(size)}"
+    print(f"{what}, removed" if is_confirmed else f"{what}, would be removed: add --yes")
 
 
 def main() -> None:
@@ -121,8 +191,13 @@ def main() -> None:
         stop(options.run)
     elif options.action == "resume":
         resume(options.run, options.overrides)
+    elif options.action == "costs":
+        prices = {name: getattr(options, name) for name in ("gpu_price", "storage_price", "egress_price")}
+        show_costs(options.run, **prices)
+    elif options.action == "inventory":
+        show_inventory(options.roots, options.runs, options.storage_price)
     else:
-        prune(options.folders, options.keep, is_dry=options.dry_run)
+        prune(options.folders, options.keep, is_confirmed=options.yes)
 
 
 if __name__ == "__main__":

@@ -79,7 +79,8 @@ def build_callbacks(
     """
     folder, operations = storage.run, config.operations
     ema, averages = build_averages(config.algorithms.ema, folder, storage.remote)
-    meter = CostMeter(folder, operations, config.plan.price_per_gpu_hour)
+    utilisation = _build_utilisation(config, dataset)
+    meter = CostMeter(folder, operations, config.plan.price_per_gpu_hour, utilisation)
     saver = _build_saver(config, storage)
     max_norm = config.optimizer.max_grad_norm
     interval = config.loggers.utilisation_interval
@@ -87,7 +88,7 @@ def build_callbacks(
     callbacks = [
         # Clocks: what the callbacks below do in an event belongs to the phase that begins with it.
         heartbeat,
-        _build_utilisation(config, dataset),
+        utilisation,
         meter,
         # A wrong loss ends the run before anything else is done in its step. A skipped update is dropped before it is
         # clipped.

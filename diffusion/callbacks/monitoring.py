@@ -205,10 +205,13 @@ class CostMeter(Callback):
         run: the run folder.
         operations: the limits.
         price: dollars per GPU-hour.
+        utilisation: counts the downloads; it comes before this callback.
     """
 
-    def __init__(self, run: Path, operations: OperationsConfig, price: float | None) -> None:
-        self.run, self._operations, self._price = run, operations, price
+    def __init__(
+        self, run: Path, operations: OperationsConfig, price: float | None, utilisation: "Utilisation"
+    ) -> None:
+        self.run, self._operations, self._price, self._utilisation = run, operations, price, utilisation
         self._before: list[StartCosts] = []
         self._furthest = 0
         self._costs: StartCosts | None = None
@@ -298,6 +301,7 @@ class CostMeter(Callback):
         if self._costs is not None and self._file is not None:
             self._add(self._costs, now)
             self._costs.ended = now
+            self._costs.fetched_bytes = self._utilisation.fetched_bytes
             self._file.write(self._costs)
 
 
@@ -326,11 +330,15 @@ class Utilisation(Callback):
         interval: steps between two logs.
         loader: settings of the loader, for the explanation.
         tiers: counts what this rank reads of data with a remote; None for other data.
+
+    Attributes:
+        fetched_bytes: downloads of all nodes in this start, until the end of the last interval.
     """
 
     def __init__(self, interval: int, loader: LoaderSettings, tiers: TierMeter | None = None) -> None:
         self.interval, self.loader, self.tiers = interval, loader, tiers
         self._gpus = GpuMeter() if dist.get_local_rank() == 0 and torch.cuda.is_available() else None
+        self.fetched_bytes = 0
         self._before: Counters | None = None
         self._storage = TierCounts()
         self._changed = self._waited = self._computed = 0.0
@@ -363,6 +371,7 @@ class Utilisation(Callback):
         self._waited = self._computed = 0.0
         metrics = _machine_metrics(usages, gpus) | {"time/data_waiting_share": max(shares)}
         storage = TierCounts(*map(sum, zip(*storages, strict=True)))
+        self.fetched_bytes += storage.fetched_bytes
         if self.tiers is not None:
             metrics["storage/fetched_bytes"] = storage.fetched_bytes
             metrics["storage/fetched_shards"] = storage.fetched_shards
@@ -371,6 +380,10 @@ class Utilisation(Callback):
                 metrics["storage/cache_hit_rate"] = storage.hits / storage.samples
         logger.log_metrics(metrics)
         self._warn(max(shares), usages, storage.fetched_bytes / max(self._before.clock - before.clock, 1e-9))
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Count the downloads since the last interval."""
+        self.fetched_bytes += sum(counts.fetched_bytes for counts in dist.all_gather_object(self._read_storage()))
 
     def _read_storage(self) -> TierCounts:
         """Count since the last call."""

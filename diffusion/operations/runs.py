@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diffusion.checkpointing.find import is_complete
-from diffusion.checkpointing.layout import list_checkpoints, superseded
+from diffusion.checkpointing.layout import list_checkpoints, remove_checkpoint, superseded
+from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoint, RemoteCheckpoints
 from diffusion.checkpointing.resume import FINISHED, PREEMPTED
 from diffusion.config.checks import num_batches
 from diffusion.config.fields import parse_time
@@ -125,32 +126,71 @@ def stop(run: Path, config: Config) -> list[int]:
     return pids
 
 
-def find_superseded(run: Path, config: Config, num_kept: int | None) -> list[Path]:
-    """Find the checkpoints that a run no longer needs; none of a running run, or in an object store.
+# Checkpoints
+
+
+def absolute(run: Path, location: str) -> str:
+    """The absolute form of a location that a run names; of a relative path, from where its supervisor was started."""
+    if is_url(location):
+        return location.rstrip("/")
+    supervisor = read_supervisor(run)
+    return str(Path(supervisor.folder if supervisor is not None else "", Path(location).expanduser()).absolute())
+
+
+def checkpoints_of(run: Path, config: Config) -> str:
+    """The folder or URI of a run's checkpoints."""
+    location = config.trainer.checkpoint_folder
+    return str(run.absolute() / "checkpoints") if location is None else absolute(run, location)
+
+
+def find_superseded(run: Path, config: Config, num_kept: int | None) -> list[Path | RemoteCheckpoint]:
+    """Find the whole checkpoints that a run no longer needs, in a folder or an object store; none of a running run.
+
+    None, too, if their folder is relative, and the run's working directory unknown.
 
     Args:
         run: the run folder.
         config: its configuration.
         num_kept: newest whole checkpoints that stay beside those of `trainer.keep_every`; None is
             `trainer.keep_checkpoints`.
+
+    Raises:
+        UserError: the store cannot be read.
     """
-    settings = config.trainer
+    settings, location = config.trainer, checkpoints_of(run, config)
     num_kept = settings.keep_checkpoints if num_kept is None else num_kept
-    folder = _checkpoint_folder(run, settings.checkpoint_folder)
-    if num_kept < 1 or folder is None or is_running(run, config):
+    if num_kept < 1 or _is_guessed(run, settings.checkpoint_folder) or is_running(run, config):
         return []
     every = None
     if settings.keep_every is not None:
         interval = parse_time(settings.keep_every, "trainer.keep_every")
         every = interval.in_batches(num_batches=num_batches(config), global_batch_size=config.data.global_batch_size)
-    return superseded(list_checkpoints(folder), newest=num_kept, every=every, is_whole=is_complete)
+    if is_url(location):
+        remote = {Path(found.name): found for found in RemoteCheckpoints(location, timeout=READ_TIMEOUT).present()}
+        whole = [path for path, found in remote.items() if found.is_complete]
+        old = superseded(list(remote), newest=num_kept, every=every, is_whole=whole.__contains__)
+        return [remote[path] for path in old if path in whole]
+    old = superseded(list_checkpoints(Path(location)), newest=num_kept, every=every, is_whole=is_complete)
+    return [path for path in old if is_complete(path)]
 
 
-def _checkpoint_folder(run: Path, configured: str | None) -> Path | None:
-    """Return the folder of checkpoints; None for a store, or a relative one if the working directory is unknown."""
-    if configured is None:
-        return run / "checkpoints"
-    supervisor, path = read_supervisor(run), Path(configured).expanduser()
-    if supervisor is not None:
-        path = Path(supervisor.folder, path)
-    return path if path.is_absolute() and not is_url(configured) else None
+def _is_guessed(run: Path, location: str | None) -> bool:
+    """Whether a location is relative to a folder that is not known."""
+    is_relative = location is not None and not (is_url(location) or Path(location).expanduser().is_absolute())
+    return is_relative and read_supervisor(run) is None
+
+
+def num_bytes(checkpoint: Path | RemoteCheckpoint) -> int:
+    """Size of a checkpoint."""
+    if isinstance(checkpoint, RemoteCheckpoint):
+        return sum(file.size for file in checkpoint.files.values())
+    files = checkpoint.iterdir() if checkpoint.is_dir() else [checkpoint]
+    return sum(file.stat().st_size for file in files)
+
+
+def remove(checkpoint: Path | RemoteCheckpoint) -> None:
+    """Remove a checkpoint from its folder or store."""
+    if isinstance(checkpoint, RemoteCheckpoint):
+        RemoteCheckpoints(checkpoint.uri.rpartition("/")[0], timeout=READ_TIMEOUT).remove(checkpoint)
+    else:
+        remove_checkpoint(checkpoint)

@@ -112,22 +112,25 @@ def plan_epoch(config: Config, num_images: int) -> EpochPlan:
     return EpochPlan(streams=plans, num_steps=epoch.num_steps)
 
 
-def absent_streams(config: Config) -> dict[str, str]:
-    """Folders of data that the configuration names and that are not on this machine.
-
-    Returns:
-        By section, a sentence. URLs, locations that are missing (`???`), and data of a plug-in are skipped.
-    """
+def located_streams(config: Config) -> dict[str, list[StreamLocation]]:
+    """The streams of the training and the validation data by key, without those that are missing or of a plug-in."""
     sections = {}
     if config.plugins.train_dataset is None and isinstance(config.data.streams, list):
         sections["data.streams"] = (config.data, config.data.streams)
     if config.validation is not None and (config.validation.streams or "data.streams" in sections):
         sections["validation.streams"] = (config.validation, validation_streams(config.validation, config.data))
+    return {
+        key: locate_streams(section.remote, section.local, streams)
+        for key, (section, streams) in sections.items()
+        if MISSING not in (section.local, section.remote)
+    }
+
+
+def absent_streams(config: Config) -> dict[str, str]:
+    """Folders of data that the configuration names and that are not on this machine: by key, a sentence."""
     absent = {}
-    for key, (section, streams) in sections.items():
-        if MISSING in (section.local, section.remote):
-            continue
-        sources = [location.source for location in locate_streams(section.remote, section.local, streams)]
+    for key, streams in located_streams(config).items():
+        sources = [stream.source for stream in streams]
         if folders := [source for source in sources if not is_url(source) and not Path(source).is_dir()]:
             absent[key] = f"not on this machine: {', '.join(folders)}"
     return absent

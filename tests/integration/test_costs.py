@@ -17,9 +17,11 @@ from diffusion.operations.costs import (
     Kind,
     StartCosts,
     budget_left,
+    project,
     read_costs,
     total,
 )
+from diffusion.operations.inventory import expense_rows, expenses
 
 HOUR = 3600.0
 
@@ -62,6 +64,30 @@ def test_the_budget_is_spent_when_either_limit_is_reached():
     is_left, text = budget_left(starts, max_gpu_hours=9.0, max_dollars=16.0)
     assert not is_left
     assert "$16.00 of $16.00" in text
+
+
+def test_the_use_of_a_budget_is_projected_to_the_last_step():
+    starts = [start(0.0, starting=0.5, training=2.0), start(4 * HOUR, training=1.5)]
+    starts[-1].reached = 250
+    (hours, dollars) = project(starts, 1000, max_gpu_hours=128.0, max_dollars=250.0)
+    assert (hours.used, hours.at_end, hours.last_step) == (32.0, 128.0, 1000)
+    assert (dollars.used, dollars.at_end, dollars.last_step) == (64.0, 256.0, 976)
+    assert "$256.00 of $250.00 (operations.max_dollars) at step 1,000" in str(dollars)
+    starts[-1].reached = 0
+    assert project(starts, 1000, max_gpu_hours=128.0, max_dollars=None) == []
+
+
+def test_gpu_time_storage_and_traffic_have_their_prices():
+    month = 365.25 / 12 * 24 * HOUR
+    starts = [start(0.0, training=1.0), start(month - HOUR, price=None, training=1.0)]
+    starts[0].fetched_bytes, starts[1].fetched_bytes = 2 * 10**12, 5 * 10**11
+    prices = {"gpu_price": 3.0, "storage_price": 20.0, "egress_price": 90.0}
+    found = expenses(starts, 4 * 10**12, **prices)
+    assert [one.dollars for one in found] == pytest.approx([8 * 2 + 8 * 3, 80, 225])
+    assert expense_rows(found, 250, 1000)[-1][2:] == ("345.00", "1,380.00")
+    unknown = expenses(starts, 10**12, gpu_price=None, storage_price=None, egress_price=0.0)
+    assert [one.dollars for one in unknown] == [None, None, 0]
+    assert expense_rows(unknown, 250, 1000)[-1][2:] == ("-", "-")
 
 
 def test_a_row_that_was_cut_off_is_left_out_and_the_next_start_has_its_own(tmp_path):

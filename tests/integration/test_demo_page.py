@@ -11,15 +11,17 @@ from typing import Any
 import gradio
 import numpy as np
 import pytest
+import requests
 from gradio_client import Client
 from gradio_client.exceptions import AppError
 from PIL import Image
 
 from diffusion.config.loading import load_config
-from diffusion.demo_page import build_page, open_page
-from diffusion.errors import MachineError
+from diffusion.demo_page import build_page, open_page, read_login
+from diffusion.errors import ConfigurationError, MachineError
 from diffusion.loading import load_model
 from diffusion.models.build import build_model
+from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.sampling import image_grid
 from tests.tools.devtools import CHROMIUM, Tab
 from tests.tools.training_runs import ROOT
@@ -140,9 +142,13 @@ def test_the_page_shows_what_the_model_generates(tmp_path, server, monkeypatch):
     assert len(visits) == 1
 
 
-def test_what_is_larger_than_the_fields_allow_is_refused():
+@pytest.fixture(scope="module")
+def model() -> LatentDiffusion:
     config = load_config(YAML, [])
-    model = build_model(config.model, config.objective, resolution=config.data.resolution, seed=0).eval()
+    return build_model(config.model, config.objective, resolution=config.data.resolution, seed=0).eval()
+
+
+def test_what_is_larger_than_the_fields_allow_is_refused(model):
     side = model.resolution
     page = build_page({"raw": model}, "a model")
     try:
@@ -157,3 +163,65 @@ def test_what_is_larger_than_the_fields_allow_is_refused():
                 ask(**large)
     finally:
         page.close(verbose=False)
+
+
+def test_a_cap_holds_on_the_server(model, monkeypatch):
+    side, calls = model.resolution, []
+    generate = type(model).generate
+    monkeypatch.setattr(
+        type(model), "generate", lambda *args, **options: calls.append(options) or generate(*args, **options)
+    )
+    page = build_page({"raw": model}, "a model", max_side=side - 8, max_steps=2, max_images=2)
+    try:
+        client = Client(open_page(page, "127.0.0.1", None), verbose=False)
+
+        def ask(**changed: Any) -> Any:
+            values = {"num_steps": 2, "height": side - 8, "width": None, "num_images": 2, "chosen": ["raw"]} | changed
+            return client.predict(
+                PROMPT, "", 5, values["num_steps"], 3, values["height"], values["width"], values["num_images"],
+                values["chosen"], api_name="/generate",
+            )  # fmt: skip
+
+        assert ask()[-1] == "5, 6"
+        ask(chosen=["raw"] * 20)
+        assert [(one["height"], one["width"]) for one in calls] == [(side - 8, side - 8)] * 2, "each model once"
+        for large in ({"height": side}, {"width": side}, {"num_images": 3}, {"num_steps": 3}):
+            with pytest.raises(AppError):
+                ask(**large)
+        assert len(calls) == 2
+    finally:
+        page.close(verbose=False)
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: apt-get install chromium")
+def test_a_login_keeps_others_out(model, tmp_path, capfd, caplog):
+    (tmp_path / "login").write_text("anna:correct horse: battery\n")
+    login = read_login(tmp_path / "login")
+    assert login == ("anna", "correct horse: battery")
+    for wrong in ("anna", "anna:", ":a", "a:b\nc:d"):
+        (tmp_path / "login").write_text(wrong)
+        with pytest.raises(ConfigurationError):
+            read_login(tmp_path / "login")
+    page = build_page({"raw": model}, "a model")
+    try:
+        address = open_page(page, "127.0.0.1", None, login)
+        call = f"{address}gradio_api/call/generate"
+        data = {"data": [PROMPT, "", 5, 1, 3, model.resolution, model.resolution, 1, ["raw"]]}
+        assert requests.post(call, json=data, timeout=300).status_code == 401
+        assert requests.get(f"{address}config", timeout=300).status_code == 401
+        session = requests.Session()
+        for password, code in (("wrong", 400), (login[1], 200)):
+            form = {"username": login[0], "password": password}
+            assert session.post(f"{address}login", data=form, timeout=300).status_code == code
+        assert session.post(call, json=data, timeout=300).status_code == 200
+        with Tab() as tab:
+            tab.open(address, until="document.querySelector('input[type=password]')")
+            assert not tab.value("document.querySelector('#generate')")
+            fill(tab, "label:nth-of-type(1) input:not([type=password]), input[type=text]", login[0])
+            fill(tab, "input[type=password]", login[1])
+            tab.value("[...document.querySelectorAll('button')].find(one => one.innerText.trim() == 'Login').click()")
+            tab.wait("document.querySelector('#generate')")
+    finally:
+        page.close(verbose=False)
+    assert "horse" not in "".join(capfd.readouterr()) + caplog.text

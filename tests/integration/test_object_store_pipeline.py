@@ -9,6 +9,7 @@ from diffusion import storage
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.config.model import Architecture, ModelConfig
 from diffusion.models import load_frozen_parts
+from diffusion.operations.costs import read_costs
 from diffusion.preparation.encoding.encode import encode
 from diffusion.preparation.encoding.models import EncodingModels
 from tests.tools.image_files import tree
@@ -89,4 +90,6 @@ def test_from_images_in_a_store_to_checkpoints_in_one(server, s3_server: S3Serve
     assert sum(row["storage/fetched_shards"] for row in rows) == len(shards)
     assert sum(row["storage/fetched_bytes"] for row in rows) == sum(path.stat().st_size for path in shards)
     assert rows[-1]["storage/read_bytes"] > 0
+    (costs,) = read_costs(tmp_path / "continued")
+    assert costs.fetched_bytes == sum(path.stat().st_size for path in shards)
     assert not any("storage/fetched_bytes" in row for row in read_metrics(tmp_path / "disk" / "metrics.jsonl"))

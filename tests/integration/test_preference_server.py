@@ -1,23 +1,33 @@
 """The real server: killed, asked by strangers, and used in a browser."""
 
 import csv
+import hashlib
 import io
 import random
 import re
+import runpy
+import shutil
+import stat
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
-from itsdangerous import TimestampSigner
+from itsdangerous import Signer, TimestampSigner
 from PIL import Image
 
+from diffusion.errors import ConfigurationError
+from diffusion.evaluation.preference.server import BURST, RateLimit
 from diffusion.evaluation.preference.store import Store
 from tests.tools.devtools import CHROMIUM, Tab
+from tests.tools.forking import free_port
 from tests.tools.preference_studies import MODELS, SCRIPT, serving, write_models
 
 pytestmark = pytest.mark.slow
+
+NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 
 HOSTILE = "<script>document.title='taken'</script>\"'&"
 
@@ -68,15 +78,15 @@ def test_a_killed_server_loses_no_vote_and_counts_none_twice(tmp_path):
 
 def test_strangers_are_turned_away_and_models_stay_hidden(tmp_path):
     models = write_models(tmp_path, prompts=[HOSTILE, "another"])
-    with serving(tmp_path, models, "--token", "k&y", "--pairs", "2") as (address, _):
-        root = address.split("?")[0]
-        assert address.endswith("?token=k%26y")
-        for path in ("", "rate", "?token=wrong"):
+    links: dict[str, str] = {}
+    with serving(tmp_path, models, "--raters", "anna", "bert", "--pairs", "2", links=links) as (root, _):
+        for path in ("", "rate", "?rater=anna", "?rater=<b>"):
             assert requests.get(root + path, timeout=300).status_code == 403
+        assert requests.post(root + "begin", timeout=300).status_code == 403, "nobody becomes a rater without a link"
         session = requests.Session()
-        start = session.get(address, timeout=300)
+        start = session.get(links["anna"], timeout=300)
         assert start.status_code == 200
-        assert "k&y" not in start.url
+        assert "anna" not in start.url
         assert session.get(root + "?rater=<b>", timeout=300).status_code == 403
         pages = [session.post(root + "begin", timeout=300)]
         for _ in range(9):
@@ -92,7 +102,7 @@ def test_strangers_are_turned_away_and_models_stay_hidden(tmp_path):
                 assert image.format == "PNG"
                 assert image.info == {}
             stranger = requests.Session()
-            stranger.get(address, timeout=300)
+            stranger.get(links["bert"], timeout=300)
             assert stranger.get(f"{root}images/{found[1]}/1", timeout=300).status_code == 404
             form = {"presentation": found[1], "quality": "first", "alignment": "first"}
             assert session.post(root + "vote", data={**form, "quality": "x"}, timeout=300).status_code == 400
@@ -110,21 +120,151 @@ def test_nobody_votes_as_somebody_else(tmp_path):
     sites = {}
     with serving(tmp_path, models, "--raters", "anna", "bert", links=sites) as (address, _):
         anna, anna_again = requests.Session(), requests.Session()
+        found = []
         for session in (anna, anna_again):
             assert session.get(sites["anna"], timeout=300).status_code == 200
-            assert "presentation" in session.get(address + "rate", timeout=300).text
-        shown = re.search(r'name="presentation" value="([^"]+)"', anna.get(address + "rate", timeout=300).text)
+            page = session.get(address + "rate", timeout=300).text
+            found.append(re.search(r'name="presentation" value="([^"]+)"', page))
+        shown = found[0]
         assert shown
+        assert found[1] and found[1][1] == shown[1], "a link in a second browser is the same rater"
         form = {"presentation": shown[1], "quality": "first", "alignment": "first"}
         study = Store(tmp_path / "votes.sqlite").study_id
-        for name in ("anna", "anna.", "anna." + sites["bert"].rpartition(".")[2]):
+        signature = sites["anna"].rpartition(".")[2]
+        altered = ("b" if signature[0] == "a" else "a") + signature[1:]
+        another = Signer("another secret", salt="rater", key_derivation="hmac", digest_method=hashlib.sha256)
+        of_bert = sites["bert"].rpartition(".")[2]
+        forged_links = (another.sign("anna").decode(), f"annb.{signature}", f"anna.{altered}", f"anna.{of_bert}")
+        for name in ("anna", "anna.", *forged_links):
             assert requests.get(f"{address}?rater={name}", timeout=300).status_code == 403
         of_anna = anna.cookies[f"study-{study}"]
-        signature = TimestampSigner("another secret", salt="cookie-session", key_derivation="hmac")
-        for cookie in ("anna", signature.sign(of_anna.rsplit(".", 2)[0]).decode()):
+        of_cookie = TimestampSigner("another secret", salt="cookie-session", key_derivation="hmac")
+        for cookie in ("anna", of_cookie.sign(of_anna.rsplit(".", 2)[0]).decode()):
             forged = {"Cookie": f"study-{study}={cookie}"}
-            assert requests.post(address + "vote", data=form, headers=forged, timeout=300).status_code == 404
+            assert requests.post(address + "vote", data=form, headers=forged, timeout=300).status_code == 403
         assert anna.post(address + "vote", data=form, timeout=300).status_code == 200
+        assert anna_again.post(address + "vote", data=form, timeout=300).status_code == 200
+    with serving(tmp_path, models, "--raters", "bert") as (address, _):
+        for name, code in (("anna", 403), ("bert", 200)):  # Anna's link is withdrawn.
+            session = requests.Session()
+            query = sites[name].partition("?")[2]
+            assert session.get(f"{address}?{query}", timeout=300).status_code == code
+    store = Store(tmp_path / "votes.sqlite")
+    assert list(store.votes()["rater"]) == ["anna"]
+    secret = tmp_path / "votes.sqlite.secret"
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    assert secret.read_bytes() not in (tmp_path / "votes.sqlite").read_bytes(), "the votes may be passed on"
+    assert store.read_secret() == secret.read_text(), "links outlive the server"
+    secret.chmod(0o644)
+    with pytest.raises(ConfigurationError, match="chmod"):
+        store.read_secret()
+
+
+def test_too_many_requests_of_a_rater_are_refused_and_others_are_answered(tmp_path):
+    models = write_models(tmp_path, size=8)
+    links: dict[str, str] = {}
+    with serving(tmp_path, models, "--raters", "anna", "bert", links=links) as (address, _):
+        anna, bert = requests.Session(), requests.Session()
+        for session, name in ((anna, "anna"), (bert, "bert")):
+            assert session.get(links[name], timeout=300).status_code == 200
+        answers = [anna.get(address + "web/icon.svg", timeout=300)]
+        while answers[-1].status_code == 200 and len(answers) < 10 * BURST:
+            answers.append(anna.get(address + "web/icon.svg", timeout=300))
+        assert answers[-1].status_code == 429
+        assert len(answers) >= BURST - 5
+        assert int(answers[-1].headers["Retry-After"]) >= 1
+        assert bert.get(address + "rate", timeout=300).status_code == 200
+        codes = [403]
+        while codes[-1] == 403 and len(codes) < 10 * BURST:
+            codes.append(requests.get(f"{address}?rater=forged", timeout=300).status_code)
+        assert codes[-1] == 429
+        assert bert.get(address + "rate", timeout=300).status_code == 200
+        time.sleep(1)
+        assert anna.get(address + "rate", timeout=300).status_code == 200
+
+
+def test_requests_come_back_at_a_rate():
+    now = [0.0]
+    limit = RateLimit(2.0, 4, clock=lambda: now[0])
+    assert [limit.take("a") for _ in range(5)] == [0, 0, 0, 0, 0.5]
+    assert limit.take("b") == 0
+    now[0] = 0.5
+    assert [limit.take("a"), limit.take("a")] == [0, 0.5]
+    now[0] = 100.0
+    assert [limit.take("a") for _ in range(5)] == [0, 0, 0, 0, 0.5]
+
+
+def test_behind_a_proxy_its_word_is_taken_and_the_cookie_goes_through_tls_only(tmp_path):
+    models = write_models(tmp_path, size=8)
+    links: dict[str, str] = {}
+    options = ["--raters", "anna", "--public-url", "https://study.example.org"]
+    with serving(tmp_path, models, *options, links=links) as (address, _):
+        path = links["anna"].removeprefix("https://study.example.org/")
+        through = {"Host": "study.example.org", "X-Forwarded-Proto": "https", "X-Forwarded-For": "192.0.2.1"}
+        answer = requests.get(address + path, headers=through, timeout=300, allow_redirects=False)
+        assert answer.status_code == 303
+        flags = {part.strip() for part in answer.headers["Set-Cookie"].split(";")}
+        assert flags >= {"Secure", "HttpOnly", "SameSite=Lax"}
+        assert requests.get(address + path, timeout=300, allow_redirects=False).status_code == 400, "another host name"
+        codes = []
+        while len(codes) < 10 * BURST and 429 not in codes:
+            codes.append(requests.get(address, headers=through, timeout=300).status_code)
+        assert codes[-1] == 429
+        elsewhere = through | {"X-Forwarded-For": "192.0.2.2"}
+        assert requests.get(address, headers=elsewhere, timeout=300).status_code == 403, "another visitor's limit"
+    with serving(tmp_path, models, "--raters", "anna", links=links) as (address, _):
+        answer = requests.get(links["anna"], headers={"X-Forwarded-Proto": "https"}, timeout=300, allow_redirects=False)
+        assert "Secure" not in answer.headers["Set-Cookie"]
+
+
+def test_a_page_that_others_can_reach_needs_personal_links(tmp_path, monkeypatch):
+    models = write_models(tmp_path, size=8)
+    start = ["serve", *models, "--prompts", str(tmp_path / "prompts.txt"), "--votes", str(tmp_path / "votes.sqlite")]
+    main = runpy.run_path(str(SCRIPT))["main"]
+    for options in (["--host", "0.0.0.0"], ["--public-url", "https://a"], ["--raters", "a", "--public-url", "a/b"]):
+        monkeypatch.setattr(sys, "argv", ["preference.py", *start, *options])
+        with pytest.raises(ConfigurationError):
+            main()
+    assert not (tmp_path / "votes.sqlite").exists()
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: apt-get install chromium")
+@pytest.mark.skipif(NGINX is None, reason="needs nginx: apt-get install nginx")
+def test_the_proxy_of_the_guide_serves_the_page_by_tls(tmp_path):
+    guide = (SCRIPT.parents[1] / "docs/preference.md").read_text(encoding="utf-8")
+    block = guide.partition("```nginx\n")[2].partition("```")[0]
+    models = write_models(tmp_path, size=8)
+    port, tls_port = free_port(), free_port()
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=study.example.org"]
+    make += ["-keyout", str(tmp_path / "privkey.pem"), "-out", str(tmp_path / "fullchain.pem")]
+    subprocess.run(make, check=True, capture_output=True)
+    block = block.replace("/etc/letsencrypt/live/study.example.org", str(tmp_path))
+    block = block.replace("443", str(tls_port)).replace("127.0.0.1:8000", f"127.0.0.1:{port}")
+    folders = "".join(f"{name}_temp_path {tmp_path}/{name};" for name in ("client_body", "proxy", "fastcgi", "uwsgi"))
+    http = f"http {{ access_log off; {folders} scgi_temp_path {tmp_path}/scgi; {block} }}"
+    configuration = tmp_path / "nginx.conf"
+    configuration.write_text(f"daemon off; pid {tmp_path}/pid; error_log {tmp_path}/log; events {{}} {http}")
+    links: dict[str, str] = {}
+    url = f"https://study.example.org:{tls_port}"
+    options = ["--port", str(port), "--pairs", "1", "--repeats", "0", "--checks", "0"]
+    options += ["--raters", "anna", "--public-url", url]
+    flags = ["--ignore-certificate-errors", "--host-resolver-rules=MAP study.example.org 127.0.0.1"]
+    proxy = subprocess.Popen([str(NGINX), "-c", str(configuration), "-p", str(tmp_path)])
+    try:
+        with serving(tmp_path, models, *options, links=links), Tab(1280, 800, *flags) as tab:
+            assert proxy.poll() is None, (tmp_path / "log").read_text()
+            tab.open(links["anna"], "document.querySelector('button.next')")
+            (cookie,) = tab.call("Network.getCookies")["cookies"]
+            assert cookie["secure"] and cookie["httpOnly"]
+            tab.click("button.next")
+            tab.wait("document.body.dataset.ready == 'true'")
+            for key in ("1", "2", "Enter"):
+                tab.key(key)
+            tab.wait("document.querySelector('#finished')")
+    finally:
+        proxy.terminate()
+        proxy.wait(60)
     votes = Store(tmp_path / "votes.sqlite").votes()
     assert list(votes["rater"]) == ["anna"]
 

@@ -80,6 +80,9 @@ def test_logs_storage_of_the_interval(monkeypatch):
     metrics = run_interval(callback, monkeypatch)
     second = {"fetched_bytes": 0, "fetched_shards": 0, "read_bytes": 1600, "cache_hit_rate": 1.0}
     assert {name: metrics[f"storage/{name}"] for name in second} == second
+    tiers.add(TierCounts(samples=8, fetched_shards=1, fetched_bytes=30))
+    callback.fit_end(state_at(3), Log())  # pyright: ignore[reportArgumentType]
+    assert callback.fetched_bytes == 430
 
 
 def test_logs_gpus_where_there_are_some(monkeypatch):

@@ -25,14 +25,20 @@ class PageReplacedError(Exception):
 class Tab:
     """One page; a context manager."""
 
-    def __init__(self, width: int = 1280, height: int = 800, timeout: float = 180.0) -> None:
-        self._size = (width, height)
+    def __init__(self, width: int = 1280, height: int = 800, *options: str, timeout: float = 180.0) -> None:
+        self._size, self._options = (width, height), options
         self._timeout = timeout
         self._number = 0
 
     def __enter__(self) -> "Tab":
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        command = [str(CHROMIUM), *_OPTIONS, f"--user-data-dir={self._folder.name}", "--remote-debugging-port=0"]
+        command = [
+            str(CHROMIUM),
+            *_OPTIONS,
+            *self._options,
+            f"--user-data-dir={self._folder.name}",
+            "--remote-debugging-port=0",
+        ]
         self._process = subprocess.Popen(
             [*command, "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )

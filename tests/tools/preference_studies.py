@@ -103,9 +103,9 @@ def serving(root: Path, models: list[str], *options: str, links: dict[str, str] 
         try:
             assert process.stdout is not None
             for line in process.stdout:
-                if (found := re.search(r"link for (\w+): (http://\S+)", line)) and links is not None:
+                if (found := re.search(r"link for (\w+): (https?://\S+)", line)) and links is not None:
                     links[found[1]] = found[2]
-                if found := re.search(r"link for raters: (http://\S+)", line):
+                if found := re.search(r"listening on (http://\S+)", line):
                     yield found[1], process
                     break
             else:

@@ -1,24 +1,34 @@
 """The web server of a study: two images for one prompt, and which of them is better.
 
-A link may carry `?token=` and `?rater=` (`personal_name`); both move into the session, a signed cookie.
+A personal link carries `?rater=` (`signed_name`): the name of a rater and its signature. The name moves into the
+session, a signed cookie. So a link is one rater, in whichever browser it is opened.
 """
 
-import hmac
+import hashlib
+import math
 import secrets
 import socket
+import threading
+import time
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 from flask import Flask, Response, abort, redirect, render_template, request, session
 from flask.typing import ResponseReturnValue
 from itsdangerous import BadSignature, Signer
 from waitress.server import create_server
+from werkzeug.exceptions import SecurityError
 
 from diffusion.errors import MachineError
 from diffusion.evaluation.preference.images import ImageSet, check_image, served_image
 from diffusion.evaluation.preference.store import ANSWERS, QUESTIONS, Presentation, Store, generator
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+REQUESTS_PER_SECOND, BURST = 10.0, 200
+"""Requests of a rater, or of an address without one, in the long run and at once. A screen takes four to seven."""
 
 _SECURITY = {
     "Content-Security-Policy": "default-src 'none'; img-src 'self'; style-src 'self'; script-src 'self'; "
@@ -31,15 +41,56 @@ app = Flask(__name__, template_folder="web", static_folder="web", static_url_pat
 app.jinja_env.trim_blocks = app.jinja_env.lstrip_blocks = True
 
 
-def open_server(store: Store, images: ImageSet, *, token: str | None, host: str, port: int) -> tuple[Any, int]:
+class RateLimit:
+    """Token buckets in memory: each key has `burst` requests, which come back at a rate.
+
+    Args:
+        per_second: the rate.
+        burst: requests at once.
+        clock: seconds.
+    """
+
+    def __init__(self, per_second: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.per_second, self.burst, self._clock = per_second, burst, clock
+        self._lock = threading.Lock()
+        self._full_at: dict[str, float] = {}
+        """Time at which the bucket of a key is full again; those of other keys are full."""
+
+    def take(self, key: str) -> float:
+        """Take a request; return 0, or the seconds until the next one is allowed if there is none."""
+        now = self._clock()
+        with self._lock:
+            full_at = max(self._full_at.get(key, now), now) + 1 / self.per_second
+            if (excess := full_at - now - self.burst / self.per_second) > 1e-9:
+                return excess
+            if key not in self._full_at:  # Memory is that of the keys of the last seconds.
+                self._full_at = {one: end for one, end in self._full_at.items() if end > now}
+            self._full_at[key] = full_at
+            return 0.0
+
+
+def open_server(
+    store: Store,
+    images: ImageSet,
+    *,
+    secret: str,
+    raters: Collection[str],
+    host: str,
+    port: int,
+    public_url: str | None = None,
+) -> tuple[Any, int]:
     """Open the port; `run()` of the server answers requests.
 
     Args:
         store: the study.
         images: its images.
-        token: required of every visitor; None: only requests to loopback names are answered.
-        host: address to listen on.
+        secret: signs links and cookies.
+        raters: names whose links are answered; none: anybody becomes a rater.
+        host: address to listen on. On a loopback address only requests to loopback names, or to that of `public_url`,
+            are answered.
         port: 0: a free one.
+        public_url: address under which a proxy on this machine serves the page. Its word for the visitor's address and
+            scheme is taken; with https, cookies are sent through TLS only.
 
     Returns:
         The server, and its port.
@@ -47,15 +98,19 @@ def open_server(store: Store, images: ImageSet, *, token: str | None, host: str,
     Raises:
         MachineError: the port is not available.
     """
+    url = urlsplit(public_url or "")
+    trusted = ["127.0.0.1", "localhost", "[::1]"] if host in LOOPBACK else None
     app.config.update(
         STORE=store,
         IMAGES=images,
-        TOKEN=token,
-        TRUSTED_HOSTS=["127.0.0.1", "localhost", "[::1]"] if token is None else None,
+        RATERS=frozenset(raters),
+        LIMIT=RateLimit(REQUESTS_PER_SECOND, BURST),
+        TRUSTED_HOSTS=[url.hostname] if url.hostname else trusted,
         MAX_CONTENT_LENGTH=16_384,
-        SECRET_KEY=store.secret,
+        SECRET_KEY=secret,
         SESSION_COOKIE_NAME=f"study-{store.study_id}",  # Cookies are shared by all ports of a host.
         SESSION_COOKIE_SAMESITE="Lax",
+        SESSION_COOKIE_SECURE=url.scheme == "https",
         PERMANENT_SESSION_LIFETIME=timedelta(days=365),
     )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -63,12 +118,22 @@ def open_server(store: Store, images: ImageSet, *, token: str | None, host: str,
         listener = socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
         raise MachineError(f"--host {host} --port {port}: not available: {error}") from error
-    return create_server(app, sockets=[listener], threads=8, ident=None), listener.getsockname()[1]
+    proxy = {
+        "trusted_proxy": "127.0.0.1",
+        "trusted_proxy_headers": {"x-forwarded-for", "x-forwarded-proto"},
+        "clear_untrusted_proxy_headers": True,
+    }
+    server = create_server(app, sockets=[listener], threads=8, ident=None, **(proxy if public_url else {}))
+    return server, listener.getsockname()[1]
 
 
-def personal_name(store: Store, rater: str) -> str:
-    """Name of a rater with a signature of this study, for a link."""
-    return Signer(store.secret).sign(rater).decode()
+def signed_name(secret: str, rater: str) -> str:
+    """Name of a rater with its signature, for a link."""
+    return _signer(secret).sign(rater).decode()
+
+
+def _signer(secret: str) -> Signer:
+    return Signer(secret, salt="rater", key_derivation="hmac", digest_method=hashlib.sha256)
 
 
 def _store() -> Store:
@@ -85,20 +150,29 @@ def _presentation(identifier: str) -> Presentation:
 
 @app.before_request
 def admit() -> ResponseReturnValue | None:
-    """Reject visitors without the token; move token and rater of a link into the session."""
-    token = app.config["TOKEN"]
-    if token is not None and request.endpoint != "static":
-        given = request.args.get("token", session.get("token", ""))
-        if not hmac.compare_digest(given.encode(), token.encode()):
-            return render_template("closed.html"), 403
-        session["token"] = token
-    session.permanent = True
+    """Reject what is too much, and visitors without a link; move the rater of a link into the session."""
+    if isinstance(request.routing_exception, SecurityError):
+        raise request.routing_exception  # Another host name: Flask would raise it after this function.
+    rater = session.get("rater")
+    seconds = app.config["LIMIT"].take(f"address {request.remote_addr}" if rater is None else f"rater {rater}")
+    if seconds:
+        return "too many requests: wait a little", 429, {"Retry-After": str(math.ceil(seconds))}
     if "rater" in request.args:
         try:
-            session["rater"] = Signer(_store().secret).unsign(request.args["rater"]).decode()
+            name = _signer(app.config["SECRET_KEY"]).unsign(request.args["rater"]).decode()
         except BadSignature:
-            abort(403, "this is no personal link of this study")
-    return redirect("/", 303) if {"token", "rater"} & request.args.keys() else None
+            return render_template("closed.html"), 403
+        _sign_in(name)
+        return redirect("/", 303)
+    raters = app.config["RATERS"]
+    if raters and rater not in raters and request.endpoint != "static":
+        return render_template("closed.html"), 403
+    return None
+
+
+def _sign_in(rater: str) -> None:
+    """Remember a rater in this browser."""
+    session["rater"], session.permanent = rater, True
 
 
 @app.after_request
@@ -119,7 +193,8 @@ def start() -> str:
 @app.post("/begin")
 def begin() -> ResponseReturnValue:
     """Make a new visitor a rater."""
-    session.setdefault("rater", secrets.token_urlsafe(16))
+    if "rater" not in session:
+        _sign_in(secrets.token_urlsafe(16))
     return redirect("/rate", 303)
 
 

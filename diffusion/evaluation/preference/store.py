@@ -128,9 +128,6 @@ class Store:
             raise ConfigurationError(f"{path}: not a file of votes of format {_FORMAT}: {error}") from error
         self.models: tuple[str, ...] = tuple(json.loads(study[1]))
         self.settings = Settings(**json.loads(study[2]))
-        execute("CREATE TABLE IF NOT EXISTS secret (only INTEGER PRIMARY KEY CHECK (only = 0), key TEXT)")
-        execute("INSERT OR IGNORE INTO secret VALUES (0, ?)", (secrets.token_hex(32),))
-        self.secret: str = execute("SELECT key FROM secret").fetchone()[0]
         self._num_pairs = min(self.settings.num_pairs, execute("SELECT COUNT(*) FROM pairs").fetchone()[0])
 
     @classmethod
@@ -164,6 +161,24 @@ class Store:
             changed = [image for image, a, b in zip(item.images, json.loads(row[2]), new, strict=True) if a != b]
             if changed:
                 raise DataError(f"{changed[0]}: changed since the study of {self.path} began")
+
+    def read_secret(self) -> str:
+        """The secret that signs links and cookies, in a file of its own beside the votes, which may be passed on.
+
+        It is made when there is none; links that another one has signed are no longer answered then.
+
+        Raises:
+            ConfigurationError: others than its owner may read it, or it is empty.
+        """
+        path = self.path.with_name(f"{self.path.name}.secret")
+        if not path.exists():
+            with atomic_path(path, partial=unique_partial(path), exist_ok=False) as partial:
+                partial.touch(mode=0o600)
+                partial.write_text(secrets.token_hex(32))
+        secret = path.read_text(encoding="utf-8").strip()
+        if not secret or path.stat().st_mode & 0o077:
+            raise ConfigurationError(f"{path} must hold a secret that only you can read: chmod 600, or remove it")
+        return secret
 
     def close(self) -> None:
         """Close the file."""

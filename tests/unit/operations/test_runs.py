@@ -175,8 +175,23 @@ def test_old_checkpoints_go_and_those_of_a_run_at_work_stay(tmp_path):
     assert find_superseded(run, config, num_kept=1) == []
     shutil.rmtree(run / "heartbeats")
     assert [path.name for path in find_superseded(run, config, num_kept=1)] == ["ep0-ba2.pt", "ep0-ba6.pt"]
-    script().prune([tmp_path], 1, is_dry=False)
+    names = ["ep0-ba2.pt", "ep0-ba4.pt", "ep0-ba6.pt", "ep0-ba8.pt", "ep0-ba10.pt"]
+    script().prune([tmp_path], 1, is_confirmed=False)
+    assert [path.name for path in list_checkpoints(run / "checkpoints")] == names
+    script().prune([tmp_path], 1, is_confirmed=True)
     assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["ep0-ba4.pt", "ep0-ba8.pt", "ep0-ba10.pt"]
+
+
+def test_a_checkpoint_stays_that_is_half_written_or_with_which_another_run_began(tmp_path):
+    folder = tmp_path / "a/checkpoints"
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", f"init_from.checkpoint={folder / 'ep0-ba4.pt'}")
+    folder.mkdir()
+    for step in (2, 4, 8):
+        write_file(folder / f"ep0-ba{step}.pt", {"state": {"x": torch.zeros(8)}})
+    (folder / "ep0-ba6.pt").write_bytes(b"being written")
+    script().prune([tmp_path], 1, is_confirmed=True)
+    assert [path.name for path in list_checkpoints(folder)] == ["ep0-ba4.pt", "ep0-ba6.pt", "ep0-ba8.pt"]
 
 
 def test_a_relative_checkpoint_folder_is_that_of_the_folder_in_which_the_run_was_started(tmp_path, monkeypatch):
@@ -199,7 +214,7 @@ def test_a_run_that_cannot_be_read_is_named_and_the_others_are_pruned(tmp_path, 
     (tmp_path / "b/checkpoints").mkdir()
     for step in (2, 4):
         write_file(tmp_path / f"b/checkpoints/ep0-ba{step}.pt", {"state": {"x": torch.zeros(8)}})
-    script().prune([tmp_path], 1, is_dry=True)
+    script().prune([tmp_path], 1, is_confirmed=False)
     output = capsys.readouterr().out
     assert f"{tmp_path}/a  is skipped: " in output
     assert f"{tmp_path}/b/checkpoints/ep0-ba2.pt\n" in output

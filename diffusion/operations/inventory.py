@@ -1,0 +1,289 @@
+"""What is stored below folders and in object stores, by which runs it is used, and what it costs."""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path, PurePosixPath
+
+from tqdm import tqdm
+
+from diffusion import storage
+from diffusion.checkpointing.find import checkpoint_folder
+from diffusion.checkpointing.layout import batch_of
+from diffusion.config.fields import size_text
+from diffusion.config.schema import Config
+from diffusion.datasets.cache import LOCKS
+from diffusion.datasets.encoded import ENCODED
+from diffusion.datasets.manifest import MANIFEST, SCAN, WORK, PreparedManifest
+from diffusion.errors import ConfigurationError
+from diffusion.operations.costs import StartCosts
+from diffusion.operations.runs import absolute, checkpoints_of
+from diffusion.planning.fleets import DAYS_PER_MONTH
+from diffusion.planning.plan import SECONDS_PER_DAY
+from diffusion.planning.storage import located_streams
+from diffusion.storage import Access, StoredFile, is_url, join
+
+_MANY_USERS = 3
+"""Users of an item that are named."""
+
+
+class Kind(str, Enum):
+    """What an item is."""
+
+    prepared = "prepared data"
+    encoded = "encoded data"
+    unfinished = "unfinished data"
+    """A preparation or encoding that has not ended: it has no manifest."""
+
+    checkpoints = "checkpoints"
+    cache = "cache"
+    """Shards of data with a remote."""
+
+    other = "other files"
+
+
+@dataclass(kw_only=True)
+class Item:
+    """A data set, the checkpoints of a run, a cache, or the other files below a root."""
+
+    uri: str
+    kind: Kind
+    num_files: int = 0
+    num_bytes: int = 0
+    written: float | None = None
+    """Time of the newest file, in seconds since 1970; None where the store does not say."""
+
+    digest: str | None = None
+    """SHA-256 of the manifest."""
+
+    source: str | None = None
+    """SHA-256 of the manifest of the prepared data that encoded data was made from."""
+
+    users: list[str] = field(default_factory=list)
+    """Runs, evaluations, and encoded data made from it."""
+
+    def add(self, file: StoredFile) -> None:
+        """Count a file."""
+        self.num_files += 1
+        self.num_bytes += file.size
+        if file.time is not None:
+            self.written = max(self.written or 0.0, file.time)
+
+
+def find_items(root: str) -> list[Item]:
+    """Find what lies below a folder or `s3://bucket/prefix`, by one listing and the manifests.
+
+    A file belongs to the innermost item around it. So the sizes add up to that of the root.
+
+    Raises:
+        ConfigurationError: nothing is there.
+        UserError: the store cannot be read.
+    """
+    kinds: dict[PurePosixPath, Kind] = {PurePosixPath(): Kind.other}
+    manifests: set[PurePosixPath] = set()
+    folders: dict[PurePosixPath, Item] = {}
+    for name, file in list_below(root):
+        path = PurePosixPath(name)
+        kinds |= _kinds_around(path)
+        if path.name == MANIFEST:
+            manifests.add(path.parent)
+        folders.setdefault(path.parent, Item(uri="", kind=Kind.other)).add(file)
+    if not folders:
+        raise ConfigurationError(f"{root} holds no files: correct the path, or S3_ENDPOINT_URL")
+    items = {path: Item(uri=join(root, *path.parts), kind=kind) for path, kind in kinds.items()}
+    items |= {path: item for path in manifests if (item := _read_data_set(join(root, *path.parts))) is not None}
+    for path, files in folders.items():
+        item = next(items[one] for one in (path, *path.parents) if one in items)
+        item.num_files += files.num_files
+        item.num_bytes += files.num_bytes
+        item.written = max(filter(None, (item.written, files.written)), default=None)
+    return [item for _, item in sorted(items.items()) if item.num_files]
+
+
+def list_below(root: str, access: Access | None = None) -> Iterator[tuple[str, StoredFile]]:
+    """List the files below a root by their names below it; none if there is no such folder."""
+    base = root.rstrip("/") + "/"
+    for file in tqdm(storage.iterate_files(root, access), desc=root, unit=" files", disable=None, leave=False):
+        yield file.uri.removeprefix(base), file
+
+
+def _kinds_around(file: PurePosixPath) -> dict[PurePosixPath, Kind]:
+    """The items that a file shows to be there, by their path."""
+    found: dict[PurePosixPath, Kind] = {}
+    for part, folder in zip(reversed(file.parts), file.parents, strict=True):
+        if batch_of(Path(part)) >= 0:
+            found[folder] = Kind.checkpoints
+        elif part == LOCKS:  # In the folder of each stream: those of a data set are one cache.
+            found[folder.parent] = Kind.cache
+        elif part in (WORK, SCAN):
+            found[folder] = Kind.unfinished
+    return found
+
+
+def _read_data_set(uri: str) -> Item | None:
+    """Read of which kind a data set is; None if the manifest is none of this package."""
+    content = storage.read(join(uri, MANIFEST))
+    try:
+        manifest = json.loads(content)
+        kind = {PreparedManifest.KIND: Kind.prepared, ENCODED: Kind.encoded}[manifest["kind"]]
+    except (ValueError, KeyError, TypeError):
+        return None
+    source = manifest.get("source") if kind is Kind.encoded else None
+    return Item(uri=uri, kind=kind, digest=hashlib.sha256(content).hexdigest(), source=source)
+
+
+# Use
+
+
+def read_uses(run: Path, config: Config) -> list[str]:
+    """The locations that a run reads or writes: streams, their caches, checkpoints, initial weights."""
+    uses = [checkpoints_of(run, config)]
+    for streams in located_streams(config).values():
+        for stream in streams:
+            uses += [absolute(run, stream.local), *([stream.remote] if stream.remote else [])]
+    if config.init_from is not None:
+        uses += locations_of_model(absolute(run, config.init_from.checkpoint))
+    return uses
+
+
+def locations_of_model(location: str) -> list[str]:
+    """The location of a model and, if it is a run folder or a checkpoint named below one, the run's checkpoints."""
+    runs = [] if is_url(location) else [Path(location), Path(location).parent]
+    return [location, *(checkpoint_folder(run) or str(run / "checkpoints") for run in runs if _is_run(run))]
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.yaml").is_file()
+
+
+def assign_users(items: Sequence[Item], uses: Mapping[str, Iterable[str]]) -> None:
+    """Set the users of items.
+
+    Args:
+        items: of all roots.
+        uses: locations by user.
+    """
+    for item in items:
+        if item.kind is Kind.other:
+            continue
+        item.users = [user for user, locations in uses.items() if any(_overlap(item.uri, one) for one in locations)]
+        item.users += [other.uri for other in items if other.source is not None and other.source == item.digest]
+
+
+def _overlap(a: str, b: str) -> bool:
+    """Whether one of two locations is the other, or lies within it."""
+    a, b = (one.rstrip("/") + "/" if is_url(one) else f"{Path(one).expanduser().absolute()}/" for one in (a, b))
+    return a.startswith(b) or b.startswith(a)
+
+
+def inventory_rows(items: Sequence[Item], storage_price: float | None) -> list[tuple[str, ...]]:
+    """Rows of a table of items, with their sum.
+
+    Args:
+        items: users assigned.
+        storage_price: dollars per TB and month; None: unknown.
+    """
+
+    def amounts(files: int, size: int) -> tuple[str, str, str]:
+        dollars = "-" if storage_price is None else f"{size / 1e12 * storage_price:,.2f}"
+        return f"{files:,}", size_text(size), dollars
+
+    rows: list[tuple[str, ...]] = [
+        ("location", "content", "files", "size", "dollars a month", "days old", "used by"),
+    ]
+    for item in items:
+        days = "-" if item.written is None else f"{max(0.0, time.time() - item.written) / SECONDS_PER_DAY:,.1f}"
+        users = ", ".join(item.users[:_MANY_USERS]) or "-"
+        if len(item.users) > _MANY_USERS:
+            users += f" and {len(item.users) - _MANY_USERS} more"
+        rows.append((item.uri, item.kind.value, *amounts(item.num_files, item.num_bytes), days, users))
+    sums = amounts(sum(item.num_files for item in items), sum(item.num_bytes for item in items))
+    return [*rows, ("sum", "", *sums, "", "")]
+
+
+# One run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expense:
+    """What a run has used, and its price."""
+
+    name: str
+    amount: str
+    dollars: float | None
+    """None without a price."""
+
+
+def stored_bytes(run: Path, config: Config) -> tuple[int, list[str]]:
+    """Bytes of a run's checkpoints and streams that are stored now, and the folders that are not on this machine."""
+    places = {checkpoints_of(run, config): Access()}
+    for streams in located_streams(config).values():
+        places |= {absolute(run, stream.source): stream.access for stream in streams}
+    absent = [place for place in places if not is_url(place) and not Path(place).is_dir()]
+    sizes = [
+        file.size for place, access in places.items() if place not in absent for _, file in list_below(place, access)
+    ]
+    return sum(sizes), absent
+
+
+def expenses(
+    starts: Sequence[StartCosts],
+    num_bytes: int,
+    *,
+    gpu_price: float | None,
+    storage_price: float | None,
+    egress_price: float | None,
+) -> list[Expense]:
+    """GPU time, storage and traffic of a run so far.
+
+    Args:
+        starts: of the run, at least one.
+        num_bytes: what is stored, from the first start to the last update.
+        gpu_price: dollars per GPU-hour of starts without a price.
+        storage_price: dollars per TB and month.
+        egress_price: dollars per TB read from the store.
+    """
+    hours = [start.gpu_hours for start in starts]
+    gpu_prices = [gpu_price if start.price is None else start.price for start in starts]
+    fetched_bytes = sum(start.fetched_bytes for start in starts)
+    days = (starts[-1].ended - starts[0].began) / SECONDS_PER_DAY
+    months = days / DAYS_PER_MONTH
+    return [
+        Expense(
+            name="GPU time",
+            amount=f"{sum(hours):,.2f} GPU-hours",
+            dollars=sum_known(
+                None if price is None else price * one for price, one in zip(gpu_prices, hours, strict=True)
+            ),
+        ),
+        Expense(
+            name="storage",
+            amount=f"{size_text(num_bytes)} for {days:,.1f} days",
+            dollars=None if storage_price is None else num_bytes / 1e12 * months * storage_price,
+        ),
+        Expense(
+            name="traffic",
+            amount=f"{size_text(fetched_bytes)} read",
+            dollars=None if egress_price is None else fetched_bytes / 1e12 * egress_price,
+        ),
+    ]
+
+
+def sum_known(values: Iterable[float | None]) -> float | None:
+    """Sum; None if a value is unknown."""
+    known = list(values)
+    return None if None in known else sum(value or 0.0 for value in known)
+
+
+def expense_rows(found: Sequence[Expense], step: int, num_steps: int) -> list[tuple[str, ...]]:
+    """Rows of a table of expenses, with their sums, now and at this rate at the last step."""
+    rows = [("", "so far", "dollars", f"dollars at step {num_steps:,}")]
+    total = Expense(name="sum", amount="", dollars=sum_known(one.dollars for one in found))
+    for one in [*found, total]:
+        now = "-" if one.dollars is None else f"{one.dollars:,.2f}"
+        end = "-" if one.dollars is None or not step else f"{one.dollars * num_steps / step:,.2f}"
+        rows.append((one.name, one.amount, now, end))
+    return rows
