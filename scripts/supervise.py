@@ -82,6 +82,7 @@ def main() -> None:
     from diffusion.operations.events import EventLog
     from diffusion.operations.heartbeats import heartbeat_folder
     from diffusion.operations.hosts import HostedJob
+    from diffusion.operations.metrics import read_run_metrics, served
     from diffusion.operations.supervisor import Supervisor, split_command
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s supervisor: %(message)s")
@@ -92,10 +93,11 @@ def main() -> None:
         raise ConfigurationError("--grow-after needs the check of hosts: set operations.supervision.check_timeout")
     events = EventLog(run, webhook_address(settings.webhook_variable))
     job = HostedJob(options.command, [yaml, *overrides], fleet, config.data, settings.check_timeout, events)
+    heartbeats = heartbeat_folder(config, run)
     supervisor = Supervisor(
         job.start,
         run,
-        heartbeat_folder(config, run),
+        heartbeats,
         settings,
         events,
         arguments=sys.argv[1:],
@@ -103,7 +105,8 @@ def main() -> None:
         growth=None if options.grow_after is None else (job.could_grow, options.grow_after),
     )
     supervisor.listen()
-    raise SystemExit(supervisor.run())
+    with served(settings.prometheus, lambda: {run.name: read_run_metrics(run, heartbeats)}):
+        raise SystemExit(supervisor.run())
 
 
 def webhook_address(variable: str | None) -> str | None:

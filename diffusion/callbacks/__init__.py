@@ -16,6 +16,7 @@ from diffusion.callbacks.loggers import ProgressLines, TensorBoardLogger, WandB
 from diffusion.callbacks.metrics_file import MetricsFile, StartsFile
 from diffusion.callbacks.monitoring import CostMeter, Heartbeat, Utilisation
 from diffusion.callbacks.preemption import SaveOnPreemption
+from diffusion.callbacks.prometheus import PrometheusLogger
 from diffusion.callbacks.samples import SampleGrids
 from diffusion.callbacks.saving import RunRecord, SaveCheckpoints, model_record
 from diffusion.callbacks.step import AccumulateLocally, ClipGradients, CollectiveTimeout, DataPosition, StepAddress
@@ -34,6 +35,7 @@ from diffusion.models import fast
 from diffusion.models.autoencoder import AutoencoderTraining
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.operations.checks.machine import num_cores
+from diffusion.operations.heartbeats import heartbeat_folder
 from diffusion.operations.utilisation import LoaderSettings
 from diffusion.plugins import build_plugins
 from diffusion.trainer import HostSpeedMonitor
@@ -45,7 +47,7 @@ def build_loggers(config: Config, folder: Path) -> list[LoggerDestination]:
     Raises:
         ConfigurationError: a plug-in cannot be imported or built.
     """
-    settings = config.loggers
+    settings, endpoint = config.loggers, config.loggers.prometheus
     metrics = MetricsFile(folder / "metrics.jsonl") if settings.file else None
     loggers = [
         metrics,
@@ -53,6 +55,7 @@ def build_loggers(config: Config, folder: Path) -> list[LoggerDestination]:
         StartsFile(folder, metrics),
         TensorBoardLogger(folder / "tensorboard") if settings.tensorboard else None,
         WandB(folder, config) if settings.wandb is not None else None,
+        None if endpoint is None else PrometheusLogger(endpoint, folder, heartbeat_folder(config, folder)),
         ProgressLines() if config.trainer.progress_bar and not shows_progress_bar(config) else None,
         *build_plugins(config.plugins.loggers, "plugins.loggers", LoggerDestination),
     ]

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from omegaconf import MISSING
+
 from diffusion.config.fields import bounded
 
 
@@ -33,6 +35,17 @@ class GuardConfig:
 
     max_rollbacks: int = bounded(20, min=0)
     """Number of rollbacks after which the run ends for good."""
+
+
+@dataclass(kw_only=True)
+class PrometheusConfig:
+    """HTTP endpoint `/metrics` for Prometheus, without login."""
+
+    port: int = bounded(MISSING, min=0, max=65535)
+    """Port, of its own for each process of a machine. If it is in use, or 0, a free one is taken and logged."""
+
+    address: str = "127.0.0.1"
+    """Address of the interface; 0.0.0.0: all, which a Prometheus server on another machine needs."""
 
 
 @dataclass(kw_only=True)
@@ -70,6 +83,9 @@ class SupervisionConfig:
 
     webhook_variable: str | None = None
     """Environment variable with the address to which each event is posted as JSON; null: none."""
+
+    prometheus: PrometheusConfig | None = None
+    """Endpoint of the supervisor; that of the run is in `loggers.prometheus`; null: none."""
 
 
 @dataclass(kw_only=True)

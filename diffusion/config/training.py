@@ -11,6 +11,7 @@ from omegaconf import MISSING
 
 from diffusion.config.fields import MAX_SEED, bounded, time
 from diffusion.config.model import NUM_TIMESTEPS
+from diffusion.config.operations import PrometheusConfig
 
 MAX_WIDTH = 1 / math.sqrt(12)
 """Relative width of the plain mean of all weights; a wider profile would weight the oldest most."""
@@ -329,6 +330,9 @@ class LoggersConfig:
 
     wandb: WandbConfig | None = None
     """Weights & Biases; null: none."""
+
+    prometheus: PrometheusConfig | None = None
+    """Endpoint of rank 0 with throughput, losses and costs; null: none."""
 
     stream_loss_interval: int = bounded(10, min=1)
     """Steps over which the training loss of each stream is averaged, if there are several streams."""

@@ -8,6 +8,7 @@ from omegaconf import MISSING
 
 from diffusion.config.fields import bounded
 from diffusion.config.model import Sampler
+from diffusion.config.operations import PrometheusConfig
 from diffusion.config.training import Device, Plugin, WandbConfig
 
 
@@ -171,6 +172,9 @@ class EvaluationLoggersConfig:
     wandb: WandbConfig | None = None
     """A separate W&B run in the group of the run; null: none."""
 
+    prometheus: PrometheusConfig | None = None
+    """HTTP endpoint with the number of checkpoints to evaluate; null: none."""
+
 
 @dataclass(kw_only=True)
 class EvaluationConfig:
@@ -212,21 +216,34 @@ class EvaluationConfig:
     watch: bool = False
     """Follow a run: evaluate each checkpoint once, until the run is finished."""
 
+    runs: list[str] = field(default_factory=list)
+    """Runs to follow, in place of one `model`; the results of each are in a folder of its name in the output folder."""
+
     watch_forever: bool = False
     """Continue to watch a finished run, since it may be continued."""
 
     poll_seconds: float = bounded(30.0, above=0)
     """Seconds between two checks for new checkpoints."""
 
+    idle_seconds: float | None = bounded(None, min=0)
+    """Seconds without a checkpoint to evaluate after which a watcher ends; null: it waits for the end of the runs."""
+
+    watch_only: bool = False
+    """Evaluate nothing, but write the tables, loggers and the Prometheus endpoint of what other watchers evaluate."""
+
     loggers: EvaluationLoggersConfig = field(default_factory=EvaluationLoggersConfig)
 
     def problems(self, key: str) -> Iterator[str]:
         """Describe wrong relations; `key` is empty, since this is the whole configuration."""
         protocol = self.protocol
-        if (self.model is None) == (self.images is None):
-            yield "Set either model=CHECKPOINT or images=FOLDER."
-        if self.watch and self.model is None:
-            yield "watch is true without a model. Set model=RUN_FOLDER or model=s3://bucket/prefix."
+        if sum((self.model is not None, self.images is not None, bool(self.runs))) != 1:
+            yield "Set either model=CHECKPOINT or images=FOLDER, or (with watch=true) runs=[RUN_FOLDER, ...]."
+        if self.watch and self.images is not None:
+            yield "watch is true without a run. Set model=RUN_FOLDER or model=s3://bucket/prefix, not images."
+        if not self.watch and (self.runs or self.watch_only):
+            yield "runs and watch_only are for watchers. Set watch=true."
+        if len(set(map(run_label, self.runs))) != len(self.runs):
+            yield f"runs is {self.runs}, with a repeated name of a folder. Evaluate these runs by separate watchers."
         compared = [metric.value for metric in protocol.metrics if metric in OF_REFERENCE]
         if compared and protocol.reference is None:
             yield (
@@ -243,3 +260,8 @@ class EvaluationConfig:
             yield f"guidance_scales is {self.guidance_scales}, but must name at least one, and none twice."
         if not self.weights:
             yield "weights is empty. Set weights=[raw] or weights=[raw, ema]."
+
+
+def run_label(uri: str) -> str:
+    """Name of a run, of its folder or prefix, in output folders and metrics."""
+    return uri.rstrip("/").removesuffix("/checkpoints").rpartition("/")[2]

@@ -1,5 +1,6 @@
 """An evaluation, as `evaluate.py` runs it: load models, generate images, compute numbers, write results and table."""
 
+import copy
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 
+from diffusion import storage
 from diffusion.config.checks import resolve_device
 from diffusion.config.training import Device
 from diffusion.distributed import (
@@ -37,7 +39,6 @@ from diffusion.evaluation.protocol import (
 )
 from diffusion.evaluation.validation_loss import NAME as VALIDATION_LOSS
 from diffusion.evaluation.validation_loss import validation_losses
-from diffusion.files import write_atomically
 
 TABLE = "table.md"
 IMAGES = "images"
@@ -77,6 +78,12 @@ class Evaluation:
         self.object_checks: ObjectChecks | None = None
         if (settings := protocol.compositional) is not None:
             self.object_checks = agree(lambda: ObjectChecks.open(settings, self.device))
+
+    def into(self, folder: Path) -> "Evaluation":
+        """Return the same evaluation with another folder of results and images."""
+        other = copy.copy(self)
+        other.folder = folder
+        return other
 
     def _read_prompts(self) -> list[Prompt]:
         config = self.config.protocol.prompts
@@ -191,9 +198,14 @@ class Evaluation:
             existing = read_results([self.folder]) if (self.folder / RESULTS).is_dir() else []
             check_one_protocol([*existing, result])
             result.write(self.folder)
-            write_atomically(self.folder / TABLE, table(read_results([self.folder])))
+            write_table(self.folder)
 
         on_first_rank(write)
+
+
+def write_table(folder: Path) -> None:
+    """Write the table of all results of an output folder, which another process may write, too."""
+    storage.write(str(folder / TABLE), table(read_results([folder])).encode())
 
 
 def rank_device(device: Device) -> torch.device:

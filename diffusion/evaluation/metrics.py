@@ -15,7 +15,7 @@ from diffusion.evaluation.features import Clip, FeatureNetwork, extract_features
 from diffusion.evaluation.images import Images, open_reference
 from diffusion.evaluation.protocol import VERSION, Number, Protocol, protocol_hash
 from diffusion.evaluation.statistics import CMMD_SIGMA, Array, clip_scores, cmmd, frechet_distance, kernel_distance
-from diffusion.files import atomic_path
+from diffusion.files import atomic_path, unique_partial
 
 FRECHET = "squared Frechet distance of normal distributions, float64, unbiased covariances"
 
@@ -160,7 +160,8 @@ class Metrics:
         features = extract_features(network, images, self.config, self.device, f"reference {network.name}")
         if features is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_path(path) as partial, partial.open("wb") as file:
+            # Another watcher may compute the same.
+            with atomic_path(path, partial=unique_partial(path)) as partial, partial.open("wb") as file:
                 np.savez(file, features=features)
         return features
 

@@ -1,22 +1,28 @@
-"""Evaluation of a run during training: each complete checkpoint once, without delaying the run.
+"""Evaluation of runs during training: each complete checkpoint once, by any number of watchers, without delaying a run.
 
-Evaluated checkpoints are recorded in `ledger.json`, after their results. After an interruption the watcher continues
-from results and images. The run's removal of a checkpoint does not affect the one that is being read, which is linked
-or copied to the output folder.
+A watcher takes the lease of a checkpoint (`leases/` in the output folder), evaluates it, and records it in `ledger/`
+after its results. The lease of a killed watcher runs out, and another watcher continues from its results and images.
+The run's removal of a checkpoint does not affect the one that is being read, which is linked or copied to the output
+folder.
 """
 
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
+import socket
 import sys
 import threading
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from diffusion import storage
 from diffusion.callbacks.loggers import as_machine_error
 from diffusion.checkpointing.find import checkpoint_folder, find_damage
 from diffusion.checkpointing.layout import batch_of, is_half_written, list_checkpoints, remove_copy
@@ -25,36 +31,46 @@ from diffusion.checkpointing.resume import FINISHED
 from diffusion.config.checks import num_batches
 from diffusion.config.schema import Config
 from diffusion.config.secrets import redact_arguments
-from diffusion.distributed import agree, barrier, on_first_rank, start_process_group
+from diffusion.config.training import WandbConfig
+from diffusion.distributed import barrier, is_first_rank, on_first_rank, start_process_group
 from diffusion.errors import DataError, MachineError
-from diffusion.evaluation.config import EvaluationConfig
-from diffusion.evaluation.evaluate import Evaluation
+from diffusion.evaluation.config import EvaluationConfig, run_label
+from diffusion.evaluation.evaluate import Evaluation, write_table
 from diffusion.evaluation.generate import checkpoint_models
 from diffusion.evaluation.protocol import Result, read_results
-from diffusion.files import read_json, write_atomically, write_json
+from diffusion.files import read_json, write_json
 from diffusion.loading import load_config_of
+from diffusion.operations.lease import Applicant, Lease, held
+from diffusion.operations.metrics import DONE, LEASED, QUEUE, served
 from diffusion.storage import is_url
 
 log = logging.getLogger(__name__)
 
 COPIES = "copies"
-"""Folder of the checkpoint that is being read, in the output folder."""
+"""Folder of the checkpoints that are being read, in the output folder of a run."""
 
-LEDGER = "ledger.json"
-"""Record of evaluated checkpoints, in the output folder."""
+LEDGER = "ledger"
+"""Folder with a file for each evaluated checkpoint, in the output folder of a run."""
+
+LEASES = "leases"
+"""Folder of the leases of checkpoints that are being evaluated, and of the loggers, in the output folder of a run."""
+
+LOGGERS = "loggers"
+"""Name of the lease of TensorBoard and wandb."""
 
 METRICS = "metrics.jsonl"
-"""Numbers of all results, a line per step, in the output folder."""
+"""Numbers of all results, a line per step, in the output folder of a run."""
 
 STEP = "trainer/step"
 """Step axis of the numbers in wandb."""
 
 
 def watch(config: EvaluationConfig) -> None:
-    """Evaluate the checkpoints of a run until it is finished; collective.
+    """Evaluate the checkpoints of runs until they are finished; collective.
 
     Args:
-        config: configuration whose `model` is a run folder, its `checkpoints` folder, or `s3://bucket/prefix`.
+        config: configuration whose `model` or `runs` are run folders, their `checkpoints` folders, or
+            `s3://bucket/prefix`.
 
     Raises:
         UserError: on every rank, for errors of the configuration, the data or the machine.
@@ -64,103 +80,241 @@ def watch(config: EvaluationConfig) -> None:
 
 
 class Watcher:
-    """Evaluates new checkpoints of a run."""
+    """Evaluates new checkpoints of runs, which it may share with other watchers."""
 
     def __init__(self, config: EvaluationConfig) -> None:
-        self.config, self.uri = config, str(config.model)
-        self.folder = Path(config.output_folder).expanduser()
-        self.evaluation = Evaluation(config=config)
-        self.ledger = on_first_rank(lambda: read_ledger(self.folder / LEDGER, self.uri))
-        self._loggers: WatchLoggers | None = None
-        # Only a run folder has FINISHED; in a store, the checkpoint of the last step ends the run.
-        self._is_finished = is_url(self.uri) and any(entry.get("is_last", False) for entry in self.ledger.values())
+        self.config = config
+        self.evaluation = None if config.watch_only else Evaluation(config=config)
+        root = Path(config.output_folder).expanduser()
+        if config.model is not None:
+            self.runs = [WatchedRun(config.model, root)]
+        else:
+            self.runs = [WatchedRun(uri, root / run_label(uri)) for uri in config.runs]
+        self._loggers = [WatchLoggers(config, run) for run in self.runs]
+        self._lease: Lease | None = None
+        """Lease of the checkpoint that is being evaluated, on the first rank."""
+
+        self._idle_since = time.monotonic()
         self._pause = threading.Event()
 
     def run(self) -> None:
-        """Evaluate until the run is finished; with `watch_forever`, until the process ends."""
-        while True:
-            is_finished, new = on_first_rank(self._find_new)
-            for name in new:
-                self._evaluate(name)
-            if (is_finished or self._is_finished) and not self.config.watch_forever:
-                break
-            if not new:
-                self._pause.wait(self.config.poll_seconds)
-        if self._loggers is not None:
-            self._loggers.close()
-        log.info("run %s is finished; %d checkpoints in the ledger", self.uri, len(self.ledger))
+        """Evaluate until the runs are finished; with `watch_forever`, until the process ends."""
+        with ExitStack() as stack:
+            for loggers in self._loggers:
+                stack.callback(loggers.close)
+            if is_first_rank():
+                settings = self.config.loggers.prometheus
+                stack.enter_context(served(settings, lambda: {run.label: run.count() for run in self.runs}))
+            while True:
+                is_over, task = on_first_rank(self._find_task)
+                if is_over:
+                    break
+                if task is not None:
+                    self._evaluate(*task)
+                else:
+                    self._pause.wait(self.config.poll_seconds)
 
-    def _find_new(self) -> tuple[bool, list[str]]:
-        """Whether the run is finished, and its new checkpoints."""
-        run, checkpoints = locate(self.uri)
-        finished = finished_step(run)  # Before the list of checkpoints, which is then complete.
-        names = list_complete(checkpoints)
-        # A finished run may have been continued.
-        is_finished = finished is not None and (not names or step_of(names[-1]) <= finished)
-        return is_finished, [name for name in names if name not in self.ledger]
+    def _find_task(self) -> tuple[bool, tuple[int, str] | None]:
+        """Whether this watcher ends; or else the number of a run and a checkpoint whose lease was acquired, or None."""
+        for run, loggers in zip(self.runs, self._loggers, strict=True):
+            run.update()
+            loggers.write(run.rows)
+        if not self.config.watch_only:
+            tasks = [(i, number, name) for number, run in enumerate(self.runs) for i, name in enumerate(run.pending)]
+            for _, number, name in sorted(tasks):  # The oldest of each run first.
+                if (lease := self.runs[number].acquire(name)) is not None:
+                    self._lease = lease
+                    return False, (number, name)
+        if not self.config.watch_forever and all(run.is_finished and not run.pending for run in self.runs):
+            for run in self.runs:
+                log.info("run %s is finished; %d checkpoints in the ledger", run.uri, len(run.entries))
+            return True, None
+        idle = self.config.idle_seconds
+        return idle is not None and time.monotonic() - self._idle_since >= idle, None
 
-    def _evaluate(self, name: str) -> None:
+    def _evaluate(self, number: int, name: str) -> None:
         """Evaluate a checkpoint and record it."""
-        copy, is_last = self.folder / COPIES / name, False
-        skipped = on_first_rank(lambda: copy_checkpoint(locate(self.uri)[1], name, copy.parent))
-        if skipped is None:
-            skipped = self._evaluate_weights(name, copy)
-            is_last = step_of(name) >= num_batches(agree(lambda: load_config_of(copy)))
-        self._is_finished = self._is_finished or is_last
-        self.ledger[name] = {"step": step_of(name), "skipped": skipped, "is_last": is_last}
-        barrier()  # All ranks have read the copy.
-
-        def record() -> None:
+        run, lease = self.runs[number], self._lease
+        copy = run.folder / COPIES / name
+        with nullcontext() if lease is None else held(lease):
+            skipped = on_first_rank(lambda: copy_checkpoint(locate(run.uri)[1], name, copy.parent))
             if skipped is None:
-                self._log(copy)
-            else:
-                log.warning("checkpoint %s of %s is skipped: %s", name, self.uri, skipped)
-            remove_copy(copy)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_json(self.folder / LEDGER, {"run": self.uri, "checkpoints": self.ledger})
+                skipped = self._evaluate_weights(run, name, copy)
+            barrier()  # All ranks have read the copy.
 
-        on_first_rank(record)
+            def record() -> None:
+                assert lease is not None
+                lease.renew()  # After a suspension of this process another watcher may have taken it over.
+                run.record(name, skipped, load_config_of(copy) if skipped is None else None)
+                remove_copy(copy)
 
-    def _evaluate_weights(self, name: str, copy: Path) -> str | None:
+            on_first_rank(record)
+        self._idle_since = time.monotonic()
+
+    def _evaluate_weights(self, run: "WatchedRun", name: str, copy: Path) -> str | None:
         """Evaluate each of the weights of a checkpoint; return the errors if none could be evaluated."""
-        problems = []
+        assert self.evaluation is not None
+        evaluation, problems = self.evaluation.into(run.folder), []
         models = checkpoint_models(copy, self.config.weights)
         for model in models:
             try:
-                self.evaluation.evaluate(replace(model, origin=f"{self.uri.rstrip('/')}/{name}"))
+                evaluation.evaluate(replace(model, origin=f"{run.uri.rstrip('/')}/{name}"))
             except DataError as error:
                 # An average may not have started yet; the other weights are evaluated.
                 log.warning("%s of %s: %s", model.weights, name, error)
                 problems.append(str(error))
         return "; ".join(problems) if len(problems) == len(models) else None
 
-    def _log(self, copy: Path) -> None:
-        rows = rows_of(read_results([self.folder]))
-        write_atomically(self.folder / METRICS, "".join(json.dumps(row) + "\n" for row in rows))
-        if self._loggers is None:
-            self._loggers = WatchLoggers(self.config, load_config_of(copy))
-        self._loggers.write(rows)
+
+# The ledger
 
 
-def read_ledger(path: Path, run: str) -> dict[str, dict[str, Any]]:
-    """Read the ledger of an output folder: `step`, `skipped` and `is_last` by checkpoint name (`ep0-ba100`).
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """Record of an evaluated checkpoint."""
 
-    `skipped` is the reason for skipping a checkpoint; null if it was evaluated. `is_last` is whether it is the
-    checkpoint of the last step in the run's configuration.
+    run: str
+    """Location of the run."""
+
+    step: int
+    skipped: str | None
+    """Reason for skipping it; None if it was evaluated."""
+
+    is_last: bool
+    """Whether it is the checkpoint of the last step in the run's configuration."""
+
+    host: str
+    pid: int
+    """Process of the watcher."""
+
+    run_name: str | None
+    """Name, group and output folder in the run's configuration; None if it was skipped."""
+
+    group: str | None
+    output_folder: str | None
+
+
+def read_ledger(folder: Path, run: str, known: Mapping[str, Entry] | None = None) -> dict[str, Entry]:
+    """Read the entries of a ledger by the names of checkpoints (`ep0-ba100`), except for those that are known.
 
     Raises:
         DataError: the ledger is of another run.
     """
-    if not path.is_file():
-        return {}
-    content = read_json(path)
-    try:
-        owner, entries = content["run"], content["checkpoints"]
-    except (LookupError, TypeError) as error:
-        raise DataError(f"{path} is no ledger of a watcher: choose another output_folder") from error
-    if owner != run:
-        raise DataError(f"{path} is of the run {owner}, not of {run}: choose another output_folder")
+    entries = dict(known or {})
+    for path in folder.glob("*.json"):
+        if (name := path.name.removesuffix(".json")) in entries:
+            continue
+        try:
+            entries[name] = Entry(**read_json(path))
+        except TypeError as error:
+            raise DataError(f"{path} is no entry of a ledger: choose another output_folder") from error
+        if (owner := entries[name].run) != run:
+            raise DataError(f"{path} is of the run {owner}, not of {run}: choose another output_folder")
     return entries
+
+
+class WatchedRun:
+    """A run, what is recorded of it in its output folder, and its checkpoints to evaluate; for the first rank.
+
+    Args:
+        uri: as `EvaluationConfig.model`.
+        folder: the output folder, shared by all watchers of the run.
+    """
+
+    def __init__(self, uri: str, folder: Path) -> None:
+        self.uri, self.folder, self.label = uri, folder, run_label(uri)
+        self.entries: dict[str, Entry] = {}
+        self.pending: list[str] = []
+        """Complete checkpoints without an entry, oldest first."""
+
+        self.is_finished = False
+        self.rows: list[dict[str, float]] = []
+        """Numbers of the steps before the first pending checkpoint."""
+
+        self._applicants: dict[str, Applicant] = {}
+        self._summarised: tuple[list[str], list[str]] = [], []
+        """Entries and pending checkpoints of the last summary."""
+
+    def update(self) -> None:
+        """Look for new checkpoints and new entries, of any watcher."""
+        run, checkpoints = locate(self.uri)
+        finished = finished_step(run)  # Before the list of checkpoints, which is then complete.
+        names = list_complete(checkpoints)
+        self.entries = read_ledger(self.folder / LEDGER, self.uri, self.entries)
+        self.pending = [name for name in names if name not in self.entries]
+        if is_url(self.uri):  # Only a run folder has FINISHED.
+            self.is_finished = any(entry.is_last for entry in self.entries.values())
+        else:  # A finished run may have been continued.
+            self.is_finished = finished is not None and (not names or step_of(names[-1]) <= finished)
+        self._summarise()
+
+    def _summarise(self) -> None:
+        """Write table and metrics file again after new entries: another watcher may have written them without these."""
+        steps = {entry.step for entry in self.entries.values() if entry.skipped is None}
+        state = list(self.entries), self.pending
+        if not steps or state == self._summarised:
+            return
+        rows = [row for row in rows_of(read_results([self.folder])) if row["step"] in steps]
+        storage.write(str(self.folder / METRICS), "".join(json.dumps(row) + "\n" for row in rows).encode())
+        write_table(self.folder)
+        first_pending = min(map(step_of, self.pending), default=math.inf)
+        self.rows = [row for row in rows if row["step"] < first_pending]
+        self._summarised = state
+
+    def acquire(self, name: str) -> Lease | None:
+        """Acquire the lease of a pending checkpoint, unless another watcher evaluates or has evaluated it."""
+        lease = self.applicant(name).acquire()
+        if lease is not None and self._entry(name).is_file():
+            lease.release()
+            return None
+        return lease
+
+    def applicant(self, name: str) -> Applicant:
+        """Return the applicant for a lease; the same each time, since it observes the holder."""
+        if name not in self._applicants:
+            (self.folder / LEASES).mkdir(parents=True, exist_ok=True)
+            self._applicants[name] = Applicant(self.folder / LEASES / f"{name}.json")
+        return self._applicants[name]
+
+    def record(self, name: str, skipped: str | None, config: Config | None) -> None:
+        """Record a checkpoint in the ledger.
+
+        Args:
+            name: the checkpoint.
+            skipped: why it was skipped.
+            config: configuration of the run; None if it was skipped.
+        """
+        step = step_of(name)
+        entry = Entry(
+            run=self.uri,
+            step=step,
+            skipped=skipped,
+            is_last=config is not None and step >= num_batches(config),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            run_name=config and config.run_name,
+            group=config and config.group,
+            output_folder=config and config.output_folder,
+        )
+        self._entry(name).parent.mkdir(parents=True, exist_ok=True)
+        write_json(self._entry(name), asdict(entry))
+        if skipped is None:
+            log.info("checkpoint %s of %s is evaluated", name, self.uri)
+        else:
+            log.warning("checkpoint %s of %s is skipped: %s", name, self.uri, skipped)
+
+    def _entry(self, name: str) -> Path:
+        return self.folder / LEDGER / f"{name}.json"
+
+    def count(self) -> dict[str, float]:
+        """Count the checkpoints as they are now, for Prometheus, in any thread."""
+        names = set(list_complete(locate(self.uri)[1]))
+        done, leased = (
+            {path.name.removesuffix(".json") for path in (self.folder / kind).glob("*.json")}
+            for kind in (LEDGER, LEASES)
+        )
+        queue = names - done
+        return {QUEUE: len(queue), LEASED: len(queue & leased), DONE: len(done)}
 
 
 # The run
@@ -254,26 +408,28 @@ def rows_of(results: Sequence[Result]) -> list[dict[str, float]]:
 
 
 class WatchLoggers:
-    """TensorBoard and wandb of a watcher, separate from those of the run, with the steps of training.
+    """TensorBoard and wandb of a run's evaluation, separate from those of the run, with the steps of training.
 
-    Each start logs the rows of all results, because the files of a killed process may lack its last rows. TensorBoard
-    hides those of earlier starts (`purge_step`). A run of wandb is resumed at the step after its last one. Offline,
-    wandb knows no earlier start, and the newest of its folders has all rows.
-
-    Args:
-        config: configuration of the watcher.
-        run: configuration of the run.
+    Of several watchers, the one that has their lease writes them. Each one that begins logs the rows of all results,
+    because the files of a killed process may lack its last rows. TensorBoard hides those of earlier starts
+    (`purge_step`). A run of wandb is resumed at the step after its last one. Offline, wandb knows no earlier start, and
+    the newest of its folders has all rows.
     """
 
-    def __init__(self, config: EvaluationConfig, run: Config) -> None:
-        folder = Path(config.output_folder).expanduser()
-        self._tensorboard = _open_tensorboard(folder, run) if config.loggers.tensorboard else None
-        self._wandb = _open_wandb(folder, config, run) if config.loggers.wandb is not None else None
+    def __init__(self, config: EvaluationConfig, run: WatchedRun) -> None:
+        self._config, self._run = config, run
+        self._stack = ExitStack()
+        self._is_open = False
+        self._tensorboard: Any = None
+        self._wandb: Any = None
         self._steps: set[float] = set()
         """Steps that this start has logged."""
 
     def write(self, rows: Sequence[dict[str, float]]) -> None:
-        """Log the rows that this start has not logged yet."""
+        """Log the rows that this start has not logged yet, in order; nothing while another watcher has the lease."""
+        settings = self._config.loggers
+        if not rows or not (settings.tensorboard or settings.wandb) or not (self._is_open or self._open()):
+            return
         for row in rows:
             step = int(row["step"])
             values = {name: value for name, value in row.items() if name != "step"}
@@ -285,28 +441,38 @@ class WatchLoggers:
                 self._wandb.log({STEP: step, **values}, step=step, commit=True)
             self._steps.add(step)
 
+    def _open(self) -> bool:
+        lease = self._run.applicant(LOGGERS).acquire()
+        if lease is None:
+            return False
+        self._stack.enter_context(held(lease))
+        entry = next(entry for entry in self._run.entries.values() if entry.skipped is None)
+        if self._config.loggers.tensorboard:
+            self._tensorboard = _open_tensorboard(self._run.folder, entry)
+            self._stack.callback(self._tensorboard.close)
+        if self._config.loggers.wandb is not None:
+            self._wandb = _open_wandb(self._run.folder, self._config.loggers.wandb, entry)
+            self._stack.callback(self._wandb.finish)
+        self._is_open = True
+        return True
+
     def close(self) -> None:
-        """Close the event file, and finish the run in wandb."""
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        """Close the event file, finish the run in wandb, and give the lease back."""
+        self._stack.close()
 
 
-def _open_tensorboard(folder: Path, run: Config) -> Any:
+def _open_tensorboard(folder: Path, run: Entry) -> Any:
     """Open an event file in a folder beside that of the run, or in the output folder."""
     from torch.utils.tensorboard.writer import SummaryWriter
 
-    of_run = Path(run.output_folder).expanduser() / "tensorboard"
+    of_run = Path(run.output_folder or "").expanduser() / "tensorboard"
     parent = of_run if of_run.is_dir() else folder / "tensorboard"
     return SummaryWriter(str(parent / f"{run.run_name}.evaluation"), purge_step=0)
 
 
-def _open_wandb(folder: Path, config: EvaluationConfig, run: Config) -> Any:
+def _open_wandb(folder: Path, settings: WandbConfig, run: Entry) -> Any:
     import wandb
 
-    settings = config.loggers.wandb
-    assert settings is not None
     name = f"{run.run_name}-evaluation"
     with as_machine_error():
         started = wandb.init(

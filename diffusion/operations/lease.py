@@ -1,7 +1,8 @@
-"""Lease of a run folder: one start of a run at a time, on any host.
+"""Leases: one start of a run at a time, and one watcher for each checkpoint, on any host.
 
 A lock of the kernel is not enough: not every shared file system passes it on to other hosts, and it does not name its
-holder. So rank 0 writes and renews a file, and every rank checks that it still belongs to its own start.
+holder. So a process creates and renews a file, and others take it over when it is not renewed any more. Of a run, rank
+0 does so, and every rank checks that the file still belongs to its own start.
 """
 
 import json
@@ -9,15 +10,14 @@ import logging
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch.distributed
-
-from diffusion.distributed import agree, has_process_group, rank
+from diffusion.distributed import USER_ERROR_EXIT_CODE, agree, broadcast, rank
 from diffusion.errors import MachineError
 from diffusion.operations import timeouts
 from diffusion.operations.processes import ProcessRecord, is_alive
@@ -37,43 +37,44 @@ _NAMESPACE = str(_PROC.readlink()) if _PROC.is_symlink() else ""
 
 @dataclass(frozen=True, kw_only=True)
 class Holder(ProcessRecord):
-    """Rank 0 of the start that holds the lease, since the time of its acquisition."""
+    """Process that holds a lease, since the time of its acquisition; of a run, rank 0."""
 
     namespace: str
     """Namespace of the process IDs: containers may share a host name, but not the processes."""
 
     token: str
-    """Random identity of the start."""
+    """Random identity of the lease."""
 
 
 class Lease:
-    """Lease of a start, as seen by one of its ranks; rank 0 has the open file and renews it."""
+    """Lease that this process, or rank 0 of its job, has acquired; the one that has the open file renews it."""
 
     def __init__(self, path: Path, holder: Holder, descriptor: int | None) -> None:
-        self._path, self._holder, self._descriptor = path, holder, descriptor
+        self.holder = holder
+        self._path, self._descriptor = path, descriptor
         self._num_renewals = 0
         self._is_confirmed, self._confirmed_at = descriptor is not None, time.monotonic()
 
     def renew(self) -> None:
-        """Renew the lease on rank 0; on all ranks, check that it still belongs to this start.
+        """Renew the lease in the process that has its file; in all, check that it still belongs to this job.
 
         Raises:
-            MachineError: another start has taken it over.
+            MachineError: another process has taken it over.
         """
         try:
             if self._descriptor is not None:
                 self._num_renewals += 1
-                _write(self._descriptor, self._holder, self._num_renewals)
+                _write(self._descriptor, self.holder, self._num_renewals)
             holder, _ = _read(self._path)
         except OSError as error:
             log.warning("the lease %s cannot be renewed: %s", self._path, error.strerror)
             return
-        if holder is not None and holder.token == self._holder.token:
+        if holder is not None and holder.token == self.holder.token:
             self._is_confirmed, self._confirmed_at = True, time.monotonic()
         elif holder is not None and self._is_confirmed:  # An unshared folder of another node may contain an old one.
             raise MachineError(
-                f"process {holder.pid} on {holder.host} has started this run again and taken over its lease "
-                f"{self._path}, which was not renewed for a while: this start ends"
+                f"process {holder.pid} on {holder.host} has taken over the lease {self._path}, which was not renewed "
+                "for a while: this process ends"
             )
 
     def check(self) -> None:
@@ -90,66 +91,116 @@ class Lease:
         if self._descriptor is not None:
             os.close(self._descriptor)
             with suppress(OSError):
-                if (holder := _read(self._path)[0]) is not None and holder.token == self._holder.token:
+                if (holder := _read(self._path)[0]) is not None and holder.token == self.holder.token:
                     self._path.unlink()
+
+
+class Applicant:
+    """Asks for a lease again and again, and observes its holder meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._content, self._unchanged_since = b"", time.monotonic()
+        self.holder: Holder | None = None
+        """Holder of the lease at the last attempt."""
+
+        self.is_held = False
+        """Whether the holder is known to be alive: as a process of this host, or because it has renewed the lease."""
+
+    def acquire(self) -> Lease | None:
+        """Acquire the lease, or return None while its holder may be alive.
+
+        A lease of a dead process of this host is taken over at once, any other one after its expiry.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        while True:
+            with suppress(FileExistsError):
+                descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                own = {"pid": os.getpid(), "time": time.time(), "token": secrets.token_hex(8)}
+                lease = Lease(self._path, Holder(host=_HOST, namespace=_NAMESPACE, **own), descriptor)
+                _write(descriptor, lease.holder, 0)
+                return lease
+            before, (self.holder, self._content) = self._content, _read(self._path)
+            if self._content != before:
+                self._unchanged_since = time.monotonic()
+            if self.holder is not None and (self.holder.host, self.holder.namespace) == (_HOST, _NAMESPACE):
+                self.is_held = is_alive(self.holder)
+                is_over = not self.is_held
+            else:  # Without a holder it is being created or removed, or damaged.
+                self.is_held = self.holder is not None and before not in (b"", self._content)
+                is_over = time.monotonic() - self._unchanged_since > timeouts.LEASE
+            if not is_over:
+                return None
+            _remove(self._path, self._content)
+
+
+@contextmanager
+def held(lease: Lease) -> Iterator[None]:
+    """Renew a lease in a thread during the block, and give it back at its end.
+
+    The process ends when another one has taken the lease over.
+    """
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(timeouts.RENEWAL):
+            try:
+                lease.renew()
+            except MachineError as error:
+                log.critical("%s", error)
+                os._exit(USER_ERROR_EXIT_CODE)
+
+    thread = threading.Thread(target=renew, name="lease", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        lease.release()
 
 
 @contextmanager
 def leased(folder: Path) -> Iterator[Lease]:
     """Hold the lease of a run folder; called by all ranks.
 
-    A lease of a dead process of this host is taken over at once, any other one after its expiry.
-
     Raises:
         MachineError: another start of the run is active, or the folder cannot be written.
     """
-    path, descriptor = folder / LEASE_FILE, None
-    holders = [Holder(host=_HOST, namespace=_NAMESPACE, pid=os.getpid(), time=time.time(), token=secrets.token_hex(8))]
+    path, lease = folder / LEASE_FILE, None
 
     def acquire() -> None:
-        nonlocal descriptor
+        nonlocal lease
         try:
-            descriptor = _acquire(path, holders[0])
+            lease = _await_lease(path)
         except OSError as error:
             raise MachineError(f"the lease {path} cannot be written: {error.strerror}") from error
 
     agree(lambda: acquire() if rank() == 0 else None, takes_long=True)
-    if has_process_group():
-        torch.distributed.broadcast_object_list(holders)
-    lease = Lease(path, holders[0], descriptor)
+    holder = broadcast(lease.holder if lease is not None else None)
+    assert holder is not None
+    lease = lease or Lease(path, holder, None)
     try:
         yield lease
     finally:
         lease.release()
 
 
-def _acquire(path: Path, own: Holder) -> int:
-    """Create the file; if it exists, wait for its expiry or the proof that its holder is alive."""
-    content, unchanged_since = b"", time.monotonic()
-    while True:
-        with suppress(FileExistsError):
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-            _write(descriptor, own, 0)
-            return descriptor
-        before, (holder, content) = content, _read(path)
-        if content != before:
-            unchanged_since = time.monotonic()
-        has_expired = time.monotonic() - unchanged_since > timeouts.LEASE
-        if holder is None:  # It is being created or removed, or damaged.
-            if has_expired:
-                _remove(path, content)
-        elif (holder.host, holder.namespace) == (_HOST, _NAMESPACE):
-            if is_alive(holder):
+def _await_lease(path: Path) -> Lease:
+    """Acquire a lease, after its expiry if need be, or prove that its holder is alive."""
+    applicant, is_waiting = Applicant(path), False
+    while (lease := applicant.acquire()) is None:
+        if (holder := applicant.holder) is not None:
+            if applicant.is_held:
                 raise _already_running(path, holder)
-            _remove(path, content)
-        elif has_expired:
-            _remove(path, content)
-        elif content != before and before:  # It was renewed.
-            raise _already_running(path, holder)
-        elif content != before:
-            message = "process %d on %s holds %s: waiting up to %.0f s for its next renewal"
-            log.warning(message, holder.pid, holder.host, path, timeouts.LEASE)
+            if not is_waiting:
+                is_waiting = True
+                message = "process %d on %s holds %s: waiting up to %.0f s for its next renewal"
+                log.warning(message, holder.pid, holder.host, path, timeouts.LEASE)
         time.sleep(0.5)
+    return lease
 
 
 def _already_running(path: Path, holder: Holder) -> MachineError:
@@ -162,7 +213,7 @@ def _already_running(path: Path, holder: Holder) -> MachineError:
 
 def _remove(path: Path, content: bytes) -> None:
     """Remove an expired lease, but not the one with which another start has replaced it meanwhile."""
-    aside = path.with_name(f"{LEASE_FILE}.{secrets.token_hex(4)}")
+    aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     with suppress(FileNotFoundError):
         path.rename(aside)
         if aside.read_bytes() == content:

@@ -13,9 +13,12 @@ from kubeflow.training import models
 from kubernetes.client import models as kubernetes
 from torch.distributed.run import config_from_args, parse_args
 
-from diffusion.config.loading import load_config
+from diffusion.config.fields import check_sections
+from diffusion.config.loading import load_complete, load_config
 from diffusion.config.schema import Config
 from diffusion.distributed import USER_ERROR_EXIT_CODE
+from diffusion.evaluation.config import EvaluationConfig, run_label
+from diffusion.operations.metrics import QUEUE
 from launchers.sagemaker import command
 from tests.tools.training_runs import BIN, ROOT, environment
 
@@ -41,6 +44,34 @@ JOBSET = {
 }
 """Keys of a JobSet's own types: jobset.x-k8s.io/v1alpha2 (kubernetes-sigs/jobset, hack/python-sdk/swagger.json)."""
 
+KEDA = {
+    "ScaledJob": {"apiVersion": "str", "kind": "str", "metadata": "V1ObjectMeta", "spec": "ScaledJobSpec"},
+    "ScaledJobSpec": {
+        "envSourceContainerName": "str",
+        "failedJobsHistoryLimit": "int",
+        "jobTargetRef": "V1JobSpec",
+        "maxReplicaCount": "int",
+        "minReplicaCount": "int",
+        "pollingInterval": "int",
+        "rollout": "dict(str, str)",
+        "scalingStrategy": "dict(str, str)",
+        "successfulJobsHistoryLimit": "int",
+        "triggers": "list[ScaledJobTrigger]",
+    },
+    "ScaledJobTrigger": {
+        "authenticationRef": "dict(str, str)",
+        "metadata": "PrometheusTrigger",
+        "metricType": "str",
+        "name": "str",
+        "type": "str",
+    },
+    "PrometheusTrigger": dict.fromkeys(
+        ("activationThreshold", "ignoreNullValues", "namespace", "query", "serverAddress", "threshold", "timeout"),
+        "str",
+    ),
+}
+"""Keys of a ScaledJob: keda.sh/v1alpha1 (keda.sh/docs, ScaledJob specification and Prometheus scaler)."""
+
 SCRIPTS = [*sorted(LAUNCHERS.glob("*.sh")), LAUNCHERS / "slurm.sbatch"]
 
 
@@ -59,8 +90,8 @@ def test_the_image_has_all_that_the_package_is_made_from():
 
 def fields_of(kind: str) -> dict[str, str] | None:
     """Keys of a type and their types; None where it is not known."""
-    if kind in JOBSET:
-        return JOBSET[kind]
+    if kind in JOBSET | KEDA:
+        return (JOBSET | KEDA)[kind]
     model = getattr(models, kind, None) or getattr(kubernetes, kind, None)
     return model and {model.attribute_map[name]: entry for name, entry in model.openapi_types.items()}
 
@@ -148,6 +179,44 @@ def test_the_arguments_in_the_job_are_those_of_a_run():
     config = resolved(container["args"])
     assert config.trainer.async_checkpoints
     assert config.data.local == "/cache/phase1"
+
+
+def evaluations(pods: list[dict[str, Any]]) -> list[EvaluationConfig]:
+    """What evaluate.py makes of the arguments of pods; each volume is mounted."""
+    configs = []
+    for pod in pods:
+        [container] = pod["containers"]
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+        assert container["command"] == ["python", "evaluate.py"]
+        yaml_file, *overrides = container["args"]
+        configs.append(load_complete(EvaluationConfig, ROOT / yaml_file, overrides))
+        check_sections(configs[-1])
+    return configs
+
+
+def test_evaluation_is_scaled_from_0_to_64_by_a_metric_that_watchers_expose():
+    queue, scaled = yaml.safe_load_all((LAUNCHERS / "evaluation.yaml").read_text())
+    assert mistakes(queue, "V1Deployment", "queue") + mistakes(scaled, "ScaledJob", "scaled") == []
+    assert (scaled["apiVersion"], scaled["kind"]) == ("keda.sh/v1alpha1", "ScaledJob")
+    spec, pod = scaled["spec"], queue["spec"]["template"]
+    assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (0, 64)
+    counting, working = evaluations([pod["spec"], spec["jobTargetRef"]["template"]["spec"]])
+    assert counting.watch_only
+    assert counting.loggers.prometheus is not None
+    assert str(counting.loggers.prometheus.port) == pod["metadata"]["annotations"]["prometheus.io/port"]
+    assert working.idle_seconds is not None, "a worker ends by itself"
+    for config in (counting, working):
+        assert config.watch
+        assert (config.runs, config.output_folder) == (counting.runs, counting.output_folder)
+        assert config.protocol == counting.protocol
+    [trigger] = spec["triggers"]
+    [(name, label)] = re.findall(r'(diffusion_\w+)\{run=~"([^"]+)"\}', trigger["metadata"]["query"])
+    assert (trigger["type"], name, trigger["metadata"]["threshold"]) == ("prometheus", QUEUE, "1")
+    assert label.split("|") == [run_label(uri) for uri in counting.runs]
+    job = spec["jobTargetRef"]
+    assert job["template"]["spec"]["restartPolicy"] == "Never", "else it may have no failure policy"
+    [rule] = job["podFailurePolicy"]["rules"]
+    assert rule["onExitCodes"]["values"] == [USER_ERROR_EXIT_CODE]
 
 
 def opt_ml(root: Path, hyperparameters: dict[str, str], host: str) -> Path:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from diffusion.evaluation.watch import LEDGER, read_ledger
 from tests.tools.evaluation_toys import write_images, write_prompts
 from tests.tools.logged_points import tensorboard_points, wandb_rows
 from tests.tools.s3_server import s3_process
@@ -64,7 +65,7 @@ def watched(
     first = start_watcher()
     of_run = [f"output_folder={run}", f"trainer.checkpoint_folder={url or 'null'}", "loggers.tensorboard=true"]
     training = server.start_training(1, [("tests/tools/toy.yaml", of_run)], **of_store)
-    first.wait_for((output / "ledger.json").is_file)
+    first.wait_for(lambda: any((output / LEDGER).glob("*.json")))
     first.kill()
     second = start_watcher()
     for job in (training, second):
@@ -76,9 +77,10 @@ def watched(
 
 
 def test_each_checkpoint_is_evaluated_once(watched):
-    output, _, _, before = watched
-    ledger = json.loads((output / "ledger.json").read_text())["checkpoints"]
-    assert ledger == {f"ep0-ba{step}": {"step": step, "skipped": None, "is_last": step == STEPS[-1]} for step in STEPS}
+    output, _, uri, before = watched
+    ledger = read_ledger(output / LEDGER, uri)
+    found = {name: (entry.step, entry.skipped, entry.is_last) for name, entry in ledger.items()}
+    assert found == {f"ep0-ba{step}": (step, None, step == STEPS[-1]) for step in STEPS}
     # The average starts after 3 steps, so the first checkpoint has none.
     names = {f"ep0-ba{step}-{weights}-cfg1.json" for step in STEPS for weights in ("raw", "ema")} - {
         "ep0-ba2-ema-cfg1.json"

@@ -1,15 +1,19 @@
 """Checkpoints of a watched run, in a folder and in an object store; the ledger."""
 
+import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from diffusion import storage
-from diffusion.errors import DataError
+from diffusion.errors import DataError, MachineError
 from diffusion.evaluation.watch import (
+    LEASES,
     LEDGER,
+    WatchedRun,
     copy_checkpoint,
     finished_step,
     list_complete,
@@ -17,6 +21,8 @@ from diffusion.evaluation.watch import (
     read_ledger,
 )
 from diffusion.files import write_json
+from diffusion.operations import timeouts
+from diffusion.operations.metrics import DONE, LEASED, QUEUE
 from tests.tools.s3_server import s3_process, s3_server
 
 __all__ = ["s3_process", "s3_server"]
@@ -73,10 +79,59 @@ def test_checkpoints_in_a_store_are_downloaded_and_removed_ones_are_skipped(tmp_
     assert not list((tmp_path / "copies").iterdir())
 
 
-def test_the_ledger_is_of_one_run(tmp_path):
-    checkpoints = {"ep0-ba2": {"step": 2, "skipped": None, "is_last": False}}
-    assert read_ledger(tmp_path / LEDGER, "runs/a") == {}
-    write_json(tmp_path / LEDGER, {"run": "runs/a", "checkpoints": checkpoints})
-    assert read_ledger(tmp_path / LEDGER, "runs/a") == checkpoints
-    with pytest.raises(DataError, match="runs/a"):
-        read_ledger(tmp_path / LEDGER, "runs/b")
+@pytest.fixture
+def watched(tmp_path) -> WatchedRun:
+    """A run with two checkpoints."""
+    for step in (2, 4):
+        write_checkpoint(tmp_path / "run" / "checkpoints" / f"ep0-ba{step}.pt")
+    run = WatchedRun(str(tmp_path / "run"), tmp_path / "evaluation")
+    run.update()
+    return run
+
+
+def test_the_ledger_is_of_one_run(watched):
+    assert watched.pending == ["ep0-ba2.pt", "ep0-ba4.pt"]
+    watched.record("ep0-ba2.pt", "it is damaged", None)
+    watched.update()
+    assert watched.pending == ["ep0-ba4.pt"]
+    assert watched.entries["ep0-ba2.pt"].skipped == "it is damaged"
+    assert not watched.is_finished
+    with pytest.raises(DataError, match="choose another output_folder"):
+        read_ledger(watched.folder / LEDGER, "runs/another")
+
+
+def test_a_checkpoint_is_evaluated_by_one_watcher_and_counted(watched):
+    other = WatchedRun(watched.uri, watched.folder)
+    other.update()
+    assert watched.count() == {QUEUE: 2, LEASED: 0, DONE: 0}
+    lease = watched.acquire("ep0-ba2.pt")
+    assert lease is not None
+    assert other.acquire("ep0-ba2.pt") is None
+    assert watched.count() == {QUEUE: 2, LEASED: 1, DONE: 0}
+    watched.record("ep0-ba2.pt", "it is damaged", None)
+    lease.release()
+    assert other.pending == ["ep0-ba2.pt", "ep0-ba4.pt"], "as it was before"
+    assert other.acquire("ep0-ba2.pt") is None
+    assert other.acquire("ep0-ba4.pt") is not None
+    assert watched.count() == {QUEUE: 1, LEASED: 1, DONE: 1}
+
+
+def test_the_lease_of_a_watcher_on_another_host_runs_out_unless_it_is_renewed(watched, monkeypatch):
+    monkeypatch.setattr(timeouts, "LEASE", 1.0)
+    holder = {"host": "elsewhere", "namespace": "", "pid": 7, "time": 0.0, "token": "other"}
+    began = time.monotonic()
+    path = watched.folder / LEASES / "ep0-ba2.pt.json"
+    path.parent.mkdir(parents=True)
+    for count in range(4):
+        path.write_text(json.dumps({**holder, "count": count}))
+        assert watched.acquire("ep0-ba2.pt") is None
+        time.sleep(0.5)
+    assert time.monotonic() - began > timeouts.LEASE
+    while (lease := watched.acquire("ep0-ba2.pt")) is None:
+        assert time.monotonic() - began < 60
+        time.sleep(0.05)
+    lease.renew()
+    path.unlink()
+    path.write_text(json.dumps({**holder, "count": 9}))
+    with pytest.raises(MachineError, match="process 7 on elsewhere"):
+        lease.renew()

@@ -16,3 +16,24 @@ def test_configurations_that_ship_load_and_impossible_ones_are_rejected(tmp_path
     config.images, config.guidance_scales = "y", [1.0, 1.0]
     with pytest.raises(ConfigurationError, match=r"(?s)model=.*guidance_scales"):
         check_sections(config)
+
+
+@pytest.mark.parametrize(
+    ("more", "wrong"),
+    [
+        (["watch=true", "runs=[runs/a, s3://bucket/b/checkpoints]"], None),
+        (["watch=true", "runs=[runs/a, s3://bucket/a/checkpoints]"], "repeated name"),
+        (["watch=true", "runs=[runs/a]", "model=runs/b"], "either"),
+        (["watch=true", "images=folder"], "not images"),
+        (["runs=[runs/a]"], "watch=true"),
+        (["model=runs/a", "watch_only=true"], "watch=true"),
+    ],
+)
+def test_watchers_follow_one_run_or_several_of_different_names(more, wrong):
+    paths = [f"protocol.{part}.path=x" for part in ("prompts", "reference")]
+    config = load(EvaluationConfig, "yamls/evaluate.yaml", ["output_folder=x", *paths, *more])
+    if wrong is None:
+        check_sections(config)
+    else:
+        with pytest.raises(ConfigurationError, match=wrong):
+            check_sections(config)
