@@ -25,25 +25,26 @@ HPSV3 = 9.75
 @pytest.fixture(scope="module")
 def root(server, tmp_path_factory):
     root = write_all(tmp_path_factory.mktemp("evaluate"))
-    write_drawbench(
-        root / "DrawBench.csv", {"Colors": ["a red star", "a blue star", "a star"], "Counting": ["two", "six"]}
-    )
+    prompts = {"Colors": ["a red star", "a blue star", "a star"], "Counting": ["two stars", "six stars"]}
+    write_drawbench(root / "DrawBench.csv", prompts)
     write_questions(root)
-    write_vqa(root / "vqa", REPLIES)
-    write_reward(root / "hpsv3", HPSV3)
+    write_vqa(root / "vqa")
+    write_reward(root / "hpsv3")
+    write_vqa(root / "constant" / "vqa", REPLIES)
+    write_reward(root / "constant" / "hpsv3", HPSV3)
     server.train(1, [("tests/tools/toy.yaml", [f"output_folder={root / 'run'}", "trainer.max_duration=4ba"])])
     return root
 
 
-def all_protocols(root):
-    """Overrides for every metric and suite."""
+def all_protocols(root, models):
+    """Overrides for every metric and suite, with the models of a folder."""
     return [
         f"protocol.prompts.path={root / 'DrawBench.csv'}",
         "protocol.metrics=[fid, kid, clip_fid, cmmd, clip_score, hpsv3]",
         "protocol.compositional={images_per_prompt: 1}",
         f"protocol.dpg={{path: {root / 'dpg_bench.csv'}, images_per_prompt: 2}}",
         f"protocol.geneval2.path={root / 'geneval2_data.jsonl'}",
-        *(f"protocol.networks.{name}={root / name}" for name in ("vqa", "hpsv3")),
+        *(f"protocol.networks.{name}={models / name}" for name in ("vqa", "hpsv3")),
     ]
 
 
@@ -53,12 +54,16 @@ def outputs(server, root):
     folders = {ranks: root / f"on-{ranks}" for ranks in (1, 2)}
     for ranks, folder in folders.items():
         model = (f"model={root / 'run'}", "weights=[raw, ema]")
-        evaluate_on(server, ranks, overrides(root, folder, *model, *all_protocols(root)))
+        evaluate_on(server, ranks, overrides(root, folder, *model, *all_protocols(root, root)))
     return folders
 
 
 def images(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("images/*/prompts/*.png"))}
+
+
+def modification_times(folder, pattern):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob(pattern)}
 
 
 @pytest.mark.world_size(2)
@@ -71,6 +76,7 @@ def test_images_and_numbers_are_the_same_on_one_rank_and_on_two(outputs):
     assert set(one) == {f"ep0-ba4-{weights}-cfg{scale}" for weights in ("raw", "ema") for scale in (1, 3)}
     for name, values in one.items():
         assert {"frechet_random-4", "kernel_random-4", "clip_fid", "cmmd", "clip_score", "compositional"} <= set(values)
+        assert {"hpsv3", "hpsv3/Counting", "dpg", "soft_tifa_am", "soft_tifa_gm"} <= set(values)
         assert two[name] == pytest.approx(values, abs=1e-6, rel=1e-6)
 
 
@@ -102,26 +108,43 @@ def test_the_table_has_one_row_for_each_result_and_tables_by_category(outputs):
     assert ["ep0-ba4-ema", "3", *shown] in [[*row[:2], *row[-2:]] for row in rows]
 
 
-def test_questions_and_rewards_have_the_values_of_models_that_always_say_the_same(outputs):
+def test_questions_and_rewards_have_the_values_of_models_that_always_say_the_same(server, root, tmp_path):
     """Yes has 0.5, no 0.2 and a share of the rest, two 0.08 and twice that share."""
+    settings = (f"model={root / 'run'}", "guidance_scales=[2.0]", *all_protocols(root, root / "constant"))
+    metrics = ("protocol.metrics=[clip_score, hpsv3]", "protocol.reference=null", "protocol.compositional=null")
+    evaluate_on(server, 1, overrides(root, tmp_path, *settings, *metrics))
     rest = (1.0 - sum(REPLIES.values())) / (len(VOCABULARY) - len(REPLIES))
     yes, two = 50.0, 100 * (0.08 + 2 * rest)
-    for found in numbers(outputs[2]).values():
-        expected = {
-            "dpg": 100.0,
-            "dpg/entity": 100.0,
-            "dpg/attribute": 100.0,
-            "soft_tifa_am": ((yes + two) / 2 + yes) / 2,
-            "soft_tifa_am/count": two,
-            **{f"soft_tifa_am/{skill}": yes for skill in ("object", "attribute")},
-            "soft_tifa_gm": ((yes * two) ** 0.5 + yes) / 2,
-            "soft_tifa_gm/2 atoms": (yes * two) ** 0.5,
-            "soft_tifa_gm/3 atoms": yes,
-            **{f"hpsv3{category}": HPSV3 for category in ("", "/Colors", "/Counting")},
-        }
-        assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
-        both = 3 / 5 * found["clip_score/Colors"] + 2 / 5 * found["clip_score/Counting"]
-        assert found["clip_score"] == pytest.approx(both, rel=1e-6)
+    expected = {
+        "dpg": 100.0,
+        "dpg/entity": 100.0,
+        "dpg/attribute": 100.0,
+        "soft_tifa_am": ((yes + two) / 2 + yes) / 2,
+        "soft_tifa_am/count": two,
+        "soft_tifa_am/object": yes,
+        "soft_tifa_am/attribute": yes,
+        "soft_tifa_gm": ((yes * two) ** 0.5 + yes) / 2,
+        "soft_tifa_gm/2 atoms": (yes * two) ** 0.5,
+        "soft_tifa_gm/3 atoms": yes,
+        "hpsv3": HPSV3,
+        "hpsv3/Colors": HPSV3,
+        "hpsv3/Counting": HPSV3,
+    }
+    found = numbers(tmp_path)["ep0-ba4-raw-cfg2"]
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    both = 3 / 5 * found["clip_score/Colors"] + 2 / 5 * found["clip_score/Counting"]
+    assert found["clip_score"] == pytest.approx(both, rel=1e-6)
+
+
+def test_a_folder_of_images_has_the_scores_of_its_prompts_by_category(server, root, outputs, tmp_path):
+    folder = outputs[1] / "images" / "ep0-ba4-raw-cfg3" / "prompts"
+    settings = ["protocol.metrics=[clip_score, hpsv3]", "protocol.prompts=null", "protocol.reference=null"]
+    networks = [f"protocol.networks.clip_score={root / 'clip'}", f"protocol.networks.hpsv3={root / 'hpsv3'}"]
+    evaluate_on(server, 1, [f"output_folder={tmp_path}", f"images={folder}", *settings, *networks])
+    scores = [f"{name}{part}" for name in ("clip_score", "hpsv3") for part in ("", "/Colors", "/Counting")]
+    of_model = numbers(outputs[1])["ep0-ba4-raw-cfg3"]
+    expected = {name: of_model[name] for name in scores}
+    assert numbers(tmp_path) == {"prompts": pytest.approx(expected, rel=1e-6, abs=1e-6)}
 
 
 def test_existing_images_are_not_generated_again(server, root, outputs, tmp_path):
@@ -131,13 +154,17 @@ def test_existing_images_are_not_generated_again(server, root, outputs, tmp_path
     lost = sorted(again.rglob("prompts/*.png"))[0]
     whole = images(again)
     lost.unlink()
-    before = {path: path.stat().st_mtime_ns for path in again.rglob("*.png")}
+    judged = modification_times(again, "judgements/*/*.json")
+    assert len(judged) == 4 * (68 + 2 * 2 + 2)
+    before = modification_times(again, "*.png")
     model = (f"model={root / 'run'}", "weights=[raw, ema]")
-    evaluate_on(server, 1, overrides(root, again, *model, *all_protocols(root)))
+    evaluate_on(server, 1, overrides(root, again, *model, *all_protocols(root, root)))
     assert images(again) == whole
-    written = {path.name for path in again.rglob("*.png") if before.get(path) != path.stat().st_mtime_ns}
+    written = {path.name for path, time in modification_times(again, "*.png").items() if before.get(path) != time}
     assert written == {"000000.png", "000001.png", "000002.png"}
-    assert numbers(again) == numbers(outputs[1])
+    assert modification_times(again, "judgements/*/*.json") == judged
+    for name, values in numbers(again).items():
+        assert values == pytest.approx(numbers(outputs[1])[name], rel=1e-6, abs=1e-6)
 
 
 def test_numbers_of_two_protocols_are_not_put_into_one_table(outputs, tmp_path):
