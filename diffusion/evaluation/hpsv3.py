@@ -56,15 +56,15 @@ class RewardModel:
             self._head = _head_layers(weights, device)
             backbone = {backbone_name(name): tensor for name, tensor in weights.items() if _is_of_backbone(name)}
             # The authors' table has a row for each token of the tokenizer; Qwen2-VL's own has some to spare.
-            config.get_text_config().vocab_size = len(self._processor.tokenizer)
-            dtype = next(iter(backbone.values())).dtype
+            config.get_text_config().vocab_size = len(backbone["language_model.embed_tokens.weight"])
+            dtype = backbone["language_model.embed_tokens.weight"].dtype
             loaded: Any = Qwen2VLModel.from_pretrained(
                 None, config=config, state_dict=backbone, dtype=dtype, output_loading_info=True
             )
             model, info = loaded
             if lacking := info["missing_keys"]:
                 raise ValueError(f"{WEIGHTS} lacks {len(lacking)} weights, {min(lacking)} among them.")
-        except (OSError, ValueError, KeyError, RuntimeError, ImportError, StopIteration, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
             reason = (str(error) or repr(error)).strip().splitlines()[0]
             raise ConfigurationError(
                 f"protocol.networks.hpsv3={folder}: {reason} Give a folder with config.json, tokenizer files, chat "

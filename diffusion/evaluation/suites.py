@@ -67,7 +67,7 @@ class Suite(ABC, Generic[AnyItem]):
             images: record of the images.
         """
         protocol = {"version": VERSION, **self.record(), "images": dict(images)}
-        return {name: protocol for name in self.names()}  # noqa: C420 - They are read only.
+        return {name: dict(protocol) for name in self.names()}
 
     def evaluate(self, files: Sequence[Path], images: Mapping[str, Any], judgements: Path) -> dict[str, Number]:
         """Judge images and compute the numbers; collective.
