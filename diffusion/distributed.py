@@ -99,6 +99,25 @@ def gather(value: T) -> list[T]:
     return values if is_first_rank() else []
 
 
+def map_on_ranks(num: int, step: Callable[[int], T], label: str) -> list[T]:
+    """Call a step with 0 to `num` - 1, rank r with r, r + world size, and so on; collective.
+
+    Args:
+        num: number of calls.
+        step: returns a result that does not depend on the rank.
+        label: label of the progress bar.
+
+    Returns:
+        The results in the order of their numbers on the first rank, an empty list on the others.
+    """
+    from tqdm.auto import tqdm
+
+    numbers = range(rank(), num, world_size())
+    own = {number: step(number) for number in tqdm(numbers, desc=label, disable=not is_first_rank(), leave=False)}
+    results = {number: result for part in gather(own) for number, result in part.items()}
+    return [results[number] for number in sorted(results)]
+
+
 def on_first_rank(step: Callable[[], T], *, takes_long: bool = False) -> T:
     """Run a step on rank 0 and return its result on all ranks, or fail together as `agree` does."""
     result: Any = agree(lambda: step() if not has_process_group() or rank() == 0 else None, takes_long=takes_long)

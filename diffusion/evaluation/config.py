@@ -20,10 +20,14 @@ class Metric(str, Enum):
     clip_fid = "clip_fid"
     cmmd = "cmmd"
     clip_score = "clip_score"
+    hpsv3 = "hpsv3"
 
 
 OF_REFERENCE = (Metric.fid, Metric.kid, Metric.clip_fid, Metric.cmmd)
 """Metrics that need a reference set."""
+
+OF_PROMPTS = (Metric.clip_score, Metric.hpsv3)
+"""Metrics of each image and its prompt: means over all, and over the images of each category."""
 
 
 class ResizeFilter(str, Enum):
@@ -86,6 +90,13 @@ class NetworksConfig:
     cmmd: str = "openai/clip-vit-large-patch14-336"
     """CLIP model of CMMD."""
 
+    hpsv3: str | None = None
+    """Folder of the reward model of HPSv3: config.json, tokenizer and preprocessor files of Qwen2-VL-7B-Instruct,
+    HPSv3.safetensors, and instruction.txt, the authors' instruction."""
+
+    vqa: str | None = None
+    """Folder of a vision-language model (transformers) that answers the questions of `dpg` and `geneval2`."""
+
     local_files_only: bool = False
     """Never download from the hub; fail if the weights are not on this machine."""
 
@@ -105,6 +116,28 @@ class CompositionalConfig:
 
     images_per_prompt: int = 4
     """Images of each prompt."""
+
+
+@dataclass(kw_only=True)
+class DpgConfig:
+    """DPG-Bench: dense prompts; `networks.vqa` answers the yes-no questions about their images."""
+
+    path: str = MISSING
+    """The benchmark's dpg_bench.csv."""
+
+    images_per_prompt: int = bounded(4, min=1)
+    """Images of each prompt; the authors make 4."""
+
+
+@dataclass(kw_only=True)
+class GenEval2Config:
+    """GenEval 2: compositional prompts; Soft-TIFA is the probability of the correct answers to `networks.vqa`."""
+
+    path: str = MISSING
+    """The benchmark's geneval2_data.jsonl."""
+
+    images_per_prompt: int = bounded(1, min=1)
+    """Images of each prompt; the authors make 1."""
 
 
 @dataclass(kw_only=True)
@@ -140,8 +173,8 @@ class SamplingConfig:
 class ProtocolConfig:
     """Everything that determines a metric besides the model and the guidance scale."""
 
-    metrics: list[Metric] = field(default_factory=lambda: list(Metric))
-    """Metrics to compute."""
+    metrics: list[Metric] = field(default_factory=lambda: [*OF_REFERENCE, Metric.clip_score])
+    """Metrics to compute; `hpsv3` needs `networks.hpsv3`."""
 
     prompts: PromptsConfig | None = None
     """Prompts; null: no metrics of prompts."""
@@ -157,6 +190,12 @@ class ProtocolConfig:
 
     compositional: CompositionalConfig | None = None
     """Compositional prompts; null: none."""
+
+    dpg: DpgConfig | None = None
+    """DPG-Bench; null: none."""
+
+    geneval2: GenEval2Config | None = None
+    """GenEval 2; null: none."""
 
     validation_loss: bool = False
     """Compute the loss on the validation data of the run: overall, by timestep and by stream."""
@@ -252,10 +291,16 @@ class EvaluationConfig:
             )
         if protocol.metrics and protocol.prompts is None and self.images is None:
             yield "protocol.metrics need prompts. Set protocol.prompts.path, or protocol.metrics=[]."
-        if not (protocol.metrics or protocol.compositional or protocol.validation_loss):
-            yield "Nothing is evaluated. Set protocol.metrics, protocol.compositional or protocol.validation_loss."
-        if self.images is not None and (protocol.compositional or protocol.validation_loss):
-            yield "protocol.compositional and protocol.validation_loss need a model, but images is set."
+        if Metric.hpsv3 in protocol.metrics and protocol.networks.hpsv3 is None:
+            yield "protocol.metrics has hpsv3, which needs the folder of a reward model. Set protocol.networks.hpsv3."
+        if (protocol.dpg or protocol.geneval2) and protocol.networks.vqa is None:
+            yield "protocol.dpg and protocol.geneval2 need a model that answers questions. Set protocol.networks.vqa."
+        of_models = (protocol.compositional, protocol.dpg, protocol.geneval2, protocol.validation_loss)
+        listed = "protocol.compositional, protocol.dpg, protocol.geneval2 or protocol.validation_loss"
+        if not (protocol.metrics or any(of_models)):
+            yield f"Nothing is evaluated. Set protocol.metrics, {listed}."
+        if self.images is not None and any(of_models):
+            yield f"images is set, but a model is needed for {listed}. Remove these, or set model instead."
         if len(set(self.guidance_scales)) != len(self.guidance_scales) or not self.guidance_scales:
             yield f"guidance_scales is {self.guidance_scales}, but must name at least one, and none twice."
         if not self.weights:

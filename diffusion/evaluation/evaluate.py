@@ -4,6 +4,7 @@ import copy
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from diffusion.distributed import (
     start_process_group,
 )
 from diffusion.errors import ConfigurationError, MachineError, error_context
-from diffusion.evaluation.config import EvaluationConfig
+from diffusion.evaluation import dpg, geneval2
+from diffusion.evaluation.config import EvaluationConfig, ProtocolConfig
 from diffusion.evaluation.generate import EvaluatedModel, Generator, Task, find_models, generate_images, load_generator
 from diffusion.evaluation.images import image_files, list_images
 from diffusion.evaluation.metrics import Metrics
@@ -30,6 +32,7 @@ from diffusion.evaluation.object_checks import ObjectChecks
 from diffusion.evaluation.prompts import Prompt, read_listing, read_prompts
 from diffusion.evaluation.protocol import (
     RESULTS,
+    VALIDATION_LOSS,
     Protocol,
     Result,
     check_one_protocol,
@@ -37,12 +40,16 @@ from diffusion.evaluation.protocol import (
     read_results,
     table,
 )
-from diffusion.evaluation.validation_loss import NAME as VALIDATION_LOSS
+from diffusion.evaluation.suites import Suite
 from diffusion.evaluation.validation_loss import validation_losses
+from diffusion.evaluation.vqa import VisionLanguageModel
 
 TABLE = "table.md"
 IMAGES = "images"
 """Folder of generated images, in the output folder."""
+
+JUDGEMENTS = "judgements"
+"""Folder of the judgements of a suite's images, beside them."""
 
 
 def evaluate(config: EvaluationConfig) -> None:
@@ -75,9 +82,9 @@ class Evaluation:
         self.metrics = Metrics(config=config, device=self.device, cache=cache)
         agree(self.metrics.open)
         self.prompts: list[Prompt] = agree(self._read_prompts)
-        self.object_checks: ObjectChecks | None = None
-        if (settings := protocol.compositional) is not None:
-            self.object_checks = agree(lambda: ObjectChecks.open(settings, self.device))
+        self.suites: dict[str, Suite[Any]] = agree(
+            lambda: {suite.name: suite for suite in open_suites(protocol, self.device)}
+        )
 
     def into(self, folder: Path) -> "Evaluation":
         """Return the same evaluation with another folder of results and images."""
@@ -102,7 +109,7 @@ class Evaluation:
             DataError: the model is damaged.
         """
         generator = agree(lambda: load_generator(model, self.device))
-        if self.config.protocol.metrics or self.object_checks is not None:
+        if self.config.protocol.metrics or self.suites:
             for scale in self.config.guidance_scales:
                 self._evaluate_images(model, generator, scale)
         if self.config.protocol.validation_loss:
@@ -120,8 +127,8 @@ class Evaluation:
         """
         listed = agree(lambda: read_listing(folder))
         files = list_images(folder) if listed is None else [image.path for image in listed]
-        texts = None if listed is None else [image.prompt for image in listed]
-        numbers = self.metrics.compute(image_files(files), texts, {"num": len(files), "given": True})
+        prompts = None if listed is None else [Prompt(text=one.prompt, category=one.category) for one in listed]
+        numbers = self.metrics.compute(image_files(files), prompts, {"num": len(files), "given": True})
         self._write(Result(name=folder.resolve().name, path=str(folder), numbers=numbers))
 
     def _evaluate_images(self, model: EvaluatedModel, generator: Generator, scale: float) -> None:
@@ -129,35 +136,36 @@ class Evaluation:
         result = _empty_result(model, generator, scale)
         tasks = self._tasks(scale)
         records = {kind: _protocol_record(task, generator) for kind, task in tasks.items()}
-        expected = self.metrics.protocols(records["prompts"]) if "prompts" in records else {}
-        if self.object_checks is not None:
-            expected |= self.object_checks.protocols(records["compositional"])
+        expected = self.metrics.protocols(records["prompts"], self.prompts) if "prompts" in records else {}
+        for name, suite in self.suites.items():
+            expected |= suite.protocols(records[name])
         if self._is_done(result, expected):
             return
         folder = self.folder / IMAGES / result.file_name.removesuffix(".json")
         for kind, task in tasks.items():
             files = generate_images(generator, task, folder / kind, f"{model.name} cfg {scale:g} {kind}")
-            if kind == "prompts":
-                texts = [self.prompts[task.prompt_of(image)].text for image in range(task.num_images)]
-                result.numbers |= self.metrics.compute(image_files(files), texts, records[kind])
-            elif self.object_checks is not None:
-                result.numbers |= self.object_checks.evaluate(files, records[kind])
+            if kind in self.suites:
+                judgements = folder / kind / JUDGEMENTS
+                result.numbers |= self.suites[kind].evaluate(files, records[kind], judgements)
+            else:
+                prompts = [self.prompts[task.prompt_of(image)] for image in range(task.num_images)]
+                result.numbers |= self.metrics.compute(image_files(files), prompts, records[kind])
         self._write(result)
         if not self.config.keep_images and is_first_rank():
             shutil.rmtree(folder)
 
     def _tasks(self, scale: float) -> dict[str, Task]:
-        """Images to generate, by their folder: for the metrics and for the object checks."""
+        """Images to generate, by their folder: for the metrics and for the suites."""
         sampling, batch_size = self.config.protocol.sampling, self.config.batch_size
         tasks = {}
         if self.config.protocol.metrics:
             tasks["prompts"] = Task(
                 prompts=self.prompts, sampling=sampling, guidance_scale=scale, batch_size=batch_size
             )
-        if self.object_checks is not None:
-            tasks["compositional"] = Task(
-                prompts=self.object_checks.prompts(),
-                sampling=replace(sampling, images_per_prompt=self.object_checks.config.images_per_prompt),
+        for name, suite in self.suites.items():
+            tasks[name] = Task(
+                prompts=suite.prompts(),
+                sampling=replace(sampling, images_per_prompt=suite.images_per_prompt),
                 guidance_scale=scale,
                 batch_size=batch_size,
             )
@@ -206,6 +214,30 @@ class Evaluation:
 def write_table(folder: Path) -> None:
     """Write the table of all results of an output folder, which another process may write, too."""
     storage.write(str(folder / TABLE), table(read_results([folder])).encode())
+
+
+def open_suites(config: ProtocolConfig, device: torch.device) -> list[Suite[Any]]:
+    """Read the suites of a protocol and load their models.
+
+    Raises:
+        ConfigurationError: a file or a model is missing.
+    """
+    suites: list[Suite[Any]] = []
+    if config.compositional is not None:
+        suites.append(ObjectChecks.open(config.compositional, device))
+    # The questions are read before the model, which takes minutes.
+    asked = []
+    if (one := config.dpg) is not None:
+        items = dpg.read_items(Path(one.path).expanduser())
+        asked.append(partial(dpg.Dpg, items=items, images_per_prompt=one.images_per_prompt))
+    if (one := config.geneval2) is not None:
+        items = geneval2.read_items(Path(one.path).expanduser())
+        asked.append(partial(geneval2.GenEval2, items=items, images_per_prompt=one.images_per_prompt))
+    if asked:
+        assert config.networks.vqa is not None
+        vqa = VisionLanguageModel(config.networks.vqa, device)
+        suites += [suite(vqa=vqa) for suite in asked]
+    return suites
 
 
 def rank_device(device: Device) -> torch.device:

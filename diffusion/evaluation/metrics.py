@@ -1,4 +1,4 @@
-"""Metrics of a set of images: FID, KID, CLIP-FID, CMMD and CLIP score, each with its protocol."""
+"""Metrics of a set of images: FID, KID, CLIP-FID, CMMD, CLIP score and HPSv3, each with its protocol."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from diffusion.distributed import agree, broadcast, is_first_rank
+from diffusion.distributed import agree, broadcast, is_first_rank, map_on_ranks
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.evaluation.config import OF_REFERENCE, EvaluationConfig, Metric
+from diffusion.evaluation.config import OF_PROMPTS, OF_REFERENCE, EvaluationConfig, Metric
 from diffusion.evaluation.features import Clip, FeatureNetwork, extract_features, load_networks
+from diffusion.evaluation.hpsv3 import NUM_PIXELS, RewardModel
 from diffusion.evaluation.images import Images, open_reference
+from diffusion.evaluation.prompts import Prompt, categories
 from diffusion.evaluation.protocol import VERSION, Number, Protocol, protocol_hash
 from diffusion.evaluation.statistics import CMMD_SIGMA, Array, clip_scores, cmmd, frechet_distance, kernel_distance
 from diffusion.files import atomic_path, unique_partial
@@ -25,6 +27,7 @@ ESTIMATORS = {
     Metric.clip_fid: FRECHET,
     Metric.cmmd: f"1000 x unbiased squared MMD over all pairs, Gaussian kernel of bandwidth {CMMD_SIGMA:g}, float64",
     Metric.clip_score: "100 x mean of the positive part of the cosine of image and prompt",
+    Metric.hpsv3: "mean of the first output of the reward head",
 }
 """Part of the protocols."""
 
@@ -50,6 +53,7 @@ class Metrics:
     device: torch.device
     cache: Path
     networks: dict[Metric, FeatureNetwork] = field(default_factory=dict, init=False)
+    reward: RewardModel | None = field(default=None, init=False)
     _reference: tuple[Images, dict[str, Any]] | None = field(default=None, init=False)
     """Reference set and its record in protocols."""
 
@@ -65,7 +69,11 @@ class Metrics:
             images, identity = open_reference(protocol.reference)
             record = {"content": identity, "num": len(images), "scaled_square": protocol.reference.size}
             self._reference = images, record
-        self.networks = load_networks(protocol.networks, protocol.metrics, self.device)
+        of_features = [metric for metric in protocol.metrics if metric is not Metric.hpsv3]
+        self.networks = load_networks(protocol.networks, of_features, self.device)
+        if Metric.hpsv3 in protocol.metrics:
+            assert protocol.networks.hpsv3 is not None
+            self.reward = RewardModel(protocol.networks.hpsv3, self.device)
 
     def name(self, metric: Metric) -> str:
         """Name of a number: distances of features other than Inception's are not FID or KID."""
@@ -73,66 +81,83 @@ class Metrics:
             return f"{'frechet' if metric is Metric.fid else 'kernel'}_{self.networks[metric].name}"
         return metric.value
 
-    def protocols(self, images: Mapping[str, Any]) -> dict[str, Protocol]:
+    def protocols(self, images: Mapping[str, Any], prompts: Sequence[Prompt] | None) -> dict[str, Protocol]:
         """Protocol of each number; call `open` first.
 
         Args:
             images: record of the images.
+            prompts: prompts of the images; None without metrics of prompts.
         """
-        return {self.name(metric): self._protocol(metric, images) for metric in self.networks}
+        found = {}
+        for metric in self.config.protocol.metrics:
+            name = self.name(metric)
+            by_category = categories(prompts or ()) if metric in OF_PROMPTS else []
+            names = [name, *(f"{name}/{category}" for category in by_category)]
+            found |= dict.fromkeys(names, self._protocol(metric, images))
+        return found
 
     def _protocol(self, metric: Metric, images: Mapping[str, Any]) -> Protocol:
+        protocol = {"version": VERSION, "estimator": ESTIMATORS[metric], "images": dict(images)}
+        if metric is Metric.hpsv3:
+            assert self.reward is not None
+            network = {"name": metric.value, "weights": self.reward.identity}
+            return {**protocol, "network": network, "resize": f"bicubic, to {NUM_PIXELS} pixels"}
         network = self.networks[metric]
-        protocol = {
-            "version": VERSION,
-            "estimator": ESTIMATORS[metric],
+        protocol |= {
             "network": {"name": network.name, "weights": network.identity, "size": network.size},
             "resize": f"{self._resize}, antialiased, 32 bits per channel, rounded once to 8",
-            "images": dict(images),
         }
         return protocol | {"reference": self._opened()[1]} if metric in OF_REFERENCE else protocol
 
-    def compute(self, image_set: Images, prompts: Sequence[str] | None, images: Mapping[str, Any]) -> dict[str, Number]:
+    def compute(
+        self, image_set: Images, prompts: Sequence[Prompt] | None, images: Mapping[str, Any]
+    ) -> dict[str, Number]:
         """Compute all numbers; collective.
 
         Args:
             image_set: the images.
-            prompts: prompt of each image, for the CLIP score.
+            prompts: prompt of each image, for the metrics of prompts.
             images: record of the images.
 
         Returns:
             Numbers by name on the first rank; an empty dictionary on others.
 
         Raises:
-            ConfigurationError: there are too few images, or no prompts for the CLIP score.
+            ConfigurationError: there are too few images, or no prompts for the metrics of prompts.
         """
         if len(image_set) < 2:
             raise ConfigurationError(f"{len(image_set)} images: metrics need 2 or more")
-        if prompts is None and Metric.clip_score in self.networks:
+        of_prompts = [metric.value for metric in self.config.protocol.metrics if metric in OF_PROMPTS]
+        if prompts is None and of_prompts:
             raise ConfigurationError(
-                "clip_score needs prompts: add metadata.jsonl (file_name, prompt) to the folder of images, or remove "
-                "clip_score from protocol.metrics"
+                f"{' and '.join(of_prompts)} of protocol.metrics: prompts are missing. Add metadata.jsonl (file_name, "
+                "prompt) to the folder of images, or remove these metrics"
             )
+        prompts = prompts or ()
+        texts = [prompt.text for prompt in prompts]
         own: dict[int, Array | None] = {}
         real: dict[int, Array | None] = {}
-        numbers = {}
+        values: dict[str, float] = {}
         for metric, network in self.networks.items():
             key = id(network)
             if key not in own:
                 own[key] = extract_features(network, image_set, self.config, self.device, f"features {network.name}")
             if metric in OF_REFERENCE and key not in real:
                 real[key] = self._reference_features(network)
-            if (features := own[key]) is not None:
-                value = self._value(metric, features, real.get(key), prompts)
-                numbers[self.name(metric)] = Number(value=value, protocol=self._protocol(metric, images))
-        return numbers
-
-    def _value(self, metric: Metric, features: Array, reference: Array | None, prompts: Sequence[str] | None) -> float:
-        if metric in DISTANCES:
-            assert reference is not None
-            return DISTANCES[metric](features, reference)
-        assert prompts is not None
-        return float(clip_scores(features, self._text_features(prompts)).mean())
+            if (features := own[key]) is None:
+                continue
+            if metric in DISTANCES:
+                reference = real[key]
+                assert reference is not None
+                values[self.name(metric)] = DISTANCES[metric](features, reference)
+            else:
+                values |= means(metric.value, clip_scores(features, self._text_features(texts)), prompts)
+        if (reward := self.reward) is not None:
+            scores = map_on_ranks(len(image_set), lambda i: reward.score(image_set[i], texts[i]), "hpsv3")
+            if is_first_rank():
+                values |= means(Metric.hpsv3.value, np.array(scores), prompts)
+        protocols = self.protocols(images, prompts)
+        return {name: Number(value=value, protocol=protocols[name]) for name, value in values.items()}
 
     def _text_features(self, prompts: Sequence[str]) -> Array:
         clip, size = self.networks[Metric.clip_score], self.config.batch_size
@@ -164,6 +189,14 @@ class Metrics:
             with atomic_path(path, partial=unique_partial(path)) as partial, partial.open("wb") as file:
                 np.savez(file, features=features)
         return features
+
+
+def means(name: str, scores: Array, prompts: Sequence[Prompt]) -> dict[str, float]:
+    """Mean of the scores of all images, and of those of each category of their prompts."""
+    found = {name: float(scores.mean())}
+    for category in categories(prompts):
+        found[f"{name}/{category}"] = float(scores[[prompt.category == category for prompt in prompts]].mean())
+    return found
 
 
 def _load(path: Path) -> Array:

@@ -5,7 +5,6 @@ a minimum count, a colour and a position relative to another class, and upper li
 zero-shot detector of transformers, or image processing for the shapes of the demo (`shape_checks.py`).
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -16,14 +15,12 @@ from typing import Any, Protocol
 import torch
 from PIL import Image
 from torch import Tensor
-from tqdm.auto import tqdm
 
-from diffusion.distributed import gather, is_first_rank, rank, world_size
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.config import CompositionalConfig
 from diffusion.evaluation.prompts import Prompt
-from diffusion.evaluation.protocol import COMPOSITIONAL, VERSION, Number
 from diffusion.evaluation.protocol import Protocol as NumberProtocol
+from diffusion.evaluation.suites import Suite, content_hash
 from diffusion.models.pretrained import freeze, module_identity
 
 SHAPES = "shapes"
@@ -227,11 +224,11 @@ def _wanted(entry: Mapping[str, Any]) -> Wanted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectChecks:
+class ObjectChecks(Suite[Check]):
     """Checks and their detector."""
 
+    name = "compositional"
     config: CompositionalConfig
-    checks: Sequence[Check]
     detector: Detector
 
     @classmethod
@@ -253,54 +250,37 @@ class ObjectChecks:
                 "a folder with an OWL-ViT or OWLv2 model; only suite=shapes works without one"
             )
         checks = shape_checks() if config.suite == SHAPES else read_checks(Path(config.suite).expanduser())
-        return cls(config=config, checks=checks, detector=detector)
+        return cls(items=checks, images_per_prompt=config.images_per_prompt, config=config, detector=detector)
 
     def prompts(self) -> list[Prompt]:
         """Prompts of the checks."""
-        return [Prompt(text=check.prompt, category=check.category) for check in self.checks]
+        return [Prompt(text=check.prompt, category=check.category) for check in self.items]
 
-    def protocols(self, images: Mapping[str, Any]) -> dict[str, NumberProtocol]:
-        """Protocol of each number."""
-        content = json.dumps([asdict(check) for check in self.checks])
-        suite = hashlib.sha256(content.encode()).hexdigest()[:16]
-        protocol = {
-            "version": VERSION,
+    def record(self) -> NumberProtocol:
+        """Checks and detector."""
+        return {
             "estimator": "share of images that show what was asked for",
-            "suite": suite,
+            "suite": content_hash([asdict(check) for check in self.items]),
             "detector": self.detector.identity,
             "threshold": self.config.threshold if self.config.detector else None,
-            "images": dict(images),
         }
-        categories = dict.fromkeys(check.category for check in self.checks)
-        return {COMPOSITIONAL: protocol, **{f"{COMPOSITIONAL}/{category}": protocol for category in categories}}
 
-    def evaluate(self, files: Sequence[Path], images: Mapping[str, Any]) -> dict[str, Number]:
-        """Compute the shares of images that pass their checks; collective.
+    def names(self) -> list[str]:
+        """`compositional`, and `compositional/CATEGORY`."""
+        found = dict.fromkeys(check.category for check in self.items)
+        return [self.name, *(f"{self.name}/{category}" for category in found)]
 
-        Args:
-            files: images, with those of one check adjacent.
-            images: record of the images.
-
-        Returns:
-            `compositional/CATEGORY`, and `compositional`, the mean of the categories (as in GenEval), on the first
-            rank; an empty dictionary on others.
-        """
-        colours = list(dict.fromkeys(one.colour for check in self.checks for one in check.include if one.colour))
+    def judge(self, item: Check, image: Image.Image) -> bool:
+        """Whether an image passes its check."""
+        colours = list(dict.fromkeys(one.colour for check in self.items for one in check.include if one.colour))
         names = colours if self.config.suite == SHAPES else list(COLOUR_NAMES) if colours else []
-        own = []
-        numbers = range(rank(), len(files), world_size())
-        for number in tqdm(numbers, desc="object checks", disable=not is_first_rank(), leave=False):
-            check = self.checks[number // self.config.images_per_prompt]
-            labels = list(dict.fromkeys(one.label for one in (*check.include, *check.exclude)))
-            with Image.open(files[number]) as image:
-                found = self.detector.find(image.convert("RGB"), labels, names)
-            own.append((check.category, is_shown(check, found)))
+        labels = list(dict.fromkeys(one.label for one in (*item.include, *item.exclude)))
+        return is_shown(item, self.detector.find(image, labels, names))
+
+    def values(self, judged: Sequence[tuple[Check, bool]]) -> dict[str, float]:
+        """Shares of images that pass their checks, by category, and the mean of the categories (as in GenEval)."""
         by_category: dict[str, list[bool]] = {}
-        for category, is_right in (one for part in gather(own) for one in part):
-            by_category.setdefault(category, []).append(is_right)
-        if not by_category:
-            return {}
-        shares = {f"{COMPOSITIONAL}/{category}": sum(right) / len(right) for category, right in by_category.items()}
-        values = {COMPOSITIONAL: sum(shares.values()) / len(shares), **shares}
-        protocols = self.protocols(images)
-        return {name: Number(value=values[name], protocol=protocols[name]) for name in protocols}
+        for check, is_right in judged:
+            by_category.setdefault(f"{self.name}/{check.category}", []).append(is_right)
+        shares = {name: sum(right) / len(right) for name, right in by_category.items()}
+        return {self.name: sum(shares.values()) / len(shares), **shares}

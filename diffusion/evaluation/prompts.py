@@ -4,7 +4,7 @@ import csv
 import hashlib
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,6 +66,11 @@ def read_prompts(
     return [prompts[i] for i in chosen]
 
 
+def categories(prompts: Iterable[Prompt]) -> list[str]:
+    """Categories of prompts in the order of their first prompts, without the empty one."""
+    return list(dict.fromkeys(prompt.category for prompt in prompts if prompt.category))
+
+
 def prompts_identity(prompts: Sequence[Prompt]) -> str:
     """Hash of prompts in their order, 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps([prompt.text for prompt in prompts]).encode()).hexdigest()[:16]
@@ -119,10 +124,11 @@ def _first_caption(samples: PreparedSamples, index: int, root: Path) -> str:
 
 
 class ListedImage(NamedTuple):
-    """An image of a folder and its prompt."""
+    """An image of a folder, its prompt, and the category of the prompt."""
 
     path: Path
     prompt: str
+    category: str = ""
 
 
 def write_listing(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -151,7 +157,7 @@ def read_listing(folder: Path) -> list[ListedImage] | None:
 def _read_line(line: str, key: str, where: str, folder: Path) -> ListedImage:
     try:
         row = json.loads(line)
-        image = ListedImage(folder / row[key], str(row["prompt"]).strip())
+        image = ListedImage(folder / row[key], str(row["prompt"]).strip(), row.get("category", ""))
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{where} is not a JSON object with {key} and prompt: {error!r}") from error
     if not image.path.is_file():

@@ -20,11 +20,16 @@ Protocol = dict[str, Any]
 VERSION = 1
 """Incremented when the computation changes for the same description."""
 
-COMPOSITIONAL = "compositional"
-"""Name of the mean of the object checks; that of a category is `compositional/CATEGORY`."""
+VALIDATION_LOSS = "validation_loss"
+"""Name of the loss on the validation data; those of streams and timesteps are `validation_loss/...`."""
 
 RESULTS = "results"
 """Folder of result files, in the output folder."""
+
+
+def is_of_category(name: str) -> bool:
+    """Whether a number is of one category of prompts, `NUMBER/CATEGORY`."""
+    return "/" in name and not name.startswith(f"{VALIDATION_LOSS}/")
 
 
 def protocol_hash(protocol: Mapping[str, Any]) -> str:
@@ -149,18 +154,20 @@ def check_one_protocol(results: Sequence[Result]) -> None:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Markdown table of results, one row each; and a second one of object checks by category, if there are any.
+    """Markdown table of results, one row each; and one table for each number by category of prompts, if there are any.
 
     Raises:
         ConfigurationError: the protocols differ.
     """
     check_one_protocol(results)
     names = list(dict.fromkeys(name for result in results for name in result.numbers))
-    whole = _table(results, {name: name for name in names if "/" not in name})
-    categories = {
-        name: name.removeprefix(f"{COMPOSITIONAL}/") for name in names if name.startswith(f"{COMPOSITIONAL}/")
-    }
-    return f"{whole}\n{_table(results, categories | {COMPOSITIONAL: 'mean'})}" if categories else whole
+    tables = [_table(results, {name: name for name in names if "/" not in name})]
+    by_number: dict[str, dict[str, str]] = {}
+    for name in filter(is_of_category, names):
+        number, category = name.split("/", 1)
+        by_number.setdefault(number, {})[name] = category
+    tables += [_table(results, categories | {number: number}) for number, categories in by_number.items()]
+    return "\n".join(tables)
 
 
 def _table(results: Sequence[Result], names: Mapping[str, str]) -> str:

@@ -14,11 +14,9 @@ from diffusion.datasets.loader import ValidationDataset, validation_dataset, val
 from diffusion.distributed import agree, is_first_rank, rank, world_size
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.generate import CheckpointGenerator, EvaluatedModel, Generator
-from diffusion.evaluation.protocol import VERSION, Number
+from diffusion.evaluation.protocol import VALIDATION_LOSS, VERSION, Number
 from diffusion.loading import load_config_of
 from diffusion.models.latent_diffusion import Batch, LatentDiffusion, squared_error
-
-NAME = "validation_loss"
 
 CAPTION_KEYS = frozenset({BatchKey.TOKEN_IDS, BatchKey.TEXT_EMBEDDING, BatchKey.POOLED_TEXT_EMBEDDING})
 """Entries of a batch that depend on its captions."""
@@ -72,7 +70,10 @@ def validation_losses(evaluated: EvaluatedModel, generator: Generator) -> dict[s
     }
     if not is_first_rank():
         return {}
-    return {name.replace("loss", NAME, 1): Number(value=value, protocol=protocol) for name, value in values.items()}
+    return {
+        name.replace("loss", VALIDATION_LOSS, 1): Number(value=value, protocol=protocol)
+        for name, value in values.items()
+    }
 
 
 def open_validation_data(config: Config, model: LatentDiffusion) -> ValidationDataset:

@@ -17,7 +17,7 @@ from PIL import Image
 from diffusion.callbacks.metrics_file import TRAIN_LOSS
 from diffusion.callbacks.saving import STALL
 from diffusion.errors import DataError
-from diffusion.evaluation.protocol import COMPOSITIONAL, Result, protocol_hash
+from diffusion.evaluation.protocol import Result, is_of_category, protocol_hash
 from diffusion.planning.plan import plan_run
 from diffusion.planning.storage import plan_epoch
 from diffusion.reports.figures import (
@@ -193,7 +193,7 @@ def _loss_by_timestep(run: Run) -> str | None:
 def metrics_section(runs: Sequence[Run], folders: Sequence[Path]) -> dict[str, Any]:
     """Image metrics over guidance scales and checkpoints, and a table of all numbers."""
     points, num_damaged = read_evaluations([*(run.folder for run in runs), *folders])
-    is_category = points["metric"].str.startswith(f"{COMPOSITIONAL}/")
+    is_category = points["metric"].map(is_of_category).astype(bool)
     figures: dict[str, str | None] = {}
     for metric, part in points[~is_category].groupby("metric", sort=False):
         figures[f"{metric} over the guidance scale"] = _plot_metric(part, x="guidance scale", by="model")

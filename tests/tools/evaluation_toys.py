@@ -47,6 +47,31 @@ def write_prompts(path: Path, prompts: list[str]) -> Path:
     return path
 
 
+def write_drawbench(path: Path, prompts: dict[str, list[str]]) -> Path:
+    """Write prompts by category in the format of DrawBench."""
+    rows = [f'"{prompt}",{category}\n' for category, listed in prompts.items() for prompt in listed]
+    path.write_text("Prompts,Category\n" + "".join(rows))
+    return path
+
+
+def write_questions(folder: Path) -> Path:
+    """Write `dpg_bench.csv` and `geneval2_data.jsonl` with two prompts each."""
+    columns = "item_id,text,keywords,proposition_id,dependency,category_broad,category_detailed,tuple,"
+    rows = [
+        'one,a red star,,1,0,,,"entity - whole (star)",Is there a star?',
+        'one,a red star,,2,1,,,"attribute - color (star, red)",Is the star red?',
+        'two,two blue stars,,1,0,,,"entity - whole (stars)",Are there stars?',
+    ]
+    (folder / "dpg_bench.csv").write_text("\n".join([f"{columns}question_natural_language", *rows]))
+    count, there, red = ["How many stars?", "two"], ["Are there any stars?", "Yes"], ["Is the star red?", "Yes"]
+    items = [
+        {"prompt": "two stars", "atom_count": 2, "vqa_list": [count, there], "skills": ["count", "object"]},
+        {"prompt": "a red star", "atom_count": 3, "vqa_list": [there, red], "skills": ["object", "attribute"]},
+    ]
+    (folder / "geneval2_data.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    return folder
+
+
 def overrides(root: Path, output: Path, *more: str) -> list[str]:
     """For `tests/tools/toy_evaluation.yaml`, with what `write_all` wrote."""
     return [

@@ -5,7 +5,7 @@ import pytest
 from diffusion.config.fields import check_sections
 from diffusion.config.loading import load
 from diffusion.errors import ConfigurationError
-from diffusion.evaluation.config import EvaluationConfig
+from diffusion.evaluation.config import DpgConfig, EvaluationConfig, Metric
 
 
 def test_configurations_that_ship_load_and_impossible_ones_are_rejected(tmp_path):
@@ -13,8 +13,14 @@ def test_configurations_that_ship_load_and_impossible_ones_are_rejected(tmp_path
         paths = [f"protocol.{part}.path=x" for part in ("prompts", "reference")]
         config = load(EvaluationConfig, yaml, ["output_folder=x", "model=x", *paths])
         check_sections(config)
+    config.protocol.metrics.append(Metric.hpsv3)
+    config.protocol.dpg = DpgConfig(path="dpg_bench.csv")
+    with pytest.raises(ConfigurationError, match=r"(?s)networks\.hpsv3.*networks\.vqa"):
+        check_sections(config)
+    config.protocol.networks.hpsv3 = config.protocol.networks.vqa = "folder"
+    check_sections(config)
     config.images, config.guidance_scales = "y", [1.0, 1.0]
-    with pytest.raises(ConfigurationError, match=r"(?s)model=.*guidance_scales"):
+    with pytest.raises(ConfigurationError, match=r"(?s)model=.*protocol\.dpg.*guidance_scales"):
         check_sections(config)
 
 

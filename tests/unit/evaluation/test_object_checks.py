@@ -206,18 +206,18 @@ def test_the_oracle_finds_drawn_objects_only(tmp_path, side):
     suite = ObjectChecks.open(CompositionalConfig(images_per_prompt=1), torch.device("cpu"))
     assert suite.detector.identity == ShapesOracle.identity
     single, pairs = shape_scenes()
-    counted = [asked_for(check) for check in suite.checks if check.category == "count"]
+    counted = [asked_for(check) for check in suite.items if check.category == "count"]
     assert len(counted) == 12
     files = []
     for i, scene in enumerate([*single, *pairs, *counted]):
         files.append(tmp_path / f"{i}.png")
         draw(scene, side).save(files[-1])
-    found = suite.evaluate(files, {})
+    found = suite.evaluate(files, {}, tmp_path / "of files")
     assert {name: number.value for name, number in found.items()} == {
         f"compositional{category}": 1.0 for category in ("", "/colour and shape", "/relation", "/count")
     }
     shifted = [*files[1:], files[0]]
-    wrong = suite.evaluate(shifted, {})
+    wrong = suite.evaluate(shifted, {}, tmp_path / "of shifted")
     assert wrong["compositional/colour and shape"].value == 0.0
     assert wrong["compositional/relation"].value < 0.2
     assert wrong["compositional/count"].value == 0.0

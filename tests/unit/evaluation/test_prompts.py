@@ -41,7 +41,7 @@ def test_what_generate_writes_is_what_evaluation_and_preference_read(tmp_path):
 def test_the_former_listing_is_read(tmp_path):
     folder = folder_of_images(tmp_path / "a", 1)
     (folder / OLD_LISTING).write_text(json.dumps({"file": "00000.png", "prompt": " one "}))
-    assert read_listing(folder) == [(folder / "00000.png", "one")]
+    assert read_listing(folder) == [(folder / "00000.png", "one", "")]
 
 
 def test_a_wrong_line_is_named(tmp_path):

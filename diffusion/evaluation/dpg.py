@@ -1,0 +1,121 @@
+"""DPG-Bench (Hu et al. 2024): yes-no questions about images of dense prompts, some of which depend on others.
+
+The questions form a graph: "is the cat black?" depends on "is there a cat?". A question is right if its answer is yes
+and the questions that it depends on are right.
+"""
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from PIL import Image
+
+from diffusion.errors import ConfigurationError
+from diffusion.evaluation.protocol import Protocol
+from diffusion.evaluation.suites import Suite, content_hash
+from diffusion.evaluation.vqa import ASKED, Vqa
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A question about an image, whose right answer is yes."""
+
+    text: str
+    category: str
+    """Broad category: global, entity, attribute, relation or other."""
+
+    parents: tuple[int, ...] = ()
+    """Positions of the questions of the same prompt that it depends on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """A prompt and its questions."""
+
+    prompt: str
+    questions: tuple[Question, ...]
+
+
+def read_items(path: Path) -> list[Item]:
+    """Read dpg_bench.csv: a row for each question, with its prompt.
+
+    Raises:
+        ConfigurationError: the file is missing, or in another format.
+    """
+    rows_by_item: dict[str, list[dict[str, Any]]] = {}
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            for row in csv.DictReader(file):
+                rows_by_item.setdefault(row["item_id"], []).append(row)
+    except (OSError, UnicodeDecodeError, KeyError) as error:
+        raise ConfigurationError(f"protocol.dpg.path={path} cannot be read as dpg_bench.csv: {error!r}") from error
+    if not rows_by_item:
+        raise ConfigurationError(f"protocol.dpg.path={path} has no questions")
+    return [_item(rows, f"{path}, item {name}") for name, rows in rows_by_item.items()]
+
+
+def _item(rows: Sequence[Mapping[str, str]], where: str) -> Item:
+    try:
+        positions = {int(row["proposition_id"]): position for position, row in enumerate(rows)}
+        questions = []
+        for row in rows:
+            parents = [int(parent) for parent in row["dependency"].split(",")]
+            questions.append(
+                Question(
+                    text=row["question_natural_language"].strip(),
+                    category=row["tuple"].split("(")[0].split("-")[0].strip(),  # "attribute - color (cat, black)"
+                    parents=tuple(positions[parent] for parent in parents if parent != 0),
+                )
+            )
+        return Item(prompt=rows[0]["text"].strip(), questions=tuple(questions))
+    except (KeyError, ValueError, AttributeError) as error:
+        raise ConfigurationError(f"{where}, is not in the format of dpg_bench.csv: {error!r}") from error
+
+
+def right_answers(questions: Sequence[Question], answers: Sequence[bool]) -> list[bool]:
+    """Whether each question is right: answered with yes, as are those before it on which it depends."""
+    right = list(answers)
+    for position, question in enumerate(questions):
+        right[position] = right[position] and all(right[parent] for parent in question.parents)
+    return right
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dpg(Suite[Item]):
+    """The benchmark, and the model that answers its questions."""
+
+    name = "dpg"
+    vqa: Vqa
+
+    def record(self) -> Protocol:
+        """Questions, and the model that answers them."""
+        return {
+            "estimator": "100 x mean over images of the share of questions answered with yes, as are those they depend "
+            "on; categories: 100 x share of questions answered with yes",
+            "questions": content_hash([asdict(item) for item in self.items]),
+            "asked": ASKED,
+            "yes": "more probable than no",
+            "vqa": self.vqa.identity,
+        }
+
+    def names(self) -> list[str]:
+        """`dpg`, and `dpg/CATEGORY` of the questions."""
+        found = dict.fromkeys(question.category for item in self.items for question in item.questions)
+        return [self.name, *(f"{self.name}/{category}" for category in found)]
+
+    def judge(self, item: Item, image: Image.Image) -> list[bool]:
+        """Whether the answer to each question is yes."""
+        questions = [question.text for question in item.questions]
+        return [yes > no for yes, no in self.vqa.probabilities(image, questions, ["yes", "no"])]
+
+    def values(self, judged: Sequence[tuple[Item, list[bool]]]) -> dict[str, float]:
+        """The score, and the shares by category, in per cent."""
+        scores: dict[str, list[float]] = {}
+        for item, answers in judged:
+            scores.setdefault(self.name, []).append(fmean(right_answers(item.questions, answers)))
+            for question, answer in zip(item.questions, answers, strict=True):
+                scores.setdefault(f"{self.name}/{question.category}", []).append(answer)
+        return {name: 100.0 * fmean(values) for name, values in scores.items()}

@@ -1,0 +1,123 @@
+"""GenEval 2 with Soft-TIFA (Kamath et al. 2025): probabilities of correct answers about objects, counts and relations.
+
+The arithmetic mean (AM) over the questions of an image estimates how many atoms of the prompt it shows; the geometric
+mean (GM) estimates whether it shows the whole prompt.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from PIL import Image
+
+from diffusion.errors import ConfigurationError
+from diffusion.evaluation.protocol import Protocol
+from diffusion.evaluation.suites import Suite, content_hash
+from diffusion.evaluation.vqa import ASKED, Vqa
+
+AM, GM = "soft_tifa_am", "soft_tifa_gm"
+"""Names of the numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A question about an image, and its correct answer."""
+
+    text: str
+    answer: str
+    """A word."""
+
+    skill: str
+    """object, attribute, count, position or verb."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """A prompt and its questions."""
+
+    prompt: str
+    num_atoms: int
+    questions: tuple[Question, ...]
+
+
+def read_items(path: Path) -> list[Item]:
+    """Read geneval2_data.jsonl: a JSON object a line with `prompt`, `atom_count`, `vqa_list` and `skills`.
+
+    Raises:
+        ConfigurationError: the file is missing, or a line is in another format.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"protocol.geneval2.path={path} cannot be read: {error}") from error
+    items = []
+    for number, line in enumerate(lines, 1):
+        try:
+            if line.strip():
+                items.append(_item(json.loads(line)))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigurationError(f"{path}, line {number}, is not in GenEval 2's format: {error!r}") from error
+    if not items:
+        raise ConfigurationError(f"protocol.geneval2.path={path} has no prompts")
+    return items
+
+
+def _item(row: Mapping[str, Any]) -> Item:
+    asked = zip(row["vqa_list"], row["skills"], strict=True)
+    questions = tuple(Question(text=text, answer=answer, skill=skill) for (text, answer), skill in asked)
+    return Item(prompt=row["prompt"], num_atoms=int(row["atom_count"]), questions=questions)
+
+
+def soft_tifa_am(probabilities: Sequence[float]) -> float:
+    """Arithmetic mean of the probabilities of the correct answers."""
+    return fmean(probabilities)
+
+
+def soft_tifa_gm(probabilities: Sequence[float]) -> float:
+    """Geometric mean of the probabilities of the correct answers."""
+    return math.prod(probabilities) ** (1.0 / len(probabilities))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenEval2(Suite[Item]):
+    """The benchmark, and the model that answers its questions."""
+
+    name = "geneval2"
+    vqa: Vqa
+
+    def record(self) -> Protocol:
+        """Questions, and the model that answers them."""
+        return {
+            "estimator": "Soft-TIFA: 100 x mean over images of the arithmetic (am) and geometric mean (gm) of the "
+            "probabilities of the correct answers; skills: 100 x mean over questions",
+            "questions": content_hash([asdict(item) for item in self.items]),
+            "asked": ASKED,
+            "vqa": self.vqa.identity,
+        }
+
+    def names(self) -> list[str]:
+        """`soft_tifa_am` in total and by skill, `soft_tifa_gm` in total and by number of atoms."""
+        skills = dict.fromkeys(question.skill for item in self.items for question in item.questions)
+        sizes = sorted({item.num_atoms for item in self.items})
+        return [AM, GM, *(f"{AM}/{skill}" for skill in skills), *(f"{GM}/{size} atoms" for size in sizes)]
+
+    def judge(self, item: Item, image: Image.Image) -> list[float]:
+        """Probability of the correct answer to each question."""
+        answers = list(dict.fromkeys(question.answer for question in item.questions))
+        rows = self.vqa.probabilities(image, [question.text for question in item.questions], answers)
+        return [row[answers.index(question.answer)] for row, question in zip(rows, item.questions, strict=True)]
+
+    def values(self, judged: Sequence[tuple[Item, list[float]]]) -> dict[str, float]:
+        """Both means of Soft-TIFA, in per cent."""
+        scores: dict[str, list[float]] = {}
+        for item, probabilities in judged:
+            scores.setdefault(AM, []).append(soft_tifa_am(probabilities))
+            for name in (GM, f"{GM}/{item.num_atoms} atoms"):
+                scores.setdefault(name, []).append(soft_tifa_gm(probabilities))
+            for question, probability in zip(item.questions, probabilities, strict=True):
+                scores.setdefault(f"{AM}/{question.skill}", []).append(probability)
+        return {name: 100.0 * fmean(values) for name, values in scores.items()}

@@ -1,0 +1,127 @@
+"""HPSv3 (Ma et al. 2025): human preference for an image of a prompt, by a Qwen2-VL backbone with a reward head.
+
+The authors' file has the weights of both. Its instruction has a place for the prompt, and a reward token whose hidden
+state the head maps to the mean and the uncertainty of the score; the mean is the score.
+"""
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from diffusion.errors import ConfigurationError
+from diffusion.models.pretrained import freeze, module_identity
+
+WEIGHTS, INSTRUCTION = "HPSv3.safetensors", "instruction.txt"
+"""Files of the folder, beside those of Qwen2-VL-7B-Instruct without its weights."""
+
+PROMPT, REWARD_TOKEN = "{text_prompt}", "<|Reward|>"
+"""Parts of the instruction."""
+
+NUM_PIXELS = 256 * 28 * 28
+"""Pixels of an image after resizing, rounded to whole patches: 448 x 448 of a square (the authors' configuration)."""
+
+
+class RewardModel:
+    """Scores of images for their prompts.
+
+    Args:
+        folder: folder of the model, with `WEIGHTS` and `INSTRUCTION`.
+        device: device of the model.
+
+    Raises:
+        ConfigurationError: a file is missing, or has other content.
+    """
+
+    def __init__(self, folder: str, device: torch.device) -> None:
+        from transformers import AutoConfig, AutoProcessor, Qwen2VLModel
+
+        path = Path(folder).expanduser()
+        options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        try:
+            self._instruction = (path / INSTRUCTION).read_text(encoding="utf-8")
+            if PROMPT not in self._instruction or self._instruction.count(REWARD_TOKEN) != 1:
+                raise ValueError(f"{INSTRUCTION} needs {PROMPT}, and {REWARD_TOKEN} once.")
+            self._processor: Any = AutoProcessor.from_pretrained(path, **options)
+            self._processor.tokenizer.add_tokens([REWARD_TOKEN], special_tokens=True)
+            config: Any = AutoConfig.from_pretrained(path, **options)
+            weights = load_file(path / WEIGHTS)
+            self._head = _head_layers(weights, device)
+            backbone = {backbone_name(name): tensor for name, tensor in weights.items() if _is_of_backbone(name)}
+            # The authors' table has a row for each token of the tokenizer; Qwen2-VL's own has some to spare.
+            config.get_text_config().vocab_size = len(backbone["language_model.embed_tokens.weight"])
+            dtype = backbone["language_model.embed_tokens.weight"].dtype
+            loaded: Any = Qwen2VLModel.from_pretrained(
+                None, config=config, state_dict=backbone, dtype=dtype, output_loading_info=True
+            )
+            model, info = loaded
+            if lacking := info["missing_keys"]:
+                raise ValueError(f"{WEIGHTS} lacks {len(lacking)} weights, {min(lacking)} among them.")
+        except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+            reason = (str(error) or repr(error)).strip().splitlines()[0]
+            raise ConfigurationError(
+                f"protocol.networks.hpsv3={folder}: {reason} Give a folder with config.json, tokenizer files, chat "
+                f"template and preprocessor_config.json of Qwen2-VL-7B-Instruct, {WEIGHTS}, and {INSTRUCTION} "
+                "(docs/evaluation.md)"
+            ) from error
+        self._model: Any = freeze(model).to(device)
+        self._token = self._processor.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
+        head = hashlib.sha256(b"".join(part.cpu().numpy().tobytes() for layer in self._head for part in layer))
+        instruction = hashlib.sha256(self._instruction.encode())
+        self.identity = " ".join([module_identity(model), head.hexdigest()[:16], instruction.hexdigest()[:16]])
+
+    @torch.no_grad()
+    def score(self, image: Image.Image, prompt: str) -> float:
+        """Score of an image for its prompt, the first output of the head; higher is better."""
+        # Images are scored one by one, so that a score depends neither on a batch nor on the number of ranks.
+        text = self._instruction.replace(PROMPT, prompt)
+        content = [{"type": "image"}, {"type": "text", "text": text}]
+        chat = self._processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+        inputs = self._processor(text=[chat], images=[self._resized(image)], do_resize=False, return_tensors="pt")
+        inputs = inputs.to(self._model.device, self._model.dtype)
+        hidden_BLD = self._model(**inputs, use_cache=False).last_hidden_state
+        return float(self._reward(hidden_BLD[inputs["input_ids"] == self._token])[0, 0])
+
+    def _resized(self, image: Image.Image) -> Image.Image:
+        """Resize to `NUM_PIXELS` with Pillow's bicubic filter."""
+        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+        factor = self._processor.image_processor.patch_size * self._processor.image_processor.merge_size
+        height, width = smart_resize(image.height, image.width, factor, min_pixels=NUM_PIXELS, max_pixels=NUM_PIXELS)
+        return image.resize((width, height), Image.Resampling.BICUBIC)
+
+    def _reward(self, hidden: Tensor) -> Tensor:
+        """Hidden states [1, D] -> mean and uncertainty [1, 2], in float32."""
+        hidden = hidden.float()
+        for weight, bias in self._head[:-1]:
+            hidden = F.relu(F.linear(hidden, weight, bias))
+        return F.linear(hidden, *self._head[-1])
+
+
+def backbone_name(name: str) -> str:
+    """Name of a weight in transformers' `Qwen2VLModel`, from that in a checkpoint of version 4.52 or newer, or older.
+
+    Newer ones have `model.visual.` and `model.language_model.`, older ones `visual.` and `model.`.
+    """
+    name = name.removeprefix("model.")
+    return name if name.startswith(("visual.", "language_model.")) else f"language_model.{name}"
+
+
+def _is_of_backbone(name: str) -> bool:
+    return not name.startswith(("rm_head.", "lm_head."))
+
+
+def _head_layers(weights: dict[str, Tensor], device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Weight and bias of the head's linear layers, in their order."""
+    numbers = sorted(int(found[1]) for name in weights if (found := re.fullmatch(r"rm_head\.(\d+)\.weight", name)))
+    if not numbers:
+        raise ValueError(f"{WEIGHTS} has no rm_head.")
+    names = [[f"rm_head.{number}.{part}" for part in ("weight", "bias")] for number in numbers]
+    return [(weights[weight].float().to(device), weights[bias].float().to(device)) for weight, bias in names]

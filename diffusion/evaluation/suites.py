@@ -1,0 +1,103 @@
+"""Suites: prompts of their own, whose images a detector, or a model that answers questions, judges one by one."""
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from PIL import Image
+
+from diffusion.distributed import is_first_rank, map_on_ranks
+from diffusion.evaluation.images import read_image
+from diffusion.evaluation.prompts import Prompt
+from diffusion.evaluation.protocol import VERSION, Number, protocol_hash
+from diffusion.evaluation.protocol import Protocol as NumberProtocol
+from diffusion.files import read_json, write_json
+
+
+class Item(Protocol):
+    """A prompt, and what its images must show."""
+
+    @property
+    def prompt(self) -> str:
+        """Text of the prompt."""
+        ...
+
+
+AnyItem = TypeVar("AnyItem", bound=Item)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite(ABC, Generic[AnyItem]):
+    """Prompts, the judgement of an image, and the numbers of all judgements."""
+
+    name: ClassVar[str]
+    """Folder of the images, and label of the progress bar."""
+
+    items: Sequence[AnyItem]
+    images_per_prompt: int
+
+    def prompts(self) -> list[Prompt]:
+        """The prompts, in the order of their images."""
+        return [Prompt(text=item.prompt) for item in self.items]
+
+    @abstractmethod
+    def record(self) -> NumberProtocol:
+        """Everything that the numbers depend on besides the images."""
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Names of the numbers."""
+
+    @abstractmethod
+    def judge(self, item: AnyItem, image: Image.Image) -> Any:
+        """Judge an image of an item; the judgement is stored as JSON."""
+
+    @abstractmethod
+    def values(self, judged: Sequence[tuple[AnyItem, Any]]) -> Mapping[str, float]:
+        """Values of the numbers, from the item and the judgement of each image."""
+
+    def protocols(self, images: Mapping[str, Any]) -> dict[str, NumberProtocol]:
+        """Protocol of each number.
+
+        Args:
+            images: record of the images.
+        """
+        protocol = {"version": VERSION, **self.record(), "images": dict(images)}
+        return {name: dict(protocol) for name in self.names()}
+
+    def evaluate(self, files: Sequence[Path], images: Mapping[str, Any], judgements: Path) -> dict[str, Number]:
+        """Judge images and compute the numbers; collective.
+
+        Args:
+            files: images, with those of one prompt adjacent.
+            images: record of the images.
+            judgements: folder for one file per image, which all ranks see. An image that has one is not judged again.
+
+        Returns:
+            The numbers by name on the first rank; an empty dictionary on others.
+        """
+        folder = judgements / protocol_hash({"version": VERSION, **self.record()})
+        folder.mkdir(parents=True, exist_ok=True)
+        of_images = [item for item in self.items for _ in range(self.images_per_prompt)]
+
+        def judge(number: int) -> Any:
+            path = folder / f"{number:06d}.json"
+            if not path.is_file():
+                write_json(path, self.judge(of_images[number], read_image(files[number])))
+            return read_json(path)
+
+        found = map_on_ranks(len(files), judge, self.name)
+        if not is_first_rank():
+            return {}
+        values = self.values(list(zip(of_images, found, strict=True)))
+        protocols = self.protocols(images)
+        return {name: Number(value=values[name], protocol=protocols[name]) for name in protocols}
+
+
+def content_hash(content: Any) -> str:
+    """Hash of JSON, 16 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]

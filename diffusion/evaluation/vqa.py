@@ -1,0 +1,107 @@
+"""Questions about images to a vision-language model (VQA): the probability of an answer.
+
+Shape letters: Q questions, A answers, V tokens of the vocabulary.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from PIL import Image
+
+from diffusion.errors import ConfigurationError
+from diffusion.models.pretrained import freeze, module_identity
+
+ASKED = "{question} Answer in one word."
+"""Text of a question (GenEval 2's)."""
+
+NUMBER_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+
+
+class Vqa(Protocol):
+    """Answers questions about images."""
+
+    identity: str
+    """Name and hash, for the protocol."""
+
+    def probabilities(
+        self, image: Image.Image, questions: Sequence[str], answers: Sequence[str]
+    ) -> Sequence[Sequence[float]]:
+        """Probability of each answer, a word, to each question: Q rows of A numbers."""
+        ...
+
+
+class VisionLanguageModel:
+    """A chat model of transformers that sees images, such as Qwen3-VL.
+
+    Args:
+        folder: a folder in the layout of transformers, with a chat template.
+        device: device of the model.
+
+    Raises:
+        ConfigurationError: the folder has no such model.
+    """
+
+    def __init__(self, folder: str, device: torch.device) -> None:
+        from transformers import AutoModelForImageTextToText, AutoProcessor
+
+        path = Path(folder).expanduser()
+        options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        try:
+            self._processor: Any = AutoProcessor.from_pretrained(path, **options)
+            model: Any = AutoModelForImageTextToText.from_pretrained(
+                path, dtype="auto", use_safetensors=True, **options
+            )
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ConfigurationError(
+                f"protocol.networks.vqa={folder}: {reason} Give a folder with config.json, safetensors, tokenizer "
+                "files, preprocessor_config.json and a chat template of a vision-language model such as Qwen3-VL"
+            ) from error
+        self._model: Any = freeze(model).to(device)
+        self._processor.tokenizer.padding_side = "left"  # The answer follows the last token of each question.
+        self.identity = f"{model.config.model_type} {module_identity(model)}"
+
+    @torch.no_grad()
+    def probabilities(self, image: Image.Image, questions: Sequence[str], answers: Sequence[str]) -> list[list[float]]:
+        """Probability of each answer to each question: that the first token of the reply begins one of its forms."""
+        chats = [
+            [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "image", "image": image},
+                        {"type": "text", "text": ASKED.format(question=question)},
+                    ],
+                }
+            ]
+            for question in questions
+        ]
+        inputs = self._processor.apply_chat_template(
+            chats, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt", padding=True
+        )
+        outputs = self._model.generate(
+            **inputs.to(self._model.device, self._model.dtype),
+            max_new_tokens=1,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        tokens_QV = outputs.logits[0].double().softmax(dim=-1)
+        return torch.stack([tokens_QV[:, self._tokens(answer)].sum(dim=1) for answer in answers], dim=1).tolist()
+
+    def _tokens(self, answer: str) -> list[int]:
+        """First tokens of the forms of an answer, without a lone space."""
+        tokenizer = self._processor.tokenizer
+        first = {tokenizer.encode(form, add_special_tokens=False)[0] for form in forms(answer)}
+        return sorted(token for token in first if tokenizer.decode([token]).strip())
+
+
+def forms(answer: str) -> list[str]:
+    """Forms of an answer that count as the same: lower case and capitalised, a number in digits, after a space."""
+    word = answer.lower()
+    words = [word, word.capitalize()]
+    if word in NUMBER_WORDS:
+        words.append(str(NUMBER_WORDS.index(word)))
+    return [*words, *(f" {one}" for one in words)]
