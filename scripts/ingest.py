@@ -11,6 +11,7 @@ after a kill. SIGTERM ends it with exit code 0.
 import argparse
 import logging
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ class Terminated(BaseException):
     """SIGTERM."""
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = CommandParser(description=__doc__)
     parser.add_argument("config", type=Path, metavar="YAML", help="of a preparation")
@@ -42,7 +43,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--attempts", type=positive, default=5, metavar="N", help="failures of an object, or "
                         "deliveries of a message, before it is a dead letter (default: 5)")  # fmt: skip
     parser.add_argument("--no-report", action="store_true", help="do not write report.html and report.json")
-    return parser.parse_intermixed_args()
+    return parser.parse_intermixed_args(arguments)
 
 
 def main() -> None:

@@ -201,11 +201,11 @@ class Ingestion:
             _write_dead_letters(self._config.out, self._dead_letters)
         done = []
         for message in messages:
-            absent = sorted(message.objects.keys() & missing - dead)
+            absent = sorted(message.objects.keys() & missing)
             problem = message.problem or (f"{absent[0]} is not in the data set" if absent else "")
             if problem and message.num_deliveries < self._attempts:
                 continue  # It is delivered again.
-            if problem:
+            if problem and not (absent and dead.issuperset(absent)):
                 body = message.body[:_BODY_CHARACTERS] if message.problem else None
                 self._bury({"message": message.id, "objects": absent, "body": body, "reason": problem})
             done.append(message)

@@ -166,8 +166,10 @@ def test_an_object_that_fails_again_and_again_is_a_dead_letter_and_blocks_no_oth
     (letter,) = dead_letters(out)
     assert (letter["object"], letter["reason"]) == (str(source / "0004.png"), "0004.png: access denied")
     denied.clear()
-    ingestion = ingestion_of(source, out)
-    ingestion.grow()
+    ingestion, queue = ingestion_of(source, out), Deliveries()
+    ingestion._queue = queue  # pyright: ignore[reportAttributeAccessIssue]
+    ingestion.grow([message("once", letter["object"]), message("often", letter["object"], deliveries=2)])
+    assert (queue.deleted, dead_letters(out)) == (["often"], [letter])
     assert PreparedManifest.read(str(out)) == manifest
     os.utime(source / "0004.png", ns=(0, 0))
     ingestion.grow()
