@@ -188,7 +188,7 @@ class Ingestion:
             count = self._failures[uri, version]
             logger.warning("%s fails (%d of %d): %s", ascii(uri), count, self._attempts, reason)
             if count >= self._attempts:
-                self._bury({"object": uri, "version": version, "reason": reason})
+                self._add_dead_letter({"object": uri, "version": version, "reason": reason})
         return [one for one in arrivals if (one.uri, one.version) not in failing]
 
     def _resolve(self, messages: Iterable[Message]) -> None:
@@ -207,12 +207,12 @@ class Ingestion:
                 continue  # It is delivered again.
             if problem and not (absent and dead.issuperset(absent)):
                 body = message.body[:_BODY_CHARACTERS] if message.problem else None
-                self._bury({"message": message.id, "objects": absent, "body": body, "reason": problem})
+                self._add_dead_letter({"message": message.id, "objects": absent, "body": body, "reason": problem})
             done.append(message)
         if self._queue is not None:
             self._queue.delete(done)
 
-    def _bury(self, letter: dict[str, Any]) -> None:
+    def _add_dead_letter(self, letter: dict[str, Any]) -> None:
         """Add an entry to the list of dead letters."""
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._dead_letters.append({"time": now, **{name: value for name, value in letter.items() if value}})

@@ -41,7 +41,7 @@ class Message:
 def parse_event(body: str) -> dict[str, int]:
     """Return the bytes of the objects that were created, by URI.
 
-    Events of another kind are passed over, and so is the message by which S3 tests a queue.
+    Events of another kind are skipped, and so is the message by which S3 tests a queue.
 
     Raises:
         ValueError: it is no notification of S3.

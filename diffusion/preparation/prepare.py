@@ -146,7 +146,7 @@ def _begin_anew(out: str, scan: Scan) -> Scan:
 def discard_unfinished(out: str) -> bool:
     """Remove what was scanned, scored, selected and written since the data set was last finished, if anything was.
 
-    `scan.json`, by which the rest is known, is written when it is gone: the same call continues.
+    `scan.json`, by which the rest is known, is written last, so that another call can continue.
     """
     with claim(out, PreparedManifest.KIND):
         if not storage.exists(storage.join(out, SCAN)):

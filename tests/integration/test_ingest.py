@@ -20,6 +20,7 @@ from tests.tools.forking import free_port
 from tests.tools.image_files import noise, tree, write_folder
 from tests.tools.preparing import prepare
 from tests.tools.training_runs import BIN, ROOT, environment
+from tests.unit.preparation.test_ingest import ingestion_of
 
 pytestmark = pytest.mark.slow
 
@@ -209,18 +210,30 @@ def test_notifications_duplicates_and_dead_letters(tmp_path, cloud: Cloud):
     with Ingestion(tmp_path, "s3://uploads/set", out, "--queue", cloud.queue) as ingestion:
         ingestion.wait_for(lambda: num_seen(out) == 4 and cloud.num_messages() == 0)
         cloud.send("set/0+%C3%A9.png", "set/0+%C3%A9.png", "set/1+%C3%A9.txt")
-        cloud.upload(range(4, 7))
+        cloud.upload([4])
         cloud.send("set/gone.png", "elsewhere.png")
+        cloud.s3.put_object(Bucket="uploads", Key="set/archived.png", Body=noise(40, 33, 50), StorageClass="GLACIER")
         cloud.sqs.send_message(QueueUrl=cloud.queue, MessageBody="no event")
-        ingestion.wait_for(lambda: num_seen(out) == 7 and cloud.num_messages() == 0)
+        ingestion.wait_for(lambda: num_seen(out) == 5 and cloud.num_messages() == 0)
         ingestion.terminate()
-    assert keys_of(out) == keys_for(range(7))
+    assert keys_of(out) == keys_for(range(5))
     letters = [json.loads(line) for line in storage.read(f"{out}/dead_letters.jsonl").splitlines()]
-    assert sorted(letter.get("objects", [letter.get("body")])[0] for letter in letters) == [
+    named = {name for one in letters for name in (one.get("object"), one.get("body"), *one.get("objects", ()))}
+    assert named - {None} == {
         "no event",
         "s3://uploads/elsewhere.png",
+        "s3://uploads/set/archived.png",  # S3 does not give it out.
         "s3://uploads/set/gone.png",
-    ]
+    }
+
+
+def test_a_prefix_is_polled(tmp_path, cloud: Cloud):
+    ingestion = ingestion_of("s3://uploads/set", tmp_path / "out")
+    ingestion.grow()
+    for numbers in (range(3), range(3, 5)):
+        cloud.upload(numbers)
+        ingestion.grow()
+    assert [one.kept for one in PreparedManifest.read(str(tmp_path / "out")).generations] == [3, 2]
 
 
 @pytest.mark.parametrize("moment", ["metadata/", "manifest.json", "delete"])

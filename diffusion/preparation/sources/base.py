@@ -84,7 +84,7 @@ class Source:
 
         Args:
             known: local parquet files of metadata of this source, as patterns of DuckDB.
-            only: versions of the files that may be new; others are passed over. None is all.
+            only: versions of the files that may be new; others are skipped. None is all.
 
         Raises:
             DataError: it is not what it was when it was opened.
