@@ -34,6 +34,9 @@ REPORT_PAGE, REPORT_NUMBERS = "report.html", "report.json"
 WRITER = "writer.json"
 """File of a data set: who writes to it, where the file system has no locks."""
 
+DEAD_LETTERS = "dead_letters.jsonl"
+"""File of a data set: what an ingestion could not add, a JSON object per line."""
+
 REREAD = "reread"
 """Folder of a data set while files that look changed are compared with what is known of them."""
 

@@ -18,6 +18,7 @@ from diffusion.datasets.manifest import MANIFEST, SCAN
 from diffusion.errors import DataError, MachineError, UserError
 from diffusion.files import lock
 from diffusion.preparation.layout import (
+    DEAD_LETTERS,
     LISTINGS,
     METADATA,
     POSITIONS,
@@ -47,7 +48,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 _FILES = (REMOVED_SAMPLES, REPORT_PAGE, REPORT_NUMBERS, "partitions.json")
 _FOLDERS_OF_VERSION_1 = ("facts", "refused")
 
-_ALLOWED = (WRITER, LISTINGS, REMOVED, REREAD, REMOVED_KEYS, "lost+found")
+_ALLOWED = (WRITER, LISTINGS, REMOVED, REREAD, REMOVED_KEYS, DEAD_LETTERS, "lost+found")
 """What may be there before the first scan has begun."""
 
 

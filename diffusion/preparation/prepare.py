@@ -9,21 +9,21 @@ from typing import Any
 from diffusion import storage
 from diffusion.config.fields import check_sections
 from diffusion.config.loading import to_dict
-from diffusion.datasets.manifest import MANIFEST, PreparedManifest
+from diffusion.datasets.manifest import MANIFEST, SCAN, PreparedManifest
 from diffusion.errors import DataError
 from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.engine import Workers
 from diffusion.preparation.explain import explain
-from diffusion.preparation.layout import REPORT_PAGE
-from diffusion.preparation.output import claim, clear_result
+from diffusion.preparation.layout import LISTINGS, METADATA, REPORT_PAGE, SCORES, SELECTION, part_name
+from diffusion.preparation.output import claim, clear_folders, clear_result
 from diffusion.preparation.plugins import check_plugins
 from diffusion.preparation.removed import add_removed, read_keys
-from diffusion.preparation.scan import Scan, changed_settings, scan_sources
+from diffusion.preparation.scan import Scan, Taken, changed_settings, scan_sources
 from diffusion.preparation.score import score
 from diffusion.preparation.select import check as check_selection
-from diffusion.preparation.select import select
+from diffusion.preparation.select import read_selection, select
 from diffusion.preparation.takedown import reject_scanned, take_down
-from diffusion.preparation.write import shard_format, write
+from diffusion.preparation.write import discard_generations, shard_format, write
 from diffusion.reports.tables import text_table
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ def prepare(
     stages: Sequence[str] = STAGES,
     removed: Path | None = None,
     overwrite: bool = False,
+    only: Taken | None = None,
     report: bool = True,
     progress: bool = False,
 ) -> PreparedManifest | None:
@@ -55,6 +56,8 @@ def prepare(
         removed: file of keys that are never to be in the data set; samples that are there already are marked as
             removed.
         overwrite: replace a finished data set; the metadata and scores that still fit are kept.
+        only: files that the data set grows by; other new files wait, and it does not matter what became of the files
+            that were scanned before. None: all, and a file that is gone or has changed is an error.
         report: write `report.html` and `report.json`.
         progress: show bars on stderr.
 
@@ -84,7 +87,7 @@ def prepare(
             add_removed(out, keys)  # With the list of version 1, which the scan does not read.
             reject_scanned(out, keys)
         if "scan" in stages:
-            scan = scan_sources(config, workers=workers, progress=progress, overwrite=overwrite)
+            scan = scan_sources(config, workers=workers, progress=progress, overwrite=overwrite, only=only)
         else:
             scan = Scan.read(out)
         if "score" in stages:
@@ -138,6 +141,33 @@ def _begin_anew(out: str, scan: Scan) -> Scan:
     scan = replace(scan, partitions=[replace(partition, generation=0) for partition in scan.partitions])
     scan.write(out)
     return scan
+
+
+def discard_unfinished(out: str) -> bool:
+    """Remove what was scanned, scored, selected and written since the data set was last finished, if anything was.
+
+    `scan.json`, by which the rest is known, is written last, so that another call can continue.
+    """
+    with claim(out, PreparedManifest.KIND):
+        if not storage.exists(storage.join(out, SCAN)):
+            return False
+        scan, finished, first_task = Scan.read(out), 0, 0
+        if storage.exists(storage.join(out, MANIFEST)):
+            finished = len(PreparedManifest.read(out).generations)
+            last = read_selection(out, finished - 1)
+            first_task = last.first_task + len(last.tasks)
+        later = [one for one in scan.partitions if one.generation >= finished]
+        if not later:
+            return False
+        storage.delete(storage.join(out, SELECTION, f"{one.generation}.json") for one in later)
+        discard_generations(out, finished, first_task)
+        names = {part_name(one.number) for one in later}
+        scores = storage.list_files(storage.join(out, SCORES))
+        storage.delete(storage.join(out, SCORES, name) for name in scores if name.rpartition("/")[2] in names)
+        storage.delete(storage.join(out, METADATA, name) for name in names)
+        replace(scan, partitions=scan.partitions[: -len(later)]).write(out)
+        clear_folders(out, LISTINGS)
+    return True
 
 
 def explain_selection(config: PrepareConfig) -> str:

@@ -56,6 +56,9 @@ from diffusion.preparation.sources.reading import printable
 
 logger = logging.getLogger(__name__)
 
+Taken = Mapping[int, Mapping[str, str]]
+"""Files that are taken: by the number of their source, their versions by name."""
+
 _VERSION = 2
 _FIELDS = tuple(one.name for one in fields(Partition) if one.name != "items")
 
@@ -75,6 +78,10 @@ class Scan:
         """Find a partition and its source, small enough to be sent to a worker."""
         partition = self.partitions[number]
         return self.sources[partition.source], partition
+
+    def files(self) -> set[tuple[int, str, str]]:
+        """Number of the source, name and version of each file that is a partition or several; it may hold no image."""
+        return {(one.source, one.file, one.version) for one in self.partitions if one.version}
 
     @classmethod
     def read(cls, out: str) -> "Scan":
@@ -107,11 +114,19 @@ class Scan:
 # The stage
 
 
-def scan_sources(config: PrepareConfig, *, workers: Workers, progress: bool = False, overwrite: bool = False) -> Scan:
+def scan_sources(
+    config: PrepareConfig,
+    *,
+    workers: Workers,
+    progress: bool = False,
+    overwrite: bool = False,
+    only: Taken | None = None,
+) -> Scan:
     """Write the metadata of all images that the sources hold and that have none yet.
 
     A scan that was interrupted is completed before the sources are listed again. The caller has claimed `config.out`.
     With `overwrite`, a data set of other sources or settings is removed, and so is one whose sources have changed.
+    With `only`, other new files wait, and it does not matter what became of the files that were scanned before.
 
     Returns:
         The scan; all its partitions have metadata.
@@ -121,9 +136,7 @@ def scan_sources(config: PrepareConfig, *, workers: Workers, progress: bool = Fa
             in what was scanned before.
         MachineError: a file cannot be read or written, or a worker died.
     """
-    sources = open_sources(
-        config.sources, config.image_column, config.caption_column, config.limits, config.partition_size
-    )
+    sources = open_configured(config)
     _check_apart(sources, config.out)
     settings = {"limits": to_dict(config.limits), "partition_size": config.partition_size}
     scan = Scan([], [], settings)
@@ -137,7 +150,7 @@ def scan_sources(config: PrepareConfig, *, workers: Workers, progress: bool = Fa
                 "choose another folder, or replace it with --overwrite"
             )
         _run_missing(config.out, scan, workers, progress)
-        scan = _add_partitions(config, replace(scan, sources=sources), workers)
+        scan = _add_partitions(config, replace(scan, sources=sources), workers, only=only)
     except OutdatedError:
         if not overwrite:
             raise
@@ -147,6 +160,13 @@ def scan_sources(config: PrepareConfig, *, workers: Workers, progress: bool = Fa
     _run_missing(config.out, scan, workers, progress)
     clear_folders(config.out, LISTINGS)
     return scan
+
+
+def open_configured(config: PrepareConfig) -> list[Source]:
+    """Open the sources of a configuration."""
+    return open_sources(
+        config.sources, config.image_column, config.caption_column, config.limits, config.partition_size
+    )
 
 
 def _check_apart(sources: Sequence[Source], out: str) -> None:
@@ -210,22 +230,29 @@ def _run_missing(out: str, scan: Scan, workers: Workers, progress: bool) -> None
 # Growth
 
 
-def _add_partitions(config: PrepareConfig, scan: Scan, workers: Workers, listed: Sequence[Partitions] = ()) -> Scan:
+def _add_partitions(
+    config: PrepareConfig,
+    scan: Scan,
+    workers: Workers,
+    listed: Sequence[Partitions] = (),
+    only: Taken | None = None,
+) -> Scan:
     """Add what the sources hold beyond the scanned partitions; nothing of those may be gone or changed.
 
-    `listed` is what they hold where that is known and nothing was scanned.
+    `listed` is what they hold where that is known and nothing was scanned. `only` is that of `scan_sources`.
     """
     out, last = config.out, max((one.generation for one in scan.partitions), default=0)
     generation = last + storage.exists(storage.join(out, SELECTION, f"{last}.json"))
     parts = list(scan.partitions)
-    without_rows = {(one.source, one.file, one.version) for one in parts if one.version}
+    scanned = scan.files()
     for index, source in enumerate(scan.sources):
-        names = [part_name(one.number) for one in scan.partitions if one.source == index]
-        with _local_copies(storage.join(out, METADATA), names, config.scratch) as known:
-            found = listed[index] if listed else source.partitions(known)
-            _check_unchanged(config, source, found, known, scan.settings["limits"], workers)
+        with local_metadata(config, scan, index) as known:
+            wanted = None if only is None else only.get(index, {})
+            found = listed[index] if listed else source.partitions(known, wanted)
+            if only is None:
+                _check_unchanged(config, source, found, known, scan.settings["limits"], workers)
             for partition in found.new:
-                if (index, partition.file, partition.version) in without_rows:
+                if (index, partition.file, partition.version) in scanned:
                     continue
                 if partition.items:
                     items = pa.table({"item": list(partition.items)})
@@ -236,6 +263,14 @@ def _add_partitions(config: PrepareConfig, scan: Scan, workers: Workers, listed:
     if len(parts) > len(scan.partitions):
         grown.write(out)
     return grown
+
+
+@contextmanager
+def local_metadata(config: PrepareConfig, scan: Scan, source: int) -> Iterator[list[str]]:
+    """Patterns, for DuckDB, of the metadata of a source, given by its number; copies are gone after the block."""
+    names = [part_name(one.number) for one in scan.partitions if one.source == source]
+    with _local_copies(storage.join(config.out, METADATA), names, config.scratch) as known:
+        yield known
 
 
 @contextmanager

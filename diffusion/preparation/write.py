@@ -104,6 +104,10 @@ _NUM_EXAMPLES = 5
 """Rejected images of each reason that the manifest names."""
 
 
+class NothingKeptError(DataError):
+    """All images of a data set are rejected."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class WriteTask:
     """Some windows of partitions."""
@@ -186,13 +190,13 @@ def shard_format(settings: Mapping[str, Any]) -> ShardFormat:
     )
 
 
-def _nothing_kept(out: str, selections: Sequence[Selection]) -> DataError:
+def _nothing_kept(out: str, selections: Sequence[Selection]) -> NothingKeptError:
     reasons = [
         f"{entry.count} rejected as {reason}"
         + "".join(f" (such as {one.key!a}: {printable(one.detail) or reason})" for one in entry.examples[:1])
         for reason, entry in _rejected(selections).items()
     ]
-    return DataError(f"{storage.shown(out)}: no image is kept: {'; '.join(reasons) or 'the sources hold none'}")
+    return NothingKeptError(f"{storage.shown(out)}: no image is kept: {'; '.join(reasons) or 'the sources hold none'}")
 
 
 def _begin(out: str, selections: Sequence[Selection], finished: PreparedManifest | None) -> None:

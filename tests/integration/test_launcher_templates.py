@@ -19,7 +19,9 @@ from diffusion.config.schema import Config
 from diffusion.distributed import USER_ERROR_EXIT_CODE
 from diffusion.evaluation.config import EvaluationConfig, run_label
 from diffusion.operations.metrics import QUEUE
+from diffusion.preparation.config import PrepareConfig
 from launchers.sagemaker import command
+from scripts.ingest import parse_arguments
 from tests.tools.training_runs import BIN, ROOT, environment
 
 LAUNCHERS = ROOT / "launchers"
@@ -147,6 +149,24 @@ def test_the_jobset_is_what_its_controller_and_kubernetes_understand():
     name = job["metadata"]["name"]
     assert parsed.master_addr == f"{name}-{replicated['name']}-0-0.{name}"
     assert resolved(container["args"]).trainer.async_checkpoints
+
+
+def test_the_ingestion_is_what_kubernetes_and_the_command_understand(tmp_path):
+    settings, deployment = yaml.safe_load_all((LAUNCHERS / "ingest.yaml").read_text())
+    assert mistakes(settings, "V1ConfigMap", "settings") == []
+    assert mistakes(deployment, "V1Deployment", "deployment") == []
+    spec = deployment["spec"]
+    assert (spec["replicas"], spec["strategy"]["type"]) == (1, "Recreate"), "a data set has one writer"
+    pod = spec["template"]["spec"]
+    assert spec["selector"]["matchLabels"] == spec["template"]["metadata"]["labels"]
+    [container] = pod["containers"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert (ROOT / container["command"][1]).is_file()
+    options = parse_arguments(container["args"])
+    assert (options.config, options.interval) == (Path("/configuration/prepare.yaml"), 1800.0)
+    [(name, text)] = settings["data"].items()
+    (tmp_path / name).write_text(text)
+    assert load_complete(PrepareConfig, tmp_path / name).buckets.preset == "sd2"
 
 
 def test_mistakes_in_a_jobset_are_found():

@@ -1,7 +1,7 @@
 """What the sources have in common: files below a folder, comparison with earlier scans, limits of an image."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, BinaryIO, ClassVar
@@ -79,18 +79,21 @@ class Source:
     def check(self) -> None:
         """Check the columns of the files, where they have some; a DataError if one is missing."""
 
-    def partitions(self, known: Sequence[str] = ()) -> Partitions:
+    def partitions(self, known: Sequence[str] = (), only: Mapping[str, str] | None = None) -> Partitions:
         """Compare the source with the metadata of earlier scans.
 
         Args:
             known: local parquet files of metadata of this source, as patterns of DuckDB.
+            only: versions of the files that may be new; others are skipped. None is all.
 
         Raises:
             DataError: it is not what it was when it was opened.
             MachineError: it cannot be listed.
         """
         files = self.files().items()
-        return compare([Partition(file=name, version=one.version, num_bytes=one.size) for name, one in files], known)
+        return compare(
+            [Partition(file=name, version=one.version, num_bytes=one.size) for name, one in files], known, only
+        )
 
     def scan(self, partition: Partition) -> Iterator[Record | Rejected]:
         """Yield each image of a partition once, either way, in the same order each time.
@@ -217,7 +220,7 @@ def _excess(record: Record, limits: LimitsConfig) -> str:
     return ""
 
 
-def compare(found: Sequence[Partition], known: Sequence[str]) -> Partitions:
+def compare(found: Sequence[Partition], known: Sequence[str], only: Mapping[str, str] | None) -> Partitions:
     """Compare the partitions of a source, one or more for each file, with the metadata of earlier scans."""
     versions: dict[str, str] = {}
     if known:
@@ -227,7 +230,7 @@ def compare(found: Sequence[Partition], known: Sequence[str]) -> Partitions:
             query = "SELECT file, max(version) FROM read_parquet(?, hive_partitioning = false) GROUP BY file"
             versions = dict(database.execute(query, [list(known)]).fetchall())
     return Partitions(
-        new=[partition for partition in found if partition.file not in versions],
+        new=[one for one in found if one.file not in versions and (only is None or only.get(one.file) == one.version)],
         gone=sorted(versions.keys() - {partition.file for partition in found}),
         changed=[one for one in found if one.file in versions and one.version != versions[one.file]],
     )

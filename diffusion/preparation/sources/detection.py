@@ -92,6 +92,17 @@ def open_sources(
     return sources
 
 
+def path_of(entry: str | Mapping[str, Any] | SourceConfig) -> str:
+    """Return the path, pattern or URL of an entry."""
+    return _entry(entry).path
+
+
+def is_empty(entry: str | Mapping[str, Any] | SourceConfig) -> bool:
+    """Whether an entry is a folder, or could be one of a store, that holds no file yet."""
+    path = path_of(entry)
+    return (is_url(path) or Path(path).is_dir()) and next(list_folder(path), None) is None
+
+
 def from_description(description: Mapping[str, Any]) -> Source:
     """Make a source of its description; nothing is listed or opened."""
     values = dict(description)

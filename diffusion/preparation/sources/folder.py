@@ -3,7 +3,7 @@
 import json
 import logging
 import posixpath
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, islice
@@ -93,8 +93,9 @@ class FolderSource(Source):
     """
 
     kind: ClassVar[str] = "folder"
+    suffixes: ClassVar[tuple[str, ...]] = tuple(sorted(EXTENSIONS))
 
-    def partitions(self, known: Sequence[str] = ()) -> Partitions:
+    def partitions(self, known: Sequence[str] = (), only: Mapping[str, str] | None = None) -> Partitions:
         """List the folder and cut the images, sorted by path, into partitions.
 
         The listing is sorted and joined with the tables in a database in a temporary folder, so that memory is bounded.
@@ -116,6 +117,10 @@ class FolderSource(Source):
                 seen = "SELECT file, max(version) FROM read_parquet(?, hive_partitioning = false) GROUP BY file"
                 database.execute(f"INSERT INTO known {seen}", [list(known)])
             database.execute("DELETE FROM items WHERE '~' || md5(file) IN (SELECT file FROM known)")  # Taken down.
+            if only is not None:
+                database.execute("CREATE TABLE wanted (file VARCHAR, version VARCHAR)")
+                _insert(database, "wanted", only.items())
+                database.execute("DELETE FROM items WHERE (file, version) NOT IN (SELECT (file, version) FROM wanted)")
             gone = database.execute(f"SELECT file {_GONE} ORDER BY file LIMIT {_NAMED_GONE}").fetchall()
             (num_new,) = database.execute(f"SELECT count(*) {_NEW}").fetchone() or (0,)
             size = size_of_partitions(self.partition_size, num_new)

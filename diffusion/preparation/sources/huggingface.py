@@ -6,7 +6,7 @@ cache.
 """
 
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -47,12 +47,12 @@ class HuggingFaceSource(TableSource):
         name = f"{self.dataset}@{self.revision}" if self.revision else self.dataset
         return printable(PREFIX + ":".join(filter(None, [name, self.split, self.configuration])))
 
-    def partitions(self, known: Sequence[str] = ()) -> Partitions:
+    def partitions(self, known: Sequence[str] = (), only: Mapping[str, str] | None = None) -> Partitions:
         """Return a partition per data file."""
         builder = self._builder()
         version = f"{builder.hash} {builder.config_id}"
         files = [f"{number:05d}" for number in range(builder.as_streaming_dataset(split=self.split).num_shards)]
-        return compare([Partition(file=file, version=version) for file in files], known)
+        return compare([Partition(file=file, version=version) for file in files], known, only)
 
     def batches(self, partition: Partition, groups: Collection[int | None] | None = None) -> Iterator[Batch]:
         """Yield the rows of a data file, or their images."""

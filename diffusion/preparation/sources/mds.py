@@ -107,12 +107,12 @@ class MDSSource(Source):
             found.append(name)
         return _Columns(found[0], found[1], encodings)
 
-    def partitions(self, known: Sequence[str] = ()) -> Partitions:
+    def partitions(self, known: Sequence[str] = (), only: Mapping[str, str] | None = None) -> Partitions:
         """Return a partition per shard."""
         versions = {entry.name: entry.version for entry in list_folder(self.root)}
         folders = [name.removesuffix(INDEX).rstrip("/") for name in self.takes(sorted(versions))]
         shards = zip(folders, self.map(self._shards, folders), strict=True)
-        return compare([one for folder, listed in shards for one in self._cut(folder, listed, versions)], known)
+        return compare([one for folder, listed in shards for one in self._cut(folder, listed, versions)], known, only)
 
     def _cut(self, folder: str, shards: Mapping[str, Any], versions: Mapping[str, str]) -> Iterator[Partition]:
         """Make the partitions of an MDS folder. `start` is the number of the first sample in the folder."""

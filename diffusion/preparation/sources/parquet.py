@@ -1,6 +1,6 @@
 """Source: parquet files with an image, as bytes or as the path of a file, and its captions in each row."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO, ClassVar
@@ -56,7 +56,7 @@ class ParquetSource(TableSource):
         """Check the columns of the first readable file; a DataError if they are not there."""
         next(filter(None, map(self._rows_of_groups, self.files())), None)
 
-    def partitions(self, known: Sequence[str] = ()) -> Partitions:
+    def partitions(self, known: Sequence[str] = (), only: Mapping[str, str] | None = None) -> Partitions:
         """Cut the files between their row groups.
 
         Raises:
@@ -65,7 +65,7 @@ class ParquetSource(TableSource):
         files = self.files()
         rows = dict(zip(files, self.map(self._rows_of_groups, files), strict=True))
         size = size_of_partitions(self.partition_size, sum(map(sum, filter(None, rows.values()))))
-        return compare([one for file in files for one in _cut(file, files[file], rows[file], size)], known)
+        return compare([one for file in files for one in _cut(file, files[file], rows[file], size)], known, only)
 
     def _rows_of_groups(self, file: str) -> list[int] | None:
         """Return the number of rows of each row group; None if the file cannot be read."""

@@ -1,0 +1,322 @@
+"""Ingestion: what a data set grows by, in this process."""
+
+import json
+import os
+
+import pytest
+
+from diffusion.datasets.manifest import PreparedManifest
+from diffusion.errors import ConfigurationError, DataError, MachineError
+from diffusion.preparation import ingest
+from diffusion.preparation.config import PrepareConfig
+from diffusion.preparation.ingest import Ingestion, find_failing, list_arrivals
+from diffusion.preparation.notifications import Message, Queue, parse_event
+from diffusion.preparation.scan import open_configured
+from diffusion.preparation.sources.folder import FolderSource
+from diffusion.preparation.takedown import take_down
+from tests.tools.image_files import noise, sample, tree, write_folder, write_tar
+from tests.tools.preparing import prepare
+from tests.unit.preparation.test_growing import keys
+
+OPTIONS = {"edges": [16, 34], "partition_size": 6, "validation_fraction": 0.2}
+
+
+def config_of(source, out):
+    config = PrepareConfig(sources=[str(source)], out=str(out), workers=1, partition_size=6, validation_fraction=0.2)
+    config.buckets.edges = [16, 34]
+    return config
+
+
+def ingestion_of(source, out, **options) -> Ingestion:
+    options = {"interval": 1.0, "size": 1e9, "poll": 0.01, "attempts": 2, "report": False, **options}
+    return Ingestion(config_of(source, out), **options)
+
+
+def dead_letters(out):
+    path = out / "dead_letters.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.mark.parametrize("kind", ["images", "tars"])
+def test_the_result_is_that_of_preparations_of_what_was_there(tmp_path, kind):
+    source = tmp_path / "set"
+    source.mkdir()
+    ingestion = ingestion_of(source, tmp_path / "out")
+    ingestion.grow()
+    assert not (tmp_path / "out" / "scan.json").exists(), "nothing is there yet"
+    for number in range(3):
+        if kind == "images":
+            write_folder(source, 5, start=number * 10)
+        else:
+            members = [one for i in range(4) for one in sample(f"{i}", noise(40, 35, number * 10 + i), b"x")]
+            write_tar(source / f"{number}.tar", members)
+        ingestion.grow()
+        prepare([source], tmp_path / "prepared", **OPTIONS)
+        ingestion.grow()
+        assert tree(tmp_path / "out") == tree(tmp_path / "prepared")
+    assert len(PreparedManifest.read(str(tmp_path / "out")).generations) == 3
+
+
+class Meanwhile:
+    """Changes a folder while the ingestion waits between two looks, once."""
+
+    def __init__(self, change):
+        self.changes = [change]
+
+    def wait(self, seconds):
+        while self.changes:
+            self.changes.pop()()
+
+
+def test_a_file_that_is_being_written_waits(tmp_path):
+    source, out = tmp_path / "set", tmp_path / "out"
+    write_folder(source, 6)
+    content, half = noise(40, 35, 99), tmp_path / "set" / "late.png"
+    half.write_bytes(content[:1000])
+    half.with_suffix(".txt").write_text("late")
+    ingestion = ingestion_of(source, out)
+    ingestion._pause = Meanwhile(lambda: half.write_bytes(content))  # pyright: ignore[reportAttributeAccessIssue]
+    ingestion.grow()
+    assert PreparedManifest.read(str(out)).seen == 6
+    ingestion._pause = Meanwhile(lambda: write_folder(source, 1, start=50))  # pyright: ignore[reportAttributeAccessIssue]
+    ingestion.grow()
+    manifest = PreparedManifest.read(str(out))
+    assert (manifest.seen, manifest.kept) == (7, 7), "what came between two looks waits, too"
+
+
+def test_a_caption_that_comes_before_its_image_or_at_once_after(tmp_path):
+    source, out = tmp_path / "set", tmp_path / "out"
+    write_folder(source, 6)
+    (source / "first.txt").write_text("a caption")
+    (source / "second.png").write_bytes(noise(40, 35, 1))
+    ingestion = ingestion_of(source, out)
+    ingestion._pause = Meanwhile(lambda: (source / "second.txt").write_text("x"))  # pyright: ignore[reportAttributeAccessIssue]
+    ingestion.grow()
+    assert PreparedManifest.read(str(out)).seen == 6
+    (source / "first.png").write_bytes(noise(40, 35, 2))
+    ingestion.grow()
+    assert PreparedManifest.read(str(out)).kept == 8
+
+
+def test_what_is_gone_or_has_changed_does_not_matter(tmp_path, caplog):
+    source, out = tmp_path / "set", tmp_path / "out"
+    write_folder(source, 6)
+    ingestion = ingestion_of(source, out)
+    ingestion.grow()
+    before = keys(out)
+    (source / "0000.png").unlink()
+    (source / "0001.png").write_bytes(noise(40, 35, 70))
+    write_folder(source, 1, start=50)
+    with pytest.raises(DataError):
+        prepare([source], out, **OPTIONS)
+    ingestion.grow()
+    assert "0001.png" in caplog.text
+    assert PreparedManifest.read(str(out)).kept == 7
+    now = keys(out)
+    assert all(now[place][: len(listed)] == listed for place, listed in before.items())
+    assert dead_letters(out) == []
+
+
+def test_a_data_set_begins_with_the_first_image_that_is_kept(tmp_path):
+    source, out = tmp_path / "set", tmp_path / "out"
+    source.mkdir()
+    (source / "bad.png").write_bytes(b"x")
+    (source / "bad.txt").write_text("x")
+    ingestion_of(source, out).grow()
+    ingestion = ingestion_of(source, out)
+    ingestion.complete()
+    write_folder(source, 3)
+    ingestion.grow()
+    assert PreparedManifest.read(str(out)).kept == 3
+
+
+@pytest.fixture
+def denied(monkeypatch):
+    """Names of images that cannot be read, as in a store that denies access to them."""
+    names, record = set(), FolderSource._record
+
+    def reading(self, item):
+        for name in names:
+            if json.loads(item)["file"] == name:
+                if name == "deadly.png":
+                    os._exit(9)
+                raise MachineError(f"{name}: access denied")
+        return record(self, item)
+
+    monkeypatch.setattr(FolderSource, "_record", reading)
+    monkeypatch.setattr(ingest, "Workers", lambda number: ingest_workers())  # Here, where the patch is.
+    return names
+
+
+def ingest_workers():
+    from diffusion.preparation.engine import Workers
+
+    return Workers(number=1)
+
+
+def test_an_object_that_fails_again_and_again_is_a_dead_letter_and_blocks_no_other(tmp_path, denied):
+    source, out = tmp_path / "set", tmp_path / "out"
+    write_folder(source, 9)
+    denied.add("0004.png")
+    ingestion = ingestion_of(source, out)
+    ingestion.grow()
+    manifest = PreparedManifest.read(str(out))
+    assert (manifest.seen, dead_letters(out)) == (8, [])
+    ingestion.grow()
+    (letter,) = dead_letters(out)
+    assert (letter["object"], letter["reason"]) == (str(source / "0004.png"), "0004.png: access denied")
+    denied.clear()
+    ingestion, queue = ingestion_of(source, out), Deliveries()
+    ingestion._queue = queue  # pyright: ignore[reportAttributeAccessIssue]
+    ingestion.grow([message("once", letter["object"]), message("often", letter["object"], deliveries=2)])
+    assert (queue.deleted, dead_letters(out)) == (["often"], [letter])
+    assert PreparedManifest.read(str(out)) == manifest
+    os.utime(source / "0004.png", ns=(0, 0))
+    ingestion.grow()
+    assert PreparedManifest.read(str(out)).kept == 9, "it was uploaded again"
+    assert dead_letters(out) == [], "and can be taken down without a trace"
+
+
+def test_a_growth_that_failed_leaves_nothing(tmp_path, denied):
+    source, out = tmp_path / "set", tmp_path / "out"
+    write_folder(source, 9)
+    prepare([source], out, **OPTIONS)
+    prepare([source], tmp_path / "undisturbed", **OPTIONS)
+    before = tree(out)
+    write_folder(source, 8, start=50)
+    denied.add("0057.png")
+    with pytest.raises(MachineError):
+        prepare([source], out, **OPTIONS)
+    assert tree(out) != before
+    ingestion = ingestion_of(source, out)
+    ingestion.complete()
+    assert tree(out) == before
+    ingestion.grow()
+    (source / "0057.png").rename(tmp_path / "0057.png")
+    (source / "0057.txt").rename(tmp_path / "0057.txt")
+    prepare([source], tmp_path / "undisturbed", **OPTIONS)
+    assert keys(out) == keys(tmp_path / "undisturbed")
+
+
+def test_an_error_that_is_not_of_an_object_ends_the_ingestion(tmp_path, monkeypatch):
+    source, out = tmp_path / "set", tmp_path / "out"
+    write_folder(source, 4)
+    ingestion = ingestion_of(source, out)
+
+    def full(*_, **__):
+        raise MachineError("no space")
+
+    with monkeypatch.context() as patch, pytest.raises(MachineError, match="no space"):
+        patch.setattr("diffusion.preparation.prepare.write", full)
+        ingestion.grow()
+    ingestion_of(source, out).grow()
+    assert PreparedManifest.read(str(out)).kept == 4
+    assert dead_letters(out) == []
+
+
+def test_an_image_that_ends_its_process(tmp_path):
+    class DeadlySource(FolderSource):
+        """A decoder that crashes."""
+
+        def _scan(self, partition):
+            if "0001.png" in partition.items[0]:
+                os._exit(9)
+            yield from super()._scan(partition)
+
+    write_folder(tmp_path / "set", 2)
+    config = config_of(tmp_path / "set", tmp_path / "out")
+    sources = [DeadlySource(**vars(one)) for one in open_configured(config)]  # pyright: ignore[reportArgumentType]
+    arrivals, _ = list_arrivals(config, sources)
+    assert [uri for uri, _ in find_failing(config, sources, arrivals)] == [str(tmp_path / "set" / "0001.png")]
+
+
+# Messages
+
+
+class Deliveries:
+    """A queue that keeps what was deleted."""
+
+    def __init__(self):
+        self.deleted = []
+
+    def delete(self, messages):
+        self.deleted += [one.id for one in messages]
+
+
+def message(identifier, *uris, deliveries=1, problem=""):
+    objects = dict.fromkeys(uris, 1)
+    return Message(id=identifier, receipt="", num_deliveries=deliveries, body="{}", objects=objects, problem=problem)
+
+
+def test_which_messages_are_deleted(tmp_path):
+    source, out = tmp_path / "set", tmp_path / "out"
+    write_folder(source, 4)
+    ingestion, queue = ingestion_of(source, out, attempts=3), Deliveries()
+    ingestion._queue = queue  # pyright: ignore[reportAttributeAccessIssue]
+    (source / "rejected.png").write_bytes(b"x")
+    (source / "rejected.txt").write_text("x")
+    uris = {
+        name: f"{source}/{name}" for name in ("0000.png", "0001.png", "0002.txt", "rejected.png", "gone.png", "x.pdf")
+    }
+    messages = [
+        message("image", uris["0000.png"]),
+        message("delivered twice", uris["0000.png"], deliveries=2),
+        message("caption", uris["0002.txt"]),
+        message("rejected", uris["rejected.png"]),
+        message("no image", uris["x.pdf"]),
+        message("gone", uris["gone.png"]),
+        message("gone for long", uris["0001.png"], uris["gone.png"], deliveries=3),
+        message("elsewhere", "s3://other/0000.png"),
+        message("elsewhere for long", "s3://other/0001.png", deliveries=3),
+        message("damaged", problem="not JSON"),
+        message("damaged for long", problem="not JSON", deliveries=3),
+    ]
+    ingestion.grow(messages)
+    assert queue.deleted == ["image", "delivered twice", "caption", "rejected", "no image", "gone for long",
+                             "elsewhere for long", "damaged for long"]  # fmt: skip
+    assert [(one["message"], one.get("objects")) for one in dead_letters(out)] == [
+        ("gone for long", [uris["gone.png"]]),
+        ("elsewhere for long", ["s3://other/0001.png"]),
+        ("damaged for long", None),
+    ]
+
+
+def test_a_message_of_an_image_that_was_taken_down(tmp_path):
+    source, out = tmp_path / "set", tmp_path / "out"
+    write_folder(source, 4)
+    ingestion, queue = ingestion_of(source, out), Deliveries()
+    ingestion._queue = queue  # pyright: ignore[reportAttributeAccessIssue]
+    ingestion.grow()
+    take_down(str(out), ["set/0001.png"], erase=True)
+    ingestion.grow([message("again", f"{source}/0001.png", deliveries=9)])
+    assert queue.deleted == ["again"]
+    assert dead_letters(out) == []
+
+
+def event(name="ObjectCreated:Put", key="a+b/%C3%A9.png"):
+    return {"eventName": name, "s3": {"bucket": {"name": "bucket"}, "object": {"key": key, "size": 7}}}
+
+
+def test_events():
+    created = {"s3://bucket/a b/é.png": 7}
+    assert parse_event(json.dumps({"Records": [event(), event("ObjectRemoved:Delete", "x")]})) == created
+    assert parse_event(json.dumps({"Service": "Amazon S3", "Event": "s3:TestEvent", "Bucket": "bucket"})) == {}
+    for body in ("", "[]", "{}", '{"Records": 3}', '{"Records": [{"eventName": "ObjectCreated:Put"}]}'):
+        with pytest.raises(ValueError, match=r"\w"):
+            parse_event(body)
+
+
+def test_mistakes_end_it_at_once(tmp_path, monkeypatch):
+    write_folder(tmp_path / "set", 1)
+    with pytest.raises(ConfigurationError, match="--queue"):
+        Queue("my-queue")
+    queue = Queue("https://sqs.eu-west-1.amazonaws.com/123456789012/uploads")
+    with pytest.raises(ConfigurationError, match="--queue"):
+        ingestion_of(tmp_path / "set", tmp_path / "out", queue=queue)
+    ingestion_of(tmp_path / "set", tmp_path / "out").grow()
+    with pytest.raises(DataError, match="other settings"):
+        other = ingestion_of(tmp_path / "set", tmp_path / "out")
+        other._config.seed = 5
+        other.complete()
+    with pytest.raises(DataError):
+        ingestion_of(tmp_path / "nowhere", tmp_path / "other").grow()
