@@ -3,6 +3,7 @@
 The hosts are network namespaces with cables to a switch. As a program this file is an agent that forks its ranks, which
 makes a start quicker. Everything else about it is torchrun's own: arguments, rendezvous, restarts, and each host's
 agent as the parent of the ranks there. Its argument is a request in JSON, or a namespace before torchrun's arguments.
+Without those it is a rank.
 """
 
 import ctypes
@@ -227,4 +228,7 @@ if __name__ == "__main__":
         enter(request["namespace"])
     if request["meet"]:
         _meet(Path(request["meet"]), request["num_hosts"])
-    _torchrun(request["torchrun"], request["runs"])
+    if request["torchrun"]:
+        _torchrun(request["torchrun"], request["runs"])
+    else:
+        _rank(request["runs"])
