@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from diffusion.operations import processes
 from tests.tools.forking import free_port
 from tests.tools.hosts import Network, wait_until
 from tests.tools.training_runs import ROOT, environment
@@ -117,6 +118,9 @@ class Cluster:
         for daemon in self._daemons:
             daemon.terminate()
             daemon.wait(30)
+        for namespace in self.network.hosts.values() if self.network else ():  # Steps of a node that is cut off remain.
+            left = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True).stdout
+            processes.kill(processes.tree([int(number) for number in left.split()]))
 
 
 def skip_without(*programs: str) -> None:
