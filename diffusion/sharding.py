@@ -96,14 +96,13 @@ def reduce_scatter_averages() -> bool:
     return abs(output.item() - 1.0) < 1e-6
 
 
-def correct_gradient_average(model: nn.Module) -> None:
-    """Divide FSDP2's gradients by the world size if the backend does not."""
+def correct_gradient_average(model: nn.Module, num_shards: int) -> None:
+    """Divide FSDP2's gradients by the ranks of a reduce_scatter if the backend does not."""
     if reduce_scatter_averages():
         return
-    world_size = dist.get_world_size()
 
     def divide(gradient: torch.Tensor) -> None:
-        gradient.div_(world_size)
+        gradient.div_(num_shards)
 
     for module in model.modules():
         if isinstance(module, FSDPModule):

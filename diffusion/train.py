@@ -403,7 +403,7 @@ def build_trainer(
     except CheckpointException as error:
         raise as_data_error(error, str(load_path)) from error
     if settings.parallelism == Parallelism.fsdp:
-        correct_gradient_average(trainer.state.model)
+        correct_gradient_average(trainer.state.model, dist.get_world_size() // settings.num_replicas)
     return trainer
 
 

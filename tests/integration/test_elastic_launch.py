@@ -18,7 +18,7 @@ from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.layout import batch_of
 from tests.tools.forking import free_port
-from tests.tools.hosts import ADDRESSES, Agent, Agents, Network, wait_until
+from tests.tools.hosts import Agent, Agents, Network, wait_until
 from tests.tools.training_runs import BIN, ROOT, Run, TrainingServer, launcher_environment
 from verification.callbacks import step_hashes
 
@@ -45,7 +45,7 @@ def network() -> Iterator[Network | None]:
     if os.geteuid() != 0 or shutil.which("ip") is None:
         yield None
         return
-    network = Network(f"d{os.getpid()}")
+    network = Network(f"d{os.getpid()}", 4)
     try:
         yield network
     finally:
@@ -87,21 +87,27 @@ def alone(num_ranks: int) -> list[str]:
     return [f"--nproc-per-node={num_ranks}", "--nnodes=1:1", "--max-restarts=1", *rendezvous]
 
 
-def elastic(host: str, port: int, network: Network | None) -> list[str]:
-    """Arguments of torchrun for one of two hosts, of which one suffices; the first keeps the rendezvous."""
+def elastic(host: str, port: int, network: Network | None, nodes: str = "1:2") -> list[str]:
+    """Arguments of torchrun for one of several hosts, of which some suffice; the first keeps the rendezvous."""
     alive = f"keep_alive_interval={KEEP_ALIVE[0]},keep_alive_max_attempt={KEEP_ALIVE[1]}"
     settings = f"last_call_timeout={LAST_CALL},{alive},is_host={int(host == 'first')}"
-    address = [f"--local-addr={ADDRESSES[host]}"] if network else []
-    endpoint = f"{ADDRESSES['first'] if network else '127.0.0.1'}:{port}"
+    address = [f"--local-addr={network.addresses[host]}"] if network else []
+    endpoint = f"{network.addresses['first'] if network else '127.0.0.1'}:{port}"
     return [
-        *("--nnodes=1:2", "--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=job"),
+        *(
+            f"--nnodes={nodes}",
+            "--max-restarts=3",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={endpoint}",
+            "--rdzv-id=job",
+        ),
         *(f"--rdzv-conf={settings}", *address),
     ]
 
 
 def fixed(host: str, port: int, network: Network | None) -> list[str]:
     """Arguments of torchrun for one of two hosts that need each other."""
-    address = ADDRESSES["first"] if network else "127.0.0.1"
+    address = network.addresses["first"] if network else "127.0.0.1"
     return ["--nnodes=2", f"--node-rank={int(host == 'second')}", f"--master-addr={address}", f"--master-port={port}"]
 
 
@@ -194,6 +200,27 @@ def test_of_hosts_that_are_cut_off_from_each_other_one_goes_on(agents, network, 
     assert_equal(tmp_path, undisturbed)
 
 
+@pytest.mark.world_size(4)
+def test_of_four_hosts_three_go_on_and_all_draws_are_those_of_one_process(agents, network, tmp_path):
+    """The batch of 12 divides among four and three ranks."""
+    skip_without(network)
+    alone_run, run, batch = tmp_path / "alone", tmp_path / "four", "data.global_batch_size=12"
+    yaml, overrides = recipe(alone_run)
+    reference = agents.start("first", alone(1), [(yaml, [*overrides, batch])])
+
+    yaml, overrides = recipe(run, disturbed("all", "third"))
+    port, meet = free_port(), tmp_path / "meet"
+    meet.mkdir()
+    torchrun = {host: elastic(host, port, network, "3:4") for host in network.hosts}
+    started = agents.start_together(torchrun, [(yaml, [*overrides, batch])], meet)
+    for host, agent in started.items():
+        assert agent.wait(300) == (-signal.SIGKILL if host == "third" else 0), agent.output
+    assert starts(run) == [4, 3]
+    assert reference.wait(300) == 0, reference.output
+    losses = series(read_metrics(alone_run / "metrics.jsonl"), TRAIN_LOSS)[1]
+    assert_equal(run, Undisturbed(step_hashes(alone_run / "trace"), losses))
+
+
 def skip_without(network: Network | None) -> None:
     if network is None:
         pytest.skip("needs network namespaces: root and iproute2")
@@ -204,7 +231,7 @@ def start_both(
 ) -> Mapping[str, Agent]:
     """Start the run of a folder on both hosts at the same time."""
     port, meet = free_port(), Path(tempfile.mkdtemp(dir=folder, prefix="meet-"))
-    torchrun = {host: arguments(host, port, network) for host in ADDRESSES}
+    torchrun = {host: arguments(host, port, network) for host in ("first", "second")}
     return agents.start_together(torchrun, [recipe(folder, *callbacks, dist_timeout=dist_timeout)], meet)
 
 

@@ -1,6 +1,5 @@
 """What lies in launchers/: scripts and the Dockerfile are linted, and what they start is something that can be run."""
 
-import json
 import re
 import shlex
 import subprocess
@@ -11,7 +10,7 @@ import pytest
 import yaml
 from kubeflow.training import models
 from kubernetes.client import models as kubernetes
-from torch.distributed.run import config_from_args, parse_args
+from torch.distributed.run import parse_args
 
 from diffusion.config.fields import check_sections
 from diffusion.config.loading import load_complete, load_config
@@ -20,7 +19,6 @@ from diffusion.distributed import USER_ERROR_EXIT_CODE
 from diffusion.evaluation.config import EvaluationConfig, run_label
 from diffusion.operations.metrics import QUEUE
 from diffusion.preparation.config import PrepareConfig
-from launchers.sagemaker import command
 from scripts.ingest import parse_arguments
 from tests.tools.training_runs import BIN, ROOT, environment
 
@@ -237,34 +235,6 @@ def test_evaluation_is_scaled_from_0_to_64_by_a_metric_that_watchers_expose():
     assert job["template"]["spec"]["restartPolicy"] == "Never", "else it may have no failure policy"
     [rule] = job["podFailurePolicy"]["rules"]
     assert rule["onExitCodes"]["values"] == [USER_ERROR_EXIT_CODE]
-
-
-def opt_ml(root: Path, hyperparameters: dict[str, str], host: str) -> Path:
-    """The folders that SageMaker makes, on one of two hosts."""
-    config = root / "input" / "config"
-    config.mkdir(parents=True)
-    (root / "input" / "data" / "train").mkdir(parents=True)
-    resources = {"current_host": host, "hosts": ["algo-1", "algo-2"], "network_interface_name": "eth0"}
-    (config / "resourceconfig.json").write_text(json.dumps(resources))
-    (config / "hyperparameters.json").write_text(json.dumps(hyperparameters))
-    return root
-
-
-def test_sagemakers_description_becomes_a_command(tmp_path):
-    parameters = {"yaml": '"yamls/phase1.yaml"', "trainer.max_duration": "200000ba", "optimizer.lr": "2e-4"}
-    arguments, variables = command(opt_ml(tmp_path, parameters, "algo-2"), "8")
-    assert arguments[0] == "torchrun"
-    assert variables == {"NETWORK_INTERFACE": "eth0"}
-    parsed = parse_args(arguments[1:])
-    launch, _, program = config_from_args(parsed)
-    assert (launch.min_nodes, launch.max_nodes, launch.nproc_per_node) == (2, 2, 8)
-    assert (launch.rdzv_configs["rank"], launch.rdzv_endpoint) == (1, "algo-1:29500")
-    assert Path(parsed.training_script) == ROOT / "run.py"
-    config = resolved(parsed.training_script_args)
-    assert config.output_folder == f"{tmp_path}/checkpoints"
-    assert config.data.local == f"{tmp_path}/input/data/train"
-    assert (config.trainer.max_duration, config.optimizer.lr) == ("200000ba", 2e-4)
-    assert program[-len(parsed.training_script_args) :] == parsed.training_script_args
 
 
 def test_torchrun_ends_with_the_code_of_the_rank_that_failed():

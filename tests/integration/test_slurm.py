@@ -1,4 +1,4 @@
-"""launchers/slurm.sbatch on a real SLURM of one node, which is started for it."""
+"""launchers/slurm.sbatch on a real SLURM of one node, and of four in network namespaces, which is started for it."""
 
 import json
 import os
@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from diffusion.operations import processes
 from tests.tools.forking import free_port
-from tests.tools.hosts import wait_until
+from tests.tools.hosts import Network, wait_until
 from tests.tools.training_runs import ROOT, environment
 
 pytestmark = pytest.mark.slow
@@ -21,80 +22,139 @@ PROGRAMS = ("slurmctld", "slurmd", "sbatch")
 
 CONFIGURATION = """
 ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({controller})
 SlurmUser={user}
 SlurmdUser={user}
-SlurmctldPort={ports[0]}
-SlurmdPort={ports[1]}
+SlurmctldPort={port}
+SlurmdTimeout=20
 AuthType=auth/none
 CredType=cred/none
 AuthInfo=cred_expire=15
 MpiDefault=none
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SwitchType=switch/none
 JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres
 SchedulerParameters=sched_interval=1,bf_interval=1
-NodeName={host} NodeAddr=127.0.0.1 CPUs=2 State=UNKNOWN
+{nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A SLURM of one node; gives the variables with which its commands find it."""
-    missing = [name for name in PROGRAMS if shutil.which(name) is None]
-    if missing or os.geteuid() != 0:
-        pytest.skip(f"needs root and SLURM (apt-get install slurmctld slurmd slurm-client): no {', '.join(missing)}")
-    folder = tmp_path_factory.mktemp("slurm")
-    for name in ("state", "spool"):
-        (folder / name).mkdir()
-    host, ports = socket.gethostname().partition(".")[0], [free_port(), free_port()]
-    names = {"host": host, "user": "root", "folder": folder, "ports": ports}
-    (folder / "slurm.conf").write_text(CONFIGURATION.format(**names))
-    variables = environment() | {"SLURM_CONF": str(folder / "slurm.conf")}
-    daemons = []
-    try:
-        for name in ("slurmctld", "slurmd"):
-            with (folder / f"{name}.log").open("w") as log:
-                command = [name, "-D", "-f", variables["SLURM_CONF"]]
-                daemons.append(subprocess.Popen(command, env=variables, stdout=log, stderr=log))
-        wait_until(lambda: "idle" in answer(variables, "sinfo", "--noheader"), "SLURM does not start", 60)
-        yield variables
-    finally:
-        answer(variables, "scancel", "--user=root")
-        for daemon in daemons:
+class Cluster:
+    """A SLURM on this machine.
+
+    Args:
+        folder: for its configuration, state and logs.
+        addresses: of the nodes, by name; the first keeps the controller.
+        network: of the nodes; None is this machine's own.
+        num_cpus: of a node.
+    """
+
+    def __init__(self, folder: Path, addresses: dict[str, str], network: Network | None, num_cpus: int) -> None:
+        self.network, self.first = network, next(iter(addresses))
+        host = socket.gethostname().partition(".")[0]
+        nodes = [
+            f"NodeName={name} NodeHostname={host} NodeAddr={address} Port={free_port()} CPUs={num_cpus} State=UNKNOWN"
+            for name, address in addresses.items()
+        ]
+        names = {"host": host, "controller": addresses[self.first], "user": "root", "folder": folder}
+        configuration = folder / "slurm.conf"
+        configuration.write_text(CONFIGURATION.format(**names, port=free_port(), nodes="\n".join(nodes)))
+        self.names = folder / "hosts"
+        self.names.write_text("".join(f"{address} {name}\n" for name, address in addresses.items()))
+        (folder / "state").mkdir()
+        self.variables = environment() | {"SLURM_CONF": str(configuration)}
+        self._folder, self._nodes = folder, tuple(addresses)
+        self._daemons: list[subprocess.Popen] = []
+
+    def start(self) -> None:
+        """Start the daemons, and wait until the nodes are idle."""
+        for node, *daemon in ((self.first, "slurmctld"), *((node, "slurmd", "-N", node) for node in self._nodes)):
+            with (self._folder / f"{daemon[0]}-{node}.log").open("w") as log:
+                command = [*self._on(node), *daemon, "-D"]
+                self._daemons.append(subprocess.Popen(command, env=self.variables, stdout=log, stderr=log))
+        states = ("sinfo", "--noheader", "--format=%D %t")
+        wait_until(lambda: self.answer(*states).split() == [str(len(self._nodes)), "idle"], "SLURM does not start", 60)
+
+    def _on(self, node: str) -> list[str]:
+        """Beginning of a command that runs on a node, where the nodes are known by name."""
+        if self.network is None:
+            return []
+        enter = ["nsenter", f"--net=/run/netns/{self.network.hosts[node]}", "unshare", "--mount"]
+        return [*enter, "sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"', str(self.names)]
+
+    def answer(self, *command: str, **variables: str) -> str:
+        """What a command of SLURM prints on the first node."""
+        options = {"env": self.variables | variables, "cwd": ROOT, "capture_output": True, "text": True}
+        return subprocess.run([*self._on(self.first), *command], **options).stdout
+
+    def submit(self, log: Path, arguments: list[str], *, nodes: str = "1", ranks: int = 2, **variables: str) -> str:
+        """Queue launchers/slurm.sbatch for so many ranks on each node; return the number of the job."""
+        options = [f"--nodes={nodes}", f"--ntasks-per-node={ranks}", "--cpus-per-task=1", "--gpus-per-node=0"]
+        command = ["sbatch", "--export=ALL", *options, f"--output={log}", "launchers/slurm.sbatch", *arguments]
+        said = self.answer(*command, **variables)
+        assert said.startswith("Submitted batch job"), said
+        return said.split()[-1]
+
+    def job(self, number: str) -> str:
+        """What SLURM knows of a job."""
+        return self.answer("scontrol", "show", "job", number)
+
+    def wait_for(self, number: str, log: Path, timeout: float = 400) -> str:
+        """What SLURM knows of a job when it has ended."""
+        ended = re.compile("JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT)")
+        wait_until(lambda: ended.search(self.job(number)), f"the job goes on; see {log}", timeout)
+        return self.job(number)
+
+    def close(self) -> None:
+        """End it, and its jobs."""
+        self.answer("scancel", "--user=root")
+        for daemon in self._daemons:
             daemon.terminate()
             daemon.wait(30)
+        for namespace in self.network.hosts.values() if self.network else ():  # Steps of a node that is cut off remain.
+            left = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True).stdout
+            processes.kill(processes.tree([int(number) for number in left.split()]))
 
 
-def answer(variables: dict[str, str], *command: str) -> str:
-    return subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True).stdout
+def skip_without(*programs: str) -> None:
+    missing = [name for name in programs if shutil.which(name) is None]
+    if missing or os.geteuid() != 0:
+        pytest.skip(f"needs root and SLURM (apt-get install slurmctld slurmd slurm-client): no {', '.join(missing)}")
 
 
-def submit(variables: dict[str, str], log: Path, *arguments: str) -> str:
-    """Queue launchers/slurm.sbatch for two ranks on one node; return the number of the job."""
-    options = ["--nodes=1", "--ntasks-per-node=2", "--cpus-per-task=1", "--gpus-per-node=0", f"--output={log}"]
-    said = answer(variables, "sbatch", "--export=ALL", *options, "launchers/slurm.sbatch", *arguments)
-    assert said.startswith("Submitted batch job"), said
-    return said.split()[-1]
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A SLURM of one node."""
+    skip_without(*PROGRAMS)
+    host = socket.gethostname().partition(".")[0]
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"), {host: "127.0.0.1"}, None, num_cpus=2)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.close()
 
 
-def job(variables: dict[str, str], number: str) -> str:
-    """What SLURM knows of a job."""
-    return answer(variables, "scontrol", "show", "job", number)
-
-
-def wait_for(variables: dict[str, str], number: str, log: Path, timeout: float = 400) -> str:
-    """What SLURM knows of a job when it has ended."""
-    ended = re.compile("JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT)")
-    wait_until(lambda: ended.search(job(variables, number)), f"the job goes on; see {log}", timeout)
-    return job(variables, number)
+@pytest.fixture
+def four_nodes(tmp_path: Path) -> Iterator[Cluster]:
+    """A SLURM of four nodes, each in a network namespace of its own."""
+    skip_without(*PROGRAMS, "ip", "nsenter")
+    network = Network(f"n{os.getpid()}", 4)
+    (tmp_path / "slurm").mkdir()
+    cluster = Cluster(tmp_path / "slurm", network.addresses, network, num_cpus=1)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.close()
+        network.remove()
 
 
 STAND_IN = """#!/bin/bash
@@ -120,8 +180,8 @@ def stand_in(tmp_path: Path) -> str:
 def test_exit_codes_decide_what_follows(cluster, stand_in, tmp_path, code, state, restarts, starts):
     """75: queued again, though one rank ends before the other; 2: the end; others: three attempts."""
     log = tmp_path / "log.txt"
-    number = submit(cluster | {"PYTHON": stand_in, "CODE": str(code)}, log, "a.yaml", "b=[{c: 1}, 2]")
-    known = wait_for(cluster, number, log, 120)
+    number = cluster.submit(log, ["a.yaml", "b=[{c: 1}, 2]"], PYTHON=stand_in, CODE=str(code))
+    known = cluster.wait_for(number, log, 120)
     text = log.read_text()
     assert f"JobState={state}" in known, text
     assert f"Restarts={restarts}" in known
@@ -139,8 +199,8 @@ def test_a_run_that_gets_a_signal_is_saved_queued_again_and_continued(server, cl
     request = "plugins.callbacks=[{path: tests.tools.toys.SignalAt, arguments: {step: 3, number: 10, rank: 1}}]"
     overrides = [f"output_folder={run}", "samples.prompts=[]", request]
     python = str(server.programs(tmp_path / "bin") / "python")
-    number = submit(cluster | {"PYTHON": python}, log, "tests/tools/toy.yaml", *overrides)
-    known = wait_for(cluster, number, log)
+    number = cluster.submit(log, ["tests/tools/toy.yaml", *overrides], PYTHON=python)
+    known = cluster.wait_for(number, log)
     text = log.read_text()
     assert "JobState=COMPLETED" in known, text
     assert "Restarts=1" in known
@@ -149,3 +209,50 @@ def test_a_run_that_gets_a_signal_is_saved_queued_again_and_continued(server, cl
     starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
     assert [(row["step"], row["world_size"]) for row in starts if row["event"] == "start"] == [(0, 2), (5, 2)]
     assert series(read_metrics(run / "metrics.jsonl"), TRAIN_LOSS)[0] == list(range(8))
+
+
+RANK = """#!/bin/bash
+MASTER_ADDR=$(getent hosts "$MASTER_ADDR" | cut --delimiter=" " --fields=1)
+export MASTER_ADDR HOST="$SLURMD_NODENAME" TORCHELASTIC_RESTART_COUNT=0
+exec {launch} 0 tests/tools/hosts.py "$(ip netns identify)" "$@"
+"""
+"""In the place of Python: a rank, forked from a process that has imported what it needs, in the node's network."""
+
+
+@pytest.mark.world_size(4)
+def test_of_four_nodes_one_is_lost_and_the_job_continues_on_two(server, four_nodes, tmp_path):
+    """SLURM queues it again, for four nodes, and the user asks for two, which divide the batch of 8 as four do.
+
+    Draws are those of one process.
+    """
+    from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
+    from verification.callbacks import step_hashes
+
+    def recipe(run: Path, *callbacks: str) -> list[str]:
+        trace = f"{{path: verification.callbacks.DrawTrace, arguments: {{folder: {run}/trace}}}}"
+        plugins = f"plugins.callbacks=[{', '.join([trace, *callbacks])}]"
+        settings = [f"output_folder={run}", "samples.prompts=[]", "trainer.dist_timeout=20"]
+        return ["tests/tools/toy.yaml", *settings, plugins]
+
+    alone, run, log, python = (tmp_path / name for name in ("alone", "four", "log.txt", "python"))
+    yaml, *overrides = recipe(alone)
+    server.train(1, [(yaml, overrides)])
+    python.write_text(RANK.format(launch=" ".join(server.launcher(0)[:-1])))
+    python.chmod(0o755)
+    cut = "{path: tests.tools.toys.DisturbHost, arguments: {step: 3, host: third, what: cable}}"
+    number = four_nodes.submit(log, recipe(run, cut), nodes="4", ranks=1, PYTHON=str(python))
+    queued = re.compile(r"JobState=PENDING.*Restarts=1", re.DOTALL)
+    wait_until(lambda: queued.search(four_nodes.job(number)), f"the job is not queued again; see {log}", 300)
+    assert "third" in four_nodes.answer("sinfo", "--noheader", "--states=down", "--format=%N")
+    smaller = ("NumNodes=2-2", "NumTasks=2", "NumCPUs=2")
+    four_nodes.answer("scontrol", "update", f"JobId={number}", *smaller)
+    known = four_nodes.wait_for(number, log)
+    assert "JobState=COMPLETED" in known, log.read_text()
+    assert "Restarts=1" in known
+
+    starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
+    assert [row["world_size"] for row in starts if row["event"] == "start"] == [4, 2]
+    losses, expected = (series(read_metrics(folder / "metrics.jsonl"), TRAIN_LOSS) for folder in (run, alone))
+    assert losses[0] == expected[0] == list(range(8))
+    assert losses[1] == pytest.approx(expected[1], rel=1e-5)
+    assert step_hashes(run / "trace") == step_hashes(alone / "trace")

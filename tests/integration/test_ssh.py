@@ -1,4 +1,4 @@
-"""launchers/ssh.sh on two hosts: network namespaces, each with an ssh server of its own."""
+"""launchers/ssh.sh on two and four hosts: network namespaces, each with an ssh server of its own."""
 
 import json
 import os
@@ -15,7 +15,7 @@ import pytest
 from diffusion.operations import processes
 from diffusion.operations.checks.verdicts import problem
 from diffusion.operations.events import read_events
-from tests.tools.hosts import ADDRESSES, Network, wait_until
+from tests.tools.hosts import Network, wait_until
 from tests.tools.training_runs import BIN, ROOT, environment
 
 pytestmark = pytest.mark.slow
@@ -54,6 +54,17 @@ wait
 """In the place of python: answers the check, says what torchrun was started with, and fails when that happens first."""
 
 
+PAIR = ("first", "second")
+
+FORKED = """#!/bin/bash
+case "$1" in
+  launchers/torchrun.py) exec {launch} 0 tests/tools/hosts.py "$NAMESPACE" "${{@:2}}" ;;
+  -m) file=${{2//.//}}.py; exec {launch} 0 "$file" "${{@:3}}" ;;
+esac
+"""
+"""In the place of python: torchrun, its ranks and checks are forked from a process that has imported what they need."""
+
+
 class Hosts:
     """The hosts, and the launcher on the first of them.
 
@@ -71,12 +82,12 @@ class Hosts:
         for key in ("key", "host_key"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
         Path("/run/sshd").mkdir(exist_ok=True)
-        self._processes = [self._serve(host) for host in ADDRESSES]
+        self._processes = [self._serve(host) for host in network.hosts]
 
     def _serve(self, host: str) -> subprocess.Popen:
-        variables = environment() | {"HOST": host, "BIN": str(self.programs)}
+        variables = environment() | {"HOST": host, "NAMESPACE": self.network.hosts[host], "BIN": str(self.programs)}
         variables["GLOO_SOCKET_IFNAME"] = "eth0"
-        names = ("HOST", "BIN", "GLOO_SOCKET_IFNAME", "PYTHONPATH", "HF_HUB_OFFLINE")
+        names = ("HOST", "NAMESPACE", "BIN", "GLOO_SOCKET_IFNAME", "PYTHONPATH", "HF_HUB_OFFLINE")
         shown = " ".join(f"{name}={variables[name]}" for name in names)
         configuration = self.folder / f"sshd-{host}"
         configuration.write_text(SERVER.format(folder=self.folder, variables=shown, interval=self.interval))
@@ -93,11 +104,11 @@ class Hosts:
 
     def launch(self, *arguments: str) -> subprocess.Popen:
         """Start ssh.sh with arguments."""
-        return self.start("launchers/ssh.sh", " ".join(ADDRESSES.values()), *arguments)
+        return self.start("launchers/ssh.sh", " ".join(self.network.addresses.values()), *arguments)
 
     def supervise(self, *overrides: str, options: Sequence[str] = ()) -> subprocess.Popen:
         """Start ssh.sh under a supervisor with options."""
-        (self.folder / "hosts").write_text("\n".join(ADDRESSES.values()))
+        (self.folder / "hosts").write_text("\n".join(self.network.addresses.values()))
         supervise = [str(BIN / "python"), "scripts/supervise.py", "--hosts", str(self.folder / "hosts")]
         job = ["launchers/ssh.sh", "{hosts}", "tests/tools/toy.yaml", *overrides]
         return self.start(
@@ -138,18 +149,15 @@ def make_hosts(tmp_path: Path) -> Iterator:
             f"needs root, namespaces and ssh (apt-get install iproute2 openssh-server): no {', '.join(missing)}"
         )
     made: list[Hosts] = []
-    network = Network(f"s{os.getpid()}")
 
-    def make(programs: Path, **options: int) -> Hosts:
-        made.append(Hosts(network, tmp_path, programs, **options))
+    def make(programs: Path, num_hosts: int = 2, **options: int) -> Hosts:
+        made.append(Hosts(Network(f"s{os.getpid()}", num_hosts), tmp_path, programs, **options))
         return made[0]
 
-    try:
-        yield make
-    finally:
-        for hosts in made:
-            hosts.close()
-        network.remove()
+    yield make
+    for hosts in made:
+        hosts.close()
+        hosts.network.remove()
 
 
 def stand_in(folder: Path, *, seconds: int = 0, code: int = 1, unfit: str = "") -> Path:
@@ -158,7 +166,7 @@ def stand_in(folder: Path, *, seconds: int = 0, code: int = 1, unfit: str = "") 
     programs.mkdir()
     (programs / "python").write_text(STAND_IN.format(folder=folder, seconds=seconds, code=code))
     (programs / "python").chmod(0o755)
-    for host in ADDRESSES:
+    for host in PAIR:
         verdicts = [asdict(problem("output folder", "no room", "free space"))] if host == unfit else []
         answer = {
             "reading": {"name": host, "host": host, "num_gpus": 0},
@@ -172,9 +180,9 @@ def stand_in(folder: Path, *, seconds: int = 0, code: int = 1, unfit: str = "") 
 def test_the_run_is_started_on_all_hosts_and_its_exit_code_returned(make_hosts, tmp_path, code):
     hosts = make_hosts(stand_in(tmp_path, code=code))
     assert hosts.launch("tests/tools/toy.yaml", "samples.prompts=[a b, 'c']").wait(120) == code, hosts.log.read_text()
-    for number, host in enumerate(ADDRESSES):
+    for number, host in enumerate(hosts.network.hosts):
         assert (tmp_path / f"started-{host}").read_text().splitlines() == [
-            f"launchers/torchrun.py --nnodes=2 --node-rank={number} --master-addr={ADDRESSES['first']} "
+            f"launchers/torchrun.py --nnodes=2 --node-rank={number} --master-addr={hosts.network.addresses['first']} "
             "--master-port=29500 --nproc-per-node=1 run.py tests/tools/toy.yaml samples.prompts=[a b, 'c']"
         ]
 
@@ -194,7 +202,7 @@ def test_a_supervisor_starts_ssh_sh_again_on_the_hosts_that_are_fit(make_hosts, 
     supervisor = hosts.supervise(f"output_folder={tmp_path}/run")
     assert supervisor.wait(120) == 0, hosts.log.read_text()
     events = [(event["event"], event.get("host")) for event in read_events(tmp_path / "run")]
-    unfit = ("unfit", ADDRESSES["second"])
+    unfit = ("unfit", hosts.network.addresses["second"])
     assert events == [unfit, ("started", None), ("ended", None), unfit, ("started", None), ("finished", None)]
     assert len((tmp_path / "started-first").read_text().splitlines()) == 2
     assert not (tmp_path / "started-second").exists()
@@ -204,12 +212,10 @@ def test_a_supervisor_starts_ssh_sh_again_on_the_hosts_that_are_fit(make_hosts, 
 def test_the_hosts_end_when_the_launcher_gets_a_signal_or_is_killed(make_hosts, tmp_path, number, code):
     hosts = make_hosts(stand_in(tmp_path, seconds=300))
     launcher = hosts.launch("tests/tools/toy.yaml")
-    wait_until(lambda: all((tmp_path / f"started-{host}").exists() for host in ADDRESSES), "the hosts do not start")
+    wait_until(lambda: all((tmp_path / f"started-{host}").exists() for host in PAIR), "the hosts do not start")
     launcher.send_signal(number)
     assert launcher.wait(60) == code, hosts.log.read_text()
-    wait_until(
-        lambda: all((tmp_path / f"terminated-{host}").exists() for host in ADDRESSES), "the hosts are not terminated"
-    )
+    wait_until(lambda: all((tmp_path / f"terminated-{host}").exists() for host in PAIR), "the hosts are not terminated")
     wait_until(lambda: "python" not in hosts.running("second"), "the hosts go on")
 
 
@@ -227,19 +233,38 @@ def test_hosts_that_are_connected_to_after_a_signal_end_as_well(tmp_path):
         processes.kill(processes.tree([launcher.pid]))
 
 
-@pytest.mark.world_size(2)
-def test_a_host_that_is_cut_off_in_mid_run_is_left_behind(make_hosts, tmp_path):
-    """The others end within `trainer.dist_timeout`, and the supervisor restarts on those that answer."""
-    from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
+@pytest.mark.world_size(4)
+def test_of_four_hosts_one_is_cut_off_and_two_go_on(make_hosts, server, tmp_path):
+    """The batch of 8 divides among four and two, not among the three that are left. Draws are those of one process.
 
-    hosts, run = make_hosts(BIN, interval=2), tmp_path / "run"
-    cut = "{path: tests.tools.toys.DisturbHost, arguments: {step: 3, host: second, what: cable}}"
-    overrides = [f"output_folder={run}", "samples.prompts=[]", "trainer.dist_timeout=20", f"plugins.callbacks=[{cut}]"]
-    assert hosts.supervise(*overrides).wait(850) == 0, hosts.log.read_text()[-6000:]
+    The others end within `trainer.dist_timeout`, and the supervisor restarts on those that answer.
+    """
+    from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
+    from verification.callbacks import step_hashes
+
+    def recipe(run: Path, *callbacks: str) -> list[str]:
+        trace = f"{{path: verification.callbacks.DrawTrace, arguments: {{folder: {run}/trace}}}}"
+        plugins = f"plugins.callbacks=[{', '.join([trace, *callbacks])}]"
+        return [f"output_folder={run}", "samples.prompts=[]", "trainer.dist_timeout=20", plugins]
+
+    alone, run = tmp_path / "alone", tmp_path / "four"
+    server.train(1, [("tests/tools/toy.yaml", recipe(alone))])
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    launch = " ".join(map(str, server.launcher(0)[:-1]))
+    (programs / "python").write_text(FORKED.format(launch=launch))
+    (programs / "python").chmod(0o755)
+    hosts = make_hosts(programs, num_hosts=4, interval=2)
+    cut = "{path: tests.tools.toys.DisturbHost, arguments: {step: 3, host: third, what: cable}}"
+    assert hosts.supervise(*recipe(run, cut)).wait(850) == 0, hosts.log.read_text()[-6000:]
+
     starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
-    assert [row["world_size"] for row in starts if row["event"] == "start"] == [2, 1]
-    assert series(read_metrics(run / "metrics.jsonl"), TRAIN_LOSS)[0] == list(range(8))
-    wait_until(lambda: not hosts.running("second"), "the host that was cut off goes on")
+    assert [row["world_size"] for row in starts if row["event"] == "start"] == [4, 2]
+    losses, expected = (series(read_metrics(folder / "metrics.jsonl"), TRAIN_LOSS) for folder in (run, alone))
+    assert losses[0] == expected[0] == list(range(8))
+    assert losses[1] == pytest.approx(expected[1], rel=1e-5)
+    assert step_hashes(run / "trace") == step_hashes(alone / "trace")
+    wait_until(lambda: not hosts.running("third"), "the host that was cut off goes on")
 
 
 @pytest.mark.world_size(2)

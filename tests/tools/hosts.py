@@ -2,7 +2,8 @@
 
 The hosts are network namespaces with cables to a switch. As a program this file is an agent that forks its ranks, which
 makes a start quicker. Everything else about it is torchrun's own: arguments, rendezvous, restarts, and each host's
-agent as the parent of the ranks there.
+agent as the parent of the ranks there. Its argument is a request in JSON, or a namespace before torchrun's arguments.
+Without those it is a rank.
 """
 
 import ctypes
@@ -14,13 +15,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from tests.tools.training_runs import Job, Run, TrainingServer, train_runs
 
-ADDRESSES = {"first": "10.77.0.1", "second": "10.77.0.2"}
-"""Of two hosts."""
+NAMES = ("first", "second", "third", "fourth")
+"""Of the hosts."""
 
 TCP_RETRIES = 6
 """How often the hosts send unconfirmed data again: for some 25 seconds, instead of 15 minutes."""
@@ -42,7 +44,8 @@ class Network:
 
     def __init__(self, name: str, num_hosts: int = 2) -> None:
         self.name, self.num_hosts = name, num_hosts
-        self.hosts = {host: self.namespace(name, number) for number, host in enumerate(ADDRESSES)}
+        self.hosts = {host: self.namespace(name, number) for number, host in enumerate(NAMES[:num_hosts])}
+        self.addresses = {host: self.address(number) for number, host in enumerate(self.hosts)}
         _ip("netns", "add", name)
         _ip("-n", name, "link", "add", "switch", "type", "bridge")
         _ip("-n", name, "link", "set", "switch", "up")
@@ -73,17 +76,17 @@ class Network:
         command = ["tc", "-n", self.namespace(self.name, number), "qdisc", "add", "dev", "eth0", "root", *limit]
         subprocess.run(command, check=True, capture_output=True)
 
-    def plug_in(self) -> None:
-        """Join the second host again."""
-        _ip("-n", self.hosts["second"], "link", "set", "eth0", "up")
+    def plug_in(self, host: str = "second") -> None:
+        """Join a host again."""
+        _ip("-n", self.hosts[host], "link", "set", "eth0", "up")
 
-    def unplug(self) -> None:
-        """Cut the second host off."""
-        _ip("-n", self.hosts["second"], "link", "set", "eth0", "down")
+    def unplug(self, host: str = "second") -> None:
+        """Cut a host off."""
+        _ip("-n", self.hosts[host], "link", "set", "eth0", "down")
 
-    def is_plugged_in(self) -> bool:
-        """Whether the second host is joined."""
-        return "LOWER_UP" in _ip("-n", self.hosts["second"], "link", "show", "eth0")
+    def is_plugged_in(self, host: str = "second") -> bool:
+        """Whether a host is joined."""
+        return "LOWER_UP" in _ip("-n", self.hosts[host], "link", "show", "eth0")
 
     def remove(self) -> None:
         """Remove the namespaces."""
@@ -102,12 +105,15 @@ class Agents:
         self._server, self._namespaces = server, namespaces or {}
         self._agents: list[Agent] = []
 
-    def start(self, host: str, torchrun: Sequence[str], runs: Sequence[Run], meet: str = "") -> "Agent":
+    def start(
+        self, host: str, torchrun: Sequence[str], runs: Sequence[Run], meet: str = "", num_hosts: int = 1
+    ) -> "Agent":
         """Start an agent, with arguments of torchrun, whose ranks train the configurations one after the other.
 
-        With a folder `meet`, it begins when the agents of all `ADDRESSES` have come there.
+        With a folder `meet`, it begins when `num_hosts` agents have come there.
         """
-        request = {"namespace": self._namespaces.get(host), "torchrun": torchrun, "runs": runs, "meet": meet}
+        request = {"namespace": self._namespaces.get(host), "torchrun": torchrun, "runs": runs}
+        request |= {"meet": meet, "num_hosts": num_hosts}
         variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "HOST": host}
         self._agents.append(Agent(self._server.start(0, ["tests/tools/hosts.py", json.dumps(request)], **variables)))
         return self._agents[-1]
@@ -116,7 +122,9 @@ class Agents:
         self, torchrun: Mapping[str, Sequence[str]], runs: Sequence[Run], meet: Path
     ) -> "dict[str, Agent]":
         """Start the agents of all hosts, which begin together when they have met in an empty folder."""
-        return {host: self.start(host, arguments, runs, str(meet)) for host, arguments in torchrun.items()}
+        return {
+            host: self.start(host, arguments, runs, str(meet), len(torchrun)) for host, arguments in torchrun.items()
+        }
 
     def close(self) -> None:
         """End the agents that are left."""
@@ -201,16 +209,26 @@ def _rank(runs: list[Run]) -> None:
         sys.exit(code)
 
 
-def _meet(folder: Path) -> None:
+def _meet(folder: Path, num_hosts: int) -> None:
     """Wait until the agents of all hosts are here: who comes to a rendezvous much earlier begins alone."""
     (folder / os.environ["HOST"]).touch()
-    wait_until(lambda: len(list(folder.iterdir())) == len(ADDRESSES), "the other host's agent has not come")
+    wait_until(lambda: len(list(folder.iterdir())) == num_hosts, "another host's agent has not come")
+
+
+def _as_torchrun(namespace: str, arguments: list[str]) -> dict[str, Any]:
+    """The request for a host, in which torchrun would get these arguments."""
+    program = arguments.index("run.py")
+    yaml, *overrides = arguments[program + 1 :]
+    return {"namespace": namespace, "torchrun": arguments[:program], "runs": [(yaml, overrides)], "meet": ""}
 
 
 if __name__ == "__main__":
-    request = json.loads(sys.argv[1])
+    request = json.loads(sys.argv[1]) if len(sys.argv) == 2 else _as_torchrun(sys.argv[1], sys.argv[2:])
     if request["namespace"]:
         enter(request["namespace"])
     if request["meet"]:
-        _meet(Path(request["meet"]))
-    _torchrun(request["torchrun"], request["runs"])
+        _meet(Path(request["meet"]), request["num_hosts"])
+    if request["torchrun"]:
+        _torchrun(request["torchrun"], request["runs"])
+    else:
+        _rank(request["runs"])

@@ -1,0 +1,80 @@
+"""HSDP: four ranks as two replicas of two shards train as one rank, and their checkpoints are interchangeable."""
+
+import json
+
+import pytest
+import torch
+
+from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
+from diffusion.callbacks.step import GRADIENT_NORM
+
+pytestmark = [pytest.mark.slow, pytest.mark.world_size(4)]
+
+REPLICAS = ("trainer.num_replicas=2", "trainer.device_train_microbatch_size=1")
+HALF = ("trainer.max_duration=2ba", "schedule.decay=constant")
+
+
+def options(folder, *more):
+    names = {"RecordWeights": "{folder: %s}", "RecordGradients": "{path: %s.pt}", "RecordAverages": "{folder: %s}"}
+    recorders = [
+        f"{{path: tests.tools.toys.{name}, arguments: {text % f'{folder}-{name}'}}}" for name, text in names.items()
+    ]
+    return "tests/tools/toy.yaml", [
+        f"output_folder={folder}",
+        "trainer.max_duration=4ba",
+        "schedule={warmup: 0ba, decay: wsd, cooldown: 2ba}",
+        "algorithms.ema.start=1ba",
+        "optimizer.name=muon",
+        "optimizer.max_grad_norm=0.05",
+        "samples.prompts=[]",
+        f"plugins.callbacks=[{', '.join(recorders)}]",
+        *more,
+    ]
+
+
+@pytest.fixture(scope="module")
+def runs(server, tmp_path_factory):
+    """The folders `one`, `four` (ranks), `grown` (one rank, then four) and `shrunk`."""
+    root = tmp_path_factory.mktemp("replicas")
+    server.train(1, [options(root / "one"), options(root / "grown", *HALF)])
+    replicated = [
+        options(root / "four", *REPLICAS),
+        options(root / "grown", *REPLICAS),
+        options(root / "shrunk", *REPLICAS, *HALF),
+    ]
+    server.command(4, ["tests/tools/replicas_on_gloo.py", json.dumps(replicated)])
+    server.train(1, [options(root / "shrunk")])
+    return root
+
+
+def test_gradients_and_their_norm_are_those_of_one_rank(runs):
+    one, four = (torch.load(runs / f"{name}-RecordGradients.pt") for name in ("one", "four"))
+    assert one
+    for key, gradient in one.items():
+        torch.testing.assert_close(four[key], gradient, rtol=1e-5, atol=1e-6, msg=key)
+    norms = [series(read_metrics(runs / f"{n}/metrics.jsonl"), GRADIENT_NORM)[1] for n in ("one", "four")]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["four", "grown", "shrunk"])
+def test_losses_and_weights_are_those_of_one_rank(runs, name):
+    losses = [series(read_metrics(runs / f"{n}/metrics.jsonl"), TRAIN_LOSS) for n in ("one", name)]
+    assert losses[1][0] == list(range(4))
+    assert losses[1][1] == pytest.approx(losses[0][1], rel=1e-5)
+    for step in range(1, 5):
+        paths = [runs / f"{n}-RecordWeights" / f"step-{step:03d}.pt" for n in ("one", name)]
+        one, weights = (torch.load(path) for path in paths)
+        for key, weight in one.items():
+            torch.testing.assert_close(weights[key], weight, rtol=1e-5, atol=1e-5, msg=key)
+
+
+def test_replicas_hold_equal_halves_of_weights_and_averages(runs):
+    """Ranks 0 and 1 share the model, and so do ranks 2 and 3."""
+    folder = runs / "four-RecordAverages"
+    rows = [
+        [json.loads(line) for line in (folder / f"rank-{rank}.jsonl").read_text().splitlines()] for rank in range(4)
+    ]
+    assert rows[0] == rows[2] != rows[1] == rows[3]
+    assert rows[0][-1]["average"] is not None
+    alone = json.loads((runs / "one-RecordAverages/rank-0.jsonl").read_text().splitlines()[-1])
+    assert rows[0][-1]["num_elements"] + rows[1][-1]["num_elements"] == alone["num_elements"]
