@@ -27,6 +27,7 @@ SlurmUser={user}
 SlurmdUser={user}
 SlurmctldPort={port}
 SlurmdTimeout=20
+MessageTimeout=60
 AuthType=auth/none
 CredType=cred/none
 AuthInfo=cred_expire=15
@@ -241,14 +242,13 @@ def test_of_four_nodes_one_is_lost_and_the_job_continues_on_two(server, four_nod
     python.chmod(0o755)
     cut = "{path: tests.tools.toys.DisturbHost, arguments: {step: 3, host: third, what: cable}}"
     number = four_nodes.submit(log, recipe(run, cut), nodes="4", ranks=1, PYTHON=str(python))
-    queued = re.compile(r"JobState=PENDING.*Restarts=1", re.DOTALL)
-    wait_until(lambda: queued.search(four_nodes.job(number)), f"the job is not queued again; see {log}", 300)
-    assert "third" in four_nodes.answer("sinfo", "--noheader", "--states=down", "--format=%N")
+    down = ("sinfo", "--noheader", "--states=down", "--format=%N")
+    wait_until(lambda: "third" in four_nodes.answer(*down), f"the node is not lost; see {log}", 300)
+    wait_until(lambda: "JobState=PENDING" in four_nodes.job(number), f"the job is not queued again; see {log}", 300)
     smaller = ("NumNodes=2-2", "NumTasks=2", "NumCPUs=2")
     four_nodes.answer("scontrol", "update", f"JobId={number}", *smaller)
     known = four_nodes.wait_for(number, log)
     assert "JobState=COMPLETED" in known, log.read_text()
-    assert "Restarts=1" in known
 
     starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
     assert [row["world_size"] for row in starts if row["event"] == "start"] == [4, 2]
