@@ -10,11 +10,17 @@ import pytest
 from tests.tools.training_runs import TrainingServer
 
 LONGEST = (
+    "test_encode_ray.py",
+    "test_benchmark_command.py",
     "test_elastic_launch.py",
+    "test_ahead_of_time.py",
+    "test_leaderboard.py",
     "test_chaos.py",
     "test_yamls.py",
     "test_object_store.py",
     "test_ssh.py",
+    "test_slurm.py",
+    "test_sweep.py",
     "test_encode_ranks.py",
     "test_verify_elastic.py",
     "test_failures.py",
