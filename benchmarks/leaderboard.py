@@ -201,9 +201,8 @@ def write_tables(file: Path, page: Path = PAGE) -> None:
     lines = []
     for name in order:
         of = recipes[name]
-        steps, seconds, flops, parameters = (
-            statistics.fmean(row[key] for row in of) for key in ("steps", "cpu_seconds", "flops", "parameters")
-        )
+        first = of[0]  # Later seeds take its steps, and more CPU-seconds beside other work.
+        steps, seconds, flops, parameters = (first[key] for key in ("steps", "cpu_seconds", "flops", "parameters"))
         cells = [name, str(len(of)), f"{steps:.0f}", f"{seconds:.0f}", f"{flops / 1e15:.2f}", f"{parameters / 1e6:.1f}"]
         lines.append(cells + [_interval(of, kind, score) for kind, scores in COLUMNS.items() for score in scores])
     sources = [f"- {name}: `{recipes[name][-1]['command']}` ({_where(recipes[name])})" for name in order]
