@@ -114,7 +114,7 @@ class Ingestion:
         self._resolve(messages)
 
     def complete(self) -> None:
-        """Complete a preparation that was interrupted; a growth that fails is taken back, and listed again."""
+        """Complete a preparation that was interrupted; a growth that fails is rolled back, and listed again."""
         out = self._config.out
         if not storage.exists(storage.join(out, SCAN)) or not Scan.read(out).partitions:
             return

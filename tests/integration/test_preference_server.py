@@ -145,7 +145,7 @@ def test_nobody_votes_as_somebody_else(tmp_path):
         assert anna.post(address + "vote", data=form, timeout=300).status_code == 200
         assert anna_again.post(address + "vote", data=form, timeout=300).status_code == 200
     with serving(tmp_path, models, "--raters", "bert") as (address, _):
-        for name, code in (("anna", 403), ("bert", 200)):  # Anna's link is withdrawn.
+        for name, code in (("anna", 403), ("bert", 200)):  # Anna's name is no longer given.
             session = requests.Session()
             query = sites[name].partition("?")[2]
             assert session.get(f"{address}?{query}", timeout=300).status_code == code
