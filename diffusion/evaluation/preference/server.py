@@ -27,7 +27,7 @@ from diffusion.evaluation.preference.store import ANSWERS, QUESTIONS, Presentati
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
-REQUESTS_PER_SECOND, BURST = 50.0, 1000
+REQUESTS_PER_SECOND, BURST = 10.0, 1000
 """Requests of a rater, or of an address without one, in the long run and at once. A screen takes four to seven."""
 
 _SECURITY = {
