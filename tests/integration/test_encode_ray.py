@@ -1,6 +1,5 @@
 """Encoding on a cluster of several Ray nodes of this machine, one of which is killed in the middle."""
 
-import os
 import threading
 import time
 from pathlib import Path
@@ -24,7 +23,7 @@ MEMORY = {"object_store_memory": 80 * 2**20}
 
 
 def test_node_that_is_killed_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each actor has a GPU of its own; what the lost node had under way is encoded by the others."""
+    """What the lost node had under way is encoded by the other."""
     from ray.cluster_utils import Cluster
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -40,8 +39,7 @@ def test_node_that_is_killed_in_the_middle(tmp_path: Path, monkeypatch: pytest.M
 
             def __init__(self, models, device, precision):
                 assert device == "cuda"
-                node = ray.get_runtime_context().get_node_id()
-                (seen / f"{node} {os.getpid()} {os.environ['CUDA_VISIBLE_DEVICES']}").touch()
+                (seen / ray.get_runtime_context().get_node_id()).touch()
                 time.sleep(0.3)
                 super().__init__(models, "cpu", precision)
 
@@ -49,11 +47,11 @@ def test_node_that_is_killed_in_the_middle(tmp_path: Path, monkeypatch: pytest.M
         return MODELS
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **MEMORY})
-    nodes = [cluster.add_node(num_cpus=2, num_gpus=2, **MEMORY) for _ in range(2)]
+    nodes = [cluster.add_node(num_cpus=1, num_gpus=1, **MEMORY) for _ in range(2)]
     finished = threading.Event()
 
     def kill_a_node() -> None:
-        while len({path.name.split()[0] for path in seen.iterdir()}) < 2:
+        while len(list(seen.iterdir())) < 2:
             if finished.wait(0.05):
                 return
         cluster.remove_node(nodes[1], allow_graceful=False)
@@ -71,7 +69,4 @@ def test_node_that_is_killed_in_the_middle(tmp_path: Path, monkeypatch: pytest.M
         cluster.shutdown()
     encode(prepared, tmp_path / "here", **options)
     assert digests(out) == digests(tmp_path / "here")
-    places = [path.name.split() for path in seen.iterdir()]
-    assert len({node for node, *_ in places}) == 2
-    gpus = {(node, process): gpu for node, process, gpu in places}
-    assert set(gpus.values()) == {"0", "1"}, "an actor has one GPU"
+    assert len(list(seen.iterdir())) == 2

@@ -36,6 +36,7 @@ StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdLogFile={folder}/steps-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SwitchType=switch/none
@@ -144,12 +145,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def four_nodes(tmp_path: Path) -> Iterator[Cluster]:
+def four_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A SLURM of four nodes, each in a network namespace of its own."""
     skip_without(*PROGRAMS, "ip", "nsenter")
     network = Network(f"n{os.getpid()}", 4)
-    (tmp_path / "slurm").mkdir()
-    cluster = Cluster(tmp_path / "slurm", network.addresses, network, num_cpus=1)
+    folder = tmp_path_factory.mktemp("slurm")  # Not `tmp_path`, too long for the path of a socket.
+    cluster = Cluster(folder, network.addresses, network, num_cpus=1)
     try:
         cluster.start()
         yield cluster
