@@ -78,10 +78,6 @@ class TierCounts(NamedTuple):
     read_bytes: int = 0
     """Bytes of samples, from the disk."""
 
-    def plus(self, other: "TierCounts") -> "TierCounts":
-        """Both together."""
-        return TierCounts(*(one + two for one, two in zip(self, other, strict=True)))
-
     def since(self, before: "TierCounts") -> "TierCounts":
         """What has been added."""
         return TierCounts(*(now - then for now, then in zip(self, before, strict=True)))

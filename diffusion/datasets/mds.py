@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import json
 import os
-import shutil
 import struct
 import tempfile
 from bisect import bisect_right
@@ -601,12 +600,3 @@ def delete_unnamed(uri: str, named: Mapping[str, Collection[str]]) -> None:
     left = filter(is_left, storage.list_files(uri))
     indexes_first = sorted(left, key=lambda name: not name.endswith(INDEX))  # So that no rest looks whole.
     storage.delete(storage.join(uri, name) for name in indexes_first)
-
-
-def remove_mds(folder: Path) -> None:
-    """Remove a tree of MDS folders, whole or partial, if it is there; indexes go first, so that no rest looks whole."""
-    if not folder.exists():
-        return
-    for index in sorted(folder.rglob(INDEX)):
-        index.unlink()
-    shutil.rmtree(folder)
