@@ -16,7 +16,7 @@ from pathlib import Path
 from diffusion import storage
 from diffusion.datasets.manifest import MANIFEST, SCAN
 from diffusion.errors import DataError, MachineError, UserError
-from diffusion.files import lock
+from diffusion.files import PARTIAL, lock
 from diffusion.preparation.layout import (
     DEAD_LETTERS,
     LISTINGS,
@@ -56,7 +56,8 @@ _ALLOWED = (WRITER, LISTINGS, REMOVED, REREAD, REMOVED_KEYS, DEAD_LETTERS, "lost
 def claim(out: str, kind: str | None = None) -> Iterator[None]:
     """Keep other processes from writing to a data set during the block; a local folder is made.
 
-    `kind` is that of the data set that may be there, by its manifest; with None the caller checks what is there.
+    `kind` is that of the data set that may be there, by its manifest, from which the half-written files of a killed
+    process are removed; with None the caller checks what is there.
 
     Raises:
         DataError: the folder holds another data set, or other files.
@@ -65,6 +66,8 @@ def claim(out: str, kind: str | None = None) -> Iterator[None]:
     with _heartbeat(out) if storage.is_url(out) else _lock_or_heartbeat(out):
         if kind is not None:
             _check_content(out, kind)
+            for path in [] if storage.is_url(out) else Path(out).rglob(f".*{PARTIAL}"):
+                path.unlink(missing_ok=True)
         yield
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from diffusion import storage
 from diffusion.errors import DataError, MachineError
+from diffusion.files import unique_partial
 from diffusion.preparation import output
 from diffusion.preparation.layout import WRITER
 from diffusion.preparation.output import claim
@@ -154,6 +155,17 @@ def test_a_listing_alone_is_no_strange_file(out):
     storage.write(storage.join(out, "listings", "000000.parquet"), b"x")
     with claim(out, KIND):
         pass
+
+
+def test_half_written_files_of_a_killed_process_are_removed(tmp_path):
+    path = tmp_path / "metadata" / "000000.parquet"
+    path.parent.mkdir()
+    path.write_bytes(b"whole")
+    partial = unique_partial(path)
+    partial.write_bytes(b"half")
+    (tmp_path / "scan.json").write_text("{}")
+    with claim(str(tmp_path), KIND):
+        assert path.exists() and not partial.exists()
 
 
 def test_a_place_that_cannot_be_a_folder(tmp_path):

@@ -26,9 +26,11 @@ PROGRAM = """
 import sys
 from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.engine import Workers
+from diffusion.preparation.output import claim
 from diffusion.preparation.scan import scan_sources
 *sources, out, number = sys.argv[1:]
-scan_sources(PrepareConfig(sources=sources, out=out, partition_size=10), workers=Workers(number=int(number)))
+with claim(out, "prepared"):
+    scan_sources(PrepareConfig(sources=sources, out=out, partition_size=10), workers=Workers(number=int(number)))
 """
 
 
