@@ -6,12 +6,12 @@ be killed at any moment:
 - A shard is fetched and hashed under a lock of its own (flock on `.locks/NAME` in the stream's folder, which the kernel
   releases). It is fetched to a file beside it, which gets its name when its size and hash are those of the index.
 - The file of the lock holds the time of the last check, and the failure if there was one. A process that waited for
-  another one's attempt in vain fails with that one's message. A shard that has been checked since this process opened
+  a failed attempt of another one fails with its message. A shard that has been checked since this process opened
   the stream is not hashed again: a node hashes each shard once in a start. A copy found damaged is fetched
   again; damage after that check is a DataError.
 - Originals have no such files: each rank hashes those that it reads. A damaged original is an error.
-- With a size limit, the shards whose last use is longest ago make room (their modification time is that of their last
-  use). A process that has one open reads on; one that finds it gone fetches it again.
+- With a size limit, the least recently used shards are evicted (a shard's modification time is that of its last use).
+  A process that has one open reads on; one that finds it gone fetches it again.
 """
 
 import json
@@ -50,10 +50,10 @@ LOCKS = ".locks"
 EVICTION = "eviction"
 
 LEFTOVER_SECONDS = 3600.0
-"""Age from which an unfinished copy is one that a killed process left, here or on another machine."""
+"""Age from which an unfinished copy counts as left by a killed process, here or on another machine."""
 
 READ_ATTEMPTS = 8
-"""Times that a shard is fetched because it was removed to make room before it was read."""
+"""Fetches of a shard that is evicted each time before it is read."""
 
 _NUM_LOCKS = 8
 """Shards of an original that the workers of a rank hash at a time."""
@@ -113,12 +113,10 @@ class CacheLimit:
 
     def add(self, folder: Path, index: ShardIndex) -> None:
         """Add a cache; only the files that its index names are ever removed."""
-        self._shards[folder] = frozenset(
-            file.name for shard in index.shards for file in (shard.raw, shard.packed) if file is not None
-        )
+        self._shards[folder] = frozenset(file.name for shard in index.shards for file in shard.files)
 
     def make_room(self, num_bytes: int) -> None:
-        """Remove the shards whose last use is longest ago until so many bytes fit, as far as shards can be removed."""
+        """Evict the least recently used shards until so many bytes fit, as far as possible."""
         with lock(_lock_path(next(iter(self._shards)), EVICTION)):
             files = [(folder, *found) for folder in self._shards for found in files_of_cache(folder)]
             excess = sum(found.st_size for _, _, found in files) + num_bytes - self.num_bytes
@@ -209,14 +207,12 @@ class StreamShards:
         if self.remote is not None:  # A copy is checked when it is first read.
             return
         for shard in self.index.shards[part]:
-            files = [file for file in (shard.raw, shard.packed) if file is not None]
-            present = [file for file in files if (self.folder / file.name).is_file()]
+            present = [file for file in shard.files if (self.folder / file.name).is_file()]
             if not present:  # One form of a compressed shard is enough.
                 raise DataError(f"{self.folder / shard.raw.name} is missing, and there is no remote. {_REWRITE}")
             for file in present:
-                size = (self.folder / file.name).stat().st_size
-                if size != file.num_bytes:
-                    path = self.folder / file.name
+                path = self.folder / file.name
+                if (size := path.stat().st_size) != file.num_bytes:
                     raise DataError(
                         f"{path} has {size} bytes instead of {file.num_bytes}, and there is no remote. {_REWRITE}"
                     )

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from diffusion import storage
 from diffusion.errors import DataError
-from diffusion.storage import Access, MissingFileError
+from diffusion.storage import MissingFileError
 
 SPLITS = ("train", "validation")
 """Folders of the shards."""
@@ -100,22 +100,36 @@ class PreparedManifest:
     version: int = VERSIONS[-1]
     """1: until 0.3, without metadata and positions; it cannot grow."""
 
-    def write(self, folder: Path | str, access: Access | None = None) -> None:
+    def write(self, folder: Path | str) -> None:
         """Write `manifest.json` into a folder (path or s3://), atomically."""
         values = {"kind": self.KIND, **asdict(self)}
         if self.version == 1:
             values["refused"] = values.pop("rejected")
-        storage.write_json(storage.join(str(folder), MANIFEST), values, access)
+        storage.write_json(storage.join(str(folder), MANIFEST), values)
 
     @classmethod
-    def read(cls, folder: Path | str, access: Access | None = None) -> "PreparedManifest":
+    def read(cls, folder: Path | str) -> "PreparedManifest":
         """Read that of a folder, a path or an s3:// URI.
 
         Raises:
             DataError: there is none, it is damaged, or it is one of another kind or version.
             MachineError: it cannot be read.
         """
-        values = read_manifest(folder, cls.KIND, cls.VERSIONS, access)
+        uri = storage.join(str(folder), MANIFEST)
+        root, where = storage.shown(str(folder)), storage.shown(uri)
+        try:
+            values = storage.read_json(uri)
+        except MissingFileError as error:
+            raise DataError(
+                f"{root} is not a data set: there is no {MANIFEST}, which is written last; run the command that makes "
+                "it (scripts/prepare.py or scripts/encode.py) to its end"
+            ) from error
+        kind = values.get("kind") if isinstance(values, dict) else None
+        if kind != cls.KIND:
+            raise DataError(f"{root} is not {cls.KIND} data: kind in {MANIFEST} is {kind!r}, not {cls.KIND!r}")
+        if values.get("version") not in cls.VERSIONS:
+            known = " or ".join(map(str, cls.VERSIONS))
+            raise DataError(f"{where} has version {values.get('version')!r}, this package reads {known}; make it anew")
         try:
             return cls(
                 sources=[SourceEntry(**entry) for entry in values["sources"]],
@@ -135,27 +149,4 @@ class PreparedManifest:
                 version=values["version"],
             )
         except (KeyError, TypeError, AttributeError) as error:
-            where = storage.shown(storage.join(str(folder), MANIFEST))
             raise DataError(f"{where} is damaged ({error!r}); write the data set anew") from error
-
-
-def read_manifest(
-    folder: Path | str, kind: str, versions: tuple[int, ...], access: Access | None = None
-) -> dict[str, Any]:
-    """Read the manifest of a data set; a DataError if there is none of the kind and one of the versions."""
-    folder = str(folder)
-    where = storage.shown(storage.join(folder, MANIFEST))
-    try:
-        values = storage.read_json(storage.join(folder, MANIFEST), access)
-    except MissingFileError as error:
-        raise DataError(
-            f"{storage.shown(folder)} is not a data set: there is no {MANIFEST}, which is written last; run the "
-            "command that makes it (scripts/prepare.py or scripts/encode.py) to its end"
-        ) from error
-    if not isinstance(values, dict) or values.get("kind") != kind:
-        found = values.get("kind") if isinstance(values, dict) else None
-        raise DataError(f"{storage.shown(folder)} is not {kind} data: kind in {MANIFEST} is {found!r}, not {kind!r}")
-    if values.get("version") not in versions:
-        known = " or ".join(map(str, versions))
-        raise DataError(f"{where} has version {values.get('version')!r}, this package reads {known}; make it anew")
-    return values

@@ -29,7 +29,6 @@ from diffusion.datasets.balanced import Integers
 from diffusion.datasets.manifest import SPLITS, BucketEntry
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.files import PARTIAL, hash_file, new_hash
-from diffusion.storage import Access
 
 INDEX = "index.json"
 DEFAULT_SHARD_BYTES = 256 * 2**20
@@ -78,9 +77,14 @@ class Shard(NamedTuple):
     layout: Layout
 
     @property
+    def files(self) -> list[ShardFile]:
+        """The uncompressed form, and the compressed one if there is one."""
+        return [self.raw] if self.packed is None else [self.raw, self.packed]
+
+    @property
     def cached_bytes(self) -> int:
         """Bytes that it takes in a cache: of both forms of a compressed shard, which exist together for a moment."""
-        return self.raw.num_bytes + (self.packed.num_bytes if self.packed is not None else 0)
+        return sum(file.num_bytes for file in self.files)
 
 
 class ShardIndex:
@@ -387,15 +391,14 @@ _ENCODERS: dict[str, Callable[[Any], bytes]] = {
 }
 
 
-def shard_name(number: int, *, part: int = 0, revision: int = 0) -> str:
+def shard_name(number: int, *, part: int = 0) -> str:
     """Name of an uncompressed shard.
 
     Args:
         number: number of the shard in its folder.
         part: number among the files that a shard of this number was cut into.
-        revision: how often the shard was written anew.
     """
-    return f"shard.{number:05}{f'.p{part}' if part else ''}{f'.r{revision}' if revision else ''}.mds"
+    return f"shard.{number:05}{f'.p{part}' if part else ''}.mds"
 
 
 def encode_shard(samples: Sequence[bytes], name: str, shards: ShardFormat) -> tuple[bytes, dict[str, Any]]:
@@ -428,11 +431,13 @@ def stored_file(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 def _described(content: bytes, name: str, hashes: Iterable[str]) -> dict[str, Any]:
     """Return name, size and hashes of a file as the index holds them."""
-    digests = {kind: new_hash(kind) for kind in hashes}
-    for digest in digests.values():
-        digest.update(content)
-    hexadecimal = {kind: digest.hexdigest() for kind, digest in digests.items()}
-    return {"basename": name, "bytes": len(content), "hashes": hexadecimal}
+    return {"basename": name, "bytes": len(content), "hashes": {kind: _hash_of(content, kind) for kind in hashes}}
+
+
+def _hash_of(content: bytes, kind: str) -> str:
+    digest = new_hash(kind)
+    digest.update(content)
+    return digest.hexdigest()
 
 
 def format_of(entry: Mapping[str, Any]) -> ShardFormat:
@@ -445,13 +450,12 @@ def format_of(entry: Mapping[str, Any]) -> ShardFormat:
     )
 
 
-def read_shard(folder: Path | str, entry: Mapping[str, Any], access: Access | None = None) -> list[bytes]:
+def read_shard(folder: Path | str, entry: Mapping[str, Any]) -> list[bytes]:
     """Read a shard: its samples as `encode_sample` made them, which a `SampleDecoder` decodes.
 
     Args:
         folder: the MDS folder, a path or an s3:// URI.
         entry: the shard's entry in the index.
-        access: how the store is reached.
 
     Raises:
         DataError: the file is missing or damaged.
@@ -459,7 +463,7 @@ def read_shard(folder: Path | str, entry: Mapping[str, Any], access: Access | No
     """
     file = stored_file(entry)
     uri = storage.join(str(folder), file["basename"])
-    content = storage.read(uri, access=access)
+    content = storage.read(uri)
     digest = choose_hash(file["hashes"])
     if len(content) != file["bytes"] or (digest is not None and _hash_of(content, digest[0]) != digest[1]):
         raise DataError(f"{storage.shown(uri)} is damaged, it is not what the index describes; write the folder anew")
@@ -472,16 +476,10 @@ def read_shard(folder: Path | str, entry: Mapping[str, Any], access: Access | No
     return [content[start:end] for start, end in itertools.pairwise(starts)]
 
 
-def _hash_of(content: bytes, kind: str) -> str:
-    digest = new_hash(kind)
-    digest.update(content)
-    return digest.hexdigest()
-
-
-def write_index(folder: Path | str, entries: Sequence[Mapping[str, Any]], access: Access | None = None) -> None:
+def write_index(folder: Path | str, entries: Sequence[Mapping[str, Any]]) -> None:
     """Write the index of an MDS folder, a path or an s3:// URI, as Streaming does, from the entries of its shards."""
     content = json.dumps({"version": 2, "shards": list(entries)}, sort_keys=True).encode()
-    storage.write(storage.join(str(folder), INDEX), content, access)
+    storage.write(storage.join(str(folder), INDEX), content)
 
 
 def choose_hash(hashes: Mapping[str, str]) -> tuple[str, str] | None:
@@ -490,21 +488,17 @@ def choose_hash(hashes: Mapping[str, str]) -> tuple[str, str] | None:
     return None if kind is None else (kind, hashes[kind])
 
 
-def find_wrong_hash(path: Path, hashes: Mapping[str, str]) -> str | None:
-    """Return the name of a hash that the index gives of a file and that differs; None if there is none."""
-    digest = choose_hash(hashes)
-    return digest[0] if digest is not None and hash_file(path, digest[0]) != digest[1] else None
-
-
 def check_shard(folder: Path, entry: Mapping[str, Any]) -> None:
     """Raise a DataError if the file of an entry of an index is missing, or has another hash."""
     stored = stored_file(entry)
-    file = folder / stored["basename"]
+    if (digest := choose_hash(stored["hashes"])) is None:
+        return
+    file, (kind, expected) = folder / stored["basename"], digest
     try:
-        kind = find_wrong_hash(file, stored["hashes"])
+        found = hash_file(file, kind)
     except OSError as error:
         raise DataError(f"{file} cannot be read ({error.strerror}); copy or write the folder anew") from error
-    if kind:
+    if found != expected:
         raise DataError(f"{file} is damaged: its {kind} is not that of the index; copy or write the folder anew")
 
 
@@ -537,19 +531,19 @@ def open_shard(folder: Path, entry: Mapping[str, Any]) -> Iterator[Any]:
         yield reader_from_json(unpacked, None, {**entry, "compression": None, "zip_data": None})
 
 
-def read_shards(folder: Path | str, access: Access | None = None) -> list[dict[str, Any]]:
+def read_shards(folder: Path | str) -> list[dict[str, Any]]:
     """Read the entries of the shards in the index of an MDS folder, a path or an s3:// URI.
 
     Raises:
         DataError: the folder has no index, or one that is damaged.
         MachineError: it cannot be read.
     """
-    return _shards_of(storage.join(str(folder), INDEX), access)[0]
+    return _shards_of(storage.join(str(folder), INDEX))[0]
 
 
-def _shards_of(uri: str, access: Access | None) -> tuple[list[dict[str, Any]], bytes]:
+def _shards_of(uri: str) -> tuple[list[dict[str, Any]], bytes]:
     """Read an index: the entries of its shards, and its bytes."""
-    content = storage.read(uri, access=access)
+    content = storage.read(uri)
     try:
         index = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -559,7 +553,7 @@ def _shards_of(uri: str, access: Access | None) -> tuple[list[dict[str, Any]], b
     return index["shards"], content
 
 
-def read_index(folder: Path | str, access: Access | None = None) -> BucketEntry:
+def read_index(folder: Path | str) -> BucketEntry:
     """Sum up the index of an MDS folder, a path or an s3:// URI; the folder is listed once.
 
     Raises:
@@ -567,7 +561,7 @@ def read_index(folder: Path | str, access: Access | None = None) -> BucketEntry:
         MachineError: it cannot be read.
     """
     uri = storage.join(str(folder), INDEX)
-    shards, content = _shards_of(uri, access)
+    shards, content = _shards_of(uri)
     try:
         num_samples = sum(shard["samples"] for shard in shards)
         num_bytes = sum(shard["raw_data"]["bytes"] for shard in shards)
@@ -576,7 +570,7 @@ def read_index(folder: Path | str, access: Access | None = None) -> BucketEntry:
         raise DataError(
             f"{storage.shown(uri)} is not the index of an MDS folder ({error!r}); write the folder anew"
         ) from error
-    found = storage.list_files(str(folder), access)
+    found = storage.list_files(str(folder))
     for name, size in sizes.items():
         if name not in found or found[name].size != size:
             state = f"has {found[name].size} bytes instead of {size}" if name in found else "is missing"

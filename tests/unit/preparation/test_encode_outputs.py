@@ -22,7 +22,6 @@ from diffusion.datasets.mds import (
     read_index,
     read_shard,
     read_shards,
-    shard_name,
     write_index,
 )
 from diffusion.errors import ConfigurationError, DataError
@@ -81,7 +80,7 @@ def erase(prepared: Path, *indices: int) -> None:
             for i in inside:
                 blank = {**read(folder)[first - entry["samples"] + i], "image": b"", "captions": ["withdrawn"]}
                 samples[i] = encode_sample(blank, PREPARED)
-            content, entries[number] = encode_shard(samples, shard_name(number, revision=1), format_of(entry))
+            content, entries[number] = encode_shard(samples, f"shard.{number:05}.r1.mds", format_of(entry))
             (folder / entries[number]["raw_data"]["basename"]).write_bytes(content)
     write_index(folder, entries)
     write_prepared_manifest(prepared)
