@@ -24,23 +24,10 @@ from torch.utils.data.distributed import DistributedSampler
 from diffusion.config.data import ImageSize, Representation
 from diffusion.datasets.bad_images import BadImage, BadImages
 from diffusion.datasets.batch import BatchKey, Sample
-from diffusion.datasets.cache import (
-    CacheLimit,
-    StreamShards,
-    TierCounts,
-    TierMeter,
-    files_of_cache,
-)
+from diffusion.datasets.cache import CacheLimit, StreamShards, TierCounts, TierMeter, files_of_cache
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
 from diffusion.datasets.mds import ShardFiles
-from diffusion.datasets.sample_order import (
-    GlobalOrder,
-    OrderSettings,
-    RankOrder,
-    StreamShape,
-    describe_changes,
-    draws_per_stream,
-)
+from diffusion.datasets.sample_order import GlobalOrder, OrderSettings, RankOrder, describe_changes, stream_shapes
 from diffusion.datasets.streams import StreamLocation, Substitutes, find_substitutes
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
@@ -330,15 +317,7 @@ class TrainingDataset(TextImageDataset):
         **options: Any,
     ) -> None:
         super().__init__(locations=locations, seed=order.seed, rank=rank, num_ranks=num_ranks, **options)
-        draws = draws_per_stream(
-            [stream.index.num_samples for stream in self.streams],
-            [location.proportion for location in locations],
-            [location.repeat for location in locations],
-        )
-        shapes = [
-            StreamShape(name=stream.name, samples_per_shard=stream.index.samples_per_shard, draws=num)
-            for stream, num in zip(self.streams, draws, strict=True)
-        ]
+        shapes = stream_shapes(locations, [stream.index.samples_per_shard for stream in self.streams])
         self.order = GlobalOrder(shapes, order)
         self._rank_order = RankOrder(self.order, rank=rank, num_ranks=num_ranks)
         rank_batch_size = order.global_batch_size // num_ranks
@@ -450,9 +429,9 @@ class TrainingDataset(TextImageDataset):
 
 
 class Prefetcher:
-    """Has the shards of the next steps of a rank here in time, in a thread of the process that reads.
+    """Fetches the shards of a rank's next steps ahead, in a thread of the reading process.
 
-    A step hits the cache with the samples whose shards were there when they were first looked for.
+    A sample is a cache hit if its shard was there at the first look for it.
     """
 
     def __init__(self, order: RankOrder, data: TextImageDataset) -> None:
@@ -517,7 +496,7 @@ class Prefetcher:
 
 
 class TrainingSteps(DistributedSampler):
-    """Positions of the steps of an epoch, from the one on that the data set continues at.
+    """Positions of the steps of an epoch, from where the data set continues.
 
     Composer asks for a sampler of this class where a data set is read by several ranks.
     """

@@ -13,7 +13,7 @@ from diffusion.config.schema import Config
 from diffusion.datasets.bad_images import BadImage
 from diffusion.datasets.loader import order_settings
 from diffusion.datasets.mds import INDEX, open_shard, read_shards
-from diffusion.datasets.sample_order import GlobalOrder, StreamShape, draws_per_stream
+from diffusion.datasets.sample_order import GlobalOrder, stream_shapes
 from diffusion.datasets.streams import StreamLocation, Substitutes, find_substitutes, locate_streams
 from diffusion.errors import DataError
 
@@ -71,18 +71,8 @@ def build_order(config: Config, folders: list[Path]) -> GlobalOrder:
     Raises:
         DataError: a folder has no index.
     """
-    streams = config.data.streams
     sizes = [np.array([shard["samples"] for shard in read_shards(folder)], np.int64) for folder in folders]
-    draws = draws_per_stream(
-        [int(size.sum()) for size in sizes],
-        [stream.proportion for stream in streams],
-        [stream.repeat for stream in streams],
-    )
-    shapes = [
-        StreamShape(name=stream.name, samples_per_shard=size, draws=num)
-        for stream, size, num in zip(streams, sizes, draws, strict=True)
-    ]
-    return GlobalOrder(shapes, order_settings(config.data, config.seed))
+    return GlobalOrder(stream_shapes(config.data.streams, sizes), order_settings(config.data, config.seed))
 
 
 def times_seen(order: GlobalOrder, num_steps: int) -> list[NDArray[np.int32]]:

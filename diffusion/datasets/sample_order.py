@@ -24,14 +24,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from diffusion.config.data import Mixing, legal_world_sizes
+from diffusion.config.data import Mixing, StreamConfig, legal_world_sizes
 from diffusion.datasets.balanced import MAX_TOTAL, BalancedSequence, Integers, permutation, raw_words
 from diffusion.errors import ConfigurationError
 from diffusion.randomness import NUM_INDEX_BITS, NUM_OCCURRENCE_BITS, sample_address
+
+if TYPE_CHECKING:  # The order reads no files.
+    from diffusion.datasets.streams import StreamLocation
 
 ORDER_VERSION = 1
 """Part of the fingerprint: increase it with every change by which the same settings give another order."""
@@ -40,7 +43,7 @@ MIN_CHUNK = 2**13
 """Samples of a rank that are computed at once."""
 
 MIN_PIECES_TO_CUT = 4
-"""Pieces of a pass from which on the first one is read in two parts, which costs one more download at most."""
+"""Least number of pieces of a pass whose first one is read in two parts, which costs one more download at most."""
 
 _SHARDS, _PIECES, _BLOCK, _STAGGER, _OFFSET = range(5)
 """Purposes in the keys of random numbers."""
@@ -127,6 +130,21 @@ def draws_per_stream(
     shares = np.cumsum([proportion or 0.0 for proportion in proportions])
     ends = [round(sum(num_samples) * share / shares[-1]) for share in shares.tolist()]
     return np.diff([0, *ends]).tolist()
+
+
+def stream_shapes(
+    streams: "Sequence[StreamConfig | StreamLocation]", samples_per_shard: Sequence[Integers]
+) -> list[StreamShape]:
+    """Shapes of streams, from their proportions or repeats and the sizes of their shards, int64 [K] each."""
+    draws = draws_per_stream(
+        [int(sizes.sum()) for sizes in samples_per_shard],
+        [stream.proportion for stream in streams],
+        [stream.repeat for stream in streams],
+    )
+    return [
+        StreamShape(name=stream.name, samples_per_shard=sizes, draws=num)
+        for stream, sizes, num in zip(streams, samples_per_shard, draws, strict=True)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

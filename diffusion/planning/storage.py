@@ -17,7 +17,7 @@ from diffusion.config.schema import Config
 from diffusion.config.training import NumberFormat
 from diffusion.datasets.loader import order_settings, validation_streams
 from diffusion.datasets.mds import read_shards
-from diffusion.datasets.sample_order import GlobalOrder, StreamShape, draws_per_stream
+from diffusion.datasets.sample_order import GlobalOrder, stream_shapes
 from diffusion.datasets.streams import StreamLocation, locate_streams
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.models.architectures import ARCHITECTURES, latent_channels, text_shape
@@ -93,21 +93,17 @@ def plan_epoch(config: Config, num_images: int) -> EpochPlan:
         )
         for stream, count, share in zip(data.streams, counts, _shares(data.streams, counts), strict=True)
     ]
-    known = [(one, int(one.sum())) for one in shards if one is not None]
+    known = [one for one in shards if one is not None]
     if len(known) < len(shards):
         return EpochPlan(streams=plans)
-    proportions, repeats = [stream.proportion for stream in data.streams], [stream.repeat for stream in data.streams]
-    draws = draws_per_stream([count for _, count in known], proportions, repeats)
-    shapes = [
-        StreamShape(name=stream.name, samples_per_shard=samples, draws=num)
-        for stream, (samples, _), num in zip(data.streams, known, draws, strict=True)
-    ]
+    shapes = stream_shapes(data.streams, known)
     try:
         epoch = GlobalOrder(shapes, order_settings(data, config.seed)).epoch(0)
     except ConfigurationError as error:
         return EpochPlan(streams=plans, problem=str(error))
     plans = [
-        replace(plan, draws=num, dropped=lost) for plan, num, lost in zip(plans, draws, epoch.dropped, strict=True)
+        replace(plan, draws=shape.draws, dropped=lost)
+        for plan, shape, lost in zip(plans, shapes, epoch.dropped, strict=True)
     ]
     return EpochPlan(streams=plans, num_steps=epoch.num_steps)
 
