@@ -49,23 +49,16 @@ def atomic_path(
     _remove(partial)
     try:
         yield partial
-        if exist_ok or not path.exists():
-            publish(partial, path, durable=durable)
+        if path.exists() and not exist_ok:
+            return
+        if durable:
+            for content in [*partial.rglob("*"), partial] if partial.is_dir() else [partial]:
+                sync(content)
+        partial.replace(path)
+        if durable:
+            sync(path.parent)
     finally:
         _remove(partial)
-
-
-def publish(partial: Path, path: Path, *, durable: bool = True) -> None:
-    """Give a finished file or folder its name; a file or an empty folder of that name is replaced.
-
-    `durable` writes all of it to the disk before, and the name after.
-    """
-    if durable:
-        for content in [*partial.rglob("*"), partial] if partial.is_dir() else [partial]:
-            sync(content)
-    partial.replace(path)
-    if durable:
-        sync(path.parent)
 
 
 def unique_partial(path: Path) -> Path:

@@ -10,16 +10,7 @@ from pathlib import Path
 import pytest
 
 from diffusion.errors import DataError
-from diffusion.files import (
-    atomic_path,
-    lock,
-    open_lock,
-    publish,
-    read_json,
-    unique_partial,
-    write_atomically,
-    write_json,
-)
+from diffusion.files import atomic_path, lock, open_lock, read_json, unique_partial, write_atomically, write_json
 
 
 def names(folder: Path) -> list[str]:
@@ -105,10 +96,10 @@ def test_content_is_on_the_disk_before_the_name(tmp_path, monkeypatch):
     write_atomically(tmp_path / "a", "content")
     assert events == [str(tmp_path / ".a.partial"), "rename", str(tmp_path)]
     events.clear()
-    (tmp_path / "b.partial").mkdir()
-    (tmp_path / "b.partial" / "c").write_text("1")
-    publish(tmp_path / "b.partial", tmp_path / "b")
-    assert events == [str(tmp_path / "b.partial" / "c"), str(tmp_path / "b.partial"), "rename", str(tmp_path)]
+    with atomic_path(tmp_path / "b") as partial:
+        partial.mkdir()
+        (partial / "c").write_text("1")
+    assert events == [str(partial / "c"), str(partial), "rename", str(tmp_path)]
     events.clear()
     with atomic_path(tmp_path / "d", durable=False) as partial:
         partial.write_text("cache")
@@ -117,11 +108,12 @@ def test_content_is_on_the_disk_before_the_name(tmp_path, monkeypatch):
 
 def test_json(tmp_path):
     path = tmp_path / "a.json"
-    write_json(path, {"a": [1, None]})
-    assert read_json(path) == {"a": [1, None]}
-    with pytest.raises(ValueError):
-        write_json(path, float("nan"))
-    assert read_json(path) == {"a": [1, None]}
+    write_json(path, {"a": [1, "é", None]})
+    for bad in ({"a": object()}, {"a": float("nan")}):
+        with pytest.raises((TypeError, ValueError)):
+            write_json(path, bad)
+    assert read_json(path) == {"a": [1, "é", None]}
+    assert list(tmp_path.iterdir()) == [path]
     for content in (b"{", b"\xff", b"[" * 100_000):
         path.write_bytes(content)
         with pytest.raises(DataError, match=r"a\.json"):

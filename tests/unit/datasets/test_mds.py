@@ -17,7 +17,6 @@ from diffusion.datasets.mds import (
     write_index,
 )
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.files import read_json, write_json
 from tests.tools.image_files import tree
 
 COLUMNS = {"number": "int32", "data": "bytes"}
@@ -104,18 +103,3 @@ def test_shard_size_out_of_range():
     for shard_bytes in (0, 2**31):
         with pytest.raises(ConfigurationError, match="shard size"):
             ShardFormat(columns=COLUMNS, shard_bytes=shard_bytes).check()
-
-
-def test_json_is_replaced_or_kept(tmp_path):
-    path = tmp_path / "manifest.json"
-    write_json(path, {"a": [1, "é"]})
-    for bad in ({"a": object()}, {"a": float("nan")}):
-        with pytest.raises((TypeError, ValueError)):
-            write_json(path, bad)
-    assert read_json(path) == {"a": [1, "é"]}
-    assert list(tmp_path.iterdir()) == [path]
-    path.write_text('{"a": ')
-    with pytest.raises(DataError, match="damaged"):
-        read_json(path)
-    with pytest.raises(DataError, match="cannot be read"):
-        read_json(tmp_path / "none.json")
