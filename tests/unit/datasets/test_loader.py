@@ -68,7 +68,7 @@ def test_batches_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
 
 def test_less_than_a_global_batch_is_refused(tmp_path: Path) -> None:
     root = write_encoded(tmp_path, {"a": 6})
-    with pytest.raises(ConfigurationError, match=r"6 samples an epoch, less than data.global_batch_size 8"):
+    with pytest.raises(ConfigurationError, match=r"6 samples.* data\.global_batch_size 8"):
         open_loader(root, "a", **LATENTS)
     assert len(open_loader(root, "a", global_batch_size=4, num_canonical_nodes=16, **LATENTS)) == 1
 
@@ -84,16 +84,6 @@ def test_a_batch_of_one_bucket_and_a_batch_of_groups(tmp_path: Path) -> None:
         streams = batch[BatchKey.STREAM].view(4, 2)
         assert torch.equal(streams[:, 0], streams[:, 1])
     assert any(len(set(batch[BatchKey.STREAM].tolist())) == 2 for batch in groups)
-
-
-def test_streams_that_do_not_give_a_batch_or_a_group(tmp_path: Path) -> None:
-    root = write_encoded(tmp_path, {"a": 40, "b": 6})
-    with pytest.raises(ConfigurationError, match=r"stream 'b' \(6 samples\) .* less than one global batch of 8"):
-        open_loader(root, "a", "b", mixing=Mixing.bucket, **LATENTS)
-    with pytest.raises(ConfigurationError, match=r"stream 'b' \(6 samples\) .* less than one group of 8"):
-        open_loader(root, "a", "b", mixing=Mixing.groups, group_size=8, **LATENTS)
-    with pytest.raises(ConfigurationError, match=r"data.group_size is 3, which does not divide"):
-        open_loader(root, "a", "b", mixing=Mixing.groups, group_size=3, **LATENTS)
 
 
 @pytest.mark.parametrize("mixing", [Mixing.mixed, Mixing.bucket, Mixing.groups])
@@ -212,10 +202,10 @@ def test_a_resumption_in_another_order_is_refused(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=message):
             resumed(**options)
     state["sample_in_epoch"] = 12
-    with pytest.raises(DataError, match="continued at sample 12 of an epoch, which is not the beginning"):
+    with pytest.raises(DataError, match="sample 12 of an epoch"):
         resumed()
     del state["order"]
-    with pytest.raises(DataError, match="does not say in which order"):
+    with pytest.raises(DataError, match=r"init_from\.checkpoint"):
         resumed()
 
 
@@ -234,7 +224,7 @@ def test_a_worker_that_gives_nothing_ends_the_run(tmp_path: Path) -> None:
 
     root = write_prepared(tmp_path, {"a": 8})
     loader = open_loader(root, "a", tokenize=never, num_workers=1, loader_timeout=1.0)
-    with pytest.raises(DataError, match=r"no batch came from a loader worker within 1 s.* data.loader_timeout"):
+    with pytest.raises(DataError, match=r"1 s.* data\.loader_timeout"):
         addresses(loader)
 
 
