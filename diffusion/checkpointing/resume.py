@@ -251,7 +251,9 @@ def check_changes(config: Config, checkpoint: Path, name: str) -> None:
         ConfigurationError: another model or objective is configured than the checkpoint was trained with.
         DataError: the checkpoint has no configuration.
     """
-    changes = list(_changes(yaml.safe_load(read_record(checkpoint)["config"]), config))
+    before = _with_names_of_today(yaml.safe_load(read_record(checkpoint)["config"]))
+    now, defaults = yaml.safe_load(to_public_yaml(config)), yaml.safe_load(to_yaml(Config()))
+    changes = list(_differences(before, now, defaults))
     rejected = [change for change in changes if _is_another_run(config.task, change)]
     if rejected:
         raise ConfigurationError(
@@ -263,16 +265,10 @@ def check_changes(config: Config, checkpoint: Path, name: str) -> None:
         log.info("settings that differ from %s: %s", name, _list_changes(changes))
 
 
-def _changes(before: dict[str, Any], config: Config) -> Iterator[Change]:
-    """Keys of today's schema whose values differ; a key that is not in the checkpoint had its default."""
-    before = _with_names_of_today(before)
-    now, defaults = yaml.safe_load(to_public_yaml(config)), yaml.safe_load(to_yaml(Config()))
-    yield from _differences(before, now, defaults)
-
-
 def _differences(
     before: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[Change]:
+    """Keys of today's schema whose values differ; a key that is not in the checkpoint had its default."""
     for key, value in now.items():
         default = defaults.get(key)
         was = before.get(key, default)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from diffusion.checkpointing.layout import batch_of, list_checkpoints, remove_checkpoint
 from diffusion.config.operations import GuardConfig
-from diffusion.distributed import agree, local_rank, rank
+from diffusion.distributed import agree, broadcast, local_rank, rank
 from diffusion.errors import MachineError, UserError
 from diffusion.files import write_json
 
@@ -143,11 +143,8 @@ def roll_back(storage: "CheckpointStorage", *, keeps_all: bool) -> None:
     Raises:
         MachineError: a checkpoint cannot be removed.
     """
-    from composer.utils import dist
-
-    requests = [read_request(storage.run) if rank() == 0 else None]
-    dist.broadcast_object_list(requests)
-    if (rollback := requests[0]) is None:
+    rollback = broadcast(read_request(storage.run) if rank() == 0 else None)
+    if rollback is None:
         return
     remote, limit = storage.remote, rollback.limit
     # Where checkpoints are uploaded, each node has files of its own.

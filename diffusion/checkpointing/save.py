@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
+from torch.utils import serialization
 
 from diffusion.checkpointing.layout import CHECKSUM_KIND, CHECKSUMS, INDEX
 from diffusion.files import atomic_path, write_atomically, write_json
@@ -80,19 +81,9 @@ def write_sharded(folder: Path, content: dict[str, Any], group: ProcessGroup | N
         CheckpointException: on all ranks, when one cannot write.
     """
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-    with _without_crc():
+    # Without a CRC of each tensor, which takes longer than writing it: each file has an xxh64.
+    with serialization.config.patch("save.compute_crc32", False):  # pyright: ignore[reportAttributeAccessIssue]
         save(content, storage_writer=_ChecksumWriter(folder), planner=planner, process_group=group)
-
-
-@contextmanager
-def _without_crc() -> Iterator[None]:
-    """Write tensors without their CRC, which takes longer than writing them: each file has an xxh64."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
 
 
 def write_file(path: Path, content: dict[str, Any]) -> None:
