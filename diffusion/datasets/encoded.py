@@ -1,7 +1,7 @@
 """What encoded data was made with, and whether that is what a run needs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from diffusion.config.data import ImageSize
@@ -74,10 +74,6 @@ class EncodedManifest:
     def size_of(self, bucket: str) -> ImageSize:
         """Size of the encoded images of a bucket."""
         return ImageSize(*self.sizes.get(bucket, [self.resolution, self.resolution]))
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain containers."""
-        return asdict(self)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], where: str) -> "EncodedManifest":

@@ -1,5 +1,6 @@
 """Streams of several sizes trained in one step (groups) and step by step (buckets): the machines do not matter."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -86,7 +87,7 @@ def _write_manifest(root: Path, **identities) -> None:
         sizes={name: size for name, size in SIZES.items() if name != "square"},
         **identities,
     )
-    write_json(root / MANIFEST, manifest.to_json())
+    write_json(root / MANIFEST, asdict(manifest))
 
 
 def overrides(data: Path, kind: str = "images", mixing: str = "groups") -> list[str]:

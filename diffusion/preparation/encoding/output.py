@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -139,7 +139,7 @@ class Output:
             for records in self.records.values():
                 records[:] = [record if record and not record.damaged else None for record in records]
         if any(None in records for records in self.records.values()):
-            _write_if_changed(join(self.uri, SETTINGS), self.manifest.to_json())
+            _write_if_changed(join(self.uri, SETTINGS), asdict(self.manifest))
 
     def finish(self, removed: dict[str, list[int]]) -> None:
         """Write the indexes, the indices of removed and damaged samples, and the manifest last.
@@ -174,12 +174,12 @@ class Output:
             content = {name: sorted(set(found)) for name, found in sorted(indices.items()) if found}
             _write_if_changed(join(uri, file), content)
         _write_if_changed(join(uri, SHARDS), shards)
-        _write_if_changed(join(uri, MANIFEST), self.manifest.to_json())
+        _write_if_changed(join(uri, MANIFEST), asdict(self.manifest))
         delete_unnamed(uri, named)
         clear_folders(uri, WORK)
 
     def _check_same_encoding(self, found: dict[str, Any]) -> None:
-        there, here = EncodedManifest.from_json(found, shown(self.uri)).to_json(), self.manifest.to_json()
+        there, here = asdict(EncodedManifest.from_json(found, shown(self.uri))), asdict(self.manifest)
         differences = sorted(key for key in here if key not in CHANGING and here[key] != there[key])
         if differences:
             raise DataError(

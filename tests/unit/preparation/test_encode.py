@@ -4,7 +4,7 @@ import runpy
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -302,7 +302,7 @@ def test_encoded_data_that_does_not_fit_a_run(prepared: Path, tmp_path: Path) ->
 def test_a_manifest_of_another_kind_or_version(prepared: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"is not encoded data: encode it with scripts/encode.py"):
         read_encoded_manifest(str(prepared / "train/32-64"))
-    content = run(prepared, tmp_path / "out").to_json()
+    content = asdict(run(prepared, tmp_path / "out"))
     with pytest.raises(DataError, match=r"another version of this package \(format 99"):
         EncodedManifest.from_json(content | {"version": 99}, "data")
     assert read_encoded_manifest(str(tmp_path / "nothing" / "here" / "x")) is None
