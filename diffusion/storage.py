@@ -148,19 +148,15 @@ def check_uri(uri: str) -> None:
 def list_files(uri: str, access: Access | None = None) -> dict[str, StoredFile]:
     """List the files below a folder by their names below it, in the order of the store; none if there is no folder."""
     root = uri.rstrip("/") + "/"
-    files = _attempt(root, access, lambda store: list(store.find(root)))
-    return {file.uri.removeprefix(root): file for file in files}
+    return {file.uri.removeprefix(root): file for file in iterate_files(uri, access)}
 
 
 def iterate_files(uri: str, access: Access | None = None) -> Iterator[StoredFile]:
     """List the files below a folder as `list_files` does, but as a stream: S3 page by page."""
     root = uri.rstrip("/") + "/"
-    if not uri.startswith("s3://"):
-        yield from _attempt(root, access, lambda store: list(store.find(root)))
-        return
     token: str | None = ""
     while token is not None:
-        files, token = _attempt(root, access, lambda store, token=token: _s3(store).page(root, token))
+        files, token = _attempt(root, access, lambda store, token=token: store.page(root, token))
         yield from files
 
 
@@ -367,7 +363,10 @@ def _s3(store: "_Store") -> "_S3Store":
 
 
 class _Store(Protocol):
-    def find(self, folder: str) -> Iterable[StoredFile]: ...
+    def page(self, folder: str, token: str) -> tuple[list[StoredFile], str | None]:
+        """List a page of the files below a folder, and return the token of the next; None behind the last."""
+        ...
+
     def stat(self, uri: str) -> StoredFile: ...
     def read(self, uri: str, start: int, stop: int | None, version: str | None) -> bytes: ...
     def download(self, uri: str, path: Path, parallel: int) -> None: ...
@@ -414,15 +413,7 @@ class _S3Store:
         self._profile = access.profile
         self._timeout = access.timeout if access.seconds is None else max(1.0, min(access.timeout, access.seconds))
 
-    def find(self, folder: str) -> list[StoredFile]:
-        files, token = self.page(folder, "")
-        while token is not None:
-            more, token = self.page(folder, token)
-            files += more
-        return files
-
     def page(self, folder: str, token: str) -> tuple[list[StoredFile], str | None]:
-        """List a page of the files below a folder, and return the token of the next; None behind the last."""
         bucket, prefix = _object(folder).values()
         wanted = {"Bucket": bucket, "Prefix": prefix, "MaxKeys": _PAGE_KEYS}
         if token:
@@ -610,7 +601,7 @@ class _WebStore:
     def __init__(self, access: Access) -> None:
         self._timeouts = (min(_CONNECT_SECONDS, access.timeout), access.timeout)
 
-    def find(self, folder: str) -> list[StoredFile]:
+    def page(self, folder: str, token: str) -> tuple[list[StoredFile], str | None]:
         raise DataError(f"{shown(folder)}: a web server does not list folders; name single files")
 
     def stat(self, uri: str) -> StoredFile:
@@ -696,15 +687,16 @@ class _FsspecStore:
         except (ImportError, ValueError) as error:
             raise MachineError(f"{self._scheme}:// needs a package: {error}; install it with pip") from error
 
-    def find(self, folder: str) -> Iterator[StoredFile]:
-        files = self._files
+    def page(self, folder: str, token: str) -> tuple[list[StoredFile], str | None]:
+        store, files = self._files, []
         with self._errors(folder):
-            found = files.find(folder, detail=True, refresh=True)
-        root = files._strip_protocol(folder).strip("/")
+            found = store.find(folder, detail=True, refresh=True)
+        root = store._strip_protocol(folder).strip("/")
         for path, entry in found.items():
             name = path.lstrip("/").removeprefix(root).lstrip("/")
             time = entry.get("mtime") if self._scheme == "file" else None
-            yield StoredFile(folder + name, entry["size"], _fsspec_version(entry), time)
+            files.append(StoredFile(folder + name, entry["size"], _fsspec_version(entry), time))
+        return files, None
 
     def stat(self, uri: str) -> StoredFile:
         with self._errors(uri):
