@@ -43,7 +43,7 @@ from diffusion.models.pretrained import (
 from diffusion.models.prompt_encoder import has_own_encoding, write_prompt_encoder
 from diffusion.models.sampling import build_noise_scheduler, inference_scheduler
 from diffusion.models.score_conditioning import build_score_embedding, fold_scores
-from diffusion.models.text_adapter import Adapter, TextAdapter, build_text_adapter, with_adapter
+from diffusion.models.text_adapter import TextAdapter, build_text_adapter, with_adapter
 from diffusion.models.text_encoders import LanguageModel
 from diffusion.reports.run import find_results
 
@@ -202,19 +202,13 @@ def _parts(trained: Trained) -> tuple[Network, FrozenParts]:
     return network, frozen
 
 
-def _adapter(trained: Trained, frozen: FrozenParts) -> Adapter | None:
-    options = trained.config.model.text_adapter
-    if options is None:
-        return None
-    adapter = build_text_adapter(options, frozen.text_encoder)
-    adapter.load_state_dict(trained.part("text_adapter"))
-    return adapter
-
-
 def _write_pipeline(folder: Path, trained: Trained) -> None:
     config = trained.config
     network, frozen = _parts(trained)
-    adapter = _adapter(trained, frozen)
+    adapter = None
+    if config.model.text_adapter is not None:
+        adapter = build_text_adapter(config.model.text_adapter, frozen.text_encoder)
+        adapter.load_state_dict(trained.part("text_adapter"))
     if has_own_encoding(config.model):
         is_masked = component_name(network) == "transformer"
         write_prompt_encoder(folder, config.model, adapter, is_masked=is_masked)

@@ -40,7 +40,7 @@ _PARENT_SECONDS = 1.0
 """Between two checks whether the parent lives."""
 
 _OTHERS_SECONDS = 1.0
-"""Time of a node's other ranks to meet the error of the first, before its end makes the launcher end them."""
+"""Time for a node's other ranks to meet the error of the first, whose end makes the launcher end them."""
 
 _FIRST_SECONDS = 5.0
 """Time in which a node's first rank has to end, if it has met the same error."""
@@ -71,12 +71,6 @@ def choose_device(given: str | None) -> str:
             f"--device {name} cannot be used ({reason}): give cpu, cuda, or one of several as cuda:1"
         ) from error
     return name
-
-
-def prepare_environment() -> None:
-    """Set the variables that Composer reads when it is imported, and torchrun names otherwise."""
-    if "GROUP_RANK" in os.environ:
-        os.environ.setdefault("NODE_RANK", os.environ["GROUP_RANK"])
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -129,7 +123,8 @@ def run_command(main: Callable[[], None], *, say: Callable[[str], None] = say_to
     With a process group the process ends here, with that code. Exceptions that are no `UserError`, `PreemptedError` or
     Ctrl-C pass.
     """
-    prepare_environment()
+    if "GROUP_RANK" in os.environ:  # As torchrun names what Composer reads when it is imported.
+        os.environ.setdefault("NODE_RANK", os.environ["GROUP_RANK"])
     if "RANK" in os.environ:  # A signal to the composer launcher, or SIGKILL to torchrun, ends it alone.
         end_with_parent(signal.SIGTERM)
     try:

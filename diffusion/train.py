@@ -209,7 +209,7 @@ def check_initial_weights(config: Config) -> None:
     if config.task is Task.autoencoder or is_pipeline(source) or is_single_file(source):
         return  # Without checksums.
     with error_context("init_from.checkpoint"):
-        check_checkpoint(resolve_checkpoint(config.init_from.checkpoint))
+        check_checkpoint(resolve_checkpoint(source))
 
 
 # Model

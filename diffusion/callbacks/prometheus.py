@@ -45,10 +45,8 @@ class PrometheusLogger(LoggerDestination):
         Raises:
             MachineError: on all ranks: the address cannot be used.
         """
-        agree(lambda: self._start() if dist.get_global_rank() == 0 else None)
-
-    def _start(self) -> None:
-        self._server.enter_context(served(self._settings, self._read))
+        is_first = dist.get_global_rank() == 0
+        agree(lambda: self._server.enter_context(served(self._settings, self._read)) if is_first else None)
 
     def _read(self) -> names.Metrics:
         return {self._run.name: self._numbers | read_run_metrics(self._run, self._heartbeats)}

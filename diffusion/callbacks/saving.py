@@ -18,12 +18,7 @@ from composer.utils import dist, reproducibility
 from torch.distributed.checkpoint.api import CheckpointException
 
 from diffusion.checkpointing.find import find_damage, is_complete
-from diffusion.checkpointing.layout import (
-    list_checkpoints,
-    remove_checkpoint,
-    remove_copy,
-    superseded,
-)
+from diffusion.checkpointing.layout import list_checkpoints, remove_checkpoint, remove_copy, superseded
 from diffusion.checkpointing.remote import RemoteCheckpoints
 from diffusion.checkpointing.save import HostCopy, write_file, write_sharded
 from diffusion.distributed import LONG_TIMEOUT, agree

@@ -1,12 +1,7 @@
 import json
 from types import SimpleNamespace
 
-from diffusion.callbacks.metrics_file import (
-    TRAIN_LOSS,
-    MetricsFile,
-    read_metrics,
-    series,
-)
+from diffusion.callbacks.metrics_file import TRAIN_LOSS, MetricsFile, read_metrics, series
 
 
 def state_at(step: int):
